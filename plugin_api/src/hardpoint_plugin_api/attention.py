@@ -1,0 +1,182 @@
+"""The attention backend: cache layout + store + plan + forward.
+
+``store`` and ``forward`` are on the token path: they select nothing and, after warm-up, allocate nothing on
+platforms whose graph engine records addresses. ``plan`` runs once per step and attention group, outside capture.
+
+Shapes use T scheduled tokens, N requests, H query heads, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, ClassVar
+
+from hardpoint_plugin_api.cache import CacheLayout, CacheSpec
+from hardpoint_plugin_api.context import BuildContext
+from hardpoint_plugin_api.device import DeviceInfo
+from hardpoint_plugin_api.platform import StepLimits
+from hardpoint_plugin_api.reasons import Reason
+from hardpoint_plugin_api.requests import AttentionWorkload, Feature
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What is constant for an attention group, given when the backend is built.
+
+    ``window`` counts tokens, the query's own included: a query at position p sees keys p-window+1 .. p.
+    ``soft_cap`` c replaces scores s by c * tanh(s / c), before the mask. ``sinks`` says that each query head has an
+    extra learned logit in its softmax's denominator; ``alibi`` that each has a slope m, which adds m * (key - query).
+    Their values are given to ``set_head_constants``, since they are weights.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What this group caches per token."""
+        return CacheSpec(self.num_kv_heads, self.head_size, self.kv_dtype, self.window)
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The workload features in use."""
+        used = [
+            (Feature.SLIDING_WINDOW, self.window is not None),
+            (Feature.SOFT_CAP, self.soft_cap is not None),
+            (Feature.SINKS, self.sinks),
+            (Feature.ALIBI, self.alibi),
+        ]
+        return frozenset(feature for feature, on in used if on)
+
+    def workload(self) -> AttentionWorkload:
+        """The request that selects a backend for this group."""
+        return AttentionWorkload(
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            block_size=self.block_size,
+            features=self.features,
+        )
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step's batch. Requests are ordered decodes first; tokens of one request are adjacent and in order.
+
+    Device arrays, int32: ``query_start`` [N+1], ``seq_lens`` [N] (tokens in the cache after this step),
+    ``block_table`` [N, blocks] (page ids), ``slot_mapping`` [T] (page * block_size + offset; padding rows
+    carry slots of the null page). ``query_start_host`` and ``seq_lens_host`` are exact host copies.
+    """
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start_host: tuple[int, ...]
+    seq_lens_host: tuple[int, ...]
+    num_decodes: int
+
+    @property
+    def num_requests(self) -> int:
+        """N."""
+        return len(self.seq_lens_host)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding excluded."""
+        return self.query_start_host[-1]
+
+
+class CaptureGrade(IntEnum):
+    """What batches a backend's ``forward`` may be captured for."""
+
+    NEVER = 0
+    SINGLE_TOKEN = 1
+    UNIFORM = 2
+    ANY = 3
+
+
+@dataclass(frozen=True)
+class NumericConventions:
+    """Typed numeric conventions; a mismatch is converted by core or refused, never guessed."""
+
+    lse_base: str = "e"
+    causal_alignment: str = "bottom-right"
+
+
+@dataclass
+class AttentionMetadata:
+    """What ``plan`` hands to ``forward``; a backend subclasses it. Valid until the next ``plan`` of the same group.
+
+    ``token`` is the compatibility token: a step whose token differs from the captured one must not replay its graph.
+    """
+
+    batch: AttentionBatch
+    token: object = None
+
+
+class AttentionBackend(ABC):
+    """One backend, constructed once per attention group."""
+
+    layout: ClassVar[CacheLayout]
+    capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
+    conventions: ClassVar[NumericConventions] = NumericConventions()
+
+    def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
+        self.ctx, self.spec = ctx, spec
+        self.sinks: torch.Tensor | None = None
+        self.alibi_slopes: torch.Tensor | None = None
+
+    @classmethod
+    def supports(cls, workload: AttentionWorkload, device: DeviceInfo) -> list[Reason]:
+        """Say what data cannot; called once, after import. Default: nothing to add."""
+        return []
+
+    @classmethod
+    def preferred_block_size(cls) -> int | None:
+        """Tokens per page this backend is fastest with, or None for no preference."""
+        return None
+
+    def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
+        """Take the per-head constants, each float32 [H], once weights are loaded."""
+        self.sinks, self.alibi_slopes = sinks, alibi_slopes
+
+    def step_limits(self) -> StepLimits:
+        """What a step may hold with this backend."""
+        return StepLimits()
+
+    @abstractmethod
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
+    ) -> None:
+        """Write ``k`` and ``v`` [T, K, D] into ``cache`` (views of ``layout``) at ``slot_mapping`` [T].
+
+        Mutates ``cache`` alone.
+        """
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
+        """Prepare one step on the host."""
+
+    @abstractmethod
+    def forward(
+        self, q: torch.Tensor, cache: dict[str, torch.Tensor], metadata: AttentionMetadata, out: torch.Tensor
+    ) -> None:
+        """Attend ``q`` [T, H, D] to the cached keys and values; writes ``out`` [T, H, D]. The cache holds this step's
+        own keys and values already."""

@@ -1,0 +1,53 @@
+"""A contribution: one offer in a family, as plain frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hardpoint_plugin_api.requirements import FeatureRequirement, Requirement
+
+Form = Literal["functional", "out", "factory"]
+"""What the target of an op contribution is.
+
+``functional``: ``f(*inputs, **scalars) -> outputs``. ``out``: ``f(*inputs, *outputs, **scalars) -> None`` into
+caller-owned outputs. ``factory``: ``f(context, workload, parts) -> functional``, called once when the op is bound.
+"""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One offer: what it is, where it is for, what it needs. Declared in ``hardpoint.toml``; never imports anything.
+
+    ``name`` is what users type, unique per (family, of). ``target`` is ``"package.module:attribute"``, imported only
+    if this contribution wins. ``platforms`` empty means any. Higher ``priority`` wins; ties go by name. ``replaces``
+    names a contribution of the same family and ``of`` that this one takes the place of. ``layout`` names the cache or
+    weight layout it works on: all winners of one plan share it.
+    """
+
+    family: str
+    name: str
+    target: str
+    of: str | None = None
+    platforms: tuple[str, ...] = ()
+    priority: int = 0
+    summary: str = ""
+    requires: tuple[Requirement, ...] = ()
+    replaces: str | None = None
+    form: Form = "functional"
+    layout: str = "plain"
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """Every requirement, the implied one included: features that are not claimed are not supported."""
+        if any(isinstance(r, FeatureRequirement) for r in self.requires):
+            return self.requires
+        return (*self.requires, FeatureRequirement(()))
+
+    @property
+    def slot(self) -> tuple[str, str | None]:
+        """Where it competes: the family, and which op, layer or architecture within it."""
+        return self.family, self.of
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.of}: {self.name}" if self.of else f"{self.family}: {self.name}"

@@ -1,0 +1,60 @@
+"""What is known of a device without touching it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """The platform's 8-bit float for data, and the largest magnitude it may be used at.
+
+    ``dtype`` is a torch dtype's name. ``max`` is the usable maximum, which is not always the format's own:
+    ``float8_e4m3fn`` reaches 448; ``float8_e4m3fnuz`` reaches 240 and is used at 224.
+    """
+
+    dtype: str
+    max: float
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One NUMA node: its CPUs, its memory in bytes, and the indices of the devices attached to it."""
+
+    index: int
+    cpus: tuple[int, ...]
+    memory_bytes: int
+    devices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """A platform's devices as found, or as a preset describes them. Plain data: asking creates no device context.
+
+    ``platform`` is the platform's name; ``torch_type`` the device type in ``torch.device`` strings;
+    ``arch`` the architecture family as requirements match it (``sm_90``, ``gfx942``, ``x86_64``);
+    ``memory_bytes`` is per device; ``dtypes`` and ``features`` are names; ``present`` is False for a preset.
+    """
+
+    platform: str
+    name: str
+    torch_type: str
+    arch: str
+    count: int = 1
+    memory_bytes: int = 0
+    accelerator: bool = True
+    dtypes: frozenset[str] = frozenset({"float32", "float16", "bfloat16"})
+    features: frozenset[str] = frozenset()
+    fp8: Fp8Format | None = None
+    numa: tuple[NumaNode, ...] = field(default=(), compare=False)
+    driver: str | None = None
+    present: bool = True
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """Bytes on one device: free, total, and the peak in use since the last reset."""
+
+    free: int
+    total: int
+    peak: int

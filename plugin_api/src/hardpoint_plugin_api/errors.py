@@ -1,0 +1,108 @@
+"""The exception tree, drawn once.
+
+    HardpointError
+    ├── ConfigError (ValueError)       a flag, key or value that the user gave
+    │   └── UnknownNameError           a name that nothing answers to; carries the nearest one
+    ├── PluginError                    something about an installed plugin
+    │   ├── ManifestError              hardpoint.toml is malformed, or newer than this host
+    │   ├── PluginConflictError        two plugins claim one thing; both are named
+    │   └── PluginLoadError            import, hook or target failed; carries the cause
+    ├── SelectionError                 nothing (or not the thing asked for) can serve; carries every reason
+    ├── PlatformError                  no usable platform, or several and no flag
+    ├── CheckpointError                files of a model: missing, truncated, wrong shape, unknown architecture
+    ├── RequestError (ValueError)      one request: prompt too long, bad sampling parameters
+    └── CapacityError                  memory: a cache too small for one sequence, a pool that does not fit
+
+Each message names the input, says why it is refused, and what to do instead. They are for users; a broken invariant
+inside Hardpoint is an ``assert``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hardpoint_plugin_api.reasons import Reason
+
+
+class HardpointError(Exception):
+    """Base of every error that Hardpoint raises on purpose."""
+
+
+class ConfigError(HardpointError, ValueError):
+    """A flag, config key or value is invalid."""
+
+
+class UnknownNameError(ConfigError):
+    """A name that nothing answers to.
+
+    ``kind`` says what was looked for ("attention backend"), ``known`` the valid names.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        self.kind, self.name, self.known = kind, name, tuple(sorted(known))
+        self.nearest = nearest(name, self.known)
+        message = f"unknown {kind} {name!r}"
+        if self.nearest:
+            message += f"; did you mean {self.nearest!r}?"
+        message += (
+            f" Known: {', '.join(self.known) or 'none'}."
+            if self.nearest
+            else (f"; known: {', '.join(self.known) or 'none'}.")
+        )
+        super().__init__(message + (f" {hint}" if hint else ""))
+
+
+class PluginError(HardpointError):
+    """Something is wrong with an installed plugin."""
+
+
+class ManifestError(PluginError):
+    """A ``hardpoint.toml`` cannot be accepted; the message names the file and the key."""
+
+
+class PluginConflictError(PluginError):
+    """Two plugins claim the same name or replace the same contribution; the message names both."""
+
+
+class PluginLoadError(PluginError):
+    """A plugin's module, hook or target could not be loaded; ``__cause__`` holds the original error."""
+
+
+class SelectionError(HardpointError):
+    """No candidate can serve a request, or not the one that was asked for by name.
+
+    ``rejected`` maps each candidate's name to the reasons against it.
+    """
+
+    def __init__(self, message: str, rejected: dict[str, Sequence[Reason]] | None = None) -> None:
+        self.rejected = dict(rejected or {})
+        lines = [message]
+        for name, reasons in self.rejected.items():
+            lines += [f"  {name}: {reason}" for reason in reasons]
+        super().__init__("\n".join(lines))
+
+
+class PlatformError(HardpointError):
+    """No platform can be used, or several could and none was asked for."""
+
+
+class CheckpointError(HardpointError):
+    """A model's files are missing, damaged, or not of a supported kind."""
+
+
+class RequestError(HardpointError, ValueError):
+    """One request is invalid; the engine and its other requests go on."""
+
+
+class CapacityError(HardpointError):
+    """Memory does not suffice for what was asked."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the valid name most like ``name``, or None where nothing is close."""
+    folded = {k.casefold().replace("-", "_"): k for k in known}
+    hits = difflib.get_close_matches(name.casefold().replace("-", "_"), list(folded), n=1, cutoff=0.6)
+    return folded[hits[0]] if hits else None

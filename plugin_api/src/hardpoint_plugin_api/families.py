@@ -1,0 +1,61 @@
+"""The kinds of thing that can be plugged. More may come; none gets a mechanism of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from hardpoint_plugin_api import requests
+
+Stability = Literal["stable", "provisional"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of pluggable thing.
+
+    ``has_of`` says whether its contributions name what they implement (which op, layer, architecture);
+    ``flag`` is the command-line flag that chooses in it, where it has one of its own.
+    """
+
+    name: str
+    workload: type[requests.Workload]
+    stability: Stability
+    summary: str
+    has_of: bool = False
+    flag: str | None = None
+
+    def takes(self, key: str) -> bool:
+        """Say whether workloads of this family carry the field a requirement named ``key`` looks at."""
+        return key in {f.name for f in fields(self.workload)}
+
+
+FAMILIES: dict[str, Family] = {
+    f.name: f
+    for f in (
+        Family("platform", requests.PlatformWorkload, "provisional", "a kind of device", flag="--platform"),
+        Family("op", requests.OpWorkload, "provisional", "an implementation of a named op", has_of=True),
+        Family("layer", requests.LayerWorkload, "provisional", "a replacement for a whole layer class", has_of=True),
+        Family(
+            "attention",
+            requests.AttentionWorkload,
+            "provisional",
+            "cache layout, store, plan and forward of attention",
+            flag="--attention-backend",
+        ),
+        Family(
+            "linear",
+            requests.LinearWorkload,
+            "provisional",
+            "matmul behind a quantization scheme",
+            flag="--linear-backend",
+        ),
+        Family("quantization", requests.QuantizationWorkload, "provisional", "a reader of quantized checkpoints"),
+        Family("experts", requests.ExpertsWorkload, "provisional", "kernels of a mixture of experts"),
+        Family("all2all", requests.All2AllWorkload, "provisional", "dispatch and combine between expert ranks"),
+        Family("communicator", requests.CommunicatorWorkload, "provisional", "collectives of a group of ranks"),
+        Family("model", requests.ModelWorkload, "provisional", "a model architecture", has_of=True),
+        Family("scheduler", requests.SchedulerWorkload, "provisional", "what runs in the next step"),
+        Family("runner", requests.RunnerWorkload, "provisional", "how a step runs on the device"),
+    )
+}

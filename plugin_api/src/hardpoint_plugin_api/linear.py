@@ -1,0 +1,49 @@
+"""The linear kernel: a matmul behind a pair of quantization specs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from hardpoint_plugin_api.context import BuildContext
+from hardpoint_plugin_api.device import DeviceInfo
+from hardpoint_plugin_api.quant import QuantSpec
+from hardpoint_plugin_api.reasons import Reason
+from hardpoint_plugin_api.requests import LinearWorkload
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LinearKernel(ABC):
+    """Multiplies by one weight. ``prepack`` runs once, while weights load; ``apply`` is on the token path.
+
+    ``layout`` names the weight layout that ``prepack`` produces ("plain": the checkpoint's own [out, in]).
+    ``input_spec`` is the form it wants its input in; None means plain activations.
+    """
+
+    layout: str = "plain"
+    input_spec: QuantSpec | None = None
+
+    def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
+        self.ctx, self.workload = ctx, workload
+
+    @classmethod
+    def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
+        """Say what data cannot; called once, after import. Default: nothing to add."""
+        return []
+
+    def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Turn loaded slots (``weight`` [out, in], and scales where the spec has some) into this kernel's layout.
+
+        The originals may be dropped by the caller as soon as this returns. Default: the plain layout, no copy.
+        """
+        return weights
+
+    def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the plain, dequantized weight [out, in] (a copy where the layout is not plain)."""
+        return weights["weight"]
+
+    @abstractmethod
+    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``x`` [..., in] times the weight, plus ``bias`` [out], as [..., out] in x's dtype."""

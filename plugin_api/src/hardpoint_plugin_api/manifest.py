@@ -1,0 +1,278 @@
+"""The static manifest ``hardpoint.toml``: read and validated without importing any of the plugin's code."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from hardpoint_plugin_api.contributions import Contribution, Form
+from hardpoint_plugin_api.device import DeviceInfo, Fp8Format
+from hardpoint_plugin_api.errors import ManifestError, UnknownNameError, nearest
+from hardpoint_plugin_api.families import FAMILIES
+from hardpoint_plugin_api.requirements import parse_requirement
+from hardpoint_plugin_api.versions import MANIFEST_SCHEMA, ApiVersion
+
+MANIFEST_NAME = "hardpoint.toml"
+ENTRY_POINT_GROUP = "hardpoint.plugins"
+
+ConfigType = Literal["int", "float", "bool", "str"]
+ConfigValue = int | float | bool | str
+_CONFIG_TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
+_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """One setting that a plugin owns: flag ``--PLUGIN.NAME``, key ``[PLUGIN] NAME`` in a config file."""
+
+    name: str
+    type: ConfigType
+    default: ConfigValue
+    help: str = ""
+
+    def parse(self, value: object, where: str) -> ConfigValue:
+        """Return ``value`` (text from a flag, or a TOML value) as this key's type, or raise ManifestError/ValueError."""
+        if isinstance(value, str) and self.type != "str":
+            return self._from_text(value, where)
+        wanted = _CONFIG_TYPES[self.type]
+        if wanted is float and type(value) is int:
+            value = float(value)
+        if type(value) is not wanted:
+            raise ValueError(f"{where} is of type {self.type}, got {value!r}")
+        assert isinstance(value, int | float | bool | str)
+        return value
+
+    def _from_text(self, text: str, where: str) -> ConfigValue:
+        if self.type == "bool":
+            words = {
+                "true": True,
+                "1": True,
+                "yes": True,
+                "on": True,
+                "false": False,
+                "0": False,
+                "no": False,
+                "off": False,
+            }
+            if text.casefold() not in words:
+                raise ValueError(f"{where} is true or false, got {text!r}")
+            return words[text.casefold()]
+        try:
+            return int(text) if self.type == "int" else float(text)
+        except ValueError:
+            raise ValueError(f"{where} is of type {self.type}, got {text!r}") from None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A plugin's whole declaration."""
+
+    name: str
+    api: ApiVersion
+    after: tuple[str, ...] = ()
+    config: tuple[ConfigKey, ...] = ()
+    devices: tuple[DeviceInfo, ...] = ()
+    contributions: tuple[Contribution, ...] = ()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest file at ``path``; raises ManifestError, naming the file and the key, if it cannot be accepted."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{path}: cannot be read: {error}") from error
+    return parse_manifest(text, str(path))
+
+
+def parse_manifest(text: str, source: str) -> Manifest:
+    """Parse a manifest's text; ``source`` names it in errors."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ManifestError(f"{source}: not valid TOML: {error}") from error
+    schema = data.get("schema")
+    if type(schema) is not int or schema < 1:
+        raise ManifestError(f"{source}: 'schema' is missing or no positive number; write schema = {MANIFEST_SCHEMA}")
+    if schema > MANIFEST_SCHEMA:
+        raise ManifestError(
+            f"{source}: manifest schema {schema} is newer than this host reads (up to {MANIFEST_SCHEMA}); "
+            "pip install --upgrade hardpoint-plugin-api hardpoint-core"
+        )
+    root = _Table(data, source)
+    root.only("schema", "api", "plugin", "config", "device", "contribution")
+    try:
+        api = ApiVersion.parse(root.text("api"))
+    except ValueError as error:
+        raise ManifestError(f"{source}: {error}") from error
+    plugin = root.table("plugin")
+    plugin.only("name", "after")
+    contributions = tuple(_contribution(table) for table in root.tables("contribution"))
+    own_platform = next((c.name for c in contributions if c.family == "platform"), None)
+    return Manifest(
+        name=plugin.name("name"),
+        api=api,
+        after=plugin.texts("after"),
+        config=tuple(_config_key(key, root.table("config")) for key in root.table("config").data),
+        devices=tuple(_device(table, own_platform) for table in root.tables("device")),
+        contributions=contributions,
+    )
+
+
+class _Table:
+    """A TOML table with its place in the file, for errors that name both."""
+
+    def __init__(self, data: Mapping[str, Any], where: str) -> None:
+        self.data, self.where = data, where
+
+    def fail(self, message: str) -> ManifestError:
+        return ManifestError(f"{self.where}: {message}")
+
+    def only(self, *known: str) -> None:
+        for key in self.data:
+            if key not in known:
+                guess = nearest(key, known)
+                raise self.fail(
+                    f"unknown key {key!r}; "
+                    + (
+                        f"did you mean {guess!r}?"
+                        if guess
+                        else "the plugin is newer than this Hardpoint, or the key is misspelt"
+                    )
+                )
+
+    def get(self, key: str, kind: type, default: Any) -> Any:
+        value = self.data.get(key, default)
+        if value is _REQUIRED:
+            raise self.fail(f"key {key!r} is missing")
+        if value is not default and type(value) is not kind:
+            raise self.fail(f"{key!r} must be of type {kind.__name__}, got {value!r}")
+        return value
+
+    def text(self, key: str, default: Any = ...) -> str:
+        return str(self.get(key, str, _REQUIRED if default is ... else default))
+
+    def name(self, key: str) -> str:
+        value = self.text(key)
+        if not _NAME.match(value):
+            raise self.fail(f"{key} = {value!r} must be lower-case letters, digits and underscores, a letter first")
+        return value
+
+    def number(self, key: str, default: int) -> int:
+        return int(self.get(key, int, default))
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        values = self.get(key, list, [])
+        if not all(isinstance(v, str) for v in values):
+            raise self.fail(f"{key!r} must be a list of texts, got {values!r}")
+        return tuple(values)
+
+    def table(self, key: str) -> _Table:
+        return _Table(self.get(key, dict, {}), f"{self.where}: [{key}]")
+
+    def tables(self, key: str) -> list[_Table]:
+        values = self.get(key, list, [])
+        if not all(isinstance(v, dict) for v in values):
+            raise self.fail(f"{key!r} must be an array of tables: write [[{key}]]")
+        return [_Table(v, f"{self.where}: [[{key}]] {v.get('name', number)!r}") for number, v in enumerate(values, 1)]
+
+
+_REQUIRED: Any = object()
+
+
+def _config_key(key: str, parent: _Table) -> ConfigKey:
+    table = parent.table(key)
+    table.only("type", "default", "help")
+    kind = table.text("type")
+    if not _NAME.match(key):
+        raise parent.fail(f"key {key!r} must be lower-case letters, digits and underscores, a letter first")
+    if kind not in get_args(ConfigType):
+        raise table.fail(f"type {kind!r} is not one of {', '.join(get_args(ConfigType))}")
+    if "default" not in table.data:
+        raise table.fail("key 'default' is missing")
+    parsed = ConfigKey(key, kind, 0, table.text("help", ""))  # type: ignore[arg-type]  # narrowed by the check above
+    try:
+        default = parsed.parse(table.data["default"], "default")
+    except ValueError as error:
+        raise table.fail(str(error)) from error
+    return ConfigKey(key, parsed.type, default, parsed.help)
+
+
+def _device(table: _Table, own_platform: str | None) -> DeviceInfo:
+    """A preset: what ``explain --device NAME`` answers for when the hardware is absent.
+
+    ``platform`` may be left out where the plugin itself contributes one.
+    """
+    table.only(
+        "name",
+        "platform",
+        "arch",
+        "memory_gib",
+        "torch_type",
+        "accelerator",
+        "dtypes",
+        "features",
+        "fp8_dtype",
+        "fp8_max",
+    )
+    memory = table.data.get("memory_gib", 0)
+    if type(memory) not in (int, float) or memory < 0:
+        raise table.fail(f"'memory_gib' must be a number, got {memory!r}")
+    fp8 = None
+    if "fp8_dtype" in table.data:
+        fp8 = Fp8Format(table.text("fp8_dtype"), float(table.data.get("fp8_max", 448.0)))
+    platform = table.text("platform", own_platform or ...)
+    return DeviceInfo(
+        platform=platform,
+        name=table.text("name"),
+        torch_type=table.text("torch_type", platform),
+        arch=table.text("arch"),
+        memory_bytes=int(memory * 2**30),
+        accelerator=table.get("accelerator", bool, True),
+        dtypes=frozenset(table.texts("dtypes") or ("float32", "float16", "bfloat16")),
+        features=frozenset(table.texts("features")),
+        fp8=fp8,
+        present=False,
+    )
+
+
+def _contribution(table: _Table) -> Contribution:
+    table.only(
+        "family", "of", "name", "target", "platforms", "priority", "summary", "requires", "replaces", "form", "layout"
+    )
+    try:
+        family = FAMILIES[table.text("family")]
+    except KeyError:
+        raise table.fail(str(UnknownNameError("family", table.text("family"), FAMILIES))) from None
+    of = table.data.get("of")
+    if family.has_of != (of is not None):
+        raise table.fail(
+            f"family {family.name!r} "
+            + ("needs 'of': which one it implements" if family.has_of else "has no 'of'; remove the key")
+        )
+    target = table.text("target")
+    if not _TARGET.match(target):
+        raise table.fail(f"target {target!r} must be of the form 'package.module:attribute'")
+    form = table.text("form", "functional")
+    if form not in get_args(Form):
+        raise table.fail(f"form {form!r} is not one of {', '.join(get_args(Form))}")
+    requires = table.get("requires", list, [])
+    if not all(isinstance(r, dict) for r in requires):
+        raise table.fail("'requires' must be a list of tables such as { package = \"acme-kernels>=2\" }")
+    return Contribution(
+        family=family.name,
+        name=table.name("name"),
+        target=target,
+        of=None if of is None else table.text("of"),
+        platforms=table.texts("platforms"),
+        priority=table.number("priority", 0),
+        summary=table.text("summary", ""),
+        requires=tuple(parse_requirement(r, family, table.where) for r in requires),
+        replaces=table.text("replaces") if "replaces" in table.data else None,
+        form=form,  # type: ignore[arg-type]  # narrowed by the check above
+        layout=table.text("layout", "plain"),
+    )

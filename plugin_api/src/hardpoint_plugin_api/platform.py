@@ -1,0 +1,184 @@
+"""The platform: everything that core asks of a kind of device.
+
+``detect`` is the only call made before the platform is chosen; it must not create a device context (no driver
+initialisation that a later fork or another process would notice). Everything else is called on the chosen platform.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from hardpoint_plugin_api.device import DeviceInfo, MemorySnapshot
+from hardpoint_plugin_api.errors import PlatformError
+from hardpoint_plugin_api.reasons import Reason
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What one step may hold, as data. The scheduler obeys the intersection of the platform's and the backends'.
+
+    ``None`` means no limit. ``token_buckets`` are the sizes that a step's token count is padded up to (empty: no
+    padding); ``chunk_multiple`` is what a prefill chunk's length must be a multiple of, its last chunk excepted;
+    ``mixed_phases`` says whether prefill and decode may share a step.
+    """
+
+    max_tokens: int | None = None
+    max_requests: int | None = None
+    max_context: int | None = None
+    chunk_multiple: int = 1
+    mixed_phases: bool = True
+    token_buckets: tuple[int, ...] = ()
+
+    def intersect(self, other: StepLimits) -> StepLimits:
+        """Return the limits that satisfy both. Buckets must agree where both have some (else PlatformError)."""
+
+        def least(a: int | None, b: int | None) -> int | None:
+            return b if a is None else a if b is None else min(a, b)
+
+        if self.token_buckets and other.token_buckets and self.token_buckets != other.token_buckets:
+            raise PlatformError(f"two parties ask for unlike buckets: {self.token_buckets} and {other.token_buckets}")
+        larger, smaller = sorted((self.chunk_multiple, other.chunk_multiple), reverse=True)
+        if larger % smaller:
+            raise PlatformError(f"two parties ask for unlike chunk multiples: {smaller} and {larger}")
+        return StepLimits(
+            max_tokens=least(self.max_tokens, other.max_tokens),
+            max_requests=least(self.max_requests, other.max_requests),
+            max_context=least(self.max_context, other.max_context),
+            chunk_multiple=larger,
+            mixed_phases=self.mixed_phases and other.mixed_phases,
+            token_buckets=self.token_buckets or other.token_buckets,
+        )
+
+
+class Executable(Protocol):
+    """A prepared step that can run again and again."""
+
+    def run(self, update: Mapping[str, object] | None = None) -> Any:
+        """Run once with host parameters rebound from ``update``; returns what the prepared function returned."""
+        ...
+
+
+class GraphEngine(ABC):
+    """Turns a function over fixed buffers into an Executable: recorded, captured or compiled ahead.
+
+    ``max_executables`` (None: no limit) and ``bytes_per_executable`` tell the dispatcher how many it may keep;
+    ``collectives_allowed`` and ``host_sync_allowed`` what the function may do while it is prepared.
+    """
+
+    max_executables: int | None = None
+    bytes_per_executable: int = 0
+    collectives_allowed: bool = True
+    host_sync_allowed: bool = True
+
+    @abstractmethod
+    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> Executable:
+        """Prepare ``fn(**inputs)``. The tensors among ``inputs`` are the fixed buffers every later run reads."""
+
+
+class EagerGraphEngine(GraphEngine):
+    """No graphs: every run calls the function again. What ``enforce_eager`` selects, and the default of a platform."""
+
+    max_executables = 0
+
+    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> Executable:
+        return _EagerExecutable(fn, dict(inputs))
+
+
+class _EagerExecutable:
+    def __init__(self, fn: Callable[..., Any], inputs: dict[str, object]) -> None:
+        self._fn, self._inputs = fn, inputs
+
+    def run(self, update: Mapping[str, object] | None = None) -> Any:
+        return self._fn(**(self._inputs | dict(update or {})))
+
+
+class Memory(ABC):
+    """A device's memory. It assumes nothing of the framework's caching allocator."""
+
+    @abstractmethod
+    def snapshot(self) -> MemorySnapshot:
+        """Bytes free, in all, and at the peak since ``reset_peak``."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Start a new peak measurement."""
+
+    def pool(self, tag: str) -> AbstractContextManager[None]:
+        """Allocate under ``tag`` (weights, kv, graphs, resources) within the block. Default: no pools, no effect."""
+        return nullcontext()
+
+    def suspend(self, tags: Sequence[str]) -> None:
+        """Give the memory of ``tags`` back. Raises PlatformError where the platform cannot."""
+        raise PlatformError(f"this platform cannot suspend memory ({', '.join(tags)})")
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """Take the memory of ``tags`` again, at the same addresses; its contents are undefined."""
+        raise PlatformError(f"this platform cannot resume memory ({', '.join(tags)})")
+
+
+class Platform(ABC):
+    """A kind of device: detection, memory, synchronisation, graphs, limits and defaults.
+
+    A platform is constructed with the DeviceInfo that ``detect`` returned. ``name`` equals the contribution's name.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, info: DeviceInfo) -> None:
+        self.info = info
+
+    @classmethod
+    @abstractmethod
+    def detect(cls) -> DeviceInfo | Reason:
+        """Describe the devices that are here, or say why there is none. Creates no device context, takes milliseconds."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> Memory:
+        """The memory of the device in use."""
+
+    @abstractmethod
+    def activate(self, index: int) -> torch.device:
+        """Make device ``index`` current for this process and return it. The first call that may create a context."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything submitted to the device is done."""
+
+    def graph_engine(self) -> GraphEngine:
+        """How steps are recorded and replayed. Default: eager."""
+        return EagerGraphEngine()
+
+    def step_limits(self) -> StepLimits:
+        """What a step may hold on this platform."""
+        return StepLimits()
+
+    def default_dtype(self, checkpoint_dtype: str) -> str:
+        """The dtype that ``--dtype auto`` means for a checkpoint stored in ``checkpoint_dtype``."""
+        return checkpoint_dtype if checkpoint_dtype in self.info.dtypes else "float32"
+
+    def default_block_size(self) -> int:
+        """Tokens per cache page when neither the user nor the attention backend asks for a size."""
+        return 16
+
+    def kv_cache_budget(self) -> int:
+        """Bytes for the block pool where the user gives none, asked after the weights and resources are in place."""
+        return int(self.memory.snapshot().free * 0.9)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor`` (host memory) in memory that the device copies from asynchronously, where there is such."""
+        return tensor
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """Mark a profiling range."""
+        return nullcontext()
+
+    def profile(self, start: bool) -> None:
+        """Start or stop the platform's profiler. Default: none, no effect."""

@@ -1,0 +1,176 @@
+"""What is asked of a family: a device, a workload, a config.
+
+One frozen workload dataclass per family. The same object serves requirements, a target's own ``supports``, the tuning
+key, conformance and benchmarks. Fields carry defaults, so that a new field breaks nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import ClassVar, Literal
+
+from hardpoint_plugin_api.device import DeviceInfo
+from hardpoint_plugin_api.quant import QuantSpec
+from hardpoint_plugin_api.versions import ApiVersion
+
+Phase = Literal["prefill", "decode"]
+
+
+class Feature(StrEnum):
+    """Workload features that a contribution must claim to be given; each knows the API version it came with."""
+
+    since: ApiVersion
+
+    def __new__(cls, value: str, since: str) -> Feature:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.since = ApiVersion.parse(since)
+        return member
+
+    SLIDING_WINDOW = "sliding_window", "0.1"
+    SOFT_CAP = "soft_cap", "0.1"
+    ALIBI = "alibi", "0.1"
+    SINKS = "sinks", "0.1"
+    NON_CAUSAL = "non_causal", "0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Base of all workloads. ``of`` is the op, layer or model architecture wanted, where the family has one."""
+
+    family: ClassVar[str] = ""
+    of: str | None = None
+    features: frozenset[Feature] = frozenset()
+
+    def key(self) -> str:
+        """A stable text of every field that is set: the tuning key, and a row's title in ``explain``."""
+        parts = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "of" or value is None or value == frozenset():
+                continue
+            parts.append(f"{f.name}={'|'.join(sorted(value)) if isinstance(value, frozenset) else value}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlatformWorkload(Workload):
+    """Which platform runs the engine."""
+
+    family: ClassVar[str] = "platform"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpWorkload(Workload):
+    """One use of an op. ``layout`` is the cache layout, where the op touches a cache; ``spec`` its output's spec."""
+
+    family: ClassVar[str] = "op"
+    dtype: str | None = None
+    head_size: int | None = None
+    layout: str | None = None
+    activation: str | None = None
+    spec: QuantSpec | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWorkload(Workload):
+    """One use of a pluggable layer; ``args`` is the dataclass its constructor takes."""
+
+    family: ClassVar[str] = "layer"
+    dtype: str | None = None
+    args: object = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionWorkload(Workload):
+    """One attention group: layers of equal shape, features and cache."""
+
+    family: ClassVar[str] = "attention"
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_size: int | None = None
+    block_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearWorkload(Workload):
+    """One matmul: ``y[tokens, out] = x[tokens, in] @ w[out, in].T``, with the specs of weight and activation."""
+
+    family: ClassVar[str] = "linear"
+    dtype: str | None = None
+    in_features: int | None = None
+    out_features: int | None = None
+    spec: tuple[QuantSpec, QuantSpec] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationWorkload(Workload):
+    """A quantization method, ``of`` being the name in a checkpoint's config or on the command line."""
+
+    family: ClassVar[str] = "quantization"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsWorkload(Workload):
+    """One mixture-of-experts layer."""
+
+    family: ClassVar[str] = "experts"
+    dtype: str | None = None
+    spec: tuple[QuantSpec, QuantSpec] | None = None
+    activation: str | None = None
+    routing: str | None = None
+    parallel: str | None = None
+    layout: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class All2AllWorkload(Workload):
+    """Dispatch and combine between the ranks of an expert-parallel group."""
+
+    family: ClassVar[str] = "all2all"
+    dtype: str | None = None
+    parallel: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicatorWorkload(Workload):
+    """Collectives of one group."""
+
+    family: ClassVar[str] = "communicator"
+    dtype: str | None = None
+    parallel: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWorkload(Workload):
+    """A model architecture; ``of`` is the class name in a checkpoint's ``config.json``."""
+
+    family: ClassVar[str] = "model"
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerWorkload(Workload):
+    """The engine's scheduler."""
+
+    family: ClassVar[str] = "scheduler"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerWorkload(Workload):
+    """The engine's model runner."""
+
+    family: ClassVar[str] = "runner"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question to the selector. ``config`` holds the user's settings as plain data."""
+
+    device: DeviceInfo
+    workload: Workload
+    config: Mapping[str, object] = field(default_factory=dict, compare=False)

@@ -1,0 +1,353 @@
+"""Requirements: data with one method, ``check(context) -> Reason | None``.
+
+The vocabulary is closed per manifest schema; ``parse_requirement`` turns a manifest's table into one of these.
+No check imports a plugin or a vendor's library: packages are looked up in their metadata, and a symbol's module is
+located with ``find_spec`` on the top-level name alone (a dotted name would import its parents).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.metadata
+import importlib.util
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+from urllib.parse import unquote, urlparse
+
+from packaging.requirements import InvalidRequirement
+from packaging.requirements import Requirement as PackageSpec
+
+from hardpoint_plugin_api.errors import ManifestError, nearest
+from hardpoint_plugin_api.families import Family
+from hardpoint_plugin_api.reasons import Reason
+from hardpoint_plugin_api.requests import Feature, Phase, Request
+from hardpoint_plugin_api.versions import ApiVersion
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """What a requirement is checked against: the request, and the API version that the plugin was built for."""
+
+    request: Request
+    plugin_api: ApiVersion
+
+
+class Requirement(ABC):
+    """One condition on the request, the device or the environment."""
+
+    @abstractmethod
+    def check(self, context: CheckContext) -> Reason | None:
+        """Return the reason why ``context`` does not meet this requirement, or None where it does."""
+
+
+@dataclass(frozen=True)
+class PackageRequirement(Requirement):
+    """A distribution is installed, in a version that the specifier admits (PEP 508)."""
+
+    spec: str
+
+    def check(self, context: CheckContext) -> Reason | None:
+        spec = PackageSpec(self.spec)
+        fix = f"pip install '{self.spec}'"
+        try:
+            version = importlib.metadata.version(spec.name)
+        except importlib.metadata.PackageNotFoundError:
+            return Reason("package-missing", f"package {spec.name} is not installed", wanted=self.spec, fix=fix)
+        if not spec.specifier.contains(version, prereleases=True):
+            return Reason(
+                "package-version",
+                f"package {spec.name} has an unsuitable version",
+                wanted=self.spec,
+                supported=version,
+                fix=fix,
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class SymbolRequirement(Requirement):
+    """``module:attribute`` of a named distribution.
+
+    Before import only the module's top-level name is located, and refused if it lies outside the files of
+    ``distribution``: an import name proves nothing (two unrelated distributions provide ``aiter``). The attribute
+    itself is looked at when the winner's target is loaded.
+    """
+
+    module: str
+    attribute: str
+    distribution: str
+
+    def check(self, context: CheckContext) -> Reason | None:
+        fix = f"pip install {self.distribution}"
+        try:
+            dist = importlib.metadata.distribution(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return Reason("package-missing", f"package {self.distribution} is not installed", fix=fix)
+        top = self.module.partition(".")[0]
+        spec = importlib.util.find_spec(top)
+        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+        if not places:
+            return Reason("module-missing", f"module {top} of {self.distribution} cannot be found", fix=fix)
+        roots = _distribution_roots(dist, top)
+        if not any(_lies_in(place, roots) for place in places if place):
+            return Reason(
+                "module-namesake",
+                f"module {top} does not belong to {self.distribution}: a namesake is installed in its place",
+                wanted=f"{top} from {self.distribution}",
+                supported=str(next(place for place in places if place)),
+                fix=f"uninstall the package that provides {top}, then {fix}",
+            )
+        return None
+
+
+def _distribution_roots(dist: importlib.metadata.Distribution, top: str) -> tuple[Path, ...]:
+    """Where the top-level module of ``dist`` may lie: its recorded files, or its source tree if editable."""
+    recorded = {Path(str(dist.locate_file(f))).resolve() for f in dist.files or () if f.parts[0].split(".")[0] == top}
+    direct_url = dist.read_text("direct_url.json")
+    if direct_url:
+        url = urlparse(json.loads(direct_url).get("url", ""))
+        if url.scheme == "file":
+            recorded.add(Path(unquote(url.path)).resolve())
+    return tuple(recorded)
+
+
+def _lies_in(place: str, roots: tuple[Path, ...]) -> bool:
+    path = Path(place).resolve()
+    return any(root == path or root in path.parents or path in root.parents for root in roots)
+
+
+@dataclass(frozen=True)
+class ArchRequirement(Requirement):
+    """The device's architecture matches one of the globs. There is no ``>=``: sm_120 is no superset of sm_100."""
+
+    globs: tuple[str, ...]
+
+    def check(self, context: CheckContext) -> Reason | None:
+        arch = context.request.device.arch
+        if any(fnmatch.fnmatchcase(arch, glob) for glob in self.globs):
+            return None
+        return Reason("arch", "device architecture not supported", wanted=arch, supported=", ".join(self.globs))
+
+
+@dataclass(frozen=True)
+class DeviceFeatureRequirement(Requirement):
+    """The device has every named feature."""
+
+    names: tuple[str, ...]
+
+    def check(self, context: CheckContext) -> Reason | None:
+        missing = sorted(set(self.names) - context.request.device.features)
+        if not missing:
+            return None
+        return Reason(
+            "device-feature",
+            f"the device lacks {', '.join(missing)}",
+            wanted=", ".join(self.names),
+            supported=", ".join(sorted(context.request.device.features)) or None,
+        )
+
+
+@dataclass(frozen=True)
+class OneOfRequirement(Requirement):
+    """A field of the workload, where the request sets it, is one of the values."""
+
+    key: str
+    values: tuple[str | int, ...]
+
+    def check(self, context: CheckContext) -> Reason | None:
+        value = getattr(context.request.workload, self.key)
+        plain = value if isinstance(value, int) else str(value)
+        if value is None or plain in self.values:
+            return None
+        code = self.key.replace("_", "-")
+        supported = ", ".join(str(v) for v in self.values)
+        return Reason(code, f"{self.key} not supported", wanted=str(value), supported=supported)
+
+
+@dataclass(frozen=True)
+class SpecRequirement(Requirement):
+    """The pair of quantization specs (weights, activations) is one of the named pairs, written ``weight/activation``."""
+
+    pairs: tuple[str, ...]
+
+    def check(self, context: CheckContext) -> Reason | None:
+        spec = context.request.workload.spec
+        if spec is None:
+            return None
+        wanted = "/".join(str(s) for s in spec) if isinstance(spec, tuple) else str(spec)
+        if any(fnmatch.fnmatchcase(wanted, glob.replace("[", "[[]")) for glob in self.pairs):
+            return None
+        return Reason("spec", "quantization specs not supported", wanted=wanted, supported=", ".join(self.pairs))
+
+
+@dataclass(frozen=True)
+class HeadMultipleRequirement(Requirement):
+    """The head size is a multiple of ``multiple``. Core can meet this by padding: see the generated ``+padN`` rows."""
+
+    multiple: int
+
+    def check(self, context: CheckContext) -> Reason | None:
+        head_size = context.request.workload.head_size
+        if head_size is None or head_size % self.multiple == 0:
+            return None
+        return Reason(
+            "head-multiple",
+            "head size is not a multiple of what the kernel needs",
+            wanted=str(head_size),
+            supported=f"multiples of {self.multiple}",
+        )
+
+
+@dataclass(frozen=True)
+class FeatureRequirement(Requirement):
+    """The contribution claims these workload features; any other that is in use rejects it.
+
+    A contribution without this requirement claims none.
+    """
+
+    names: tuple[str, ...]
+
+    def check(self, context: CheckContext) -> Reason | None:
+        missing = sorted(context.request.workload.features - set(self.names))
+        if not missing:
+            return None
+        newer = [f for f in missing if Feature(f).since > context.plugin_api]
+        if newer:
+            return Reason(
+                "predates-feature",
+                f"the plugin was written before {', '.join(newer)} existed",
+                wanted=", ".join(f"{f} (API {Feature(f).since})" for f in newer),
+                supported=f"API {context.plugin_api}",
+                fix="upgrade the plugin",
+            )
+        return Reason(
+            "feature",
+            f"{', '.join(missing)} not supported",
+            wanted=", ".join(sorted(context.request.workload.features)),
+            supported=", ".join(self.names) or None,
+        )
+
+
+@dataclass(frozen=True)
+class TokensRequirement(Requirement):
+    """The range of scheduled tokens per step, and the phase, that the contribution is for.
+
+    It rejects nothing by itself: the selector builds a plan with a winner per range and phase.
+    """
+
+    min: int = 1
+    max: int | None = None
+    phase: Phase | None = None
+
+    def check(self, context: CheckContext) -> Reason | None:
+        return None
+
+
+def parse_requirement(table: Mapping[str, object], family: Family, where: str) -> Requirement:
+    """Turn one table of a manifest's ``requires`` into a requirement.
+
+    Raises ManifestError, which names ``where``, for an unknown key (then the plugin is newer than this host, or the
+    key is misspelt), for a key that ``family`` has no field for, and for a value of the wrong type.
+    """
+    rest = dict(table)
+    distribution = rest.pop("from", None)
+    if len(rest) != 1:
+        raise ManifestError(f"{where}: a requirement has exactly one key, got {sorted(table)}")
+    key, value = next(iter(rest.items()))
+    parse = _PARSERS.get(key)
+    if parse is None:
+        guess = nearest(key, _PARSERS)
+        raise ManifestError(
+            f"{where}: unknown requirement {key!r}{f' (did you mean {guess!r}?)' if guess else ''}; "
+            "if it is no misspelling, the plugin is newer than this Hardpoint: pip install --upgrade hardpoint-core"
+        )
+    field = {"head_multiple": "head_size", "feature": "features"}.get(key, key)
+    if key in _WORKLOAD_KEYS and not family.takes(field):
+        raise ManifestError(f"{where}: requirement {key!r} does not apply to family {family.name!r}")
+    if (distribution is not None) != (key == "symbol"):
+        raise ManifestError(
+            f"{where}: 'symbol' needs 'from', the distribution it must come from, and nothing else has it"
+        )
+    try:
+        return parse({"symbol": value, "from": distribution} if key == "symbol" else value)
+    except (TypeError, ValueError, InvalidRequirement) as error:
+        raise ManifestError(f"{where}: requirement {key!r}: {error}") from error
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not items or not all(isinstance(i, str) for i in items):
+        raise ValueError(f"expected a text or a list of texts, got {value!r}")
+    return tuple(items)
+
+
+def _numbers(value: object) -> tuple[int, ...]:
+    items = [value] if isinstance(value, int) else value
+    if not isinstance(items, list) or not items or not all(type(i) is int for i in items):
+        raise ValueError(f"expected a whole number or a list of them, got {value!r}")
+    return tuple(items)
+
+
+def _package(value: object) -> Requirement:
+    (text,) = _texts(value)
+    PackageSpec(text)
+    return PackageRequirement(text)
+
+
+def _symbol(value: object) -> Requirement:
+    table = cast(dict[str, object], value)
+    (text,) = _texts(table["symbol"])
+    (distribution,) = _texts(table["from"])
+    module, colon, attribute = text.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f"expected 'module:attribute', got {text!r}")
+    return SymbolRequirement(module, attribute, distribution)
+
+
+def _head_multiple(value: object) -> Requirement:
+    (number,) = _numbers(value)
+    if number < 1:
+        raise ValueError(f"expected a positive number, got {number}")
+    return HeadMultipleRequirement(number)
+
+
+def _features(value: object) -> Requirement:
+    return FeatureRequirement(() if value == [] else _texts(value))
+
+
+def _tokens(value: object) -> Requirement:
+    if not isinstance(value, dict) or not value or set(value) - {"min", "max", "phase"}:
+        raise ValueError(f"expected a table of min, max, phase; got {value!r}")
+    low, high, phase = value.get("min", 1), value.get("max"), value.get("phase")
+    if type(low) is not int or low < 1 or (high is not None and (type(high) is not int or high < low)):
+        raise ValueError(f"expected 1 <= min <= max, got {value!r}")
+    if phase not in (None, "prefill", "decode"):
+        raise ValueError(f"phase is 'prefill' or 'decode', got {phase!r}")
+    return TokensRequirement(low, high, phase)
+
+
+def _one_of(key: str, read: Callable[[object], tuple[str | int, ...]]) -> Callable[[object], Requirement]:
+    return lambda value: OneOfRequirement(key, read(value))
+
+
+_WORKLOAD_KEYS = frozenset(
+    {"dtype", "kv_dtype", "head_size", "head_multiple", "block_size", "feature", "spec", "layout", "activation"}
+    | {"routing", "parallel"}
+)
+
+_PARSERS: dict[str, Callable[[object], Requirement]] = {
+    "package": _package,
+    "symbol": _symbol,
+    "arch": lambda value: ArchRequirement(_texts(value)),
+    "device_feature": lambda value: DeviceFeatureRequirement(_texts(value)),
+    "feature": _features,
+    "spec": lambda value: SpecRequirement(_texts(value)),
+    "head_multiple": _head_multiple,
+    "tokens": _tokens,
+    **{key: _one_of(key, _texts) for key in ("dtype", "kv_dtype", "layout", "activation", "routing", "parallel")},
+    **{key: _one_of(key, _numbers) for key in ("head_size", "block_size")},
+}
