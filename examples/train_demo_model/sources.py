@@ -23,14 +23,17 @@ class Document:
     held_out: bool = False
 
 
+Reader = Callable[[Path], Iterator[Document]]
+
+
 @dataclass(frozen=True)
 class Source:
-    """One Debian package; `licence` is that of the text, as `read_in` (a file of the package) or its age shows."""
+    """One Debian package and the work taken from it; `licence` is that of the text, not of the package's software."""
 
     package: str
     work: str
     licence: str
-    read: Callable[[Path], Iterator[Document]] = field(repr=False)
+    read: Reader = field(repr=False)
 
 
 ASCII = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "—": "--", "–": "-", "…": "...", "\xa0": " ", "\ufeff": ""})
@@ -64,7 +67,7 @@ def chapters_of(
             yield Document(title, body, manner, held_out=held_out(title))
 
 
-def gutenberg(name: str, heading: str, manner: str, held_out: Callable[[str], bool] = lambda title: False):  # type: ignore[no-untyped-def]  # noqa: E501, ANN201
+def gutenberg(name: str, heading: str, manner: str, held_out: Callable[[str], bool] = lambda title: False) -> Reader:
     """A reader for the one plain-text book `name` of a package, without the distributor's header and footer."""
 
     def read(folder: Path) -> Iterator[Document]:
@@ -96,7 +99,7 @@ def austen(folder: Path) -> Iterator[Document]:
         yield from chapters_of("\n".join(lines), r"^(?:CHAPTER|Chapter) \w+", "Jane Austen", held_out)
 
 
-def sword(manner: str) -> Callable[[Path], Iterator[Document]]:
+def sword(manner: str) -> Reader:
     """A reader for a SWORD module: an index of (offset, size, unpacked size) u32 triples, zlib blocks, OSIS markup."""
 
     def read(folder: Path) -> Iterator[Document]:
@@ -108,7 +111,7 @@ def sword(manner: str) -> Callable[[Path], Iterator[Document]]:
             for chapter in re.split(r"(?=<chapter [^>]*sID=)", osis)[1:]:
                 name = re.match(r'<chapter [^>]*osisID="([^"]*)"', chapter)
                 text = re.sub(r'<div [^>]*type="x-p"/>|</?title[^>]*>|</?(?:lg|list|item)\b[^>]*>', "\n\n", chapter)
-                text = re.sub(r"<[^>]*>", " ", text).replace("&amp;", "&").replace(" ,", ",")
+                text = re.sub(r"<[^>]*>", "", re.sub(r"<(?:l|lb)\b[^>]*>", " ", text)).replace("&amp;", "&")
                 text = re.sub(r" +([,.;:?!])", r"\1", text)
                 if body := [p for p in paragraphs_of(text) if len(p) > 20]:
                     yield Document(name.group(1) if name else "", body, manner)
@@ -132,12 +135,12 @@ def devil(folder: Path) -> Iterator[Document]:
 
 
 def jargon(folder: Path) -> Iterator[Document]:
-    """The Jargon File: the glossary as entries " term: ...", the essays around it as chapters."""
+    """The Jargon File: the glossary as entries ":term: /sound/, n.", the essays around it as chapters."""
     text = gzip.decompress((folder / "usr/share/doc/jargon-text/jargon.txt.gz").read_bytes()).decode("utf-8")
     essays, _, rest = text.partition("\nGlossary\n")
     glossary, _, appendix = rest.partition("\nAppendix A. Hacker Folklore\n")
     unlinked = re.compile(r"[{}]")
-    yield from entries_of(unlinked.sub("", glossary), r"^   (\S[^:\n]{1,40}):(?: /[^/\n]+/)?(?:, (?:\w+\.(?:,|/| &)? ?)+)?$", "the Jargon File")
+    yield from entries_of(unlinked.sub("", glossary), r"^   :([^:\n]{1,40}):(?: .*)?$", "the Jargon File")
     for title, essay in (("Introduction", essays), ("Appendix", appendix.partition("\nBibliography\n")[0])):
         yield Document(title, paragraphs_of(unlinked.sub("", essay)), "the Jargon File")
 

@@ -22,6 +22,7 @@ ENTRY_POINT_GROUP = "hardpoint.plugins"
 ConfigType = Literal["int", "float", "bool", "str"]
 ConfigValue = int | float | bool | str
 _CONFIG_TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
+_BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
 
@@ -36,7 +37,7 @@ class ConfigKey:
     help: str = ""
 
     def parse(self, value: object, where: str) -> ConfigValue:
-        """Return ``value`` (text from a flag, or a TOML value) as this key's type, or raise ManifestError/ValueError."""
+        """Return ``value`` (text from a flag, or a TOML value) as this key's type, or raise ValueError."""
         if isinstance(value, str) and self.type != "str":
             return self._from_text(value, where)
         wanted = _CONFIG_TYPES[self.type]
@@ -49,19 +50,9 @@ class ConfigKey:
 
     def _from_text(self, text: str, where: str) -> ConfigValue:
         if self.type == "bool":
-            words = {
-                "true": True,
-                "1": True,
-                "yes": True,
-                "on": True,
-                "false": False,
-                "0": False,
-                "no": False,
-                "off": False,
-            }
-            if text.casefold() not in words:
+            if text.casefold() not in _BOOLEANS:
                 raise ValueError(f"{where} is true or false, got {text!r}")
-            return words[text.casefold()]
+            return _BOOLEANS[text.casefold()]
         try:
             return int(text) if self.type == "int" else float(text)
         except ValueError:
@@ -81,7 +72,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest file at ``path``; raises ManifestError, naming the file and the key, if it cannot be accepted."""
+    """Read the manifest at ``path``; raises ManifestError, naming the file and the key, if it is not acceptable."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -136,14 +127,12 @@ class _Table:
         for key in self.data:
             if key not in known:
                 guess = nearest(key, known)
-                raise self.fail(
-                    f"unknown key {key!r}; "
-                    + (
-                        f"did you mean {guess!r}?"
-                        if guess
-                        else "the plugin is newer than this Hardpoint, or the key is misspelt"
-                    )
+                hint = (
+                    f"did you mean {guess!r}?"
+                    if guess
+                    else "it is misspelt, or the plugin is newer than this Hardpoint"
                 )
+                raise self.fail(f"unknown key {key!r}; {hint}")
 
     def get(self, key: str, kind: type, default: Any) -> Any:
         value = self.data.get(key, default)

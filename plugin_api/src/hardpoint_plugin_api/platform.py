@@ -137,7 +137,7 @@ class Platform(ABC):
     @classmethod
     @abstractmethod
     def detect(cls) -> DeviceInfo | Reason:
-        """Describe the devices that are here, or say why there is none. Creates no device context, takes milliseconds."""
+        """Describe the devices here, or say why there is none. Creates no device context, takes milliseconds."""
 
     @property
     @abstractmethod
@@ -181,4 +181,5 @@ class Platform(ABC):
         return nullcontext()
 
     def profile(self, start: bool) -> None:
-        """Start or stop the platform's profiler. Default: none, no effect."""
+        """Start or stop the platform's profiler. Raises PlatformError where there is none."""
+        raise PlatformError(f"platform {self.name} has no profiler to {'start' if start else 'stop'}")

@@ -19,21 +19,17 @@ Phase = Literal["prefill", "decode"]
 
 
 class Feature(StrEnum):
-    """Workload features that a contribution must claim to be given; each knows the API version it came with."""
+    """Workload features that a contribution must claim to be given."""
 
-    since: ApiVersion
+    SLIDING_WINDOW = "sliding_window"
+    SOFT_CAP = "soft_cap"
+    ALIBI = "alibi"
+    SINKS = "sinks"
+    NON_CAUSAL = "non_causal"
 
-    def __new__(cls, value: str, since: str) -> Feature:
-        member = str.__new__(cls, value)
-        member._value_ = value
-        member.since = ApiVersion.parse(since)
-        return member
 
-    SLIDING_WINDOW = "sliding_window", "0.1"
-    SOFT_CAP = "soft_cap", "0.1"
-    ALIBI = "alibi", "0.1"
-    SINKS = "sinks", "0.1"
-    NON_CAUSAL = "non_causal", "0.1"
+FEATURE_SINCE: dict[Feature, ApiVersion] = dict.fromkeys(Feature, ApiVersion(0, 1))
+"""The API version that each feature came with."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement as PackageSpec
 from hardpoint_plugin_api.errors import ManifestError, nearest
 from hardpoint_plugin_api.families import Family
 from hardpoint_plugin_api.reasons import Reason
-from hardpoint_plugin_api.requests import Feature, Phase, Request
+from hardpoint_plugin_api.requests import FEATURE_SINCE, Feature, Phase, Request
 from hardpoint_plugin_api.versions import ApiVersion
 
 
@@ -159,7 +159,7 @@ class OneOfRequirement(Requirement):
     values: tuple[str | int, ...]
 
     def check(self, context: CheckContext) -> Reason | None:
-        value = getattr(context.request.workload, self.key)
+        value = getattr(context.request.workload, self.key, None)
         plain = value if isinstance(value, int) else str(value)
         if value is None or plain in self.values:
             return None
@@ -170,12 +170,12 @@ class OneOfRequirement(Requirement):
 
 @dataclass(frozen=True)
 class SpecRequirement(Requirement):
-    """The pair of quantization specs (weights, activations) is one of the named pairs, written ``weight/activation``."""
+    """The quantization specs are one of the named pairs, written ``weight/activation``."""
 
     pairs: tuple[str, ...]
 
     def check(self, context: CheckContext) -> Reason | None:
-        spec = context.request.workload.spec
+        spec = getattr(context.request.workload, "spec", None)
         if spec is None:
             return None
         wanted = "/".join(str(s) for s in spec) if isinstance(spec, tuple) else str(spec)
@@ -191,7 +191,7 @@ class HeadMultipleRequirement(Requirement):
     multiple: int
 
     def check(self, context: CheckContext) -> Reason | None:
-        head_size = context.request.workload.head_size
+        head_size = getattr(context.request.workload, "head_size", None)
         if head_size is None or head_size % self.multiple == 0:
             return None
         return Reason(
@@ -215,12 +215,12 @@ class FeatureRequirement(Requirement):
         missing = sorted(context.request.workload.features - set(self.names))
         if not missing:
             return None
-        newer = [f for f in missing if Feature(f).since > context.plugin_api]
+        newer = [f for f in missing if FEATURE_SINCE[Feature(f)] > context.plugin_api]
         if newer:
             return Reason(
                 "predates-feature",
                 f"the plugin was written before {', '.join(newer)} existed",
-                wanted=", ".join(f"{f} (API {Feature(f).since})" for f in newer),
+                wanted=", ".join(f"{f} (API {FEATURE_SINCE[Feature(f)]})" for f in newer),
                 supported=f"API {context.plugin_api}",
                 fix="upgrade the plugin",
             )

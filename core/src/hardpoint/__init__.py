@@ -1,0 +1,32 @@
+"""Hardpoint: an LLM inference platform whose hardware support is plugged in.
+
+Importing this package resolves nothing: no platform, no plugin, no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hardpoint.engine.llm import LLM
+    from hardpoint.engine.outputs import CompletionOutput, RequestOutput
+    from hardpoint.engine.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "hardpoint.engine.llm",
+    "CompletionOutput": "hardpoint.engine.outputs",
+    "RequestOutput": "hardpoint.engine.outputs",
+    "SamplingParams": "hardpoint.engine.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names on first use, so that importing the package stays free of torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hardpoint' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
