@@ -6,6 +6,7 @@ from hardpoint_plugin_api.attention import (
     AttentionMetadata,
     AttentionSpec,
     CaptureGrade,
+    ForwardStep,
     NumericConventions,
 )
 from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Region
@@ -112,6 +113,7 @@ __all__ = [
     "Executable",
     "ExpertsWorkload",
     "FAMILIES",
+    "ForwardStep",
     "Family",
     "Feature",
     "Form",

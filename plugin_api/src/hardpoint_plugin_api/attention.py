@@ -9,6 +9,7 @@ Shapes use T scheduled tokens, N requests, H query heads, K KV heads, D head siz
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
@@ -131,8 +132,24 @@ class AttentionMetadata:
     token: object = None
 
 
+@dataclass
+class ForwardStep:
+    """What a model's forward is given of the step beside token ids. Lists are indexed by attention layer.
+
+    ``positions`` int64 [T]; ``caches`` the views of each layer's cache; ``metadata`` the plan of each layer's group
+    (layers of one group share the object).
+    """
+
+    positions: torch.Tensor
+    caches: Sequence[dict[str, torch.Tensor]]
+    metadata: Sequence[AttentionMetadata]
+
+
 class AttentionBackend(ABC):
-    """One backend, constructed once per attention group."""
+    """One backend. An instance is built per attention layer; layers of equal spec and backend form a group.
+
+    ``plan`` is called once per step on the first layer of a group, and its metadata is handed to all of the group.
+    """
 
     layout: ClassVar[CacheLayout]
     capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
@@ -147,6 +164,11 @@ class AttentionBackend(ABC):
     def supports(cls, workload: AttentionWorkload, device: DeviceInfo) -> list[Reason]:
         """Say what data cannot; called once, after import. Default: nothing to add."""
         return []
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What the layout is asked to store; an adapter that pads heads stores more than the model's own spec."""
+        return self.spec.cache_spec
 
     @classmethod
     def preferred_block_size(cls) -> int | None:
@@ -176,7 +198,16 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(
-        self, q: torch.Tensor, cache: dict[str, torch.Tensor], metadata: AttentionMetadata, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: dict[str, torch.Tensor],
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
     ) -> None:
-        """Attend ``q`` [T, H, D] to the cached keys and values; writes ``out`` [T, H, D]. The cache holds this step's
-        own keys and values already."""
+        """Attend ``q`` [T, H, D] to the cached keys and values; writes ``out`` [T, H, D], padding rows excepted.
+
+        ``cache`` already holds this step's own ``k`` and ``v`` [T, K, D], which are given beside it for kernels that
+        would rather read them from there.
+        """

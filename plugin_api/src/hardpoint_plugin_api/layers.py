@@ -5,18 +5,17 @@ They are dataclasses here, so that a plugin that replaces a layer needs nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
 @dataclass(frozen=True)
 class RopeArgs:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its context extensions.
 
-    ``rotary_dim`` leading elements of a head are rotated. ``interleaved`` pairs (2i, 2i+1) instead of (i, i+d/2).
+    ``rotary_dim`` leading elements of a head are rotated, by angles tabulated for ``max_position`` positions. ``interleaved`` pairs (2i, 2i+1) instead of (i, i+d/2).
     ``scaling`` holds the numeric parameters of ``kind`` as they stand in a Hugging Face config.
     """
 
@@ -26,11 +25,6 @@ class RopeArgs:
     kind: RopeKind = "default"
     interleaved: bool = False
     scaling: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def parameters(self) -> Mapping[str, float]:
-        """``scaling`` as a mapping."""
-        return dict(self.scaling)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,138 @@
+"""``CustomOp``: a named pure op with a plain PyTorch reference, and one implementation bound at construction.
+
+An op is a function over tensors and keyword-only scalars. Its file holds everything about it: signature, reference,
+case generator, error model. Implementations are contributions of the family ``op``; the reference itself is one, in
+core's own manifest. ``bind`` asks the selector once and returns the chosen function itself, so that a bound op costs
+no more than the call.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
+
+import torch
+
+from hardpoint.dtypes import dtype_name
+from hardpoint.ops.error_model import ErrorModel
+from hardpoint_plugin_api import OpWorkload, PluginLoadError
+
+if TYPE_CHECKING:
+    from hardpoint.context import Context
+    from hardpoint.plugins import Offer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of inputs for an op: positional tensors and keyword scalars, freshly drawn."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+CaseGenerator = Callable[[torch.Generator, torch.dtype, torch.device], Iterator[Case]]
+"""Draws an op's cases: random, extreme, strided, empty and odd-sized inputs of a dtype on a device."""
+
+
+class CustomOp(Generic[P, R]):
+    """A named op. ``reference`` is the truth that every implementation is compared with.
+
+    ``mutates`` names the parameters the op writes to; ``aliases`` are (output index, parameter) pairs that may share
+    memory. ``allocate`` returns empty outputs for given inputs: it makes the functional form of an implementation that
+    writes into caller-owned outputs, and serves as the op's fake under compilation.
+    """
+
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        *,
+        cases: CaseGenerator,
+        errors: ErrorModel,
+        allocate: Callable[P, R] | None = None,
+        mutates: Sequence[str] = (),
+        aliases: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        self.name = reference.__name__
+        self.reference, self.cases, self.errors, self.allocate = reference, cases, errors, allocate
+        self.mutates, self.aliases = tuple(mutates), tuple(aliases)
+        self.__doc__ = reference.__doc__
+
+    def __repr__(self) -> str:
+        return f"CustomOp({self.name!r})"
+
+    def bind(
+        self, ctx: Context, *, parts: Mapping[str, Callable[..., Any]] | None = None, **workload: Any
+    ) -> Callable[P, R]:
+        """Select an implementation for this use and return it as a function of the reference's signature.
+
+        ``workload`` are fields of OpWorkload beside the dtype; ``parts`` are functions that a factory may build on
+        (a composite's default composition takes them from here or binds its own).
+        Raises SelectionError or PluginLoadError, each with every reason.
+        """
+        plan = ctx.select(OpWorkload(of=self.name, **{"dtype": dtype_name(ctx.dtype), **workload}))
+        functions = [self._functional(ctx, entry.offer, plan.workload, parts or {}) for entry in plan.entries]
+        return by_tokens([entry.range.max for entry in plan.entries], functions)
+
+    def _functional(
+        self, ctx: Context, offer: Offer, workload: object, parts: Mapping[str, Callable[..., Any]]
+    ) -> Callable[P, R]:
+        target = cast(Callable[..., Any], ctx.load(offer))
+        form = offer.contribution.form
+        if form == "factory":
+            return cast(Callable[P, R], target(ctx, workload, parts))
+        if form == "out":
+            if self.allocate is None:
+                raise PluginLoadError(
+                    f"op {self.name!r} mutates its inputs and has no outputs: {offer.contribution.name!r} of plugin "
+                    f"{offer.plugin!r} cannot be of form 'out'; declare form = 'functional'"
+                )
+            return functional_from_out(target, self.allocate)
+        return cast(Callable[P, R], target)
+
+
+def custom_op(
+    *,
+    cases: CaseGenerator,
+    errors: ErrorModel,
+    allocate: Callable[..., Any] | None = None,
+    mutates: Sequence[str] = (),
+    aliases: Sequence[tuple[int, str]] = (),
+) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
+    """Turn a reference function into a CustomOp of the function's name."""
+    return lambda reference: CustomOp(
+        reference, cases=cases, errors=errors, allocate=allocate, mutates=mutates, aliases=aliases
+    )
+
+
+def functional_from_out(out_form: Callable[..., None], allocate: Callable[P, R]) -> Callable[P, R]:
+    """Derive ``f(inputs) -> outputs`` from ``f(inputs, *outputs) -> None``."""
+
+    @functools.wraps(out_form)
+    def functional(*args: P.args, **kwargs: P.kwargs) -> R:
+        outputs = allocate(*args, **kwargs)
+        out_form(*args, *(outputs if isinstance(outputs, tuple) else (outputs,)), **kwargs)
+        return outputs
+
+    return functional
+
+
+def by_tokens(limits: Sequence[int | None], functions: Sequence[Callable[P, R]]) -> Callable[P, R]:
+    """Join the winners of a plan's token ranges behind one comparison of the first argument's leading size.
+
+    ``limits`` are the ranges' inclusive upper ends, ascending, the last one None. One function is returned as it is.
+    """
+    if len(functions) == 1:
+        return functions[0]
+    uppers = [limit for limit in limits if limit is not None]
+
+    def dispatch(x: torch.Tensor, *args: Any, **kwargs: Any) -> R:
+        return cast(Callable[..., R], functions[bisect.bisect_left(uppers, x.shape[0])])(x, *args, **kwargs)
+
+    return cast(Callable[P, R], dispatch)
