@@ -15,7 +15,8 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 class RopeArgs:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its context extensions.
 
-    ``rotary_dim`` leading elements of a head are rotated, by angles tabulated for ``max_position`` positions. ``interleaved`` pairs (2i, 2i+1) instead of (i, i+d/2).
+    ``rotary_dim`` leading elements of a head are rotated, by angles tabulated for ``max_position`` positions.
+    ``interleaved`` pairs (2i, 2i+1) instead of (i, i+d/2).
     ``scaling`` holds the numeric parameters of ``kind`` as they stand in a Hugging Face config.
     """
 

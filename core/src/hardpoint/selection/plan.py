@@ -1,0 +1,64 @@
+"""What the selector answers with: a plan, and why every other candidate is not in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hardpoint.plugins import Offer
+from hardpoint_plugin_api import Phase, Reason, Workload
+
+Rule = Literal["flag", "tuning file", "priority", "only candidate"]
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """Steps of ``min`` to ``max`` scheduled tokens (None: no upper end), of one phase or of both (None)."""
+
+    min: int = 1
+    max: int | None = None
+    phase: Phase | None = None
+
+    def __str__(self) -> str:
+        if self.max is None:
+            tokens = "any" if self.min == 1 else f"{self.min}+"
+        else:
+            tokens = f"{self.min}-{self.max}"
+        return f"{tokens} {self.phase}" if self.phase else tokens
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """The winner of one range, and the rule by which it won."""
+
+    range: StepRange
+    offer: Offer
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A candidate that is not in the plan, with every reason."""
+
+    offer: Offer
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer to one request: winners by range, which all share one weight and one cache layout."""
+
+    workload: Workload
+    entries: tuple[PlanEntry, ...]
+    rejected: tuple[Rejection, ...] = ()
+
+    @property
+    def layout(self) -> str:
+        """The layout that every winner works on."""
+        return self.entries[0].offer.contribution.layout
+
+    @property
+    def offer(self) -> Offer:
+        """The winner, of a plan that has one for all ranges (what cannot change from step to step)."""
+        assert len(self.entries) == 1, f"{self.workload} has several winners"
+        return self.entries[0].offer

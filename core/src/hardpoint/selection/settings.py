@@ -1,0 +1,52 @@
+"""What the user asked for, as the selector needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hardpoint_plugin_api import FAMILIES, Reason
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate asked for by name, and the flag that asked."""
+
+    name: str
+    flag: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The user's choices: by family (``"attention"``) or slot (``"op.rms_norm"``), and which custom ops are on.
+
+    ``custom_ops`` holds at most one of ``all`` and ``none``, and ``+name`` and ``-name``; an op that is off runs its
+    reference.
+    """
+
+    choices: Mapping[str, str] = field(default_factory=dict)
+    custom_ops: tuple[str, ...] = ("all",)
+
+    def choice(self, family: str, of: str | None) -> Choice | None:
+        """The user's choice for one slot, or None for automatic."""
+        if of is not None and f"{family}.{of}" in self.choices:
+            return Choice(self.choices[f"{family}.{of}"], f"--use {family}.{of}")
+        if family in self.choices:
+            return Choice(self.choices[family], FAMILIES[family].flag or f"--use {family}")
+        return None
+
+    def op_switched_off(self, op: str) -> Reason | None:
+        """Say why implementations of ``op`` other than its reference are switched off, or None where they are on."""
+        on = "none" not in self.custom_ops
+        if f"+{op}" in self.custom_ops:
+            on = True
+        if f"-{op}" in self.custom_ops:
+            on = False
+        if on:
+            return None
+        return Reason(
+            "custom-op-off",
+            f"op {op} is switched off, its reference runs",
+            supported=f"--custom-ops {','.join(self.custom_ops)}",
+            fix=f"--custom-ops +{op}",
+        )

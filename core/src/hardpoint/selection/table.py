@@ -1,0 +1,83 @@
+"""The table of all selections: frozen before the first step; its digest goes into logs, cache keys and handshakes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hardpoint.selection.plan import Plan, Rejection, Rule
+from hardpoint_plugin_api import Reason
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of ``explain``: who serves one range of one request, by which rule, and who does not, and why."""
+
+    family: str
+    of: str | None
+    workload: str
+    range: str
+    chosen: str
+    plugin: str
+    version: str
+    rule: Rule
+    rejected: tuple[Rejection, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """This row as plain data."""
+
+        def reason(r: Reason) -> dict[str, str]:
+            fields = {"code": r.code, "message": r.message, "wanted": r.wanted, "supported": r.supported, "fix": r.fix}
+            return {key: value for key, value in fields.items() if value is not None}
+
+        return {
+            "family": self.family,
+            "of": self.of,
+            "workload": self.workload,
+            "range": self.range,
+            "chosen": self.chosen,
+            "plugin": self.plugin,
+            "version": self.version,
+            "rule": self.rule,
+            "rejected": [
+                {
+                    "name": r.offer.contribution.name,
+                    "plugin": r.offer.plugin,
+                    "reasons": [reason(each) for each in r.reasons],
+                }
+                for r in self.rejected
+            ],
+        }
+
+
+class SelectionTable:
+    """Every plan of one engine."""
+
+    def __init__(self, plans: Iterable[Plan]) -> None:
+        self.rows: tuple[Row, ...] = tuple(
+            Row(
+                family=plan.workload.family,
+                of=plan.workload.of,
+                workload=plan.workload.key(),
+                range=str(entry.range),
+                chosen=entry.offer.contribution.name,
+                plugin=entry.offer.plugin,
+                version=entry.offer.version,
+                rule=entry.rule,
+                rejected=plan.rejected,
+            )
+            for plan in plans
+            for entry in plan.entries
+        )
+
+    @property
+    def digest(self) -> str:
+        """The first 16 hex digits of a SHA-256 over who serves what (not over the reasons against the others)."""
+        serving = [[r.family, r.of, r.workload, r.range, r.chosen, r.plugin, r.version] for r in self.rows]
+        return hashlib.sha256(json.dumps(serving).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, object]:
+        """The whole table as plain data."""
+        return {"digest": self.digest, "rows": [row.to_json() for row in self.rows]}
