@@ -51,6 +51,7 @@ from hardpoint_plugin_api.manifest import (
     read_manifest,
 )
 from hardpoint_plugin_api.platform import (
+    NO_DEVICE,
     EagerGraphEngine,
     Executable,
     GraphEngine,
@@ -134,6 +135,7 @@ __all__ = [
     "MemorySnapshot",
     "Metrics",
     "ModelWorkload",
+    "NO_DEVICE",
     "NULL_PAGE",
     "NormArgs",
     "NumaNode",

@@ -170,11 +170,6 @@ class AttentionBackend(ABC):
         """What the layout is asked to store; an adapter that pads heads stores more than the model's own spec."""
         return self.spec.cache_spec
 
-    @classmethod
-    def preferred_block_size(cls) -> int | None:
-        """Tokens per page this backend is fastest with, or None for no preference."""
-        return None
-
     def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
         """Take the per-head constants, each float32 [H], once weights are loaded."""
         self.sinks, self.alibi_slopes = sinks, alibi_slopes

@@ -59,9 +59,15 @@ class CacheLayout(ABC):
         end = max(r.offset + r.nbytes for r in self.regions(spec, block_size))
         return -(-end // self.alignment) * self.alignment
 
-    @abstractmethod
     def views(self, buffer: torch.Tensor, pages: int, spec: CacheSpec, block_size: int) -> dict[str, torch.Tensor]:
         """Named views of ``buffer`` (uint8 [pages * page_bytes]), each [pages, *region.shape]; no copy."""
+        import torch
+
+        rows = buffer.view(pages, self.page_bytes(spec, block_size))
+        return {
+            r.name: rows[:, r.offset : r.offset + r.nbytes].view(getattr(torch, r.dtype)).unflatten(1, r.shape)
+            for r in self.regions(spec, block_size)
+        }
 
     @abstractmethod
     def to_logical(self, views: dict[str, torch.Tensor], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -44,6 +44,15 @@ class LinearKernel(ABC):
         """Return the plain, dequantized weight [out, in] (a copy where the layout is not plain)."""
         return weights["weight"]
 
+    def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        """Return rows ``ids`` [T] of the plain weight, [T, in]: how a tied embedding reads the head's one copy.
+
+        A kernel with a layout of its own overrides this; unpacking the whole weight per step would be no answer.
+        """
+        if self.layout != "plain":
+            raise NotImplementedError(f"{type(self).__name__} has layout {self.layout!r} and must define rows()")
+        return weights["weight"][ids]
+
     @abstractmethod
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``x`` [..., in] times the weight, plus ``bias`` [out], as [..., out] in x's dtype."""

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 
+NO_DEVICE = "no-device"
+"""The code of a Reason from ``detect`` that says: nothing of this kind is here. Any other code means that devices are,
+or may be, here and cannot be used: core then refuses to fall back to a CPU in silence."""
+
+
 @dataclass(frozen=True)
 class StepLimits:
     """What one step may hold, as data. The scheduler obeys the intersection of the platform's and the backends'.
@@ -137,7 +142,10 @@ class Platform(ABC):
     @classmethod
     @abstractmethod
     def detect(cls) -> DeviceInfo | Reason:
-        """Describe the devices here, or say why there is none. Creates no device context, takes milliseconds."""
+        """Describe the devices here, or say why there is none (code NO_DEVICE) or why they are unusable (any other).
+
+        Creates no device context and takes milliseconds.
+        """
 
     @property
     @abstractmethod
@@ -165,7 +173,7 @@ class Platform(ABC):
         return checkpoint_dtype if checkpoint_dtype in self.info.dtypes else "float32"
 
     def default_block_size(self) -> int:
-        """Tokens per cache page when neither the user nor the attention backend asks for a size."""
+        """Tokens per cache page where the user asks for no size."""
         return 16
 
     def kv_cache_budget(self) -> int:

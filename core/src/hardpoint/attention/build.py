@@ -1,0 +1,25 @@
+"""From a plan of the family ``attention`` to the backend of one layer."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from hardpoint.attention.groups import AttentionLayer
+from hardpoint.attention.phases import PhasedBackend
+from hardpoint.context import Context
+from hardpoint_plugin_api import AttentionBackend, AttentionSpec
+
+
+def attention_backend(ctx: Context, spec: AttentionSpec) -> tuple[int, AttentionBackend, str]:
+    """Select and build the backend of the layer at ``ctx.path``.
+
+    Returns the layer's index in a step's lists, the backend, and the name of its cache layout, by which fused ops that
+    write the cache are selected.
+    """
+    plan = ctx.select(spec.workload())
+    built = {e.offer: cast(type[AttentionBackend], ctx.load(e.offer))(ctx, spec) for e in plan.entries}
+    if len(built) == 1:
+        (backend,) = built.values()
+    else:
+        backend = PhasedBackend(ctx, spec, [(e.range, built[e.offer]) for e in plan.entries])
+    return ctx.attention_layers.add(AttentionLayer(ctx.path, spec, backend)), backend, plan.layout

@@ -1,0 +1,109 @@
+"""Several backends behind one: a plan whose winners differ by phase or size, over one cache layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hardpoint.selection import StepRange
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionMetadata,
+    AttentionSpec,
+    BuildContext,
+    Phase,
+    StepLimits,
+)
+
+
+@dataclass
+class PhasedMetadata(AttentionMetadata):
+    """The parts of a step: whose they are, which rows, and their own metadata."""
+
+    parts: Sequence[tuple[AttentionBackend, slice, AttentionMetadata]] = ()
+
+
+class PhasedBackend(AttentionBackend):
+    """Gives decodes and prefills of a step to the backend that the plan names for each; requests come decodes first."""
+
+    def __init__(
+        self, ctx: BuildContext, spec: AttentionSpec, entries: Sequence[tuple[StepRange, AttentionBackend]]
+    ) -> None:
+        super().__init__(ctx, spec)
+        self._entries = entries
+        self._first = entries[0][1]
+        self.layout = self._first.layout  # type: ignore[misc]  # one layout per plan, known only here
+
+    @property
+    def backends(self) -> list[AttentionBackend]:
+        """The backends in use, each once."""
+        return list(dict.fromkeys(backend for _, backend in self._entries))
+
+    def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
+        for backend in self.backends:
+            backend.set_head_constants(sinks, alibi_slopes)
+
+    def step_limits(self) -> StepLimits:
+        limits = StepLimits()
+        for backend in self.backends:
+            limits = limits.intersect(backend.step_limits())
+        return limits
+
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
+    ) -> None:
+        self._first.store(k, v, cache, slot_mapping)
+
+    def plan(self, batch: AttentionBatch) -> PhasedMetadata:
+        split = batch.num_decodes
+        pieces: list[tuple[Phase, int, int]] = [("decode", 0, split), ("prefill", split, batch.num_requests)]
+        parts = []
+        for phase, first, last in pieces:
+            if first == last:
+                continue
+            rows = slice(batch.query_start_host[first], batch.query_start_host[last])
+            backend = self._backend(phase, rows.stop - rows.start)
+            parts.append((backend, rows, backend.plan(sub_batch(batch, first, last))))
+        return PhasedMetadata(batch, tuple(part[2].token for part in parts), parts)
+
+    def _backend(self, phase: Phase, tokens: int) -> AttentionBackend:
+        for where, backend in self._entries:
+            if where.phase in (None, phase) and (where.max is None or tokens <= where.max):
+                return backend
+        raise AssertionError(f"the plan covers every step, yet not {tokens} tokens of {phase}")
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: dict[str, torch.Tensor],
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        assert isinstance(metadata, PhasedMetadata)
+        for backend, rows, part in metadata.parts:
+            own = self._own(backend)
+            own.forward(q[rows], k[rows], v[rows], cache, part, out[rows])
+
+    def _own(self, planned: AttentionBackend) -> AttentionBackend:
+        """This layer's backend of the kind that planned: a group's plan is made on its first layer."""
+        return next(backend for backend in self.backends if type(backend) is type(planned))
+
+
+def sub_batch(batch: AttentionBatch, first: int, last: int) -> AttentionBatch:
+    """Requests ``first`` to ``last`` (exclusive) of ``batch`` as a batch of their own."""
+    starts = batch.query_start_host[first : last + 1]
+    return replace(
+        batch,
+        query_start=batch.query_start[first : last + 1] - starts[0],
+        seq_lens=batch.seq_lens[first:last],
+        block_table=batch.block_table[first:last],
+        slot_mapping=batch.slot_mapping[starts[0] : starts[-1]],
+        query_start_host=tuple(start - starts[0] for start in starts),
+        seq_lens_host=batch.seq_lens_host[first:last],
+        num_decodes=max(0, min(batch.num_decodes, last) - first),
+    )

@@ -1,0 +1,111 @@
+"""The attention family's truth: paged attention with plain torch ops, one request at a time, in float32 or wider.
+
+Axes: T tokens, H query heads, K KV heads, G = H / K, D head size, S keys of one request.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hardpoint.dtypes import dtype_of
+from hardpoint.ops.store_kv import store_kv
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionMetadata,
+    AttentionSpec,
+    CacheLayout,
+    CacheSpec,
+    Region,
+)
+
+
+class PlainLayout(CacheLayout):
+    """A page is its keys [block, K, D], then its values [block, K, D]."""
+
+    name = "plain"
+
+    def regions(self, spec: CacheSpec, block_size: int) -> tuple[Region, ...]:
+        shape = (block_size, spec.num_kv_heads, spec.head_size)
+        nbytes = block_size * spec.num_kv_heads * spec.head_size * dtype_of(spec.dtype).itemsize
+        return tuple(Region(name, i * nbytes, nbytes, shape, spec.dtype) for i, name in enumerate(("k", "v")))
+
+    def to_logical(self, views: dict[str, torch.Tensor], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return views["k"][pages], views["v"][pages]
+
+    def from_logical(
+        self, views: dict[str, torch.Tensor], pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        views["k"][pages], views["v"][pages] = k, v
+
+
+class ReferenceAttention(AttentionBackend):
+    """Correct for every feature and dtype; fast for none."""
+
+    layout: CacheLayout = PlainLayout()  # type: ignore[misc]  # a class variable, as the base has it
+
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
+    ) -> None:
+        store_kv.reference(k, v, cache["k"], cache["v"], slot_mapping)
+
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
+        return AttentionMetadata(batch)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: dict[str, torch.Tensor],
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        batch = metadata.batch
+        for i, seq_len in enumerate(batch.seq_lens_host):
+            first, last = batch.query_start_host[i], batch.query_start_host[i + 1]
+            pages = batch.block_table[i, : -(-seq_len // self.spec.block_size)].long()
+            keys, values = self.layout.to_logical(cache, pages)
+            out[first:last] = attend(
+                q[first:last],
+                keys.flatten(0, 1)[:seq_len],
+                values.flatten(0, 1)[:seq_len],
+                self.spec,
+                self.sinks,
+                self.alibi_slopes,
+            )
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762) of one request's newest queries.
+
+    q [T, H, D] are the last T of S positions; k, v [S, K, D]. Returns [T, H, D] in q's dtype. The order of score
+    changes: scale, soft cap, ALiBi, mask; a sink (arXiv:2309.17453, as a learned logit) joins the denominator only.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups = spec.num_heads // spec.num_kv_heads
+    keys, values = (x.to(wide).repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q.to(wide), keys) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    position = torch.arange(k.shape[0] - q.shape[0], k.shape[0], device=q.device)[:, None]
+    distance = position - torch.arange(k.shape[0], device=q.device)  # [T, S], how far back each key is
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.to(wide)[:, None, None] * distance
+    hidden = distance < 0
+    if spec.window is not None:
+        hidden |= distance >= spec.window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(wide)[:, None, None].expand(-1, q.shape[0], 1)
+        weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    return torch.einsum("hts,shd->thd", weights, values).to(q.dtype)

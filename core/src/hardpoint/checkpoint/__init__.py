@@ -1,0 +1,1 @@
+"""Reading Hugging Face checkpoints: where they are, their configs, their tensors."""

@@ -1,0 +1,52 @@
+"""Where a model is: a local folder, the embedded demo model, or a hub id."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from hardpoint_plugin_api import CheckpointError
+
+DEMO = "demo"
+"""The name of the embedded demo model, the default of every command that takes a model."""
+
+
+def demo_model() -> Path:
+    """The folder of the demo model that ships with core."""
+    return Path(str(files("hardpoint"))) / "demo_model"
+
+
+def resolve_model(model: str, revision: str | None = None) -> Path:
+    """Return the local folder of ``model``: ``"demo"``, a folder with a config.json, or a hub id (downloaded once).
+
+    Raises CheckpointError for a path that does not exist or holds no model, and for a hub id that cannot be had.
+    """
+    if model == DEMO:
+        return demo_model()
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
+        return folder
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; give the folder of a Hugging Face checkpoint")
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise CheckpointError(
+            f"model path {model} does not exist; give a local folder or a hub id such as Qwen/Qwen3-0.6B"
+        )
+    return _download(model, revision)
+
+
+def _download(repo: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"model {repo!r} is no local folder, and the hub does not give it: {reason}. "
+            "Give a local folder, or check the id and the network"
+        ) from error

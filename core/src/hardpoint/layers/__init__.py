@@ -1,0 +1,24 @@
+"""Pluggable layers: what models are built from, and what a plugin may replace by name."""
+
+from hardpoint.layers.attention import Attention
+from hardpoint.layers.base import PluggableLayer
+from hardpoint.layers.causal_lm import CausalLM, CausalLMArgs, DecoderStack
+from hardpoint.layers.decoder_block import DecoderBlock
+from hardpoint.layers.embedding import Embedding, LMHead
+from hardpoint.layers.linear import Linear
+from hardpoint.layers.mlp import MLP
+from hardpoint.layers.norm import Norm
+
+__all__ = [
+    "Attention",
+    "CausalLM",
+    "CausalLMArgs",
+    "DecoderBlock",
+    "DecoderStack",
+    "Embedding",
+    "LMHead",
+    "Linear",
+    "MLP",
+    "Norm",
+    "PluggableLayer",
+]

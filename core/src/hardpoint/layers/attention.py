@@ -1,0 +1,101 @@
+"""Self-attention of a decoder block: project, norm, rotate and store in one composite op, attend, project back.
+
+Axes: T tokens, H query heads, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hardpoint.attention.build import attention_backend
+from hardpoint.context import Context
+from hardpoint.dtypes import dtype_name
+from hardpoint.layers.base import PluggableLayer
+from hardpoint.layers.linear import Linear
+from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
+from hardpoint.ops.rope_table import rope_table
+from hardpoint_plugin_api import AttentionArgs, AttentionSpec, ForwardStep, LinearArgs, WeightSlot
+
+
+class Attention(PluggableLayer, name="attention"):
+    """Slots: q_norm and k_norm [D] where heads are normed, sinks [H] where there are sinks."""
+
+    def __init__(self, ctx: Context, args: AttentionArgs) -> None:
+        super().__init__(ctx)
+        self.args, self.dtype, self._device = args, dtype_name(ctx.dtype), ctx.torch_device
+        q_size, kv_size = args.num_heads * args.head_size, args.num_kv_heads * args.head_size
+        self.qkv = Linear(
+            ctx.child("qkv"),
+            LinearArgs(args.hidden_size, (("q", q_size), ("k", kv_size), ("v", kv_size)), args.qkv_bias),
+        )
+        self.out = Linear(ctx.child("out"), LinearArgs(q_size, (("out", args.hidden_size),), args.out_bias))
+        spec = AttentionSpec(
+            num_heads=args.num_heads,
+            num_kv_heads=args.num_kv_heads,
+            head_size=args.head_size,
+            scale=args.scale,
+            dtype=self.dtype,
+            kv_dtype=ctx.kv_dtype,
+            block_size=ctx.block_size,
+            window=args.window,
+            soft_cap=args.soft_cap,
+            sinks=args.sinks,
+            alibi=args.alibi,
+        )
+        self.index, self.backend, layout = attention_backend(ctx, spec)
+        self._qk_norm_rope_store = qk_norm_rope_store.bind(
+            ctx, parts={"store": self.backend.store}, layout=layout, head_size=args.head_size
+        )
+        self._shared = ctx.shared
+        self._cos_sin: torch.Tensor | None = None
+
+    def declare(self) -> dict[str, WeightSlot]:
+        slots = {}
+        if self.args.qk_norm_eps is not None:
+            slots |= {name: WeightSlot((self.args.head_size,), self.dtype) for name in ("q_norm", "k_norm")}
+        if self.args.sinks:
+            slots["sinks"] = WeightSlot((self.args.num_heads,), "float32", 0)
+        return slots
+
+    def bind(self) -> None:
+        rope = self.args.rope
+        if rope is not None:
+            self._cos_sin = self._shared(rope, lambda: rope_table(rope, rope.max_position, self._device))
+        slopes = alibi_slopes(self.args.num_heads, self._device) if self.args.alibi else None
+        self.backend.set_head_constants(self.weights.get("sinks"), slopes)
+
+    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]. Writes this step's keys and values to the layer's cache."""
+        args, metadata, cache = self.args, step.metadata[self.index], step.caches[self.index]
+        size = args.head_size
+        qkv = self.qkv(x).view(x.shape[0], -1, size)
+        q, k, v = qkv.split([args.num_heads, args.num_kv_heads, args.num_kv_heads], dim=1)
+        q, k = self._qk_norm_rope_store(
+            q,
+            k,
+            v,
+            self._cos_sin,
+            step.positions,
+            cache,
+            metadata.batch.slot_mapping,
+            self.weights.get("q_norm"),
+            self.weights.get("k_norm"),
+            eps=args.qk_norm_eps or 0.0,
+            interleaved=args.rope is not None and args.rope.interleaved,
+        )
+        attended = torch.empty_like(q)
+        self.backend.forward(q, k, v, cache, metadata, attended)
+        y: torch.Tensor = self.out(attended.view(x.shape[0], -1))
+        return y
+
+
+def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
+    """The slopes of ALiBi (Press et al. 2022, arXiv:2108.12409), float32 [num_heads].
+
+    For a power of two n they are 2^(-8/n), 2^(-16/n), ...; otherwise those of the power below, followed by every
+    second slope of the power above.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)

@@ -1,0 +1,78 @@
+"""``PluggableLayer``: a whole layer class that a plugin replaces by name at the moment it is instantiated.
+
+A layer is constructed as ``Layer(ctx, args)``. For a class that declares a name (``class Norm(PluggableLayer,
+name="norm")``) the metaclass asks the selector first and constructs the winner instead, properly, whatever it is.
+A class without a name of its own (a replacement, or an in-tree specialisation) is constructed as it stands.
+
+Life: declare (slots) -> load -> prepare (pack, fold, drop originals) -> bind (functions over final weights);
+``release`` drops the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hardpoint.context import Context
+from hardpoint.dtypes import dtype_name
+from hardpoint_plugin_api import LayerWorkload, PluginLoadError, WeightSlot
+
+
+class _PluggableMeta(type):
+    """Constructs the selected replacement in place of a named layer class."""
+
+    pluggable_name: str | None
+
+    def __call__(cls, ctx: Context, args: Any, *rest: Any, **options: Any) -> Any:
+        if cls.__dict__.get("pluggable_name") is None:
+            return super().__call__(ctx, args, *rest, **options)
+        offer = ctx.select(LayerWorkload(of=cls.pluggable_name, dtype=dtype_name(ctx.dtype), args=args)).offer
+        winner = ctx.load(offer)
+        if winner is cls:
+            return super().__call__(ctx, args, *rest, **options)
+        if not (isinstance(winner, type) and issubclass(winner, PluggableLayer)):
+            raise PluginLoadError(
+                f"layer {cls.pluggable_name!r}: {offer.contribution.target} of plugin {offer.plugin!r} is no PluggableLayer"
+            )
+        return winner(ctx, args, *rest, **options)
+
+
+class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
+    """Base of every layer. ``weights`` holds loaded tensors by slot name; what ``prepare`` leaves is what forward reads."""
+
+    pluggable_name: ClassVar[str | None] = None
+
+    def __init_subclass__(cls, name: str | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.pluggable_name = name
+
+    def __init__(self, ctx: Context) -> None:
+        super().__init__()
+        self.path = ctx.path
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def declare(self) -> dict[str, WeightSlot]:
+        """The tensors this layer wants of a checkpoint, by slot name. A replacement of a layer that has sub-layers may
+        declare their slots itself, under dotted names (``"attention.qkv.weight"``)."""
+        return {}
+
+    def prepare(self) -> None:
+        """Turn loaded weights into what ``forward`` reads; sub-layers were prepared before. Default: nothing."""
+
+    def bind(self) -> None:
+        """Make what needs final weights or the device. Called once, after every layer is prepared. Default: nothing."""
+
+    def release(self) -> None:
+        """Drop the weights."""
+        self.weights.clear()
+
+
+def walk(root: nn.Module, path: str = "") -> Iterator[tuple[str, PluggableLayer]]:
+    """Yield every layer under ``root`` with its path, sub-layers before the layer that holds them."""
+    for name, child in root.named_children():
+        yield from walk(child, f"{path}.{name}" if path else name)
+    if isinstance(root, PluggableLayer):
+        yield path, root

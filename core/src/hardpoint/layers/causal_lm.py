@@ -1,0 +1,63 @@
+"""A decoder-only language model: embedding, blocks, norm, head. Model files say of what shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hardpoint.context import Context
+from hardpoint.layers.base import PluggableLayer
+from hardpoint.layers.decoder_block import DecoderBlock
+from hardpoint.layers.embedding import Embedding, LMHead
+from hardpoint.layers.norm import Norm
+from hardpoint_plugin_api import BlockArgs, EmbeddingArgs, ForwardStep, NormArgs
+
+
+class DecoderStack(PluggableLayer, name="decoder_stack"):
+    """The blocks of a model, one after the other: a vendor's whole-model kernel takes its place."""
+
+    def __init__(self, ctx: Context, args: tuple[BlockArgs, ...]) -> None:
+        super().__init__(ctx)
+        self.blocks = nn.ModuleList(DecoderBlock(ctx.child(f"blocks.{i}"), block) for i, block in enumerate(args))
+
+    def forward(self, x: torch.Tensor, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x [T, hidden] -> x, residual; their sum is the stream."""
+        residual = None
+        for block in self.blocks:
+            x, residual = block(x, residual, step)
+        return x, residual
+
+
+@dataclass(frozen=True)
+class CausalLMArgs:
+    """The shape of a decoder-only model."""
+
+    embedding: EmbeddingArgs
+    blocks: tuple[BlockArgs, ...]
+    norm: NormArgs
+    tied: bool
+
+
+class CausalLM(nn.Module):
+    """Token ids to hidden states to logits. ``weight_names`` maps a checkpoint's tensors to slots; see load_weights."""
+
+    def __init__(self, ctx: Context, args: CausalLMArgs, weight_names: dict[str, str | None]) -> None:
+        super().__init__()
+        self.weight_names = weight_names
+        self.head = LMHead(ctx.child("head"), args.embedding)
+        self.embedding = Embedding(ctx.child("embedding"), args.embedding, self.head if args.tied else None)
+        self.stack = DecoderStack(ctx.child("stack"), args.blocks)
+        self.norm = Norm(ctx.child("norm"), args.norm)
+
+    def forward(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """ids int64 [T] -> hidden states [T, hidden]."""
+        x, residual = self.stack(self.embedding(ids), step)
+        hidden: torch.Tensor = self.norm(x, residual)[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] -> [N, vocab], for the rows that are wanted only."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits

@@ -1,0 +1,32 @@
+"""One pre-norm decoder block, with the fixed contract (x, residual) -> (x, residual)."""
+
+from __future__ import annotations
+
+import torch
+
+from hardpoint.context import Context
+from hardpoint.layers.attention import Attention
+from hardpoint.layers.base import PluggableLayer
+from hardpoint.layers.mlp import MLP
+from hardpoint.layers.norm import Norm
+from hardpoint_plugin_api import BlockArgs, ForwardStep
+
+
+class DecoderBlock(PluggableLayer, name="decoder_block"):
+    """Attention and feed-forward, each behind a norm that also adds to the residual stream."""
+
+    def __init__(self, ctx: Context, args: BlockArgs) -> None:
+        super().__init__(ctx)
+        self.attention_norm = Norm(ctx.child("attention_norm"), args.norm)
+        self.attention = Attention(ctx.child("attention"), args.attention)
+        self.mlp_norm = Norm(ctx.child("mlp_norm"), args.norm)
+        self.mlp = MLP(ctx.child("mlp"), args.mlp)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual [T, hidden] -> x, residual. The first block gets no residual; the sum of both is the stream."""
+        x, residual = self.attention_norm(x, residual)
+        x = self.attention(x, step)
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x), residual

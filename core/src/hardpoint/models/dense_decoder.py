@@ -1,0 +1,118 @@
+"""What the dense decoder families share in Hugging Face's format: config keys, and names of tensors."""
+
+from __future__ import annotations
+
+from typing import TypedDict, Unpack
+
+from hardpoint.checkpoint.hf_config import HFConfig
+from hardpoint.checkpoint.loader import expand_names
+from hardpoint.context import Context
+from hardpoint.layers import CausalLM, CausalLMArgs
+from hardpoint.ops.activation import activation_of_hf
+from hardpoint.ops.rope_table import rope_args
+from hardpoint_plugin_api import AttentionArgs, BlockArgs, CheckpointError, EmbeddingArgs, MLPArgs, NormArgs
+
+
+def dense_decoder(ctx: Context, config: HFConfig, blocks: tuple[BlockArgs, ...]) -> CausalLM:
+    """The model around ``blocks``: embedding, final norm, head (tied where the config says so)."""
+    args = CausalLMArgs(
+        embedding=EmbeddingArgs(config.integer("vocab_size"), config.integer("hidden_size")),
+        blocks=blocks,
+        norm=norm_args(config),
+        tied=config.flag("tie_word_embeddings", False),
+    )
+    return CausalLM(ctx, args, decoder_names(args))
+
+
+def num_layers(config: HFConfig) -> int:
+    """How many blocks."""
+    return config.integer("num_hidden_layers")
+
+
+class AttentionVariations(TypedDict, total=False):
+    """Where families differ; fields of AttentionArgs."""
+
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm_eps: float
+    window: int | None
+
+
+def attention_args(ctx: Context, config: HFConfig, **variations: Unpack[AttentionVariations]) -> AttentionArgs:
+    """Grouped-query attention, rotary embedding tabulated as far as this engine's longest sequence."""
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    head_size = config.integer("head_dim", hidden // heads)
+    return AttentionArgs(
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=config.integer("num_key_value_heads", heads),
+        head_size=head_size,
+        scale=head_size**-0.5,
+        rope=rope_args(config.data, head_size, ctx.max_model_len),
+        **variations,
+    )
+
+
+def norm_args(config: HFConfig) -> NormArgs:
+    """The norms of the residual stream."""
+    return NormArgs(config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6))
+
+
+def mlp_args(config: HFConfig, bias: bool = False) -> MLPArgs:
+    """A gated feed-forward."""
+    return MLPArgs(
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer("intermediate_size"),
+        activation=activation_of_hf(str(config.get("hidden_act", "silu"))),
+        bias=bias,
+    )
+
+
+def windows(config: HFConfig) -> tuple[int | None, ...]:
+    """The sliding window of each layer, from ``layer_types`` or, before that key, ``max_window_layers``."""
+    layers = num_layers(config)
+    window = config.get("sliding_window") if config.flag("use_sliding_window", False) else None
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", layers)
+        return tuple(window if i >= first else None for i in range(layers))
+    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise CheckpointError(
+            f"{config.folder}: 'layer_types' must name {layers} layers, each full_attention or sliding_attention; got {kinds}"
+        )
+    sliding = config.get("sliding_window")
+    return tuple(sliding if kind == "sliding_attention" else None for kind in kinds)
+
+
+def decoder_names(args: CausalLMArgs) -> dict[str, str | None]:
+    """Tensor names of Hugging Face's dense decoders, each with the slot it goes to (None: not needed if there)."""
+    block = args.blocks[0]
+    names: dict[str, str | None] = {
+        "model.norm.weight": "norm.weight",
+        "model.layers.{i}.input_layernorm.weight": "stack.blocks.{i}.attention_norm.weight",
+        "model.layers.{i}.self_attn.q_proj.weight": "stack.blocks.{i}.attention.qkv.weight[q]",
+        "model.layers.{i}.self_attn.k_proj.weight": "stack.blocks.{i}.attention.qkv.weight[k]",
+        "model.layers.{i}.self_attn.v_proj.weight": "stack.blocks.{i}.attention.qkv.weight[v]",
+        "model.layers.{i}.self_attn.o_proj.weight": "stack.blocks.{i}.attention.out.weight",
+        "model.layers.{i}.post_attention_layernorm.weight": "stack.blocks.{i}.mlp_norm.weight",
+        "model.layers.{i}.mlp.gate_proj.weight": "stack.blocks.{i}.mlp.gate_up.weight[gate]",
+        "model.layers.{i}.mlp.up_proj.weight": "stack.blocks.{i}.mlp.gate_up.weight[up]",
+        "model.layers.{i}.mlp.down_proj.weight": "stack.blocks.{i}.mlp.down.weight",
+    }
+    if args.tied:
+        names |= {"model.embed_tokens.weight": "head.linear.weight", "lm_head.weight": None}
+    else:
+        names |= {"model.embed_tokens.weight": "embedding.weight", "lm_head.weight": "head.linear.weight"}
+    biased = {
+        "attention.qkv": block.attention.qkv_bias,
+        "attention.out": block.attention.out_bias,
+        "mlp.gate_up": block.mlp.bias,
+        "mlp.down": block.mlp.bias,
+    }
+    for tensor, address in list(names.items()):
+        if address and any(on and f".{layer}.weight" in address for layer, on in biased.items()):
+            names[tensor.replace(".weight", ".bias")] = address.replace(".weight", ".bias")
+    if block.attention.qk_norm_eps is not None:
+        for head in ("q", "k"):
+            names[f"model.layers.{{i}}.self_attn.{head}_norm.weight"] = f"stack.blocks.{{i}}.attention.{head}_norm"
+    return expand_names(names, len(args.blocks))

@@ -1,0 +1,1 @@
+"""Schemes and the kernels behind them; so far the plain one."""

@@ -1,0 +1,130 @@
+"""Which platform an engine runs on: asked of every installed platform once, decided here and nowhere else.
+
+The user's flag decides; else an accelerator comes before a CPU. Two accelerators and no flag are an error that names
+both. A platform that is broken, or whose devices are there but unusable, is never passed over in favour of a CPU:
+that is how a failed plugin becomes a slow server that nobody notices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from hardpoint.plugins import Offer, PluginSet
+from hardpoint.selection.plan import Plan, PlanEntry, Rejection, Rule, StepRange
+from hardpoint.selection.settings import Settings
+from hardpoint_plugin_api import (
+    NO_DEVICE,
+    DeviceInfo,
+    Platform,
+    PlatformError,
+    PlatformWorkload,
+    PluginError,
+    Reason,
+    SelectionError,
+    UnknownNameError,
+)
+
+
+@dataclass(frozen=True)
+class PlatformChoice:
+    """The platform that was chosen, its devices, and the verdict as a plan."""
+
+    platform: Platform
+    device: DeviceInfo
+    plan: Plan
+
+
+def choose_platform(plugins: PluginSet, settings: Settings) -> PlatformChoice:
+    """Ask every platform for its devices and choose one.
+
+    Raises UnknownNameError for a name that no plugin offers, SelectionError where the one asked for cannot serve, and
+    PlatformError where nothing can, several could, or the fallback to a CPU would hide a failure.
+    """
+    choice = settings.choice("platform", None)
+    offers = plugins.offers("platform")
+    if choice:
+        names = {o.contribution.name for o in offers}
+        if choice.name not in names:
+            raise UnknownNameError(
+                "platform", choice.name, names, f"Installing hardpoint-{choice.name} may provide it."
+            )
+        offers = [o for o in offers if o.contribution.name == choice.name]
+    answers = {offer: _ask(plugins, offer) for offer in offers}
+    found = {o: a[1] for o, a in answers.items() if isinstance(a, tuple)}
+    refused = {o: a for o, a in answers.items() if isinstance(a, Reason)}
+    if choice and not found:
+        raise SelectionError(
+            f"--platform {choice.name}: it cannot be used here",
+            {o.contribution.name: [reason] for o, reason in refused.items()},
+        )
+    winner = _automatic(found, refused)
+    rule: Rule = "flag" if choice else "only candidate" if len(offers) == 1 else "priority"
+    rejected = [Rejection(o, (reason,)) for o, reason in refused.items()]
+    if choice:
+        others = (o for o in plugins.offers("platform") if o != winner)
+        rejected += [Rejection(o, (_not_asked_for(choice.name),)) for o in others]
+    else:
+        after = Reason(
+            "lower-rank", f"an accelerator or a platform of higher priority is here: {winner.contribution.name}"
+        )
+        rejected += [Rejection(o, (after,)) for o in found if o != winner]
+    plan = Plan(PlatformWorkload(), (PlanEntry(StepRange(), winner, rule),), tuple(rejected))
+    platform_class, device = cast(tuple[type[Platform], DeviceInfo], answers[winner])
+    return PlatformChoice(platform_class(device), device, plan)
+
+
+def preset_choice(plugins: PluginSet, name: str) -> tuple[DeviceInfo, Plan | None]:
+    """Return the device that the preset ``name`` describes, and the plan of its platform where a plugin offers it."""
+    presets = plugins.devices()
+    if name not in presets:
+        raise UnknownNameError("device preset", name, presets)
+    device = presets[name]
+    offers = plugins.offers("platform")
+    winner = next((o for o in offers if o.contribution.name == device.platform), None)
+    if winner is None:
+        return device, None
+    rejected = tuple(Rejection(o, (_not_asked_for(f"--device {name}"),)) for o in offers if o is not winner)
+    return device, Plan(PlatformWorkload(), (PlanEntry(StepRange(), winner, "flag"),), rejected)
+
+
+def _not_asked_for(name: str) -> Reason:
+    return Reason("not-asked-for", f"{name} was asked for")
+
+
+def _ask(plugins: PluginSet, offer: Offer) -> tuple[type[Platform], DeviceInfo] | Reason:
+    try:
+        platform = plugins.load(offer)
+        if not (isinstance(platform, type) and issubclass(platform, Platform)):
+            return Reason("load-failed", f"{offer.contribution.target} is no Platform")
+        info = platform.detect()
+    except PluginError as error:
+        return Reason("load-failed", str(error), fix="hardpoint plugins list")
+    except Exception as error:  # a plugin's own bug must not stop the others
+        return Reason("detect-failed", f"its detect() raised {type(error).__name__}: {error}")
+    return (platform, info) if isinstance(info, DeviceInfo) else info
+
+
+def _automatic(found: dict[Offer, DeviceInfo], refused: dict[Offer, Reason]) -> Offer:
+    """The winner among what was found, by the rules at the top of this file."""
+    accelerators = [o for o, info in found.items() if info.accelerator]
+    if len(accelerators) > 1:
+        names = " and ".join(f"{o.contribution.name} ({found[o].name})" for o in accelerators)
+        raise PlatformError(f"several accelerators are here: {names}; choose with --platform NAME")
+    if accelerators:
+        return accelerators[0]
+    failed = {o: reason for o, reason in refused.items() if reason.code != NO_DEVICE}
+    if failed and found:
+        lines = "\n".join(f"  {o.contribution.name}: {reason}" for o, reason in failed.items())
+        fallback = next(iter(found)).contribution.name
+        raise PlatformError(
+            f"an installed platform cannot be used, and falling back to {fallback} would hide it:\n{lines}\n"
+            f"Mend it, uninstall that plugin, or ask for --platform {fallback}"
+        )
+    if not found:
+        lines = "\n".join(f"  {o.contribution.name}: {reason}" for o, reason in refused.items())
+        raise PlatformError(
+            "no platform can be used here; install one, for example: pip install hardpoint-cpu"
+            + (f"\n{lines}" if lines else "")
+        )
+    return min(found, key=lambda o: (-o.contribution.priority, o.contribution.name))
