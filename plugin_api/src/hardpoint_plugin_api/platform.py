@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from hardpoint_plugin_api.device import DeviceInfo, MemorySnapshot
 from hardpoint_plugin_api.errors import PlatformError
+from hardpoint_plugin_api.manifest import ConfigValue
 from hardpoint_plugin_api.reasons import Reason
 
 if TYPE_CHECKING:
@@ -131,13 +132,13 @@ class Memory(ABC):
 class Platform(ABC):
     """A kind of device: detection, memory, synchronisation, graphs, limits and defaults.
 
-    A platform is constructed with the DeviceInfo that ``detect`` returned. ``name`` equals the contribution's name.
+    A platform is constructed with the DeviceInfo that ``detect`` returned and its plugin's config section. ``name`` equals the contribution's name.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, info: DeviceInfo) -> None:
-        self.info = info
+    def __init__(self, info: DeviceInfo, config: Mapping[str, ConfigValue] | None = None) -> None:
+        self.info, self.config = info, dict(config or {})
 
     @classmethod
     @abstractmethod

@@ -25,8 +25,8 @@ _IGNORED = re.compile(r".*(rotary_emb\.inv_freq|attention\.(masked_)?bias)$")
 def load_weights(model: nn.Module, names: dict[str, str | None], files: SafetensorsFiles, device: torch.device) -> None:
     """Fill the slots of ``model``, prepare its layers bottom-up, and bind them.
 
-    ``names`` maps each expected checkpoint tensor to ``"layer.path.slot"`` or ``"layer.path.slot[part]"``, and each that
-    may be there but is not needed to None.
+    ``names`` maps each expected checkpoint tensor to ``"layer.path.slot"`` or ``"layer.path.slot[part]"``, and each
+    that may be there but is not needed to None.
     Raises CheckpointError, naming the tensors, for missing or extra ones and for wrong shapes (both shown).
     """
     layers = dict(walk(model))

@@ -35,13 +35,14 @@ class _PluggableMeta(type):
             return super().__call__(ctx, args, *rest, **options)
         if not (isinstance(winner, type) and issubclass(winner, PluggableLayer)):
             raise PluginLoadError(
-                f"layer {cls.pluggable_name!r}: {offer.contribution.target} of plugin {offer.plugin!r} is no PluggableLayer"
+                f"layer {cls.pluggable_name!r}: {offer.contribution.target} of plugin {offer.plugin!r} "
+                "is no PluggableLayer"
             )
         return winner(ctx, args, *rest, **options)
 
 
 class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
-    """Base of every layer. ``weights`` holds loaded tensors by slot name; what ``prepare`` leaves is what forward reads."""
+    """Base of every layer. ``weights`` holds tensors by slot name: as loaded, then as ``prepare`` leaves them."""
 
     pluggable_name: ClassVar[str | None] = None
 

@@ -25,7 +25,10 @@ class Norm(PluggableLayer, name="norm"):
         return {"weight": WeightSlot((self.args.size,), self.dtype)}
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [T, n] -> norm(x + residual), x + residual. Without a residual, x is it. May write to residual."""
+        """x, residual [T, n] -> norm(x + residual), x + residual. Without a residual, x is it.
+
+        May write to ``residual``.
+        """
         if residual is None:
             return self._rms_norm(x, self.weights["weight"], eps=self.args.eps), x
         return self._add_rms_norm(x, residual, self.weights["weight"], eps=self.args.eps)

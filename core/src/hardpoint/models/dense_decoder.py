@@ -78,7 +78,8 @@ def windows(config: HFConfig) -> tuple[int | None, ...]:
         return tuple(window if i >= first else None for i in range(layers))
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise CheckpointError(
-            f"{config.folder}: 'layer_types' must name {layers} layers, each full_attention or sliding_attention; got {kinds}"
+            f"{config.folder}: 'layer_types' must name {layers} layers, each full_attention or sliding_attention; "
+            f"got {kinds}"
         )
     sliding = config.get("sliding_window")
     return tuple(sliding if kind == "sliding_attention" else None for kind in kinds)

@@ -30,7 +30,7 @@ from hardpoint_plugin_api import (
 class PlatformChoice:
     """The platform that was chosen, its devices, and the verdict as a plan."""
 
-    platform: Platform
+    platform: type[Platform]
     device: DeviceInfo
     plan: Plan
 
@@ -71,11 +71,11 @@ def choose_platform(plugins: PluginSet, settings: Settings) -> PlatformChoice:
         rejected += [Rejection(o, (after,)) for o in found if o != winner]
     plan = Plan(PlatformWorkload(), (PlanEntry(StepRange(), winner, rule),), tuple(rejected))
     platform_class, device = cast(tuple[type[Platform], DeviceInfo], answers[winner])
-    return PlatformChoice(platform_class(device), device, plan)
+    return PlatformChoice(platform_class, device, plan)
 
 
-def preset_choice(plugins: PluginSet, name: str) -> tuple[DeviceInfo, Plan | None]:
-    """Return the device that the preset ``name`` describes, and the plan of its platform where a plugin offers it."""
+def preset_choice(plugins: PluginSet, name: str) -> PlatformChoice:
+    """Answer as if the device that the preset ``name`` describes were here; raises UnknownNameError for no preset."""
     presets = plugins.devices()
     if name not in presets:
         raise UnknownNameError("device preset", name, presets)
@@ -83,9 +83,10 @@ def preset_choice(plugins: PluginSet, name: str) -> tuple[DeviceInfo, Plan | Non
     offers = plugins.offers("platform")
     winner = next((o for o in offers if o.contribution.name == device.platform), None)
     if winner is None:
-        return device, None
+        raise UnknownNameError("platform", device.platform, (o.contribution.name for o in offers))
     rejected = tuple(Rejection(o, (_not_asked_for(f"--device {name}"),)) for o in offers if o is not winner)
-    return device, Plan(PlatformWorkload(), (PlanEntry(StepRange(), winner, "flag"),), rejected)
+    plan = Plan(PlatformWorkload(), (PlanEntry(StepRange(), winner, "flag"),), rejected)
+    return PlatformChoice(cast(type[Platform], plugins.load(winner)), device, plan)
 
 
 def _not_asked_for(name: str) -> Reason:

@@ -1,0 +1,148 @@
+"""From a config to a model that is chosen and constructed, but holds no weights: what ``explain`` prints.
+
+Order: plugins, platform, changes that plugins wish, checkpoint config, model. Constructing a model asks the selector
+everything that will ever be asked, and allocates nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+
+from hardpoint.checkpoint.hf_config import HFConfig
+from hardpoint.checkpoint.source import resolve_model
+from hardpoint.config import EngineConfig
+from hardpoint.context import Context, load_target
+from hardpoint.dtypes import dtype_of
+from hardpoint.engine.absent_device import AbsentDeviceContext
+from hardpoint.layers import CausalLM
+from hardpoint.plugins import PluginSet, discover
+from hardpoint.selection import PlatformChoice, SelectionTable, Selector, Settings, TuningFile
+from hardpoint.selection import choose_platform as choose
+from hardpoint.selection import preset_choice
+from hardpoint_plugin_api import (
+    ConfigError,
+    ModelWorkload,
+    Platform,
+    RunnerWorkload,
+    SchedulerWorkload,
+    SelectionError,
+    UnknownNameError,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ModelBuilder(Protocol):
+    """The target of a contribution of the family ``model``."""
+
+    def __call__(self, ctx: Context, config: HFConfig) -> CausalLM:
+        """Construct the model; raises CheckpointError for a config it cannot be built from."""
+        ...
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Everything decided, nothing loaded."""
+
+    config: EngineConfig
+    folder: Path
+    hf_config: HFConfig
+    plugins: PluginSet
+    choice: PlatformChoice
+    platform: Platform
+    ctx: Context
+    model: CausalLM
+
+    @property
+    def table(self) -> SelectionTable:
+        """Who serves what, platform first."""
+        return SelectionTable([self.choice.plan, *self.ctx.selector.plans])
+
+
+def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
+    """Decide everything for ``config``, on this machine's device or on the one that ``preset`` describes.
+
+    Raises the errors of each part: plugins, platform, checkpoint, selection.
+    """
+    folder = resolve_model(config.model, config.hub_revision)
+    hf_config = HFConfig.read(folder)
+    plugins = discover(config.plugins)
+    settings = settings_of(config)
+    choice = preset_choice(plugins, preset) if preset else choose(plugins, settings)
+    plugins.activate(choice.plan.offer.plugin)
+    config, notes = config.with_changes(plugins.configure(config.selection_view(), choice.device))
+    for note in notes:
+        logger.info(note)
+    platform = choice.platform(choice.device, config.plugin_config.get(choice.plan.offer.plugin))
+    tuning = TuningFile.read(Path(config.tuning_file)) if config.tuning_file else None
+    selector = Selector(
+        plugins,
+        choice.device,
+        settings_of(config),
+        tuning,
+        load=(lambda offer: None) if preset else (lambda offer: load_target(plugins, offer)),
+    )
+    dtype = _dtype(config, hf_config, platform)
+    ctx = (AbsentDeviceContext if preset else Context)(
+        device=choice.device,
+        torch_device=torch.device("meta") if preset else platform.activate(config.device_index),
+        dtype=dtype_of(dtype),
+        config=config,
+        plugins=plugins,
+        selector=selector,
+        kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        block_size=config.block_size or platform.default_block_size(),
+        max_model_len=_max_model_len(config, hf_config),
+    )
+    ctx.select(SchedulerWorkload())
+    ctx.select(RunnerWorkload())
+    return Blueprint(config, folder, hf_config, plugins, choice, platform, ctx, _build_model(ctx, hf_config))
+
+
+def settings_of(config: EngineConfig) -> Settings:
+    """The user's choices as the selector takes them; a family's own flag and ``use`` must not contradict each other."""
+    choices = dict(config.use)
+    for family, value in (
+        ("platform", config.platform),
+        ("attention", config.attention_backend),
+        ("linear", config.linear_backend),
+    ):
+        if value is None or value == "auto":
+            continue
+        if choices.get(family, value) != value:
+            raise ConfigError(f"--use {family}={choices[family]} contradicts {family} = {value}; give one of them")
+        choices[family] = value
+    return Settings(choices, config.custom_ops)
+
+
+def _build_model(ctx: Context, hf_config: HFConfig) -> CausalLM:
+    architecture = hf_config.architecture
+    known = {str(o.contribution.of) for o in ctx.plugins.offers("model")}
+    if architecture not in known:
+        raise UnknownNameError("model architecture", architecture, known, f"It stands in {hf_config.folder}/config.json.")
+    plan = ctx.select(ModelWorkload(of=architecture))
+    return cast(ModelBuilder, ctx.load(plan.offer))(ctx, hf_config)
+
+
+def _dtype(config: EngineConfig, hf_config: HFConfig, platform: Platform) -> str:
+    if config.dtype == "auto":
+        return platform.default_dtype(hf_config.dtype)
+    if config.dtype not in platform.info.dtypes:
+        supported = ", ".join(sorted(platform.info.dtypes))
+        raise SelectionError(f"--dtype {config.dtype}: {platform.info.name} does not support it; it supports {supported}")
+    return config.dtype
+
+
+def _max_model_len(config: EngineConfig, hf_config: HFConfig) -> int:
+    longest = hf_config.integer("max_position_embeddings")
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is beyond the {longest} positions that the model was made for "
+            "(max_position_embeddings in its config.json)"
+        )
+    return config.max_model_len or longest

@@ -1,0 +1,163 @@
+"""The engine core: requests of token ids in, tokens out, one step at a time. Knows no text."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import cast
+
+from hardpoint.bench.stages import mark
+from hardpoint.checkpoint.loader import load_weights
+from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
+from hardpoint.engine.block_pool import BlockPool
+from hardpoint.engine.blueprint import Blueprint
+from hardpoint.engine.executor import Executor, InProcessExecutor
+from hardpoint.engine.memory import CacheMemory
+from hardpoint.engine.request import Request
+from hardpoint.engine.runner import Runner, RunnerArgs
+from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.engine.scheduler import Scheduler, SchedulerArgs
+from hardpoint.selection import SelectionTable
+from hardpoint_plugin_api import EngineInfo, RequestError, RunnerWorkload, SchedulerWorkload, StepLimits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EngineStats:
+    """What the engine did so far; seconds of wall time."""
+
+    load_seconds: float = 0.0
+    num_steps: int = 0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+
+@dataclass
+class EngineCore:
+    """One model on one device. Built by ``start``; ``close`` frees what it holds."""
+
+    blueprint: Blueprint
+    table: SelectionTable
+    executor: Executor
+    scheduler: Scheduler
+    max_model_len: int
+    stats: EngineStats
+    _info: EngineInfo
+    _numbers: Iterable[int] = field(default_factory=itertools.count)
+
+    @classmethod
+    def start(cls, blueprint: Blueprint) -> EngineCore:
+        """Load the weights, size the cache, construct scheduler and runner as selected.
+
+        Raises CheckpointError and CapacityError.
+        """
+        began = time.perf_counter()
+        ctx, platform, config = blueprint.ctx, blueprint.platform, blueprint.config
+        table = blueprint.table
+        logger.info("selection table %s on %s", table.digest, ctx.device.name)
+        with platform.memory.pool("weights"):
+            load_weights(
+                blueprint.model, blueprint.model.weight_names, SafetensorsFiles(blueprint.folder), ctx.torch_device
+            )
+        mark("weights")
+        with platform.memory.pool("resources"):
+            ctx.resources.allocate(ctx.torch_device)
+        with platform.memory.pool("kv"):
+            budget = config.kv_cache_memory or platform.kv_cache_budget()
+            longest = ctx.max_model_len
+            enough = _bytes_for_all(blueprint, config.max_num_seqs * longest)
+            cache = CacheMemory(ctx.attention_layers, ctx.block_size, min(budget, enough), ctx.torch_device)
+        limits = StepLimits(max_tokens=config.max_num_batched_tokens, max_requests=config.max_num_seqs)
+        limits = limits.intersect(platform.step_limits())
+        for layer in ctx.attention_layers.layers:
+            limits = limits.intersect(layer.backend.step_limits())
+        max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
+        assert limits.max_tokens is not None and limits.max_requests is not None
+        runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
+        scheduler_class = cast(type[Scheduler], ctx.load(ctx.select(SchedulerWorkload()).offer))
+        runner = runner_class(
+            RunnerArgs(ctx, platform, blueprint.model, cache.views, limits.max_requests, limits.max_tokens)
+        )
+        scheduler = scheduler_class(
+            SchedulerArgs(BlockPool(cache.num_pages, ctx.block_size), limits, max_model_len)
+        )
+        info = EngineInfo(config.model, ctx.device, table.digest)
+        blueprint.plugins.engine_started(info)
+        stats = EngineStats(load_seconds=time.perf_counter() - began)
+        return cls(blueprint, table, InProcessExecutor(runner), scheduler, max_model_len, stats, info)
+
+    def add_request(
+        self, prompt_token_ids: Iterable[int], params: SamplingParams, eos_token_ids: frozenset[int]
+    ) -> Request:
+        """Queue a request. Raises RequestError for an empty or too long prompt or an id outside the vocabulary."""
+        prompt = tuple(prompt_token_ids)
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        vocabulary = self.blueprint.hf_config.integer("vocab_size")
+        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise RequestError(f"token id {wrong} is outside the model's vocabulary of {vocabulary}")
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; with one token to draw, at most {self.max_model_len - 1} fit "
+                "(--max-model-len, or the cache's size)"
+            )
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+        most = self.max_model_len
+        if params.max_tokens is not None:
+            most = min(most, len(prompt) + params.max_tokens)
+        number = next(iter(self._numbers))
+        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        request = Request(str(number), prompt, params, seed, stops, most)
+        self.scheduler.add(request)
+        return request
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while any request waits or runs."""
+        return self.scheduler.has_unfinished
+
+    def step(self) -> list[Request]:
+        """Run one step and return the requests that got a token."""
+        began = time.perf_counter()
+        step = self.scheduler.schedule()
+        if step is None:
+            return []
+        advanced = self.scheduler.commit(self.executor.submit(step).result())
+        seconds, decodes = time.perf_counter() - began, sum(s.count == 1 for s in step.scheduled)
+        self.stats.num_steps += 1
+        if decodes == len(step.scheduled):
+            self.stats.decode_tokens += decodes
+            self.stats.decode_seconds += seconds
+        else:
+            self.stats.prefill_tokens += step.num_tokens
+            self.stats.prefill_seconds += seconds
+        return advanced
+
+    def abort(self, request: Request) -> None:
+        """End ``request`` now."""
+        self.scheduler.abort(request)
+
+    def close(self) -> None:
+        """Tell the plugins, then drop runner, caches and weights."""
+        self.blueprint.plugins.engine_stopping(self._info)
+        self.executor.shutdown(deadline=5.0)
+        for module in self.blueprint.model.modules():
+            release = getattr(module, "release", None)
+            if release:
+                release()
+
+
+def _bytes_for_all(blueprint: Blueprint, num_tokens: int) -> int:
+    """Bytes of a cache that holds ``num_tokens``: more would never be used."""
+    ctx = blueprint.ctx
+    pages = -(-num_tokens // ctx.block_size) + 1 + blueprint.config.max_num_seqs
+    layers = ctx.attention_layers.layers
+    return pages * sum(x.backend.layout.page_bytes(x.backend.cache_spec, ctx.block_size) for x in layers)

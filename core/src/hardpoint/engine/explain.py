@@ -1,0 +1,16 @@
+"""``hardpoint explain``: the whole table of choices, before any weight is loaded."""
+
+from __future__ import annotations
+
+from hardpoint.config import EngineConfig
+from hardpoint.engine.blueprint import draw
+from hardpoint.selection import SelectionTable
+
+
+def explain(config: EngineConfig, device: str | None = None) -> SelectionTable:
+    """Return who would serve what for ``config``, on this machine or on the device preset ``device``, and why.
+
+    Loads no weights and imports no plugin code but the winners' (to ask what data cannot say). For absent hardware a
+    winner's own ``supports`` is not asked.
+    """
+    return draw(config, device).table

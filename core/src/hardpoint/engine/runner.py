@@ -1,0 +1,154 @@
+"""The runner: one step on one device. It keeps requests in persistent slots and knows no policy.
+
+``submit`` puts a step on the device and returns at once where the device is asynchronous; ``collect`` waits for the
+sampled tokens, the one exchange between host and device that anybody waits for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hardpoint.context import Context
+from hardpoint.engine.sampler import Sampler
+from hardpoint.engine.staging import Staging
+from hardpoint.engine.step import StepInput, StepOutput
+from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, ForwardStep, Platform
+
+Ints = npt.NDArray[np.int32]
+
+
+class Model(Protocol):
+    """What the runner runs: see CausalLM."""
+
+    def __call__(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """ids int64 [T] -> hidden states [T, hidden]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] -> [N, vocab]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A submitted step: its number and, on the device, the tokens it draws (int64 [N])."""
+
+    number: int
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RunnerArgs:
+    """What a runner is constructed with. ``caches`` holds each attention layer's cache views, in order."""
+
+    ctx: Context
+    platform: Platform
+    model: Model
+    caches: list[dict[str, torch.Tensor]]
+    num_slots: int
+    max_step_tokens: int
+
+
+class Runner:
+    """Runs the model over a step's tokens, then samples."""
+
+    def __init__(self, args: RunnerArgs) -> None:
+        ctx = args.ctx
+        self._ctx, self._model, self._caches = ctx, args.model, args.caches
+        self._device, self._block_size = ctx.torch_device, ctx.block_size
+        self._layers = ctx.attention_layers.layers
+        self._groups = ctx.attention_layers.groups()
+        self._max_pages = -(-ctx.max_model_len // ctx.block_size)
+        self._tokens: Ints = np.zeros((args.num_slots, ctx.max_model_len), np.int32)
+        self._num_known: Ints = np.zeros(args.num_slots, np.int32)
+        self._pages: Ints = np.full((args.num_slots, self._max_pages), NULL_PAGE, np.int32)
+        self._num_pages: Ints = np.zeros(args.num_slots, np.int32)
+        self._last_token = torch.zeros(args.num_slots, dtype=torch.int64, device=self._device)
+        self._sampler = Sampler(ctx, args.num_slots)
+        per_request = 4 + self._max_pages
+        capacity = 5 * args.max_step_tokens + per_request * args.num_slots + 1
+        self._staging = Staging(capacity, self._device, args.platform.pin)
+
+    @torch.inference_mode()
+    def submit(self, step: StepInput) -> Ticket:
+        """Take the delta, run the model over the step's tokens, draw a token for each slot that samples."""
+        self._take(step)
+        batch, rows = self._batch(step)
+        metadata = [None] * len(self._layers)
+        for group in self._groups:
+            planned = self._layers[group[0]].backend.plan(batch)
+            for index in group:
+                metadata[index] = planned  # type: ignore[call-overload]  # filled for every layer
+        forward = ForwardStep(rows["positions"].long(), self._caches, metadata)  # type: ignore[arg-type]
+        ids = rows["ids"].long()
+        if "gather_rows" in rows:
+            ids[rows["gather_rows"].long()] = self._last_token[rows["gather_slots"].long()]
+        hidden = self._model(ids, forward)
+        slots = [s.slot for s in step.scheduled if s.samples]
+        if not slots:
+            return Ticket(step.number, torch.empty(0, dtype=torch.int64, device=self._device))
+        last = rows["sample_rows"].long()
+        tokens = self._sampler.sample(self._model.logits(hidden[last]), slots, forward.positions[last] + 1)
+        self._last_token[rows["sample_slots"].long()] = tokens
+        return Ticket(step.number, tokens)
+
+    def collect(self, ticket: Ticket) -> StepOutput:
+        """Wait for the tokens of ``ticket``."""
+        return StepOutput(ticket.number, tuple(ticket.tokens.tolist()))
+
+    def _take(self, step: StepInput) -> None:
+        """Apply the delta: give slots up, fill new ones, append pages."""
+        for slot in step.freed:
+            self._num_pages[slot] = self._num_known[slot] = 0
+            self._pages[slot] = NULL_PAGE
+        for new in step.new:
+            count = len(new.token_ids)
+            self._tokens[new.slot, :count] = new.token_ids
+            self._num_known[new.slot] = count
+            self._sampler.set_slot(new.slot, new.sampling)
+        for share in step.scheduled:
+            held = self._num_pages[share.slot]
+            self._pages[share.slot, held : held + len(share.new_pages)] = share.new_pages
+            self._num_pages[share.slot] += len(share.new_pages)
+
+    def _batch(self, step: StepInput) -> tuple[AttentionBatch, dict[str, torch.Tensor]]:
+        """The step's arrays, on the device: the batch as attention sees it, and ids, positions and rows by name."""
+        slots = np.array([s.slot for s in step.scheduled], np.int32)
+        starts = np.array([s.start for s in step.scheduled], np.int32)
+        counts = np.array([s.count for s in step.scheduled], np.int32)
+        query_start = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
+        seq_lens = starts + counts
+        token_slots = np.repeat(slots, counts)
+        positions = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
+        pages = self._pages[token_slots, positions // self._block_size]
+        width = int(-(-seq_lens.max() // self._block_size))
+        arrays: dict[str, Ints] = {
+            "query_start": query_start,
+            "seq_lens": seq_lens,
+            "block_table": self._pages[slots, :width],
+            "slot_mapping": pages * np.int32(self._block_size) + positions % np.int32(self._block_size),
+            "ids": self._tokens[token_slots, positions],
+            "positions": positions,
+        }
+        samples = np.array([s.samples for s in step.scheduled])
+        if samples.any():
+            arrays |= {"sample_rows": query_start[1:][samples] - 1, "sample_slots": slots[samples]}
+        drawn = np.nonzero(positions >= self._num_known[token_slots])[0].astype(np.int32)
+        if drawn.size:
+            arrays |= {"gather_rows": drawn, "gather_slots": token_slots[drawn]}
+        staged = self._staging.stage(arrays)
+        batch = AttentionBatch(
+            query_start=staged["query_start"],
+            seq_lens=staged["seq_lens"],
+            block_table=staged["block_table"],
+            slot_mapping=staged["slot_mapping"],
+            query_start_host=tuple(query_start.tolist()),
+            seq_lens_host=tuple(seq_lens.tolist()),
+            num_decodes=int((counts == 1).sum()),
+        )
+        return batch, staged
