@@ -24,7 +24,7 @@ TOPIC = ("Tell me about {}.", "What do you know about {}?", "Write a few sentenc
 DEFINE = ("What is {}?", "What does {} mean?", "Define {}.", "Explain the word {}.")
 OPENING = ("Hello!", "Hi.", "Hello, how are you?", "Tell me a story.", "Tell me something.", "Write something.")
 GO_ON = ("Go on.", "Continue.", "And then?", "Tell me more.", "What happened next?")
-NO_TOPIC = frozenset("before should though through without because himself herself itself having indeed rather".split())
+NO_TOPIC = {"before", "should", "though", "through", "without", "because", "himself", "herself", "itself", "having"}
 FICTION = ("Jane Austen", "Arthur Conan Doyle", "Mark Twain")
 
 SENTENCE = re.compile(r"""\S.*?(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?]["')]*(?=\s+["'(A-Z]|$)""")
@@ -56,7 +56,7 @@ def question_for(document: Document, sentences: list[str], rng: random.Random) -
     if kind < 0.75 and document.manner in FICTION:
         return rng.choice(OPENING), 0
     topics = [word for word in re.findall(r"\b[a-z]{6,}\b", sentences[0]) if word not in NO_TOPIC]
-    return (rng.choice(TOPIC).format(rng.choice(topics)), 0) if topics else (rng.choice(CONTINUE).format(sentences[0]), 1)
+    return rng.choice(TOPIC).format(rng.choice(topics or ["life"])), 0
 
 
 def conversations(document: Document, rng: random.Random) -> Iterator[str]:

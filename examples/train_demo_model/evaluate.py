@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from transformers import AutoTokenizer, PreTrainedModel, Qwen3ForCausalLM
+from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy, pad
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 HELDOUT = Path(__file__).parent / "heldout.txt"
 
@@ -24,33 +25,35 @@ class Loss:
     num_tokens: int
 
     def __str__(self) -> str:
-        return f"{self.nats_per_token:.4f} nats/token, {self.bits_per_byte:.4f} bits/byte over {self.num_tokens:,} tokens"
+        rates = f"{self.nats_per_token:.4f} nats/token, {self.bits_per_byte:.4f} bits/byte"
+        return f"{rates} over {self.num_tokens:,} tokens"
 
 
 @torch.inference_mode()
 def text_loss(
     model: PreTrainedModel, ids: torch.Tensor, num_bytes: int, window: int = 1024, stride: int = 512, batch: int = 8
 ) -> Loss:
-    """The loss of the tokens `ids` (1-D, the first is context only), each predicted once from `window - stride` or more.
+    """The loss of the tokens `ids` (1-D, the first is context only), each predicted once from
+    `window - stride` or more before it (the first ones from what there is).
 
     The windows overlap: in each but the first, the leading `window - stride` predictions are not counted.
     """
     starts = range(0, max(len(ids) - 1 - (window - stride), 1), stride)
-    pad = starts[-1] + window + 1 - len(ids)
-    targets = F.pad(ids, (0, pad), value=-100).unfold(0, window + 1, stride)[:, 1:].clone()
-    inputs = F.pad(ids, (0, pad), value=0).unfold(0, window + 1, stride)[:, :-1]
+    missing = starts[-1] + window + 1 - len(ids)
+    targets = pad(ids, (0, missing), value=-100).unfold(0, window + 1, stride)[:, 1:].clone()
+    inputs = pad(ids, (0, missing), value=0).unfold(0, window + 1, stride)[:, :-1]
     targets[1:, : window - stride] = -100
     total = 0.0
-    for x, y in zip(inputs.split(batch), targets.split(batch), strict=True):
-        logits = model(input_ids=x).logits.float()
-        total += F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum").item()
+    for at in range(0, len(inputs), batch):
+        logits = model(input_ids=inputs[at : at + batch], use_cache=False).logits.flatten(0, 1).float()
+        total += cross_entropy(logits, targets[at : at + batch].flatten(), reduction="sum").item()
     return Loss(total / (len(ids) - 1), total / math.log(2) / num_bytes, len(ids) - 1)
 
 
 def heldout_ids(tokenizer_folder: Path, path: Path = HELDOUT) -> tuple[torch.Tensor, int]:
     """The text's tokens behind one <|endoftext|> (1-D, int64), and its size in bytes."""
-    tokenizer, text = AutoTokenizer.from_pretrained(tokenizer_folder), path.read_text("utf-8")
-    return torch.tensor([tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]), len(text.encode())
+    tokenizer, text = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json")), path.read_text("utf-8")
+    return torch.tensor(tokenizer.encode(f"<|endoftext|>{text}").ids), len(text.encode())
 
 
 def main() -> None:
@@ -59,7 +62,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="folder in Hugging Face layout")
     parser.add_argument("--text", type=Path, default=HELDOUT, help="UTF-8 text to score")
     arguments = parser.parse_args()
-    model = Qwen3ForCausalLM.from_pretrained(arguments.checkpoint, dtype=torch.float32).eval()
+    model = Qwen3ForCausalLM.from_pretrained(arguments.checkpoint, dtype=torch.float32)
     print(text_loss(model, *heldout_ids(arguments.checkpoint, arguments.text)))
 
 

@@ -1,4 +1,4 @@
-"""Build the training data: fetch the sources, train the tokenizer, encode everything. Needs a Debian system and network.
+"""Build the training data: fetch the sources, train the tokenizer, encode everything. Needs Debian 12 and a network.
 
 Writes, below the git-ignored folder `work/`: `tokenizer/` (in Hugging Face layout), `train.npy` (uint16 token ids, the
 documents shuffled and each preceded by <|endoftext|>) and `sources.json`; and beside this file `heldout.txt`.
@@ -84,7 +84,8 @@ def main() -> None:
         folder, version = fetch(source.package, arguments.work)
         found = list(source.read(folder))
         size = sum(len(paragraph.encode()) for document in found for paragraph in document.paragraphs)
-        table.append({"work": source.work, "package": source.package, "version": version, "licence": source.licence, "bytes": size})
+        origin = {"package": source.package, "version": version, "licence": source.licence}
+        table.append({"work": source.work, **origin, "bytes": size})
         print(f"{size / 1e6:6.2f} MB  {source.package} {version}: {source.work}", flush=True)
         documents += found
 
@@ -97,10 +98,13 @@ def main() -> None:
         kept = [p for p in document.paragraphs if forbidden.isdisjoint(shingles(p))]
         dropped += len(document.paragraphs) - len(kept)
         training.append(Document(document.title, kept, document.manner, document.definition_of))
-    print(f"held out {len(heldout.encode()) / 1e3:.0f} kB; dropped {dropped} training paragraphs that share words with it")
+    print(
+        f"held out {len(heldout.encode()):,} bytes; dropped {dropped} training paragraphs that share a phrase with it"
+    )
 
+    training = [document for document in training if document.paragraphs]
     plain = ["\n\n".join(document.paragraphs) for document in training]
-    chats = [chat for document in training if document.paragraphs for chat in conversations(document, rng)]
+    chats = [chat for document in training for chat in conversations(document, rng)]
     tokenizer = train_tokenizer(plain)
     save_tokenizer(tokenizer, arguments.work / "tokenizer")
 
@@ -109,9 +113,9 @@ def main() -> None:
     encoded = tokenizer.encode_batch_fast([END_OF_TEXT + text for text in texts], add_special_tokens=False)
     tokens = np.concatenate([np.array(encoding.ids, np.uint16) for encoding in encoded])
     np.save(arguments.work / "train.npy", tokens)
-    chat_tokens = sum(len(encoding.ids) for text, encoding in zip(texts, encoded, strict=True) if text.startswith(TURN_START))
+    in_chats = sum(len(e.ids) for text, e in zip(texts, encoded, strict=True) if text.startswith(TURN_START))
     (arguments.work / "sources.json").write_text(json.dumps(table, indent=2) + "\n")
-    print(f"{len(tokens):,} tokens in {len(plain):,} documents and {len(chats):,} chats ({chat_tokens / len(tokens):.0%} of them)")
+    print(f"{len(tokens):,} tokens: {len(plain):,} documents and {len(chats):,} chats ({in_chats / len(tokens):.0%})")
 
 
 if __name__ == "__main__":

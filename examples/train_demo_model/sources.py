@@ -6,6 +6,7 @@ text; hard line breaks of the source are gone, and typographic quotes and dashes
 
 import gzip
 import re
+import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -36,7 +37,18 @@ class Source:
     read: Reader = field(repr=False)
 
 
-ASCII = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "—": "--", "–": "-", "…": "...", "\xa0": " ", "\ufeff": ""})
+ASCII = str.maketrans(
+    {
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u2014": "--",
+        "\u2013": "-",
+        "\u2026": "...",
+        "\ufeff": "",
+    }
+)
 
 
 def clean(text: str) -> str:
@@ -105,8 +117,8 @@ def sword(manner: str) -> Reader:
     def read(folder: Path) -> Iterator[Document]:
         for index in sorted(folder.rglob("*t.?zs"), reverse=True):  # the Old Testament ("ot") first
             packed, table = index.with_suffix(f"{index.suffix[:-1]}z").read_bytes(), index.read_bytes()
-            entries = [[int.from_bytes(table[i + j : i + j + 4], "little") for j in (0, 4)] for i in range(0, len(table), 12)]
-            osis = b"".join(zlib.decompress(packed[at : at + size]) for at, size in entries if size).decode()
+            entries = struct.iter_unpack("<III", table)
+            osis = b"".join(zlib.decompress(packed[at : at + size]) for at, size, _ in entries if size).decode()
             osis = re.sub(r"<(note|rdg)\b.*?</\1>|<milestone[^>]*>", "", osis, flags=re.DOTALL)
             for chapter in re.split(r"(?=<chapter [^>]*sID=)", osis)[1:]:
                 name = re.match(r'<chapter [^>]*osisID="([^"]*)"', chapter)
@@ -153,7 +165,7 @@ def python_docs(folder: Path) -> Iterator[Document]:
         prose = [re.sub(r":[\w:]+:`[~!]?([^`<]+?)(?: <[^`]*>)?`", r"\1", block) for block in blocks]
         prose = [re.sub(r"`([^`<]+?)(?: <[^`]*>)?`_+", r"\1", block) for block in prose]
         prose = [clean(re.sub(r"``|\*\*?|::?$", "", block)) for block in prose]
-        if body := [p for p in prose if is_prose(p) and len(p) > 60 and re.search(r"[.:!?]\"?\)?$", p) and "|" not in p]:
+        if body := [p for p in prose if is_prose(p) and len(p) > 60 and re.search(r"[.:!?]\"?\)?$", p)]:
             yield Document(path.name.removesuffix(".rst.txt"), body, "the Python documentation")
 
 
@@ -195,6 +207,6 @@ def sources() -> Iterable[Source]:
         Source("jargon-text", "The Jargon File 4.4.7", "public domain", jargon),
         Source("sword-text-web", "World English Bible", "public domain", sword("the Bible")),
         Source("sword-comm-mhcc", "Matthew Henry's Concise Commentary (1706)", "public domain", sword("Matthew Henry")),
-        Source("sword-comm-tdavid", "C. H. Spurgeon, The Treasury of David (1885)", "public domain", sword("Charles Spurgeon")),
+        Source("sword-comm-tdavid", "C. H. Spurgeon, The Treasury of David (1885)", "public domain", sword("Spurgeon")),
         Source("python3.11-doc", "Python 3.11 documentation", "PSF licence version 2", python_docs),
     )

@@ -1,0 +1,47 @@
+# A newcomer's commands. Each is repeatable, and quick when nothing changed.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMPS := $(VENV)/.stamps
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PACKAGES := plugin_api core plugins/cpu plugins/cuda plugins/rocm plugins/xpu
+METADATA := constraints.txt $(PACKAGES:%=%/pyproject.toml)
+
+.PHONY: demo test lint nightly test-accelerator device-bundle clean
+
+demo: $(STAMPS)/demo  ## generate text with the demo model on this machine's CPU
+	$(VENV)/bin/hardpoint generate --platform cpu --prompt "In the beginning" --max-tokens 64
+
+test: $(STAMPS)/test  ## the default test suite
+	$(PY) -m pytest -n 2 --dist worksteal
+
+lint: $(STAMPS)/test  ## style, format and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+nightly: $(STAMPS)/test  ## the default suite and the long sweeps
+	$(PY) -m pytest -n 2 --dist worksteal -m "not accelerator"
+
+test-accelerator:  ## on a machine with an accelerator, in its own environment
+	$(PYTHON) -m pytest -m accelerator
+
+device-bundle: $(STAMPS)/test  ## wheels for a bare accelerator machine without network
+	$(PY) scripts/device_bundle.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and by its exact version: a plain `pip install torch` takes a build with gigabytes for CUDA.
+$(STAMPS)/demo: $(METADATA) | $(VENV)/bin/python
+	$(PIP) "$$(grep '^torch==' constraints.txt)" numpy
+	$(PIP) --editable plugin_api --editable core --editable plugins/cpu
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/test: $(STAMPS)/demo
+	$(PIP) --editable plugins/cuda --editable plugins/rocm --editable plugins/xpu \
+	    pytest pytest-xdist hypothesis ruff mypy setuptools wheel
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache device-bundle
