@@ -27,7 +27,7 @@ test-accelerator:  ## on a machine with an accelerator, in its own environment
 	$(PYTHON) -m pytest -m accelerator
 
 device-bundle: $(STAMPS)/test  ## wheels for a bare accelerator machine without network
-	$(PY) scripts/device_bundle.py
+	scripts/device_bundle.sh
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,1 @@
+"""Hardpoint's support for CPUs. What it offers stands in ``hardpoint.toml``."""

@@ -1,0 +1,134 @@
+"""The CPU as a platform: always there, never an accelerator, its memory shared with everything else on the host."""
+
+from __future__ import annotations
+
+import logging
+import platform as python_platform
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from hardpoint.platforms import host
+from hardpoint_plugin_api import (
+    ConfigError,
+    ConfigValue,
+    DeviceInfo,
+    Memory,
+    MemorySnapshot,
+    Platform,
+    PlatformError,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+MAX_KV_CACHE_BYTES = 4 * 2**30
+
+_ARCHES = {"amd64": "x86_64", "arm64": "aarch64"}
+
+# What Linux calls an instruction set in /proc/cpuinfo -> the device feature.
+_FEATURES = {
+    **{flag: flag for flag in ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni")},
+    **{flag: flag for flag in ("amx_bf16", "amx_int8", "sve", "sve2", "i8mm")},
+    "asimd": "neon",
+}
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+
+# AArch64 kernels give numbers instead of a model name: (implementer, part) -> name.
+_ARM_CORES = {
+    ("0x41", "0xd0c"): "Arm Neoverse-N1",
+    ("0x41", "0xd40"): "Arm Neoverse-V1",
+    ("0x41", "0xd49"): "Arm Neoverse-N2",
+    ("0x41", "0xd4f"): "Arm Neoverse-V2",
+}
+
+
+def describe(root: Path = host.ROOT, machine: str | None = None) -> DeviceInfo:
+    """Describe the CPU of the host whose files stand below ``root``; ``machine`` as in ``platform.machine()``."""
+    machine = (machine or python_platform.machine()).casefold()
+    arch = _ARCHES.get(machine, machine)
+    cpuinfo = host.read_fields(root / "proc/cpuinfo", ":")
+    flags = set((cpuinfo.get("flags") or cpuinfo.get("Features") or "").split())
+    features = {_FEATURES[flag] for flag in flags & _FEATURES.keys()}
+    if flags & _BF16_FLAGS:
+        features.add("bf16_native")
+    part = (cpuinfo.get("CPU implementer", ""), cpuinfo.get("CPU part", ""))
+    return DeviceInfo(
+        platform="cpu",
+        name=cpuinfo.get("model name") or _ARM_CORES.get(part) or f"{arch} CPU",
+        torch_type="cpu",
+        arch=arch,
+        memory_bytes=host.memory(root).total,
+        accelerator=False,
+        features=frozenset(features),
+        numa=host.numa_nodes(root),
+    )
+
+
+class CpuMemory(Memory):
+    """Main memory: the host's, or the control group's where that is less. The peak is this process's resident size."""
+
+    def __init__(self, root: Path = host.ROOT) -> None:
+        self.root = root
+
+    def snapshot(self) -> MemorySnapshot:
+        """Read the counters."""
+        memory = host.memory(self.root)
+        high_water = host.read_fields(self.root / "proc/self/status", ":").get("VmHWM", "0 kB")
+        return MemorySnapshot(memory.available, memory.total, int(high_water.split()[0]) * 1024)
+
+    def reset_peak(self) -> None:
+        """Start a new peak at the present size. Where the kernel cannot (some sandboxes), the old peak stays."""
+        try:
+            (self.root / "proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError as error:
+            logger.warning("peak memory counts from the start of the process: %s", error)
+
+
+class CpuPlatform(Platform):
+    """One device, the whole CPU. ``config`` is the plugin's section: ``threads``."""
+
+    name = "cpu"
+
+    def __init__(self, info: DeviceInfo, config: Mapping[str, ConfigValue] | None = None) -> None:
+        """Raises ConfigError for a negative number of threads."""
+        super().__init__(info, config)
+        self.threads = int(self.config.get("threads", 0))
+        if self.threads < 0:
+            raise ConfigError(f"cpu.threads must be 0 (all cores) or more, got {self.threads}")
+        self._memory = CpuMemory()
+
+    @classmethod
+    def detect(cls) -> DeviceInfo:
+        """Describe this host's CPU; there always is one."""
+        return describe()
+
+    @property
+    def memory(self) -> CpuMemory:
+        """Main memory."""
+        return self._memory
+
+    def activate(self, index: int) -> torch.device:
+        """Set the number of operator threads and return the device. Raises PlatformError for an index but 0."""
+        import torch
+
+        if index != 0:
+            raise PlatformError(f"platform cpu has one device, cpu 0, and no device {index}")
+        torch.set_num_threads(self.threads or host.available_cores())
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """Return at once: operators on the CPU are done when they return."""
+
+    def kv_cache_budget(self) -> int:
+        """Half of the free memory, at most 4 GiB: the rest of the host needs memory too."""
+        return min(MAX_KV_CACHE_BYTES, self.memory.snapshot().free // 2)
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """Mark a range that torch's profiler shows."""
+        import torch
+
+        return cast("AbstractContextManager[None]", torch.profiler.record_function(name))

@@ -1,0 +1,1 @@
+"""Hardpoint's support for Intel GPUs. What it offers stands in ``hardpoint.toml``."""

@@ -1,0 +1,101 @@
+"""The CPU platform: described from faked files, and used for real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hardpoint.platforms.testing import write_tree
+from hardpoint_cpu.platform import CpuMemory, CpuPlatform, describe
+from hardpoint_plugin_api import ConfigError, PlatformError
+
+EPYC = """\
+processor\t: 0
+vendor_id\t: AuthenticAMD
+model name\t: AMD EPYC 9654 96-Core Processor
+flags\t\t: fpu sse2 avx avx2 avx512f avx512_bf16 avx512_vnni
+processor\t: 1
+model name\t: AMD EPYC 9654 96-Core Processor
+"""
+GRAVITON3 = """\
+processor\t: 0
+Features\t: fp asimd sve i8mm bf16
+CPU implementer\t: 0x41
+CPU part\t: 0xd40
+"""
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_x86(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, {"proc/cpuinfo": EPYC, "proc/meminfo": "MemTotal: 1048576 kB\n"})
+    info = describe(root, "x86_64")
+    assert (info.name, info.arch, info.accelerator) == ("AMD EPYC 9654 96-Core Processor", "x86_64", False)
+    assert info.features == {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "bf16_native"}
+    assert info.memory_bytes == 2**30
+    assert info.dtypes == {"float32", "float16", "bfloat16"}
+
+
+def test_aarch64(tmp_path: Path) -> None:
+    info = describe(write_tree(tmp_path, {"proc/cpuinfo": GRAVITON3}), "arm64")
+    assert (info.name, info.arch) == ("Arm Neoverse-V1", "aarch64")
+    assert info.features == {"neon", "sve", "i8mm", "bf16_native"}
+
+
+def test_a_host_without_files_is_still_a_cpu(tmp_path: Path) -> None:
+    info = describe(tmp_path, "riscv64")
+    assert (info.name, info.arch, info.features, info.memory_bytes) == ("riscv64 CPU", "riscv64", frozenset(), 0)
+
+
+def test_end_to_end(threads: None) -> None:
+    platform = CpuPlatform(CpuPlatform.detect())
+    assert platform.activate(0) == torch.device("cpu")
+    platform.synchronize()
+    snapshot = platform.memory.snapshot()
+    assert 0 < snapshot.free <= snapshot.total
+    assert 10 * 2**20 < snapshot.peak <= snapshot.total
+    assert 0 < platform.kv_cache_budget() <= 4 * 2**30
+    assert platform.default_dtype("bfloat16") == "bfloat16"
+    assert platform.default_dtype("float8_e4m3fn") == "float32"
+
+
+def test_peak_sees_an_allocation() -> None:
+    memory = CpuPlatform(CpuPlatform.detect()).memory
+    memory.reset_peak()
+    before = memory.snapshot().peak
+    held = torch.ones(256 * 2**20, dtype=torch.uint8)
+    assert memory.snapshot().peak > before
+    del held
+
+
+def test_budget_is_half_of_what_is_free(tmp_path: Path) -> None:
+    platform = CpuPlatform(CpuPlatform.detect())
+    platform._memory = CpuMemory(
+        write_tree(tmp_path, {"proc/meminfo": "MemTotal: 4194304 kB\nMemAvailable: 2097152 kB\n"})
+    )
+    assert platform.kv_cache_budget() == 2**30
+
+
+def test_a_peak_that_cannot_be_reset_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    CpuMemory(tmp_path).reset_peak()
+    assert "peak memory counts from the start of the process" in caplog.text
+
+
+def test_threads_are_set(threads: None) -> None:
+    CpuPlatform(CpuPlatform.detect(), {"threads": 1}).activate(0)
+    assert torch.get_num_threads() == 1
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ConfigError, match=r"cpu\.threads must be 0 .* got -3"):
+        CpuPlatform(CpuPlatform.detect(), {"threads": -3})
+    with pytest.raises(PlatformError, match="no device 1"):
+        CpuPlatform(CpuPlatform.detect()).activate(1)

@@ -1,0 +1,98 @@
+"""The cuda platform on real hardware."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hardpoint_cuda.platform import CudaPlatform
+from hardpoint_plugin_api import DeviceInfo, PlatformError
+
+pytestmark = pytest.mark.accelerator
+
+MIB = 2**20
+
+
+@pytest.fixture
+def info() -> DeviceInfo:
+    detected = CudaPlatform.detect()
+    assert isinstance(detected, DeviceInfo), detected
+    return detected
+
+
+@pytest.fixture
+def platform(info: DeviceInfo) -> CudaPlatform:
+    return CudaPlatform(info)
+
+
+def test_detection_agrees_with_torch(info: DeviceInfo) -> None:
+    properties = torch.cuda.get_device_properties(0)
+    assert info.name == properties.name
+    assert info.arch == f"sm_{properties.major}{properties.minor}"
+    assert info.count == torch.cuda.device_count()
+    assert abs(info.memory_bytes - properties.total_memory) < 0.05 * info.memory_bytes
+    assert info.driver
+
+
+def test_detection_creates_no_context() -> None:
+    """Not in this process, whose other tests use the device: torch is not imported and a fork can still use CUDA."""
+    code = (
+        "import os, sys\n"
+        "from hardpoint_cuda.platform import CudaPlatform\n"
+        "CudaPlatform.detect()\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(0 if torch.ones(2, device='cuda').sum().item() == 2 else 1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_memory_moves_with_an_allocation(platform: CudaPlatform) -> None:
+    device = platform.activate(0)
+    platform.memory.reset_peak()
+    before = platform.memory.snapshot()
+    held = torch.ones(512 * MIB, dtype=torch.uint8, device=device)
+    platform.synchronize()
+    after = platform.memory.snapshot()
+    assert before.free - after.free >= 500 * MIB
+    assert after.peak - before.peak >= 512 * MIB
+    assert after.total == before.total
+    assert 0 < platform.kv_cache_budget() < after.free
+    del held
+
+
+def test_synchronize_waits(platform: CudaPlatform) -> None:
+    device = platform.activate(0)
+    done = torch.Event(device)
+    x = torch.randn(4096, 4096, device=device)
+    for _ in range(50):
+        x = (x @ x).clamp(-1, 1)
+    done.record()
+    platform.synchronize()
+    assert done.query()
+
+
+def test_pinned_copy_and_range(platform: CudaPlatform) -> None:
+    device = platform.activate(0)
+    with platform.range("copy"):
+        pinned = platform.pin(torch.arange(1024))
+        assert pinned.is_pinned()
+        assert torch.equal(pinned.to(device, non_blocking=True).cpu(), torch.arange(1024))
+
+
+def test_profiler_switches(platform: CudaPlatform) -> None:
+    platform.activate(0)
+    platform.profile(start=True)
+    platform.profile(start=False)
+
+
+def test_a_device_too_many(platform: CudaPlatform) -> None:
+    with pytest.raises(PlatformError, match=f"no device {platform.info.count}"):
+        platform.activate(platform.info.count)
