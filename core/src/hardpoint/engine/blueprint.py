@@ -21,9 +21,8 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.engine.absent_device import AbsentDeviceContext
 from hardpoint.layers import CausalLM
 from hardpoint.plugins import PluginSet, discover
-from hardpoint.selection import PlatformChoice, SelectionTable, Selector, Settings, TuningFile
+from hardpoint.selection import PlatformChoice, SelectionTable, Selector, Settings, TuningFile, preset_choice
 from hardpoint.selection import choose_platform as choose
-from hardpoint.selection import preset_choice
 from hardpoint_plugin_api import (
     ConfigError,
     ModelWorkload,
@@ -124,7 +123,9 @@ def _build_model(ctx: Context, hf_config: HFConfig) -> CausalLM:
     architecture = hf_config.architecture
     known = {str(o.contribution.of) for o in ctx.plugins.offers("model")}
     if architecture not in known:
-        raise UnknownNameError("model architecture", architecture, known, f"It stands in {hf_config.folder}/config.json.")
+        raise UnknownNameError(
+            "model architecture", architecture, known, f"It stands in {hf_config.folder}/config.json."
+        )
     plan = ctx.select(ModelWorkload(of=architecture))
     return cast(ModelBuilder, ctx.load(plan.offer))(ctx, hf_config)
 
@@ -134,7 +135,9 @@ def _dtype(config: EngineConfig, hf_config: HFConfig, platform: Platform) -> str
         return platform.default_dtype(hf_config.dtype)
     if config.dtype not in platform.info.dtypes:
         supported = ", ".join(sorted(platform.info.dtypes))
-        raise SelectionError(f"--dtype {config.dtype}: {platform.info.name} does not support it; it supports {supported}")
+        raise SelectionError(
+            f"--dtype {config.dtype}: {platform.info.name} does not support it; it supports {supported}"
+        )
     return config.dtype
 
 

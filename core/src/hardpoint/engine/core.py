@@ -85,9 +85,7 @@ class EngineCore:
         runner = runner_class(
             RunnerArgs(ctx, platform, blueprint.model, cache.views, limits.max_requests, limits.max_tokens)
         )
-        scheduler = scheduler_class(
-            SchedulerArgs(BlockPool(cache.num_pages, ctx.block_size), limits, max_model_len)
-        )
+        scheduler = scheduler_class(SchedulerArgs(BlockPool(cache.num_pages, ctx.block_size), limits, max_model_len))
         info = EngineInfo(config.model, ctx.device, table.digest)
         blueprint.plugins.engine_started(info)
         stats = EngineStats(load_seconds=time.perf_counter() - began)

@@ -13,7 +13,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
 from hardpoint.engine.core import EngineCore, EngineStats
 from hardpoint.engine.generation_config import GenerationConfig
-from hardpoint.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from hardpoint.engine.outputs import CompletionOutput, RequestOutput
 from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.selection import SelectionTable

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
+from hardpoint.ops.error_model import ErrorModel
 
 from hardpoint.dtypes import dtype_name
-from hardpoint.ops.error_model import ErrorModel
 from hardpoint_plugin_api import OpWorkload, PluginLoadError
 
 if TYPE_CHECKING:

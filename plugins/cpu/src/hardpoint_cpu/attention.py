@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from hardpoint.ops.store_kv import store_kv
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hardpoint.attention.reference import PlainLayout, attend
-from hardpoint.ops.store_kv import store_kv
 from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionMetadata, CacheLayout
 
 MAX_PADDING = 2.0
@@ -121,18 +121,14 @@ class CpuAttention(AttentionBackend):
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
         return self._fused(queries, keys, values, self._bias(q.shape[0], k.shape[0]))[0].transpose(0, 1)
 
-    def _fused(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """q [N, H, T, D], k, v [N, K, S, D]; ``bias`` broadcasts to [N, H, T, S], None means plainly causal."""
         if self.sinks is not None:
             # A sink is a key that scores a constant and carries no value: one more column of the mask.
             column = self.sinks.float().view(1, -1, 1, 1)
             assert bias is not None
             batch, heads, queries = q.shape[:3]
-            bias = torch.cat(
-                [bias.expand(batch, heads, queries, -1), column.expand(batch, -1, queries, 1)], dim=-1
-            )
+            bias = torch.cat([bias.expand(batch, heads, queries, -1), column.expand(batch, -1, queries, 1)], dim=-1)
             k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
         return scaled_dot_product_attention(
             q,
