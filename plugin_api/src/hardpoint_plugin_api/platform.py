@@ -132,7 +132,8 @@ class Memory(ABC):
 class Platform(ABC):
     """A kind of device: detection, memory, synchronisation, graphs, limits and defaults.
 
-    A platform is constructed with the DeviceInfo that ``detect`` returned and its plugin's config section. ``name`` equals the contribution's name.
+    A platform is constructed with the DeviceInfo that ``detect`` returned and its plugin's config section.
+    ``name`` equals the contribution's name.
     """
 
     name: ClassVar[str]

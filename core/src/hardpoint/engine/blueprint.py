@@ -123,9 +123,8 @@ def _build_model(ctx: Context, hf_config: HFConfig) -> CausalLM:
     architecture = hf_config.architecture
     known = {str(o.contribution.of) for o in ctx.plugins.offers("model")}
     if architecture not in known:
-        raise UnknownNameError(
-            "model architecture", architecture, known, f"It stands in {hf_config.folder}/config.json."
-        )
+        where = f"It stands in {hf_config.folder}/config.json."
+        raise UnknownNameError("model architecture", architecture, known, where)
     plan = ctx.select(ModelWorkload(of=architecture))
     return cast(ModelBuilder, ctx.load(plan.offer))(ctx, hf_config)
 
@@ -135,9 +134,7 @@ def _dtype(config: EngineConfig, hf_config: HFConfig, platform: Platform) -> str
         return platform.default_dtype(hf_config.dtype)
     if config.dtype not in platform.info.dtypes:
         supported = ", ".join(sorted(platform.info.dtypes))
-        raise SelectionError(
-            f"--dtype {config.dtype}: {platform.info.name} does not support it; it supports {supported}"
-        )
+        raise SelectionError(f"--dtype {config.dtype}: {platform.info.name} supports {supported}")
     return config.dtype
 
 

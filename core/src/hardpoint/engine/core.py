@@ -79,7 +79,8 @@ class EngineCore:
         for layer in ctx.attention_layers.layers:
             limits = limits.intersect(layer.backend.step_limits())
         max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
-        assert limits.max_tokens is not None and limits.max_requests is not None
+        assert limits.max_tokens is not None
+        assert limits.max_requests is not None
         runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
         scheduler_class = cast(type[Scheduler], ctx.load(ctx.select(SchedulerWorkload()).offer))
         runner = runner_class(

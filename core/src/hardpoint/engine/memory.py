@@ -28,7 +28,7 @@ class CacheMemory:
         if self.num_pages < 2:
             raise CapacityError(
                 f"a cache of {budget:,} bytes holds no page of {block_size} tokens ({self.page_bytes:,} bytes over "
-                f"{len(sizes)} layers, and one page is reserved); raise --kv-cache-memory to {2 * self.page_bytes:,} or more"
+                f"{len(sizes)} layers, and one page is reserved); raise --kv-cache-memory to {2 * self.page_bytes:,}"
             )
         self._buffers = [torch.empty(self.num_pages * size, dtype=torch.uint8, device=device) for size in sizes]
         self.views = []

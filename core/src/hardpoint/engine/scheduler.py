@@ -40,7 +40,8 @@ class Scheduler:
 
     def __init__(self, args: SchedulerArgs) -> None:
         self.pool, self.limits, self.max_model_len = args.pool, args.limits, args.max_model_len
-        assert self.limits.max_tokens is not None and self.limits.max_requests is not None
+        assert self.limits.max_tokens is not None
+        assert self.limits.max_requests is not None
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._free_slots = list(range(self.limits.max_requests - 1, -1, -1))

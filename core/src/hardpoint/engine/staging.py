@@ -12,7 +12,8 @@ import torch
 class Staging:
     """A ring of packed host buffers: one is filled while the device may still copy from the others.
 
-    Arrays are int32; ``stage`` returns device tensors, views of one transferred block, valid until the ring comes round.
+    Arrays are int32; ``stage`` returns device tensors, views of one transferred block, valid until the ring comes
+    round.
     """
 
     def __init__(

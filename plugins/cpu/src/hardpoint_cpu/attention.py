@@ -33,7 +33,7 @@ class _Request:
 
 @dataclass
 class CpuMetadata(AttentionMetadata):
-    """A step as this backend runs it: decodes in one call (``slots`` [N, S], ``hidden`` [N, S]), the rest one by one."""
+    """A step as this backend runs it: decodes in one call (``slots``, ``hidden`` [N, S]), the rest one by one."""
 
     singles: tuple[_Request, ...] = ()
     num_batched: int = 0
@@ -101,7 +101,8 @@ class CpuAttention(AttentionBackend):
     ) -> None:
         """One query per request, all requests in one call; keys past a request's end are read from the null page."""
         count, slots, hidden = metadata.num_batched, metadata.slots, metadata.hidden
-        assert slots is not None and hidden is not None
+        assert slots is not None
+        assert hidden is not None
         if self.spec.soft_cap is not None:
             for i, length in enumerate(metadata.batch.seq_lens_host[:count]):
                 keys, values = (cache[name].flatten(0, 1)[slots[i, :length]].to(q.dtype) for name in ("k", "v"))
