@@ -65,7 +65,7 @@ class CacheLayout(ABC):
 
         rows = buffer.view(pages, self.page_bytes(spec, block_size))
         return {
-            r.name: rows[:, r.offset : r.offset + r.nbytes].view(getattr(torch, r.dtype)).unflatten(1, r.shape)
+            r.name: rows[:, r.offset : r.offset + r.nbytes].view(getattr(torch, r.dtype)).view(pages, *r.shape)
             for r in self.regions(spec, block_size)
         }
 

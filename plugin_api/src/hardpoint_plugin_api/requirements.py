@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.metadata
-import importlib.util
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
-from urllib.parse import unquote, urlparse
 
 from packaging.requirements import InvalidRequirement
 from packaging.requirements import Requirement as PackageSpec
 
+from hardpoint_plugin_api.distributions import locate_module
 from hardpoint_plugin_api.errors import ManifestError, nearest
 from hardpoint_plugin_api.families import Family
 from hardpoint_plugin_api.reasons import Reason
@@ -82,42 +79,20 @@ class SymbolRequirement(Requirement):
     distribution: str
 
     def check(self, context: CheckContext) -> Reason | None:
-        fix = f"pip install {self.distribution}"
+        return self.locate()
+
+    def locate(self) -> Reason | None:
+        """Return the reason why the module may not be imported, or None where it is the distribution's own."""
         try:
-            dist = importlib.metadata.distribution(self.distribution)
+            distribution = importlib.metadata.distribution(self.distribution)
         except importlib.metadata.PackageNotFoundError:
-            return Reason("package-missing", f"package {self.distribution} is not installed", fix=fix)
-        top = self.module.partition(".")[0]
-        spec = importlib.util.find_spec(top)
-        places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-        if not places:
-            return Reason("module-missing", f"module {top} of {self.distribution} cannot be found", fix=fix)
-        roots = _distribution_roots(dist, top)
-        if not any(_lies_in(place, roots) for place in places if place):
             return Reason(
-                "module-namesake",
-                f"module {top} does not belong to {self.distribution}: a namesake is installed in its place",
-                wanted=f"{top} from {self.distribution}",
-                supported=str(next(place for place in places if place)),
-                fix=f"uninstall the package that provides {top}, then {fix}",
+                "package-missing",
+                f"package {self.distribution} is not installed",
+                fix=f"pip install {self.distribution}",
             )
-        return None
-
-
-def _distribution_roots(dist: importlib.metadata.Distribution, top: str) -> tuple[Path, ...]:
-    """Where the top-level module of ``dist`` may lie: its recorded files, or its source tree if editable."""
-    recorded = {Path(str(dist.locate_file(f))).resolve() for f in dist.files or () if f.parts[0].split(".")[0] == top}
-    direct_url = dist.read_text("direct_url.json")
-    if direct_url:
-        url = urlparse(json.loads(direct_url).get("url", ""))
-        if url.scheme == "file":
-            recorded.add(Path(unquote(url.path)).resolve())
-    return tuple(recorded)
-
-
-def _lies_in(place: str, roots: tuple[Path, ...]) -> bool:
-    path = Path(place).resolve()
-    return any(root == path or root in path.parents or path in root.parents for root in roots)
+        place = locate_module(distribution, self.module.partition(".")[0])
+        return place if isinstance(place, Reason) else None
 
 
 @dataclass(frozen=True)

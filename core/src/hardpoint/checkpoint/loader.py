@@ -87,9 +87,7 @@ class _Filling:
         self, layers: dict[str, PluggableLayer], slots: dict[tuple[str, str], WeightSlot], device: torch.device
     ) -> None:
         self._layers, self._slots, self._device = layers, slots, device
-        self._left = {
-            (layer, slot, part) for (layer, slot), s in slots.items() for part in ([n for n, _ in s.parts] or [None])
-        }
+        self._left = {(layer, name, part) for (layer, name), slot in slots.items() for part in _parts(slot)}
         self._open = dict.fromkeys(layers, 0)
         for layer, _, _ in self._left:
             for path in self._around(layer):
@@ -109,8 +107,7 @@ class _Filling:
         if target.slot not in weights:
             weights[target.slot] = torch.empty(slot.shape, dtype=dtype_of(slot.dtype), device=self._device)
         weights[target.slot][start : start + rows].copy_(tensor)
-        whole = [name for name, _ in slot.parts] if target.part is None and slot.parts else [target.part]
-        for part in whole:
+        for part in (target.part,) if target.part else _parts(slot):
             self._left.remove((target.layer, target.slot, part))
             for path in self._around(target.layer):
                 self._open[path] -= 1
@@ -130,6 +127,10 @@ class _Filling:
             outer = ".".join(elements[:cut])
             if outer in self._layers:
                 yield outer
+
+
+def _parts(slot: WeightSlot) -> tuple[str | None, ...]:
+    return tuple(name for name, _ in slot.parts) or (None,)
 
 
 def expand_names(patterns: dict[str, str | None], num_layers: int) -> dict[str, str | None]:

@@ -21,12 +21,18 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
 
     Raises CheckpointError for a path that does not exist or holds no model, and for a hub id that cannot be had.
     """
+    folder = resolve_tokenizer(model, revision)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
+    return folder
+
+
+def resolve_tokenizer(model: str, revision: str | None = None) -> Path:
+    """Return the local folder of a tokenizer, by the same names as ``resolve_model``; it needs no config.json."""
     if model == DEMO:
         return demo_model()
     folder = Path(model).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
         return folder
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file; give the folder of a Hugging Face checkpoint")

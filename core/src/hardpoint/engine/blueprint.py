@@ -19,6 +19,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.context import Context, load_target
 from hardpoint.dtypes import dtype_of
 from hardpoint.engine.absent_device import AbsentDeviceContext
+from hardpoint.engine.sampler import SamplingOps
 from hardpoint.layers import CausalLM
 from hardpoint.plugins import PluginSet, discover
 from hardpoint.selection import PlatformChoice, SelectionTable, Selector, Settings, TuningFile, preset_choice
@@ -56,6 +57,7 @@ class Blueprint:
     platform: Platform
     ctx: Context
     model: CausalLM
+    sampling_ops: SamplingOps
 
     @property
     def table(self) -> SelectionTable:
@@ -71,8 +73,8 @@ def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
     folder = resolve_model(config.model, config.hub_revision)
     hf_config = HFConfig.read(folder)
     plugins = discover(config.plugins)
-    settings = settings_of(config)
-    choice = preset_choice(plugins, preset) if preset else choose(plugins, settings)
+    config = config.with_plugin_keys(plugins.config_keys())
+    choice = preset_choice(plugins, preset) if preset else choose(plugins, _settings(config))
     plugins.activate(choice.plan.offer.plugin)
     config, notes = config.with_changes(plugins.configure(config.selection_view(), choice.device))
     for note in notes:
@@ -82,7 +84,7 @@ def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
     selector = Selector(
         plugins,
         choice.device,
-        settings_of(config),
+        _settings(config),
         tuning,
         load=(lambda offer: None) if preset else (lambda offer: load_target(plugins, offer)),
     )
@@ -100,23 +102,12 @@ def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
     )
     ctx.select(SchedulerWorkload())
     ctx.select(RunnerWorkload())
-    return Blueprint(config, folder, hf_config, plugins, choice, platform, ctx, _build_model(ctx, hf_config))
+    model = _build_model(ctx, hf_config)
+    return Blueprint(config, folder, hf_config, plugins, choice, platform, ctx, model, SamplingOps.bind(ctx))
 
 
-def settings_of(config: EngineConfig) -> Settings:
-    """The user's choices as the selector takes them; a family's own flag and ``use`` must not contradict each other."""
-    choices = dict(config.use)
-    for family, value in (
-        ("platform", config.platform),
-        ("attention", config.attention_backend),
-        ("linear", config.linear_backend),
-    ):
-        if value is None or value == "auto":
-            continue
-        if choices.get(family, value) != value:
-            raise ConfigError(f"--use {family}={choices[family]} contradicts {family} = {value}; give one of them")
-        choices[family] = value
-    return Settings(choices, config.custom_ops)
+def _settings(config: EngineConfig) -> Settings:
+    return Settings(config.choices, config.custom_ops)
 
 
 def _build_model(ctx: Context, hf_config: HFConfig) -> CausalLM:

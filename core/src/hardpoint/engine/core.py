@@ -84,7 +84,15 @@ class EngineCore:
         runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
         scheduler_class = cast(type[Scheduler], ctx.load(ctx.select(SchedulerWorkload()).offer))
         runner = runner_class(
-            RunnerArgs(ctx, platform, blueprint.model, cache.views, limits.max_requests, limits.max_tokens)
+            RunnerArgs(
+                ctx=ctx,
+                platform=platform,
+                model=blueprint.model,
+                sampling_ops=blueprint.sampling_ops,
+                caches=cache.views,
+                num_slots=limits.max_requests,
+                max_step_tokens=limits.max_tokens,
+            )
         )
         scheduler = scheduler_class(SchedulerArgs(BlockPool(cache.num_pages, ctx.block_size), limits, max_model_len))
         info = EngineInfo(config.model, ctx.device, table.digest)

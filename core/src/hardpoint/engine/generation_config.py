@@ -21,7 +21,7 @@ class GenerationConfig:
     @classmethod
     def read(cls, folder: Path) -> GenerationConfig:
         """Read the file of ``folder`` where there is one; raises CheckpointError if it is malformed."""
-        data = {}
+        data: dict[str, Any] = {}
         for name in ("config.json", "generation_config.json"):
             path = folder / name
             if path.is_file():

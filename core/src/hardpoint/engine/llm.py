@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hardpoint.bench.stages import mark
+from hardpoint.checkpoint.source import resolve_tokenizer
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
 from hardpoint.engine.core import EngineCore, EngineStats
@@ -55,8 +56,8 @@ class LLM:
         blueprint = draw(config)
         mark("selection")
         self.config = blueprint.config
-        folder = blueprint.folder if config.tokenizer is None else config.tokenizer
-        self.tokenizer = Tokenizer.load(folder)
+        self._tokenizer_folder = resolve_tokenizer(config.tokenizer) if config.tokenizer else blueprint.folder
+        self.tokenizer = Tokenizer.load(self._tokenizer_folder)
         self._generation = GenerationConfig.read(blueprint.folder)
         self._chat_template: ChatTemplate | None = None
         mark("tokenizer")
@@ -136,7 +137,7 @@ class LLM:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The text of a conversation as the model expects it; raises RequestError for messages the template refuses."""
         if self._chat_template is None:
-            self._chat_template = ChatTemplate.load(self.core.blueprint.folder)
+            self._chat_template = ChatTemplate.load(self._tokenizer_folder, self.tokenizer.special_tokens)
         return self._chat_template.render(messages, **options)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -167,6 +168,7 @@ class LLM:
         detokenizer = Detokenizer(
             self.tokenizer,
             stop=params.stop_texts,
+            prompt_ids=ids,
             skip_special_tokens=params.skip_special_tokens,
             include_stop=params.include_stop_str_in_output,
         )
@@ -211,12 +213,14 @@ class LLM:
         completion.token_ids.append(request.token_ids[-1])
         ended_by_token = request.finish_reason == "stop"
         if not ended_by_token:
-            completion.text += conversation.detokenizer.add(request.token_ids[-1])
-            if conversation.detokenizer.stopped_by is not None:
-                self.core.abort(request)
-                completion.finish_reason, completion.stop_reason = "stop", conversation.detokenizer.stopped_by
+            conversation.detokenizer.add([request.token_ids[-1]])
+        if request.finish_reason:
+            conversation.detokenizer.flush()
+        completion.text = conversation.detokenizer.text
+        if conversation.detokenizer.stop_text is not None:
+            self.core.abort(request)
+            completion.finish_reason, completion.stop_reason = "stop", conversation.detokenizer.stop_text
         if request.finish_reason and completion.finish_reason is None:
-            completion.text += conversation.detokenizer.flush()
             completion.finish_reason = request.finish_reason
             explicit = request.stop_reason in (request.params.stop_token_ids or ())
             completion.stop_reason = request.stop_reason if explicit else None

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 
 from hardpoint.context import Context
-from hardpoint.engine.sampler import Sampler
+from hardpoint.engine.sampler import Sampler, SamplingOps
 from hardpoint.engine.staging import Staging
 from hardpoint.engine.step import StepInput, StepOutput
-from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, ForwardStep, Platform
+from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, AttentionMetadata, ForwardStep, Platform
 
 Ints = npt.NDArray[np.int32]
 
@@ -49,6 +49,7 @@ class RunnerArgs:
     ctx: Context
     platform: Platform
     model: Model
+    sampling_ops: SamplingOps
     caches: list[dict[str, torch.Tensor]]
     num_slots: int
     max_step_tokens: int
@@ -69,7 +70,7 @@ class Runner:
         self._pages: Ints = np.full((args.num_slots, self._max_pages), NULL_PAGE, np.int32)
         self._num_pages: Ints = np.zeros(args.num_slots, np.int32)
         self._last_token = torch.zeros(args.num_slots, dtype=torch.int64, device=self._device)
-        self._sampler = Sampler(ctx, args.num_slots)
+        self._sampler = Sampler(args.sampling_ops, args.num_slots, self._device)
         per_request = 4 + self._max_pages
         capacity = 5 * args.max_step_tokens + per_request * args.num_slots + 1
         self._staging = Staging(capacity, self._device, args.platform.pin)
@@ -77,25 +78,28 @@ class Runner:
     @torch.inference_mode()
     def submit(self, step: StepInput) -> Ticket:
         """Take the delta, run the model over the step's tokens, draw a token for each slot that samples."""
-        self._take(step)
-        batch, rows = self._batch(step)
-        metadata = [None] * len(self._layers)
-        for group in self._groups:
-            planned = self._layers[group[0]].backend.plan(batch)
-            for index in group:
-                metadata[index] = planned  # type: ignore[call-overload]  # filled for every layer
-        forward = ForwardStep(rows["positions"].long(), self._caches, metadata)  # type: ignore[arg-type]
-        ids = rows["ids"].long()
-        if "gather_rows" in rows:
-            ids[rows["gather_rows"].long()] = self._last_token[rows["gather_slots"].long()]
-        hidden = self._model(ids, forward)
+        hidden, rows = self.forward(step)
         slots = [s.slot for s in step.scheduled if s.samples]
         if not slots:
             return Ticket(step.number, torch.empty(0, dtype=torch.int64, device=self._device))
         last = rows["sample_rows"].long()
-        tokens = self._sampler.sample(self._model.logits(hidden[last]), slots, forward.positions[last] + 1)
+        tokens = self._sampler.sample(self._model.logits(hidden[last]), slots, rows["positions"].long()[last] + 1)
         self._last_token[rows["sample_slots"].long()] = tokens
         return Ticket(step.number, tokens)
+
+    def forward(self, step: StepInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Take the delta and run the model; returns hidden states [T, hidden] and the step's arrays on the device."""
+        self._take(step)
+        batch, rows = self._batch(step)
+        metadata: list[AttentionMetadata] = [AttentionMetadata(batch)] * len(self._layers)
+        for group in self._groups:
+            planned = self._layers[group[0]].backend.plan(batch)
+            for index in group:
+                metadata[index] = planned
+        ids = rows["ids"].long()
+        if "gather_rows" in rows:
+            ids[rows["gather_rows"].long()] = self._last_token[rows["gather_slots"].long()]
+        return self._model(ids, ForwardStep(rows["positions"].long(), self._caches, metadata)), rows
 
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for the tokens of ``ticket``."""

@@ -5,7 +5,8 @@ A draw depends on the slot's seed and the token's position alone, never on the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,19 +15,31 @@ from hardpoint.engine.step import SlotSampling
 from hardpoint.ops.sampling import argmax_tokens, philox_uniform, sample_tokens
 
 
+@dataclass(frozen=True)
+class SamplingOps:
+    """The sampler's ops, bound with the model's so that the selection table holds them."""
+
+    argmax: Callable[[torch.Tensor], torch.Tensor]
+    sample: Callable[..., torch.Tensor]
+    uniform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    @classmethod
+    def bind(cls, ctx: Context) -> SamplingOps:
+        """Select the implementations."""
+        return cls(argmax_tokens.bind(ctx), sample_tokens.bind(ctx), philox_uniform.bind(ctx))
+
+
 class Sampler:
     """Parameters live in device arrays by slot; a row is written when a request takes the slot."""
 
-    def __init__(self, ctx: Context, num_slots: int) -> None:
+    def __init__(self, ops: SamplingOps, num_slots: int, device: torch.device) -> None:
         def column(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(num_slots, dtype=dtype, device=ctx.torch_device)
+            return torch.zeros(num_slots, dtype=dtype, device=device)
 
         self._temperature, self._top_p, self._min_p = (column(torch.float32) for _ in range(3))
         self._top_k, self._seed = column(torch.int32), column(torch.int64)
         self._greedy = [True] * num_slots
-        self._argmax = argmax_tokens.bind(ctx)
-        self._sample = sample_tokens.bind(ctx)
-        self._uniform = philox_uniform.bind(ctx)
+        self._ops = ops
 
     def set_slot(self, slot: int, sampling: SlotSampling) -> None:
         """Write the parameters of the request that takes ``slot``."""
@@ -40,9 +53,9 @@ class Sampler:
     def sample(self, logits: torch.Tensor, slots: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
         """logits [N, V] of ``slots`` -> tokens int64 [N]; ``positions`` int64 [N] are those of the drawn tokens."""
         if all(self._greedy[slot] for slot in slots):
-            return self._argmax(logits)
+            return self._ops.argmax(logits)
         rows = torch.tensor(slots, device=logits.device)
-        uniform = self._uniform(self._seed[rows], positions)
-        return self._sample(
+        uniform = self._ops.uniform(self._seed[rows], positions)
+        return self._ops.sample(
             logits, self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows], uniform
         )

@@ -103,16 +103,14 @@ class Scheduler:
         """Start waiting requests, as long as slots, tokens and pages last. A step that preempted starts none."""
         while self._waiting and step.budget and self._free_slots and not step.preempted:
             request = self._waiting[0]
-            if self.pool.num_free < self.pool.pages_for(min(request.num_tokens, step.budget)):
+            count = self._count(step, request)
+            if count == 0 or self.pool.num_free < self.pool.pages_for(count):
                 break
             self._waiting.popleft()
             request.slot = self._free_slots.pop()
             self._running.append(request)
-            if self._schedule(step, request):
-                step.new.append(NewRequest(request.slot, tuple(request.token_ids), _sampling(request)))
-            else:
-                self._preempt(request)
-                break
+            step.new.append(NewRequest(request.slot, tuple(request.token_ids), _sampling(request)))
+            self._schedule(step, request)
 
     def commit(self, output: StepOutput) -> list[Request]:
         """Take the tokens of the oldest step in flight; returns the requests that got one, finished ones included."""
@@ -132,20 +130,23 @@ class Scheduler:
                 self._finish(request)
         return advanced
 
-    def _schedule(self, step: _Step, request: Request) -> bool:
-        """Advance ``request`` by as many tokens as budget and pages allow; False if that is none, or it gave way."""
+    def _count(self, step: _Step, request: Request) -> int:
+        """How many tokens of ``request`` the step has room for."""
         count = min(request.num_to_compute, step.budget)
-        if count < request.num_to_compute:
-            count -= count % self.limits.chunk_multiple
+        return count if count == request.num_to_compute else count - count % self.limits.chunk_multiple
+
+    def _schedule(self, step: _Step, request: Request) -> None:
+        """Advance ``request`` by as many tokens as there is room for, unless it has to give way for want of a page."""
+        count = self._count(step, request)
         if count == 0:
-            return False
+            return
         need = max(0, self.pool.pages_for(request.num_computed + count) - len(request.pages))
         while (pages := self.pool.allocate(need)) is None:
             victim = self._running[-1]
             self._preempt(victim)
             step.preempted = True
             if victim is request:
-                return False
+                return
         start = request.num_computed
         request.pages += pages
         request.num_computed += count
@@ -154,7 +155,6 @@ class Scheduler:
         assert request.slot is not None
         step.shares.append((request, ScheduledRequest(request.slot, start, count, tuple(pages), samples)))
         step.budget -= count
-        return True
 
     def _preempt(self, request: Request) -> None:
         """Take the pages of ``request``; it waits at the front, to be computed again from its tokens."""

@@ -50,7 +50,7 @@ class Attention(PluggableLayer, name="attention"):
         self._cos_sin: torch.Tensor | None = None
 
     def declare(self) -> dict[str, WeightSlot]:
-        slots = {}
+        slots: dict[str, WeightSlot] = {}
         if self.args.qk_norm_eps is not None:
             slots |= {name: WeightSlot((self.args.head_size,), self.dtype) for name in ("q_norm", "k_norm")}
         if self.args.sinks:

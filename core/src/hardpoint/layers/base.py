@@ -11,7 +11,7 @@ Life: declare (slots) -> load -> prepare (pack, fold, drop originals) -> bind (f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ class _PluggableMeta(type):
                 f"layer {cls.pluggable_name!r}: {offer.contribution.target} of plugin {offer.plugin!r} "
                 "is no PluggableLayer"
             )
-        return winner(ctx, args, *rest, **options)
+        return cast(Any, winner)(ctx, args, *rest, **options)
 
 
 class PluggableLayer(nn.Module, metaclass=_PluggableMeta):

@@ -25,7 +25,7 @@ class Linear(PluggableLayer, name="linear"):
         )
         plan = ctx.select(workload)
         self.kernels = [cast(type[LinearKernel], ctx.load(e.offer))(ctx, workload) for e in plan.entries]
-        self._apply = by_tokens([e.range.max for e in plan.entries], [k.apply for k in self.kernels])
+        self._matmul = by_tokens([e.range.max for e in plan.entries], [k.apply for k in self.kernels])
         self._bias: torch.Tensor | None = None
 
     def declare(self) -> dict[str, WeightSlot]:
@@ -45,7 +45,7 @@ class Linear(PluggableLayer, name="linear"):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]."""
-        return self._apply(x, self.weights, self._bias)
+        return self._matmul(x, self.weights, self._bias)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``ids`` [T] of the weight, [T, in]: a tied embedding's look-up."""

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import bisect
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
-from hardpoint.ops.error_model import ErrorModel
 
 from hardpoint.dtypes import dtype_name
+from hardpoint.ops.error_model import ErrorModel
 from hardpoint_plugin_api import OpWorkload, PluginLoadError
 
 if TYPE_CHECKING:
@@ -112,15 +113,30 @@ def custom_op(
 
 
 def functional_from_out(out_form: Callable[..., None], allocate: Callable[P, R]) -> Callable[P, R]:
-    """Derive ``f(inputs) -> outputs`` from ``f(inputs, *outputs) -> None``."""
+    """Derive ``f(inputs) -> outputs`` from ``f(inputs, *outputs) -> None``; inputs left out get their defaults."""
+    inputs = [p for p in inspect.signature(allocate).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(out_form)
     def functional(*args: P.args, **kwargs: P.kwargs) -> R:
         outputs = allocate(*args, **kwargs)
-        out_form(*args, *(outputs if isinstance(outputs, tuple) else (outputs,)), **kwargs)
+        rest = [kwargs.pop(p.name, p.default) for p in inputs[len(args) :]]
+        out_form(*args, *rest, *(outputs if isinstance(outputs, tuple) else (outputs,)), **kwargs)
         return outputs
 
     return functional
+
+
+def poisoned(allocate: Callable[P, R]) -> Callable[P, R]:
+    """``allocate`` with outputs full of NaN, or of the lowest integer: what a kernel forgets to write then shows."""
+
+    @functools.wraps(allocate)
+    def fill(*args: P.args, **kwargs: P.kwargs) -> R:
+        outputs = allocate(*args, **kwargs)
+        for output in cast(tuple[torch.Tensor, ...], outputs if isinstance(outputs, tuple) else (outputs,)):
+            output.fill_(float("nan") if output.dtype.is_floating_point else torch.iinfo(output.dtype).min)
+        return outputs
+
+    return fill
 
 
 def by_tokens(limits: Sequence[int | None], functions: Sequence[Callable[P, R]]) -> Callable[P, R]:

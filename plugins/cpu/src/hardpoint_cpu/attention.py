@@ -1,7 +1,7 @@
 """Paged attention on CPU through torch's fused scaled_dot_product_attention, over the plain cache layout.
 
-A request whose pages lie next to each other is read in place; others are gathered first. Decodes of similar length go
-through one call. Additive terms (window, ALiBi, sinks) travel in the mask; only a soft cap needs the unfused path.
+Keys and values are gathered from their pages first; decodes of similar length go through one call. Additive terms
+(window, ALiBi, sinks) travel in the mask; only a soft cap needs the unfused path.
 
 Axes: T query tokens, H query heads, K KV heads, D head size, S keys of one request.
 """
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from hardpoint.ops.store_kv import store_kv
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hardpoint.attention.reference import PlainLayout, attend
-from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionMetadata, CacheLayout
+from hardpoint.ops.store_kv import store_kv
+from hardpoint_plugin_api import NULL_PAGE, AttentionBackend, AttentionBatch, AttentionMetadata, CacheLayout
 
 MAX_PADDING = 2.0
 """Decodes are batched while the padded keys are at most this many times the real ones."""
@@ -24,20 +24,21 @@ MAX_PADDING = 2.0
 
 @dataclass
 class _Request:
-    """One request of a step: its rows of the query, and where its keys are."""
+    """One request of a step: its rows of the query, and its pages, int64."""
 
     rows: slice
     seq_len: int
-    pages: slice | torch.Tensor
+    pages: torch.Tensor
 
 
 @dataclass
 class CpuMetadata(AttentionMetadata):
-    """A step as this backend runs it: decodes in one call (``slots``, ``hidden`` [N, S]), the rest one by one."""
+    """A step as this backend runs it: decodes in one call (``pages``, ``offsets``, ``hidden``), the rest one by one."""
 
     singles: tuple[_Request, ...] = ()
     num_batched: int = 0
-    slots: torch.Tensor | None = None
+    pages: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
 
 
@@ -64,17 +65,14 @@ class CpuAttention(AttentionBackend):
         hidden = position >= ends
         if self.spec.window is not None:
             hidden |= position < ends - self.spec.window
-        pages = batch.block_table[:first].long()[:, position // self.spec.block_size]
-        slots = (pages * self.spec.block_size + position % self.spec.block_size).masked_fill(hidden, 0)
-        return CpuMetadata(batch, singles=singles, num_batched=first, slots=slots, hidden=hidden)
+        pages = batch.block_table[:first].long()[:, position // self.spec.block_size].masked_fill(hidden, NULL_PAGE)
+        offsets = (position % self.spec.block_size).expand_as(pages)
+        return CpuMetadata(batch, None, singles, first, pages, offsets, hidden)
 
     def _request(self, batch: AttentionBatch, i: int) -> _Request:
         seq_len = batch.seq_lens_host[i]
-        pages = batch.block_table[i, : -(-seq_len // self.spec.block_size)]
-        ids = pages.tolist()
-        adjacent = ids == list(range(ids[0], ids[0] + len(ids)))
-        where = slice(ids[0], ids[0] + len(ids)) if adjacent else pages.long()
-        return _Request(slice(batch.query_start_host[i], batch.query_start_host[i + 1]), seq_len, where)
+        pages = batch.block_table[i, : -(-seq_len // self.spec.block_size)].long()
+        return _Request(slice(batch.query_start_host[i], batch.query_start_host[i + 1]), seq_len, pages)
 
     def forward(
         self,
@@ -100,20 +98,20 @@ class CpuAttention(AttentionBackend):
         self, q: torch.Tensor, cache: dict[str, torch.Tensor], metadata: CpuMetadata, out: torch.Tensor
     ) -> None:
         """One query per request, all requests in one call; keys past a request's end are read from the null page."""
-        count, slots, hidden = metadata.num_batched, metadata.slots, metadata.hidden
-        assert slots is not None
+        count, pages, offsets, hidden = metadata.num_batched, metadata.pages, metadata.offsets, metadata.hidden
+        assert pages is not None
+        assert offsets is not None
         assert hidden is not None
+        keys, values = (cache[name][pages, offsets].to(q.dtype) for name in ("k", "v"))
         if self.spec.soft_cap is not None:
             for i, length in enumerate(metadata.batch.seq_lens_host[:count]):
-                keys, values = (cache[name].flatten(0, 1)[slots[i, :length]].to(q.dtype) for name in ("k", "v"))
-                out[i : i + 1] = self._attend(q[i : i + 1], keys, values)
+                out[i : i + 1] = self._attend(q[i : i + 1], keys[i, :length], values[i, :length])
             return
-        keys, values = (cache[name].flatten(0, 1)[slots].to(q.dtype).transpose(1, 2) for name in ("k", "v"))
         bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None]
         if self.alibi_slopes is not None:
             distance = metadata.batch.seq_lens[:count, None] - 1 - torch.arange(hidden.shape[1])
             bias = bias - self.alibi_slopes[:, None, None] * distance[:, None, None]
-        out[:count] = self._fused(q[:count, :, None], keys, values, bias)[:, :, 0]
+        out[:count] = self._fused(q[:count, :, None], keys.transpose(1, 2), values.transpose(1, 2), bias)[:, :, 0]
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [T, H, D], k, v [S, K, D] of one request -> [T, H, D]."""

@@ -1,0 +1,5 @@
+"""``python -m hardpoint.cli``."""
+
+from hardpoint.cli.main import main
+
+main()

@@ -1,0 +1,68 @@
+"""``hardpoint bench``: one subcommand per benchmark, found without importing them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import cast
+
+import click
+
+from hardpoint.bench.registry import BenchResult, find
+from hardpoint.cli.lazy import Lazy, LazyGroup
+from hardpoint.cli.output import print_json, print_table, write_text
+
+
+def _command(name: str, entry: Lazy) -> click.Command:
+    """A benchmark's function, with its own options, as a command that prints and saves its result."""
+    function = cast(Callable[..., BenchResult], entry.load())
+
+    @click.option("--json", "json_file", metavar="FILE", help="Save the result as JSON; - is stdout.")
+    def run(json_file: str | None, **options: object) -> None:
+        result = function(**options)
+        if json_file == "-":
+            print_json(result.to_json())
+            return
+        _print(result)
+        if json_file:
+            write_text(json_file, json.dumps(result.to_json(), indent=2) + "\n")
+
+    run.__doc__ = function.__doc__
+    run.__click_params__ = [*run.__click_params__, *getattr(function, "__click_params__", [])]  # type: ignore[attr-defined]  # click keeps a function's options there
+    return click.command(name)(run)
+
+
+def _print(result: BenchResult) -> None:
+    columns = ["", "value", "unit", "share", "roofline", "of roofline", "peer", "of peer", "note"]
+    rows = [
+        [
+            r.name,
+            r.value,
+            r.unit,
+            _percent(r.share),
+            r.roofline,
+            _percent(r.of_roofline),
+            r.peer,
+            _percent(r.of_peer),
+            r.note,
+        ]
+        for r in result.rows
+    ]
+    print_table(columns, rows, title=result.name)
+    for label, text in (("roofline", result.roofline), ("peer", result.peer)):
+        if text:
+            click.echo(f"{label}: {text}")
+    click.echo(", ".join(f"{key} {value}" for key, value in result.environment.items()))
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{share:.1%}"
+
+
+bench = LazyGroup(
+    "bench",
+    {name: Lazy(entry.target, entry.summary) for name, entry in find().items()},
+    _command,
+    help="Measure, beside the roofline and a peer.",
+    no_args_is_help=True,
+)

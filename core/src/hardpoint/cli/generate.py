@@ -1,0 +1,181 @@
+"""``hardpoint generate``: text from prompts. Text goes to stdout, everything said about it to stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hardpoint.bench import stages
+from hardpoint.cli.options import EngineCommand
+from hardpoint.cli.output import print_table, show_log, write_text
+from hardpoint.config import EngineConfig
+
+if TYPE_CHECKING:
+    from hardpoint.engine.llm import LLM
+    from hardpoint.engine.outputs import RequestOutput
+    from hardpoint.engine.sampling_params import SamplingParams
+
+Prompt = str | Mapping[str, Any]
+
+
+@click.command(cls=EngineCommand, short_help="Continue prompts with a model.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A text to continue; repeatable; - is stdin.")
+@click.option("--chat", is_flag=True, help="Send each prompt as a user's message, by the model's chat template.")
+@click.option("--system", metavar="TEXT", help="The system message of --chat.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest output, in tokens.")
+@click.option("--temperature", type=float, help="0 is greedy.  [default: the model's own, or 0]")
+@click.option("--top-k", type=int, help="Sample from the K likeliest tokens.")
+@click.option("--top-p", type=float, help="Sample from the likeliest tokens that make up this probability.")
+@click.option("--min-p", type=float, help="Leave out tokens below this share of the likeliest one's probability.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the output before this text; repeatable.")
+@click.option("--stream/--no-stream", default=None, help="Print text as it comes.  [default: for one prompt]")
+@click.option("--json", "json_file", metavar="FILE", help="Save outputs, speed and selections; - is stdout.")
+@click.option("--quiet", is_flag=True, help="Print the text alone.")
+@click.option("--stages", type=click.Path(path_type=Path), hidden=True)
+def generate(
+    config: EngineConfig,
+    prompts: tuple[str, ...],
+    chat: bool,
+    system: str | None,
+    max_tokens: int,
+    stop: tuple[str, ...],
+    stream: bool | None,
+    json_file: str | None,
+    quiet: bool,
+    stages: Path | None,
+    **sampling: float | None,
+) -> None:
+    """Continue prompts with MODEL: a folder, a hub id, or the built-in demo model.
+
+    Text goes to stdout; what served it, and how fast, to stderr.
+    """
+    if system is not None and not chat:
+        raise click.UsageError("--system goes with --chat")
+    texts = _read_prompts(prompts)
+    if stream and len(texts) > 1:
+        raise click.UsageError("--stream goes with one prompt; leave it out for several")
+    show_log(logging.WARNING if quiet else logging.INFO)
+    llm = _load(config)
+    try:
+        params = _sampling_params(llm, config, sampling, max_tokens=max_tokens, stop=stop)
+        inputs = [_chat_prompt(llm, text, system) if chat else text for text in texts]
+        to_stdout = json_file != "-"
+        if stream if stream is not None else len(inputs) == 1:
+            outputs = [_stream(llm, inputs[0], params, show=to_stdout)]
+        else:
+            outputs = llm.generate(inputs, params, use_tqdm=not quiet)
+            _print(texts, outputs, show=to_stdout)
+        if json_file:
+            write_text(json_file, json.dumps(_report(llm, outputs), indent=2, ensure_ascii=False) + "\n")
+        if not quiet:
+            _print_facts(llm)
+    finally:
+        llm.close()
+    if stages:
+        _write_stages(stages)
+
+
+def _load(config: EngineConfig) -> LLM:
+    stages.mark("command line")
+    import torch  # noqa: F401  # first, so that its share of the start is seen
+
+    stages.mark("torch")
+    from hardpoint.engine.llm import LLM
+
+    stages.mark("engine")
+    return LLM.from_config(config)
+
+
+def _write_stages(path: Path) -> None:
+    stages.write(path)
+
+
+def _read_prompts(prompts: Sequence[str]) -> list[str]:
+    if not prompts and sys.stdin.isatty():
+        raise click.UsageError("nothing to continue: give --prompt TEXT, or pipe a text in")
+    if prompts.count("-") > 1:
+        raise click.UsageError("--prompt - can be given once: there is one stdin")
+    return [sys.stdin.read() if text == "-" else text for text in prompts or ("-",)]
+
+
+def _sampling_params(llm: LLM, config: EngineConfig, sampling: Mapping[str, Any], **fixed: Any) -> SamplingParams:
+    """The model's own sampling, changed by flags. --seed seeds every request alike."""
+    given = {name: value for name, value in sampling.items() if value is not None}
+    if "seed" in config.explicit:
+        given["seed"] = config.seed
+    return replace(llm.default_sampling_params(), **given, **fixed)
+
+
+def _chat_prompt(llm: LLM, text: str, system: str | None) -> Prompt:
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    rendered = llm.render_chat([*messages, {"role": "user", "content": text}])
+    ids = llm.tokenizer.encode(rendered, add_special_tokens=False)  # the template wrote them
+    return {"prompt": rendered, "prompt_token_ids": ids}
+
+
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool) -> RequestOutput:
+    printed, output = 0, None
+    for output in llm.stream(prompt, params):
+        if show:
+            click.echo(output.outputs[0].text[printed:], nl=False)
+            printed = len(output.outputs[0].text)
+    if show:
+        click.echo()
+    assert output is not None
+    return output
+
+
+def _print(prompts: Sequence[str], outputs: Sequence[RequestOutput], *, show: bool) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True) if show else ():
+        if len(outputs) > 1:
+            first_line = prompt.strip().partition("\n")[0]
+            click.echo(f"--- {first_line[:72]}")
+        click.echo(output.outputs[0].text)
+
+
+def _speeds(llm: LLM) -> dict[str, float]:
+    stats = llm.stats
+    return {
+        "load_seconds": stats.load_seconds,
+        "prefill_tokens": stats.prefill_tokens,
+        "prefill_tokens_per_second": stats.prefill_tokens / stats.prefill_seconds if stats.prefill_seconds else 0.0,
+        "decode_tokens": stats.decode_tokens,
+        "decode_tokens_per_second": stats.decode_tokens / stats.decode_seconds if stats.decode_seconds else 0.0,
+    }
+
+
+def _report(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, object]:
+    return {
+        "model": llm.config.model,
+        "outputs": [asdict(output) for output in outputs],
+        "speed": _speeds(llm),
+        "selection": llm.table.to_json(),
+    }
+
+
+def _print_facts(llm: LLM) -> None:
+    """Who served what, each implementation once, and how fast."""
+    served: dict[tuple[str, str, str], list[str]] = {}
+    for row in llm.table.rows:
+        whats = served.setdefault((row.family, row.chosen, row.plugin), [])
+        if row.of and row.of not in whats:
+            whats.append(row.of)
+    print_table(
+        ["family", "implementation", "plugin", "of"],
+        [[family, chosen, plugin, ", ".join(whats)] for (family, chosen, plugin), whats in served.items()],
+        err=True,
+    )
+    speed = _speeds(llm)
+    click.echo(
+        f"loaded in {speed['load_seconds']:.2f} s; prefill {speed['prefill_tokens_per_second']:.1f} tokens/s "
+        f"({speed['prefill_tokens']:.0f}); decode {speed['decode_tokens_per_second']:.1f} tokens/s "
+        f"({speed['decode_tokens']:.0f})",
+        err=True,
+    )

@@ -1,0 +1,65 @@
+"""Tables, JSON and the log, as the commands print them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+
+import click
+
+from hardpoint_plugin_api import ConfigError
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "", err: bool = False
+) -> None:
+    """Print ``rows`` as a table, on stderr with ``err``. None is an empty cell; a float has four digits.
+
+    Right columns of numbers are aligned; what is not a terminal gets as much width as it needs.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [[_cell(value) for value in row] for row in rows]
+    stream = sys.stderr if err else sys.stdout
+    table = Table(box=SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, overflow="fold")
+        lines = [line for row in cells for line in row[number].splitlines()]
+        table.columns[number].min_width = min(max(map(len, [column, *lines])), 12)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    Console(file=stream, width=None if stream.isatty() else 240, highlight=False).print(table)
+
+
+def print_json(data: object) -> None:
+    """Print ``data`` as JSON."""
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def write_text(path: str, text: str) -> None:
+    """Write ``text`` to the file a flag named; ``-`` is stdout. Raises ConfigError where that cannot be done."""
+    try:
+        with click.open_file(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def show_log(level: int = logging.INFO) -> None:
+    """Send Hardpoint's log to stderr, one plain line each."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("hardpoint: %(message)s"))
+    logger = logging.getLogger("hardpoint")
+    logger.handlers = [handler]
+    logger.setLevel(level)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,11 @@
+"""The engine's settings: one typed tree behind the config file, the command line's flags and Python's keywords.
+
+A TOML file holds ``block_size = 16`` and a plugin's own keys as ``[acme] workspace_mib = 256``; the flags are
+``--block-size 16`` and ``--acme.workspace_mib 256``; Python's keywords are ``block_size=16`` and
+``plugin_config={"acme": {"workspace_mib": 256}}``.
+"""
+
+from hardpoint.config.engine_config import SETTINGS, EngineConfig, PluginKeys
+from hardpoint.config.load import load_config
+
+__all__ = ["SETTINGS", "EngineConfig", "PluginKeys", "load_config"]

@@ -1,0 +1,175 @@
+"""The tree itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+
+from hardpoint.config.errors import invalid_setting
+from hardpoint.config.types import AnyDtype, Bytes, CacheDtype, Count, CustomOps, Index, Names, Seed, Text, Use
+from hardpoint_plugin_api import FAMILIES, ConfigChange, ConfigError, ConfigKey, ConfigValue, UnknownNameError
+
+PluginKeys = Mapping[str, Mapping[str, ConfigKey]]
+"""The keys that each plugin owns, by the plugin's name."""
+
+
+class EngineConfig(BaseModel):
+    """Everything that a user decides about an engine. Build it with ``create`` or ``load_config``.
+
+    A description is the help text of the flag of that name; None stands for: chosen by Hardpoint.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    model: Text = Field(description="The model: a folder, a hub id, or 'demo' for the built-in one.")
+    tokenizer: Text | None = Field(None, description="Folder or hub id of the tokenizer, where it is not the model's.")
+    hub_revision: Text | None = Field(None, description="Branch, tag or commit of a model from the hub.")
+    platform: Text | None = Field(None, description="The kind of device to run on.")
+    device_index: Index = Field(0, description="Which device of the platform.")
+    dtype: AnyDtype = Field("auto", description="Data type of weights and activations; auto: the checkpoint's.")
+    plugins: Names | None = Field(None, description="Allowlist: only these plugins are used (NAME,NAME...).")
+    attention_backend: Text | None = Field(None, description="The attention backend.")
+    linear_backend: Text | None = Field(None, description="The matmul kernels behind linear layers.")
+    custom_ops: CustomOps = Field(("all",), description="Which ops use kernels: all or none, then +name and -name.")
+    use: Use = Field(default_factory=dict, description="Choose an implementation, as in op.rms_norm=NAME; repeatable.")
+    quantization: Text | None = Field(None, description="The quantization method, where the checkpoint names none.")
+    kv_cache_dtype: CacheDtype = Field("auto", description="Data type of the KV cache; auto: the model's.")
+    block_size: Count | None = Field(None, description="Tokens per block of the KV cache.")
+    kv_cache_memory: Bytes | None = Field(None, description="Size of the KV cache: bytes, or as in 4GiB.")
+    max_model_len: Count | None = Field(None, description="Longest sequence, prompt and output together, in tokens.")
+    max_num_seqs: Count = Field(256, description="Most sequences that run at once.")
+    max_num_batched_tokens: Count = Field(2048, description="Most tokens in one step.")
+    enforce_eager: bool = Field(False, description="Without compilation and recorded graphs.")
+    seed: Seed = Field(0, description="Seed of everything random.")
+    tuning_file: Text | None = Field(None, description="Measured winners, as written by 'hardpoint tune'.")
+    plugin_config: dict[str, dict[str, ConfigValue]] = Field(
+        default_factory=dict, description="The plugins' own settings, by plugin and key."
+    )
+
+    _explicit: frozenset[str] = PrivateAttr(default=frozenset())
+
+    def model_post_init(self, context: object, /) -> None:
+        """Note which keys the user gave, a plugin's as ``"acme.key"``."""
+        plugin_keys = {f"{plugin}.{key}" for plugin, keys in self.plugin_config.items() for key in keys}
+        self._explicit = frozenset(self.model_fields_set - {"plugin_config"} | plugin_keys)
+
+    @classmethod
+    def create(cls, **settings: Any) -> Self:
+        """Build a config from Python keywords.
+
+        The keys of ``plugin_config`` are checked later, by ``with_plugin_keys``, once the plugins are known.
+        Raises ConfigError (UnknownNameError for an unknown keyword), naming key, value and what is valid.
+        """
+        return cls._build(settings, {})
+
+    @classmethod
+    def _build(cls, settings: Mapping[str, Any], origins: Mapping[str, str]) -> Self:
+        """``origins`` says where a key's value comes from, as the user wrote it (default: a Python keyword)."""
+        for key in settings:
+            if key not in cls.model_fields:
+                raise UnknownNameError("setting", key, cls.model_fields)
+        if "model" not in settings:
+            raise ConfigError("no model was given: name a folder, a hub id, or 'demo' for the built-in one")
+        try:
+            config = cls(**settings)
+        except ValidationError as error:
+            raise invalid_setting(error, origins) from None
+        for key, choice in config._family_flags().items():
+            if config.use.get(key, choice) != choice:
+                flag = FAMILIES[key].flag
+                raise ConfigError(f"{flag} {choice} and --use {key}={config.use[key]} contradict each other; keep one")
+        return config
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """The keys that the user set, a plugin's as ``"acme.key"``; nothing else may override them."""
+        return self._explicit
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """What the user chose by name: by family (``"attention"``) or slot (``"op.rms_norm"``)."""
+        return {**self._family_flags(), **self.use}
+
+    def _family_flags(self) -> dict[str, str]:
+        """The choices made by flags of their own, such as --attention-backend."""
+        values = {f.name: getattr(self, f.flag[2:].replace("-", "_")) for f in FAMILIES.values() if f.flag}
+        return {family: value for family, value in values.items() if value is not None}
+
+    def selection_view(self) -> Mapping[str, object]:
+        """The settings as plain read-only data, for selectors, requests and plugins' hooks."""
+        return MappingProxyType(self.model_dump())
+
+    def with_plugin_keys(self, plugin_keys: PluginKeys) -> Self:
+        """Return this config with every plugin's section checked, typed and filled up with its defaults.
+
+        Raises ConfigError (UnknownNameError for a plugin or key that is not known).
+        """
+        return self._with_sections(plugin_keys, {})
+
+    def _with_sections(self, plugin_keys: PluginKeys, origins: Mapping[str, str]) -> Self:
+        sections = {plugin: {k.name: k.default for k in keys.values()} for plugin, keys in plugin_keys.items()}
+        for plugin, values in self.plugin_config.items():
+            if plugin not in plugin_keys:
+                if not any(f"{plugin}.{key}" in self.explicit for key in values):
+                    continue  # defaults of a plugin that the allowlist leaves out
+                raise UnknownNameError("plugin", plugin, plugin_keys, "It is not installed, or not on the allowlist.")
+            for key, value in values.items():
+                if key not in plugin_keys[plugin]:
+                    raise UnknownNameError(f"setting of plugin {plugin}:", key, plugin_keys[plugin])
+                where = origins.get(f"{plugin}.{key}", f"{plugin}.{key}")
+                try:
+                    sections[plugin][key] = plugin_keys[plugin][key].parse(value, where)
+                except ValueError as error:
+                    raise ConfigError(str(error)) from None
+        return self._changed({"plugin_config": sections})
+
+    def with_changes(self, changes: Iterable[ConfigChange]) -> tuple[Self, list[str]]:
+        """Return the config with the changes that plugins wish for, and a line for the log on each of them.
+
+        A key that the user set keeps its value. Raises ConfigError for an unknown key or an invalid value, which is a
+        plugin's bug.
+        """
+        config, lines = self, []
+        for change in changes:
+            old = config._value(change.key)
+            if change.key in self.explicit:
+                lines.append(f"kept {change.key} = {old!r}, which you set; wished: {change.value!r}, {change.reason}")
+            else:
+                config = config._with_value(change.key, change.value)
+                lines.append(f"{change.key}: {old!r} -> {change.value!r}, {change.reason}")
+        return config, lines
+
+    def _value(self, key: str) -> object:
+        section, _, name = key.partition(".")
+        values = self.plugin_config.get(section, {})
+        if name in values:
+            return values[name]
+        if key not in type(self).model_fields or key == "plugin_config":
+            own = {f"{plugin}.{name}" for plugin, keys in self.plugin_config.items() for name in keys}
+            raise UnknownNameError("setting in a plugin's wish:", key, {*type(self).model_fields, *own})
+        return getattr(self, key)
+
+    def _with_value(self, key: str, value: Any) -> Self:
+        section, dot, name = key.partition(".")
+        if not dot:
+            checked = type(self)._build({**self.model_dump(), key: value}, {key: f"a plugin's wish: {key}"})
+            return self._changed({key: getattr(checked, key)})
+        old = self.plugin_config[section][name]
+        if type(value) is not type(old):
+            raise ConfigError(f"a plugin's wish: {key} = {value!r} is invalid: must be like its default, {old!r}")
+        return self._changed(
+            {"plugin_config": {**self.plugin_config, section: {**self.plugin_config[section], name: value}}}
+        )
+
+    def _changed(self, update: dict[str, Any]) -> Self:
+        """A copy with other values, which still remembers what the user set."""
+        config = self.model_copy(update=update)
+        config._explicit = self._explicit
+        return config
+
+
+SETTINGS = tuple(name for name in EngineConfig.model_fields if name != "plugin_config")
+"""The settings that have a flag and a key in a config file."""

@@ -1,0 +1,42 @@
+"""Named pure ops: one file each, with signature, reference, cases and error model.
+
+Layers import the ops they use. ``get`` and ``names`` are for those who come with a name: the conformance kit, the
+benchmarks, ``hardpoint ops``. Importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+from hardpoint_plugin_api import UnknownNameError
+
+if TYPE_CHECKING:
+    from hardpoint.ops.base import CustomOp
+
+__all__ = ["get", "names"]
+
+_HOMES = {
+    "act_and_mul": "act_and_mul",
+    "activation": "activation",
+    "add_rms_norm": "add_rms_norm",
+    "argmax_tokens": "sampling",
+    "philox_uniform": "sampling",
+    "qk_norm_rope_store": "qk_norm_rope_store",
+    "rms_norm": "rms_norm",
+    "rotary_embedding": "rotary_embedding",
+    "sample_tokens": "sampling",
+    "store_kv": "store_kv",
+}
+
+
+def names() -> tuple[str, ...]:
+    """Every op's name, sorted."""
+    return tuple(sorted(_HOMES))
+
+
+def get(name: str) -> CustomOp[..., Any]:
+    """The op called ``name``; imports its file. Raises UnknownNameError with the nearest name."""
+    if name not in _HOMES:
+        raise UnknownNameError("op", name, _HOMES)
+    return cast("CustomOp[..., Any]", getattr(import_module(f"hardpoint.ops.{_HOMES[name]}"), name))

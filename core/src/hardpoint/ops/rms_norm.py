@@ -1,0 +1,48 @@
+"""Root-mean-square norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from hardpoint.ops.base import Case, custom_op
+from hardpoint.ops.draw import Draw
+from hardpoint.ops.error_model import ErrorModel
+
+
+def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    draw = Draw(generator, dtype, device)
+
+    def case(name: str, x: torch.Tensor, eps: float = 1e-6) -> Case:
+        return Case(name, (x, draw.normal(x.shape[-1])), {"eps": eps})
+
+    yield case("random", draw.normal(7, 64))
+    yield case("odd", draw.normal(5, 129), eps=1e-5)
+    yield case("long", draw.normal(3, 8192))
+    yield case("heads", draw.normal(4, 6, 128))
+    yield case("strided", draw.strided(6, 64))
+    yield case("empty", draw.normal(0, 64))
+    yield case("small", draw.normal(5, 256, scale=1e-3), eps=1e-5)  # here eps outweighs the mean square
+    yield case("large", draw.normal(5, 256, scale=1e4))  # here squares overflow half precision
+    yield case("zeros", torch.zeros(2, 64, dtype=dtype, device=device))
+    peaked = draw.normal(4, 512)
+    peaked[:, 17] = 3000.0  # what "massive activations" (arXiv:2402.17762) look like
+    yield case("peaked", peaked)
+    yield case("non_finite", draw.with_non_finite(3, 64))
+
+
+def _allocate(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@custom_op(cases=_cases, errors=ErrorModel(scale="element"), allocate=_allocate)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """x [..., n], weight [n] -> [..., n] in x's dtype: ``x / sqrt(mean(x^2) + eps) * weight``.
+
+    Zhang & Sennrich 2019, arXiv:1910.07467. Squares are accumulated in float32 or wider; as in Llama, the normed
+    values are rounded to x's dtype before the weight is applied.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight * normed.to(x.dtype)).to(x.dtype)

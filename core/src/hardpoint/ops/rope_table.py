@@ -1,0 +1,184 @@
+"""Tables of rotary embedding's cosines and sines, and what a Hugging Face config says about them.
+
+Frequencies are computed in float32 on the host, step by step as Transformers 5 does (``modeling_rope_utils``), so that
+the tables are equal to its own on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast, get_args
+
+import torch
+
+from hardpoint_plugin_api import CheckpointError, RopeArgs, nearest
+from hardpoint_plugin_api.layers import RopeKind
+
+_PARAMETERS: dict[RopeKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
+    ),
+}
+"""What each kind needs, and what it may have."""
+
+
+def rope_table(args: RopeArgs, num_positions: int, device: torch.device) -> torch.Tensor:
+    """The cosines and sines of positions 0 .. num_positions - 1: float32 [num_positions, R], R/2 cosines first.
+
+    Both carry the attention factor of kinds that have one.
+    """
+    frequencies, attention_factor = _KINDS[args.kind](args, dict(args.scaling))
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+    return (torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor).to(device)
+
+
+def rope_args(
+    hf_config: Mapping[str, Any],
+    head_size: int,
+    max_position: int,
+    *,
+    interleaved: bool = False,
+    layer_type: str | None = None,
+    default_theta: float = 10_000.0,
+) -> RopeArgs:
+    """Read a config's rotary embedding: today's ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` before it.
+
+    ``max_position`` is how many positions are to be tabulated; ``layer_type`` chooses where a config has parameters
+    per type of layer; ``default_theta`` is the family's own, for configs that leave it out.
+    Raises CheckpointError for an unknown type, and for a parameter that is missing or no number.
+    """
+    found = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    if layer_type is not None and layer_type in found:
+        found = found[layer_type]
+    if any(isinstance(value, Mapping) for value in found.values()):
+        raise CheckpointError(
+            f"config.json: rope_parameters are per type of layer ({', '.join(found)}), and this model has no such types"
+        )
+    kind = found.get("rope_type") or found.get("type") or "default"
+    if kind not in _PARAMETERS:
+        guess = nearest(str(kind), _PARAMETERS)
+        raise CheckpointError(
+            f"config.json: unknown rope type {kind!r}{f'; did you mean {guess!r}?' if guess else ''}; "
+            f"known: {', '.join(get_args(RopeKind))}"
+        )
+    read = _Reader(hf_config, found)
+    partial = read.number("partial_rotary_factor", 1.0)
+    rotary_dim = int(head_size * partial)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor {partial} makes {rotary_dim} of {head_size} elements rotate; "
+            "their number must be even, positive and no more than the head's"
+        )
+    return RopeArgs(
+        rotary_dim=rotary_dim,
+        theta=read.number("rope_theta", default_theta),
+        max_position=max_position,
+        kind=cast(RopeKind, kind),
+        interleaved=interleaved,
+        scaling=read.scaling(cast(RopeKind, kind)),
+    )
+
+
+class _Reader:
+    """Looks a parameter up in the rope dictionary first, then in the config around it. Null counts as missing."""
+
+    def __init__(self, config: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        self.config, self.found = config, found
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.find(key, default)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise CheckpointError(f"config.json: rope parameter {key!r} must be a number, got {value!r}")
+        return float(value)
+
+    def find(self, key: str, default: Any = None) -> Any:
+        places = (self.found, self.config)
+        if key == "original_max_position_embeddings":  # some families hold it outside, and mean that one
+            places = places[::-1]
+        return next((place[key] for place in places if place.get(key) is not None), default)
+
+    def scaling(self, kind: RopeKind) -> tuple[tuple[str, float], ...]:
+        required, optional = _PARAMETERS[kind]
+        length = self.config.get("max_position_embeddings")
+        values = {}
+        for key in required:
+            default = length if key == "original_max_position_embeddings" else None
+            if kind == "yarn" and key == "factor" and self.found.get(key) is None:
+                default = self.number("max_position_embeddings") / self.number(required[1])
+            values[key] = self.number(key, default)
+        values |= {key: self.number(key) for key in optional if self.found.get(key) is not None}
+        return tuple(values.items())
+
+
+Scaling = Mapping[str, float]
+Frequencies = tuple[torch.Tensor, float]
+"""Angle per position, float32 [R/2], and the attention factor."""
+
+
+def _wave(args: RopeArgs) -> torch.Tensor:
+    return args.theta ** (torch.arange(0, args.rotary_dim, 2, dtype=torch.float32) / args.rotary_dim)
+
+
+def _default(args: RopeArgs, scaling: Scaling) -> Frequencies:
+    """Su et al. 2021, arXiv:2104.09864."""
+    return 1.0 / _wave(args), 1.0
+
+
+def _linear(args: RopeArgs, scaling: Scaling) -> Frequencies:
+    """Position interpolation: Chen et al. 2023, arXiv:2306.15595."""
+    return 1.0 / _wave(args) / scaling["factor"], 1.0
+
+
+def _llama3(args: RopeArgs, scaling: Scaling) -> Frequencies:
+    """Llama 3.1 (arXiv:2407.21783): long waves are stretched, short ones kept, those between interpolated."""
+    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+    context = scaling["original_max_position_embeddings"]
+    plain = 1.0 / _wave(args)
+    wavelength = 2 * math.pi / plain
+    stretched = torch.where(wavelength > context / low, plain / factor, plain)
+    smooth = (context / wavelength - low) / (high - low)
+    between = (wavelength >= context / high) & (wavelength <= context / low)
+    return torch.where(between, (1 - smooth) * stretched / factor + smooth * stretched, stretched), 1.0
+
+
+def _yarn(args: RopeArgs, scaling: Scaling) -> Frequencies:
+    """YaRN: Peng et al. 2023, arXiv:2309.00071."""
+    factor, context = scaling["factor"], scaling["original_max_position_embeddings"]
+
+    def turns_at(rotations: float) -> float:
+        """The dimension whose wave turns ``rotations`` times within the original context."""
+        return args.rotary_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(args.theta))
+
+    low, high = turns_at(scaling.get("beta_fast") or 32), turns_at(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, args.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(args.rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    frequencies = 1.0 / (factor * _wave(args)) * (1 - keep) + 1.0 / _wave(args) * keep
+    return frequencies, scaling.get("attention_factor", _yarn_attention_factor(factor, scaling))
+
+
+def _yarn_attention_factor(factor: float, scaling: Scaling) -> float:
+    """The paper's recommendation, 0.1 ln(factor) + 1; or the ratio of two such, with the config's own weights."""
+
+    def grown(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return grown(above) / grown(below) if above and below else grown(1.0)
+
+
+_KINDS: dict[RopeKind, Callable[[RopeArgs, Scaling], Frequencies]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,7 @@
+"""Plugins: what is installed, what of it can be used, and loading what was chosen. Discovering imports no plugin."""
+
+from hardpoint.plugins.discovery import discover
+from hardpoint.plugins.record import Offer, PluginRecord, Status
+from hardpoint.plugins.registry import PluginSet
+
+__all__ = ["Offer", "PluginRecord", "PluginSet", "Status", "discover"]

@@ -1,0 +1,119 @@
+"""What is known of one plugin, and of one thing that it offers."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hardpoint_plugin_api import (
+    ApiVersion,
+    Contribution,
+    Manifest,
+    ManifestError,
+    PluginConflictError,
+    PluginError,
+    PluginLoadError,
+    Reason,
+)
+
+Status = Literal["ready", "active", "not-selected", "refused", "failed"]
+"""``ready``: may be used; ``active``: imported; ``not-selected``: left out by ``--plugins``; ``refused``: cannot be
+registered; ``failed``: registered, but its import or its hooks are broken."""
+
+CORE_DISTRIBUTION = "hardpoint-core"
+_ERRORS: dict[str, type[PluginError]] = {
+    "manifest": ManifestError,
+    "unknown-of": ManifestError,
+    "unknown-replaces": ManifestError,
+    "duplicate-plugin": PluginConflictError,
+    "duplicate-claim": PluginConflictError,
+    "wrong-family": PluginConflictError,
+    "after-cycle": PluginConflictError,
+}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A contribution, and the plugin that makes it: a candidate for the selector."""
+
+    contribution: Contribution
+    plugin: str
+    api: ApiVersion
+    distribution: str
+    version: str
+
+
+@dataclass(eq=False)
+class PluginRecord:
+    """One entry point of the group ``hardpoint.plugins`` and what became of it.
+
+    ``name`` is the manifest's, or the entry point's where the manifest could not be read; ``entry_value`` the module
+    with the plugin's hooks; ``folder`` its top-level package. ``reason`` says why it is not usable and how to mend
+    that; ``cause`` is the exception behind a failed import. ``import_seconds`` is None until it was imported.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    entry_value: str
+    editable: bool = False
+    folder: Path | None = None
+    manifest: Manifest | None = None
+    status: Status = "ready"
+    reason: Reason | None = None
+    import_seconds: float | None = None
+    cause: BaseException | None = field(default=None, repr=False)
+
+    @property
+    def title(self) -> str:
+        """Name, distribution and version, for messages."""
+        return f"{self.name} ({self.distribution} {self.version})"
+
+    @property
+    def is_core(self) -> bool:
+        """True for core itself, whoever else may call itself so."""
+        return self.distribution == CORE_DISTRIBUTION
+
+    @property
+    def is_usable(self) -> bool:
+        """True while its contributions may be offered."""
+        return self.status in ("ready", "active")
+
+    @property
+    def contributions(self) -> tuple[Contribution, ...]:
+        """What its manifest declares; nothing where there is none."""
+        return self.manifest.contributions if self.manifest else ()
+
+    def refuse(self, reason: Reason) -> None:
+        """Register nothing of the plugin. Of several reasons the first stays."""
+        if self.status != "refused":
+            self.status, self.reason = "refused", reason
+
+    def fail(self, reason: Reason, cause: BaseException | None = None) -> None:
+        """Withdraw the plugin after an attempt to import it."""
+        self.status, self.reason, self.cause = "failed", reason, cause
+
+    def error(self) -> PluginError:
+        """Return the error to raise for whoever asked for this plugin, which must not be usable."""
+        assert self.reason is not None
+        error = _ERRORS.get(self.reason.code, PluginLoadError)(f"plugin {self.title}: {self.reason}")
+        error.__cause__ = self.cause
+        return error
+
+    def content_hash(self) -> str:
+        """Return the SHA-256, in hexadecimal, of the package folder's files: names and bytes, without caches.
+
+        Raises PluginLoadError if the plugin's package was not found.
+        """
+        if self.folder is None:
+            raise PluginLoadError(f"plugin {self.title} has no package folder to hash")
+        digest = hashlib.sha256()
+        names = sorted(p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if p.is_file())
+        for name in names:
+            if "__pycache__" not in name.split("/"):
+                content = (self.folder / name).read_bytes()
+                digest.update(f"{name}\0{len(content)}\0".encode())
+                digest.update(content)
+        return digest.hexdigest()

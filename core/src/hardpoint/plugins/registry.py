@@ -1,0 +1,144 @@
+"""The set of plugins that one engine, or one command, works with."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from hardpoint.logs import log_once
+from hardpoint.plugins.hooks import Hooks
+from hardpoint.plugins.loading import IMPORT_ERRORS, describe, import_fix, load_target
+from hardpoint.plugins.record import Offer, PluginRecord
+from hardpoint_plugin_api import (
+    ConfigChange,
+    ConfigKey,
+    DeviceInfo,
+    EngineInfo,
+    PluginLoadError,
+    Reason,
+    UnknownNameError,
+)
+
+logger = logging.getLogger(__name__)
+
+_SLOW_IMPORT_SECONDS = 1.0
+
+
+class PluginSet:
+    """The installed plugins and what became of them; imports a plugin when something of it is first used.
+
+    ``records`` are the usable plugins in load order, then all others by name.
+    """
+
+    def __init__(self, records: Iterable[PluginRecord]) -> None:
+        self.records: Sequence[PluginRecord] = tuple(records)
+        self._hooks = Hooks()
+        self._targets: dict[Offer, object] = {}
+        self._failures: dict[Offer, PluginLoadError] = {}
+
+    def record(self, name: str) -> PluginRecord:
+        """Return the plugin of this name, a usable one before one that is not; raises UnknownNameError."""
+        named = [r for r in self.records if r.name == name]
+        if not named:
+            hint = f"Installing hardpoint-{name} may provide it."
+            raise UnknownNameError("plugin", name, {r.name for r in self.records}, hint)
+        return next((r for r in named if r.is_usable), named[0])
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise the first error of a plugin that was asked for by name and is not usable.
+
+        UnknownNameError where none has the name; else ManifestError, PluginConflictError or PluginLoadError.
+        """
+        for name in names:
+            record = self.record(name)
+            if not record.is_usable:
+                raise record.error()
+
+    def offers(self, family: str, of: str | None = None) -> list[Offer]:
+        """Return the contributions of usable plugins to ``family`` (to one op, layer or model, if ``of`` is given)."""
+        return [
+            Offer(c, r.name, r.manifest.api, r.distribution, r.version)
+            for r in self.records
+            if r.is_usable and r.manifest
+            for c in r.contributions
+            if c.family == family and of in (None, c.of)
+        ]
+
+    def names(self, family: str) -> list[str]:
+        """Return the names that users may choose from in ``family``, sorted."""
+        return sorted({offer.contribution.name for offer in self.offers(family)})
+
+    def config_keys(self) -> dict[str, dict[str, ConfigKey]]:
+        """Return the settings that each usable plugin owns, by plugin and key."""
+        return {
+            r.name: {key.name: key for key in r.manifest.config} for r in self.records if r.is_usable and r.manifest
+        }
+
+    def devices(self) -> dict[str, DeviceInfo]:
+        """Return the device presets of usable plugins by name."""
+        return {d.name: d for r in self.records if r.is_usable and r.manifest for d in r.manifest.devices}
+
+    def activate(self, name: str) -> None:
+        """Import the plugin's module and register its hooks; does nothing for a plugin that is active.
+
+        Raises what ``require`` does, and PluginLoadError where the import or the hooks fail: then nothing of the
+        plugin is registered, its record says why, and every later call raises the same.
+        """
+        self.require([name])
+        record = self.record(name)
+        if record.status == "active":
+            return
+        began = time.perf_counter()
+        try:
+            module = importlib.import_module(record.entry_value)
+        except IMPORT_ERRORS as error:
+            record.import_seconds = time.perf_counter() - began
+            message = f"importing {record.entry_value} failed after {record.import_seconds:.1f} s: {describe(error)}"
+            fix = import_fix(error, record.entry_value, record.distribution)
+            record.fail(Reason("import-failed", message, fix=fix), error)
+            raise record.error() from error
+        record.import_seconds = time.perf_counter() - began
+        try:
+            self._hooks.register(name, module)
+        except Exception as error:  # PluginLoadError, or whatever looking at the module's attributes raises
+            fix = f"pip install --upgrade {record.distribution}, or correct {record.entry_value}"
+            record.fail(Reason("wrong-hooks", f"{record.entry_value}: {error}", fix=fix), error)
+            raise record.error() from error
+        record.status = "active"
+        if record.import_seconds > _SLOW_IMPORT_SECONDS:
+            message = f"plugin {record.title} took {record.import_seconds:.1f} s to import"
+            log_once(logger, logging.WARNING, ("slow-import", name), message, scope=self)
+
+    def load(self, offer: Offer) -> object:
+        """Return the target of ``offer``, imported on first use, with its plugin activated before.
+
+        Raises PluginLoadError naming the plugin, the target, the cause and the fix. What failed is not tried again.
+        """
+        if offer not in self._targets:
+            if offer in self._failures:
+                raise self._failures[offer].with_traceback(None)
+            self.activate(offer.plugin)
+            try:
+                self._targets[offer] = load_target(offer.contribution, offer.distribution)
+            except PluginLoadError as error:
+                failure = PluginLoadError(f"plugin {self.record(offer.plugin).title}: {error}")
+                self._failures[offer] = failure
+                raise failure from error.__cause__
+        return self._targets[offer]
+
+    def configure(self, config: Mapping[str, object], device: DeviceInfo) -> list[ConfigChange]:
+        """Return the changes that active plugins wish; raises PluginLoadError naming the plugin whose hook fails."""
+        return self._hooks.configure(self._active(), config, device)
+
+    def engine_started(self, engine: EngineInfo) -> None:
+        """Tell the active plugins; what one raises is logged and does not stop the others."""
+        self._hooks.notify(self._active(), "hardpoint_engine_started", engine)
+
+    def engine_stopping(self, engine: EngineInfo) -> None:
+        """Tell the active plugins; what one raises is logged and does not stop the others."""
+        self._hooks.notify(self._active(), "hardpoint_engine_stopping", engine)
+
+    def _active(self) -> list[str]:
+        return [r.name for r in self.records if r.status == "active"]

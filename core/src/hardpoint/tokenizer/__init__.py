@@ -1,0 +1,7 @@
+"""Text to tokens and back, and chats to text, from a checkpoint's own files and without Transformers."""
+
+from hardpoint.tokenizer.chat import ChatTemplate
+from hardpoint.tokenizer.detokenizer import Detokenizer
+from hardpoint.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "Detokenizer", "Tokenizer"]

@@ -1,0 +1,72 @@
+"""Where an installed distribution keeps a module, found without importing anything.
+
+An import name proves nothing: two unrelated distributions may provide the same one, and a folder on ``sys.path`` may
+shadow both. A module belongs to a distribution if it lies where that distribution's files were installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from importlib.metadata import Distribution
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from hardpoint_plugin_api.reasons import Reason
+
+
+def locate_module(distribution: Distribution, top: str) -> Path | Reason:
+    """Return the folder of the top-level package ``top`` of ``distribution`` (the file, if it is a plain module).
+
+    Only the top-level name is looked up: a dotted one would import its parents. The Reason says that the module cannot
+    be found, or that what would be imported lies outside the distribution's recorded files and, where it is installed
+    editable, outside its source tree.
+    """
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # ValueError: a module without a spec is imported under this name
+        spec = None
+    found = [*(spec.submodule_search_locations or ())] if spec else []
+    if spec and spec.has_location and spec.origin:
+        found.append(spec.origin)
+    reinstall = f"pip install --force-reinstall {distribution.name}"
+    if not found:
+        return Reason("module-missing", f"module {top} of {distribution.name} cannot be found", fix=reinstall)
+    places = [Path(place).resolve() for place in found]
+    owned = next((place for place in places if _owns(distribution, top, place)), None)
+    return owned or Reason(
+        "module-namesake",
+        f"module {top} does not belong to {distribution.name}: a namesake is found in its place",
+        wanted=f"{top} from {distribution.name}",
+        supported=str(places[0]),
+        fix=f"remove that namesake, then {reinstall}",
+    )
+
+
+def editable_source(distribution: Distribution) -> Path | None:
+    """Return the source tree of an editable install, None for any other (PEP 610)."""
+    text = distribution.read_text("direct_url.json")
+    direct_url = json.loads(text) if text else {}
+    url = urlparse(direct_url.get("url", ""))
+    if url.scheme != "file" or not direct_url.get("dir_info", {}).get("editable"):
+        return None
+    return Path(unquote(url.path)).resolve()
+
+
+def _owns(distribution: Distribution, top: str, place: Path) -> bool:
+    """Say whether ``place`` is among what ``distribution`` installed for ``top``, or in its editable source tree."""
+    if distribution.read_text("RECORD") is None:  # a source tree on sys.path, or a system package
+        recorded = {top, f"{top}.py"}
+    else:
+        recorded = {f.parts[0] for f in distribution.files or () if f.parts[0].partition(".")[0] == top}
+    if any(place.is_relative_to(_absolute(distribution, part)) for part in recorded):
+        return True
+    source = editable_source(distribution)
+    if source is None or not place.is_relative_to(source):
+        return False
+    # A virtual environment often lies in the source tree, and other distributions' modules in that.
+    return not place.is_relative_to(_absolute(distribution, ""))
+
+
+def _absolute(distribution: Distribution, part: str) -> Path:
+    return Path(str(distribution.locate_file(part))).resolve()

@@ -1,0 +1,84 @@
+"""Benchmarks: found without importing them, and results with their ratios."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hardpoint.bench import stages, startup
+from hardpoint.bench.registry import BenchResult, BenchRow, find
+from hardpoint.cli.main import run
+
+
+def test_ratios_are_above_one_where_the_value_is_better() -> None:
+    faster = BenchRow("time", 2.0, "s", roofline=1.0, peer=4.0)
+    assert (faster.of_roofline, faster.of_peer) == (0.5, 2.0)
+    higher = BenchRow("rate", 50.0, "GB/s", roofline=100.0, peer=25.0, better="higher")
+    assert (higher.of_roofline, higher.of_peer) == (0.5, 2.0)
+    alone = BenchRow("rate", 0.0, "GB/s", roofline=100.0)
+    assert (alone.of_roofline, alone.of_peer) == (None, None)
+
+
+def test_benchmarks_are_found_in_the_source_text(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text(
+        "import does_not_exist\n"
+        "@benchmark('norm', 'Norms.')\ndef norm(): ...\n"
+        "@benchmark('matmul', 'Matmuls.')\n@other\ndef run(): ...\n"
+    )
+    found = find(tmp_path, "pkg")
+    assert {name: entry.target for name, entry in found.items()} == {
+        "norm": "pkg.kernels:norm",
+        "matmul": "pkg.kernels:run",
+    }
+    assert found["norm"].summary == "Norms."
+
+
+def test_the_start_up_benchmark_is_there() -> None:
+    assert find()["startup"].target == "hardpoint.bench.startup:startup"
+
+
+def test_a_stage_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_marks", {})
+    stages.mark("a")
+    stages.mark("b")
+    stages.mark("a")
+    stages.write(tmp_path / "marks.json")
+    marks = json.loads((tmp_path / "marks.json").read_text())
+    assert list(marks) == ["a", "b"]
+    assert marks["a"] <= marks["b"]
+
+
+def test_start_up_divides_the_time_between_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_start", lambda model: {"interpreter": 1.0, "torch": 2.0, "first token": 1.0})
+    monkeypatch.setattr(startup, "_bare_torch", lambda: {"interpreter": 1.0, "torch": 1.0})
+    result = startup.startup("demo", 3)
+    rows = {row.name: row for row in result.rows}
+    assert list(rows) == ["interpreter", "import of torch", "first token", "all"]
+    assert rows["import of torch"].share == 0.5
+    assert rows["import of torch"].of_peer == 0.5
+    assert (rows["all"].value, rows["all"].roofline, rows["all"].of_roofline) == (4.0, 2.0, 0.5)
+
+
+def test_durations_follow_each_other() -> None:
+    assert startup._durations(1.0, {"a": 1.5, "b": 4.0}) == {"a": 0.5, "b": 2.5}
+
+
+def test_the_command_prints_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fake(model: str, repeat: int) -> BenchResult:
+        return BenchResult("startup", (BenchRow(f"{model} x{repeat}", 2.0, "s", 1.0, 4.0),), "the floor", "theirs")
+
+    fake.__click_params__ = startup.startup.__click_params__  # type: ignore[attr-defined]  # where click keeps them
+    monkeypatch.setattr(startup, "startup", fake)
+    file = tmp_path / "result.json"
+    assert run(["bench", "startup", "some/model", "--repeat", "2", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("some/model x2", "50.0%", "200.0%", "roofline: the floor", "peer: theirs"))
+    saved = json.loads(file.read_text())
+    assert saved["rows"][0]["of_peer"] == 2.0
+    assert saved["environment"]["torch"]
+    assert run(["bench", "startup", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["name"] == "demo x5"

@@ -1,0 +1,144 @@
+"""Damaged and unsuitable checkpoints: one clear error each, which names the input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hardpoint import LLM
+from hardpoint_plugin_api import CapacityError, CheckpointError, ConfigError, RequestError, UnknownNameError
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engines import small_llm
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    write_checkpoint(folder, "llama")
+    return folder
+
+
+@pytest.fixture
+def checkpoint(good: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    for file in good.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_missing_path() -> None:
+    with pytest.raises(CheckpointError, match=r"model path no/such/model does not exist"):
+        LLM("no/such/model", platform="cpu")
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+        small_llm(tmp_path)
+
+
+def test_config_that_is_no_json(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text("{not json")
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        small_llm(checkpoint)
+
+
+def test_config_without_a_needed_key(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    del config["hidden_size"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="'hidden_size' is missing"):
+        small_llm(checkpoint)
+
+
+def test_unknown_architecture_lists_the_known(checkpoint: Path) -> None:
+    change_config(checkpoint, architectures=["LlamaForCausalML"])
+    with pytest.raises(UnknownNameError, match=r"'LlamaForCausalML'; did you mean 'LlamaForCausalLM'\? Known: .*Qwen3"):
+        small_llm(checkpoint)
+
+
+def test_truncated_file(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged or truncated"):
+        small_llm(checkpoint)
+
+
+def test_file_that_is_no_safetensors(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(b"hello")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged or truncated"):
+        small_llm(checkpoint)
+
+
+def test_no_weights_at_all(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*only safetensors checkpoints are read"):
+        small_llm(checkpoint)
+
+
+def test_missing_shard(checkpoint: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"shards are missing: model-00001-of-00002\.safetensors"):
+        small_llm(checkpoint)
+
+
+def test_missing_tensor_is_named(checkpoint: Path) -> None:
+    change_weights(checkpoint, lambda w: w.__delitem__("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight"):
+        small_llm(checkpoint)
+
+
+def test_extra_tensor_is_named(checkpoint: Path) -> None:
+    change_weights(checkpoint, lambda w: w.update({"model.layers.0.adapter.weight": torch.zeros(1)}))
+    with pytest.raises(CheckpointError, match=r"no place for: model\.layers\.0\.adapter\.weight"):
+        small_llm(checkpoint)
+
+
+def test_old_rotary_buffers_are_no_extra(checkpoint: Path) -> None:
+    change_weights(checkpoint, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    small_llm(checkpoint).close()
+
+
+def test_wrong_shape_shows_both(checkpoint: Path) -> None:
+    change_weights(checkpoint, lambda w: w.update({"model.layers.2.self_attn.k_proj.weight": torch.zeros(32, 65)}))
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight' has shape \[32, 65\], the model expects \[32, 64\]"):
+        small_llm(checkpoint)
+
+
+def test_prompt_too_long(good: Path) -> None:
+    with small_llm(good, max_model_len=32) as llm:
+        with pytest.raises(RequestError, match=r"the prompt has 32 tokens.*at most 31"):
+            llm.generate([[1] * 32])
+        with pytest.raises(RequestError, match="token id 258 is outside the model's vocabulary of 258"):
+            llm.generate([[258]])
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            llm.generate([[]])
+        assert len(llm.generate([[1] * 31])[0].outputs[0].token_ids) == 1, "the engine goes on"
+
+
+def test_cache_too_small_for_one_sequence(good: Path) -> None:
+    with pytest.raises(CapacityError, match=r"one sequence of 512 tokens does not fit.*--kv-cache-memory.*--max-model-len"):
+        small_llm(good, kv_cache_memory=64 * 1024, max_model_len=512)
+    with pytest.raises(CapacityError, match="holds no page"):
+        small_llm(good, kv_cache_memory=1000)
+
+
+def test_context_beyond_the_model(good: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--max-model-len 513 is beyond the 512 positions"):
+        small_llm(good, max_model_len=513)

@@ -1,0 +1,154 @@
+"""``hardpoint generate`` on a stand-in for the engine: prompts in, text on stdout, facts on stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint.cli.main import run
+from hardpoint.config import EngineConfig
+from hardpoint.engine.core import EngineStats
+from hardpoint.engine.outputs import CompletionOutput, RequestOutput
+from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.selection import SelectionTable
+
+
+class Letters:
+    """A tokenizer of one token per letter."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+
+class Echo:
+    """An engine whose output is the prompt in capitals, a letter at a time."""
+
+    last: Echo
+
+    def __init__(self, config: EngineConfig) -> None:
+        Echo.last = self
+        self.config, self.tokenizer = config, Letters()
+        self.prompts: list[Any] = []
+        self.params: list[SamplingParams] = []
+        self.closed = False
+        self.table = SelectionTable([])
+        self.stats = EngineStats(load_seconds=0.5, prefill_tokens=10, prefill_seconds=0.1, decode_tokens=4)
+
+    def default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(temperature=0.7, top_p=0.9)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return "".join(f"[{message['role']}]{message['content']}" for message in messages)
+
+    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
+        self.prompts.append(prompt)
+        self.params.append(params)
+        text = prompt if isinstance(prompt, str) else prompt["prompt"]
+        for end in range(1, len(text) + 1):
+            completion = CompletionOutput(0, text[:end].upper(), [1] * end)
+            yield RequestOutput("0", text, [1], [completion], finished=end == len(text))
+
+    def generate(self, prompts: Sequence[Any], params: SamplingParams, use_tqdm: bool) -> list[RequestOutput]:
+        return [list(self.stream(prompt, params))[-1] for prompt in prompts]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def _echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hardpoint.cli.generate._load", Echo)
+
+
+def test_one_prompt_is_streamed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "--prompt", "abc"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "ABC\n"
+    assert "loaded in 0.50 s; prefill 100.0 tokens/s (10); decode 0.0 tokens/s (4)" in printed.err
+    assert Echo.last.closed
+
+
+def test_quiet_prints_the_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "--prompt", "abc", "--quiet", "--no-stream"]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("ABC\n", "")
+
+
+def test_several_prompts_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "--prompt", "abc", "--prompt", "x\ny", "--quiet"]) == 0
+    assert capsys.readouterr().out == "--- abc\nABC\n--- x\nX\nY\n"
+
+
+@pytest.mark.parametrize("args", [[], ["--prompt", "-"]])
+def test_the_prompt_can_come_from_stdin(
+    args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("piped"))
+    assert run(["generate", *args, "--quiet"]) == 0
+    assert capsys.readouterr().out == "PIPED\n"
+
+
+def test_chat_renders_the_template_and_adds_no_special_tokens() -> None:
+    assert run(["generate", "--chat", "--system", "be kind", "--prompt", "hi", "--quiet"]) == 0
+    rendered = "[system]be kind[user]hi"
+    assert Echo.last.prompts == [{"prompt": rendered, "prompt_token_ids": [ord(letter) for letter in rendered]}]
+
+
+def test_flags_change_the_models_own_sampling() -> None:
+    flags = ["--temperature", "0", "--top-k", "5", "--max-tokens", "3", "--stop", "x", "--stop", "y", "--seed", "7"]
+    assert run(["generate", "--prompt", "abc", "--quiet", *flags]) == 0
+    expected = SamplingParams(temperature=0, top_p=0.9, top_k=5, max_tokens=3, stop=("x", "y"), seed=7)
+    assert Echo.last.params == [expected]
+    assert Echo.last.config.seed == 7
+
+
+def test_without_a_seed_flag_requests_have_none() -> None:
+    assert run(["generate", "--prompt", "abc", "--quiet"]) == 0
+    assert Echo.last.params[0].seed is None
+    assert Echo.last.params[0].max_tokens == 128
+
+
+def test_json_holds_outputs_speed_and_selection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    assert run(["generate", "--prompt", "abc", "--quiet", "--json", str(file)]) == 0
+    data = json.loads(file.read_text())
+    assert data["outputs"][0]["outputs"][0]["text"] == "ABC"
+    assert data["speed"]["prefill_tokens_per_second"] == 100
+    assert data["selection"]["rows"] == []
+    capsys.readouterr()
+    assert run(["generate", "--prompt", "abc", "--quiet", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == data
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompt", "a", "--system", "s"], "--system goes with --chat"),
+        (["--prompt", "a", "--prompt", "b", "--stream"], "--stream goes with one prompt"),
+        (["--prompt", "-", "--prompt", "-"], "there is one stdin"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 or more"),
+        (["--prompt", "a", "--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--prompt", "a", "--json", "/absent/x.json"], "cannot write /absent/x.json: No such file"),
+    ],
+)
+def test_bad_input_is_one_error(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", *args, "--quiet"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_terminal_without_a_prompt_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert run(["generate"]) == 2
+    assert "nothing to continue: give --prompt TEXT" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""The entry point: what it costs, how it reports errors, and its exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import click
+import pytest
+
+from hardpoint.cli import main as main_module
+from hardpoint.cli.lazy import Lazy
+from hardpoint.cli.main import COMMANDS, cli, run
+from hardpoint_plugin_api import HardpointError
+
+HEAVY = ("torch", "transformers", "pydantic", "tokenizers", "numpy", "jinja2")
+
+
+def modules_after(args: Sequence[str]) -> set[str]:
+    """What a process that ran ``args`` had imported."""
+    code = "import sys; from hardpoint.cli.main import run; run(sys.argv[1:]); print('|'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split("|"))
+
+
+def test_help_imports_next_to_nothing() -> None:
+    assert not modules_after(["--help"]) & {*HEAVY, "rich", "hardpoint_plugin_api"}
+
+
+@pytest.mark.parametrize("args", [["plugins", "list"], ["ops", "list"], ["bench", "--help"], ["bench"]])
+def test_listing_imports_nothing_heavy(args: list[str]) -> None:
+    assert not modules_after(args) & set(HEAVY)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([name, "--help"]) == 0
+    assert f"Usage: hardpoint {name}" in capsys.readouterr().out
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    import hardpoint
+
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"hardpoint {hardpoint.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["genrate"], "unknown command 'genrate'; did you mean 'generate'"),
+        (["bench", "startpu"], "unknown command 'startpu'; did you mean 'startup'"),
+        (["--vesion"], "--version"),
+        (["generate", "--blok-size", "3"], "--block-size"),
+        (["plugins", "lst"], "lst"),
+    ],
+)
+def test_a_misspelt_word_is_one_error_with_the_nearest(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(args) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("hardpoint: error: ")
+    assert message in printed.err
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+    assert "Commands:" in capsys.readouterr().out
+
+
+def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Add the command ``boom``, which raises ``error``."""
+
+    @click.command()
+    def boom() -> None:
+        raise error
+
+    monkeypatch.setattr(main_module, "_boom", boom, raising=False)
+    monkeypatch.setitem(cli._entries, "boom", Lazy("hardpoint.cli.main:_boom", ""))  # type: ignore[index]  # a dict
+
+
+def test_expected_errors_are_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    raising(monkeypatch, HardpointError("the pool is empty; fill it"))
+    assert run(["boom"]) == 2
+    assert capsys.readouterr().err == "hardpoint: error: the pool is empty; fill it\n"
+    with pytest.raises(HardpointError):
+        run(["--debug", "boom"])
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        run(["boom"])
+
+
+def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    raising(monkeypatch, KeyboardInterrupt())
+    assert run(["boom"]) == 130
+
+
+@pytest.mark.parametrize("args", ["--help", "ops list", "plugins list --json"])
+def test_a_reader_that_leaves_early_hears_nothing(args: str) -> None:
+    command = f"{sys.executable} -m hardpoint.cli {args} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,0 +1,141 @@
+"""The commands that report: plugins, env, explain and ops, and a whole run of generate on the demo model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hardpoint.bench.startup import _STAGES
+from hardpoint.cli import env as _env  # noqa: F401  # imported, so that its module can be patched by name
+from hardpoint.cli.explain import _losers, _subject
+from hardpoint.cli.main import run
+from hardpoint.plugins import PluginRecord, PluginSet
+from hardpoint_plugin_api import Reason, parse_manifest
+
+MANIFEST = """
+schema = 1
+api = "0.1"
+[plugin]
+name = "acme"
+[[contribution]]
+family = "platform"
+name = "acme"
+target = "absent_acme.platform:Platform"
+[[contribution]]
+family = "op"
+of = "rms_norm"
+name = "acme_rms_norm"
+target = "absent_acme.ops:rms_norm"
+requires = [{ package = "absent-acme-kernels>=2" }]
+"""
+
+
+@pytest.fixture
+def _acme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two plugins: one whose code is not there, one that is refused."""
+    good = PluginRecord("acme", "hardpoint-acme", "1.2", "absent_acme", manifest=parse_manifest(MANIFEST, "acme"))
+    bad = PluginRecord("old", "hardpoint-old", "0.1", "absent_old")
+    bad.refuse(Reason("api-too-old", "built for another API", fix="upgrade the plugin"))
+    for module in ("plugins", "env", "ops"):
+        monkeypatch.setattr(f"hardpoint.cli.{module}.discover", lambda: PluginSet([good, bad]))
+
+
+@pytest.mark.usefixtures("_acme")
+def test_plugins_are_listed_with_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plugins", "list"]) == 0
+    acme, old = (line for line in capsys.readouterr().out.splitlines() if "hardpoint-" in line)
+    assert acme.split()[:5] == ["acme", "1.2", "hardpoint-acme", "0.1", "ready"]
+    assert "platform 1, op 1" in acme
+    assert all(word in old for word in ("refused", "built for another API", "upgrade the plugin"))
+    assert run(["plugins", "list", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [plugin["status"] for plugin in data] == ["ready", "refused"]
+    assert data[0]["contributes"][1]["name"] == "acme_rms_norm"
+
+
+@pytest.mark.usefixtures("_acme")
+def test_env_says_what_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["env", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["packages"]["hardpoint-core"]
+    assert report["packages"]["absent-acme-kernels"] is None
+    (platform,) = report["platforms"]
+    assert platform["platform"] == "acme"
+    assert "absent_acme" in platform["problem"]
+    assert run(["env"]) == 0
+    assert "hardpoint plugins list" in capsys.readouterr().out
+
+
+def test_env_of_this_machine_has_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hardpoint_cpu")
+    assert run(["env", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert any(platform.get("present") for platform in report["platforms"])
+    assert run(["env"]) == 0
+
+
+def test_ops_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ops", "list"]) == 0
+    assert "rms_norm" in capsys.readouterr().out
+    assert run(["ops", "show", "rms_norm"]) == 0
+    shown = capsys.readouterr().out
+    assert "rms_norm(x" in shown
+    assert "mutates: nothing" in shown
+    assert "reference" in shown
+    assert run(["ops", "show", "rms_nrom"]) == 2
+    assert "did you mean 'rms_norm'" in capsys.readouterr().err
+
+
+def test_a_losers_reasons_stand_wanted_beside_supported() -> None:
+    row = {
+        "family": "op",
+        "of": "rms_norm",
+        "workload": "dtype=bfloat16 args=Args(a=1, b=2) head_size=64",
+        "rejected": [
+            {
+                "name": "acme",
+                "plugin": "acme",
+                "reasons": [
+                    {"message": "dtype not supported", "wanted": "bfloat16", "supported": "float16", "fix": "f"}
+                ],
+            }
+        ],
+    }
+    assert _subject(row) == "op rms_norm\n  dtype=bfloat16\n  head_size=64"
+    assert _losers(row).splitlines() == [
+        "acme (acme)",
+        "  dtype not supported",
+        "    wanted bfloat16 | supported float16",
+        "    fix: f",
+    ]
+
+
+def test_explain_answers_for_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hardpoint_cpu")
+    assert run(["explain", "--platform", "cpu", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {"platform", "model", "attention"} <= {row["family"] for row in rows}
+    assert run(["explain", "--platform", "cpu"]) == 0
+    assert "selection digest" in capsys.readouterr().out
+
+
+def test_generate_runs_the_demo_model_and_marks_its_stages(tmp_path: Path) -> None:
+    pytest.importorskip("hardpoint_cpu")
+    stages = tmp_path / "stages.json"
+    options = ["--prompt", "Once", "--max-tokens", "4", "--platform", "cpu", "--kv-cache-memory", "16MiB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hardpoint.cli", "generate", *options, "--stages", str(stages)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "tokens/s" in done.stderr
+    marks = json.loads(stages.read_text())
+    assert list(marks) == list(_STAGES)
+    assert sorted(marks.values()) == list(marks.values())

@@ -1,0 +1,91 @@
+"""Every dense family against Transformers' own code: logits in float32, and greedy tokens through the whole engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint import SamplingParams
+from tests.support.checkpoints import check_tokens_equal, random_prompts, reference_logits, write_checkpoint
+from tests.support.engines import prompt_logits, small_llm
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64},
+}
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-gqa7": ("llama", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}),
+    "llama-gqa4-tied": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head64": ("llama", {"head_dim": 64}),
+    "llama-head80": ("llama", {"head_dim": 80}),
+    "llama-head128": ("llama", {"head_dim": 128}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}),
+    "mistral-window": ("mistral", {"sliding_window": 13}),
+    "mistral-full": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    **{f"llama-rope-{name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
+}
+
+LOGIT_TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_and_greedy_tokens(shape: str, tmp_path: Path) -> None:
+    family, changes = SHAPES[shape]
+    model = write_checkpoint(tmp_path, family, **changes)
+    with small_llm(tmp_path, max_model_len=256) as llm:
+        (prompt,) = random_prompts(1, 90, seed=1, shortest=90)
+        expected = reference_logits(model, prompt)
+        for chunk in (None, 8):
+            difference = (prompt_logits(llm, prompt, chunk) - expected).abs().max()
+            assert difference < LOGIT_TOLERANCE, f"chunk {chunk}: logits differ by {difference:.2e}"
+        prompts = random_prompts(16, 40, seed=2)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False)
+    assert len({len(p) for p in prompts}) > 8, "the batch is meant to be ragged"
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert len(tokens) == 64
+        check_tokens_equal(model, prompt, tokens, LOGIT_TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu_paged"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_lower_precision_stays_close(backend: str, dtype: str, tmp_path: Path) -> None:
+    """Teacher-forced logits in 16 bits are as far from float32 as Transformers' own are, within a factor of three."""
+    model = write_checkpoint(tmp_path, "qwen3")
+    (prompt,) = random_prompts(1, 70, seed=3, shortest=70)
+    exact = reference_logits(model, prompt)
+    rounded = reference_logits(model.to(getattr(torch, dtype)), prompt).float()
+    with small_llm(tmp_path, dtype=dtype, attention_backend=backend) as llm:
+        ours = prompt_logits(llm, prompt)
+    theirs = float((rounded - exact).square().mean().sqrt())
+    error = float((ours - exact).square().mean().sqrt())
+    assert 0 < error < 3 * theirs, f"root mean square error {error:.3e}, Transformers' own {theirs:.3e}"
+
+
+def test_sharded_checkpoint_loads_like_a_single_file(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "llama", shards=True)
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    (prompt,) = random_prompts(1, 30, shortest=30)
+    with small_llm(tmp_path) as llm:
+        assert (prompt_logits(llm, prompt) - reference_logits(model, prompt)).abs().max() < LOGIT_TOLERANCE

@@ -1,0 +1,1 @@
+"""Acme's kernels for Hardpoint, in plain PyTorch."""

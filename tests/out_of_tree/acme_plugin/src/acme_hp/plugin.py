@@ -1,0 +1,15 @@
+"""Acme's hooks. Imported when the plugin is in use, before any of its targets."""
+
+from __future__ import annotations
+
+import logging
+
+from hardpoint_plugin_api import EngineInfo, hookimpl
+
+logger = logging.getLogger(__name__)
+
+
+@hookimpl
+def hardpoint_engine_started(engine: EngineInfo) -> None:
+    """Say hello."""
+    logger.info("Acme serves %s on %s", engine.model, engine.device.name)

@@ -1,0 +1,103 @@
+"""Tiny random checkpoints of each family, written by Transformers itself, and Transformers' own answers for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 258
+"""256 bytes and two special tokens."""
+
+CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+
+
+def write_checkpoint(folder: Path, family: str, *, shards: bool = False, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Write a random model of ``family`` to ``folder`` and return it, in float32 and evaluation mode.
+
+    ``changes`` override config keys. Weights are larger than the initialisation's, so that attention is far from
+    uniform and a wrong mask or position shows.
+    """
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 257,
+        "pad_token_id": None,
+    }
+    config = CONFIGS[family](**(settings | changes))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.08 if parameter.ndim == 2 else 0.5)
+    model.save_pretrained(folder, **({"max_shard_size": "60KB"} if shards else {}))
+    _write_tokenizer(folder)
+    return model
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A tokenizer of single bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)} | {"<s>": 256, "</s>": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
+
+
+def random_prompts(count: int, longest: int, seed: int = 0, shortest: int = 1) -> list[list[int]]:
+    """Ragged prompts of random bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def reference_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Transformers' logits, float32 [T, vocab]."""
+    logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def check_tokens_equal(model: PreTrainedModel, prompt: list[int], tokens: list[int], tolerance: float = 1e-4) -> None:
+    """Assert that ``tokens`` is Transformers' greedy continuation of ``prompt``.
+
+    Teacher-forced in one pass. Where a token is not the likeliest, the two must be a tie: their logits closer than
+    twice ``tolerance`` (contract: what "equal" means); what follows such a tie is not compared.
+    """
+    logits = reference_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
+    for position, (row, token) in enumerate(zip(logits, tokens, strict=True)):
+        best = int(row.argmax())
+        if best != token:
+            margin = float(row[best] - row[token])
+            assert margin < 2 * tolerance, f"token {position} is {token}, expected {best}: margin {margin:.2e}"
+            return

@@ -1,0 +1,40 @@
+"""Engines over small checkpoints, and their logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hardpoint import LLM
+from hardpoint.engine.executor import InProcessExecutor
+from hardpoint.engine.step import NewRequest, ScheduledRequest, SlotSampling, StepInput
+
+SMALL: dict[str, Any] = {"platform": "cpu", "kv_cache_memory": "16MiB", "max_num_seqs": 16}
+"""Settings for a quick engine on the CPU."""
+
+
+def small_llm(folder: Path, **settings: Any) -> LLM:
+    """An engine for a tiny checkpoint; ``settings`` override SMALL."""
+    return LLM(str(folder), **(SMALL | settings))
+
+
+@torch.inference_mode()
+def prompt_logits(llm: LLM, ids: list[int], chunk: int | None = None) -> torch.Tensor:
+    """The engine's logits for every position of one prompt, float32 [T, vocab], read in chunks of ``chunk`` tokens."""
+    executor = llm.core.executor
+    assert isinstance(executor, InProcessExecutor)
+    runner = executor._runner
+    assert runner is not None
+    pool = llm.core.scheduler.pool
+    pages = pool.allocate(pool.pages_for(len(ids)))
+    assert pages is not None
+    rows, new = [], (NewRequest(0, tuple(ids), SlotSampling(0.0, 0, 1.0, 0.0, 0)),)
+    for number, start in enumerate(range(0, len(ids), chunk or len(ids))):
+        count = min(chunk or len(ids), len(ids) - start)
+        share = ScheduledRequest(0, start, count, tuple(pages) if start == 0 else (), samples=False)
+        hidden, _ = runner.forward(StepInput(number, (0,) if start == 0 else (), new if start == 0 else (), (share,)))
+        rows.append(llm.core.blueprint.model.logits(hidden).float())
+    pool.free(pages)
+    return torch.cat(rows)

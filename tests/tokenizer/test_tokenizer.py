@@ -1,0 +1,164 @@
+"""The tokenizer against Transformers' own on small tokenizers of each style."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.tokenizer.builders import LLAMA_CONFIG, QWEN_CONFIG, llama_style, qwen_style, write
+from transformers import AutoTokenizer
+
+from hardpoint.tokenizer import Tokenizer
+from hardpoint_plugin_api import CheckpointError, RequestError
+
+SAMPLES = [
+    "",
+    " ",
+    "Hello world",
+    "  two leading spaces, trailing  ",
+    "I'm 42 and it's 3.14\n\n\tok",
+    "東京タワー 🗼👩‍👩‍👧 é e\u0301",
+    "<s>not</s> the <unk> beginning",
+    "<|im_start|>user\nhi<|im_end|>\n<think>hm</think>",
+    "[CLS] x [SEP]",
+    "\x00\x7f\ufffd",
+]
+
+
+def theirs(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", SAMPLES)
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_encodes_and_decodes_as_transformers(folder: Path, text: str, add_special_tokens: bool) -> None:
+    ours, reference = Tokenizer.load(folder), theirs(folder)
+    ids = ours.encode(text, add_special_tokens)
+    assert ids == reference.encode(text, add_special_tokens=add_special_tokens)
+    for skip in (True, False):
+        assert ours.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
+
+
+def test_special_ids_and_size_are_those_of_transformers(folder: Path) -> None:
+    ours, reference = Tokenizer.load(folder), theirs(folder)
+    assert ours.vocab_size == len(reference)
+    assert ours.special_ids >= set(reference.all_special_ids)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(ours, name) == getattr(reference, name), name
+
+
+@pytest.mark.parametrize("add_bos", [True, False, None])
+@pytest.mark.parametrize("add_eos", [True, False, None])
+@pytest.mark.parametrize("with_post_processor", [True, False])
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
+def test_what_is_put_around_a_text(
+    tmp_path: Path, add_bos: bool | None, add_eos: bool | None, with_post_processor: bool, kind: str
+) -> None:
+    backend = llama_style()
+    if not with_post_processor:
+        stripped = json.loads(backend.to_str())
+        stripped["post_processor"] = None
+        backend = type(backend).from_str(json.dumps(stripped))
+    flags = {k: v for k, v in (("add_bos_token", add_bos), ("add_eos_token", add_eos)) if v is not None}
+    base = {k: v for k, v in LLAMA_CONFIG.items() if k not in ("add_bos_token", "add_eos_token")}
+    folder = write(tmp_path, backend, {**base, **flags, "tokenizer_class": kind})
+    assert Tokenizer.load(folder).encode("Hello world") == theirs(folder).encode("Hello world")
+
+
+def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path) -> None:
+    config = {
+        **QWEN_CONFIG,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin|>",
+        "image_token": "<|image|>",
+        "additional_special_tokens": ["<|tool|>"],
+    }
+    folder = write(tmp_path, qwen_style(), config)
+    ours, reference = Tokenizer.load(folder), theirs(folder)
+    text = "<|begin|>a<|image|>b<|tool|>c"
+    assert ours.encode(text) == reference.encode(text)
+    assert ours.vocab_size == len(reference)
+    assert ours.bos_token_id == reference.bos_token_id
+    assert ours.special_tokens["image_token"] == "<|image|>"
+
+
+def test_special_tokens_of_the_older_file_count(tmp_path: Path) -> None:
+    folder = write(tmp_path, llama_style(), {"tokenizer_class": "PreTrainedTokenizerFast"})
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}))
+    ours = Tokenizer.load(folder)
+    assert (ours.bos_token_id, ours.eos_token_id) == (1, 2)
+    assert ours.eos_token_id == theirs(folder).eos_token_id
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
+    backend = llama_style()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=64)
+    ids = Tokenizer.load(write(tmp_path, backend, LLAMA_CONFIG)).encode("Hello world, how are you")
+    assert 3 < len(ids) < 64
+
+
+@given(st.text())
+@settings(max_examples=50)
+def test_byte_level_text_survives_the_round_trip(text: str) -> None:
+    tokenizer = _qwen()
+    assert tokenizer.decode(
+        tokenizer.encode(text), skip_special_tokens=False
+    ) == tokenizer.backend.normalizer.normalize_str(text)
+
+
+_cache: list[Tokenizer] = []
+
+
+def _qwen() -> Tokenizer:
+    if not _cache:
+        _cache.append(Tokenizer(qwen_style(), {}))
+    return _cache[0]
+
+
+def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="lone surrogate at position 1"):
+        tokenizer.encode("a\ud800b")
+
+
+def test_without_tokenizer_json_transformers_converts(tmp_path: Path) -> None:
+    backend = qwen_style()
+    backend.model.save(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(QWEN_CONFIG))
+    ours, reference = Tokenizer.load(tmp_path), theirs(tmp_path)
+    assert ours.encode("Hello world<|im_end|>") == reference.encode("Hello world<|im_end|>")
+    assert ours.eos_token_id == reference.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (None, "", "holds no tokenizer.json"),
+        ("tokenizer.json", "{", "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json is not a tokenizer"),
+        ("tokenizer_config.json", "[1]", r"tokenizer_config.json must hold a JSON object"),
+        ("tokenizer_config.json", "{", r"tokenizer_config.json cannot be read"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str | None, content: str, message: str) -> None:
+    if name:
+        write(tmp_path, qwen_style(), QWEN_CONFIG)
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        Tokenizer.load(tmp_path)
+
+
+def test_loading_imports_neither_transformers_nor_torch(qwen_folder: Path) -> None:
+    code = (
+        "import sys, pathlib; from hardpoint.tokenizer import Tokenizer; "
+        "Tokenizer.load(pathlib.Path(sys.argv[1])).encode('hi'); "
+        "print([m for m in ('torch', 'transformers', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(qwen_folder)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
