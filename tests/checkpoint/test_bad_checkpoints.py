@@ -133,7 +133,9 @@ def test_prompt_too_long(good: Path) -> None:
 
 
 def test_cache_too_small_for_one_sequence(good: Path) -> None:
-    with pytest.raises(CapacityError, match=r"one sequence of 512 tokens does not fit.*--kv-cache-memory.*--max-model-len"):
+    with pytest.raises(
+        CapacityError, match=r"one sequence of 512 tokens does not fit.*--kv-cache-memory.*--max-model-len"
+    ):
         small_llm(good, kv_cache_memory=64 * 1024, max_model_len=512)
     with pytest.raises(CapacityError, match="holds no page"):
         small_llm(good, kv_cache_memory=1000)

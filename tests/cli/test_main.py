@@ -79,7 +79,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         raise error
 
     monkeypatch.setattr(main_module, "_boom", boom, raising=False)
-    monkeypatch.setitem(cli._entries, "boom", Lazy("hardpoint.cli.main:_boom", ""))  # type: ignore[index]  # a dict
+    monkeypatch.setitem(cli._entries, "boom", Lazy("hardpoint.cli.main:_boom", ""))
 
 
 def test_expected_errors_are_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,11 +37,15 @@ requires = [{ package = "absent-acme-kernels>=2" }]
 @pytest.fixture
 def _acme(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two plugins: one whose code is not there, one that is refused."""
-    good = PluginRecord("acme", "hardpoint-acme", "1.2", "absent_acme", manifest=parse_manifest(MANIFEST, "acme"))
-    bad = PluginRecord("old", "hardpoint-old", "0.1", "absent_old")
-    bad.refuse(Reason("api-too-old", "built for another API", fix="upgrade the plugin"))
+
+    def discover() -> PluginSet:
+        good = PluginRecord("acme", "hardpoint-acme", "1.2", "absent_acme", manifest=parse_manifest(MANIFEST, "acme"))
+        bad = PluginRecord("old", "hardpoint-old", "0.1", "absent_old")
+        bad.refuse(Reason("api-too-old", "built for another API", fix="upgrade the plugin"))
+        return PluginSet([good, bad])
+
     for module in ("plugins", "env", "ops"):
-        monkeypatch.setattr(f"hardpoint.cli.{module}.discover", lambda: PluginSet([good, bad]))
+        monkeypatch.setattr(f"hardpoint.cli.{module}.discover", discover)
 
 
 @pytest.mark.usefixtures("_acme")
@@ -83,8 +87,9 @@ def test_ops_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rms_norm" in capsys.readouterr().out
     assert run(["ops", "show", "rms_norm"]) == 0
     shown = capsys.readouterr().out
-    assert "rms_norm(x" in shown
+    assert "rms_norm(x: torch.Tensor" in shown
     assert "mutates: nothing" in shown
+    assert "cases:   random, " in shown
     assert "reference" in shown
     assert run(["ops", "show", "rms_nrom"]) == 2
     assert "did you mean 'rms_norm'" in capsys.readouterr().err

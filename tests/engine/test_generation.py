@@ -65,7 +65,9 @@ def test_preempted_requests_give_the_same_tokens(checkpoint: tuple[Path, PreTrai
         check_tokens_equal(model, prompt, output.outputs[0].token_ids)
 
 
-def test_a_request_that_can_never_fit_is_refused_and_the_rest_is_dropped(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+def test_a_request_that_can_never_fit_is_refused_and_the_rest_is_dropped(
+    checkpoint: tuple[Path, PreTrainedModel],
+) -> None:
     page_bytes = 3 * 2 * 16 * 2 * 16 * 4
     with small_llm(checkpoint[0], kv_cache_memory=4 * page_bytes) as llm:
         assert llm.core.max_model_len == 48

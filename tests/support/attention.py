@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
-from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, BuildContext
+from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, BuildContext, ConfigValue
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,16 @@ MIXED = (Piece(1, 1), Piece(1, 37), Piece(1, 16), Piece(1, 5), Piece(9, 9), Piec
 """Decodes first, among them a request's very first token and a full page; then a whole prompt and two chunks."""
 
 
+@dataclass(frozen=True)
+class PluginConfigOnly:
+    """As much of a build context as backends ask for outside an engine: the plugins' settings."""
+
+    sections: Mapping[str, Mapping[str, ConfigValue]]
+
+    def plugin_config(self, plugin: str) -> Mapping[str, ConfigValue]:
+        return self.sections[plugin]
+
+
 def run_backend(
     backend_class: type[AttentionBackend],
     spec: AttentionSpec,
@@ -30,6 +40,7 @@ def run_backend(
     seed: int = 0,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    plugin_config: Mapping[str, Mapping[str, ConfigValue]] | None = None,
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
     """Run one step over ``pieces``, whose earlier tokens were stored in earlier steps, on permuted pages.
 
@@ -42,7 +53,7 @@ def run_backend(
     def draw(tokens: int, heads: int) -> torch.Tensor:
         return torch.randn(tokens, heads, spec.head_size, generator=generator).to(dtype)
 
-    backend = backend_class(cast(BuildContext, None), spec)
+    backend = backend_class(cast(BuildContext, PluginConfigOnly(plugin_config or {})), spec)
     backend.set_head_constants(sinks, alibi_slopes)
     widths = [-(-piece.total // spec.block_size) for piece in pieces]
     pages = sum(widths) + 1

@@ -28,7 +28,9 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
 }
 
 
-def write_checkpoint(folder: Path, family: str, *, shards: bool = False, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def write_checkpoint(
+    folder: Path, family: str, *, shards: bool = False, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
     """Write a random model of ``family`` to ``folder`` and return it, in float32 and evaluation mode.
 
     ``changes`` override config keys. Weights are larger than the initialisation's, so that attention is far from

@@ -38,7 +38,7 @@ Prompt = str | Mapping[str, Any]
 @click.option("--stream/--no-stream", default=None, help="Print text as it comes.  [default: for one prompt]")
 @click.option("--json", "json_file", metavar="FILE", help="Save outputs, speed and selections; - is stdout.")
 @click.option("--quiet", is_flag=True, help="Print the text alone.")
-@click.option("--stages", type=click.Path(path_type=Path), hidden=True)
+@click.option("--stages", "stages_file", type=click.Path(path_type=Path), hidden=True)
 def generate(
     config: EngineConfig,
     prompts: tuple[str, ...],
@@ -49,7 +49,7 @@ def generate(
     stream: bool | None,
     json_file: str | None,
     quiet: bool,
-    stages: Path | None,
+    stages_file: Path | None,
     **sampling: float | None,
 ) -> None:
     """Continue prompts with MODEL: a folder, a hub id, or the built-in demo model.
@@ -78,8 +78,8 @@ def generate(
             _print_facts(llm)
     finally:
         llm.close()
-    if stages:
-        _write_stages(stages)
+    if stages_file:
+        stages.write(stages_file)
 
 
 def _load(config: EngineConfig) -> LLM:
@@ -91,10 +91,6 @@ def _load(config: EngineConfig) -> LLM:
 
     stages.mark("engine")
     return LLM.from_config(config)
-
-
-def _write_stages(path: Path) -> None:
-    stages.write(path)
 
 
 def _read_prompts(prompts: Sequence[str]) -> list[str]:

@@ -59,7 +59,7 @@ def main() -> NoReturn:
 
 
 def run(args: Sequence[str]) -> int:
-    """Run ``args`` and return the exit code: 0, 1 where output could not be written to its end, 2 for bad input, 130 when interrupted.
+    """Run ``args`` and return the exit code: 0; 1 where nobody reads the output; 2 for bad input; 130 if interrupted.
 
     Bad input is one message on stderr. A bug keeps its traceback.
     """

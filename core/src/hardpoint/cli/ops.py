@@ -65,16 +65,19 @@ def _by_op(plugins: PluginSet) -> dict[str, list[Offer]]:
 
 def _print_definition(name: str, reference: Any, target: str) -> None:
     """Print what the op's file says: signature, meaning, error model, cases, and the reference itself."""
+    import torch
+
     from hardpoint.ops.base import CustomOp
 
     op = _op_of(reference, target)
-    click.echo(f"{name}{inspect.signature(reference)}\n")
+    click.echo(f"{name}{str(inspect.signature(reference)).replace(chr(39), '')}\n")  # annotations are quoted texts
     if doc := inspect.getdoc(reference):
         click.echo(f"{doc}\n")
     if isinstance(op, CustomOp):
+        cases = op.cases(torch.Generator(), torch.float32, torch.device("cpu"))
         click.echo(f"mutates: {', '.join(op.mutates) or 'nothing'}")
         click.echo(f"errors:  {op.errors}")
-        click.echo(f"cases:   {inspect.getdoc(op.cases) or getattr(op.cases, '__qualname__', op.cases)}")
+        click.echo(f"cases:   {', '.join(case.name for case in cases)}")
     click.echo(f"\n{target}\n")
     click.echo(inspect.getsource(reference))
 

@@ -91,10 +91,10 @@ class CustomOp(Generic[P, R]):
         if form == "out":
             if self.allocate is None:
                 raise PluginLoadError(
-                    f"op {self.name!r} mutates its inputs and has no outputs: {offer.contribution.name!r} of plugin "
+                    f"op {self.name!r} has no outputs of its own, it mutates its inputs: {offer.contribution.name!r} of plugin "
                     f"{offer.plugin!r} cannot be of form 'out'; declare form = 'functional'"
                 )
-            return functional_from_out(target, self.allocate)
+            return functional_from_out(target, self.allocate, self.reference)
         return cast(Callable[P, R], target)
 
 
@@ -112,9 +112,14 @@ def custom_op(
     )
 
 
-def functional_from_out(out_form: Callable[..., None], allocate: Callable[P, R]) -> Callable[P, R]:
-    """Derive ``f(inputs) -> outputs`` from ``f(inputs, *outputs) -> None``; inputs left out get their defaults."""
-    inputs = [p for p in inspect.signature(allocate).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+def functional_from_out(
+    out_form: Callable[..., None], allocate: Callable[P, R], reference: Callable[P, R]
+) -> Callable[P, R]:
+    """Derive ``f(inputs) -> outputs`` from ``f(inputs, *outputs) -> None``.
+
+    Inputs that a caller leaves out get the defaults of ``reference``, so that the outputs stand where they belong.
+    """
+    inputs = [p for p in inspect.signature(reference).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(out_form)
     def functional(*args: P.args, **kwargs: P.kwargs) -> R:

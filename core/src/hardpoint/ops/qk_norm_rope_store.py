@@ -37,7 +37,7 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
         interleaved: bool = False,
         eps: float = 1e-6,
     ) -> Case:
-        q, k, v = draw.normal(tokens, 8, size).split([4, 2, 2], dim=1)
+        q, k, v = draw.normal(tokens, 8, size).tensor_split([4, 6], dim=1)
         table = random_table(draw, 50, rotary) if rotary else None
         weights = (draw.normal(size), draw.normal(size)) if normed else (None, None)
         cache, slots = random_cache(draw, 5, 16, 2, size), random_slots(draw, tokens, 5, 16, padding)

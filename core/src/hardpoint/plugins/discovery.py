@@ -70,7 +70,7 @@ def _installed() -> Iterator[PluginRecord]:
 def _identity(distribution: Distribution) -> tuple[str, str]:
     try:
         metadata = distribution.metadata
-        return canonicalize_name(metadata["Name"]), metadata["Version"]
+        return canonicalize_name(metadata["Name"]), metadata["Version"] or "of unknown version"
     except Exception:  # absent or damaged metadata: the plugin is still worth a record
         return "unnamed-distribution", "of unknown version"
 

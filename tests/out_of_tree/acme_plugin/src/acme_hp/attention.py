@@ -79,7 +79,7 @@ class AcmeAttention(AttentionBackend):
 
     def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
         super().__init__(ctx, spec)
-        if ctx is not None and ctx.plugin_config("acme")["tile"] != TILE:
+        if ctx.plugin_config("acme")["tile"] != TILE:
             raise ConfigError(f"acme.tile: only {TILE} is compiled into this build")
 
     @classmethod

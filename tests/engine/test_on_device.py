@@ -1,0 +1,65 @@
+"""The engine on a real accelerator: the platform contract proved on a device, with whatever serves there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint import LLM, SamplingParams
+from tests.support.checkpoints import check_tokens_equal, random_prompts, reference_logits, write_checkpoint
+from tests.support.engines import prompt_logits
+
+pytestmark = pytest.mark.accelerator
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral-window": ("mistral", {"sliding_window": 13}),
+    "qwen2": ("qwen2", {}),
+    "qwen3-head128": ("qwen3", {"head_dim": 128}),
+}
+LOGIT_TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_and_greedy_tokens_match_transformers_on_the_host(shape: str, tmp_path: Path) -> None:
+    family, changes = SHAPES[shape]
+    model = write_checkpoint(tmp_path, family, **changes)
+    with LLM(str(tmp_path), kv_cache_memory="64MiB", max_num_seqs=16) as llm:
+        assert llm.core.blueprint.ctx.device.accelerator, "the accelerator is meant to be chosen without a flag"
+        assert llm.core.blueprint.ctx.torch_device.type != "cpu"
+        (prompt,) = random_prompts(1, 90, seed=1, shortest=90)
+        difference = (prompt_logits(llm, prompt).cpu() - reference_logits(model, prompt)).abs().max()
+        assert difference < LOGIT_TOLERANCE
+        prompts = random_prompts(16, 40, seed=2)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check_tokens_equal(model, prompt, output.outputs[0].token_ids, LOGIT_TOLERANCE)
+
+
+def test_seeded_sampling_draws_the_same_tokens_as_on_the_host(tmp_path: Path) -> None:
+    """Counter-based random numbers: in float32 the same seeds give the same tokens on the device as on the CPU."""
+    write_checkpoint(tmp_path, "qwen3")
+    prompts = random_prompts(8, 20, seed=3)
+    sampling = [
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=i, max_tokens=12, ignore_eos=True) for i in range(8)
+    ]
+    drawn = []
+    for platform in (None, "cpu"):
+        with LLM(str(tmp_path), platform=platform, kv_cache_memory="64MiB", max_num_seqs=8) as llm:
+            drawn.append([o.outputs[0].token_ids for o in llm.generate(prompts, sampling, use_tqdm=False)])
+    same = sum(a == b for a, b in zip(*drawn, strict=True))
+    assert same >= 7, f"only {same} of 8 sequences agree"
+
+
+def test_memory_is_given_back(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    llm = LLM(str(tmp_path), kv_cache_memory="1GiB", max_num_seqs=256)
+    held = llm.core.blueprint.platform.memory.snapshot()
+    llm.close()
+    platform = llm.core.blueprint.platform
+    del llm
+    torch.accelerator.empty_cache()
+    assert platform.memory.snapshot().free > held.free

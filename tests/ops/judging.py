@@ -1,0 +1,31 @@
+"""Running all cases of an op past ``judge``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hardpoint.ops.base import Case, CustomOp
+from hardpoint.ops.error_model import Verdict, judge
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CPU = torch.device("cpu")
+
+
+def cases(op: CustomOp[..., Any], dtype: torch.dtype, seed: int = 0) -> Iterator[Case]:
+    """Fresh cases."""
+    return op.cases(torch.Generator().manual_seed(seed), dtype, CPU)
+
+
+def verdicts(
+    op: CustomOp[..., Any], implementation: Callable[..., Any], dtype: torch.dtype, seed: int = 0
+) -> list[Verdict]:
+    """One verdict per case."""
+    return [judge(op, implementation, case, dtype=dtype) for case in cases(op, dtype, seed)]
+
+
+def failures(op: CustomOp[..., Any], implementation: Callable[..., Any], dtype: torch.dtype) -> list[str]:
+    """The verdicts that did not pass, as text."""
+    return [str(v) for v in verdicts(op, implementation, dtype) if not v.passed]

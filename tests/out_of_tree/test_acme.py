@@ -1,0 +1,184 @@
+"""A third party's plugin, really installed: chosen by flag or priority, seen in ``explain``, right in its tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.plugins import discover
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionSpec,
+    ConfigError,
+    SelectionError,
+    UnknownNameError,
+)
+from tests.support.attention import MIXED, brute_force, run_backend
+from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.engines import small_llm
+
+SOURCE = Path(__file__).parent / "acme_plugin"
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip installed the plugin."""
+    source, site = tmp_path_factory.mktemp("acme-source"), tmp_path_factory.mktemp("acme-site")
+    for path in SOURCE.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            copy = source / path.relative_to(SOURCE)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(source)], check=True, capture_output=True)
+    return site
+
+
+@pytest.fixture
+def acme(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The plugin is installed for the length of a test."""
+    monkeypatch.syspath_prepend(str(installed))
+    return installed
+
+
+def served(llm: LLM) -> dict[tuple[str, str | None], set[str]]:
+    """Who serves what: (family, of) -> names."""
+    chosen: dict[tuple[str, str | None], set[str]] = {}
+    for row in llm.table.rows:
+        chosen.setdefault((row.family, row.of), set()).add(row.chosen)
+    return chosen
+
+
+def check_engine(folder: Path, model: Any, **settings: Any) -> dict[tuple[str, str | None], set[str]]:
+    """Run an engine with ``settings``, check its tokens, and return who served."""
+    prompts = random_prompts(6, 40, seed=8)
+    with small_llm(folder, **settings) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        return served(llm)
+
+
+def test_it_is_listed_without_being_imported(acme: Path) -> None:
+    code = "import sys; from hardpoint.plugins import discover; r = discover().record('acme'); " + (
+        "print(r.status, r.distribution, 'acme_hp' in sys.modules, 'torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(acme)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["ready", "acme-hardpoint", "False", "False"]
+
+
+def test_its_op_wins_by_priority_and_nothing_else_changes(acme: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "qwen3", head_dim=32)
+    chosen = check_engine(tmp_path, model)
+    assert chosen["op", "rms_norm"] == {"acme_rms_norm"}
+    assert chosen["attention", None] == {"cpu_paged"}
+    assert chosen["layer", "mlp"] == {"default"}
+    off = check_engine(tmp_path, model, custom_ops="all,-rms_norm")
+    assert off["op", "rms_norm"] == {"reference"}
+
+
+def test_everything_of_it_by_flag(acme: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(
+        tmp_path, "qwen3", head_dim=32, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    )
+    chosen = check_engine(tmp_path, model, attention_backend="acme_paged", use={"layer.mlp": "acme_mlp"})
+    assert chosen["attention", None] == {"acme_paged"}
+    assert chosen["op", "qk_norm_rope_store"] == {"acme_qk_norm_rope_store"}, "its layout brings its fused op"
+    assert chosen["layer", "mlp"] == {"acme_mlp"}
+    assert ("op", "act_and_mul") not in chosen, "the replacement asks for no op that it does not need"
+
+
+def test_its_layout_with_cores_composition(acme: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "llama", head_dim=32)
+    chosen = check_engine(
+        tmp_path, model, attention_backend="acme_paged", use={"op.qk_norm_rope_store": "composed"}, block_size=32
+    )
+    assert chosen["op", "qk_norm_rope_store"] == {"composed"}
+
+
+def test_a_head_size_it_cannot_serve_is_refused_by_name_and_padded_on_request(acme: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "llama", head_dim=16)
+    with pytest.raises(SelectionError, match=r"acme_paged: head size .*\(wanted 16, supported multiples of 32\)"):
+        small_llm(tmp_path, attention_backend="acme_paged")
+    chosen = check_engine(tmp_path, model, attention_backend="acme_paged+pad32")
+    assert chosen["attention", None] == {"acme_paged+pad32"}
+    assert chosen["op", "qk_norm_rope_store"] == {"composed"}, "the fused op does not know padded heads"
+
+
+def test_its_own_objection_is_shown(acme: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", num_attention_heads=32, num_key_value_heads=1, head_dim=32)
+    with pytest.raises(SelectionError, match=r"too many query heads share a KV head \(wanted 32, supported up to 16\)"):
+        small_llm(tmp_path, attention_backend="acme_paged")
+
+
+def test_features_it_does_not_claim(acme: Path) -> None:
+    offer = next(o for o in discover().offers("attention") if o.contribution.name == "acme_paged")
+    assert "soft_cap" not in str(offer.contribution.requirements)
+
+
+def test_its_settings(acme: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", head_dim=32)
+    with pytest.raises(ConfigError, match=r"acme\.tile: only 8 is compiled"):
+        small_llm(tmp_path, attention_backend="acme_paged", plugin_config={"acme": {"tile": 16}})
+    with pytest.raises(UnknownNameError, match=r"'tiles'; did you mean 'tile'\?"):
+        small_llm(tmp_path, plugin_config={"acme": {"tiles": 8}})
+
+
+def test_off_the_allowlist_it_does_not_exist(acme: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", head_dim=32)
+    with pytest.raises(UnknownNameError, match="acme_paged"):
+        small_llm(tmp_path, plugins="cpu", attention_backend="acme_paged")
+    with small_llm(tmp_path, plugins="cpu") as llm:
+        assert served(llm)["op", "rms_norm"] == {"reference"}
+
+
+def test_explain_shows_it_with_reasons(acme: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", head_dim=16)
+    command = [sys.executable, "-m", "hardpoint.cli", "explain", str(tmp_path), "--platform", "cpu", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(acme)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    (attention,) = [row for row in rows if row["family"] == "attention"]
+    losers = {loser["name"]: [reason["code"] for reason in loser["reasons"]] for loser in attention["rejected"]}
+    assert attention["chosen"] == "cpu_paged"
+    assert losers == {"reference": ["lower-rank"], "acme_paged": ["head-multiple"], "acme_paged+pad32": ["layout"]}
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (2, 2)])
+def test_its_backend_against_the_definition(acme: Path, heads: tuple[int, int], window: int | None) -> None:
+    backend = cast(type[AttentionBackend], import_module("acme_hp.attention").AcmeAttention)
+    spec = AttentionSpec(
+        *heads, head_size=32, scale=0.2, dtype="float32", kv_dtype="float32", block_size=16, window=window
+    )
+    out, requests = run_backend(backend, spec, MIXED, plugin_config={"acme": {"tile": 8}})
+    assert (out - brute_force(spec, requests)).abs().max() < 1e-5
+    half = replace(spec, dtype="bfloat16", kv_dtype="bfloat16")
+    out, requests = run_backend(backend, half, MIXED, plugin_config={"acme": {"tile": 8}})
+    expected = brute_force(half, requests)
+    assert (out - expected).abs().max() < 4 * torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
+
+
+def test_its_layout_round_trips(acme: Path) -> None:
+    backend = import_module("acme_hp.attention").AcmeAttention
+    spec = AttentionSpec(4, 2, 32, 0.2, "float32", "float32", 16).cache_spec
+    size = backend.layout.page_bytes(spec, 16)
+    assert size % backend.layout.alignment == 0
+    views = backend.layout.views(torch.zeros(4 * size, dtype=torch.uint8), 4, spec, 16)
+    k, v, pages = torch.randn(2, 16, 2, 32), torch.randn(2, 16, 2, 32), torch.tensor([3, 1])
+    backend.layout.from_logical(views, pages, k, v)
+    got = backend.layout.to_logical(views, pages)
+    assert torch.equal(got[0], k)
+    assert torch.equal(got[1], v)

@@ -1,0 +1,42 @@
+"""Every distribution of the catalog is installed once by pip; a test sees the ones that it names."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.out_of_tree.build import install
+from tests.plugins.catalog import ALL
+
+Installer = Callable[..., Path]
+"""``installed(*names)``: put these distributions on ``sys.path``; returns the folder they are installed in."""
+
+
+@pytest.fixture(scope="session")
+def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every distribution of the catalog installed. It is on no path: many exclude each other."""
+    folder = tmp_path_factory.mktemp("warehouse")
+    install(ALL.values(), folder, tmp_path_factory.mktemp("wheels"))
+    return folder
+
+
+@pytest.fixture
+def installed(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installer]:
+    """An environment that holds what the test names beside what is installed anyway; forgotten afterwards."""
+    site = tmp_path / "site"
+    site.mkdir()
+
+    def put(*names: str) -> Path:
+        for item in [item for name in names for item in ALL[name].installed_names]:
+            shutil.copytree(warehouse / item, site / item)
+        monkeypatch.syspath_prepend(str(site))
+        return site
+
+    before = set(sys.modules)
+    yield put
+    for module in set(sys.modules) - before:
+        if module.partition(".")[0].startswith(("hp_", "vendor_lib")):
+            del sys.modules[module]
