@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.engine.llm import Prompt
 from hardpoint_plugin_api import RequestError
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
@@ -127,7 +128,8 @@ def test_text_prompts_and_the_forms_they_come_in(llm: LLM) -> None:
     one = llm.generate("abc", GREEDY)[0]
     assert one.prompt == "abc"
     assert one.prompt_token_ids == llm.tokenizer.encode("abc")
-    others = llm.generate(["abc", {"prompt": "abc"}, {"prompt_token_ids": one.prompt_token_ids}], GREEDY)
+    forms: list[Prompt] = ["abc", {"prompt": "abc"}, {"prompt_token_ids": one.prompt_token_ids}]
+    others = llm.generate(forms, GREEDY)
     assert [o.outputs[0].text for o in others] == [one.outputs[0].text] * 3
     with pytest.raises(RequestError, match=r"needs 'prompt' or 'prompt_token_ids', got \['text'\]"):
         llm.generate([{"text": "abc"}])

@@ -85,7 +85,7 @@ def rotate_by_complex_numbers(
     def turned(x: Tensor) -> Tensor:
         pairs = x[..., : 2 * half].float()
         pairs = pairs.unflatten(-1, (half, 2)) if interleaved else pairs.unflatten(-1, (2, half)).transpose(-1, -2)
-        result = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+        result = torch.view_as_real(torch.complex(pairs[..., 0], pairs[..., 1]) * turn)
         flat = result.flatten(-2) if interleaved else result.transpose(-1, -2).flatten(-2)
         return torch.cat([flat.to(x.dtype), x[..., 2 * half :]], dim=-1)
 

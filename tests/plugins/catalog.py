@@ -156,7 +156,7 @@ BROKEN = [
         contribution("quantization", "raising", target="hp_targets.broken:Method"),
         contribution("quantization", "good", target="hp_targets.methods:Methods.fast"),
         methods="class Methods:\n    fast = 'fast'\n",
-        broken="open(__file__ + '.tries', 'a').write('x')\nraise OSError('no driver')\n",
+        broken="with open(__file__ + '.tries', 'a') as tries: tries.write('x')\nraise OSError('no driver')\n",
     ),
 ]
 

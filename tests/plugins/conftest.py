@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.out_of_tree.build import install
 from tests.plugins.catalog import ALL
 

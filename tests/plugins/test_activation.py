@@ -6,10 +6,10 @@ import logging
 import sys
 
 import pytest
-from tests.plugins.conftest import Installer
 
 from hardpoint.plugins import discover
 from hardpoint_plugin_api import ConfigChange, DeviceInfo, EngineInfo, PluginLoadError, UnknownNameError
+from tests.plugins.conftest import Installer
 
 DEVICE = DeviceInfo("toy", "toy-1", "cpu", "toy")
 ENGINE = EngineInfo("demo", DEVICE, "digest")

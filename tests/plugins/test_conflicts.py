@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.plugins.conftest import Installer
 
 from hardpoint.plugins import discover
 from hardpoint_plugin_api import ManifestError, PluginConflictError
+from tests.plugins.conftest import Installer
 
 
 def outcome(*names: str) -> dict[str, str]:

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.plugins.catalog import SOUND, UNREADABLE
-from tests.plugins.conftest import Installer
 
 from hardpoint.plugins import PluginSet, discover
 from hardpoint_plugin_api import ManifestError, PluginLoadError, UnknownNameError
+from tests.plugins.catalog import SOUND, UNREADABLE
+from tests.plugins.conftest import Installer
 
 
 def refusal(plugins: PluginSet, name: str) -> str:
@@ -87,7 +87,7 @@ def test_one_bad_plugin_never_stops_the_others(installed: Installer, caplog: pyt
 
 def test_damaged_metadata_is_contained(installed: Installer) -> None:
     site = installed("kit", "zebra", "middle")
-    (site / "zebra_hardpoint-1.0.dist-info" / "entry_points.txt").write_text("no section\n[hardpoint.plugins\nx\n")
+    (site / "zebra_hardpoint-1.0.dist-info" / "entry_points.txt").write_text("[hardpoint.plugins]\nzebra\n")
     (site / "middle_hardpoint-1.0.dist-info" / "METADATA").unlink()
     stray = site / "stray-1.0.dist-info"
     stray.mkdir()
@@ -114,9 +114,7 @@ def test_only_selected_plugins_are_used(installed: Installer) -> None:
 
 def test_an_unknown_name_is_an_error_with_the_nearest(installed: Installer) -> None:
     installed("zebra")
-    with pytest.raises(
-        UnknownNameError, match=r"unknown plugin 'zebar'; did you mean 'zebra'.*Installing hardpoint-zebar"
-    ):
+    with pytest.raises(UnknownNameError, match=r"'zebar'; did you mean 'zebra'.* hardpoint-zebar may"):
         discover(["zebar"])
     with pytest.raises(UnknownNameError, match="known: core"):
         discover(["qqq"])

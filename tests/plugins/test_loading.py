@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.plugins.conftest import Installer
 
 from hardpoint.plugins import Offer, PluginSet, discover
 from hardpoint_plugin_api import PluginLoadError
+from tests.plugins.conftest import Installer
 
 
 def offer(plugins: PluginSet, family: str, name: str) -> Offer:

@@ -52,14 +52,14 @@ def write_checkpoint(
     }
     config = CONFIGS[family](**(settings | changes))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0, 0.08 if parameter.ndim == 2 else 0.5)
-    model.save_pretrained(folder, **({"max_shard_size": "60KB"} if shards else {}))
+    model.save_pretrained(folder, max_shard_size="60KB" if shards else "1GB")
     _write_tokenizer(folder)
     return model
 

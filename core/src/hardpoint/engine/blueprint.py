@@ -25,6 +25,7 @@ from hardpoint.plugins import PluginSet, discover
 from hardpoint.selection import PlatformChoice, SelectionTable, Selector, Settings, TuningFile, preset_choice
 from hardpoint.selection import choose_platform as choose
 from hardpoint_plugin_api import (
+    FAMILIES,
     ConfigError,
     ModelWorkload,
     Platform,
@@ -74,6 +75,8 @@ def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
     hf_config = HFConfig.read(folder)
     plugins = discover(config.plugins)
     config = config.with_plugin_keys(plugins.config_keys())
+    _check_slots(config, plugins)
+    _check_quantization(config, hf_config, plugins)
     choice = preset_choice(plugins, preset) if preset else choose(plugins, _settings(config))
     plugins.activate(choice.plan.offer.plugin)
     config, notes = config.with_changes(plugins.configure(config.selection_view(), choice.device))
@@ -108,6 +111,29 @@ def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
 
 def _settings(config: EngineConfig) -> Settings:
     return Settings(config.choices, config.custom_ops)
+
+
+def _check_slots(config: EngineConfig, plugins: PluginSet) -> None:
+    """Refuse choices for an op, layer or architecture that does not exist; nothing would ever ask for them."""
+    for family in FAMILIES.values():
+        known = {str(offer.contribution.of) for offer in plugins.offers(family.name)} if family.has_of else set()
+        chosen = {slot.partition(".")[2] for slot in config.use if slot.startswith(f"{family.name}.")}
+        if family.name == "op":
+            chosen |= {name[1:] for name in config.custom_ops if name[0] in "+-"}
+        for of in sorted(chosen - known):
+            raise UnknownNameError(family.name, of, known, "It stands in --use or --custom-ops.")
+
+
+def _check_quantization(config: EngineConfig, hf_config: HFConfig, plugins: PluginSet) -> None:
+    """Refuse a quantized checkpoint, or a wish for one, that no installed method reads."""
+    stored = hf_config.get("quantization_config") or {}
+    method = config.quantization or stored.get("quant_method")
+    known = {offer.contribution.name for offer in plugins.offers("quantization")}
+    if method and method not in known:
+        where = (
+            "Asked for by --quantization." if config.quantization else f"It stands in {hf_config.folder}/config.json."
+        )
+        raise UnknownNameError("quantization method", method, known, where)
 
 
 def _build_model(ctx: Context, hf_config: HFConfig) -> CausalLM:

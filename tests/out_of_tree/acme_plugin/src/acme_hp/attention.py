@@ -119,11 +119,9 @@ class AcmeAttention(AttentionBackend):
             visible = distance >= 0
             if spec.window is not None:
                 visible &= distance < spec.window
+            one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in (q[rows], keys, values))
             attended = scaled_dot_product_attention(
-                *(x.transpose(0, 1)[None] for x in (q[rows], keys, values)),
-                attn_mask=visible,
-                scale=spec.scale,
-                enable_gqa=True,
+                one_q, one_k, one_v, attn_mask=visible, scale=spec.scale, enable_gqa=True
             )
             out[rows] = attended[0].transpose(0, 1)
 
