@@ -10,7 +10,7 @@ METADATA := constraints.txt $(PACKAGES:%=%/pyproject.toml)
 .PHONY: demo test lint nightly test-accelerator device-bundle clean
 
 demo: $(STAMPS)/demo  ## generate text with the demo model on this machine's CPU
-	$(VENV)/bin/hardpoint generate --platform cpu --prompt "In the beginning" --max-tokens 64
+	$(VENV)/bin/hardpoint generate --platform cpu --prompt "It is a truth" --temperature 0.8 --seed 1 --max-tokens 80
 
 test: $(STAMPS)/test  ## the default test suite
 	$(PY) -m pytest -n 2 --dist worksteal

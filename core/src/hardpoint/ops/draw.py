@@ -40,10 +40,16 @@ class Draw:
         """Float32 numbers from 0 to 1, whatever the dtype under test."""
         return torch.rand(shape, generator=self.generator).to(self.device)
 
+    def with_nan(self, *shape: int) -> torch.Tensor:
+        """Normal numbers with a NaN in the first row."""
+        x = self.normal(*shape)
+        x.view(-1)[shape[-1] // 2] = float("nan")
+        return x
+
     def with_non_finite(self, *shape: int) -> torch.Tensor:
         """Normal numbers with a NaN in the first row and an infinity in the last."""
-        x = self.normal(*shape)
-        x.view(-1)[shape[-1] // 2], x.view(-1)[-2] = float("nan"), float("inf")
+        x = self.with_nan(*shape)
+        x.view(-1)[-2] = float("inf")
         return x
 
     def _place(self, x: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,7 @@ def _sample_cases(generator: torch.Generator, dtype: torch.dtype, device: torch.
     yield case("top_p", draw.normal(40, 300, scale=3.0), top_p=(0.1, 0.95))
     yield case("min_p", draw.normal(40, 300, scale=3.0), min_p=(0.01, 0.5))
     yield case("all", draw.normal(40, 301, scale=3.0), top_k=100, top_p=(0.5, 0.99), min_p=(0.0, 0.05))
-    yield case("wide", draw.normal(12, 32_000, scale=4.0), top_k=50, top_p=(0.5, 0.99))
+    yield case("wide", draw.normal(4, 32_000, scale=4.0), top_k=50, top_p=(0.5, 0.99))
     yield case("hot", draw.normal(20, 50), temperature=(50.0, 100.0))
     yield case("cold", draw.normal(20, 50), temperature=(0.001, 0.01))
     mixed = case("mixed", draw.normal(30, 300, scale=3.0), top_k=20, top_p=(0.5, 0.95))
