@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ops.judging import DTYPES, failures
-from tests.ops.manifest_context import context
 
 from hardpoint.ops import get
 from hardpoint.ops.add_rms_norm import add_rms_norm
@@ -17,8 +15,11 @@ from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.ops.store_kv import store_kv
 from hardpoint_plugin_api import Contribution, OpWorkload, PluginLoadError, TokensRequirement
+from tests.ops.judging import DTYPES, failures
+from tests.ops.manifest_context import context
 
 Tensor = torch.Tensor
+SCALARS: Any = {"eps": 0.0, "interleaved": False}
 
 
 def plugin_op(of: str, target: str, **fields: Any) -> Contribution:
@@ -80,8 +81,8 @@ def test_the_backends_own_store_fits_any_layout() -> None:
 
     slots = torch.tensor([4, 5, 8], dtype=torch.int32)
     args = qkv_args()
-    bound = qk_norm_rope_store.bind(context(), parts={"store": store}, layout="joint", head_size=8)
-    q, k = bound(*args, cache, slots, eps=0.0, interleaved=False)
+    bound: Callable[..., Any] = qk_norm_rope_store.bind(context(), parts={"store": store}, layout="joint", head_size=8)
+    q, k = bound(*args, cache, slots, **SCALARS)
     assert q.shape == (3, 4, 8)
     torch.testing.assert_close(cache["joint"][slots.long()], torch.cat([k, args[2]], dim=-1))
     assert int(cache["joint"].count_nonzero()) == 3 * 2 * 16
@@ -111,11 +112,13 @@ def test_out_forms_find_their_outputs_after_defaults_too() -> None:
         args[10].copy_(k)
 
     assert qk_norm_rope_store.allocate is not None
-    functional = functional_from_out(fused_out, qk_norm_rope_store.allocate, qk_norm_rope_store.reference)
+    functional: Callable[..., Any] = functional_from_out(
+        fused_out, qk_norm_rope_store.allocate, qk_norm_rope_store.reference
+    )
     cache = {name: torch.zeros(3, 4, 2, 8) for name in ("k", "v")}
     slots, weight = torch.tensor([4, 5, 8], dtype=torch.int32), torch.randn(8)
-    functional(*qkv_args(), cache, slots, eps=0.0, interleaved=False)
-    functional(*qkv_args(), cache, slots, eps=0.0, interleaved=False, q_weight=weight)
+    functional(*qkv_args(), cache, slots, **SCALARS)
+    functional(*qkv_args(), cache, slots, **SCALARS, q_weight=weight)
     assert [(args[7] is None, args[8], len(args)) for args in seen] == [(True, None, 11), (False, None, 11)]
     assert not failures(qk_norm_rope_store, functional, torch.float32)
 

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.ops.manifest_context import OPS, load_target
 
 import hardpoint.ops
 from hardpoint.ops import get, names
 from hardpoint.ops.base import CustomOp
 from hardpoint.ops.catalogue import describe, describe_all
 from hardpoint_plugin_api import UnknownNameError
+from tests.ops.manifest_context import OPS, load_target
 
 COMPOSITES = {"add_rms_norm", "qk_norm_rope_store"}
 HELPERS = {"__init__", "base", "catalogue", "draw", "error_model", "rope_table"}

@@ -62,10 +62,10 @@ def test_a_failing_verdict_shows_the_first_mismatch() -> None:
 
 @pytest.mark.parametrize("bound", ["peak", "mean", "gain", "direction", "outliers"])
 def test_each_bound_sees_what_the_others_do_not(bound: str) -> None:
-    """An error for each bound, below every other one: units are of float32 at 2.0, on rows of 1000."""
-    unit, x = torch.finfo(torch.float32).eps * 2, torch.ones(40, 1000)
+    """An error for each bound, below every other one: units are of float32 at 2.0, on 200 rows of 1000."""
+    unit, x = torch.finfo(torch.float32).eps * 2, torch.ones(200, 1000)
     sign = torch.where(torch.arange(1000) % 2 == 0, 1.0, -1.0)
-    error = torch.zeros(40, 1000)
+    error = torch.zeros(200, 1000)
     match bound:
         case "peak":
             error[3, 7] = 6 * unit

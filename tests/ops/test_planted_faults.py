@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ops.judging import DTYPES, failures
 from torch.nn import functional
 
 from hardpoint.ops import get
@@ -19,14 +18,21 @@ from hardpoint.ops.base import functional_from_out, poisoned
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.ops.rotary_embedding import rotary_embedding
-from hardpoint.ops.sampling import argmax_tokens, philox_uniform, sample_tokens
+from hardpoint.ops.sampling import philox_uniform, sample_tokens
 from hardpoint.ops.store_kv import store_kv
+from tests.ops.judging import DTYPES, failures
 
 Tensor = torch.Tensor
 Implementation = Callable[..., Any]
 
-norm, add_norm, rotate, store = (op.reference for op in (rms_norm, add_rms_norm, rotary_embedding, store_kv))
-fused, gated, ungated = (op.reference for op in (qk_norm_rope_store, act_and_mul, activation))
+norm, add_norm, rotate, store = (
+    rms_norm.reference,
+    add_rms_norm.reference,
+    rotary_embedding.reference,
+    store_kv.reference,
+)
+fused: Implementation = qk_norm_rope_store.reference
+gated, ungated = act_and_mul.reference, activation.reference
 
 
 # Other right formulations.
@@ -370,7 +376,7 @@ def wrote_beside_the_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tenso
 def keys_stored_before_rotation(
     q: Tensor, k: Tensor, v: Tensor, table: Any, positions: Tensor, cache: Any, slots: Tensor, *rest: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = fused(q, k, v, table, positions, cache, slots, *rest, **kwargs)
+    result = fused(q, k, v, table, positions, cache, slots, *rest, **kwargs)
     store(k, v, cache["k"], cache["v"], slots)
     return result
 

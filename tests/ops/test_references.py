@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ops.judging import DTYPES, cases, failures
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as rotate_interleaved
@@ -22,6 +21,7 @@ from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.ops.rotary_embedding import rotary_embedding
 from hardpoint.ops.store_kv import store_kv
 from hardpoint_plugin_api import UnknownNameError
+from tests.ops.judging import DTYPES, cases, failures
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

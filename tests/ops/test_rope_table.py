@@ -23,7 +23,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 512,
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
-SCALED = {
+SCALED: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
     "llama3": {"rope_type": "llama3", **LLAMA3},

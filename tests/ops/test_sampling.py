@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.ops.judging import DTYPES
 
 from hardpoint.ops.sampling import argmax_tokens, philox4x32, philox_uniform, sample_tokens
+from tests.ops.judging import DTYPES
 
 # kat_vectors of Random123, the authors' own library: philox4x32, 10 rounds.
 KNOWN = [

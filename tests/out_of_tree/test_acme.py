@@ -15,6 +15,9 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.ops.base import functional_from_out
+from hardpoint.ops.error_model import judge
+from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.plugins import discover
 from hardpoint_plugin_api import (
     AttentionBackend,
@@ -182,3 +185,16 @@ def test_its_layout_round_trips(acme: Path) -> None:
     got = backend.layout.to_logical(views, pages)
     assert torch.equal(got[0], k)
     assert torch.equal(got[1], v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_its_op_under_the_ops_own_error_model(acme: Path, dtype: torch.dtype) -> None:
+    assert rms_norm.allocate is not None
+    implementation = functional_from_out(
+        import_module("acme_hp.norm").rms_norm_out, rms_norm.allocate, rms_norm.reference
+    )
+    cases = list(rms_norm.cases(torch.Generator().manual_seed(0), dtype, torch.device("cpu")))
+    assert len(cases) > 3
+    for case in cases:
+        verdict = judge(rms_norm, implementation, case, dtype=dtype)
+        assert verdict.passed, f"{case.name}: {verdict}"

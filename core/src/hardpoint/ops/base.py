@@ -91,7 +91,7 @@ class CustomOp(Generic[P, R]):
         if form == "out":
             if self.allocate is None:
                 raise PluginLoadError(
-                    f"op {self.name!r} has no outputs of its own, it mutates its inputs: {offer.contribution.name!r} of plugin "
+                    f"op {self.name!r} has no outputs, it mutates its inputs: {offer.contribution.name!r} of plugin "
                     f"{offer.plugin!r} cannot be of form 'out'; declare form = 'functional'"
                 )
             return functional_from_out(target, self.allocate, self.reference)
