@@ -12,8 +12,8 @@ METADATA := constraints.txt $(PACKAGES:%=%/pyproject.toml)
 demo: $(STAMPS)/demo  ## generate text with the demo model on this machine's CPU
 	$(VENV)/bin/hardpoint generate --platform cpu --prompt "It is a truth" --temperature 0.8 --seed 1 --max-tokens 80
 
-test: $(STAMPS)/test  ## the default test suite
-	$(PY) -m pytest -n 2 --dist worksteal
+test: $(STAMPS)/test  ## the default test suite, one thread per worker
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 lint: $(STAMPS)/test  ## style, format and types
 	$(VENV)/bin/ruff check .
@@ -21,7 +21,7 @@ lint: $(STAMPS)/test  ## style, format and types
 	$(VENV)/bin/mypy
 
 nightly: $(STAMPS)/test  ## the default suite and the long sweeps
-	$(PY) -m pytest -n 2 --dist worksteal -m "not accelerator"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not accelerator"
 
 test-accelerator:  ## on a machine with an accelerator, in its own environment
 	$(PYTHON) -m pytest -m accelerator

@@ -1,12 +1,22 @@
-"""The scheduler alone, over random streams of requests: no page lost or shared, limits kept, everybody finishes."""
+"""The scheduler and the pool alone, over random streams of requests, against a device that remembers what it stored.
+
+The device executes steps from their deltas alone, as a runner does. It checks that the cache holds just the tokens that
+a request builds on, whoever stored them, and draws tokens by a rule that depends on all of them: so a request's output
+is right only if nothing was lost, shared wrongly, overwritten too early or computed twice.
+"""
 
 from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.engine.block_pool import BlockPool
+from hardpoint.engine.block_pool import BlockPool, hash_block, hash_salt
 from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduler import Scheduler, SchedulerArgs
@@ -14,113 +24,266 @@ from hardpoint.engine.step import StepInput, StepOutput
 from hardpoint_plugin_api import CapacityError, StepLimits
 
 BLOCK = 4
+END = 1
+"""The token that ends a request, where it may."""
 
 
-def make_request(name: int, prompt: int, output: int) -> Request:
-    return Request(str(name), tuple(range(prompt)), SamplingParams(temperature=0), 0, frozenset({-1}), prompt + output)
+def make_request(number: int, prompt: Sequence[int], output: int, **options: Any) -> Request:
+    params = SamplingParams(temperature=0)
+    stops = frozenset({END} if options.pop("may_stop", False) else ())
+    return Request(str(number), tuple(prompt), params, 0, stops, len(prompt) + output, number=number, **options)
 
 
-def make_scheduler(pages: int, limits: StepLimits) -> Scheduler:
-    return Scheduler(SchedulerArgs(BlockPool(pages, BLOCK), limits, max_model_len=1000))
+def make_scheduler(pages: int, limits: StepLimits, prefix_caching: bool = True) -> Scheduler:
+    return Scheduler(SchedulerArgs(BlockPool(pages, BLOCK), limits, max_model_len=1000, prefix_caching=prefix_caching))
 
 
-class Observer:
-    """What a runner would know, rebuilt from the deltas alone; asserts that they make sense."""
+def draw(tokens: Sequence[int]) -> int:
+    """The next token: depends on every token before it."""
+    state = 0
+    for token in tokens:
+        state = (state * 31 + token + 7) % 10007
+    return state % 11
 
-    def __init__(self, limits: StepLimits, pages: int) -> None:
-        self.limits, self.num_pages = limits, pages
+
+def expected_output(request: Request) -> list[int]:
+    """What ``request`` must produce, computed without any engine."""
+    tokens = list(request.prompt_token_ids)
+    while len(tokens) < request.max_total_tokens:
+        tokens.append(draw(tokens))
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens[len(request.prompt_token_ids) :]
+
+
+class Device:
+    """Executes steps: slots with their tokens and pages, and a cache of (tokens up to here) by page and offset."""
+
+    def __init__(self, limits: StepLimits, num_pages: int) -> None:
+        self.limits, self.num_pages = limits, num_pages
+        self.tokens: dict[int, list[int]] = {}
         self.pages: dict[int, list[int]] = {}
-        self.known: dict[int, int] = {}
-        self.computed: dict[int, int] = {}
+        self.stored: dict[int, int] = {}
+        self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.num_computed = 0
 
-    def see(self, step: StepInput) -> None:
+    def execute(self, step: StepInput) -> StepOutput:
         for slot in step.freed:
-            self.pages.pop(slot, None)
+            del self.tokens[slot], self.pages[slot], self.stored[slot]
         for new in step.new:
-            assert new.slot not in self.pages, "a slot is taken twice"
-            self.pages[new.slot], self.known[new.slot], self.computed[new.slot] = [], len(new.token_ids), 0
+            assert new.slot not in self.tokens, "a slot is taken twice"
+            self.tokens[new.slot], self.pages[new.slot] = list(new.token_ids), []
         assert 0 < step.num_tokens <= (self.limits.max_tokens or 0)
-        assert len(self.pages) <= (self.limits.max_requests or 0)
+        assert len(self.tokens) <= (self.limits.max_requests or 0)
         counts = [s.count for s in step.scheduled]
         assert counts == sorted(counts, key=lambda count: count > 1), "decodes come first"
-        if not self.limits.mixed_phases:
-            reading = [s for s in step.scheduled if self.computed[s.slot] + 1 < self.known[s.slot]]
-            assert not reading or all(s.start + s.count <= self.known[s.slot] for s in step.scheduled)
+        if not self.limits.mixed_phases and max(counts) > 1:
+            reading = {s.slot for s in step.scheduled if s.start + s.count <= len(self.tokens[s.slot])}
+            assert len(reading) == len(counts), "decodes and prompts share a step"
+        drawn = []
         for share in step.scheduled:
-            assert share.start == self.computed[share.slot], "tokens are computed once and in order"
-            self.computed[share.slot] += share.count
-            self.pages[share.slot] += share.new_pages
-            assert len(self.pages[share.slot]) == -(-self.computed[share.slot] // BLOCK)
-            left = self.known[share.slot] - self.computed[share.slot]
-            assert share.samples == (left <= 0)
-            if left > 0:
+            tokens, pages = self.tokens[share.slot], self.pages[share.slot]
+            first_time = share.slot not in self.stored
+            assert first_time or share.start == self.stored[share.slot], "tokens are computed once and in order"
+            pages += share.new_pages
+            end = share.start + share.count
+            assert end <= len(tokens), "a token runs before it was drawn"
+            assert len(pages) == -(-end // BLOCK), "pages for just the tokens that are stored"
+            assert all(0 < page < self.num_pages for page in pages)
+            for position in range(share.start):
+                held = self.cache.get((pages[position // BLOCK], position % BLOCK))
+                assert held == tuple(tokens[: position + 1]), "the cache holds something else"
+            for position in range(share.start, end):
+                self.cache[pages[position // BLOCK], position % BLOCK] = tuple(tokens[: position + 1])
+            self.num_computed += share.count
+            self.stored[share.slot] = end
+            if end < len(tokens):
                 assert share.count % self.limits.chunk_multiple == 0
-            else:
-                self.known[share.slot] = self.computed[share.slot] + 1
-        held = [page for pages in self.pages.values() for page in pages]
-        assert len(held) == len(set(held)), "a page has two owners"
-        assert all(0 < page < self.num_pages for page in held), "the null page, or none of the pool, was given out"
+            assert share.samples == (end == len(tokens))
+            if share.samples:
+                drawn.append(draw(tokens))
+                tokens.append(drawn[-1])
+        written = [p for share in step.scheduled for p in self.pages[share.slot][share.start // BLOCK :]]
+        assert len(written) == len(set(written)), "two requests write to one page"
+        return StepOutput(step.number, tuple(drawn))
 
 
-@settings(max_examples=200, deadline=None)
+def run(scheduler: Scheduler, device: Device, depth: int) -> None:
+    """Run until nothing is left, ``depth`` steps ahead."""
+    submitted: deque[StepOutput] = deque()
+    for _ in range(10_000):
+        while len(submitted) <= depth and (step := scheduler.schedule()) is not None:
+            submitted.append(device.execute(step))
+        if not submitted:
+            assert not scheduler.has_unfinished, "work is left and nothing runs"
+            return
+        scheduler.commit(submitted.popleft())
+    pytest.fail("requests do not end")
+
+
+PROMPTS = st.one_of(
+    st.integers(1, 30).map(lambda length: list(range(length))),  # these share prefixes
+    st.lists(st.integers(0, 3), min_size=1, max_size=30),
+)
+
+
+@settings(max_examples=300, deadline=None)
 @given(
-    requests=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=25),
+    requests=st.lists(
+        st.tuples(PROMPTS, st.integers(1, 20), st.integers(0, 30), st.booleans(), st.integers(0, 2), st.booleans()),
+        min_size=1,
+        max_size=20,
+    ),
     pages=st.integers(14, 40),
     max_tokens=st.integers(4, 40),
     max_requests=st.integers(1, 8),
     chunk=st.sampled_from([1, 2, 4]),
     mixed=st.booleans(),
-    aborts=st.sets(st.integers(0, 24), max_size=5),
+    depth=st.integers(0, 2),
+    caching=st.booleans(),
+    aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 19), max_size=5),
 )
 def test_random_streams(
-    requests: list[tuple[int, int, int]],
+    requests: list[tuple[list[int], int, int, bool, int, bool]],
     pages: int,
     max_tokens: int,
     max_requests: int,
     chunk: int,
     mixed: bool,
-    aborts: set[int],
+    depth: int,
+    caching: bool,
+    aborts: dict[int, int],
 ) -> None:
     limits = StepLimits(max_tokens=max_tokens, max_requests=max_requests, chunk_multiple=chunk, mixed_phases=mixed)
-    scheduler, observer = make_scheduler(pages, limits), Observer(limits, pages)
-    arrivals = sorted((when, i, make_request(i, prompt, output)) for i, (prompt, output, when) in enumerate(requests))
-    everybody = [request for _, _, request in arrivals]
+    scheduler, device = make_scheduler(pages, limits, caching), Device(limits, pages)
+    everybody = [
+        make_request(i, prompt, output, may_stop=may_stop, priority=priority, cache_salt="a" if salted else "")
+        for i, (prompt, output, _, may_stop, priority, salted) in enumerate(requests)
+    ]
+    arrivals = deque(sorted((request[2], i) for i, request in enumerate(requests)))
+    submitted: deque[StepOutput] = deque()
     for tick in range(10_000):
         while arrivals and arrivals[0][0] <= tick:
-            scheduler.add(arrivals.pop(0)[2])
-        step = scheduler.schedule()
-        if step is None:
+            scheduler.add(everybody[arrivals.popleft()[1]])
+        started = [request for request in everybody if all(request is not everybody[i] for _, i in arrivals)]
+        if tick in aborts and aborts[tick] < len(started):
+            scheduler.abort(started[aborts[tick]])
+        while len(submitted) <= depth and (step := scheduler.schedule()) is not None:
+            submitted.append(device.execute(step))
+        if submitted:
+            scheduler.commit(submitted.popleft())
+        elif not arrivals:
+            break
+        else:
             assert not scheduler.has_unfinished, "work is left and nothing runs"
-            if not arrivals:
-                break
-            continue
-        observer.see(step)
-        if tick in aborts:
-            scheduler.abort(everybody[tick % len(everybody)])
-        scheduler.commit(StepOutput(step.number, tuple(7 for s in step.scheduled if s.samples)))
     else:
         pytest.fail("requests do not end")
+    assert not scheduler.has_unfinished
+    assert scheduler.num_waiting == scheduler.num_running == 0
     assert scheduler.pool.num_free == scheduler.pool.num_usable, "pages leaked"
     for request in everybody:
-        assert request.finish_reason in ("length", "abort")
-        if request.finish_reason == "length":
-            assert len(request.token_ids) == request.max_total_tokens
+        got, wanted = request.output_token_ids, expected_output(request)
+        if request.finish_reason == "abort":
+            assert got == wanted[: len(got)]
+        else:
+            assert got == wanted
+            assert request.finish_reason == ("stop" if wanted[-1] in request.stop_token_ids else "length")
 
 
-def test_first_come_first_served() -> None:
-    scheduler = make_scheduler(40, StepLimits(max_tokens=8, max_requests=2))
-    requests = [make_request(i, 6, 3) for i in range(4)]
+@pytest.mark.parametrize("depth", [0, 1])
+def test_lower_priority_values_first_then_first_come(depth: int) -> None:
+    limits = StepLimits(max_tokens=8, max_requests=1)
+    scheduler, device = make_scheduler(40, limits), Device(limits, 40)
+    requests = [make_request(i, [i] * 6, 3, priority=priority) for i, priority in enumerate([1, 0, 1, 0])]
     for request in requests:
         scheduler.add(request)
     ended: list[str] = []
-    while step := scheduler.schedule():
-        done = scheduler.commit(StepOutput(step.number, tuple(7 for s in step.scheduled if s.samples)))
-        ended += [r.request_id for r in done if r.finish_reason]
-    assert ended == ["0", "1", "2", "3"]
+    submitted: deque[StepOutput] = deque()
+    while scheduler.has_unfinished:
+        while len(submitted) <= depth and (step := scheduler.schedule()) is not None:
+            submitted.append(device.execute(step))
+        ended += [r.request_id for r in scheduler.commit(submitted.popleft()) if r.finish_reason]
+    assert ended == ["1", "3", "0", "2"]
+
+
+def test_a_common_prefix_is_computed_once() -> None:
+    limits = StepLimits(max_tokens=100, max_requests=4)
+    scheduler, device = make_scheduler(40, limits), Device(limits, 40)
+    prompt = list(range(22))
+    for number in range(3):
+        scheduler.add(make_request(number, prompt, 1))
+        run(scheduler, device, depth=0)
+    assert device.num_computed == 22 + 2 + 2, "five blocks of four are found again, two tokens are not"
+    scheduler.add(stranger := make_request(3, prompt, 1, cache_salt="another tenant"))
+    run(scheduler, device, depth=0)
+    assert device.num_computed == 22 + 2 + 2 + 22
+    assert stranger.num_cached_tokens == 0
+
+
+def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
+    limits = StepLimits(max_tokens=100, max_requests=4)
+    scheduler, device = make_scheduler(40, limits), Device(limits, 40)
+    for number in range(2):
+        scheduler.add(make_request(number, list(range(8)), 1))
+        run(scheduler, device, depth=0)
+    assert device.num_computed == 8 + 4
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    limits = StepLimits(max_tokens=64, max_requests=4)
+    scheduler, device = make_scheduler(10, limits), Device(limits, 10)
+    requests = [make_request(i, [i + 2] * 14, 18) for i in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    run(scheduler, device, depth=1)
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert all(request.output_token_ids == expected_output(request) for request in requests)
+
+
+def test_deadlines_end_requests_wherever_they_are() -> None:
+    limits = StepLimits(max_tokens=8, max_requests=1)
+    scheduler, device = make_scheduler(40, limits), Device(limits, 40)
+    now = time.monotonic()
+    running, waiting, patient = (
+        make_request(i, [i] * 6, 9, deadline=deadline) for i, deadline in enumerate([now + 1, now + 2, None])
+    )
+    for request in (running, waiting, patient):
+        scheduler.add(request)
+    step = scheduler.schedule()
+    assert step is not None
+    output = device.execute(step)
+    assert scheduler.expire(now) == []
+    assert scheduler.expire(now + 3) == [running, waiting]
+    assert running.finish_reason == waiting.finish_reason == "abort"
+    assert running.stop_reason == "deadline"
+    scheduler.commit(output)
+    run(scheduler, device, depth=1)
+    assert patient.output_token_ids == expected_output(patient)
+    assert scheduler.pool.num_free == scheduler.pool.num_usable
 
 
 def test_a_request_larger_than_the_pool_is_refused_with_the_remedy() -> None:
     scheduler = make_scheduler(4, StepLimits(max_tokens=8, max_requests=2))
     with pytest.raises(CapacityError, match=r"may reach 13 tokens, the cache holds 12; raise --kv-cache-memory"):
-        scheduler.add(make_request(0, 10, 3))
+        scheduler.add(make_request(0, [0] * 10, 3))
     assert not scheduler.has_unfinished
+
+
+def test_the_pool_forgets_the_least_recently_used_and_tails_first() -> None:
+    pool = BlockPool(6, BLOCK)
+    hashes = [hash_salt("")]
+    for _ in range(4):
+        hashes.append(hash_block(hashes[-1], [1, 2, 3, 4]))
+    pages = pool.allocate(4)
+    assert pages is not None
+    for page, content in zip(pages, hashes[1:], strict=True):
+        pool.remember(page, content)
+    pool.free(pages)
+    assert pool.find(hashes[1:]) == pages
+    assert pool.allocate(6) is None
+    fresh = pool.allocate(2)
+    assert fresh is not None
+    assert pool.find(hashes[1:]) == pages[:3], "first the page without content went, then the end of the chain"
+    pool.hold(pages[:1])
+    assert pool.num_free == 2
+    assert pool.num_free_without(pages[:3]) == 0

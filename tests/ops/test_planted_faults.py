@@ -31,7 +31,7 @@ norm, add_norm, rotate, store = (
     rotary_embedding.reference,
     store_kv.reference,
 )
-fused: Implementation = qk_norm_rope_store.reference
+fused: Callable[..., tuple[Tensor, Tensor]] = qk_norm_rope_store.reference
 gated, ungated = act_and_mul.reference, activation.reference
 
 

@@ -151,9 +151,9 @@ def test_store_kv_writes_page_and_offset_and_nothing_else() -> None:
 
 def test_store_kv_rounds_to_the_caches_dtype() -> None:
     k = torch.tensor([[[1.00390625, 448.0]]])
-    caches = [torch.zeros(2, 1, 1, 2, dtype=torch.float8_e4m3fn) for _ in range(2)]
-    store_kv.reference(k, k, *caches, torch.tensor([1], dtype=torch.int32))
-    assert caches[0][1].float().flatten().tolist() == [1.0, 448.0]
+    k_cache, v_cache = torch.zeros(2, 2, 1, 1, 2, dtype=torch.float8_e4m3fn)
+    store_kv.reference(k, k, k_cache, v_cache, torch.tensor([1], dtype=torch.int32))
+    assert k_cache[1].float().flatten().tolist() == [1.0, 448.0]
 
 
 @pytest.mark.parametrize("normed", [False, True])

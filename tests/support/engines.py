@@ -11,7 +11,12 @@ from hardpoint import LLM
 from hardpoint.engine.executor import InProcessExecutor
 from hardpoint.engine.step import NewRequest, ScheduledRequest, SlotSampling, StepInput
 
-SMALL: dict[str, Any] = {"platform": "cpu", "kv_cache_memory": "16MiB", "max_num_seqs": 16}
+SMALL: dict[str, Any] = {
+    "platform": "cpu",
+    "kv_cache_memory": "16MiB",
+    "max_num_seqs": 16,
+    "plugin_config": {"cpu": {"threads": 1}},
+}
 """Settings for a quick engine on the CPU."""
 
 
@@ -30,7 +35,7 @@ def prompt_logits(llm: LLM, ids: list[int], chunk: int | None = None) -> torch.T
     pool = llm.core.scheduler.pool
     pages = pool.allocate(pool.pages_for(len(ids)))
     assert pages is not None
-    rows, new = [], (NewRequest(0, tuple(ids), SlotSampling(0.0, 0, 1.0, 0.0, 0)),)
+    rows, new = [], (NewRequest(0, tuple(ids), SlotSampling(0.0, 0, 1.0, 0.0, 0), len(ids)),)
     for number, start in enumerate(range(0, len(ids), chunk or len(ids))):
         count = min(chunk or len(ids), len(ids) - start)
         share = ScheduledRequest(0, start, count, tuple(pages) if start == 0 else (), samples=False)

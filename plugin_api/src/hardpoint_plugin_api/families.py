@@ -15,7 +15,8 @@ class Family:
     """One kind of pluggable thing.
 
     ``has_of`` says whether its contributions name what they implement (which op, layer, architecture);
-    ``flag`` is the command-line flag that chooses in it, where it has one of its own.
+    ``flag`` is the command-line flag that chooses in it, where it has one of its own. ``stepwise`` says by what its
+    winners may differ from step to step: not at all, by the step's size, or by size and phase.
     """
 
     name: str
@@ -24,38 +25,40 @@ class Family:
     summary: str
     has_of: bool = False
     flag: str | None = None
+    stepwise: Literal["no", "size", "size and phase"] = "no"
 
     def takes(self, key: str) -> bool:
         """Say whether workloads of this family carry the field a requirement named ``key`` looks at."""
         return key in {f.name for f in fields(self.workload)}
 
 
-FAMILIES: dict[str, Family] = {
-    f.name: f
-    for f in (
-        Family("platform", requests.PlatformWorkload, "provisional", "a kind of device", flag="--platform"),
-        Family("op", requests.OpWorkload, "provisional", "an implementation of a named op", has_of=True),
-        Family("layer", requests.LayerWorkload, "provisional", "a replacement for a whole layer class", has_of=True),
-        Family(
-            "attention",
-            requests.AttentionWorkload,
-            "provisional",
-            "cache layout, store, plan and forward of attention",
-            flag="--attention-backend",
-        ),
-        Family(
-            "linear",
-            requests.LinearWorkload,
-            "provisional",
-            "matmul behind a quantization scheme",
-            flag="--linear-backend",
-        ),
-        Family("quantization", requests.QuantizationWorkload, "provisional", "a reader of quantized checkpoints"),
-        Family("experts", requests.ExpertsWorkload, "provisional", "kernels of a mixture of experts"),
-        Family("all2all", requests.All2AllWorkload, "provisional", "dispatch and combine between expert ranks"),
-        Family("communicator", requests.CommunicatorWorkload, "provisional", "collectives of a group of ranks"),
-        Family("model", requests.ModelWorkload, "provisional", "a model architecture", has_of=True),
-        Family("scheduler", requests.SchedulerWorkload, "provisional", "what runs in the next step"),
-        Family("runner", requests.RunnerWorkload, "provisional", "how a step runs on the device"),
-    )
-}
+_ALL = (
+    Family("platform", requests.PlatformWorkload, "provisional", "a kind of device", flag="--platform"),
+    Family("op", requests.OpWorkload, "provisional", "an implementation of a named op", True, stepwise="size"),
+    Family("layer", requests.LayerWorkload, "provisional", "a replacement for a whole layer class", True),
+    Family(
+        "attention",
+        requests.AttentionWorkload,
+        "provisional",
+        "cache layout, store, plan and forward of attention",
+        flag="--attention-backend",
+        stepwise="size and phase",
+    ),
+    Family(
+        "linear",
+        requests.LinearWorkload,
+        "provisional",
+        "matmul behind a quantization scheme",
+        flag="--linear-backend",
+        stepwise="size",
+    ),
+    Family("quantization", requests.QuantizationWorkload, "provisional", "a reader of quantized checkpoints"),
+    Family("experts", requests.ExpertsWorkload, "provisional", "kernels of a mixture of experts", stepwise="size"),
+    Family("all2all", requests.All2AllWorkload, "provisional", "dispatch and combine between expert ranks"),
+    Family("communicator", requests.CommunicatorWorkload, "provisional", "collectives of a group of ranks"),
+    Family("model", requests.ModelWorkload, "provisional", "a model architecture", True),
+    Family("scheduler", requests.SchedulerWorkload, "provisional", "what runs in the next step"),
+    Family("runner", requests.RunnerWorkload, "provisional", "how a step runs on the device"),
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
+"""Every family by name."""

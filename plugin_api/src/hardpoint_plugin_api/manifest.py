@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from hardpoint_plugin_api.contributions import Contribution, Form
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format
 from hardpoint_plugin_api.errors import ManifestError, UnknownNameError, nearest
 from hardpoint_plugin_api.families import FAMILIES
-from hardpoint_plugin_api.requirements import parse_requirement
+from hardpoint_plugin_api.requirements import TokensRequirement, parse_requirement
 from hardpoint_plugin_api.versions import MANIFEST_SCHEMA, ApiVersion
 
 MANIFEST_NAME = "hardpoint.toml"
@@ -154,6 +155,12 @@ class _Table:
     def number(self, key: str, default: int) -> int:
         return int(self.get(key, int, default))
 
+    def size(self, key: str, default: float) -> float:
+        value = self.data.get(key, default)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise self.fail(f"{key!r} must be a number of zero or more, got {value!r}")
+        return float(value)
+
     def texts(self, key: str) -> tuple[str, ...]:
         values = self.get(key, list, [])
         if not all(isinstance(v, str) for v in values):
@@ -208,19 +215,16 @@ def _device(table: _Table, own_platform: str | None) -> DeviceInfo:
         "fp8_dtype",
         "fp8_max",
     )
-    memory = table.data.get("memory_gib", 0)
-    if type(memory) not in (int, float) or memory < 0:
-        raise table.fail(f"'memory_gib' must be a number, got {memory!r}")
     fp8 = None
     if "fp8_dtype" in table.data:
-        fp8 = Fp8Format(table.text("fp8_dtype"), float(table.data.get("fp8_max", 448.0)))
+        fp8 = Fp8Format(table.text("fp8_dtype"), table.size("fp8_max", 448.0))
     platform = table.text("platform", own_platform or ...)
     return DeviceInfo(
         platform=platform,
         name=table.text("name"),
         torch_type=table.text("torch_type", platform),
         arch=table.text("arch"),
-        memory_bytes=int(memory * 2**30),
+        memory_bytes=int(table.size("memory_gib", 0.0) * 2**30),
         accelerator=table.get("accelerator", bool, True),
         dtypes=frozenset(table.texts("dtypes") or ("float32", "float16", "bfloat16")),
         features=frozenset(table.texts("features")),
@@ -252,6 +256,9 @@ def _contribution(table: _Table) -> Contribution:
     requires = table.get("requires", list, [])
     if not all(isinstance(r, dict) for r in requires):
         raise table.fail("'requires' must be a list of tables such as { package = \"acme-kernels>=2\" }")
+    requirements = tuple(parse_requirement(r, family, table.where) for r in requires)
+    if sum(isinstance(r, TokensRequirement) for r in requirements) > 1:
+        raise table.fail("'requires' holds 'tokens' more than once; a contribution is for one range")
     return Contribution(
         family=family.name,
         name=table.name("name"),
@@ -260,7 +267,7 @@ def _contribution(table: _Table) -> Contribution:
         platforms=table.texts("platforms"),
         priority=table.number("priority", 0),
         summary=table.text("summary", ""),
-        requires=tuple(parse_requirement(r, family, table.where) for r in requires),
+        requires=requirements,
         replaces=table.text("replaces") if "replaces" in table.data else None,
         form=form,  # type: ignore[arg-type]  # narrowed by the check above
         layout=table.text("layout", "plain"),

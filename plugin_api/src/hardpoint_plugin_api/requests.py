@@ -105,7 +105,7 @@ class LinearWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationWorkload(Workload):
-    """A quantization method, ``of`` being the name in a checkpoint's config or on the command line."""
+    """A quantization method, chosen by the name that a checkpoint's config or the command line gives."""
 
     family: ClassVar[str] = "quantization"
 

@@ -247,6 +247,12 @@ def parse_requirement(table: Mapping[str, object], family: Family, where: str) -
         raise ManifestError(
             f"{where}: 'symbol' needs 'from', the distribution it must come from, and nothing else has it"
         )
+    if key == "tokens" and family.stepwise == "no":
+        raise ManifestError(
+            f"{where}: requirement 'tokens' does not apply to {family.name!r}: it serves every step alike"
+        )
+    if key == "tokens" and family.stepwise == "size" and isinstance(value, dict) and "phase" in value:
+        raise ManifestError(f"{where}: only attention tells phases apart; {family.name!r} knows a step's size alone")
     try:
         return parse({"symbol": value, "from": distribution} if key == "symbol" else value)
     except (TypeError, ValueError, InvalidRequirement) as error:

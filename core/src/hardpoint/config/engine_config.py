@@ -42,6 +42,10 @@ class EngineConfig(BaseModel):
     max_model_len: Count | None = Field(None, description="Longest sequence, prompt and output together, in tokens.")
     max_num_seqs: Count = Field(256, description="Most sequences that run at once.")
     max_num_batched_tokens: Count = Field(2048, description="Most tokens in one step.")
+    enable_prefix_caching: bool = Field(True, description="Reuse the cache of prompts that begin alike.")
+    async_scheduling: bool | None = Field(
+        None, description="Submit a step before the last one's tokens are known; by default on accelerators."
+    )
     enforce_eager: bool = Field(False, description="Without compilation and recorded graphs.")
     seed: Seed = Field(0, description="Seed of everything random.")
     tuning_file: Text | None = Field(None, description="Measured winners, as written by 'hardpoint tune'.")

@@ -6,7 +6,8 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -15,12 +16,13 @@ from hardpoint.checkpoint.loader import load_weights
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.engine.block_pool import BlockPool
 from hardpoint.engine.blueprint import Blueprint
-from hardpoint.engine.executor import Executor, InProcessExecutor
+from hardpoint.engine.executor import Executor, InProcessExecutor, Pending
 from hardpoint.engine.memory import CacheMemory
 from hardpoint.engine.request import Request
-from hardpoint.engine.runner import Runner, RunnerArgs
+from hardpoint.engine.runner import Model, Runner, RunnerArgs
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduler import Scheduler, SchedulerArgs
+from hardpoint.engine.step import StepInput
 from hardpoint.selection import SelectionTable
 from hardpoint_plugin_api import EngineInfo, RequestError, RunnerWorkload, SchedulerWorkload, StepLimits
 
@@ -41,7 +43,10 @@ class EngineStats:
 
 @dataclass
 class EngineCore:
-    """One model on one device. Built by ``start``; ``close`` frees what it holds."""
+    """One model on one device. Built by ``start``; ``close`` frees what it holds.
+
+    ``_ahead`` steps are submitted beyond the one that is waited for: 1 lets host and device overlap.
+    """
 
     blueprint: Blueprint
     table: SelectionTable
@@ -50,11 +55,15 @@ class EngineCore:
     max_model_len: int
     stats: EngineStats
     _info: EngineInfo
-    _numbers: Iterable[int] = field(default_factory=itertools.count)
+    _ahead: int
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _submitted: deque[tuple[StepInput, Pending]] = field(default_factory=deque)
 
     @classmethod
-    def start(cls, blueprint: Blueprint) -> EngineCore:
+    def start(cls, blueprint: Blueprint, model: Model | None = None) -> EngineCore:
         """Load the weights, size the cache, construct scheduler and runner as selected.
+
+        ``model`` runs in place of the blueprint's own: for measuring the host.
 
         Raises CheckpointError and CapacityError.
         """
@@ -87,23 +96,39 @@ class EngineCore:
             RunnerArgs(
                 ctx=ctx,
                 platform=platform,
-                model=blueprint.model,
+                model=model or blueprint.model,
                 sampling_ops=blueprint.sampling_ops,
                 caches=cache.views,
                 num_slots=limits.max_requests,
                 max_step_tokens=limits.max_tokens,
+                vocab_size=blueprint.hf_config.integer("vocab_size"),
             )
         )
-        scheduler = scheduler_class(SchedulerArgs(BlockPool(cache.num_pages, ctx.block_size), limits, max_model_len))
+        pool = BlockPool(cache.num_pages, ctx.block_size)
+        scheduler = scheduler_class(SchedulerArgs(pool, limits, max_model_len, config.enable_prefix_caching))
         info = EngineInfo(config.model, ctx.device, table.digest)
         blueprint.plugins.engine_started(info)
         stats = EngineStats(load_seconds=time.perf_counter() - began)
-        return cls(blueprint, table, InProcessExecutor(runner), scheduler, max_model_len, stats, info)
+        ahead = ctx.device.accelerator if config.async_scheduling is None else config.async_scheduling
+        return cls(blueprint, table, InProcessExecutor(runner), scheduler, max_model_len, stats, info, int(ahead))
 
     def add_request(
-        self, prompt_token_ids: Iterable[int], params: SamplingParams, eos_token_ids: frozenset[int]
+        self,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        eos_token_ids: frozenset[int],
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> Request:
-        """Queue a request. Raises RequestError for an empty or too long prompt or an id outside the vocabulary."""
+        """Queue a request for one completion, which ends after ``timeout`` seconds at the latest.
+
+        ``bad_words`` are the token sequences of the parameter of that name: the core knows no text.
+        Raises RequestError for an empty or too long prompt or an id outside the vocabulary.
+        """
+        assert params.n == 1, "several completions are several requests: see Conversation"
         prompt = tuple(prompt_token_ids)
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
@@ -120,9 +145,12 @@ class EngineCore:
         most = self.max_model_len
         if params.max_tokens is not None:
             most = min(most, len(prompt) + params.max_tokens)
-        number = next(iter(self._numbers))
+        number = next(self._numbers)
+        words = tuple(tuple(word) for word in bad_words)
+        params.check_vocabulary(vocabulary, words)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
-        request = Request(str(number), prompt, params, seed, stops, most)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        request = Request(str(number), prompt, params, seed, stops, most, number, priority, deadline, cache_salt, words)
         self.scheduler.add(request)
         return request
 
@@ -132,12 +160,22 @@ class EngineCore:
         return self.scheduler.has_unfinished
 
     def step(self) -> list[Request]:
-        """Run one step and return the requests that got a token."""
+        """Submit what fits ahead, wait for the oldest step, and return the requests that got a token or ended."""
         began = time.perf_counter()
-        step = self.scheduler.schedule()
-        if step is None:
-            return []
-        advanced = self.scheduler.commit(self.executor.submit(step).result())
+        expired = self.scheduler.expire(time.monotonic())
+        while len(self._submitted) <= self._ahead and (step := self.scheduler.schedule()) is not None:
+            self._submitted.append((step, self.executor.submit(step)))
+        if not self._submitted:
+            return expired
+        advanced = expired + self._collect(began)
+        while self._submitted and not self.scheduler.has_unfinished:
+            self._collect(time.perf_counter())  # steps whose tokens nobody wants any more
+        return advanced
+
+    def _collect(self, began: float) -> list[Request]:
+        """Wait for the oldest submitted step and commit it."""
+        step, pending = self._submitted.popleft()
+        advanced = self.scheduler.commit(pending.result())
         seconds, decodes = time.perf_counter() - began, sum(s.count == 1 for s in step.scheduled)
         self.stats.num_steps += 1
         if decodes == len(step.scheduled):

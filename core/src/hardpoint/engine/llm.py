@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,27 +10,17 @@ from hardpoint.bench.stages import mark
 from hardpoint.checkpoint.source import resolve_tokenizer
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
+from hardpoint.engine.conversation import Conversation
 from hardpoint.engine.core import EngineCore, EngineStats
 from hardpoint.engine.generation_config import GenerationConfig
-from hardpoint.engine.outputs import CompletionOutput, RequestOutput
-from hardpoint.engine.request import Request
+from hardpoint.engine.outputs import RequestOutput
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.selection import SelectionTable
-from hardpoint.tokenizer import ChatTemplate, Detokenizer, Tokenizer
+from hardpoint.tokenizer import ChatTemplate, Tokenizer
 from hardpoint_plugin_api import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``."""
-
-
-@dataclass
-class _Conversation:
-    """A request with the text that comes of it."""
-
-    request: Request
-    output: RequestOutput
-    detokenizer: Detokenizer
-    began: float
 
 
 class LLM:
@@ -94,13 +82,13 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(many):
             raise RequestError(f"{len(many)} prompts, but {len(params)} sampling_params; give one, or one per prompt")
-        open_: list[_Conversation] = []
+        open_: list[Conversation] = []
         try:
             for prompt, each in zip(many, params, strict=True):
                 open_.append(self._open(prompt, each))
         except Exception:
             for conversation in open_:
-                self.core.abort(conversation.request)
+                conversation.abort()
             raise
         with _progress(len(open_), show=use_tqdm and len(open_) > 1) as advance:
             for conversation in self._run(open_):
@@ -147,7 +135,7 @@ class LLM:
             for each in self._run([conversation]):
                 yield each.output
         finally:
-            self.core.abort(conversation.request)
+            conversation.abort()
 
     def close(self) -> None:
         """Free weights and caches."""
@@ -161,18 +149,9 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _open(self, prompt: Prompt, params: SamplingParams) -> _Conversation:
+    def _open(self, prompt: Prompt, params: SamplingParams) -> Conversation:
         text, ids = self._tokens(prompt)
-        request = self.core.add_request(ids, params, self._eos_token_ids)
-        output = RequestOutput(request.request_id, text, list(ids), [CompletionOutput(0, "", [])], finished=False)
-        detokenizer = Detokenizer(
-            self.tokenizer,
-            stop=params.stop_texts,
-            prompt_ids=ids,
-            skip_special_tokens=params.skip_special_tokens,
-            include_stop=params.include_stop_str_in_output,
-        )
-        return _Conversation(request, output, detokenizer, time.perf_counter())
+        return Conversation(self.core, self.tokenizer, text, ids, params, self._eos_token_ids)
 
     @property
     def _eos_token_ids(self) -> frozenset[int]:
@@ -190,43 +169,16 @@ class LLM:
             raise RequestError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
         return None, list(prompt)
 
-    def _run(self, conversations: Sequence[_Conversation]) -> Iterator[_Conversation]:
+    def _run(self, conversations: Sequence[Conversation]) -> Iterator[Conversation]:
         """Step until all are finished; yields a conversation each time its output grew."""
-        by_request = {c.request: c for c in conversations}
+        by_request = {request: c for c in conversations for request in c.requests}
         left = len(conversations)
         while left:
             for request in self.core.step():
                 conversation = by_request.get(request)
-                if conversation is None or conversation.output.finished:
-                    continue
-                self._advance(conversation)
-                left -= conversation.output.finished
-                yield conversation
-
-    def _advance(self, conversation: _Conversation) -> None:
-        """Take a request's newest token into its output."""
-        request, output, metrics = conversation.request, conversation.output, conversation.output.metrics
-        completion, elapsed = output.outputs[0], time.perf_counter() - conversation.began
-        if metrics.first_token is None:
-            metrics.first_token = elapsed
-            mark("first token")
-        completion.token_ids.append(request.token_ids[-1])
-        ended_by_token = request.finish_reason == "stop"
-        if not ended_by_token:
-            conversation.detokenizer.add([request.token_ids[-1]])
-        if request.finish_reason:
-            conversation.detokenizer.flush()
-        completion.text = conversation.detokenizer.text
-        if conversation.detokenizer.stop_text is not None:
-            self.core.abort(request)
-            completion.finish_reason, completion.stop_reason = "stop", conversation.detokenizer.stop_text
-        if request.finish_reason and completion.finish_reason is None:
-            completion.finish_reason = request.finish_reason
-            explicit = request.stop_reason in (request.params.stop_token_ids or ())
-            completion.stop_reason = request.stop_reason if explicit else None
-        if completion.finish_reason:
-            output.finished = True
-            metrics.finished, metrics.num_preemptions = elapsed, request.num_preemptions
+                if conversation is not None and conversation.advance(request):
+                    left -= conversation.output.finished
+                    yield conversation
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -8,15 +8,34 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "abort"]
 
 
+@dataclass(frozen=True)
+class Logprob:
+    """A token's log-probability and its rank, 1 for the likeliest; equally likely tokens share theirs."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PositionLogprobs = dict[int, Logprob]
+"""By token id: the token that stands at a position, then the likeliest ones that were asked for."""
+
+
 @dataclass
 class CompletionOutput:
-    """One continuation. ``stop_reason`` is the text or token id that ended it, or None for the model's own end."""
+    """One continuation. ``stop_reason`` is the text or token id that ended it, or None for the model's own end.
+
+    Where they were asked for, ``logprobs`` has an entry for each of ``token_ids``, and ``cumulative_logprob`` is the
+    sum over those tokens.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
 
     def finished(self) -> bool:
         """True once nothing more will come."""
@@ -34,7 +53,11 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """A request and what came of it so far."""
+    """A request and what came of it so far: as many outputs as completions were asked for.
+
+    ``prompt_logprobs``, where they were asked for, has an entry for each prompt token, None for the first. It is there
+    as soon as the first token is drawn.
+    """
 
     request_id: str
     prompt: str | None
@@ -42,3 +65,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    prompt_logprobs: list[PositionLogprobs | None] | None = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hardpoint.engine.block_pool import BlockHash, hash_block, hash_salt
 from hardpoint.engine.outputs import FinishReason
 from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.engine.step import PromptLogprobs, SlotSampling, TokenLogprobs
 
 
 @dataclass(eq=False)
@@ -13,7 +15,15 @@ class Request:
     """Tokens so far, how many of them are in the cache, and where.
 
     ``num_computed`` counts tokens whose keys and values are stored once the submitted steps are done; ``num_sampled``
-    counts tokens drawn, their values included as soon as they are committed to ``token_ids``.
+    counts tokens drawn, their values included as soon as they are committed to ``token_ids``. ``num_in_flight`` counts
+    submitted steps that use its pages. A request holds a ``slot`` exactly while it runs.
+
+    Of two waiting requests the one with the lower ``priority`` runs first, then the one with the lower ``number``.
+    ``deadline`` is a time of ``time.monotonic``, after which the request ends. ``cache_salt`` keeps its cached prefix
+    from requests with another salt. ``bad_words`` are token sequences that its output never completes.
+
+    Where its parameters ask for them, ``logprobs`` has an entry for each drawn token and ``prompt_logprobs`` one for
+    each token of the prompt, None for the first; the latter is complete with the first drawn token.
     """
 
     request_id: str
@@ -22,17 +32,34 @@ class Request:
     seed: int
     stop_token_ids: frozenset[int]
     max_total_tokens: int
+    number: int = 0
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
+    bad_words: tuple[tuple[int, ...], ...] = ()
     token_ids: list[int] = field(init=False)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     num_sampled: int = 0
     num_computed: int = 0
+    num_in_flight: int = 0
+    num_cached_tokens: int = 0
     num_preemptions: int = 0
     pages: list[int] = field(default_factory=list)
     slot: int | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
+    _hashes: list[BlockHash] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        if self.needs_all_logits:
+            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among requests: lower comes first, and is preempted last."""
+        return self.priority, self.number
 
     @property
     def num_tokens(self) -> int:
@@ -41,10 +68,49 @@ class Request:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens that are not in the cache: one while decoding, more while the prompt is read."""
-        return self.num_tokens - self.num_computed
+        """Tokens yet to run: one while decoding, more while the prompt is read, none once all are drawn."""
+        return 0 if self.num_tokens >= self.max_total_tokens else self.num_tokens - self.num_computed
 
     @property
     def output_token_ids(self) -> list[int]:
         """The tokens drawn so far."""
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def needs_all_logits(self) -> bool:
+        """True where every token of the prompt must run through the model, so that no cached prefix can be used."""
+        return self.params.prompt_logprobs is not None
+
+    @property
+    def slot_sampling(self) -> SlotSampling:
+        """Its parameters as the runner takes them: numbers of other libraries become plain ones."""
+        p = self.params
+        return SlotSampling(
+            temperature=float(p.temperature),
+            top_k=max(0, int(p.top_k)),
+            top_p=float(p.top_p),
+            min_p=float(p.min_p),
+            seed=int(self.seed),
+            repetition_penalty=float(p.repetition_penalty),
+            presence_penalty=float(p.presence_penalty),
+            frequency_penalty=float(p.frequency_penalty),
+            logit_bias=tuple((int(token), float(bias)) for token, bias in (p.logit_bias or {}).items()),
+            bad_words=self.bad_words,
+            allowed_token_ids=None if p.allowed_token_ids is None else tuple(map(int, p.allowed_token_ids)),
+            min_tokens=int(p.min_tokens),
+            stop_token_ids=tuple(map(int, self.stop_token_ids)) if p.min_tokens else (),
+            logprobs=p.logprobs,
+            prompt_logprobs=p.prompt_logprobs,
+        )
+
+    def take_prompt_logprobs(self, chunk: PromptLogprobs) -> None:
+        """Take what a step read of the prompt; what is read again after a preemption replaces what was there."""
+        self.prompt_logprobs[chunk.start : chunk.start + len(chunk.tokens)] = chunk.tokens
+
+    def block_hashes(self, block_size: int, num_blocks: int) -> list[BlockHash]:
+        """The hashes of its first ``num_blocks`` blocks, all of whose tokens must be known."""
+        while len(self._hashes) < num_blocks:
+            start = len(self._hashes) * block_size
+            parent = self._hashes[-1] if self._hashes else hash_salt(self.cache_salt)
+            self._hashes.append(hash_block(parent, self.token_ids[start : start + block_size]))
+        return self._hashes[:num_blocks]

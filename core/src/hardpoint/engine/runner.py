@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from hardpoint.context import Context
+from hardpoint.engine.logprobs import DeviceLogprobs, DevicePromptLogprobs, PromptScorer
 from hardpoint.engine.sampler import Sampler, SamplingOps
 from hardpoint.engine.staging import Staging
 from hardpoint.engine.step import StepInput, StepOutput
@@ -36,10 +37,12 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Ticket:
-    """A submitted step: its number and, on the device, the tokens it draws (int64 [N])."""
+    """A submitted step: its number and, on the device, the tokens it draws (int64 [N]) and what is asked about them."""
 
     number: int
     tokens: torch.Tensor
+    logprobs: DeviceLogprobs | None
+    prompt_logprobs: DevicePromptLogprobs | None
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class RunnerArgs:
     caches: list[dict[str, torch.Tensor]]
     num_slots: int
     max_step_tokens: int
+    vocab_size: int
 
 
 class Runner:
@@ -70,22 +74,25 @@ class Runner:
         self._pages: Ints = np.full((args.num_slots, self._max_pages), NULL_PAGE, np.int32)
         self._num_pages: Ints = np.zeros(args.num_slots, np.int32)
         self._last_token = torch.zeros(args.num_slots, dtype=torch.int64, device=self._device)
-        self._sampler = Sampler(args.sampling_ops, args.num_slots, self._device)
+        self._sampler = Sampler(args.sampling_ops, args.num_slots, args.vocab_size, self._device)
+        self._prompts = PromptScorer(args.sampling_ops.rank, args.model.logits, args.vocab_size)
         per_request = 4 + self._max_pages
-        capacity = 5 * args.max_step_tokens + per_request * args.num_slots + 1
+        capacity = 7 * args.max_step_tokens + per_request * args.num_slots + 1
         self._staging = Staging(capacity, self._device, args.platform.pin)
 
     @torch.inference_mode()
     def submit(self, step: StepInput) -> Ticket:
         """Take the delta, run the model over the step's tokens, draw a token for each slot that samples."""
         hidden, rows = self.forward(step)
-        slots = [s.slot for s in step.scheduled if s.samples]
-        if not slots:
-            return Ticket(step.number, torch.empty(0, dtype=torch.int64, device=self._device))
-        last = rows["sample_rows"].long()
-        tokens = self._sampler.sample(self._model.logits(hidden[last]), slots, rows["positions"].long()[last] + 1)
-        self._last_token[rows["sample_slots"].long()] = tokens
-        return Ticket(step.number, tokens)
+        prompts = self._prompts.score(step.scheduled, hidden, rows)
+        shares = [s for s in step.scheduled if s.samples]
+        if not shares:
+            return Ticket(step.number, torch.empty(0, dtype=torch.int64, device=self._device), None, prompts)
+        last, slots = rows["sample_rows"].long(), rows["sample_slots"].long()
+        logits = self._model.logits(hidden[last])
+        drawn = self._sampler.sample(logits, shares, slots, rows["positions"].long()[last] + 1)
+        self._last_token[slots] = drawn.tokens
+        return Ticket(step.number, drawn.tokens, drawn.logprobs, prompts)
 
     def forward(self, step: StepInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Take the delta and run the model; returns hidden states [T, hidden] and the step's arrays on the device."""
@@ -102,19 +109,21 @@ class Runner:
         return self._model(ids, ForwardStep(rows["positions"].long(), self._caches, metadata)), rows
 
     def collect(self, ticket: Ticket) -> StepOutput:
-        """Wait for the tokens of ``ticket``."""
-        return StepOutput(ticket.number, tuple(ticket.tokens.tolist()))
+        """Wait for the tokens of ``ticket``, and for what was asked about them."""
+        logprobs = ticket.logprobs.to_host() if ticket.logprobs else ()
+        prompts = ticket.prompt_logprobs.to_host() if ticket.prompt_logprobs else ()
+        return StepOutput(ticket.number, tuple(ticket.tokens.tolist()), logprobs, prompts)
 
     def _take(self, step: StepInput) -> None:
         """Apply the delta: give slots up, fill new ones, append pages."""
         for slot in step.freed:
-            self._num_pages[slot] = self._num_known[slot] = 0
             self._pages[slot] = NULL_PAGE
         for new in step.new:
             count = len(new.token_ids)
             self._tokens[new.slot, :count] = new.token_ids
-            self._num_known[new.slot] = count
-            self._sampler.set_slot(new.slot, new.sampling)
+            self._num_known[new.slot], self._num_pages[new.slot] = count, 0
+            self._sampler.set_slot(new)
+            self._prompts.set_slot(new)
         for share in step.scheduled:
             held = self._num_pages[share.slot]
             self._pages[share.slot, held : held + len(share.new_pages)] = share.new_pages
@@ -139,6 +148,7 @@ class Runner:
             "ids": self._tokens[token_slots, positions],
             "positions": positions,
         }
+        arrays |= self._prompts.arrays(step.scheduled, query_start, self._tokens)
         samples = np.array([s.samples for s in step.scheduled])
         if samples.any():
             arrays |= {"sample_rows": query_start[1:][samples] - 1, "sample_slots": slots[samples]}

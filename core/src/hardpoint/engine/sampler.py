@@ -1,6 +1,6 @@
 """Draws the next token of each slot from its logits, by per-slot parameters and counter-based random numbers.
 
-A draw depends on the slot's seed and the token's position alone, never on the rest of the batch.
+A draw depends on the slot's own request, its seed and the token's position, never on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -11,51 +11,118 @@ from dataclasses import dataclass
 import torch
 
 from hardpoint.context import Context
-from hardpoint.engine.step import SlotSampling
+from hardpoint.engine.logits_state import AllowedTokens, LogitsPart, Penalties, TokenBias, needed_parts
+from hardpoint.engine.logprobs import DeviceLogprobs, RankTokens
+from hardpoint.engine.step import NewRequest, ScheduledRequest
+from hardpoint.ops.apply_logit_bias import apply_logit_bias
+from hardpoint.ops.apply_penalties import apply_penalties
+from hardpoint.ops.mask_tokens import mask_tokens
 from hardpoint.ops.sampling import argmax_tokens, philox_uniform, sample_tokens
+from hardpoint.ops.token_logprobs import token_logprobs
+
+Op = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
 class SamplingOps:
     """The sampler's ops, bound with the model's so that the selection table holds them."""
 
-    argmax: Callable[[torch.Tensor], torch.Tensor]
-    sample: Callable[..., torch.Tensor]
-    uniform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    argmax: Op
+    sample: Op
+    uniform: Op
+    mask: Op
+    bias: Op
+    penalize: Op
+    rank: RankTokens
 
     @classmethod
     def bind(cls, ctx: Context) -> SamplingOps:
         """Select the implementations."""
-        return cls(argmax_tokens.bind(ctx), sample_tokens.bind(ctx), philox_uniform.bind(ctx))
+        return cls(
+            argmax=argmax_tokens.bind(ctx),
+            sample=sample_tokens.bind(ctx),
+            uniform=philox_uniform.bind(ctx),
+            mask=mask_tokens.bind(ctx),
+            bias=apply_logit_bias.bind(ctx),
+            penalize=apply_penalties.bind(ctx),
+            rank=token_logprobs.bind(ctx),
+        )
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Tokens int64 [N] on the device, and their log-probabilities where any slot asks for them."""
+
+    tokens: torch.Tensor
+    logprobs: DeviceLogprobs | None
 
 
 class Sampler:
-    """Parameters live in device arrays by slot; a row is written when a request takes the slot."""
+    """Parameters live in device arrays by slot; a row is written when a request takes the slot.
 
-    def __init__(self, ops: SamplingOps, num_slots: int, device: torch.device) -> None:
+    Logits pass through in this order, as in vLLM: allowed tokens, bias and bans, penalties, temperature, truncations.
+    """
+
+    def __init__(self, ops: SamplingOps, num_slots: int, vocab_size: int, device: torch.device) -> None:
         def column(dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(num_slots, dtype=dtype, device=device)
 
         self._temperature, self._top_p, self._min_p = (column(torch.float32) for _ in range(3))
         self._top_k, self._seed = column(torch.int32), column(torch.int64)
-        self._greedy = [True] * num_slots
-        self._ops = ops
-
-    def set_slot(self, slot: int, sampling: SlotSampling) -> None:
-        """Write the parameters of the request that takes ``slot``."""
-        self._greedy[slot] = sampling.temperature == 0
-        if self._greedy[slot]:
-            self._temperature[slot] = 0.0
-            return
-        self._temperature[slot], self._top_k[slot] = sampling.temperature, sampling.top_k
-        self._top_p[slot], self._min_p[slot], self._seed[slot] = sampling.top_p, sampling.min_p, sampling.seed
-
-    def sample(self, logits: torch.Tensor, slots: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
-        """logits [N, V] of ``slots`` -> tokens int64 [N]; ``positions`` int64 [N] are those of the drawn tokens."""
-        if all(self._greedy[slot] for slot in slots):
-            return self._ops.argmax(logits)
-        rows = torch.tensor(slots, device=logits.device)
-        uniform = self._ops.uniform(self._seed[rows], positions)
-        return self._ops.sample(
-            logits, self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows], uniform
+        self._random_slots: set[int] = set()
+        self._top_n: dict[int, int] = {}
+        self._parts: tuple[LogitsPart, ...] = (
+            AllowedTokens(ops.mask, num_slots, vocab_size, device),
+            TokenBias(ops.bias, num_slots, vocab_size, device),
+            Penalties(ops.penalize, num_slots, vocab_size, device),
         )
+        self._ops, self._vocab_size = ops, vocab_size
+
+    def set_slot(self, new: NewRequest) -> None:
+        """Write the parameters of the request that takes a slot."""
+        slot, sampling = new.slot, new.sampling
+        for part in self._parts:
+            part.set_slot(new)
+        self._top_n.pop(slot, None)
+        if sampling.logprobs is not None:
+            self._top_n[slot] = self._vocab_size if sampling.logprobs == -1 else sampling.logprobs
+        self._temperature[slot] = sampling.temperature
+        if sampling.temperature == 0:
+            self._random_slots.discard(slot)
+            return
+        self._random_slots.add(slot)
+        self._top_k[slot], self._seed[slot] = sampling.top_k, sampling.seed
+        self._top_p[slot], self._min_p[slot] = sampling.top_p, sampling.min_p
+
+    def sample(
+        self, logits: torch.Tensor, shares: Sequence[ScheduledRequest], slots: torch.Tensor, positions: torch.Tensor
+    ) -> Sampled:
+        """Draw a token for each of ``shares`` and note it in its slot's state.
+
+        logits [N, V]; ``slots`` and ``positions``, int64 [N], are the shares' slots and the drawn tokens' positions.
+        """
+        parts, changed = needed_parts(self._parts, shares), logits
+        for part in parts:
+            changed = part.apply(changed, slots, positions)
+        tokens = self._draw(changed, shares, slots, positions)
+        for part in parts:
+            part.record(slots, tokens)
+        return Sampled(tokens, self._logprobs(logits, tokens, shares) if self._top_n else None)
+
+    def _draw(
+        self, logits: torch.Tensor, shares: Sequence[ScheduledRequest], slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        if self._random_slots.isdisjoint(share.slot for share in shares):
+            return self._ops.argmax(logits)
+        uniform = self._ops.uniform(self._seed[slots], positions)
+        columns = (self._temperature[slots], self._top_k[slots], self._top_p[slots], self._min_p[slots])
+        return self._ops.sample(logits, *columns, uniform)
+
+    def _logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, shares: Sequence[ScheduledRequest]
+    ) -> DeviceLogprobs | None:
+        top_n = tuple(self._top_n.get(share.slot) for share in shares)
+        widest = max((n for n in top_n if n is not None), default=None)
+        if widest is None:
+            return None
+        return DeviceLogprobs(*self._ops.rank(logits, tokens, top_n=widest), top_n)

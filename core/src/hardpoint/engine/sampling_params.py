@@ -1,22 +1,43 @@
-"""How the tokens of one request are chosen, and when it ends."""
+"""How the tokens of one request are chosen, when it ends, and what is reported about its tokens."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from numbers import Integral, Real
+from typing import Any
 
 from hardpoint_plugin_api import RequestError
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Names and defaults are those that users of vLLM know.
+    """Names, defaults and ranges are those that users of vLLM know.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 (or -1), ``top_p`` 1 and ``min_p`` 0 switch a truncation off. ``seed``
-    makes a request repeatable whatever else is in the batch; without one the engine draws it. ``stop`` texts end the
-    output and are not part of it unless ``include_stop_str_in_output``; ``stop_token_ids`` end it too.
-    ``max_tokens`` None means as far as the context reaches. Raises RequestError for values out of range.
+    ``n`` completions are drawn of each prompt. ``temperature`` 0 is greedy. ``top_k`` 0 (or -1), ``top_p`` 1 and
+    ``min_p`` 0 switch a truncation off. ``seed`` makes a request repeatable whatever else is in the batch; without one
+    the engine draws it.
+
+    ``repetition_penalty`` above 1 makes tokens of prompt and output less likely, ``presence_penalty`` and
+    ``frequency_penalty`` above 0 those of the output, once and by their number (ops/apply_penalties.py has the
+    formulas). ``logit_bias`` is added to the logits of single tokens. Tokens outside ``allowed_token_ids`` are never
+    drawn, nor those that would complete one of the texts ``bad_words``.
+
+    ``stop`` texts end the output and are not part of it unless ``include_stop_str_in_output``; ``stop_token_ids`` end
+    it too. No end is looked for in the first ``min_tokens`` tokens. ``max_tokens`` None means as far as the context
+    reaches.
+
+    ``logprobs`` asks for the log-probability of every drawn token and of that many of the likeliest (-1: of all),
+    ``prompt_logprobs`` for the same of the prompt. They are the model's own, before penalties, bias, temperature and
+    truncation.
+
+    Raises RequestError for a value that is of the wrong kind or out of range.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -28,19 +49,42 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: list[str] | tuple[str, ...] | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        self._check(self.temperature >= 0, "temperature", "0 or more (0 is greedy)")
-        self._check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
-        self._check(self.top_k >= -1, "top_k", "a positive number, or 0 or -1 for all")
-        self._check(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
-        self._check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1, or None")
-        self._check(self.seed is None or 0 <= self.seed < 2**63, "seed", "from 0 to 2**63 - 1, or None")
-        self._check(all(self.stop_texts), "stop", "texts that are not empty")
+        for name, (is_valid, valid) in _VALID.items():
+            if not is_valid(getattr(self, name)):
+                raise RequestError(f"{name} must be {valid}, got {getattr(self, name)!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
 
-    def _check(self, good: bool, name: str, valid: str) -> None:
-        if not good:
-            raise RequestError(f"{name} must be {valid}, got {getattr(self, name)!r}")
+    def check_vocabulary(self, size: int, bad_words: Collection[Collection[int]] = ()) -> None:
+        """Raise RequestError, naming the parameter, for what a vocabulary of ``size`` tokens does not hold.
+
+        ``bad_words`` are the token sequences of that parameter, none empty.
+        """
+        given: dict[str, Iterable[int]] = {
+            "logit_bias": self.logit_bias or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "stop_token_ids": self.stop_token_ids or (),
+            "bad_words": chain.from_iterable(bad_words),
+        }
+        for name, ids in given.items():
+            for token in ids:
+                if not 0 <= token < size:
+                    raise RequestError(f"{name} names token {token}, outside the model's vocabulary of {size}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and count > size:
+                raise RequestError(f"{name} must be at most the model's vocabulary of {size}, got {count}")
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -53,3 +97,83 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """True where the likeliest token is always taken."""
         return self.temperature == 0
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of a request's completion ``index``, from 0 to 2**63 - 1; that of completion 0 is the request's own.
+
+    Hashed, so that the completions of requests with neighbouring seeds have none in common.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+Check = Callable[[Any], bool]
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+
+def _is_a(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _integer(low: int, high: float = math.inf) -> Check:
+    return lambda value: _is_a(value, Integral) and low <= value <= high
+
+
+def _number(low: float, high: float = _FLOAT32_MAX) -> Check:
+    return lambda value: _is_a(value, Real) and low <= value <= high
+
+
+def _above_zero(high: float = _FLOAT32_MAX) -> Check:
+    return lambda value: _number(0, high)(value) and value > 0
+
+
+def _optional(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _all(check: Check) -> Check:
+    return lambda values: isinstance(values, Collection) and not isinstance(values, str) and all(map(check, values))
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, Mapping) and _all(_integer(0))(value) and _all(_number(-_FLOAT32_MAX))(value.values())
+
+
+_VALID: dict[str, tuple[Check, str]] = {
+    "n": (_integer(1), "at least 1"),
+    "temperature": (_number(0), "0 or more (0 is greedy)"),
+    "top_p": (_above_zero(1), "above 0 and at most 1"),
+    "top_k": (_integer(-1, 2**31 - 1), "a positive number, or 0 or -1 for all"),
+    "min_p": (_number(0, 1), "from 0 to 1"),
+    "seed": (_optional(_integer(0, 2**63 - 1)), "from 0 to 2**63 - 1, or None"),
+    "stop": (_optional(lambda value: _is_text(value) or _all(_is_text)(value)), "texts that are not empty"),
+    "stop_token_ids": (_optional(_all(_integer(0))), "token ids, or None"),
+    "max_tokens": (_optional(_integer(1)), "at least 1, or None"),
+    "ignore_eos": (_is_bool, "True or False"),
+    "skip_special_tokens": (_is_bool, "True or False"),
+    "include_stop_str_in_output": (_is_bool, "True or False"),
+    "repetition_penalty": (_above_zero(), "above 0 (1 is off)"),
+    "presence_penalty": (_number(-2, 2), "from -2 to 2"),
+    "frequency_penalty": (_number(-2, 2), "from -2 to 2"),
+    "logit_bias": (_optional(_is_bias), "a mapping of token ids to finite numbers, or None"),
+    "bad_words": (
+        _optional(_all(lambda word: _is_text(word) and word.strip(" "))),
+        "texts that are not blank, or None",
+    ),
+    "allowed_token_ids": (_optional(lambda ids: _all(_integer(0))(ids) and len(ids) > 0), "some token ids, or None"),
+    "min_tokens": (_integer(0), "0 or more"),
+    "logprobs": (_optional(_integer(-1)), "0 or more, -1 for all, or None"),
+    "prompt_logprobs": (_optional(_integer(-1)), "0 or more, -1 for all, or None"),
+}
+"""What each parameter must be, as a check and in words."""

@@ -1,18 +1,21 @@
 """The scheduler: who runs in the next step, with how many tokens, on which pages.
 
-It never needs a token's value: ``schedule`` advances counts and pages as it submits, ``commit`` takes the values when
-they arrive. First come, first served; a request that finds no page preempts the newest running one, which is computed
-again later.
+It never needs a token's value: ``schedule`` advances counts and pages as a step is submitted, ``commit`` takes values
+when they arrive, up to a step later; a token drawn for a request that had ended meanwhile is dropped. Requests run in
+the order of their rank; one that finds no page preempts the last of those that run, which is computed again later.
 """
 
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
 from hardpoint.engine.block_pool import BlockPool
+from hardpoint.engine.outputs import FinishReason
 from hardpoint.engine.request import Request
-from hardpoint.engine.step import NewRequest, ScheduledRequest, SlotSampling, StepInput, StepOutput
+from hardpoint.engine.step import NewRequest, ScheduledRequest, StepInput, StepOutput
 from hardpoint_plugin_api import CapacityError, StepLimits
 
 
@@ -23,36 +26,63 @@ class SchedulerArgs:
     pool: BlockPool
     limits: StepLimits
     max_model_len: int
+    prefix_caching: bool = True
+
+
+@dataclass
+class _Share:
+    """A request's part in a step, and how many of its tokens are stored once the step is done."""
+
+    request: Request
+    scheduled: ScheduledRequest
+
+    @property
+    def num_computed(self) -> int:
+        return self.scheduled.start + self.scheduled.count
 
 
 @dataclass
 class _Step:
-    """A step being put together."""
+    """A step, from being put together to being committed. ``released`` are pages to free once it is done."""
 
     budget: int
-    shares: list[tuple[Request, ScheduledRequest]] = field(default_factory=list)
+    shares: list[_Share] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     preempted: bool = False
+    released: list[list[int]] = field(default_factory=list)
 
 
 class Scheduler:
-    """Holds every unfinished request. ``schedule`` -> submit -> ``commit``, in the order of the steps."""
+    """Holds every unfinished request. Steps are committed in the order in which they were scheduled."""
 
     def __init__(self, args: SchedulerArgs) -> None:
         self.pool, self.limits, self.max_model_len = args.pool, args.limits, args.max_model_len
         assert self.limits.max_tokens is not None
         assert self.limits.max_requests is not None
-        self._waiting: deque[Request] = deque()
+        self._prefix_caching = args.prefix_caching
+        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._num_waiting = 0
         self._running: list[Request] = []
+        self._deadlines: list[tuple[float, int, Request]] = []
         self._free_slots = list(range(self.limits.max_requests - 1, -1, -1))
         self._freed_slots: list[int] = []
-        self._in_flight: deque[list[Request]] = deque()
+        self._in_flight: deque[_Step] = deque()
         self._number = 0
 
     @property
     def has_unfinished(self) -> bool:
         """True while any request waits or runs."""
-        return bool(self._waiting or self._running)
+        return bool(self._num_waiting or self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for one."""
+        return self._num_waiting
 
     def add(self, request: Request) -> None:
         """Queue ``request``. Raises CapacityError if even the empty pool could not hold all its tokens."""
@@ -62,117 +92,185 @@ class Scheduler:
                 f"request {request.request_id} may reach {request.max_total_tokens} tokens, the cache holds "
                 f"{self.pool.num_usable * self.pool.block_size}; raise --kv-cache-memory, or lower max_tokens"
             )
-        self._waiting.append(request)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.number, request))
+        self._wait(request)
 
-    def abort(self, request: Request) -> None:
-        """End ``request`` now; unknown or finished ones are left alone."""
-        if request in self._waiting:
-            self._waiting.remove(request)
-            request.finish_reason = "abort"
-        elif request in self._running:
-            self._finish(request)
-            request.finish_reason = "abort"
+    def abort(self, request: Request, stop_reason: str | None = None) -> None:
+        """End ``request`` now; one that has ended already is left alone."""
+        if request.finish_reason is None:
+            self._end(request, "abort")
+            request.stop_reason = stop_reason
+
+    def expire(self, now: float) -> list[Request]:
+        """End every request whose deadline is before ``now`` (time.monotonic) and return them."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] < now:
+            request = heapq.heappop(self._deadlines)[2]
+            if request.finish_reason is None:
+                self.abort(request, "deadline")
+                expired.append(request)
+        return expired
 
     def schedule(self) -> StepInput | None:
-        """Choose and advance the next step; None where nothing can run."""
+        """Choose and advance the next step; None where nothing can run (before another step is committed)."""
         assert self.limits.max_tokens is not None
         step = _Step(self.limits.max_tokens)
         if self.limits.mixed_phases:
-            self._continue(step, list(self._running))
+            self._continue(step, self._running)
             self._admit(step)
         else:
             self._continue(step, [r for r in self._running if r.num_to_compute > 1])
             self._admit(step)
             if not step.shares:
-                self._continue(step, list(self._running))
+                self._continue(step, self._running)
         if not step.shares:
             return None
-        step.shares.sort(key=lambda share: share[1].count > 1)
-        self._in_flight.append([request for request, share in step.shares if share.samples])
+        step.shares.sort(key=lambda share: share.scheduled.count > 1)
+        for share in step.shares:
+            share.request.num_in_flight += 1
+        self._in_flight.append(step)
         freed, self._freed_slots = tuple(self._freed_slots), []
         self._number += 1
-        return StepInput(self._number, freed, tuple(step.new), tuple(share for _, share in step.shares))
+        return StepInput(self._number, freed, tuple(step.new), tuple(share.scheduled for share in step.shares))
+
+    def commit(self, output: StepOutput) -> list[Request]:
+        """Take the tokens of the oldest step in flight; returns the requests that got one, finished ones included."""
+        step = self._in_flight.popleft()
+        tokens, logprobs = iter(output.tokens), iter(output.logprobs)
+        advanced = []
+        for share in step.shares:
+            request = share.request
+            request.num_in_flight -= 1
+            token = next(tokens) if share.scheduled.samples else None
+            scores = next(logprobs, None) if share.scheduled.samples else None
+            if request.finish_reason is not None:
+                continue
+            self._remember(share)
+            if token is None:
+                continue
+            request.token_ids.append(token)
+            if scores is not None:
+                request.logprobs.append(scores)
+            advanced.append(request)
+            if token in request.stop_token_ids:
+                self._end(request, "stop")
+                request.stop_reason = token
+            elif len(request.token_ids) >= request.max_total_tokens:
+                self._end(request, "length")
+        assert next(tokens, None) is None, "a step draws one token for each request that samples"
+        for chunk in output.prompt_logprobs:
+            step.shares[chunk.index].request.take_prompt_logprobs(chunk)
+        for pages in step.released:
+            self.pool.free(pages)
+        return advanced
 
     def _continue(self, step: _Step, requests: list[Request]) -> None:
-        """Give running requests their tokens, the oldest first: decodes, and prompts that are partly read."""
-        for request in requests:
-            if step.budget and request in self._running:
+        """Give running requests their tokens, in order: decodes, and prompts that are partly read."""
+        for request in tuple(requests):
+            if step.budget and request.slot is not None:
                 self._schedule(step, request)
 
     def _admit(self, step: _Step) -> None:
         """Start waiting requests, as long as slots, tokens and pages last. A step that preempted starts none."""
-        while self._waiting and step.budget and self._free_slots and not step.preempted:
-            request = self._waiting[0]
-            count = self._count(step, request)
-            if count == 0 or self.pool.num_free < self.pool.pages_for(count):
-                break
-            self._waiting.popleft()
-            request.slot = self._free_slots.pop()
-            self._running.append(request)
-            step.new.append(NewRequest(request.slot, tuple(request.token_ids), _sampling(request)))
-            self._schedule(step, request)
-
-    def commit(self, output: StepOutput) -> list[Request]:
-        """Take the tokens of the oldest step in flight; returns the requests that got one, finished ones included."""
-        requests = self._in_flight.popleft()
-        assert len(requests) == len(output.tokens)
-        advanced = []
-        for request, token in zip(requests, output.tokens, strict=True):
-            if request.finish_reason:
+        while self._num_waiting and step.budget and self._free_slots and not step.preempted:
+            request = self._waiting[0][1]
+            if request.finish_reason is not None:
+                heapq.heappop(self._waiting)
                 continue
-            request.token_ids.append(token)
-            advanced.append(request)
-            if token in request.stop_token_ids:
-                request.finish_reason, request.stop_reason = "stop", token
-            elif len(request.token_ids) >= request.max_total_tokens:
-                request.finish_reason = "length"
-            if request.finish_reason and request in self._running:
-                self._finish(request)
-        return advanced
+            if request.num_in_flight:
+                break  # preempted a moment ago: not all of its tokens are known yet
+            found = self._cached_prefix(request)
+            request.num_computed = len(found) * self.pool.block_size
+            count = self._count(step, request)
+            need = self.pool.pages_for(request.num_computed + count) - len(found)
+            if count == 0 or self.pool.num_free_without(found) < need:
+                request.num_computed = 0
+                break
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            self.pool.hold(found)
+            request.slot, request.pages = self._free_slots.pop(), []
+            request.num_cached_tokens += request.num_computed
+            bisect.insort(self._running, request, key=lambda r: r.rank)
+            num_prompt = len(request.prompt_token_ids)
+            step.new.append(NewRequest(request.slot, tuple(request.token_ids), request.slot_sampling, num_prompt))
+            self._schedule(step, request, found)
+
+    def _cached_prefix(self, request: Request) -> list[int]:
+        """Pages with the start of ``request``; at least its last token is left to compute."""
+        if not self._prefix_caching or request.needs_all_logits:
+            return []
+        num_blocks = (request.num_tokens - 1) // self.pool.block_size
+        return self.pool.find(request.block_hashes(self.pool.block_size, num_blocks))
+
+    def _remember(self, share: _Share) -> None:
+        """Let later requests find the blocks that a step has filled."""
+        request, size = share.request, self.pool.block_size
+        if not self._prefix_caching or request.slot is None:
+            return
+        first, end = share.scheduled.start // size, share.num_computed // size
+        hashes = request.block_hashes(size, end) if end > first else ()
+        for block in range(first, end):
+            self.pool.remember(request.pages[block], hashes[block])
 
     def _count(self, step: _Step, request: Request) -> int:
         """How many tokens of ``request`` the step has room for."""
         count = min(request.num_to_compute, step.budget)
         return count if count == request.num_to_compute else count - count % self.limits.chunk_multiple
 
-    def _schedule(self, step: _Step, request: Request) -> None:
-        """Advance ``request`` by as many tokens as there is room for, unless it has to give way for want of a page."""
+    def _schedule(self, step: _Step, request: Request, found: list[int] | None = None) -> None:
+        """Advance ``request`` by as many tokens as there is room for, unless it has to give way for want of a page.
+
+        ``found`` are pages of its cached prefix, already held.
+        """
         count = self._count(step, request)
         if count == 0:
             return
-        need = max(0, self.pool.pages_for(request.num_computed + count) - len(request.pages))
-        while (pages := self.pool.allocate(need)) is None:
+        found = found or []
+        need = self.pool.pages_for(request.num_computed + count) - len(request.pages) - len(found)
+        while (fresh := self.pool.allocate(max(0, need))) is None:
             victim = self._running[-1]
-            self._preempt(victim)
             step.preempted = True
-            if victim is request:
-                return
+            self._preempt(victim)
+            if victim is request or victim.num_in_flight:
+                return  # without a page; those of a victim in flight come back when its step is done
         start = request.num_computed
-        request.pages += pages
+        request.pages += found + fresh
         request.num_computed += count
-        samples = request.num_to_compute == 0
+        samples = request.num_computed == request.num_tokens
         request.num_sampled += samples
         assert request.slot is not None
-        step.shares.append((request, ScheduledRequest(request.slot, start, count, tuple(pages), samples)))
+        share = ScheduledRequest(request.slot, start, count, tuple(found + fresh), samples)
+        step.shares.append(_Share(request, share))
         step.budget -= count
 
     def _preempt(self, request: Request) -> None:
-        """Take the pages of ``request``; it waits at the front, to be computed again from its tokens."""
-        self._finish(request)
-        request.num_computed, request.pages, request.slot = 0, [], None
-        request.num_sampled = len(request.token_ids) - len(request.prompt_token_ids)
+        """Take the pages of ``request``; it waits, by its rank, to be computed again from its tokens."""
+        self._stop_running(request)
+        request.num_computed = 0
         request.num_preemptions += 1
-        self._waiting.appendleft(request)
+        self._wait(request)
 
-    def _finish(self, request: Request) -> None:
-        self._running.remove(request)
-        self.pool.free(request.pages)
-        request.pages = []
+    def _wait(self, request: Request) -> None:
+        heapq.heappush(self._waiting, (request.rank, request))
+        self._num_waiting += 1
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        if request.slot is None:
+            self._num_waiting -= 1  # its entry in the queue is dropped when it comes up
+        else:
+            self._stop_running(request)
+
+    def _stop_running(self, request: Request) -> None:
+        """Give up slot and pages; pages that a step in flight still uses are freed when it is done."""
         assert request.slot is not None
+        self._running.remove(request)
+        if request.num_in_flight:
+            self._in_flight[-1].released.append(request.pages)
+        else:
+            self.pool.free(request.pages)
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
-
-
-def _sampling(request: Request) -> SlotSampling:
-    p = request.params
-    return SlotSampling(p.temperature, max(0, p.top_k), p.top_p, p.min_p, request.seed)
+        request.slot, request.pages = None, []

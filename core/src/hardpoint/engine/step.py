@@ -7,22 +7,40 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SlotSampling:
-    """How a slot's tokens are drawn."""
+    """How a slot's tokens are drawn, and what is reported of them. The defaults change and report nothing.
+
+    ``bad_words`` are token sequences that the output never completes. ``stop_token_ids`` are not drawn among the first
+    ``min_tokens`` tokens. ``logprobs`` and ``prompt_logprobs`` count likeliest tokens, -1 means all.
+    """
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
 class NewRequest:
-    """A request that takes a slot: all its known tokens (those drawn before a preemption included)."""
+    """A request that takes a slot: all its known tokens, of which the first ``num_prompt_tokens`` are the prompt.
+
+    The others were drawn before it was preempted.
+    """
 
     slot: int
     token_ids: tuple[int, ...]
     sampling: SlotSampling
+    num_prompt_tokens: int
 
 
 @dataclass(frozen=True)
@@ -55,8 +73,37 @@ class StepInput:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the token that stands there, then of the likeliest, likeliest first.
+
+    Three lists of one length. Ranks count from 1; equally likely tokens share theirs.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens from position ``start``: what one step read of one prompt.
+
+    ``index`` is the request's place among the step's scheduled ones.
+    """
+
+    index: int
+    start: int
+    tokens: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
 class StepOutput:
-    """The token drawn for each slot that samples, in the order of the step."""
+    """The token drawn for each slot that samples, in the order of the step.
+
+    ``logprobs`` is empty where no slot asks for them, else it goes with ``tokens``, None for slots that do not ask.
+    """
 
     number: int
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -20,13 +20,17 @@ _HOMES = {
     "act_and_mul": "act_and_mul",
     "activation": "activation",
     "add_rms_norm": "add_rms_norm",
+    "apply_logit_bias": "apply_logit_bias",
+    "apply_penalties": "apply_penalties",
     "argmax_tokens": "sampling",
+    "mask_tokens": "mask_tokens",
     "philox_uniform": "sampling",
     "qk_norm_rope_store": "qk_norm_rope_store",
     "rms_norm": "rms_norm",
     "rotary_embedding": "rotary_embedding",
     "sample_tokens": "sampling",
     "store_kv": "store_kv",
+    "token_logprobs": "token_logprobs",
 }
 
 

@@ -58,8 +58,7 @@ def _allocate_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Ten
 def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """seeds, positions int64 [N] -> float32 [N] in [0, 1): the first word of Philox4x32-10, its top 24 bits.
 
-    The key is the seed's 64 bits, the counter the position's (low words first). Two seeds that differ only in sign
-    bits differ.
+    The key is the seed's 64 bits, low word first, the counter the position's; the counter's upper half is zero.
     """
     zero = torch.zeros_like(positions)
     counter = (positions & _MASK, (positions >> 32) & _MASK, zero, zero)

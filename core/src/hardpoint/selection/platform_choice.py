@@ -15,12 +15,14 @@ from hardpoint.selection.plan import Plan, PlanEntry, Rejection, Rule, StepRange
 from hardpoint.selection.settings import Settings
 from hardpoint_plugin_api import (
     NO_DEVICE,
+    CheckContext,
     DeviceInfo,
     Platform,
     PlatformError,
     PlatformWorkload,
     PluginError,
     Reason,
+    Request,
     SelectionError,
     UnknownNameError,
 )
@@ -98,12 +100,18 @@ def _ask(plugins: PluginSet, offer: Offer) -> tuple[type[Platform], DeviceInfo] 
         platform = plugins.load(offer)
         if not (isinstance(platform, type) and issubclass(platform, Platform)):
             return Reason("load-failed", f"{offer.contribution.target} is no Platform")
-        info = platform.detect()
+        info: object = platform.detect()
     except PluginError as error:
         return Reason("load-failed", str(error), fix="hardpoint plugins list")
     except Exception as error:  # a plugin's own bug must not stop the others
         return Reason("detect-failed", f"its detect() raised {type(error).__name__}: {error}")
-    return (platform, info) if isinstance(info, DeviceInfo) else info
+    if isinstance(info, DeviceInfo):
+        context = CheckContext(Request(info, PlatformWorkload()), offer.api)
+        reasons = (requirement.check(context) for requirement in offer.contribution.requirements)
+        return next((reason for reason in reasons if reason), (platform, info))
+    if isinstance(info, Reason):
+        return info
+    return Reason("detect-failed", f"its detect() must return DeviceInfo or Reason, got {info!r}")
 
 
 def _automatic(found: dict[Offer, DeviceInfo], refused: dict[Offer, Reason]) -> Offer:
@@ -114,18 +122,19 @@ def _automatic(found: dict[Offer, DeviceInfo], refused: dict[Offer, Reason]) -> 
         raise PlatformError(f"several accelerators are here: {names}; choose with --platform NAME")
     if accelerators:
         return accelerators[0]
+    best = min(found, key=lambda o: (-o.contribution.priority, o.contribution.name), default=None)
     failed = {o: reason for o, reason in refused.items() if reason.code != NO_DEVICE}
-    if failed and found:
+    if failed and best:
         lines = "\n".join(f"  {o.contribution.name}: {reason}" for o, reason in failed.items())
-        fallback = next(iter(found)).contribution.name
+        fallback = best.contribution.name
         raise PlatformError(
             f"an installed platform cannot be used, and falling back to {fallback} would hide it:\n{lines}\n"
             f"Mend it, uninstall that plugin, or ask for --platform {fallback}"
         )
-    if not found:
+    if best is None:
         lines = "\n".join(f"  {o.contribution.name}: {reason}" for o, reason in refused.items())
         raise PlatformError(
             "no platform can be used here; install one, for example: pip install hardpoint-cpu"
             + (f"\n{lines}" if lines else "")
         )
-    return min(found, key=lambda o: (-o.contribution.priority, o.contribution.name))
+    return best

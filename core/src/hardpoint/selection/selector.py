@@ -8,10 +8,11 @@ automatic choice may pass over a candidate, and keeps the trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 from hardpoint.plugins import Offer, PluginSet
-from hardpoint.selection.adapters import adapted_offers
+from hardpoint.selection.adapters import AdaptedOffer, adapted_offers
 from hardpoint.selection.plan import Plan, PlanEntry, Rejection, Rule, StepRange
 from hardpoint.selection.settings import Choice, Settings
 from hardpoint.selection.tuning import TuningFile
@@ -44,11 +45,12 @@ class Selector:
         device: DeviceInfo,
         settings: Settings,
         tuning: TuningFile | None = None,
-        load: Callable[[Offer], object] | None = None,
+        *,
+        load: Callable[[Offer], object],
     ) -> None:
         self.device, self.settings = device, settings
         self._plugins, self._tuning = plugins, tuning or TuningFile()
-        self._load = load or plugins.load
+        self._load = load
         self._plans: dict[Workload, Plan] = {}
 
     @property
@@ -100,49 +102,65 @@ class Selector:
 
 @dataclass
 class _Contest:
-    """One request being decided."""
+    """One request being decided.
+
+    ``rejected`` holds what data and the target itself say against a candidate. What is replaced, leaves a gap or comes
+    after another is not in there: that changes with every candidate that drops out. ``gaps`` are the offers whose
+    layout, in the last round, had no winner for some steps.
+    """
 
     selector: Selector
     workload: Workload
+    offers: list[Offer] = field(init=False)
     rejected: dict[Offer, list[Reason]] = field(default_factory=dict)
+    gaps: set[Offer] = field(default_factory=set)
     proven: set[Offer] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        own = self.selector._plugins.offers(self.workload.family, self.workload.of)
+        self.offers = sorted([*own, *adapted_offers(own, self.workload)], key=lambda o: o.contribution.name)
+
     def decide(self) -> Plan:
-        family, of = self.workload.family, self.workload.of
-        offers = self.selector._plugins.offers(family, of)
-        offers = [*offers, *adapted_offers(offers, self.workload)]
-        replaced = {o.contribution.replaces: o for o in offers if o.contribution.replaces}
-        for offer in offers:
-            reasons = self.selector._static_reasons(offer, self.workload)
-            if (by := replaced.get(offer.contribution.name)) is not None and by is not offer:
-                reasons.append(Reason("replaced", f"plugin {by.plugin} replaces it by {by.contribution.name}"))
-            if reasons:
+        for offer in self.offers:
+            if reasons := self.selector._static_reasons(offer, self.workload):
                 self.rejected[offer] = reasons
-        choice = self.selector.settings.choice(family, of)
+        choice = self.selector.settings.choice(self.workload.family, self.workload.of)
         if choice:
-            self._hold_to(choice, offers)
+            self._hold_to(choice)
         tuned = self.selector._tuning.winner(self.selector.device, self.workload)
         while True:
-            eligible = [o for o in offers if o not in self.rejected]
+            eligible = [o for o in self.offers if not self._against(o)]
             entries = self._winners(eligible, choice, tuned)
             unproven = [e.offer for e in entries if e.offer not in self.proven]
             if not unproven:
-                return self._plan(entries, eligible, choice)
+                return self._plan(entries, choice)
             for offer in dict.fromkeys(unproven):
                 self._prove(offer, choice)
 
-    def _hold_to(self, choice: Choice, offers: Sequence[Offer]) -> None:
+    def _against(self, offer: Offer) -> list[Reason]:
+        """Every reason that keeps ``offer`` from being ranked at all.
+
+        Only a candidate that could itself serve takes another's place: a plugin for another device must not cost this
+        one its reference.
+        """
+        original = offer.inner if isinstance(offer, AdaptedOffer) else offer
+        name = original.contribution.name
+        by = next((o for o in self.offers if o.contribution.replaces == name and o not in self.rejected), None)
+        replaced = [Reason("replaced", f"plugin {by.plugin} replaces it by {by.contribution.name}")] if by else []
+        return self.rejected.get(offer, []) + replaced
+
+    def _hold_to(self, choice: Choice) -> None:
         """Fail closed where the candidate asked for by name does not exist or cannot serve."""
-        named = [o for o in offers if o.contribution.name == choice.name]
+        named = [o for o in self.offers if o.contribution.name == choice.name]
         if not named:
             title = self._title()
             raise UnknownNameError(
                 f"{title} implementation",
                 choice.name,
-                {o.contribution.name for o in offers},
+                {o.contribution.name for o in self.offers},
                 f"Asked for by {choice.flag}.",
             )
-        if named[0] in self.rejected:
+        if self._against(named[0]):
             self._refuse(choice, named[0])
 
     def _prove(self, offer: Offer, choice: Choice | None) -> None:
@@ -154,23 +172,23 @@ class _Contest:
         if choice and offer.contribution.name == choice.name:
             self._refuse(choice, offer)
 
-    def _refuse(self, choice: Choice, offer: Offer) -> None:
-        alternatives = sorted(o.contribution.name for o in self._usable())
+    def _refuse(self, choice: Choice, offer: Offer) -> NoReturn:
+        reasons = self._against(offer) or [_leaves_a_gap(offer)]
+        alternatives = [o.contribution.name for o in self.offers if o not in self.gaps and not self._against(o)]
         raise SelectionError(
             f"{choice.flag} {choice.name}: it cannot serve {self._title()} ({self.workload.key()}). "
             f"Can serve: {', '.join(alternatives) or 'nothing'}.",
-            {offer.contribution.name: self.rejected[offer]},
+            {offer.contribution.name: reasons},
         )
-
-    def _usable(self) -> list[Offer]:
-        offers = self.selector._plugins.offers(self.workload.family, self.workload.of)
-        return [o for o in offers if o not in self.rejected]
 
     def _title(self) -> str:
         return f"{self.workload.family} {self.workload.of}" if self.workload.of else self.workload.family
 
     def _winners(self, eligible: Sequence[Offer], choice: Choice | None, tuned: str | None) -> list[PlanEntry]:
-        """The winner of each range within the layout whose winners are best; SelectionError if no layout covers all."""
+        """The winner of each range within the layout whose winners are best; SelectionError if no layout covers all.
+
+        What was asked for by name sets the layout: passing on to another would drop it in silence.
+        """
 
         def rule(offer: Offer) -> Rule:
             if choice and offer.contribution.name == choice.name:
@@ -183,45 +201,67 @@ class _Contest:
             c = offer.contribution
             return (rule(offer) != "flag", rule(offer) != "tuning file", -c.priority, c.name)
 
-        best: list[PlanEntry] = []
-        for layout in dict.fromkeys(o.contribution.layout for o in sorted(eligible, key=rank)):
-            group = sorted((o for o in eligible if o.contribution.layout == layout), key=rank)
+        self.gaps.clear()
+        ranked = sorted(eligible, key=rank)
+        for layout in dict.fromkeys(o.contribution.layout for o in ranked):
+            group = [o for o in ranked if o.contribution.layout == layout]
             entries = [
                 PlanEntry(where, winner, rule(winner))
                 for where in _ranges(group)
                 if (winner := next((o for o in group if _covers(o, where)), None))
             ]
             if len(entries) == len(_ranges(group)):
-                best = _merge(entries)
-                break
-        if not best:
-            raise SelectionError(
-                f"nothing can serve {self._title()} ({self.workload.key()}) on {self.selector.device.name}",
-                {o.contribution.name: reasons for o, reasons in self.rejected.items()},
-            )
-        return best
+                return _merge(entries)
+            self.gaps |= set(group)
+            if choice:
+                self._refuse(choice, group[0])
+        raise SelectionError(
+            f"nothing can serve {self._title()} ({self.workload.key()}) on {self.selector.device.name}",
+            {o.contribution.name: self._against(o) or [_leaves_a_gap(o)] for o in self.offers},
+        )
 
-    def _plan(self, entries: Sequence[PlanEntry], eligible: Sequence[Offer], choice: Choice | None) -> Plan:
+    def _plan(self, entries: Sequence[PlanEntry], choice: Choice | None) -> Plan:
         winners = {e.offer for e in entries}
-        first = entries[0].offer.contribution
-        for offer in eligible:
-            c = offer.contribution
-            if offer in winners:
-                continue
-            if c.layout != first.layout:
-                reason = Reason("layout", "another layout was chosen", wanted=first.layout, supported=c.layout)
-            elif choice:
-                reason = Reason("not-asked-for", f"{choice.flag} asks for {choice.name}")
-            else:
-                reason = Reason(
-                    "lower-rank",
-                    f"{first.name} comes before it",
-                    wanted=f"priority above {first.priority}",
-                    supported=f"priority {c.priority}",
-                )
-            self.rejected[offer] = [reason]
-        rejected = tuple(Rejection(o, tuple(reasons)) for o, reasons in self.rejected.items())
+
+        def last_word(offer: Offer) -> Reason:
+            return _leaves_a_gap(offer) if offer in self.gaps else _outdone(offer, entries, choice)
+
+        rejected = tuple(
+            Rejection(offer, tuple(self._against(offer) or [last_word(offer)]))
+            for offer in self.offers
+            if offer not in winners
+        )
         return Plan(self.workload, tuple(entries), rejected)
+
+
+def _outdone(offer: Offer, entries: Sequence[PlanEntry], choice: Choice | None) -> Reason:
+    """Why ``offer``, which could serve, wins no range."""
+    c, layout = offer.contribution, entries[0].offer.contribution.layout
+    if c.layout != layout:
+        return Reason("layout", "another layout was chosen", wanted=layout, supported=c.layout)
+    if choice:
+        return Reason("not-asked-for", f"{choice.flag} asks for {choice.name}")
+    ahead = [e for e in entries if _overlap(_tokens(offer), e.range)]
+    by_priority = [e.offer.contribution for e in ahead if e.rule != "tuning file"]
+    if not by_priority:
+        return Reason("lower-rank", f"{ahead[0].offer.contribution.name} was measured: the tuning file names it")
+    nearest_ahead = min(by_priority, key=lambda winner: winner.priority)
+    return Reason(
+        "lower-rank",
+        f"{nearest_ahead.name} comes before it",
+        wanted=f"priority above {nearest_ahead.priority}",
+        supported=f"priority {c.priority}",
+    )
+
+
+def _leaves_a_gap(offer: Offer) -> Reason:
+    need = _tokens(offer)
+    return Reason(
+        "tokens",
+        "it is not for steps of every size and phase, and nothing of its layout serves the others",
+        wanted=str(StepRange()),
+        supported=str(StepRange(need.min, need.max, need.phase)),
+    )
 
 
 def _tokens(offer: Offer) -> TokensRequirement:
@@ -234,6 +274,14 @@ def _covers(offer: Offer, where: StepRange) -> bool:
     return need.min <= where.min and below_max and (need.phase is None or need.phase == where.phase)
 
 
+def _overlap(need: TokensRequirement, where: StepRange) -> bool:
+    return (
+        (where.max is None or need.min <= where.max)
+        and (need.max is None or where.min <= need.max)
+        and (None in (need.phase, where.phase) or need.phase == where.phase)
+    )
+
+
 def _ranges(offers: Sequence[Offer]) -> list[StepRange]:
     """Cut all steps where any offer's range begins or ends, per phase where any offer is for one phase only."""
     needs = [_tokens(o) for o in offers]
@@ -244,7 +292,10 @@ def _ranges(offers: Sequence[Offer]) -> list[StepRange]:
 
 
 def _merge(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
-    """Join adjacent ranges of one winner."""
+    """Join adjacent ranges of one winner, and the phases where both go alike.
+
+    One answer is written in one way, whatever losers cut the ranges: the table's digest rests on it.
+    """
     merged: list[PlanEntry] = []
     for entry in entries:
         last = merged[-1] if merged else None
@@ -252,7 +303,7 @@ def _merge(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
             merged[-1] = PlanEntry(StepRange(last.range.min, entry.range.max, last.range.phase), last.offer, last.rule)
         else:
             merged.append(entry)
-    same = {e.offer for e in merged}
-    if len(same) == 1:
-        return [PlanEntry(StepRange(), merged[0].offer, merged[0].rule)]
-    return merged
+    prefill, decode = (
+        [replace(e, range=replace(e.range, phase=None)) for e in merged if e.range.phase == phase] for phase in _PHASES
+    )
+    return prefill if prefill and prefill == decode else merged

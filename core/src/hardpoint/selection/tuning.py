@@ -34,6 +34,8 @@ class TuningFile:
         for number, entry in enumerate(data["winners"], 1):
             if not isinstance(entry, dict) or set(entry) != set(_KEYS):
                 raise ConfigError(f"tuning file {path}: entry {number} must have exactly the keys {', '.join(_KEYS)}")
+            if not all(isinstance(value, str) or (key == "of" and value is None) for key, value in entry.items()):
+                raise ConfigError(f"tuning file {path}: entry {number} must hold texts ('of' may be null): {entry}")
             device, family, of, workload, name = (entry[key] for key in _KEYS)
             winners[device, family, of, workload] = name
         return cls(winners)

@@ -16,6 +16,7 @@ class Detokenizer:
     at the first stop text (or behind it with ``include_stop``). ``prompt_ids`` are what the output continues: some
     tokenizers write a word's leading space only behind another word. ``stop_text`` is the stop text found, or None;
     which one it is does not depend on how tokens split the text: the one that is complete first, the longest of those.
+    None is looked for in the text of the first ``min_tokens`` tokens.
     """
 
     def __init__(
@@ -26,8 +27,10 @@ class Detokenizer:
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self.text = ""
+        self._num_unscanned = min_tokens
         self.stop_text: str | None = None
         self._stop = _StopScanner(stop, include_stop)
         self._decoder = _Decoder(tokenizer, prompt_ids, skip_special_tokens)
@@ -36,7 +39,12 @@ class Detokenizer:
         """Take the next tokens and return the text that is now certain; always empty once a stop text was found."""
         if self.stop_text is not None:
             return ""
-        return self._emit("".join(map(self._decoder.add, ids)))
+        pieces = [self._decoder.add(token_id) for token_id in ids]
+        unscanned = "".join(pieces[: self._num_unscanned])
+        scanned = "".join(pieces[self._num_unscanned :])
+        self._num_unscanned = max(0, self._num_unscanned - len(pieces))
+        self.text += unscanned
+        return unscanned + self._emit(scanned)
 
     def flush(self) -> str:
         """Return what was held back: no more tokens will come."""

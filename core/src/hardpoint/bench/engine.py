@@ -1,0 +1,102 @@
+"""Host time of a decode step, scheduler to sampled tokens, with a model that computes nothing."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+
+import click
+import torch
+
+from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
+from hardpoint.config import EngineConfig
+from hardpoint.engine.blueprint import draw
+from hardpoint.engine.core import EngineCore
+from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.tokenizer import Detokenizer, Tokenizer
+from hardpoint_plugin_api import ConfigError, ForwardStep
+
+_GOALS = {1: 0.3, 64: 0.6, 256: 2.0}
+"""Milliseconds on one core, from the engine's requirements."""
+
+_PROMPT_TOKENS = 16
+
+
+@click.option("--dry-device", is_flag=True, help="Replace the model by nothing; the only way to run it so far.")
+@click.option("--running", multiple=True, type=click.IntRange(min=1), default=(1, 64, 256), show_default=True)
+@click.option("--waiting", default=10_000, show_default=True, type=click.IntRange(min=0), help="For the second half.")
+@click.option("--steps", default=100, show_default=True, type=click.IntRange(min=2), help="Measured steps (median).")
+@benchmark("engine", "Host time per decode step, without a model.")
+def engine(dry_device: bool, running: tuple[int, ...], waiting: int, steps: int) -> BenchResult:
+    """Measure decode steps at each number of RUNNING requests, with none and with WAITING requests in the queue.
+
+    Everything of a step but the model is real: scheduling, staging, planning, sampling (greedy), committing. The peer
+    of a row with waiting requests is the row without.
+    """
+    if not dry_device:
+        raise ConfigError("bench engine measures the host alone; say so with --dry-device")
+    rows = []
+    for count in running:
+        alone = _milliseconds(count, 0, steps)
+        goal = f"goal {_GOALS[count]} ms" if count in _GOALS else ""
+        rows.append(BenchRow(f"{count} running", alone, "ms", note=goal))
+        if waiting:
+            queued = _milliseconds(count, waiting, steps)
+            rows.append(BenchRow(f"{count} running, {waiting} waiting", queued, "ms", peer=alone, note=goal))
+    rows.append(BenchRow("detokenize one token", _detokenize_microseconds(), "us"))
+    return BenchResult("engine", tuple(rows), peer="the same without waiting requests")
+
+
+class _NoModel:
+    """Stands where a model stands, and computes nothing: zeros everywhere."""
+
+    def __init__(self, vocabulary: int, most_rows: int) -> None:
+        self._hidden, self._logits = torch.zeros(1, 1), torch.zeros(most_rows, vocabulary)
+
+    def __call__(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        return self._hidden.expand(ids.shape[0], 1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._logits[: hidden.shape[0]]
+
+
+def _milliseconds(running: int, waiting: int, steps: int) -> float:
+    """The median time of a step in which ``running`` requests decode."""
+    config = EngineConfig.create(
+        model="demo",
+        platform="cpu",
+        max_num_seqs=running,
+        max_num_batched_tokens=max(2048, running * _PROMPT_TOKENS),
+        max_model_len=1024,
+        enable_prefix_caching=False,
+        plugin_config={"cpu": {"threads": 1}},
+    )
+    core = EngineCore.start(draw(config), model=_NoModel(vocabulary=8, most_rows=running))
+    params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
+    for number in range(running):
+        core.add_request([2 + number % 5] * _PROMPT_TOKENS, params, frozenset())
+    for _ in range(4):  # prompts, and steps that are not counted
+        core.step()
+    for _ in range(waiting):
+        core.add_request([2] * _PROMPT_TOKENS, replace(params, max_tokens=1), frozenset())
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        core.step()
+        times.append(time.perf_counter() - began)
+    core.close()
+    return statistics.median(times) * 1e3
+
+
+def _detokenize_microseconds(tokens: int = 2000) -> float:
+    """Text from one more token of a stream, on the average."""
+    from hardpoint.checkpoint.source import demo_model
+
+    tokenizer = Tokenizer.load(demo_model())
+    ids = tokenizer.encode("It is a truth universally acknowledged, that a single man. " * (tokens // 12))[:tokens]
+    detokenizer = Detokenizer(tokenizer)
+    began = time.perf_counter()
+    for token in ids:
+        detokenizer.add([token])
+    return (time.perf_counter() - began) / len(ids) * 1e6

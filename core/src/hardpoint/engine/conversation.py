@@ -1,0 +1,135 @@
+"""One prompt as its user sees it: its requests, and the texts and log-probabilities that come of them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hardpoint.bench.stages import mark
+from hardpoint.engine.core import EngineCore
+from hardpoint.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from hardpoint.engine.request import Request
+from hardpoint.engine.sampling_params import SamplingParams, derived_seed
+from hardpoint.engine.step import TokenLogprobs
+from hardpoint.tokenizer import Detokenizer, Tokenizer
+
+
+@dataclass
+class _Completion:
+    """A request with what comes of it."""
+
+    request: Request
+    output: CompletionOutput
+    detokenizer: Detokenizer
+
+
+class Conversation:
+    """A prompt with ``params.n`` completions, each a request of its own with a seed of its own."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        tokenizer: Tokenizer,
+        text: str | None,
+        ids: Sequence[int],
+        params: SamplingParams,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        """Queue the requests of the prompt ``ids``. Raises RequestError or CapacityError, with none of them queued."""
+        self._core, self._tokenizer, self._began = core, tokenizer, time.perf_counter()
+        bad_words = bad_word_sequences(tokenizer, params.bad_words or ())
+        seed = secrets.randbits(62) if params.seed is None else params.seed
+        self._completions: dict[Request, _Completion] = {}
+        for index in range(params.n):
+            own = replace(
+                params,
+                n=1,
+                seed=derived_seed(seed, index),
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # the same for all
+            )
+            request = core.add_request(ids, own, eos_token_ids, bad_words=bad_words)
+            output = CompletionOutput(index, "", [], logprobs=None if params.logprobs is None else [])
+            detokenizer = Detokenizer(
+                tokenizer,
+                stop=params.stop_texts,
+                prompt_ids=ids,
+                skip_special_tokens=params.skip_special_tokens,
+                include_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+            self._completions[request] = _Completion(request, output, detokenizer)
+        outputs = [completion.output for completion in self._completions.values()]
+        self.output = RequestOutput(self.requests[0].request_id, text, list(ids), outputs, finished=False)
+
+    @property
+    def requests(self) -> list[Request]:
+        """One for each completion, in order."""
+        return list(self._completions)
+
+    def abort(self) -> None:
+        """End what has not ended."""
+        for request in self._completions:
+            self._core.abort(request)
+
+    def advance(self, request: Request) -> bool:
+        """Take what ``request`` has got since the last time into ``output``; False where nobody wants it any more."""
+        completion = self._completions[request]
+        if completion.output.finish_reason is not None:
+            return False
+        metrics, elapsed = self.output.metrics, time.perf_counter() - self._began
+        if metrics.first_token is None:
+            metrics.first_token = elapsed
+            mark("first token")
+        drew = len(request.token_ids) > len(request.prompt_token_ids)
+        if drew and request.prompt_logprobs and self.output.prompt_logprobs is None:
+            self.output.prompt_logprobs = [
+                None if scores is None else self._logprobs(scores) for scores in request.prompt_logprobs
+            ]
+        self._take_tokens(completion)
+        if all(output.finish_reason is not None for output in self.output.outputs):
+            self.output.finished, metrics.finished = True, elapsed
+            metrics.num_preemptions = sum(r.num_preemptions for r in self._completions)
+        return True
+
+    def _take_tokens(self, completion: _Completion) -> None:
+        request, output, detokenizer = completion.request, completion.output, completion.detokenizer
+        fresh = request.token_ids[len(request.prompt_token_ids) + len(output.token_ids) :]
+        if output.logprobs is not None:
+            scores = request.logprobs[len(output.token_ids) :]
+            output.logprobs += map(self._logprobs, scores)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(s.logprobs[0] for s in scores)
+        output.token_ids += fresh
+        detokenizer.add(fresh[:-1] if request.finish_reason == "stop" else fresh)
+        if request.finish_reason:
+            detokenizer.flush()
+        output.text = detokenizer.text
+        if detokenizer.stop_text is not None:
+            self._core.abort(request)
+            output.finish_reason, output.stop_reason = "stop", detokenizer.stop_text
+        elif request.finish_reason:
+            output.finish_reason = request.finish_reason
+            ended_by_user = request.stop_reason in ("deadline", *(request.params.stop_token_ids or ()))
+            output.stop_reason = request.stop_reason if ended_by_user else None
+
+    def _logprobs(self, scores: TokenLogprobs) -> PositionLogprobs:
+        columns = zip(scores.token_ids, scores.logprobs, scores.ranks, strict=True)
+        return {
+            token: Logprob(logprob, rank, self._tokenizer.decode([token], skip_special_tokens=False))
+            for token, logprob, rank in columns
+        }
+
+
+def bad_word_sequences(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
+    """The token sequences of ``words``: each at the start of a text and behind a space, where tokens tell them apart.
+
+    Raises RequestError for a word that is no valid Unicode.
+    """
+    sequences = []
+    for word in words:
+        first, inner = (tokenizer.encode(space + word.lstrip(" "), add_special_tokens=False) for space in ("", " "))
+        sequences.append(first)
+        if inner[-len(first) :] != first:
+            sequences.append(inner)
+    return [sequence for sequence in sequences if sequence]

@@ -1,0 +1,202 @@
+"""What changes a slot's logits before its token is drawn: allowed tokens, bias and bans, penalties.
+
+Each part keeps its state by slot on the device, from the first request that needs it. Slots that need nothing hold
+neutral values, so a step applies a part to all its rows, or leaves it out. No token's value is needed on the host:
+what was drawn is recorded on the device, and where a ban ends is a matter of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hardpoint.engine.step import NewRequest, ScheduledRequest
+
+ALWAYS = 2**62
+"""A position that no sequence reaches."""
+_ANY, _NONE = -1, -2
+"""In place of a token: matches every token; matches none, as there is none."""
+Op = Callable[..., torch.Tensor]
+
+
+class LogitsPart(Protocol):
+    """``until`` maps slots to the first position whose token the part has no say in; others are not in there."""
+
+    until: dict[int, int]
+
+    def set_slot(self, new: NewRequest) -> None:
+        """Take the state of the request that takes a slot, from its tokens so far; forget the last one's."""
+        ...
+
+    def apply(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """logits [N, V] of ``slots``, for tokens at ``positions`` (int64 [N]) -> a new tensor [N, V]."""
+        ...
+
+    def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Note the ``tokens`` drawn for ``slots``, int64 [N] each, no slot twice."""
+        ...
+
+
+def needed_parts(parts: Sequence[LogitsPart], shares: Sequence[ScheduledRequest]) -> list[LogitsPart]:
+    """The parts that have a say in the tokens which ``shares`` draw; none in a plain step, at no cost per slot."""
+
+    def is_needed(until: dict[int, int]) -> bool:
+        return any(s.start + s.count < until.get(s.slot, 0) for s in shares)
+
+    return [part for part in parts if part.until and is_needed(part.until)]
+
+
+class AllowedTokens:
+    """Forbids all but given tokens: one bool for each slot and token."""
+
+    def __init__(self, op: Op, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.until: dict[int, int] = {}
+        self._op, self._shape, self._device = op, (num_slots, vocab_size), device
+        self._forbidden: torch.Tensor | None = None
+
+    def set_slot(self, new: NewRequest) -> None:
+        allowed = new.sampling.allowed_token_ids
+        if self.until.pop(new.slot, None) and self._forbidden is not None:
+            self._forbidden[new.slot] = False
+        if allowed is None:
+            return
+        if self._forbidden is None:
+            self._forbidden = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        self.until[new.slot] = ALWAYS
+        self._forbidden[new.slot] = True
+        self._forbidden[new.slot].index_fill_(0, _on_device(allowed, torch.int64, self._device), False)
+
+    def apply(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        assert self._forbidden is not None
+        return self._op(logits, self._forbidden[slots])
+
+    def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        pass
+
+
+class _Rule(NamedTuple):
+    """Adds ``value`` to the logit of ``token`` at positions before ``until``, where the output ends with ``behind``."""
+
+    token: int
+    value: float
+    until: int = ALWAYS
+    behind: tuple[int, ...] = ()
+
+
+class TokenBias:
+    """Bias, ends that come too early, and bad words: K rules for each slot, padded with rules that add nothing.
+
+    Rules and the newest tokens of each output are held newest first, so that all arrays grow at their ends.
+    """
+
+    def __init__(self, op: Op, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.until: dict[int, int] = {}
+        self._op, self._vocab_size, self._device = op, vocab_size, device
+        self._tokens, self._until = (torch.zeros(num_slots, 0, dtype=torch.int64, device=device) for _ in range(2))
+        self._values = torch.zeros(num_slots, 0, device=device)
+        self._behind = torch.zeros(num_slots, 0, 0, dtype=torch.int64, device=device)
+        self._recent = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
+
+    def set_slot(self, new: NewRequest) -> None:
+        rules = self._rules(new)
+        if self.until.pop(new.slot, None):
+            self._values[new.slot] = 0.0
+        if not rules:
+            return
+        self.until[new.slot] = max(rule.until for rule in rules)
+        self._make_room(len(rules), max(len(rule.behind) for rule in rules))
+        num_rules, longest = self._behind.shape[1:]
+        rules += [_Rule(0, 0.0)] * (num_rules - len(rules))
+        behind = [(*rule.behind[::-1], *[_ANY] * (longest - len(rule.behind))) for rule in rules]
+        output = new.token_ids[new.num_prompt_tokens :][::-1][:longest]
+        recent = (*output, *[_NONE] * (longest - len(output)))
+        self._tokens[new.slot] = _on_device([rule.token for rule in rules], torch.int64, self._device)
+        self._values[new.slot] = _on_device([rule.value for rule in rules], torch.float32, self._device)
+        self._until[new.slot] = _on_device([rule.until for rule in rules], torch.int64, self._device)
+        self._behind[new.slot] = _on_device(behind, torch.int64, self._device)
+        self._recent[new.slot] = _on_device(recent, torch.int64, self._device)
+
+    def apply(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        behind = self._behind[slots]
+        active = ((behind == _ANY) | (behind == self._recent[slots][:, None])).all(-1)
+        active &= positions[:, None] < self._until[slots]
+        return self._op(logits, self._tokens[slots], torch.where(active, self._values[slots], 0.0))
+
+    def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        if longest := self._recent.shape[1]:
+            self._recent[slots] = torch.cat([tokens[:, None], self._recent[slots]], -1)[:, :longest]
+
+    def _rules(self, new: NewRequest) -> list[_Rule]:
+        sampling, forbid = new.sampling, float("-inf")
+        rules = [_Rule(token, bias) for token, bias in sampling.logit_bias]
+        rules += [_Rule(word[-1], forbid, behind=word[:-1]) for word in sampling.bad_words]
+        if sampling.min_tokens:
+            until = new.num_prompt_tokens + sampling.min_tokens
+            rules += [_Rule(token, forbid, until) for token in sampling.stop_token_ids if token < self._vocab_size]
+        return rules
+
+    def _make_room(self, num_rules: int, longest: int) -> None:
+        """Widen the arrays where they are too narrow; rules by doubling, since few requests have many."""
+        slots, old_rules, old_longest = self._behind.shape
+        if num_rules > old_rules:
+            num_rules = 1 << (num_rules - 1).bit_length()
+        num_rules, longest = max(num_rules, old_rules), max(longest, old_longest)
+        if (num_rules, longest) != (old_rules, old_longest):
+            self._tokens, self._until = (_widened(x, (slots, num_rules), 0) for x in (self._tokens, self._until))
+            self._values = _widened(self._values, (slots, num_rules), 0)
+            self._behind = _widened(self._behind, (slots, num_rules, longest), _ANY)
+            self._recent = _widened(self._recent, (slots, longest), _NONE)
+
+
+class Penalties:
+    """Which tokens each slot's prompt holds, and how often each was drawn since."""
+
+    def __init__(self, op: Op, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.until: dict[int, int] = {}
+        self._op, self._shape, self._device = op, (num_slots, vocab_size), device
+        self._in_prompt: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        self._repetition = torch.ones(num_slots, device=device)
+        self._presence, self._frequency = (torch.zeros(num_slots, device=device) for _ in range(2))
+
+    def set_slot(self, new: NewRequest) -> None:
+        s, slot = new.sampling, new.slot
+        penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+        if self.until.pop(slot, None) or penalties != (1.0, 0.0, 0.0):
+            self._repetition[slot], self._presence[slot], self._frequency[slot] = penalties
+        if penalties == (1.0, 0.0, 0.0):
+            return
+        if self._in_prompt is None or self._counts is None:
+            self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        self.until[slot] = ALWAYS
+        tokens = _on_device(new.token_ids, torch.int64, self._device)
+        prompt, output = tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :]
+        self._in_prompt[slot] = False
+        self._in_prompt[slot].index_fill_(0, prompt, True)
+        self._counts[slot] = 0
+        self._counts[slot].scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def apply(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        assert self._in_prompt is not None
+        assert self._counts is not None
+        columns = (self._repetition[slots], self._presence[slots], self._frequency[slots])
+        return self._op(logits, self._in_prompt[slots], self._counts[slots], *columns)
+
+    def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        assert self._counts is not None
+        self._counts[slots, tokens] += 1
+
+
+def _on_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A copy that does not wait for the device; pageable memory may be dropped as soon as this returns."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+def _widened(x: torch.Tensor, shape: tuple[int, ...], fill: int) -> torch.Tensor:
+    """``x`` in the first corner of a larger tensor."""
+    wide = x.new_full(shape, fill)
+    wide[tuple(slice(size) for size in x.shape)] = x
+    return wide

@@ -1,0 +1,48 @@
+"""The public door: what plugins may import, and that opening it costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import hardpoint_plugin_api
+
+PUBLIC = """
+API_VERSION All2AllWorkload ApiVersion AttentionArgs AttentionBackend AttentionBatch AttentionMetadata AttentionSpec
+AttentionWorkload BlockArgs BuildContext CacheLayout CacheSpec CapacityError CaptureGrade CheckContext CheckpointError
+CommunicatorWorkload ConfigChange ConfigError ConfigKey ConfigValue Contribution DeviceInfo ENTRY_POINT_GROUP
+EagerGraphEngine EmbeddingArgs EngineInfo Executable ExpertsWorkload FAMILIES Family Feature Form ForwardStep Fp8Format
+GraphEngine HardpointError HookSpecs LayerWorkload LinearArgs LinearKernel LinearWorkload MANIFEST_NAME MANIFEST_SCHEMA
+MLPArgs Manifest ManifestError Memory MemorySnapshot Metrics ModelWorkload NO_DEVICE NULL_PAGE NormArgs NumaNode
+NumericConventions OpWorkload Phase Platform PlatformError PlatformWorkload PluginConflictError PluginError
+PluginLoadError QuantSpec QuantizationWorkload Reason Region Request RequestError Requirement Resources RopeArgs
+RunnerWorkload Scale SchedulerWorkload Scope SelectionError Stability StepLimits TokensRequirement UnknownNameError
+WeightSlot Workload check_api hookimpl nearest parse_manifest parse_requirement read_manifest
+"""
+"""A name that disappears from here breaks a plugin somewhere; one that is added stays for good."""
+
+
+def test_the_public_names() -> None:
+    assert sorted(hardpoint_plugin_api.__all__) == sorted(PUBLIC.split())
+    assert len(set(hardpoint_plugin_api.__all__)) == len(hardpoint_plugin_api.__all__)
+    assert not [name for name in hardpoint_plugin_api.__all__ if not hasattr(hardpoint_plugin_api, name)]
+
+
+def test_nothing_else_of_its_own_stands_in_the_door() -> None:
+    modules = {p.stem for p in Path(hardpoint_plugin_api.__file__).parent.glob("*.py")}
+    public = {name for name in vars(hardpoint_plugin_api) if not name.startswith("_")}
+    assert public - modules - set(hardpoint_plugin_api.__all__) == set()
+
+
+def test_importing_it_imports_no_torch() -> None:
+    """Every module of it, in a fresh interpreter in which nothing else has imported torch before."""
+    program = (
+        "import importlib, pkgutil, sys, hardpoint_plugin_api as api\n"
+        "names = [m.name for m in pkgutil.iter_modules(api.__path__)]\n"
+        "for name in names: importlib.import_module(f'hardpoint_plugin_api.{name}')\n"
+        "heavy = {m.partition('.')[0] for m in sys.modules} & {'torch', 'numpy', 'triton', 'hardpoint'}\n"
+        "sys.exit(str(heavy) if heavy or len(names) < 15 else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,464 @@
+"""Every kind of requirement: how it is written, when it holds, and what it says when it does not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint_plugin_api import (
+    FAMILIES,
+    ApiVersion,
+    AttentionWorkload,
+    CheckContext,
+    DeviceInfo,
+    ExpertsWorkload,
+    Feature,
+    LinearWorkload,
+    ManifestError,
+    OpWorkload,
+    QuantSpec,
+    Reason,
+    Request,
+    Requirement,
+    Scale,
+    SchedulerWorkload,
+    TokensRequirement,
+    Workload,
+    parse_requirement,
+    requirements,
+)
+from hardpoint_plugin_api.requests import FEATURE_SINCE
+from hardpoint_plugin_api.requirements import FeatureRequirement, HeadMultipleRequirement, OneOfRequirement
+
+TOY = DeviceInfo("toy", "Toy 1", "cpu", "sm_90", features=frozenset({"tensor_cores", "graphs"}))
+E4M3 = QuantSpec("float8_e4m3fn", scales=(Scale("float32", (128, 128)),))
+DYNAMIC = QuantSpec("float8_e4m3fn", scales=(Scale("float32", (1, 128)),), static=False)
+NVFP4 = QuantSpec("float4_e2m1", scales=(Scale("float8_e4m3fn", (1, 16)), Scale("float32", (-1, -1))))
+PLAIN = QuantSpec("bfloat16")
+
+
+def parsed(family: str = "attention", **table: object) -> Requirement:
+    return parse_requirement(table, FAMILIES[family], "here")
+
+
+def check(
+    requirement: Requirement, workload: Workload | None = None, device: DeviceInfo = TOY, api: ApiVersion | None = None
+) -> Reason | None:
+    request = Request(device, SchedulerWorkload() if workload is None else workload)
+    return requirement.check(CheckContext(request, api or ApiVersion(0, 1)))
+
+
+def facts(reason: Reason | None) -> tuple[str, str | None, str | None] | None:
+    return (reason.code, reason.wanted, reason.supported) if reason else None
+
+
+# Of the request
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "good", "bad", "wanted", "supported"),
+    [
+        ("attention", "dtype", ["bfloat16", "float16"], "float16", "float32", "float32", "bfloat16, float16"),
+        ("attention", "dtype", "bfloat16", "bfloat16", "bfloat", "bfloat", "bfloat16"),
+        ("attention", "kv_dtype", ["bfloat16"], "bfloat16", "float8_e4m3fn", "float8_e4m3fn", "bfloat16"),
+        ("attention", "head_size", [64, 128], 128, 80, "80", "64, 128"),
+        ("attention", "head_size", 64, 64, 128, "128", "64"),
+        ("attention", "block_size", [16], 16, 32, "32", "16"),
+        ("op", "layout", ["acme_tiled"], "acme_tiled", "plain", "plain", "acme_tiled"),
+        ("op", "activation", ["silu", "gelu"], "gelu", "relu", "relu", "silu, gelu"),
+        ("experts", "routing", ["topk"], "topk", "grouped", "grouped", "topk"),
+        ("experts", "parallel", ["tp"], "tp", "ep", "ep", "tp"),
+        ("experts", "activation", ["silu"], "silu", "gelu", "gelu", "silu"),
+        ("all2all", "parallel", ["ep"], "ep", "tp", "tp", "ep"),
+    ],
+)
+def test_a_field_is_one_of_the_values(
+    family: str, key: str, value: object, good: object, bad: object, wanted: str, supported: str
+) -> None:
+    requirement = parsed(family, **{key: value})
+
+    def workload(**values: Any) -> Workload:
+        return FAMILIES[family].workload(**values)
+
+    assert check(requirement, workload(**{key: good})) is None
+    assert facts(check(requirement, workload(**{key: bad}))) == (key.replace("_", "-"), wanted, supported)
+    assert check(requirement, workload()) is None, "a field that the request leaves open rejects nobody"
+
+
+def test_head_multiple() -> None:
+    requirement = parsed(head_multiple=64)
+    assert requirement == HeadMultipleRequirement(64)
+    for size in (64, 128, 576):
+        assert check(requirement, AttentionWorkload(head_size=size)) is None
+    assert check(requirement, AttentionWorkload()) is None
+    reason = check(requirement, AttentionWorkload(head_size=80))
+    assert facts(reason) == ("head-multiple", "80", "multiples of 64")
+
+
+@pytest.mark.parametrize(
+    ("claimed", "used", "missing"),
+    [
+        ([], [], None),
+        (["sinks"], [], None),
+        (["sinks"], ["sinks"], None),
+        (["sinks", "alibi"], ["alibi"], None),
+        ([], ["sinks"], "sinks"),
+        (["alibi"], ["sinks", "alibi"], "sinks"),
+        ("alibi", ["sinks", "soft_cap"], "sinks, soft_cap"),
+    ],
+)
+def test_features_in_use_must_be_claimed(claimed: object, used: list[str], missing: str | None) -> None:
+    workload = AttentionWorkload(features=frozenset(map(Feature, used)))
+    reason = check(parsed(feature=claimed), workload)
+    assert (reason is None) == (missing is None)
+    if reason:
+        names = [claimed] if isinstance(claimed, str) else claimed
+        assert isinstance(names, list)
+        assert facts(reason) == ("feature", ", ".join(sorted(used)), ", ".join(names) or None)
+        assert reason.message == f"{missing} not supported"
+
+
+def test_a_feature_newer_than_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It rejects the plugin only where it is in use, and says that the plugin could not have known."""
+    monkeypatch.setitem(FEATURE_SINCE, Feature.SINKS, ApiVersion(0, 3))
+    requirement = FeatureRequirement(("alibi",))
+    sinks = AttentionWorkload(features=frozenset({Feature.SINKS, Feature.ALIBI}))
+    reason = check(requirement, sinks, api=ApiVersion(0, 2))
+    assert facts(reason) == ("predates-feature", "sinks (API 0.3)", "API 0.2")
+    assert reason is not None
+    assert reason.fix == "upgrade the plugin"
+    for version in (ApiVersion(0, 3), ApiVersion(0, 4), ApiVersion(1, 0)):
+        assert facts(check(requirement, sinks, api=version)) == ("feature", "alibi, sinks", "alibi")
+    alibi = AttentionWorkload(features=frozenset({Feature.ALIBI}))
+    assert check(requirement, alibi, api=ApiVersion(0, 1)) is None
+    claimed_early = FeatureRequirement(("sinks", "alibi"))
+    assert check(claimed_early, sinks, api=ApiVersion(0, 2)) is None
+
+
+def test_every_feature_has_its_version() -> None:
+    assert FEATURE_SINCE.keys() == set(Feature)
+
+
+@pytest.mark.parametrize(
+    ("pair", "spec", "ok"),
+    [
+        ("bfloat16/bfloat16", (PLAIN, PLAIN), True),
+        ("bfloat16/bfloat16", (QuantSpec("float32"), PLAIN), False),
+        ("float8_e4m3fn*float32[128,128]/float8_e4m3fn*float32[1,128]+dynamic", (E4M3, DYNAMIC), True),
+        ("float8_e4m3fn*float32[128,128]/float8_e4m3fn*float32[1,128]", (E4M3, DYNAMIC), False),
+        ("float8_e4m3fn*float32[1,128]/float8_e4m3fn*float32[128,128]+dynamic", (E4M3, DYNAMIC), False),
+        ("float8_e4m3fn*float32[1,128]/bfloat16", (E4M3, PLAIN), False),
+        ("float8_e4m3fn*float32[128,128]/*", (E4M3, DYNAMIC), True),
+        ("float8_e4m3fn*/float8*+dynamic", (E4M3, DYNAMIC), True),
+        ("float4_e2m1*float8_e4m3fn[1,16]*float32[-1,-1]/bfloat16", (NVFP4, PLAIN), True),
+        ("float4_e2m1*float8_e4m3fn[1,16]*float32[-1,-1]/bfloat16", (E4M3, PLAIN), False),
+        ("float8_e4m3fn*float32[*]/bfloat16", (E4M3, PLAIN), True),
+        ("BFLOAT16/bfloat16", (PLAIN, PLAIN), False),
+    ],
+)
+def test_spec_pairs_with_brackets_are_texts(pair: str, spec: tuple[QuantSpec, QuantSpec], ok: bool) -> None:
+    reason = check(parsed("linear", spec=[pair]), LinearWorkload(spec=spec))
+    assert (reason is None) == ok
+    if reason:
+        assert facts(reason) == ("spec", f"{spec[0]}/{spec[1]}", pair)
+
+
+def test_specs_of_other_shapes() -> None:
+    pairs = parsed("experts", spec=["int4/bfloat16", "bfloat16/bfloat16"])
+    assert check(pairs, ExpertsWorkload(spec=(PLAIN, PLAIN))) is None
+    assert check(pairs, ExpertsWorkload()) is None
+    single = parsed("op", spec="float8_e4m3fn*float32[1,128]+dynamic")
+    assert check(single, OpWorkload(spec=DYNAMIC)) is None
+    assert facts(check(single, OpWorkload(spec=E4M3))) == (
+        "spec",
+        "float8_e4m3fn*float32[128,128]",
+        "float8_e4m3fn*float32[1,128]+dynamic",
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        ({"max": 8}, (1, 8, None)),
+        ({"min": 9}, (9, None, None)),
+        ({"min": 4, "max": 4}, (4, 4, None)),
+        ({"phase": "decode"}, (1, None, "decode")),
+        ({"min": 2, "max": 64, "phase": "prefill"}, (2, 64, "prefill")),
+    ],
+)
+def test_tokens_reject_nothing_by_themselves(value: object, parts: tuple[Any, ...]) -> None:
+    requirement = parsed(tokens=value)
+    assert requirement == TokensRequirement(*parts)
+    assert check(requirement) is None
+
+
+# Of the device
+
+
+@pytest.mark.parametrize(
+    ("globs", "arch", "ok"),
+    [
+        (["sm_90"], "sm_90", True),
+        (["sm_90"], "sm_90a", False),
+        (["sm_90*"], "sm_90a", True),
+        (["sm_100", "sm_120"], "sm_120", True),
+        (["sm_1?0"], "sm_100", True),
+        (["sm_1?0"], "sm_90", False),
+        (["gfx94[02]"], "gfx942", True),
+        (["gfx94[02]"], "gfx941", False),
+        ("gfx9*", "gfx1100", False),
+        (["SM_90"], "sm_90", False),
+        (["*"], "anything", True),
+    ],
+)
+def test_architectures_are_globs_and_sets(globs: str | list[str], arch: str, ok: bool) -> None:
+    device = DeviceInfo("toy", "Toy 1", "cpu", arch)
+    supported = globs if isinstance(globs, str) else ", ".join(globs)
+    assert facts(check(parsed(arch=globs), device=device)) == (None if ok else ("arch", arch, supported))
+
+
+def test_there_is_no_order_of_architectures() -> None:
+    device = DeviceInfo("toy", "Toy 1", "cpu", "sm_120")
+    assert facts(check(parsed(arch=[">=sm_100"]), device=device)) == ("arch", "sm_120", ">=sm_100")
+
+
+def test_device_features() -> None:
+    assert check(parsed(device_feature=["graphs", "tensor_cores"])) is None
+    reason = check(parsed(device_feature=["tma", "graphs", "clusters"]))
+    assert facts(reason) == ("device-feature", "tma, graphs, clusters", "graphs, tensor_cores")
+    assert reason is not None
+    assert reason.message == "the device lacks clusters, tma"
+    bare = DeviceInfo("toy", "Toy 1", "cpu", "x")
+    assert facts(check(parsed(device_feature="tma"), device=bare)) == ("device-feature", "tma", None)
+
+
+# Of the environment
+
+
+Installer = Callable[..., Path]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installer:
+    """Install a distribution made of a name, a version and modules; returns the folder it lies in."""
+
+    def install(name: str, version: str, *modules: str, editable: Path | None = None) -> Path:
+        site = tmp_path / f"site-{name}"
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        for module in modules:
+            (site / module).mkdir()
+            (site / module / "__init__.py").write_text("raise AssertionError('imported')\n")
+        (info / "RECORD").write_text("".join(f"{m}/__init__.py,,\n" for m in modules) + f"{info.name}/METADATA,,\n")
+        if editable:
+            url = {"url": editable.as_uri(), "dir_info": {"editable": True}}
+            (info / "direct_url.json").write_text(json.dumps(url))
+        monkeypatch.syspath_prepend(str(site))
+        return site
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("version", "spec", "code"),
+    [
+        ("2.1", "acme-kernels", None),
+        ("2.1", "acme-kernels>=2", None),
+        ("2.1", "acme-kernels>=2,<3", None),
+        ("2.1", "Acme_Kernels==2.*", None),
+        ("2.1", "acme-kernels~=2.0", None),
+        ("2.1+cu126", "acme-kernels==2.1", None),
+        ("2.2rc1", "acme-kernels>=2", None),
+        ("2.1", "acme-kernels!=2.1", "package-version"),
+        ("2.1", "acme-kernels<2", "package-version"),
+        ("2.10", "acme-kernels<2.9", "package-version"),
+        ("2.1rc1", "acme-kernels>=2.1", "package-version"),
+    ],
+)
+def test_packages_and_their_versions(installed: Installer, version: str, spec: str, code: str | None) -> None:
+    installed("acme-kernels", version, "acme_kernels")
+    reason = check(parsed(package=spec))
+    assert facts(reason) == (code and (code, spec, version))
+    if reason:
+        assert reason.fix == f"pip install '{spec}'"
+    assert "acme_kernels" not in sys.modules
+
+
+def test_a_package_that_is_not_there() -> None:
+    reason = check(parsed(package="acme-kernels>=2"))
+    assert facts(reason) == ("package-missing", "acme-kernels>=2", None)
+    assert reason is not None
+    assert reason.fix == "pip install 'acme-kernels>=2'"
+
+
+def symbol(text: str = "vendor_lib.ops:paged", distribution: str = "vendor-kernels") -> Requirement:
+    return parse_requirement({"symbol": text, "from": distribution}, FAMILIES["attention"], "here")
+
+
+def test_a_symbol_of_the_distribution(installed: Installer) -> None:
+    """Found without importing anything: the module would raise."""
+    installed("vendor-kernels", "1.0", "vendor_lib")
+    assert check(symbol()) is None
+    assert "vendor_lib" not in sys.modules
+
+
+def test_a_symbol_of_a_distribution_that_is_not_there(installed: Installer) -> None:
+    installed("another", "1.0", "vendor_lib")
+    reason = check(symbol())
+    assert facts(reason) == ("package-missing", None, None)
+    assert reason is not None
+    assert reason.fix == "pip install vendor-kernels"
+
+
+def test_a_module_that_is_not_there(installed: Installer) -> None:
+    installed("vendor-kernels", "1.0")
+    reason = check(symbol())
+    assert reason is not None
+    assert reason.code == "module-missing"
+    assert reason.message == "module vendor_lib of vendor-kernels cannot be found"
+
+
+def test_a_namesake_is_refused(installed: Installer) -> None:
+    """Both are installed; the other one's module is what an import would find."""
+    installed("vendor-kernels", "1.0", "vendor_lib")
+    other = installed("helpers", "3.0", "vendor_lib")
+    reason = check(symbol())
+    assert facts(reason) == (
+        "module-namesake",
+        "vendor_lib from vendor-kernels",
+        str(other / "vendor_lib"),
+    )
+    assert check(symbol(distribution="helpers")) is None
+    assert "vendor_lib" not in sys.modules
+
+
+def test_a_namesake_without_the_real_one(installed: Installer) -> None:
+    installed("vendor-kernels", "1.0")
+    installed("helpers", "3.0", "vendor_lib")
+    reason = check(symbol())
+    assert reason is not None
+    assert reason.code == "module-namesake"
+    stdlib = check(symbol("json:dumps"))
+    assert stdlib is not None
+    assert stdlib.code == "module-namesake"
+
+
+def test_an_editable_install_owns_its_source_tree(
+    installed: Installer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "checkout" / "src"
+    (source / "vendor_lib").mkdir(parents=True)
+    (source / "vendor_lib" / "__init__.py").write_text("")
+    installed("vendor-kernels", "1.0", editable=tmp_path / "checkout")
+    monkeypatch.syspath_prepend(str(source))
+    assert check(symbol()) is None
+
+
+# The written form
+
+
+@pytest.mark.parametrize(
+    ("family", "table", "fact"),
+    [
+        ("attention", {}, "a requirement has exactly one key, got []"),
+        ("attention", {"dtype": "x", "arch": "y"}, "exactly one key, got ['arch', 'dtype']"),
+        ("attention", {"from": "x"}, "exactly one key, got ['from']"),
+        ("attention", {"head_sise": [64]}, "unknown requirement 'head_sise' (did you mean 'head_size'?)"),
+        ("attention", {"zebra": 1}, "unknown requirement 'zebra'; if it is no misspelling, the plugin is newer"),
+        ("attention", {"zebra": 1}, "pip install --upgrade hardpoint-core"),
+        ("linear", {"head_size": [64]}, "requirement 'head_size' does not apply to family 'linear'"),
+        ("linear", {"head_multiple": 64}, "requirement 'head_multiple' does not apply to family 'linear'"),
+        ("attention", {"spec": "a/b"}, "requirement 'spec' does not apply to family 'attention'"),
+        ("attention", {"layout": "x"}, "requirement 'layout' does not apply to family 'attention'"),
+        ("platform", {"dtype": "x"}, "requirement 'dtype' does not apply to family 'platform'"),
+        ("attention", {"symbol": "a:b"}, "'symbol' needs 'from'"),
+        ("attention", {"dtype": "x", "from": "y"}, "'symbol' needs 'from'"),
+        ("attention", {"symbol": "a.b", "from": "y"}, "expected 'module:attribute', got 'a.b'"),
+        ("attention", {"symbol": "a:", "from": "y"}, "expected 'module:attribute', got 'a:'"),
+        ("attention", {"symbol": 3, "from": "y"}, "expected a text or a list of texts, got 3"),
+        ("attention", {"symbol": "a:b", "from": 3}, "expected a text or a list of texts, got 3"),
+        ("attention", {"dtype": 16}, "requirement 'dtype': expected a text or a list of texts, got 16"),
+        ("attention", {"dtype": []}, "expected a text or a list of texts, got []"),
+        ("attention", {"dtype": ["a", 1]}, "expected a text or a list of texts"),
+        ("attention", {"arch": {"min": "sm_90"}}, "requirement 'arch': expected a text or a list of texts"),
+        ("attention", {"head_size": "64"}, "requirement 'head_size': expected a whole number or a list of them"),
+        ("attention", {"head_size": [64, True]}, "expected a whole number"),
+        ("attention", {"head_size": True}, "expected a whole number"),
+        ("attention", {"head_size": 64.0}, "expected a whole number"),
+        ("attention", {"head_multiple": 0}, "expected a positive number, got 0"),
+        ("attention", {"head_multiple": [64, 128]}, "requirement 'head_multiple': "),
+        ("attention", {"package": "acme kernels >="}, "requirement 'package': "),
+        ("attention", {"package": ["a", "b"]}, "requirement 'package': "),
+        ("attention", {"feature": [1]}, "requirement 'feature': expected a text"),
+        ("attention", {"tokens": {}}, "expected a table of min, max, phase; got {}"),
+        ("attention", {"tokens": 8}, "expected a table of min, max, phase; got 8"),
+        ("attention", {"tokens": {"maximum": 8}}, "expected a table of min, max, phase"),
+        ("attention", {"tokens": {"min": 0}}, "expected 1 <= min <= max"),
+        ("attention", {"tokens": {"min": 9, "max": 8}}, "expected 1 <= min <= max"),
+        ("attention", {"tokens": {"max": 0}}, "expected 1 <= min <= max"),
+        ("attention", {"tokens": {"max": "8"}}, "expected 1 <= min <= max"),
+        ("attention", {"tokens": {"max": True}}, "expected 1 <= min <= max"),
+        ("attention", {"tokens": {"phase": "decoding"}}, "phase is 'prefill' or 'decode', got 'decoding'"),
+        ("attention", {"tokens": {"phase": ["decode"]}}, "phase is 'prefill' or 'decode', got ['decode']"),
+    ],
+)
+def test_what_is_written_wrongly(family: str, table: dict[str, object], fact: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        parse_requirement(table, FAMILIES[family], "place: [[contribution]] 'x'")
+    assert str(caught.value).startswith("place: [[contribution]] 'x': ")
+    assert fact in str(caught.value)
+
+
+def test_the_vocabulary_is_closed() -> None:
+    """Another key takes another schema; each key is for exactly the families whose workload has its field."""
+    values: dict[str, object] = {"head_size": 64, "block_size": 16, "dtype": "a", "kv_dtype": "a", "routing": "a"}
+    values |= {"parallel": "a", "layout": "a", "activation": "a", "spec": "a/b"}
+    others = {"package", "symbol", "arch", "device_feature", "feature", "head_multiple", "tokens"}
+    assert requirements._PARSERS.keys() == values.keys() | others
+    for family in FAMILIES.values():
+        own = {f.name for f in fields(family.workload)}
+        for key, value in values.items():
+            if key in own:
+                assert parse_requirement({key: value}, family, "here")
+            else:
+                with pytest.raises(ManifestError, match="does not apply"):
+                    parse_requirement({key: value}, family, "here")
+
+
+def test_one_value_needs_no_list() -> None:
+    assert parsed(dtype="bfloat16") == parsed(dtype=["bfloat16"]) == OneOfRequirement("dtype", ("bfloat16",))
+    assert parsed(head_size=64) == parsed(head_size=[64]) == OneOfRequirement("head_size", (64,))
+
+
+# The workloads' keys
+
+
+def test_a_workloads_key_holds_what_is_set() -> None:
+    features = frozenset({Feature.SINKS, Feature.ALIBI})
+    workload = AttentionWorkload(dtype="float32", head_size=64, features=features)
+    assert workload.key() == "features=alibi|sinks dtype=float32 head_size=64"
+    assert AttentionWorkload().key() == ""
+    assert OpWorkload(of="norm", dtype="float32").key() == "dtype=float32"
+    assert OpWorkload(spec=DYNAMIC).key() == "spec=float8_e4m3fn*float32[1,128]+dynamic"
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens", "message"),
+    [
+        ("layer", {"max": 8}, "does not apply to 'layer': it serves every step alike"),
+        ("op", {"phase": "decode"}, "only attention tells phases apart; 'op' knows a step's size alone"),
+        ("linear", {"max": 8, "phase": "decode"}, "only attention tells phases apart"),
+    ],
+)
+def test_what_may_differ_from_step_to_step(family: str, tokens: dict[str, object], message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        parse_requirement({"tokens": tokens}, FAMILIES[family], "here")
+    parse_requirement({"tokens": {"max": 8}}, FAMILIES["linear"], "here")
+    parse_requirement({"tokens": {"phase": "decode"}}, FAMILIES["attention"], "here")

@@ -1,0 +1,171 @@
+"""The frozen table of selections, its digest, and the tuning file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hardpoint.plugins import Offer
+from hardpoint.selection import Plan, SelectionTable, TuningFile
+from hardpoint_plugin_api import ConfigError, LinearWorkload, OpWorkload, TokensRequirement
+from tests.selection.fakes import MATMUL, TOY, offer, select
+
+BEST, OTHER = offer("best", priority=9), offer("other", priority=1, platforms=("toy",))
+SMALL = offer("small", priority=20, tokens=TokensRequirement(max=8))
+BASE = select(BEST, OTHER)
+
+
+def digest(*plans: Plan) -> str:
+    return SelectionTable(plans).digest
+
+
+def test_a_digest_is_short_and_repeatable() -> None:
+    assert digest(BASE) == digest(select(OTHER, BEST))
+    assert len(digest(BASE)) == 16
+    int(digest(BASE), 16)
+    assert digest() != digest(BASE)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        select(BEST),
+        select(BEST, OTHER, choice="best"),
+        select(BEST, OTHER, tuned="best"),
+        select(BEST, OTHER, offer("far", priority=99, platforms=("other",))),
+        select(BEST, OTHER, offer("loser", tokens=TokensRequirement(max=3, phase="decode"))),
+        select(offer("best", priority=10), OTHER),
+    ],
+)
+def test_the_digest_stays_where_the_same_serve(plan: Plan) -> None:
+    assert digest(plan) == digest(BASE)
+
+
+OP = OpWorkload(of="norm", dtype="float32")
+
+
+def op_plan(of: str) -> Plan:
+    return select(offer("best", family="op", of=of), workload=OpWorkload(of=of, dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ([BASE], [select(BEST, OTHER, choice="other")]),
+        ([BASE], [select(BEST, OTHER, SMALL)]),
+        ([select(BEST, SMALL)], [select(BEST, offer("small", priority=20, tokens=TokensRequirement(max=9)))]),
+        ([BASE], [select(BEST, workload=LinearWorkload(dtype="float32", in_features=8, out_features=5))]),
+        ([BASE], [select(offer("best", plugin="rival"))]),
+        ([BASE], [select(offer("best", version="1.1"))]),
+        ([op_plan("norm")], [op_plan("silu")]),
+        ([BASE], [BASE, op_plan("norm")]),
+    ],
+    ids=["winner", "range added", "bound", "workload", "plugin", "version", "of", "one more"],
+)
+def test_the_digest_changes_with_who_serves_what(left: list[Plan], right: list[Plan]) -> None:
+    assert digest(*left) != digest(*right)
+
+
+def test_a_table_as_json() -> None:
+    far = offer("far", priority=99, platforms=("other",), plugin="rival")
+    table = SelectionTable([select(BEST, SMALL, far), op_plan("norm")])
+    data = table.to_json()
+    assert json.loads(json.dumps(data)) == data
+    assert data["digest"] == table.digest
+    rows = data["rows"]
+    assert isinstance(rows, list)
+    assert [(r["family"], r["of"], r["range"], r["chosen"]) for r in rows] == [
+        ("linear", None, "1-8", "small"),
+        ("linear", None, "9+", "best"),
+        ("op", "norm", "any", "best"),
+    ]
+    assert rows[0] == {
+        "family": "linear",
+        "of": None,
+        "workload": "dtype=float32 in_features=8 out_features=4",
+        "range": "1-8",
+        "chosen": "small",
+        "plugin": "acme",
+        "version": "1.0",
+        "rule": "priority",
+        "rejected": [
+            {
+                "name": "far",
+                "plugin": "rival",
+                "reasons": [
+                    {
+                        "code": "platform",
+                        "message": "it is for another platform",
+                        "wanted": "toy",
+                        "supported": "other",
+                    }
+                ],
+            }
+        ],
+    }
+    assert rows[2]["rejected"] == []
+    assert rows[2]["rule"] == "only candidate"
+
+
+# The tuning file
+
+
+ENTRY = {"device": TOY.name, "family": "linear", "of": None, "workload": MATMUL.key(), "name": "other"}
+
+
+def read(folder: Path, data: object) -> TuningFile:
+    path = folder / "tuned.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data), encoding="utf-8")
+    return TuningFile.read(path)
+
+
+def test_reading_a_tuning_file(tmp_path: Path) -> None:
+    of_op = {**ENTRY, "family": "op", "of": "norm", "workload": OP.key(), "name": "fast"}
+    tuning = read(tmp_path, {"schema": 1, "winners": [ENTRY, of_op]})
+    assert tuning.winner(TOY, MATMUL) == "other"
+    assert tuning.winner(TOY, OP) == "fast"
+    assert tuning.winner(TOY, OpWorkload(of="silu", dtype="float32")) is None
+    assert tuning.winner(TOY, LinearWorkload(dtype="float32")) is None
+    assert not read(tmp_path, {"schema": 1, "winners": []}).winners
+
+
+@pytest.mark.parametrize(
+    ("data", "fact"),
+    [
+        ("{", "cannot be read"),
+        ([], 'expected {"schema": 1'),
+        ({"winners": []}, 'expected {"schema": 1'),
+        ({"schema": 2, "winners": []}, 'expected {"schema": 1'),
+        ({"schema": 1, "winners": {}}, 'expected {"schema": 1'),
+        ({"schema": 1, "winners": [ENTRY, 3]}, "entry 2 must have exactly the keys device, family, of, workload, name"),
+        ({"schema": 1, "winners": [{**ENTRY, "speed": 3}]}, "entry 1 must have exactly"),
+        ({"schema": 1, "winners": [{k: v for k, v in ENTRY.items() if k != "of"}]}, "entry 1 must have exactly"),
+        ({"schema": 1, "winners": [ENTRY, {**ENTRY, "name": None}]}, "entry 2 must hold texts"),
+        ({"schema": 1, "winners": [{**ENTRY, "device": ["Toy 1"]}]}, "entry 1 must hold texts"),
+        ({"schema": 1, "winners": [{**ENTRY, "of": 3}]}, "entry 1 must hold texts"),
+    ],
+)
+def test_a_bad_tuning_file_is_named(tmp_path: Path, data: object, fact: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, data)
+    assert fact in str(caught.value)
+    assert str(tmp_path / "tuned.json") in str(caught.value)
+
+
+def test_unreadable_tuning_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.json: cannot be read"):
+        TuningFile.read(tmp_path / "absent.json")
+    (tmp_path / "latin.json").write_bytes(b'{"schema": "\xff"}')
+    with pytest.raises(ConfigError, match=r"latin\.json: cannot be read"):
+        TuningFile.read(tmp_path / "latin.json")
+
+
+def test_a_plan_of_several_winners_has_no_single_one() -> None:
+    assert BASE.offer == BEST
+    several: Plan = select(BEST, SMALL)
+    first: Offer = several.entries[0].offer
+    assert first == SMALL
+    with pytest.raises(AssertionError, match="several winners"):
+        _ = several.offer
