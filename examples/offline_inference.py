@@ -1,4 +1,4 @@
-"""Continue several prompts in one batch. Written for vLLM, this script would differ in its import line and `platform`."""
+"""Continue several prompts in one batch. For vLLM, only the import line and `platform` would be different."""
 
 from hardpoint import LLM, SamplingParams
 

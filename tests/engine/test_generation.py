@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.engine.executor import InProcessExecutor
 from hardpoint.engine.llm import Prompt
 from hardpoint_plugin_api import RequestError
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
@@ -40,6 +42,9 @@ def llm(checkpoint: tuple[Path, PreTrainedModel]) -> Iterator[LLM]:
         {"attention_backend": "reference"},
         {"custom_ops": "none"},
         {"enforce_eager": True},
+        {"enable_prefix_caching": False},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "max_num_batched_tokens": 8, "max_num_seqs": 3},
     ],
     ids=str,
 )
@@ -131,7 +136,7 @@ def test_text_prompts_and_the_forms_they_come_in(llm: LLM) -> None:
     forms: list[Prompt] = ["abc", {"prompt": "abc"}, {"prompt_token_ids": one.prompt_token_ids}]
     others = llm.generate(forms, GREEDY)
     assert [o.outputs[0].text for o in others] == [one.outputs[0].text] * 3
-    with pytest.raises(RequestError, match=r"needs 'prompt' or 'prompt_token_ids', got \['text'\]"):
+    with pytest.raises(RequestError, match=r"a prompt has no \['text'\]; known: prompt, prompt_token_ids, cache_salt"):
         llm.generate([{"text": "abc"}])
     with pytest.raises(RequestError, match="2 prompts, but 1 sampling_params"):
         llm.generate(["a", "b"], [GREEDY])
@@ -152,3 +157,133 @@ def test_text_prompts_and_the_forms_they_come_in(llm: LLM) -> None:
 def test_bad_sampling_parameters(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**settings)
+
+
+def test_a_common_prefix_is_read_once_and_changes_nothing(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    folder, model = checkpoint
+    (common,) = random_prompts(1, 64, seed=9, shortest=64)
+    prompts = [common + tail for tail in random_prompts(6, 20, seed=10)]
+    with small_llm(folder, async_scheduling=True) as llm:
+        llm.generate([common], GREEDY, use_tqdm=False)
+        before = llm.stats.prefill_tokens
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert llm.stats.prefill_tokens - before == sum(len(p) - 64 for p in prompts)
+        salted = llm.generate([{"prompt_token_ids": prompts[0], "cache_salt": "tenant"}], GREEDY, use_tqdm=False)
+        assert llm.stats.prefill_tokens - before == sum(len(p) - 64 for p in prompts) + len(prompts[0])
+    assert salted[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+
+
+def test_a_timeout_ends_requests_as_they_are(llm: LLM) -> None:
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=400, ignore_eos=True), timeout=0.02)
+    assert output.finished
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("abort", "deadline")
+    assert len(output.outputs[0].token_ids) < 400
+    assert not llm.core.has_unfinished
+
+
+def test_priorities_decide_who_runs_first(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    with small_llm(checkpoint[0], max_num_seqs=1) as llm:
+        outputs = llm.generate([[1], [2], [3]], GREEDY, use_tqdm=False, priority=[2, 0, 1])
+        ends = [output.metrics.finished or 0.0 for output in outputs]
+        assert ends[1] < ends[2] < ends[0]
+        with pytest.raises(RequestError, match="3 prompts, but 1 priority"):
+            llm.generate([[1], [2], [3]], GREEDY, priority=[1])
+
+
+def test_the_engines_seed_repeats_unseeded_requests(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    drawn = []
+    for seed in (1, 1, 2):
+        with small_llm(checkpoint[0], seed=seed) as llm:
+            params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+            drawn.append([o.outputs[0].token_ids for o in llm.generate([[1], [1]], params, use_tqdm=False)])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0][0] != drawn[0][1]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("failing", ["submit", "collect"])
+def test_a_step_that_fails_leaves_a_usable_engine(
+    checkpoint: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch, failing: str, ahead: bool
+) -> None:
+    folder, model = checkpoint
+    with small_llm(folder, async_scheduling=ahead, max_num_seqs=2) as llm:
+        executor = llm.core.executor
+        assert isinstance(executor, InProcessExecutor)
+        runner = executor._runner
+        assert runner is not None
+        calls, real = iter(range(100)), getattr(runner, failing)
+
+        def interrupted(argument: object) -> object:
+            if next(calls) == 3:
+                raise KeyboardInterrupt
+            return real(argument)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, failing, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[1, 2], [3, 4], [5, 6]], GREEDY, use_tqdm=False)
+        assert not llm.core.has_unfinished
+        assert llm.core.scheduler.pool.num_free == llm.core.scheduler.pool.num_usable
+        for prompt in ([1, 2], [7, 8, 9]):
+            check_tokens_equal(model, prompt, llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+def test_calls_that_overlap_share_the_engine(llm: LLM) -> None:
+    alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0] for prompt in ([1, 2], [3, 4], [5, 6])]
+    first, second = llm.stream([1, 2], GREEDY), llm.stream([3, 4], GREEDY)
+    next(first), next(second), next(first)
+    between = llm.generate([[5, 6]], GREEDY, use_tqdm=False)[0].outputs[0]
+    last = [list(stream)[-1].outputs[0] for stream in (second, first)]
+    assert [last[1], last[0], between] == alone
+
+
+def test_threads_share_the_engine(llm: LLM) -> None:
+    prompts = random_prompts(12, 20, seed=12)
+    alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda prompt: llm.generate([prompt], GREEDY, use_tqdm=False), prompts))
+    assert [outputs[0].outputs[0].token_ids for outputs in together] == alone
+    assert llm.core.scheduler.pool.num_free == llm.core.scheduler.pool.num_usable
+
+
+def test_a_closed_llm_says_so(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    llm = small_llm(checkpoint[0])
+    llm.close()
+    llm.close()
+    for call in (lambda: llm.generate("a"), lambda: next(llm.stream("a"))):
+        with pytest.raises(RequestError, match="this LLM is closed; make a new one"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        3,
+        [None],
+        [1, "a"],
+        [1.5],
+        [True],
+        b"abc",
+        {"prompt": None},
+        {"prompt": 3},
+        {"prompt_token_ids": "ab"},
+        {1, 2},
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError, match=r"a prompt|texts"):
+        llm.generate(prompt, GREEDY)
+    assert not llm.core.has_unfinished
+
+
+def test_one_bad_prompt_among_many_is_named(llm: LLM) -> None:
+    prompts: list[Prompt] = ["a", {"prompt_token_ids": []}, "b"]
+    with pytest.raises(RequestError, match=r"prompt 1: the prompt is empty"):
+        llm.generate(prompts, GREEDY)
+    with pytest.raises(RequestError, match=r"sampling_params must be one SamplingParams"):
+        llm.generate(["a"], {"temperature": 0})  # type: ignore[arg-type]  # the wrong kind on purpose
+    assert not llm.core.has_unfinished

@@ -127,8 +127,7 @@ PROMPTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(
+STREAMS = given(
     requests=st.lists(
         st.tuples(PROMPTS, st.integers(1, 20), st.integers(0, 30), st.booleans(), st.integers(0, 2), st.booleans()),
         min_size=1,
@@ -143,7 +142,9 @@ PROMPTS = st.one_of(
     caching=st.booleans(),
     aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 19), max_size=5),
 )
-def test_random_streams(
+
+
+def check_random_streams(
     requests: list[tuple[list[int], int, int, bool, int, bool]],
     pages: int,
     max_tokens: int,
@@ -188,6 +189,19 @@ def test_random_streams(
         else:
             assert got == wanted
             assert request.finish_reason == ("stop" if wanted[-1] in request.stop_token_ids else "length")
+
+
+@settings(max_examples=500, deadline=None)
+@STREAMS
+def test_random_streams(**stream: Any) -> None:
+    check_random_streams(**stream)
+
+
+@pytest.mark.nightly
+@settings(max_examples=40_000, deadline=None)
+@STREAMS
+def test_many_random_streams(**stream: Any) -> None:
+    check_random_streams(**stream)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

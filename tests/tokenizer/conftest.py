@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.tokenizer.builders import LLAMA_CONFIG, QWEN_CONFIG, llama_style, qwen_style, word_piece_style, write
 
 from hardpoint.tokenizer import Tokenizer
+from tests.tokenizer.builders import LLAMA_CONFIG, QWEN_CONFIG, llama_style, qwen_style, word_piece_style, write
 
 
 @pytest.fixture(scope="session")

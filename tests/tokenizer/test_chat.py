@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tokenizer.builders import LLAMA_CONFIG, llama_style, write
-from tests.tokenizer.chat_templates import CHATML, LLAMA_3, MISTRAL, PLAIN_BLOCKS
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hardpoint.tokenizer import ChatTemplate
 from hardpoint_plugin_api import CheckpointError, RequestError
+from tests.tokenizer.builders import LLAMA_CONFIG, llama_style, write
+from tests.tokenizer.chat_templates import CHATML, LLAMA_3, MISTRAL, PLAIN_BLOCKS
 
 TEMPLATES = {"chatml": CHATML, "llama_3": LLAMA_3, "mistral": MISTRAL, "plain_blocks": PLAIN_BLOCKS}
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tokenizer.builders import llama_style, qwen_style, word_piece_style
 
 from hardpoint.tokenizer import Detokenizer, Tokenizer
+from tests.tokenizer.builders import llama_style, qwen_style, word_piece_style
 
 STYLES = {
     "llama": Tokenizer(llama_style(), {}),

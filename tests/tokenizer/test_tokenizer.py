@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tokenizer.builders import LLAMA_CONFIG, QWEN_CONFIG, llama_style, qwen_style, write
 from transformers import AutoTokenizer
 
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import CheckpointError, RequestError
+from tests.tokenizer.builders import LLAMA_CONFIG, QWEN_CONFIG, llama_style, qwen_style, write
 
 SAMPLES = [
     "",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 from hardpoint.bench.stages import mark
-from hardpoint.engine.core import EngineCore
+from hardpoint.engine.core import EngineCore, RequestOptions
 from hardpoint.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams, derived_seed
@@ -36,11 +36,12 @@ class Conversation:
         ids: Sequence[int],
         params: SamplingParams,
         eos_token_ids: frozenset[int],
+        **options: Unpack[RequestOptions],
     ) -> None:
         """Queue the requests of the prompt ``ids``. Raises RequestError or CapacityError, with none of them queued."""
         self._core, self._tokenizer, self._began = core, tokenizer, time.perf_counter()
         bad_words = bad_word_sequences(tokenizer, params.bad_words or ())
-        seed = secrets.randbits(62) if params.seed is None else params.seed
+        seed = core.draw_seed() if params.seed is None else params.seed
         self._completions: dict[Request, _Completion] = {}
         for index in range(params.n):
             own = replace(
@@ -49,7 +50,7 @@ class Conversation:
                 seed=derived_seed(seed, index),
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # the same for all
             )
-            request = core.add_request(ids, own, eos_token_ids, bad_words=bad_words)
+            request = core.add_request(ids, own, eos_token_ids, bad_words=bad_words, **options)
             output = CompletionOutput(index, "", [], logprobs=None if params.logprobs is None else [])
             detokenizer = Detokenizer(
                 tokenizer,

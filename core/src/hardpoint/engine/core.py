@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
+import random
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypedDict, Unpack, cast
 
 from hardpoint.bench.stages import mark
 from hardpoint.checkpoint.loader import load_weights
@@ -41,6 +41,18 @@ class EngineStats:
     decode_seconds: float = 0.0
 
 
+class RequestOptions(TypedDict, total=False):
+    """How a request is treated beside others.
+
+    ``priority``: lower runs first. ``timeout``: seconds after which it ends, finished or not. ``cache_salt``: it shares
+    cached prefixes with requests of the same salt only.
+    """
+
+    priority: int
+    timeout: float | None
+    cache_salt: str
+
+
 @dataclass
 class EngineCore:
     """One model on one device. Built by ``start``; ``close`` frees what it holds.
@@ -56,6 +68,7 @@ class EngineCore:
     stats: EngineStats
     _info: EngineInfo
     _ahead: int
+    _seeds: random.Random
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _submitted: deque[tuple[StepInput, Pending]] = field(default_factory=deque)
 
@@ -110,7 +123,9 @@ class EngineCore:
         blueprint.plugins.engine_started(info)
         stats = EngineStats(load_seconds=time.perf_counter() - began)
         ahead = ctx.device.accelerator if config.async_scheduling is None else config.async_scheduling
-        return cls(blueprint, table, InProcessExecutor(runner), scheduler, max_model_len, stats, info, int(ahead))
+        seeds = random.Random(config.seed)
+        executor = InProcessExecutor(runner)
+        return cls(blueprint, table, executor, scheduler, max_model_len, stats, info, int(ahead), seeds)
 
     def add_request(
         self,
@@ -118,12 +133,10 @@ class EngineCore:
         params: SamplingParams,
         eos_token_ids: frozenset[int],
         *,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str = "",
         bad_words: Sequence[Sequence[int]] = (),
+        **options: Unpack[RequestOptions],
     ) -> Request:
-        """Queue a request for one completion, which ends after ``timeout`` seconds at the latest.
+        """Queue a request for one completion.
 
         ``bad_words`` are the token sequences of the parameter of that name: the core knows no text.
         Raises RequestError for an empty or too long prompt or an id outside the vocabulary.
@@ -148,11 +161,27 @@ class EngineCore:
         number = next(self._numbers)
         words = tuple(tuple(word) for word in bad_words)
         params.check_vocabulary(vocabulary, words)
-        seed = params.seed if params.seed is not None else secrets.randbits(62)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        request = Request(str(number), prompt, params, seed, stops, most, number, priority, deadline, cache_salt, words)
+        seed = self.draw_seed() if params.seed is None else params.seed
+        timeout = options.get("timeout")
+        request = Request(
+            str(number),
+            prompt,
+            params,
+            seed,
+            stops,
+            most,
+            number,
+            priority=options.get("priority", 0),
+            deadline=None if timeout is None else time.monotonic() + timeout,
+            cache_salt=options.get("cache_salt", ""),
+            bad_words=words,
+        )
         self.scheduler.add(request)
         return request
+
+    def draw_seed(self) -> int:
+        """A seed for a request that gives none; the engine's own seed makes the sequence of them repeatable."""
+        return self._seeds.getrandbits(62)
 
     @property
     def has_unfinished(self) -> bool:
@@ -160,7 +189,18 @@ class EngineCore:
         return self.scheduler.has_unfinished
 
     def step(self) -> list[Request]:
-        """Submit what fits ahead, wait for the oldest step, and return the requests that got a token or ended."""
+        """Submit what fits ahead, wait for the oldest step, and return the requests that got a token or ended.
+
+        An error, or an interrupt, ends every request and leaves an engine that takes new ones.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._submitted.clear()
+            self.scheduler.abandon()
+            raise
+
+    def _step(self) -> list[Request]:
         began = time.perf_counter()
         expired = self.scheduler.expire(time.monotonic())
         while len(self._submitted) <= self._ahead and (step := self.scheduler.schedule()) is not None:

@@ -2,7 +2,8 @@
 
 Each part keeps its state by slot on the device, from the first request that needs it. Slots that need nothing hold
 neutral values, so a step applies a part to all its rows, or leaves it out. No token's value is needed on the host:
-what was drawn is recorded on the device, and where a ban ends is a matter of positions.
+what was drawn is recorded on the device, and where a ban ends is a matter of positions. Elements are written
+with ``fill_``: on some devices ``x[slot] = number`` waits for all that runs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class LogitsPart(Protocol):
 
 
 def needed_parts(parts: Sequence[LogitsPart], shares: Sequence[ScheduledRequest]) -> list[LogitsPart]:
-    """The parts that have a say in the tokens which ``shares`` draw; none in a plain step, at no cost per slot."""
+    """The parts that have a say in the tokens which ``shares`` draw; in a plain step none."""
 
     def is_needed(until: dict[int, int]) -> bool:
         return any(s.start + s.count < until.get(s.slot, 0) for s in shares)
@@ -59,14 +60,13 @@ class AllowedTokens:
     def set_slot(self, new: NewRequest) -> None:
         allowed = new.sampling.allowed_token_ids
         if self.until.pop(new.slot, None) and self._forbidden is not None:
-            self._forbidden[new.slot] = False
+            self._forbidden[new.slot].fill_(False)
         if allowed is None:
             return
         if self._forbidden is None:
             self._forbidden = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
         self.until[new.slot] = ALWAYS
-        self._forbidden[new.slot] = True
-        self._forbidden[new.slot].index_fill_(0, _on_device(allowed, torch.int64, self._device), False)
+        self._forbidden[new.slot].fill_(True).index_fill_(0, _on_device(allowed, torch.int64, self._device), False)
 
     def apply(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self._forbidden is not None
@@ -102,7 +102,7 @@ class TokenBias:
     def set_slot(self, new: NewRequest) -> None:
         rules = self._rules(new)
         if self.until.pop(new.slot, None):
-            self._values[new.slot] = 0.0
+            self._values[new.slot].zero_()
         if not rules:
             return
         self.until[new.slot] = max(rule.until for rule in rules)
@@ -165,7 +165,8 @@ class Penalties:
         s, slot = new.sampling, new.slot
         penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
         if self.until.pop(slot, None) or penalties != (1.0, 0.0, 0.0):
-            self._repetition[slot], self._presence[slot], self._frequency[slot] = penalties
+            for column, penalty in zip((self._repetition, self._presence, self._frequency), penalties, strict=True):
+                column[slot].fill_(penalty)
         if penalties == (1.0, 0.0, 0.0):
             return
         if self._in_prompt is None or self._counts is None:
@@ -174,10 +175,8 @@ class Penalties:
         self.until[slot] = ALWAYS
         tokens = _on_device(new.token_ids, torch.int64, self._device)
         prompt, output = tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :]
-        self._in_prompt[slot] = False
-        self._in_prompt[slot].index_fill_(0, prompt, True)
-        self._counts[slot] = 0
-        self._counts[slot].scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        self._in_prompt[slot].zero_().index_fill_(0, prompt, True)
+        self._counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def apply(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert self._in_prompt is not None

@@ -86,13 +86,15 @@ class Sampler:
         self._top_n.pop(slot, None)
         if sampling.logprobs is not None:
             self._top_n[slot] = self._vocab_size if sampling.logprobs == -1 else sampling.logprobs
-        self._temperature[slot] = sampling.temperature
+        self._temperature[slot].fill_(sampling.temperature)  # x[slot] = number may wait for the device
         if sampling.temperature == 0:
             self._random_slots.discard(slot)
             return
         self._random_slots.add(slot)
-        self._top_k[slot], self._seed[slot] = sampling.top_k, sampling.seed
-        self._top_p[slot], self._min_p[slot] = sampling.top_p, sampling.min_p
+        self._top_k[slot].fill_(sampling.top_k)
+        self._top_p[slot].fill_(sampling.top_p)
+        self._min_p[slot].fill_(sampling.min_p)
+        self._seed[slot].fill_(sampling.seed)
 
     def sample(
         self, logits: torch.Tensor, shares: Sequence[ScheduledRequest], slots: torch.Tensor, positions: torch.Tensor

@@ -67,6 +67,7 @@ class Scheduler:
         self._free_slots = list(range(self.limits.max_requests - 1, -1, -1))
         self._freed_slots: list[int] = []
         self._in_flight: deque[_Step] = deque()
+        self._promised: Request | None = None
         self._number = 0
 
     @property
@@ -102,6 +103,17 @@ class Scheduler:
             self._end(request, "abort")
             request.stop_reason = stop_reason
 
+    def abandon(self) -> None:
+        """End every request and forget every step in flight: a step has failed, and what it stored is unknown."""
+        for step in self._in_flight:
+            for share in step.shares:
+                share.request.num_in_flight = 0
+            for pages in step.released:
+                self.pool.free(pages)
+        self._in_flight.clear()
+        for request in (*self._running, *(request for _, request in self._waiting)):
+            self.abort(request)
+
     def expire(self, now: float) -> list[Request]:
         """End every request whose deadline is before ``now`` (time.monotonic) and return them."""
         expired = []
@@ -120,10 +132,7 @@ class Scheduler:
             self._continue(step, self._running)
             self._admit(step)
         else:
-            self._continue(step, [r for r in self._running if r.num_to_compute > 1])
-            self._admit(step)
-            if not step.shares:
-                self._continue(step, self._running)
+            self._schedule_one_phase(step)
         if not step.shares:
             return None
         step.shares.sort(key=lambda share: share.scheduled.count > 1)
@@ -165,6 +174,16 @@ class Scheduler:
             self.pool.free(pages)
         return advanced
 
+    def _schedule_one_phase(self, step: _Step) -> None:
+        """Prompts before decodes, except where a decode was promised the pages of a preempted request."""
+        if self._promised is not None:
+            self._continue(step, [r for r in self._running if r.num_to_compute == 1])
+        if not step.shares:
+            self._continue(step, [r for r in self._running if r.num_to_compute > 1])
+            self._admit(step)
+        if not step.shares:
+            self._continue(step, self._running)
+
     def _continue(self, step: _Step, requests: list[Request]) -> None:
         """Give running requests their tokens, in order: decodes, and prompts that are partly read."""
         for request in tuple(requests):
@@ -173,7 +192,7 @@ class Scheduler:
 
     def _admit(self, step: _Step) -> None:
         """Start waiting requests, as long as slots, tokens and pages last. A step that preempted starts none."""
-        while self._num_waiting and step.budget and self._free_slots and not step.preempted:
+        while self._num_waiting and step.budget and self._free_slots and not step.preempted and not self._promised:
             request = self._waiting[0][1]
             if request.finish_reason is not None:
                 heapq.heappop(self._waiting)
@@ -230,11 +249,16 @@ class Scheduler:
         found = found or []
         need = self.pool.pages_for(request.num_computed + count) - len(request.pages) - len(found)
         while (fresh := self.pool.allocate(max(0, need))) is None:
+            if any(submitted.released for submitted in self._in_flight):
+                self._promised = request  # pages come back when a step is done, and are not for those who wait
+                return
             victim = self._running[-1]
             step.preempted = True
             self._preempt(victim)
-            if victim is request or victim.num_in_flight:
-                return  # without a page; those of a victim in flight come back when its step is done
+            if victim is request:
+                return
+        if self._promised is request:
+            self._promised = None
         start = request.num_computed
         request.pages += found + fresh
         request.num_computed += count
@@ -266,6 +290,8 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         """Give up slot and pages; pages that a step in flight still uses are freed when it is done."""
         assert request.slot is not None
+        if self._promised is request:
+            self._promised = None
         self._running.remove(request)
         if request.num_in_flight:
             self._in_flight[-1].released.append(request.pages)
