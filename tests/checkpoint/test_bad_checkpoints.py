@@ -47,6 +47,11 @@ def test_missing_path() -> None:
         LLM("no/such/model", platform="cpu")
 
 
+def test_missing_tokenizer_path(good: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^tokenizer path /nope does not exist"):
+        small_llm(good, tokenizer="/nope")
+
+
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         small_llm(tmp_path)
@@ -69,6 +74,123 @@ def test_config_without_a_needed_key(checkpoint: Path) -> None:
 def test_unknown_architecture_lists_the_known(checkpoint: Path) -> None:
     change_config(checkpoint, architectures=["LlamaForCausalML"])
     with pytest.raises(UnknownNameError, match=r"'LlamaForCausalML'; did you mean 'LlamaForCausalLM'\? Known: .*Qwen3"):
+        small_llm(checkpoint)
+
+
+NAN, INF = float("nan"), float("inf")
+ABOVE_ZERO = "must be a finite number above 0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, "'num_attention_heads' must be a multiple of 'num_key_value_heads', got 4 and 3"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 4}, "must be a multiple of .*, got 2 and 4"),
+        *(({"rms_norm_eps": eps}, f"'rms_norm_eps' {ABOVE_ZERO}, got {eps}") for eps in (NAN, INF, 0, -1e-6)),
+        *(({"rope_parameters": {"rope_theta": t}}, f"'rope_theta' {ABOVE_ZERO}, got {t}") for t in (NAN, 0, -10)),
+        ({"rope_parameters": "x"}, "'rope_parameters' must be an object or null, got 'x'"),
+        *(
+            ({"dtype": name}, f"'dtype' must be one of float32, float16, bfloat16, float64, got {name!r}")
+            for name in ("int8", "float8_e4m3fn", "bf16", 16, "")
+        ),
+        ({"dtype": None, "torch_dtype": "int8"}, "'torch_dtype' must be one of"),
+        ({"quantization_config": "fp8"}, "'quantization_config' must be an object with a 'quant_method', got 'fp8'"),
+        ({"quantization_config": []}, "'quantization_config' must be an object"),
+        ({"quantization_config": {"bits": 4}}, "'quantization_config' must be an object with a 'quant_method'"),
+    ],
+)
+def test_bad_values_of_the_config(checkpoint: Path, changes: dict[str, object], message: str) -> None:
+    change_config(checkpoint, **changes)
+    with pytest.raises(CheckpointError, match=rf"^{checkpoint}/config\.json: .*{message}"):
+        small_llm(checkpoint)
+
+
+def test_unknown_activation_names_the_folder(checkpoint: Path) -> None:
+    change_config(checkpoint, hidden_act="sulu")
+    with pytest.raises(UnknownNameError, match=rf"did you mean 'silu'.*It stands in {checkpoint}/config\.json"):
+        small_llm(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "torch.float32", None])
+def test_dtypes_that_are_accepted(checkpoint: Path, dtype: str | None) -> None:
+    change_config(checkpoint, dtype=dtype)
+    small_llm(checkpoint).close()
+
+
+@pytest.mark.parametrize("window", [0, -1, "x", False])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_bad_sliding_window(tmp_path: Path, family: str, window: object) -> None:
+    write_checkpoint(tmp_path, family)
+    change_config(tmp_path, sliding_window=window, layer_types=["sliding_attention"] * 3)
+    with pytest.raises(CheckpointError, match=r"config\.json: 'sliding_window' must be a positive whole number, got"):
+        small_llm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": 3}, "'layer_types' must name 3 layers"),
+        ({"layer_types": [[], [], []]}, "'layer_types' must name 3 layers"),
+        ({"layer_types": ["sliding_attention"] * 3}, "'sliding_window' is missing"),
+        ({"layer_types": None, "max_window_layers": "x"}, "'max_window_layers' must be a whole number, 0 or more"),
+    ],
+)
+def test_bad_windows_of_layers(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    write_checkpoint(tmp_path, "qwen2")
+    change_config(tmp_path, **({"sliding_window": None} | changes))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+        small_llm(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_dtypes_that_a_copy_would_misread(checkpoint: Path, dtype: torch.dtype) -> None:
+    name = "model.layers.2.self_attn.k_proj.weight"
+    change_weights(checkpoint, lambda w: w.update({name: torch.zeros(32, 64).to(dtype)}))
+    stored = str(dtype).removeprefix("torch.")
+    with pytest.raises(
+        CheckpointError, match=rf"^{checkpoint}: tensor '{name}' is {stored}, .*need a quantization method"
+    ):
+        small_llm(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_floating_dtypes_are_converted(checkpoint: Path, dtype: torch.dtype) -> None:
+    change_weights(checkpoint, lambda w: w.update({name: tensor.to(dtype) for name, tensor in w.items()}))
+    small_llm(checkpoint).close()
+
+
+@pytest.mark.parametrize("shard", [3, None, "../model.safetensors", "a/../../model.safetensors", "ABSOLUTE"])
+def test_shards_outside_the_folder_are_not_opened(checkpoint: Path, tmp_path: Path, shard: object) -> None:
+    inner = checkpoint / "inner"
+    inner.mkdir()
+    (inner / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    (inner / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+    index = {"weight_map": {"lm_head.weight": str(checkpoint / "model.safetensors") if shard == "ABSOLUTE" else shard}}
+    (inner / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointError, match=r"index\.json: 'weight_map' must name a file inside the folder for tensor 'lm_head"
+    ):
+        small_llm(inner)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}'])
+def test_an_index_that_is_none(checkpoint: Path, content: str) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"index\.json: .*must "):
+        small_llm(checkpoint)
+
+
+def test_a_tensor_in_two_shards(checkpoint: Path) -> None:
+    (checkpoint / "b.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
+    index = {"weight_map": {"lm_head.weight": "model.safetensors", "model.norm.weight": "b.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor '.*' is in b\.safetensors too"):
+        small_llm(checkpoint)
+
+
+def test_no_tokenizer_files(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=rf"^{checkpoint}: tokenizer\.json is missing"):
         small_llm(checkpoint)
 
 
@@ -117,7 +239,9 @@ def test_old_rotary_buffers_are_no_extra(checkpoint: Path) -> None:
 
 def test_wrong_shape_shows_both(checkpoint: Path) -> None:
     change_weights(checkpoint, lambda w: w.update({"model.layers.2.self_attn.k_proj.weight": torch.zeros(32, 65)}))
-    with pytest.raises(CheckpointError, match=r"k_proj\.weight' has shape \[32, 65\], the model expects \[32, 64\]"):
+    with pytest.raises(
+        CheckpointError, match=rf"^{checkpoint}: .*k_proj\.weight' has shape \[32, 65\], the model expects \[32, 64\]"
+    ):
         small_llm(checkpoint)
 
 

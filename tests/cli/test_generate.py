@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hardpoint.cli.main import run
+from hardpoint.cli.output import check_writable
 from hardpoint.config import EngineConfig
 from hardpoint.engine.core import EngineStats
 from hardpoint.engine.outputs import CompletionOutput, RequestOutput
@@ -140,6 +141,40 @@ def test_json_holds_outputs_speed_and_selection(tmp_path: Path, capsys: pytest.C
 def test_bad_input_is_one_error(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", *args, "--quiet"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_json_file_is_tried_before_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hardpoint.cli.generate._load", None)  # an engine that is made would show
+    cases = [(str(tmp_path), "Is a directory"), ("/absent/x.json", "No such file"), ("", "--json is empty")]
+    for path, message in cases:
+        assert run(["generate", "--prompt", "a", "--json", path]) == 2
+        assert message in capsys.readouterr().err
+    check_writable("--json", str(tmp_path / "new.json"))
+    assert not list(tmp_path.iterdir()), "trying leaves nothing behind"
+    file = tmp_path / "old.json"
+    file.write_text("old")
+    check_writable("--json", str(file))
+    assert file.read_text() == "old"
+
+
+@pytest.mark.parametrize("args", [[], ["--prompt", "-"]])
+def test_a_closed_stdin_is_refused(
+    args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert run(["generate", *args]) == 2
+    assert "stdin is closed: give --prompt TEXT" in capsys.readouterr().err
+    assert run(["generate", "--prompt", "a", "--quiet"]) == 0
+
+
+def test_a_stdin_that_is_no_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    assert run(["generate"]) == 2
+    assert "stdin cannot be read as text" in capsys.readouterr().err
 
 
 def test_a_terminal_without_a_prompt_is_refused(

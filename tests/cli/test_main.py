@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -106,3 +107,50 @@ def test_a_reader_that_leaves_early_hears_nothing(args: str) -> None:
     command = f"{sys.executable} -m hardpoint.cli {args} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    """Run ``hardpoint`` in a shell, which closes and redirects."""
+    command = f"{sys.executable} -m hardpoint.cli {line}"
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+
+
+GENERATE = "generate --platform cpu --kv-cache-memory 16MiB --max-tokens 2"
+
+
+@pytest.mark.parametrize(
+    "line", ["--help", "ops list", "env", "plugins list --json", f"{GENERATE} --prompt a --quiet", ""]
+)
+def test_output_that_cannot_be_written_is_one_line(line: str) -> None:
+    done = shell(f"{line} >/dev/full")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "hardpoint: error: the output cannot be written: No space left on device\n",
+    )
+
+
+def test_a_closed_stdout_is_refused() -> None:
+    done = shell("env >&-")
+    assert done.returncode == 1
+    assert done.stderr == "hardpoint: error: stdout is closed; to discard the output, send it to /dev/null\n"
+
+
+def test_a_closed_stderr_loses_only_what_would_go_there() -> None:
+    pytest.importorskip("hardpoint_cpu")
+    for options in ("--prompt a", "--prompt a --prompt b"):
+        done = shell(f"{GENERATE} {options} 2>&-")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout
+
+
+def test_a_closed_stdin_is_one_error() -> None:
+    done = shell(f"{GENERATE} <&-")
+    assert done.returncode == 2
+    assert done.stderr.startswith("hardpoint: error: stdin is closed")
+
+
+def test_an_os_error_that_is_not_the_outputs_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (OSError(errno.ENOSPC, "a bug", "model.bin"), OSError(errno.ENOTDIR, "a bug")):
+        raising(monkeypatch, error)
+        with pytest.raises(OSError, match="a bug"):
+            run(["boom"])

@@ -14,7 +14,7 @@ from hardpoint.cli import env as _env  # noqa: F401  # imported, so that its mod
 from hardpoint.cli.explain import _losers, _subject
 from hardpoint.cli.main import run
 from hardpoint.plugins import PluginRecord, PluginSet
-from hardpoint_plugin_api import Reason, parse_manifest
+from hardpoint_plugin_api import DeviceInfo, Reason, parse_manifest
 
 MANIFEST = """
 schema = 1
@@ -144,3 +144,32 @@ def test_generate_runs_the_demo_model_and_marks_its_stages(tmp_path: Path) -> No
     marks = json.loads(stages.read_text())
     assert list(marks) == list(_STAGES)
     assert sorted(marks.values()) == list(marks.values())
+
+
+@pytest.mark.parametrize("answer", [None, 3])
+def test_env_reports_a_platform_that_answers_nonsense(
+    answer: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu = pytest.importorskip("hardpoint_cpu.platform").CpuPlatform
+    monkeypatch.setattr(cpu, "detect", classmethod(lambda cls: answer))
+    assert run(["env", "--json"]) == 0
+    (platform,) = (p for p in json.loads(capsys.readouterr().out)["platforms"] if p["platform"] == "cpu")
+    assert platform["problem"] == f"its detect() must return DeviceInfo or Reason, got {answer}"
+    assert run(["generate", "--platform", "cpu", "--prompt", "x"]) == 2
+    assert f"cpu: its detect() must return DeviceInfo or Reason, got {answer}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--device", ""], "--device is empty; give the name of a preset"),
+        (["--device", "toy-1", "--platform", "cpu"], "--device toy-1 is a device of the platform 'toy', and 'cpu' was"),
+        (["--device", "toy-1", "--use", "platform=cpu"], "--device toy-1 is a device of the platform 'toy'"),
+    ],
+)
+def test_explain_refuses_a_preset_that_does_not_fit(
+    args: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PluginSet, "devices", lambda self: {"toy-1": DeviceInfo("toy", "toy-1", "toy", "toy")})
+    assert run(["explain", *args]) == 2
+    assert message in capsys.readouterr().err

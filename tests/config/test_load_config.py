@@ -57,6 +57,13 @@ def test_flags_come_before_the_file_and_the_file_before_defaults(file: Path) -> 
         ("acme = 3", "unknown key .* 'acme'"),
         ("block_size = ", r"config file .*hp\.toml is not valid TOML"),
         ("[use]\nopp.x = 'y'", "did you mean 'op'"),
+        ("[use]\nop = 3", r"hp\.toml: use\.op = 3 is invalid: must be a text"),
+        ("[use]\nop.rms_norm = 3", r"hp\.toml: use\.op\.rms_norm = 3 is invalid: must be a text"),
+        ("plugins = ['cpu', 3]", r"hp\.toml: plugins\[1\] = 3 is invalid: must be a text"),
+        (
+            "attention_backend = 'a'\nuse.attention = 'b'",
+            r"hp\.toml: attention_backend = 'a' and .*hp\.toml: use\.attention = 'b' contradict each other",
+        ),
     ],
 )
 def test_errors_name_the_file(file: Path, text: str, message: str) -> None:
@@ -75,6 +82,10 @@ def test_errors_name_the_file(file: Path, text: str, message: str) -> None:
         ({"acme.workspace_mb": "3"}, "unknown setting of plugin acme: .* did you mean 'workspace_mib'"),
         ({"acme.workspace_mib": "x"}, "--acme.workspace_mib is of type int, got 'x'"),
         ({"use": ("nonsense",)}, "--use = .* is invalid: takes FAMILY=NAME"),
+        (
+            {"attention_backend": "b", "use": ("attention=c",)},
+            "--attention-backend=b and --use attention=c contradict each other; keep one",
+        ),
     ],
 )
 def test_errors_name_the_flag(file: Path, flags: dict[str, Any], message: str) -> None:
@@ -89,3 +100,16 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"config file .* cannot be read"):
         load_config(tmp_path / "binary.toml", {}, {})
+
+
+@pytest.mark.parametrize("in_file", ["attention_backend = 'file'", "use.attention = 'file'"])
+@pytest.mark.parametrize("flags", [{"attention_backend": "flag"}, {"use": ("attention=flag",)}])
+def test_flags_come_before_the_file_in_either_spelling(file: Path, in_file: str, flags: dict[str, Any]) -> None:
+    file.write_text(f"model = 'm'\n{in_file}\nuse.op.rms_norm = 'kept'\n")
+    assert load_config(file, flags, {}).choices == {"attention": "flag", "op.rms_norm": "kept"}
+
+
+def test_what_is_wrong_in_the_file_is_not_blamed_on_a_flag(file: Path) -> None:
+    file.write_text("model = 'm'\nuse = ['nonsense']\n")
+    with pytest.raises(ConfigError, match=r"hp\.toml: use = \['nonsense'\] is invalid"):
+        load_config(file, {"use": ("attention=a",)}, {})

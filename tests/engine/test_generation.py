@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.executor import InProcessExecutor
 from hardpoint.engine.llm import Prompt
-from hardpoint_plugin_api import RequestError
+from hardpoint_cpu.platform import CpuPlatform
+from hardpoint_plugin_api import ConfigError, ForwardStep, RequestError, StepLimits
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 
@@ -287,3 +289,29 @@ def test_one_bad_prompt_among_many_is_named(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"sampling_params must be one SamplingParams"):
         llm.generate(["a"], {"temperature": 0})  # type: ignore[arg-type]  # the wrong kind on purpose
     assert not llm.core.has_unfinished
+
+
+def test_a_platforms_step_limits_are_kept_and_change_no_token(
+    checkpoint: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = StepLimits(
+        max_tokens=100, max_requests=5, max_context=200, chunk_multiple=4, mixed_phases=False, token_buckets=(8, 24)
+    )
+    monkeypatch.setattr(CpuPlatform, "step_limits", lambda self: limits)
+    folder, model = checkpoint
+    prompts = random_prompts(8, 50, seed=13)
+    sizes: set[int] = set()
+    with small_llm(folder, async_scheduling=True) as llm:
+        assert llm.core.max_model_len == 200
+        real = llm.core.blueprint.model.forward
+
+        def forward(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+            sizes.add(len(ids))
+            return real(ids, step)
+
+        monkeypatch.setattr(llm.core.blueprint.model, "forward", forward)
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+    assert sizes == {8, 24}, "steps are padded to the declared sizes, and to nothing else"
+    with pytest.raises(ConfigError, match=r"--max-model-len 201: .* at most 200 tokens"):
+        small_llm(folder, max_model_len=201)

@@ -14,7 +14,7 @@ from hardpoint.ops.base import by_tokens, functional_from_out, poisoned
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.ops.store_kv import store_kv
-from hardpoint_plugin_api import Contribution, OpWorkload, PluginLoadError, TokensRequirement
+from hardpoint_plugin_api import ConfigError, Contribution, OpWorkload, PluginLoadError, TokensRequirement
 from tests.ops.judging import DTYPES, failures
 from tests.ops.manifest_context import context
 
@@ -151,3 +151,33 @@ def test_winners_of_ranges_stand_behind_one_comparison() -> None:
 
 def test_one_winner_is_returned_as_it_is() -> None:
     assert by_tokens([None], [rms_norm.reference]) is rms_norm.reference
+
+
+def raising_factory(ctx: Any, workload: Any, parts: Any) -> Any:
+    raise KeyError("tile")
+
+
+def refusing_factory(ctx: Any, workload: Any, parts: Any) -> Any:
+    raise ConfigError("acme.tile: only 8 is compiled")
+
+
+@pytest.mark.parametrize(
+    ("form", "target", "fact"),
+    [
+        ("factory", raising_factory, "raised KeyError: 'tile'"),
+        ("factory", lambda: None, "raised TypeError: .* takes 0 positional arguments but 3 were given"),
+        ("factory", lambda ctx, workload, parts: None, "returned None, which cannot be called"),
+        ("functional", 3, "is 3, which cannot be called"),
+        ("out", 3, "is 3, which cannot be called"),
+    ],
+)
+def test_a_misbehaving_implementation_is_blamed_by_name(form: str, target: object, fact: str) -> None:
+    ctx = context(plugin_op("rms_norm", "acme:norm", form=form), targets={"acme:norm": target})
+    with pytest.raises(PluginLoadError, match=rf"plugin core: .*acme:norm.*target 'acme:norm' {fact}; fix: "):
+        rms_norm.bind(ctx)
+
+
+def test_what_a_factory_says_in_our_words_passes_unchanged() -> None:
+    contribution = plugin_op("rms_norm", "acme:norm", form="factory")
+    with pytest.raises(ConfigError, match=r"^acme\.tile: only 8 is compiled$"):
+        rms_norm.bind(context(contribution, targets={"acme:norm": refusing_factory}))

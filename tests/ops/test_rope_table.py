@@ -121,12 +121,34 @@ def test_parameters_per_type_of_layer() -> None:
     [
         ({"rope_scaling": {"rope_type": "yarm"}}, "did you mean 'yarn'.*known: default, linear, llama3, yarn"),
         ({"rope_scaling": {"type": "longrope"}}, "unknown rope type 'longrope'"),
-        ({"rope_scaling": {"type": "linear"}}, "'factor' must be a number, got None"),
-        ({"rope_theta": "1e4"}, "'rope_theta' must be a number, got '1e4'"),
+        ({"rope_scaling": {"type": ["yarn"]}}, r"unknown rope type \['yarn'\]"),
+        ({"rope_scaling": {"type": ""}}, "unknown rope type ''"),
+        ({"rope_scaling": {"type": "linear"}}, "'factor' must be a finite number above 0, got None"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' must be a finite number above 0, got 0"),
+        (
+            {"rope_scaling": {"type": "yarn", **YARN, "factor": -4.0}},
+            "'factor' must be a finite number above 0, got -4",
+        ),
+        ({"rope_scaling": {"type": "yarn", **YARN, "beta_slow": -1}}, "'beta_slow' must be a finite number above 0"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "truncate": 1}}, "'truncate' must be true or false, got 1"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}},
+            "'original_max_position_embeddings' must be a finite number above 0, got 0",
+        ),
+        ({"rope_scaling": {"type": "yarn", **YARN}, "rope_theta": 1}, "'rope_theta' must be a finite number above 1"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1}}, "must be above 'low_freq_factor'"),
+        ({"rope_scaling": "x"}, "'rope_scaling' must be an object or null, got 'x'"),
+        ({"rope_parameters": []}, r"'rope_parameters' must be an object or null, got \[\]"),
+        ({"rope_theta": "1e4"}, "'rope_theta' must be a finite number above 0, got '1e4'"),
+        ({"rope_theta": True}, "'rope_theta' must be a finite number above 0, got True"),
+        ({"rope_theta": 0}, "'rope_theta' must be a finite number above 0, got 0"),
+        ({"rope_theta": -1e4}, "'rope_theta' must be a finite number above 0, got -10000"),
+        ({"rope_theta": float("nan")}, "'rope_theta' must be a finite number above 0, got nan"),
+        ({"rope_theta": 10**400}, "'rope_theta' must be a finite number above 0, got 1000"),
         ({"partial_rotary_factor": 0.33}, "makes 21 of 64 elements rotate"),
         ({"partial_rotary_factor": 2}, "makes 128 of 64 elements rotate"),
     ],
 )
 def test_bad_configs_are_refused(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        rope_args(config, 64, 99)
+    with pytest.raises(CheckpointError, match=f"^some/config.json: .*{message}"):
+        rope_args(config, 64, 99, file="some/config.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,5 +98,9 @@ def test_threads_are_set(threads: None) -> None:
 def test_bad_input() -> None:
     with pytest.raises(ConfigError, match=r"cpu\.threads must be 0 .* got -3"):
         CpuPlatform(CpuPlatform.detect(), {"threads": -3})
+    most = 4 * (os.cpu_count() or 1)
+    with pytest.raises(ConfigError, match=rf"cpu\.threads must be 0 \(all cores\) to {most} .* got {most + 1}"):
+        CpuPlatform(CpuPlatform.detect(), {"threads": most + 1})
+    assert CpuPlatform(CpuPlatform.detect(), {"threads": most}).threads == most
     with pytest.raises(PlatformError, match="no device 1"):
         CpuPlatform(CpuPlatform.detect()).activate(1)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from hardpoint.config import EngineConfig
+from hardpoint.engine.explain import explain
 from hardpoint.plugins import discover
 from hardpoint_plugin_api import ConfigChange, DeviceInfo, EngineInfo, PluginLoadError, UnknownNameError
 from tests.plugins.conftest import Installer
@@ -134,3 +136,14 @@ def test_a_slow_import_is_reported_once_with_its_time(installed: Installer, capl
     seconds = plugins.record("slow").import_seconds
     assert seconds is not None
     assert seconds > 1
+
+
+def test_a_plugin_on_the_allowlist_is_activated_even_where_nothing_of_it_is_chosen(installed: Installer) -> None:
+    pytest.importorskip("hardpoint_cpu")
+    installed("raises", "listener")
+    config = EngineConfig.create(model="demo", platform="cpu", plugins=("cpu", "listener"))
+    assert explain(config).rows
+    assert "hp_listener.plugin" in sys.modules
+    assert explain(EngineConfig.create(model="demo", platform="cpu")).rows, "not asked for, it stops nobody"
+    with pytest.raises(PluginLoadError, match=r"plugin raises .*RuntimeError: boom; fix: "):
+        explain(EngineConfig.create(model="demo", platform="cpu", plugins=("cpu", "raises")))

@@ -212,6 +212,8 @@ def test_a_preset_stands_for_hardware_that_is_not_here() -> None:
 def test_an_unknown_preset() -> None:
     with pytest.raises(UnknownNameError, match="unknown device preset 'acme-3'; did you mean 'acme-2'"):
         preset_choice(plugins(CPU, ACME, presets=(PRESET,)), "acme-3")
+    with pytest.raises(UnknownNameError, match=r"known: none\. More come with .*: pip install hardpoint-NAME\."):
+        preset_choice(plugins(CPU), "acme-2")
 
 
 def test_a_preset_of_a_platform_that_nobody_offers() -> None:

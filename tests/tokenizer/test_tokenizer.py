@@ -136,11 +136,11 @@ def test_without_tokenizer_json_transformers_converts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (None, "", "holds no tokenizer.json"),
+        (None, "", r"tokenizer\.json is missing, and so are the older files \(tokenizer\.model"),
         ("tokenizer.json", "{", "tokenizer.json is not a tokenizer"),
         ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json is not a tokenizer"),
-        ("tokenizer_config.json", "[1]", r"tokenizer_config.json must hold a JSON object"),
-        ("tokenizer_config.json", "{", r"tokenizer_config.json cannot be read"),
+        ("tokenizer_config.json", "[1]", r"tokenizer_config.json: must hold a JSON object"),
+        ("tokenizer_config.json", "{", r"tokenizer_config.json: cannot be read"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str | None, content: str, message: str) -> None:
@@ -148,6 +148,54 @@ def test_bad_files_are_named(tmp_path: Path, name: str | None, content: str, mes
         write(tmp_path, qwen_style(), QWEN_CONFIG)
         (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=message):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("added_tokens_decoder", [], "an object of token ids"),
+        ("added_tokens_decoder", {"x": {"content": "<a>"}}, "an object of token ids"),
+        ("added_tokens_decoder", {"7": "<a>"}, "an object of token ids"),
+        ("added_tokens_decoder", {"7": {"special": True}}, "an object of token ids"),
+        ("added_tokens_decoder", {"7": {"content": "<a>", "lstrip": "yes"}}, "an object of token ids"),
+        ("eos_token", {"content": 3}, "a text or an object with the text 'content'"),
+        ("eos_token", 3, "a text or an object"),
+        ("image_token", {"content": None}, "a text or an object"),
+        ("extra_special_tokens", [3], "a list or object of tokens"),
+        ("extra_special_tokens", {"image_token": []}, "a list or object of tokens"),
+        ("additional_special_tokens", "<a>", "a list or object of tokens"),
+        ("split_special_tokens", "no", "true or false"),
+    ],
+)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_bad_keys_are_named(tmp_path: Path, name: str, key: str, value: object, message: str) -> None:
+    write(tmp_path, qwen_style(), {})
+    (tmp_path / name).write_text(json.dumps({key: value}))
+    with pytest.raises(CheckpointError, match=rf"{name}: '{key}' must be {message}.*, got "):
+        Tokenizer.load(tmp_path)
+
+
+def test_null_counts_as_missing(tmp_path: Path) -> None:
+    config = dict.fromkeys(("added_tokens_decoder", "bos_token", "extra_special_tokens", "split_special_tokens"))
+    tokenizer = Tokenizer.load(write(tmp_path, qwen_style(), config))
+    assert tokenizer.bos_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (None, "and so are the older files"),
+        ("vocab.json", r"Transformers cannot make one of vocab\.json: [^\n]+$"),
+        ("vocab.txt", r"cannot make one of vocab\.txt: its LlamaTokenizer reads tokenizer\.json, tokenizer\.model$"),
+    ],
+)
+def test_no_empty_tokenizer_is_made_up(tmp_path: Path, file: str | None, message: str) -> None:
+    name = "Qwen2Tokenizer" if file == "vocab.json" else "LlamaTokenizer"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    if file:
+        (tmp_path / file).write_text('{"a": 0}')
+    with pytest.raises(CheckpointError, match=rf"tokenizer\.json is missing, .*{message}"):
         Tokenizer.load(tmp_path)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from hardpoint.attention.groups import AttentionLayer
 from hardpoint.attention.phases import PhasedBackend
 from hardpoint.context import Context
+from hardpoint.plugins.blame import construct
 from hardpoint_plugin_api import AttentionBackend, AttentionSpec
 
 
@@ -17,7 +16,7 @@ def attention_backend(ctx: Context, spec: AttentionSpec) -> tuple[int, Attention
     write the cache are selected.
     """
     plan = ctx.select(spec.workload())
-    built = {e.offer: cast(type[AttentionBackend], ctx.load(e.offer))(ctx, spec) for e in plan.entries}
+    built = {e.offer: construct(e.offer, ctx.load(e.offer), AttentionBackend, ctx, spec) for e in plan.entries}
     if len(built) == 1:
         (backend,) = built.values()
     else:

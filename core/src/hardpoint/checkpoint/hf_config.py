@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hardpoint.checkpoint.json_object import read_json
 from hardpoint_plugin_api import CheckpointError
 
 _REQUIRED: Any = object()
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
@@ -24,47 +26,68 @@ class HFConfig:
     def read(cls, folder: Path) -> HFConfig:
         """Read ``folder``/config.json; raises CheckpointError if it is missing or malformed."""
         path = folder / "config.json"
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        if not isinstance(data, dict):
-            raise CheckpointError(f"{path}: expected a JSON object, got {type(data).__name__}")
-        return cls(folder, data)
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing; give the folder of a Hugging Face checkpoint")
+        return cls(folder, read_json(path))
+
+    @property
+    def path(self) -> Path:
+        """The file, for messages."""
+        return self.folder / "config.json"
 
     @property
     def architecture(self) -> str:
         """The model class that the checkpoint was written for."""
         names = self.data.get("architectures")
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-            raise CheckpointError(f"{self._path}: 'architectures' must name one model class, got {names!r}")
+            raise CheckpointError(f"{self.path}: 'architectures' must name one model class, got {names!r}")
         return names[0]
 
     @property
     def dtype(self) -> str:
-        """The dtype of the stored weights, by today's key or the one before it; float32 where neither is set."""
-        value = self.data.get("dtype") or self.data.get("torch_dtype") or "float32"
-        return str(value).removeprefix("torch.")
+        """The dtype of the weights, by today's key or the one before it; float32 where neither is set.
+
+        float64 is a name like the others, but platforms without it (all of ours) run such a checkpoint in float32.
+        """
+        key = "torch_dtype" if self.data.get("dtype") is None else "dtype"
+        value = self.get(key, "float32")
+        name = value.removeprefix("torch.") if isinstance(value, str) else None
+        if name not in _DTYPES:
+            raise CheckpointError(f"{self.path}: {key!r} must be one of {', '.join(_DTYPES)}, got {value!r}")
+        return name
+
+    @property
+    def quantization_method(self) -> str | None:
+        """The method that the weights were quantized with, None where they were not."""
+        stored = self.get("quantization_config")
+        if stored is None:
+            return None
+        method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+        if not isinstance(method, str) or not method:
+            raise CheckpointError(
+                f"{self.path}: 'quantization_config' must be an object with a 'quant_method', got {stored!r:.80}"
+            )
+        return method
 
     def integer(self, key: str, default: int | None = _REQUIRED) -> int:
         """A positive whole number; null counts as missing."""
         value = self.get(key, default)
         if type(value) is not int or value < 1:
-            raise CheckpointError(f"{self._path}: {key!r} must be a positive whole number, got {value!r}")
+            raise CheckpointError(f"{self.path}: {key!r} must be a positive whole number, got {value!r}")
         return value
 
     def number(self, key: str, default: float = _REQUIRED) -> float:
-        """A number."""
+        """A finite number above 0; null counts as missing."""
         value = self.get(key, default)
-        if type(value) not in (int, float):
-            raise CheckpointError(f"{self._path}: {key!r} must be a number, got {value!r}")
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+            raise CheckpointError(f"{self.path}: {key!r} must be a finite number above 0, got {value!r}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """A truth value."""
         value = self.get(key, default)
         if type(value) is not bool:
-            raise CheckpointError(f"{self._path}: {key!r} must be true or false, got {value!r}")
+            raise CheckpointError(f"{self.path}: {key!r} must be true or false, got {value!r}")
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -73,9 +96,5 @@ class HFConfig:
         if value is None:
             value = default
         if value is _REQUIRED:
-            raise CheckpointError(f"{self._path}: {key!r} is missing")
+            raise CheckpointError(f"{self.path}: {key!r} is missing")
         return value
-
-    @property
-    def _path(self) -> Path:
-        return self.folder / "config.json"

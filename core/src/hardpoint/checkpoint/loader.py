@@ -9,17 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
-from hardpoint.dtypes import dtype_of
+from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.layers.base import PluggableLayer, walk
 from hardpoint_plugin_api import CheckpointError, WeightSlot
 
 _IGNORED = re.compile(r".*(rotary_emb\.inv_freq|attention\.(masked_)?bias)$")
 """Buffers that old checkpoints hold and every implementation computes itself."""
+
+_PLAIN = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
+"""Dtypes of weights that are numbers in themselves; others mean something only to a quantization method."""
 
 
 def load_weights(model: nn.Module, names: dict[str, str | None], files: SafetensorsFiles, device: torch.device) -> None:
@@ -27,13 +31,14 @@ def load_weights(model: nn.Module, names: dict[str, str | None], files: Safetens
 
     ``names`` maps each expected checkpoint tensor to ``"layer.path.slot"`` or ``"layer.path.slot[part]"``, and each
     that may be there but is not needed to None.
-    Raises CheckpointError, naming the tensors, for missing or extra ones and for wrong shapes (both shown).
+    Raises CheckpointError, naming the tensors, for missing or extra ones, for wrong shapes (both shown), and for
+    dtypes that a copy would change the meaning of.
     """
     layers = dict(walk(model))
     slots = {(path, name): slot for path, layer in layers.items() for name, slot in layer.declare().items()}
     targets = {tensor: _find(address, layers, slots) for tensor, address in names.items() if address}
     _check_names(files, set(targets), set(names) - set(targets))
-    filling = _Filling(layers, slots, device)
+    filling = _Filling(layers, slots, device, files.folder)
     for name, tensor in files:
         if name in targets:
             filling.copy(name, tensor, targets[name])
@@ -84,9 +89,13 @@ class _Filling:
     """Slots on their way to being full. ``_open`` counts the parts still to come of each layer and all inside it."""
 
     def __init__(
-        self, layers: dict[str, PluggableLayer], slots: dict[tuple[str, str], WeightSlot], device: torch.device
+        self,
+        layers: dict[str, PluggableLayer],
+        slots: dict[tuple[str, str], WeightSlot],
+        device: torch.device,
+        folder: Path,
     ) -> None:
-        self._layers, self._slots, self._device = layers, slots, device
+        self._layers, self._slots, self._device, self._folder = layers, slots, device, folder
         self._left = {(layer, name, part) for (layer, name), slot in slots.items() for part in _parts(slot)}
         self._open = dict.fromkeys(layers, 0)
         for layer, _, _ in self._left:
@@ -97,15 +106,23 @@ class _Filling:
                 layers[path].prepare()
 
     def copy(self, name: str, tensor: torch.Tensor, target: _Target) -> None:
-        """Copy one checkpoint tensor into its part of a slot (converting the dtype); prepare what that fills."""
+        """Copy one checkpoint tensor into its part of a slot (converting floating dtypes); prepare what that fills."""
         slot = self._slots[target.layer, target.slot]
         start, rows = slot.part_rows(target.part)
         wanted = (rows, *slot.shape[1:])
         if tuple(tensor.shape) != wanted:
-            raise CheckpointError(f"tensor {name!r} has shape {list(tensor.shape)}, the model expects {list(wanted)}")
+            raise CheckpointError(
+                f"{self._folder}: tensor {name!r} has shape {list(tensor.shape)}, the model expects {list(wanted)}"
+            )
+        dtype = dtype_of(slot.dtype)
+        if tensor.dtype != dtype and not {tensor.dtype, dtype} <= _PLAIN:
+            raise CheckpointError(
+                f"{self._folder}: tensor {name!r} is {dtype_name(tensor.dtype)}, the model expects {slot.dtype}; "
+                "quantized weights need a quantization method ('quantization_config' in config.json, --quantization)"
+            )
         weights = self._layers[target.layer].weights
         if target.slot not in weights:
-            weights[target.slot] = torch.empty(slot.shape, dtype=dtype_of(slot.dtype), device=self._device)
+            weights[target.slot] = torch.empty(slot.shape, dtype=dtype, device=self._device)
         weights[target.slot][start : start + rows].copy_(tensor)
         for part in (target.part,) if target.part else _parts(slot):
             self._left.remove((target.layer, target.slot, part))
@@ -118,7 +135,9 @@ class _Filling:
         """Raise CheckpointError if any part of a slot was not filled."""
         if self._left:
             short = sorted(f"{layer}.{slot}" + (f"[{part}]" if part else "") for layer, slot, part in self._left)
-            raise CheckpointError(f"the checkpoint leaves slots of the model unfilled: {_listed(short)}")
+            raise CheckpointError(
+                f"{self._folder}: the checkpoint leaves slots of the model unfilled: {_listed(short)}"
+            )
 
     def _around(self, path: str) -> Iterator[str]:
         """The layer at ``path`` and those that hold it, innermost first."""

@@ -5,13 +5,13 @@ Format: https://huggingface.co/docs/safetensors; shards are listed by ``model.sa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from hardpoint.checkpoint.json_object import read_json
 from hardpoint_plugin_api import CheckpointError
 
 _SINGLE = "model.safetensors"
@@ -27,6 +27,8 @@ class SafetensorsFiles:
         self._file_of: dict[str, Path] = {}
         for path in self._paths():
             for name in self._names(path):
+                if name in self._file_of:
+                    raise CheckpointError(f"{path}: tensor {name!r} is in {self._file_of[name].name} too")
                 self._file_of[name] = path
 
     @property
@@ -48,9 +50,12 @@ class SafetensorsFiles:
         index = self.folder / _INDEX
         if index.is_file():
             try:
-                shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-                raise CheckpointError(f"{index}: no valid index of shards: {error!r}") from error
+                weight_map = read_json(index)["weight_map"]
+                for name, shard in weight_map.items():
+                    _check_shard(index, name, shard)
+                shards = sorted(set(weight_map.values()))
+            except (KeyError, AttributeError) as error:
+                raise CheckpointError(f"{index}: 'weight_map' must be an object of tensor and file names") from error
             missing = [shard for shard in shards if not (self.folder / shard).is_file()]
             if missing:
                 raise CheckpointError(f"{self.folder}: shards are missing: {', '.join(missing)}")
@@ -69,3 +74,11 @@ class SafetensorsFiles:
                 return list(file.keys())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: damaged or truncated safetensors file: {error}") from error
+
+
+def _check_shard(index: Path, tensor: str, shard: object) -> None:
+    """By its name alone: a hub's cache is made of links that lead out of the folder."""
+    if not isinstance(shard, str) or PurePosixPath(shard).is_absolute() or ".." in PurePosixPath(shard).parts:
+        raise CheckpointError(
+            f"{index}: 'weight_map' must name a file inside the folder for tensor {tensor!r}, got {shard!r}"
+        )

@@ -21,7 +21,7 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
 
     Raises CheckpointError for a path that does not exist or holds no model, and for a hub id that cannot be had.
     """
-    folder = resolve_tokenizer(model, revision)
+    folder = _resolve("model", model, revision)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
     return folder
@@ -29,30 +29,34 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
 
 def resolve_tokenizer(model: str, revision: str | None = None) -> Path:
     """Return the local folder of a tokenizer, by the same names as ``resolve_model``; it needs no config.json."""
-    if model == DEMO:
+    return _resolve("tokenizer", model, revision)
+
+
+def _resolve(kind: str, name: str, revision: str | None) -> Path:
+    if name == DEMO:
         return demo_model()
-    folder = Path(model).expanduser()
+    folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file; give the folder of a Hugging Face checkpoint")
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(
-            f"model path {model} does not exist; give a local folder or a hub id such as Qwen/Qwen3-0.6B"
+            f"{kind} path {name} does not exist; give a local folder or a hub id such as Qwen/Qwen3-0.6B"
         )
-    return _download(model, revision)
+    return _download(kind, name, revision)
 
 
-def _download(repo: str, revision: str | None) -> Path:
+def _download(kind: str, repo: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"model {repo!r} is no local folder, and the hub does not give it: {reason}. "
+            f"{kind} {repo!r} is no local folder, and the hub does not give it: {reason}. "
             "Give a local folder, or check the id and the network"
         ) from error

@@ -10,7 +10,7 @@ import click
 
 from hardpoint.bench.registry import BenchResult, find
 from hardpoint.cli.lazy import Lazy, LazyGroup
-from hardpoint.cli.output import print_json, print_table, write_text
+from hardpoint.cli.output import check_writable, print_json, print_table, write_text
 
 
 def _command(name: str, entry: Lazy) -> click.Command:
@@ -19,6 +19,7 @@ def _command(name: str, entry: Lazy) -> click.Command:
 
     @click.option("--json", "json_file", metavar="FILE", help="Save the result as JSON; - is stdout.")
     def run(json_file: str | None, **options: object) -> None:
+        check_writable("--json", json_file)
         result = function(**options)
         if json_file == "-":
             print_json(result.to_json())

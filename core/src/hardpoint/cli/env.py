@@ -16,13 +16,12 @@ from hardpoint.cli.output import print_json, print_table
 from hardpoint.cli.plugins import describe
 from hardpoint.platforms import host
 from hardpoint.plugins import Offer, PluginSet, discover
+from hardpoint.selection.platform_choice import detect
 from hardpoint_plugin_api import (
     FAMILIES,
     CheckContext,
     DeviceInfo,
-    Platform,
     PlatformWorkload,
-    PluginError,
     Reason,
     Request,
 )
@@ -117,15 +116,8 @@ def _version(name: str) -> str | None:
 
 
 def _detect(plugins: PluginSet, offer: Offer) -> DeviceInfo | Reason:
-    try:
-        target = plugins.load(offer)
-        assert isinstance(target, type)
-        assert issubclass(target, Platform)
-        return target.detect()
-    except PluginError as error:
-        return Reason("load-failed", str(error), fix="hardpoint plugins list")
-    except Exception as error:  # a plugin's own bug is part of the report
-        return Reason("detect-failed", f"its detect() raised {type(error).__name__}: {error}")
+    answer = detect(plugins, offer)
+    return answer if isinstance(answer, Reason) else answer[1]
 
 
 def _platform(offer: Offer, answer: DeviceInfo | Reason) -> Report:

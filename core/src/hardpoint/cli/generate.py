@@ -14,7 +14,7 @@ import click
 
 from hardpoint.bench import stages
 from hardpoint.cli.options import EngineCommand
-from hardpoint.cli.output import print_table, show_log, write_text
+from hardpoint.cli.output import check_writable, print_table, show_log, write_text
 from hardpoint.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def generate(
     """
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
+    check_writable("--json", json_file)
     texts = _read_prompts(prompts)
     if stream and len(texts) > 1:
         raise click.UsageError("--stream goes with one prompt; leave it out for several")
@@ -94,11 +95,17 @@ def _load(config: EngineConfig) -> LLM:
 
 
 def _read_prompts(prompts: Sequence[str]) -> list[str]:
+    texts = prompts or ("-",)
+    if "-" in texts and sys.stdin is None:
+        raise click.UsageError("stdin is closed: give --prompt TEXT, or pipe a text in")
     if not prompts and sys.stdin.isatty():
         raise click.UsageError("nothing to continue: give --prompt TEXT, or pipe a text in")
     if prompts.count("-") > 1:
         raise click.UsageError("--prompt - can be given once: there is one stdin")
-    return [sys.stdin.read() if text == "-" else text for text in prompts or ("-",)]
+    try:
+        return [sys.stdin.read() if text == "-" else text for text in texts]
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"stdin cannot be read as text: {error}; give --prompt TEXT") from error
 
 
 def _sampling_params(llm: LLM, config: EngineConfig, sampling: Mapping[str, Any], **fixed: Any) -> SamplingParams:

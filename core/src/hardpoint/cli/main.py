@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from contextlib import suppress
+from typing import NoReturn, TextIO
 
 from hardpoint.bench.stages import mark
 
@@ -14,6 +16,9 @@ mark("interpreter")
 import click  # noqa: E402  # counted as part of the command line, not of the interpreter
 
 from hardpoint.cli.lazy import Lazy, LazyGroup  # noqa: E402
+
+_WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
+"""What writing to an open stream fails with; opening a file fails with others, and names the file."""
 
 COMMANDS = {
     "generate": Lazy("hardpoint.cli.generate:generate", "Continue prompts with a model."),
@@ -55,14 +60,37 @@ cli = LazyGroup(
 
 def main() -> NoReturn:
     """Run the command line of this process."""
+    if sys.stderr is None:  # closed by the caller (2>&-): what would go there goes nowhere
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # open as long as the process runs
+    if sys.stdout is None:
+        _report("stdout is closed; to discard the output, send it to /dev/null")
+        sys.exit(1)
     sys.exit(run(sys.argv[1:]))
 
 
 def run(args: Sequence[str]) -> int:
-    """Run ``args`` and return the exit code: 0; 1 where nobody reads the output; 2 for bad input; 130 if interrupted.
+    """Run ``args`` and return the exit code: 0; 1 where output cannot be written; 2 for bad input; 130 if interrupted.
 
-    Bad input is one message on stderr. A bug keeps its traceback.
+    Bad input, and output that cannot be written, is one message on stderr; a reader that left early hears nothing.
+    A bug keeps its traceback.
     """
+    try:
+        code = _run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output (head, less) has enough
+        _discard(sys.stdout)
+        return 1
+    except OSError as error:
+        if error.filename is not None or error.errno not in _WRITE_ERRORS or "--debug" in args[:1]:
+            raise
+        _discard(sys.stdout)
+        with suppress(OSError):  # it may be stderr that is full
+            _report(f"the output cannot be written: {error.strerror}")
+        return 1
+    return code
+
+
+def _run(args: Sequence[str]) -> int:
     try:
         result = cli.main(list(args), prog_name="hardpoint", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -74,9 +102,6 @@ def run(args: Sequence[str]) -> int:
         return _report(error.format_message() + hint)
     except (KeyboardInterrupt, click.Abort):
         return 130
-    except BrokenPipeError:  # the reader of our output (head, less) has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
-        return 1
     except Exception as error:
         from hardpoint_plugin_api import HardpointError
 
@@ -84,6 +109,11 @@ def run(args: Sequence[str]) -> int:
             raise
         return _report(str(error))
     return result if isinstance(result, int) else 0
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what is still buffered, and all that follows, nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _report(message: str) -> int:

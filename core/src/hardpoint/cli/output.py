@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -41,10 +42,31 @@ def print_json(data: object) -> None:
     click.echo(json.dumps(data, indent=2, ensure_ascii=False))
 
 
+def check_writable(flag: str, path: str | None) -> None:
+    """Raise ConfigError where ``write_text`` could not write to what ``flag`` named; leaves the disk as it is."""
+    if path == "":
+        raise ConfigError(f"{flag} is empty; give the name of a file, or - for stdout")
+    if path in (None, "-"):
+        return
+    try:
+        is_new = not os.path.lexists(path)
+        if not is_new and os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            return  # a pipe, which is opened once
+        with open(path, "a", encoding="utf-8"):
+            pass
+        if is_new:
+            os.remove(path)
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot write {path}: {error.strerror}") from error
+
+
 def write_text(path: str, text: str) -> None:
     """Write ``text`` to the file a flag named; ``-`` is stdout. Raises ConfigError where that cannot be done."""
+    if path == "-":
+        click.echo(text, nl=False)
+        return
     try:
-        with click.open_file(path, "w", encoding="utf-8") as file:
+        with open(path, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error

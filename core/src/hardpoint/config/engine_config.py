@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from hardpoint.config.errors import invalid_setting
-from hardpoint.config.types import AnyDtype, Bytes, CacheDtype, Count, CustomOps, Index, Names, Seed, Text, Use
+from hardpoint.config.errors import invalid_setting, setting_of, written
+from hardpoint.config.types import (
+    AnyDtype,
+    Bytes,
+    CacheDtype,
+    Count,
+    CustomOps,
+    Index,
+    Names,
+    NumSeqs,
+    NumTokens,
+    PageSize,
+    Seed,
+    Text,
+    Use,
+)
 from hardpoint_plugin_api import FAMILIES, ConfigChange, ConfigError, ConfigKey, ConfigValue, UnknownNameError
 
 PluginKeys = Mapping[str, Mapping[str, ConfigKey]]
@@ -37,11 +52,11 @@ class EngineConfig(BaseModel):
     use: Use = Field(default_factory=dict, description="Choose an implementation, as in op.rms_norm=NAME; repeatable.")
     quantization: Text | None = Field(None, description="The quantization method, where the checkpoint names none.")
     kv_cache_dtype: CacheDtype = Field("auto", description="Data type of the KV cache; auto: the model's.")
-    block_size: Count | None = Field(None, description="Tokens per block of the KV cache.")
+    block_size: PageSize | None = Field(None, description="Tokens per block of the KV cache.")
     kv_cache_memory: Bytes | None = Field(None, description="Size of the KV cache: bytes, or as in 4GiB.")
     max_model_len: Count | None = Field(None, description="Longest sequence, prompt and output together, in tokens.")
-    max_num_seqs: Count = Field(256, description="Most sequences that run at once.")
-    max_num_batched_tokens: Count = Field(2048, description="Most tokens in one step.")
+    max_num_seqs: NumSeqs = Field(256, description="Most sequences that run at once.")
+    max_num_batched_tokens: NumTokens = Field(2048, description="Most tokens in one step.")
     enable_prefix_caching: bool = Field(True, description="Reuse the cache of prompts that begin alike.")
     async_scheduling: bool | None = Field(
         None, description="Submit a step before the last one's tokens are known; by default on accelerators."
@@ -83,8 +98,13 @@ class EngineConfig(BaseModel):
             raise invalid_setting(error, origins) from None
         for key, choice in config._family_flags().items():
             if config.use.get(key, choice) != choice:
-                flag = FAMILIES[key].flag
-                raise ConfigError(f"{flag} {choice} and --use {key}={config.use[key]} contradict each other; keep one")
+                flag = written(setting_of(str(FAMILIES[key].flag)), choice, origins)
+                use = written(f"use.{key}", config.use[key], origins)
+                raise ConfigError(f"{flag} and {use} contradict each other; keep one")
+        local = config.model == "demo" or os.path.isdir(os.path.expanduser(config.model))
+        if config.hub_revision is not None and local:
+            revision = written("hub_revision", config.hub_revision, origins)
+            raise ConfigError(f"{revision}: a revision applies to hub ids, and the model {config.model!r} is local")
         return config
 
     @property
@@ -99,7 +119,7 @@ class EngineConfig(BaseModel):
 
     def _family_flags(self) -> dict[str, str]:
         """The choices made by flags of their own, such as --attention-backend."""
-        values = {f.name: getattr(self, f.flag[2:].replace("-", "_")) for f in FAMILIES.values() if f.flag}
+        values = {f.name: getattr(self, setting_of(f.flag)) for f in FAMILIES.values() if f.flag}
         return {family: value for family, value in values.items() if value is not None}
 
     def selection_view(self) -> Mapping[str, object]:

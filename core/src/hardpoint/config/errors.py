@@ -21,6 +21,7 @@ _REASONS = {
     "tuple_type": "must be a list of texts",
     "dict_type": "must be a table",
     "greater_than_equal": "must be {ge} or more",
+    "less_than_equal": "must be {le} or less",
     "less_than": "must be below {lt}",
 }
 
@@ -28,6 +29,17 @@ _REASONS = {
 def flag_of(key: str) -> str:
     """``"block_size"`` -> ``"--block-size"``; a plugin's ``"acme.key"`` -> ``"--acme.key"``."""
     return f"--{key}" if "." in key else f"--{key.replace('_', '-')}"
+
+
+def setting_of(flag: str) -> str:
+    """``"--block-size"`` -> ``"block_size"``."""
+    return flag[2:].replace("-", "_")
+
+
+def written(key: str, value: object, origins: Mapping[str, str]) -> str:
+    """A setting as the user wrote it: ``--use attention=paged``, ``hp.toml: use.attention = 'paged'``."""
+    where = origins.get(key, key)
+    return f"{where}={value}" if where.startswith("--") else f"{where} = {value!r}"
 
 
 def invalid_setting(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
@@ -42,11 +54,12 @@ def invalid_setting(error: ValidationError, origins: Mapping[str, str]) -> Confi
             key = f"{details['loc'][1]}.{details['loc'][2]}"
             found[key] = _invalid(key, details["input"], "must be a text, a number, or true or false", origins)
         else:
-            found.setdefault(key, _one(key, details, origins))
+            found.setdefault(key, _one(details, origins))
     return next(iter(found.values())) if len(found) == 1 else ConfigError("\n".join(map(str, found.values())))
 
 
-def _one(key: str, details: ErrorDetails, origins: Mapping[str, str]) -> ConfigError:
+def _one(details: ErrorDetails, origins: Mapping[str, str]) -> ConfigError:
+    key, origins = _path(details, origins)
     value, context = details["input"], details.get("ctx", {})
     if details["type"] == "literal_error" and isinstance(value, str):
         names = re.findall(r"'([^']*)'", str(context["expected"]))
@@ -54,6 +67,13 @@ def _one(key: str, details: ErrorDetails, origins: Mapping[str, str]) -> ConfigE
     if details["type"] == "value_error":
         return _invalid(key, value, str(context["error"]), origins)
     return _invalid(key, value, _REASONS.get(details["type"], details["msg"]).format(**context), origins)
+
+
+def _path(details: ErrorDetails, origins: Mapping[str, str]) -> tuple[str, Mapping[str, str]]:
+    """The key path of a finding, as in ``use.op`` or ``plugins[0]``, and the origins with that path among them."""
+    key, *inner = (part for part in details["loc"] if part != "[key]")
+    rest = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
+    return f"{key}{rest}", {f"{key}{rest}": f"{origins.get(str(key), key)}{rest}", **origins}
 
 
 def _invalid(key: str, value: object, reason: str, origins: Mapping[str, str]) -> ConfigError:

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from hardpoint.config.engine_config import SETTINGS, EngineConfig, PluginKeys
-from hardpoint.config.errors import flag_of
-from hardpoint.config.types import parse_use
-from hardpoint_plugin_api import ConfigError, UnknownNameError
+from hardpoint.config.errors import flag_of, setting_of
+from hardpoint.config.types import check_use, parse_use
+from hardpoint_plugin_api import FAMILIES, ConfigError, UnknownNameError
 
 
 def load_config(
@@ -20,17 +20,19 @@ def load_config(
     plugin_keys: PluginKeys,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> EngineConfig:
-    """Join a TOML file and flags to a config; flags override the file (``use`` entry by entry).
+    """Join a TOML file and flags to a config; flags override the file (``use`` entry by entry, and
+    ``--use attention=NAME`` the file's ``attention_backend`` too).
 
     ``flags`` has a field's name or ``"plugin.key"`` for each flag given, None for one that was not. ``defaults`` are
     the command's own, below the file. Raises ConfigError, naming key, value, source and what is valid.
     """
-    settings: dict[str, Any] = {}
+    of_file: dict[str, Any] = {}
+    of_flags: dict[str, Any] = {}
     sections: dict[str, dict[str, Any]] = {}
     origins: dict[str, str] = {}
     for key, value in _read(file).items() if file else ():
         if key in SETTINGS:
-            settings[key], origins[key] = value, f"{file}: {key}"
+            of_file[key], origins[key] = value, f"{file}: {key}"
         elif isinstance(value, dict) and key in plugin_keys:
             sections[key] = dict(value)
             origins |= {f"{key}.{name}": f"{file}: [{key}] {name}" for name in value}
@@ -40,6 +42,7 @@ def load_config(
                 key,
                 {*plugin_keys, "use"} if isinstance(value, dict) else SETTINGS,
             )
+    _parse_use(of_file, f"{file}: use", f"{file}: use.", origins)
     for key, value in flags.items():
         plugin, dot, name = key.partition(".")
         if value is None:
@@ -50,21 +53,46 @@ def load_config(
         if dot:
             sections.setdefault(plugin, {})[name] = value
         elif key in SETTINGS:
-            settings[key] = _joined(settings[key], value) if key == "use" and key in settings else value
+            of_flags[key] = value
         else:
             raise UnknownNameError("flag", flag_of(key), map(flag_of, SETTINGS))
+    _parse_use(of_flags, "--use", "--use ", origins)
+    settings = {**defaults, **_joined(of_file, of_flags)}
     if sections:
         settings["plugin_config"] = sections
-    return EngineConfig._build({**defaults, **settings}, origins)._with_sections(plugin_keys, origins)
+    return EngineConfig._build(settings, origins)._with_sections(plugin_keys, origins)
 
 
-def _joined(of_file: object, of_flags: object) -> object:
-    """Choices of the file and of flags, the flags' entries first; what is not of that form is left to be refused."""
+def _parse_use(settings: dict[str, Any], where: str, prefix: str, origins: dict[str, str]) -> None:
+    """Bring one source's ``use`` to choices by slot, and note where each stands; what is no table is refused later."""
+    if "use" not in settings:
+        return
+    given = settings["use"]
     try:
-        old, new = parse_use(of_file), parse_use(of_flags)
+        use = parse_use(given)
+        if isinstance(use, dict):
+            settings["use"] = use
+            origins |= {f"use.{slot}": f"{prefix}{slot}" for slot in use}
+            if all(isinstance(name, str) for name in use.values()):
+                check_use(use)
     except ValueError as error:
-        raise ConfigError(f"--use = {of_flags!r} is invalid: {error}") from None
-    return {**old, **new} if isinstance(old, dict) and isinstance(new, dict) else old
+        raise ConfigError(f"{where} = {given!r} is invalid: {error}") from None
+
+
+def _joined(of_file: dict[str, Any], of_flags: dict[str, Any]) -> dict[str, Any]:
+    """Both sources' settings, the flags' first: a family chosen by a flag is chosen, in whichever way the file has it
+    (``attention_backend`` or ``use.attention``)."""
+    settings = {**of_file, **of_flags}
+    uses = [source.get("use", {}) for source in (of_file, of_flags)]
+    if not all(isinstance(use, dict) for use in uses):
+        return settings
+    below, above = uses
+    for family in FAMILIES.values():
+        if family.name in above and family.flag and setting_of(family.flag) not in of_flags:
+            settings.pop(setting_of(family.flag), None)
+        if family.flag and setting_of(family.flag) in of_flags:
+            below = {slot: name for slot, name in below.items() if slot != family.name}
+    return {**settings, "use": {**below, **above}} if "use" in settings else settings
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -44,7 +45,7 @@ def parse_bytes(value: object) -> object:
     unit = match[2] if match else ""
     if not match or (unit and unit not in _UNITS):
         raise ValueError(f"must be a number of bytes, or a number and a unit ({', '.join(_UNITS)}), such as 4GiB")
-    return int(float(match[1]) * _UNITS[unit]) if unit else match[1]
+    return int(Decimal(match[1]) * _UNITS[unit]) if unit else match[1]
 
 
 def parse_names(value: object) -> object:
@@ -105,6 +106,9 @@ def check_use(choices: dict[str, str]) -> dict[str, str]:
 AnyDtype = Annotated[Dtype, BeforeValidator(_dtype)]
 CacheDtype = Annotated[KVDtype, BeforeValidator(_dtype)]
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+PageSize = Annotated[Count, Field(le=2**16)]
+NumSeqs = Annotated[Count, Field(le=2**16)]
+NumTokens = Annotated[Count, Field(le=2**22)]
 Index = Annotated[int, BeforeValidator(_number), Field(ge=0)]
 Seed = Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**63)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]

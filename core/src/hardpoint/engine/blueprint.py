@@ -78,6 +78,8 @@ def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
     _check_slots(config, plugins)
     _check_quantization(config, hf_config, plugins)
     choice = preset_choice(plugins, preset) if preset else choose(plugins, _settings(config))
+    for name in config.plugins or ():
+        plugins.activate(name)
     plugins.activate(choice.plan.offer.plugin)
     config, notes = config.with_changes(plugins.configure(config.selection_view(), choice.device))
     for note in notes:
@@ -126,8 +128,8 @@ def _check_slots(config: EngineConfig, plugins: PluginSet) -> None:
 
 def _check_quantization(config: EngineConfig, hf_config: HFConfig, plugins: PluginSet) -> None:
     """Refuse a quantized checkpoint, or a wish for one, that no installed method reads."""
-    stored = hf_config.get("quantization_config") or {}
-    method = config.quantization or stored.get("quant_method")
+    stored = hf_config.quantization_method
+    method = config.quantization or stored
     known = {offer.contribution.name for offer in plugins.offers("quantization")}
     if method and method not in known:
         where = (

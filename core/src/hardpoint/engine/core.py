@@ -24,7 +24,7 @@ from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduler import Scheduler, SchedulerArgs
 from hardpoint.engine.step import StepInput
 from hardpoint.selection import SelectionTable
-from hardpoint_plugin_api import EngineInfo, RequestError, RunnerWorkload, SchedulerWorkload, StepLimits
+from hardpoint_plugin_api import ConfigError, EngineInfo, RequestError, RunnerWorkload, SchedulerWorkload, StepLimits
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class EngineCore:
         ctx, platform, config = blueprint.ctx, blueprint.platform, blueprint.config
         table = blueprint.table
         logger.info("selection table %s on %s", table.digest, ctx.device.name)
+        limits = _step_limits(blueprint)
         with platform.memory.pool("weights"):
             load_weights(
                 blueprint.model, blueprint.model.weight_names, SafetensorsFiles(blueprint.folder), ctx.torch_device
@@ -93,13 +94,9 @@ class EngineCore:
             ctx.resources.allocate(ctx.torch_device)
         with platform.memory.pool("kv"):
             budget = config.kv_cache_memory or platform.kv_cache_budget()
-            longest = ctx.max_model_len
+            longest = min(ctx.max_model_len, limits.max_context or ctx.max_model_len)
             enough = _bytes_for_all(blueprint, config.max_num_seqs * longest)
             cache = CacheMemory(ctx.attention_layers, ctx.block_size, min(budget, enough), ctx.torch_device)
-        limits = StepLimits(max_tokens=config.max_num_batched_tokens, max_requests=config.max_num_seqs)
-        limits = limits.intersect(platform.step_limits())
-        for layer in ctx.attention_layers.layers:
-            limits = limits.intersect(layer.backend.step_limits())
         max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
         assert limits.max_tokens is not None
         assert limits.max_requests is not None
@@ -114,6 +111,7 @@ class EngineCore:
                 caches=cache.views,
                 num_slots=limits.max_requests,
                 max_step_tokens=limits.max_tokens,
+                token_buckets=limits.token_buckets,
                 vocab_size=blueprint.hf_config.integer("vocab_size"),
             )
         )
@@ -238,6 +236,24 @@ class EngineCore:
             release = getattr(module, "release", None)
             if release:
                 release()
+
+
+def _step_limits(blueprint: Blueprint) -> StepLimits:
+    """What the user, the platform and every attention backend allow of a step; no step is larger than all buckets."""
+    config = blueprint.config
+    limits = StepLimits(max_tokens=config.max_num_batched_tokens, max_requests=config.max_num_seqs)
+    limits = limits.intersect(blueprint.platform.step_limits())
+    for layer in blueprint.ctx.attention_layers.layers:
+        limits = limits.intersect(layer.backend.step_limits())
+    longest, wanted = limits.max_context, config.max_model_len
+    if longest is not None and wanted is not None and wanted > longest:
+        raise ConfigError(
+            f"--max-model-len {wanted}: {blueprint.ctx.device.name}, or an attention backend chosen for it, serves "
+            f"sequences of at most {longest} tokens"
+        )
+    if limits.token_buckets:
+        limits = limits.intersect(StepLimits(max_tokens=max(limits.token_buckets)))
+    return limits
 
 
 def _bytes_for_all(blueprint: Blueprint, num_tokens: int) -> int:

@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hardpoint.checkpoint.json_object import read_json
 from hardpoint.engine.sampling_params import SamplingParams
-from hardpoint_plugin_api import CheckpointError
+from hardpoint_plugin_api import CheckpointError, RequestError
+
+_DRAWING = ("temperature", "top_p", "top_k", "min_p")
+"""Settings that count only where ``do_sample`` is on, as in Transformers; ours have the same names."""
+_ALWAYS = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+"""Settings that greedy decoding has too, each with our name."""
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The file's settings as they stand; ends of output from it and from config.json."""
+    """Ends of output, and fields of SamplingParams, from the file and from config.json, which it overrides."""
 
     eos_token_ids: frozenset[int] = frozenset()
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
 
     @classmethod
     def read(cls, folder: Path) -> GenerationConfig:
-        """Read the file of ``folder`` where there is one; raises CheckpointError if it is malformed."""
+        """Read the file of ``folder`` where there is one; CheckpointError, naming file and key, if it is malformed."""
         data: dict[str, Any] = {}
         for name in ("config.json", "generation_config.json"):
-            path = folder / name
-            if path.is_file():
-                try:
-                    data |= json.loads(path.read_text(encoding="utf-8"))
-                except (OSError, ValueError, TypeError) as error:
-                    raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        eos = data.get("eos_token_id")
-        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(type(i) is int for i in ids):
-            raise CheckpointError(f"{folder}: 'eos_token_id' must be a token id or a list of them, got {eos!r}")
-        known = ("temperature", "top_p", "top_k", "min_p")
-        sampling = {k: data[k] for k in known if data.get(k) is not None} if data.get("do_sample") else {}
-        return cls(frozenset(ids), sampling)
+            found = read_json(folder / name)
+            _check(found, folder / name)
+            data |= found
+        names = _ALWAYS | ({name: name for name in _DRAWING} if data.get("do_sample") else {})
+        sampling = {ours: data[name] for name, ours in names.items() if data.get(name) is not None}
+        return cls(frozenset(_eos_ids(data)), sampling if data.get("do_sample") else {"temperature": 0.0} | sampling)
 
     def sampling_params(self) -> SamplingParams:
         """The makers' sampling, or greedy where they ask for none."""
-        return SamplingParams(**(self.sampling or {"temperature": 0.0}))
+        return SamplingParams(**self.sampling)
+
+
+def _eos_ids(data: Mapping[str, Any]) -> list[Any]:
+    eos = data.get("eos_token_id")
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def _check(data: Mapping[str, Any], file: Path) -> None:
+    if not all(type(i) is int and i >= 0 for i in _eos_ids(data)):
+        raise CheckpointError(
+            f"{file}: 'eos_token_id' must be a token id or a list of them, got {data['eos_token_id']!r:.80}"
+        )
+    if not isinstance(data.get("do_sample"), bool | None):
+        raise CheckpointError(f"{file}: 'do_sample' must be true or false, got {data['do_sample']!r:.80}")
+    for name, ours in ({name: name for name in _DRAWING} | _ALWAYS).items():
+        if data.get(name) is not None:
+            try:
+                SamplingParams(**{ours: data[name]})
+            except RequestError as error:
+                raise CheckpointError(f"{file}: {str(error).replace(ours, repr(name), 1)}") from None

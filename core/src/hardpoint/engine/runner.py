@@ -47,7 +47,10 @@ class Ticket:
 
 @dataclass(frozen=True)
 class RunnerArgs:
-    """What a runner is constructed with. ``caches`` holds each attention layer's cache views, in order."""
+    """What a runner is constructed with. ``caches`` holds each attention layer's cache views, in order.
+
+    ``token_buckets`` are the sizes that a step's tokens are padded to; none means no padding.
+    """
 
     ctx: Context
     platform: Platform
@@ -57,6 +60,7 @@ class RunnerArgs:
     num_slots: int
     max_step_tokens: int
     vocab_size: int
+    token_buckets: tuple[int, ...] = ()
 
 
 class Runner:
@@ -68,6 +72,7 @@ class Runner:
         self._device, self._block_size = ctx.torch_device, ctx.block_size
         self._layers = ctx.attention_layers.layers
         self._groups = ctx.attention_layers.groups()
+        self._buckets = sorted(args.token_buckets)
         self._max_pages = -(-ctx.max_model_len // ctx.block_size)
         self._tokens: Ints = np.zeros((args.num_slots, ctx.max_model_len), np.int32)
         self._num_known: Ints = np.zeros(args.num_slots, np.int32)
@@ -129,6 +134,11 @@ class Runner:
             self._pages[share.slot, held : held + len(share.new_pages)] = share.new_pages
             self._num_pages[share.slot] += len(share.new_pages)
 
+    def _padded(self, rows: Ints) -> Ints:
+        """Pad one value per token up to the platform's next bucket; zeros store to the null page and are never read."""
+        size = next((bucket for bucket in self._buckets if bucket >= rows.size), rows.size)
+        return rows if size == rows.size else np.pad(rows, (0, size - rows.size))
+
     def _batch(self, step: StepInput) -> tuple[AttentionBatch, dict[str, torch.Tensor]]:
         """The step's arrays, on the device: the batch as attention sees it, and ids, positions and rows by name."""
         slots = np.array([s.slot for s in step.scheduled], np.int32)
@@ -144,9 +154,9 @@ class Runner:
             "query_start": query_start,
             "seq_lens": seq_lens,
             "block_table": self._pages[slots, :width],
-            "slot_mapping": pages * np.int32(self._block_size) + positions % np.int32(self._block_size),
-            "ids": self._tokens[token_slots, positions],
-            "positions": positions,
+            "slot_mapping": self._padded(pages * np.int32(self._block_size) + positions % np.int32(self._block_size)),
+            "ids": self._padded(self._tokens[token_slots, positions]),
+            "positions": self._padded(positions),
         }
         arrays |= self._prompts.arrays(step.scheduled, query_start, self._tokens)
         samples = np.array([s.samples for s in step.scheduled])

@@ -11,14 +11,16 @@ Life: declare (slots) -> load -> prepare (pack, fold, drop originals) -> bind (f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
-from hardpoint_plugin_api import LayerWorkload, PluginLoadError, WeightSlot
+from hardpoint.plugins import Offer
+from hardpoint.plugins.blame import blame, construct, misbehaved
+from hardpoint_plugin_api import LayerWorkload, WeightSlot
 
 
 class _PluggableMeta(type):
@@ -33,12 +35,9 @@ class _PluggableMeta(type):
         winner = ctx.load(offer)
         if winner is cls:
             return super().__call__(ctx, args, *rest, **options)
-        if not (isinstance(winner, type) and issubclass(winner, PluggableLayer)):
-            raise PluginLoadError(
-                f"layer {cls.pluggable_name!r}: {offer.contribution.target} of plugin {offer.plugin!r} "
-                "is no PluggableLayer"
-            )
-        return cast(Any, winner)(ctx, args, *rest, **options)
+        layer = construct(offer, winner, PluggableLayer, ctx, args, *rest, **options)
+        _check_slots(offer, layer)
+        return layer
 
 
 class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
@@ -69,6 +68,16 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
     def release(self) -> None:
         """Drop the weights."""
         self.weights.clear()
+
+
+def _check_slots(offer: Offer, layer: PluggableLayer) -> None:
+    """Refuse a replacement whose ``declare`` fails or answers with something else than slots by name."""
+    with blame(offer):
+        slots: object = layer.declare()
+    if not isinstance(slots, dict) or not all(
+        isinstance(name, str) and isinstance(slot, WeightSlot) for name, slot in slots.items()
+    ):
+        raise misbehaved(offer, f"must return dict[str, WeightSlot] from declare(), got {slots!r}")
 
 
 def walk(root: nn.Module, path: str = "") -> Iterator[tuple[str, PluggableLayer]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.ops.base import by_tokens
+from hardpoint.plugins.blame import construct
 from hardpoint_plugin_api import LinearArgs, LinearKernel, LinearWorkload, QuantSpec, WeightSlot
 
 
@@ -24,7 +23,7 @@ class Linear(PluggableLayer, name="linear"):
             dtype=self.dtype, in_features=args.in_features, out_features=args.out_features, spec=(plain, plain)
         )
         plan = ctx.select(workload)
-        self.kernels = [cast(type[LinearKernel], ctx.load(e.offer))(ctx, workload) for e in plan.entries]
+        self.kernels = [construct(e.offer, ctx.load(e.offer), LinearKernel, ctx, workload) for e in plan.entries]
         self._matmul = by_tokens([e.range.max for e in plan.entries], [k.apply for k in self.kernels])
         self._bias: torch.Tensor | None = None
 

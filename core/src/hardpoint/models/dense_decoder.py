@@ -12,6 +12,8 @@ from hardpoint.ops.activation import activation_of_hf
 from hardpoint.ops.rope_table import rope_args
 from hardpoint_plugin_api import AttentionArgs, BlockArgs, CheckpointError, EmbeddingArgs, MLPArgs, NormArgs
 
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
 
 def dense_decoder(ctx: Context, config: HFConfig, blocks: tuple[BlockArgs, ...]) -> CausalLM:
     """The model around ``blocks``: embedding, final norm, head (tied where the config says so)."""
@@ -41,14 +43,22 @@ class AttentionVariations(TypedDict, total=False):
 def attention_args(ctx: Context, config: HFConfig, **variations: Unpack[AttentionVariations]) -> AttentionArgs:
     """Grouped-query attention, rotary embedding tabulated as far as this engine's longest sequence."""
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % num_kv_heads:
+        raise CheckpointError(
+            f"{config.path}: 'num_attention_heads' must be a multiple of 'num_key_value_heads', "
+            f"got {heads} and {num_kv_heads}"
+        )
     head_size = config.integer("head_dim", hidden // heads)
+    if variations.get("window") is not None:  # families pass it on as it stands
+        variations["window"] = config.integer("sliding_window")
     return AttentionArgs(
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=config.integer("num_key_value_heads", heads),
+        num_kv_heads=num_kv_heads,
         head_size=head_size,
         scale=head_size**-0.5,
-        rope=rope_args(config.data, head_size, ctx.max_model_len),
+        rope=rope_args(config.data, head_size, ctx.max_model_len, file=str(config.path)),
         **variations,
     )
 
@@ -63,7 +73,7 @@ def mlp_args(config: HFConfig, bias: bool = False) -> MLPArgs:
     return MLPArgs(
         hidden_size=config.integer("hidden_size"),
         intermediate_size=config.integer("intermediate_size"),
-        activation=activation_of_hf(str(config.get("hidden_act", "silu"))),
+        activation=activation_of_hf(str(config.get("hidden_act", "silu")), f"It stands in {config.path}."),
         bias=bias,
     )
 
@@ -75,14 +85,17 @@ def windows(config: HFConfig) -> tuple[int | None, ...]:
     kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", layers)
+        if type(first) is not int or first < 0:
+            raise CheckpointError(
+                f"{config.path}: 'max_window_layers' must be a whole number, 0 or more, got {first!r}"
+            )
         return tuple(window if i >= first else None for i in range(layers))
-    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _LAYER_TYPES for kind in kinds):
         raise CheckpointError(
-            f"{config.folder}: 'layer_types' must name {layers} layers, each full_attention or sliding_attention; "
+            f"{config.path}: 'layer_types' must name {layers} layers, each full_attention or sliding_attention; "
             f"got {kinds}"
         )
-    sliding = config.get("sliding_window")
-    return tuple(sliding if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(config.integer("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
 
 
 def decoder_names(args: CausalLMArgs) -> dict[str, str | None]:

@@ -40,13 +40,13 @@ _HUGGING_FACE = {
 }
 
 
-def activation_of_hf(hidden_act: str) -> str:
+def activation_of_hf(hidden_act: str, where: str = "") -> str:
     """Our name for a Hugging Face config's ``hidden_act``: many of those are one function written differently.
 
-    Raises UnknownNameError for one that we do not have.
+    Raises UnknownNameError, which ends with ``where``, for one that we do not have.
     """
     if hidden_act not in _HUGGING_FACE:
-        raise UnknownNameError("hidden_act", hidden_act, _HUGGING_FACE)
+        raise UnknownNameError("hidden_act", hidden_act, _HUGGING_FACE, where)
     return _HUGGING_FACE[hidden_act]
 
 

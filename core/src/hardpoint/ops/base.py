@@ -19,6 +19,7 @@ import torch
 
 from hardpoint.dtypes import dtype_name
 from hardpoint.ops.error_model import ErrorModel
+from hardpoint.plugins.blame import blame, misbehaved
 from hardpoint_plugin_api import OpWorkload, PluginLoadError
 
 if TYPE_CHECKING:
@@ -84,10 +85,16 @@ class CustomOp(Generic[P, R]):
     def _functional(
         self, ctx: Context, offer: Offer, workload: object, parts: Mapping[str, Callable[..., Any]]
     ) -> Callable[P, R]:
-        target = cast(Callable[..., Any], ctx.load(offer))
+        target = ctx.load(offer)
+        if not callable(target):
+            raise misbehaved(offer, f"is {target!r}, which cannot be called")
         form = offer.contribution.form
         if form == "factory":
-            return cast(Callable[P, R], target(ctx, workload, parts))
+            with blame(offer):
+                function = target(ctx, workload, parts)
+            if not callable(function):
+                raise misbehaved(offer, f"returned {function!r}, which cannot be called")
+            return cast(Callable[P, R], function)
         if form == "out":
             if self.allocate is None:
                 raise PluginLoadError(

@@ -7,8 +7,9 @@ the tables are equal to its own on every device.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -25,6 +26,9 @@ _PARAMETERS: dict[RopeKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 """What each kind needs, and what it may have."""
+
+_MAY_BE_ZERO = ("mscale", "mscale_all_dim")
+"""Zero leaves these out, as in Transformers."""
 
 
 def rope_table(args: RopeArgs, num_positions: int, device: torch.device) -> torch.Tensor:
@@ -45,56 +49,76 @@ def rope_args(
     interleaved: bool = False,
     layer_type: str | None = None,
     default_theta: float = 10_000.0,
+    file: str = "config.json",
 ) -> RopeArgs:
     """Read a config's rotary embedding: today's ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` before it.
 
     ``max_position`` is how many positions are to be tabulated; ``layer_type`` chooses where a config has parameters
-    per type of layer; ``default_theta`` is the family's own, for configs that leave it out.
-    Raises CheckpointError for an unknown type, and for a parameter that is missing or no number.
+    per type of layer; ``default_theta`` is the family's own, for configs that leave it out; ``file`` is where the
+    config stands, for messages.
+    Raises CheckpointError for an unknown type, and for a parameter that is missing, of the wrong kind or out of range.
     """
-    found = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    found = _objects(hf_config, ("rope_scaling", "rope_parameters"), file)
     if layer_type is not None and layer_type in found:
-        found = found[layer_type]
+        found = _objects(found, (layer_type,), file)
     if any(isinstance(value, Mapping) for value in found.values()):
         raise CheckpointError(
-            f"config.json: rope_parameters are per type of layer ({', '.join(found)}), and this model has no such types"
+            f"{file}: rope_parameters are per type of layer ({', '.join(found)}), and this model has no such types"
         )
-    kind = found.get("rope_type") or found.get("type") or "default"
-    if kind not in _PARAMETERS:
+    kind = next((found[key] for key in ("rope_type", "type") if found.get(key) is not None), "default")
+    if not isinstance(kind, str) or kind not in _PARAMETERS:
         guess = nearest(str(kind), _PARAMETERS)
         raise CheckpointError(
-            f"config.json: unknown rope type {kind!r}{f'; did you mean {guess!r}?' if guess else ''}; "
+            f"{file}: unknown rope type {kind!r}{f'; did you mean {guess!r}?' if guess else ''}; "
             f"known: {', '.join(get_args(RopeKind))}"
         )
-    read = _Reader(hf_config, found)
+    read = _Reader(hf_config, found, file)
     partial = read.number("partial_rotary_factor", 1.0)
     rotary_dim = int(head_size * partial)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
         raise CheckpointError(
-            f"config.json: partial_rotary_factor {partial} makes {rotary_dim} of {head_size} elements rotate; "
+            f"{file}: partial_rotary_factor {partial} makes {rotary_dim} of {head_size} elements rotate; "
             "their number must be even, positive and no more than the head's"
         )
     return RopeArgs(
         rotary_dim=rotary_dim,
-        theta=read.number("rope_theta", default_theta),
+        theta=read.number("rope_theta", default_theta, above=1.0 if kind == "yarn" else 0.0),  # yarn divides by its log
         max_position=max_position,
-        kind=cast(RopeKind, kind),
+        kind=kind,
         interleaved=interleaved,
-        scaling=read.scaling(cast(RopeKind, kind)),
+        scaling=read.scaling(kind),
     )
+
+
+def _objects(config: Mapping[str, Any], keys: tuple[str, ...], file: str) -> Mapping[str, Any]:
+    """The first of ``keys`` that holds anything; null counts as missing."""
+    for key in keys:
+        if not isinstance(config.get(key), Mapping | None):
+            raise CheckpointError(f"{file}: {key!r} must be an object or null, got {config[key]!r:.80}")
+    return next((config[key] for key in keys if config.get(key)), {})
 
 
 class _Reader:
     """Looks a parameter up in the rope dictionary first, then in the config around it. Null counts as missing."""
 
-    def __init__(self, config: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-        self.config, self.found = config, found
+    def __init__(self, config: Mapping[str, Any], found: Mapping[str, Any], file: str) -> None:
+        self.config, self.found, self.file = config, found, file
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, above: float = 0.0) -> float:
         value = self.find(key, default)
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise CheckpointError(f"config.json: rope parameter {key!r} must be a number, got {value!r}")
-        return float(value)
+        if type(value) in (int, float) and (
+            above < value <= sys.float_info.max or (key in _MAY_BE_ZERO and value == 0)
+        ):
+            return float(value)
+        raise CheckpointError(
+            f"{self.file}: rope parameter {key!r} must be a finite number above {above:g}, got {value!r}"
+        )
+
+    def flag(self, key: str) -> bool:
+        value = self.find(key)
+        if type(value) is not bool:
+            raise CheckpointError(f"{self.file}: rope parameter {key!r} must be true or false, got {value!r}")
+        return value
 
     def find(self, key: str, default: Any = None) -> Any:
         places = (self.found, self.config)
@@ -111,7 +135,14 @@ class _Reader:
             if kind == "yarn" and key == "factor" and self.found.get(key) is None:
                 default = self.number("max_position_embeddings") / self.number(required[1])
             values[key] = self.number(key, default)
-        values |= {key: self.number(key) for key in optional if self.found.get(key) is not None}
+        for key in optional:
+            if self.found.get(key) is not None:
+                values[key] = float(self.flag(key)) if key == "truncate" else self.number(key)
+        if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+            raise CheckpointError(
+                f"{self.file}: rope parameter 'high_freq_factor' must be above 'low_freq_factor', "
+                f"got {values['high_freq_factor']:g} and {values['low_freq_factor']:g}"
+            )
         return tuple(values.items())
 
 

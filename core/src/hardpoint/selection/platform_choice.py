@@ -80,7 +80,9 @@ def preset_choice(plugins: PluginSet, name: str) -> PlatformChoice:
     """Answer as if the device that the preset ``name`` describes were here; raises UnknownNameError for no preset."""
     presets = plugins.devices()
     if name not in presets:
-        raise UnknownNameError("device preset", name, presets)
+        raise UnknownNameError(
+            "device preset", name, presets, "More come with the platform plugins: pip install hardpoint-NAME."
+        )
     device = presets[name]
     offers = plugins.offers("platform")
     winner = next((o for o in offers if o.contribution.name == device.platform), None)
@@ -95,7 +97,8 @@ def _not_asked_for(name: str) -> Reason:
     return Reason("not-asked-for", f"{name} was asked for")
 
 
-def _ask(plugins: PluginSet, offer: Offer) -> tuple[type[Platform], DeviceInfo] | Reason:
+def detect(plugins: PluginSet, offer: Offer) -> tuple[type[Platform], DeviceInfo] | Reason:
+    """Load a platform and ask it what is here; whatever it does wrong becomes the reason."""
     try:
         platform = plugins.load(offer)
         if not (isinstance(platform, type) and issubclass(platform, Platform)):
@@ -106,12 +109,20 @@ def _ask(plugins: PluginSet, offer: Offer) -> tuple[type[Platform], DeviceInfo] 
     except Exception as error:  # a plugin's own bug must not stop the others
         return Reason("detect-failed", f"its detect() raised {type(error).__name__}: {error}")
     if isinstance(info, DeviceInfo):
-        context = CheckContext(Request(info, PlatformWorkload()), offer.api)
-        reasons = (requirement.check(context) for requirement in offer.contribution.requirements)
-        return next((reason for reason in reasons if reason), (platform, info))
+        return platform, info
     if isinstance(info, Reason):
         return info
     return Reason("detect-failed", f"its detect() must return DeviceInfo or Reason, got {info!r}")
+
+
+def _ask(plugins: PluginSet, offer: Offer) -> tuple[type[Platform], DeviceInfo] | Reason:
+    """What ``detect`` finds, unless the offer's own requirements exclude it."""
+    answer = detect(plugins, offer)
+    if isinstance(answer, Reason):
+        return answer
+    context = CheckContext(Request(answer[1], PlatformWorkload()), offer.api)
+    reasons = (requirement.check(context) for requirement in offer.contribution.requirements)
+    return next((reason for reason in reasons if reason), answer)
 
 
 def _automatic(found: dict[Offer, DeviceInfo], refused: dict[Offer, Reason]) -> Offer:

@@ -17,7 +17,7 @@ import jinja2.nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hardpoint.tokenizer.tokenizer import read_json
+from hardpoint.checkpoint.json_object import read_json
 from hardpoint_plugin_api import CheckpointError, RequestError, UnknownNameError
 
 Message = Mapping[str, Any]

@@ -7,16 +7,19 @@ same as its own: the post-processor of ``tokenizer.json`` decides which special 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from hardpoint.checkpoint.json_object import read_json
 from hardpoint_plugin_api import CheckpointError, RequestError
 
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
+_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_OLDER = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""Files that Transformers can make a tokenizer of; without one it makes an empty one."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -95,23 +98,52 @@ def _byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     """``tokenizer_config.json``, completed by the older ``special_tokens_map.json`` as Transformers does."""
-    config = read_json(folder / "tokenizer_config.json")
+    config = _read_config(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        config |= read_json(folder / "special_tokens_map.json")
+        config |= _read_config(folder / "special_tokens_map.json")
     return config
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in ``file``, empty if there is no such file. Raises CheckpointError for anything else in it."""
-    if not file.is_file():
-        return {}
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, got {type(data).__name__}")
-    return data
+def _read_config(file: Path) -> dict[str, Any]:
+    """One of the two files; null counts as missing. Raises CheckpointError, naming file and key, for what is malformed.
+
+    Other names that end in ``_token`` may be flags (``add_bos_token``), so that only tokens among them are looked at.
+    """
+    config = {name: value for name, value in read_json(file).items() if value is not None}
+
+    def check(is_valid: bool, name: str, wanted: str) -> None:
+        if not is_valid:
+            raise CheckpointError(f"{file}: {name!r} must be {wanted}, got {config[name]!r:.80}")
+
+    token = "a text or an object with the text 'content'"
+    for name, value in config.items():
+        if name in _NAMED or (name.endswith("_token") and isinstance(value, dict) and "content" in value):
+            check(_is_token(value), name, token)
+    for name in _EXTRA:
+        value = config.get(name, [])
+        tokens = value.values() if isinstance(value, dict) else value
+        check(
+            isinstance(value, list | dict) and all(map(_is_token, tokens)),
+            name,
+            f"a list or object of tokens, each {token}",
+        )
+    added = config.get("added_tokens_decoder", {})
+    check(
+        isinstance(added, dict)
+        and all(i.isdecimal() and isinstance(t, dict) and _is_token(t) for i, t in added.items()),
+        "added_tokens_decoder",
+        "an object of token ids, each with an object with the text 'content'",
+    )
+    check(isinstance(config.get("split_special_tokens", False), bool), "split_special_tokens", "true or false")
+    return config
+
+
+def _is_token(value: object) -> bool:
+    if isinstance(value, dict):
+        return isinstance(value.get("content"), str) and all(
+            isinstance(value.get(flag, False), bool) for flag in _FLAGS
+        )
+    return isinstance(value, str)
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
@@ -153,17 +185,22 @@ def _added_token(value: str | Mapping[str, Any]) -> tokenizers.AddedToken:
 
 def _through_transformers(folder: Path) -> Tokenizer:
     """Let Transformers convert older tokenizer files (sentencepiece, vocabulary and merges)."""
+    found = [name for name in _OLDER if (folder / name).is_file()]
+    if not found:
+        raise CheckpointError(
+            f"{folder}: tokenizer.json is missing, and so are the older files ({', '.join(_OLDER)}); "
+            "add the files of the model's tokenizer, or name another folder with --tokenizer"
+        )
     from transformers import AutoTokenizer
 
+    failed = f"{folder}: tokenizer.json is missing, and Transformers cannot make one of {', '.join(found)}"
     try:
         converted = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # one of many, from one of many libraries
-        raise CheckpointError(
-            f"{folder} holds no tokenizer.json, and Transformers cannot make one of its other files: {error}"
-        ) from error
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise CheckpointError(f"{failed}: {reason}") from error
+    wanted = set(converted.vocab_files_names.values())
     backend = getattr(converted, "backend_tokenizer", None)
-    if backend is None:
-        raise CheckpointError(
-            f"{folder} holds no tokenizer.json, and its {type(converted).__name__} cannot be turned into one"
-        )
+    if backend is None or not wanted & set(found):
+        raise CheckpointError(f"{failed}: its {type(converted).__name__} reads {', '.join(sorted(wanted))}")
     return Tokenizer(backend, {name: str(token) for name, token in converted.special_tokens_map.items()})

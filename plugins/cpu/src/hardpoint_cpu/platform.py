@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform as python_platform
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_KV_CACHE_BYTES = 4 * 2**30
+
+_MAX_THREADS_PER_CPU = 4  # far beyond it, creating threads fails inside torch's runtime and takes the process down
 
 _ARCHES = {"amd64": "x86_64", "arm64": "aarch64"}
 
@@ -94,11 +97,15 @@ class CpuPlatform(Platform):
     name = "cpu"
 
     def __init__(self, info: DeviceInfo, config: Mapping[str, ConfigValue] | None = None) -> None:
-        """Raises ConfigError for a negative number of threads."""
+        """Raises ConfigError for a number of threads that is negative or beyond four for each CPU of the machine."""
         super().__init__(info, config)
         self.threads = int(self.config.get("threads", 0))
-        if self.threads < 0:
-            raise ConfigError(f"cpu.threads must be 0 (all cores) or more, got {self.threads}")
+        most = _MAX_THREADS_PER_CPU * (os.cpu_count() or 1)
+        if not 0 <= self.threads <= most:
+            raise ConfigError(
+                f"cpu.threads must be 0 (all cores) to {most} ({_MAX_THREADS_PER_CPU} for each CPU of this machine), "
+                f"got {self.threads}"
+            )
         self._memory = CpuMemory()
 
     @classmethod

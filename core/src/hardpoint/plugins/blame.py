@@ -1,0 +1,46 @@
+"""Whose fault it is: what a plugin's code does wrong while an engine is built is an error that names the plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+from hardpoint.plugins.loading import describe
+from hardpoint.plugins.record import Offer
+from hardpoint_plugin_api import HardpointError, PluginLoadError
+
+T = TypeVar("T")
+
+
+@contextmanager
+def blame(offer: Offer) -> Iterator[None]:
+    """Turn what the plugin's code inside raises into ``misbehaved``; Hardpoint's own errors pass through unchanged.
+
+    For construction only: nothing on the token path is worth the cost.
+    """
+    try:
+        yield
+    except HardpointError:
+        raise
+    except Exception as error:
+        raise misbehaved(offer, f"raised {describe(error)}") from error
+
+
+def misbehaved(offer: Offer, fact: str) -> PluginLoadError:
+    """The error that says what the target of ``offer`` did: plugin, contribution, target and ``fact``."""
+    contribution = offer.contribution
+    return PluginLoadError(
+        f"plugin {offer.plugin}: {contribution}: target {contribution.target!r} {fact}; "
+        "fix: choose another implementation with --use, leave the plugin out with --plugins, or report this to its "
+        "author"
+    )
+
+
+def construct(offer: Offer, target: object, kind: Callable[..., T], *args: object, **options: object) -> T:
+    """Return ``target(*args, **options)``; raises PluginLoadError unless it is a class of ``kind`` and can be built."""
+    base = cast("type[object]", kind)
+    if not (isinstance(target, type) and issubclass(target, base)):
+        raise misbehaved(offer, f"is no {base.__name__}")
+    with blame(offer):
+        return cast(T, target(*args, **options))

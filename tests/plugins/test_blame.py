@@ -1,0 +1,131 @@
+"""What a plugin's classes do wrong while a model is built is an error that names plugin, contribution and target."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from hardpoint.attention.build import attention_backend
+from hardpoint.attention.reference import ReferenceAttention
+from hardpoint.layers import PluggableLayer
+from hardpoint.layers.linear import Linear
+from hardpoint.plugins import Offer
+from hardpoint.quantization.plain_linear import PlainLinear
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionSpec,
+    ConfigError,
+    LinearArgs,
+    LinearKernel,
+    PluginLoadError,
+    WeightSlot,
+)
+from tests.selection.fakes import offer, select
+
+SPEC = AttentionSpec(4, 2, 8, 0.2, "float32", "float32", 16)
+
+
+class Block(PluggableLayer, name="blame_block"):
+    """What the replacements below replace."""
+
+    def __init__(self, ctx: Any, args: Any) -> None:
+        super().__init__(ctx)
+
+
+class Context:
+    """A context in which ``target`` wins in its family, and ``Linear`` among the layers elsewhere."""
+
+    dtype, path = torch.float32, "model"
+
+    def __init__(self, family: str, target: object) -> None:
+        self.family, self.target = family, target
+
+    def select(self, workload: Any) -> Any:
+        return select(offer("mine", family=workload.family, of=workload.of), workload=workload)
+
+    def load(self, offer: Offer) -> object:
+        return self.target if offer.contribution.family == self.family else Linear
+
+
+def build(family: str, target: object) -> object:
+    """Build what asks for ``family``, where ``target`` is what the plugin offers."""
+    ctx = cast(Any, Context(family, target))
+    if family == "attention":
+        return attention_backend(ctx, SPEC)
+    return Linear(ctx, LinearArgs(8, (("all", 4),))) if family == "linear" else Block(ctx, None)
+
+
+def raising(base: type, error: Exception) -> type:
+    """A subclass of ``base`` whose constructor raises ``error``."""
+
+    def fail(self: object, *args: object) -> None:
+        raise error
+
+    return type("Raising", (base,), {"__init__": fail})
+
+
+def declaring(answer: object) -> type[PluggableLayer]:
+    """A replacement whose ``declare`` answers so; an exception is raised."""
+
+    class Declaring(PluggableLayer):
+        def __init__(self, ctx: Any, args: Any) -> None:
+            super().__init__(ctx)
+
+        def declare(self) -> dict[str, WeightSlot]:
+            if isinstance(answer, Exception):
+                raise answer
+            return cast("dict[str, WeightSlot]", answer)
+
+    return Declaring
+
+
+KINDS: dict[str, tuple[type, type]] = {
+    "attention": (AttentionBackend, ReferenceAttention),
+    "linear": (LinearKernel, PlainLinear),
+    "layer": (PluggableLayer, PluggableLayer),
+}
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_class_that_cannot_be_built_is_blamed_by_name(family: str) -> None:
+    base, sound = KINDS[family]
+    broken = [(object, f"is no {base.__name__}"), (print, f"is no {base.__name__}")]
+    broken.append((raising(sound, OSError("no driver")), "raised OSError: no driver"))
+    if family != "layer":
+        broken.append((type("Abstract", (base,), {}), "raised TypeError: Can't instantiate abstract class Abstract"))
+    for target, fact in broken:
+        with pytest.raises(PluginLoadError) as caught:
+            build(family, target)
+        for part in ("plugin acme: ", "mine", f"target 'acme_hp:mine' {fact}", "; fix: choose another"):
+            assert part in str(caught.value)
+        assert (caught.value.__cause__ is not None) == ("raised" in fact)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_an_error_of_ours_passes_unchanged(family: str) -> None:
+    error = ConfigError("acme.tile: only 8 is compiled")
+    with pytest.raises(ConfigError) as caught:
+        build(family, raising(KINDS[family][1], error))
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("answer", "fact"),
+    [
+        (None, "must return dict[str, WeightSlot] from declare(), got None"),
+        ({"weight": (4, 4)}, "must return dict[str, WeightSlot] from declare(), got {'weight': (4, 4)}"),
+        ({3: WeightSlot((4,), "float32")}, "must return dict[str, WeightSlot] from declare()"),
+        (KeyError("hidden"), "raised KeyError: 'hidden'"),
+    ],
+)
+def test_slots_that_are_none_are_blamed_by_name(answer: object, fact: str) -> None:
+    with pytest.raises(PluginLoadError) as caught:
+        build("layer", declaring(answer))
+    assert "plugin acme: " in str(caught.value)
+    assert f"target 'acme_hp:mine' {fact}" in str(caught.value)
+
+
+def test_a_sound_replacement_is_built() -> None:
+    assert isinstance(build("layer", declaring({"weight": WeightSlot((4,), "float32")})), PluggableLayer)
