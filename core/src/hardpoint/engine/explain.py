@@ -10,7 +10,7 @@ from hardpoint.selection import SelectionTable
 def explain(config: EngineConfig, device: str | None = None) -> SelectionTable:
     """Return who would serve what for ``config``, on this machine or on the device preset ``device``, and why.
 
-    Loads no weights and imports no plugin code but the winners' (to ask what data cannot say) and the allowlist's. For absent hardware a
-    winner's own ``supports`` is not asked.
+    Loads no weights and imports no plugin code but the winners' (to ask what data cannot say) and the allowlist's. For
+    absent hardware a winner's own ``supports`` is not asked.
     """
     return draw(config, device).table
