@@ -162,9 +162,12 @@ def test_env_reports_a_platform_that_answers_nonsense(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--device", ""], "--device is empty; give the name of a preset"),
-        (["--device", "toy-1", "--platform", "cpu"], "--device toy-1 is a device of the platform 'toy', and 'cpu' was"),
-        (["--device", "toy-1", "--use", "platform=cpu"], "--device toy-1 is a device of the platform 'toy'"),
+        (["--device", ""], "unknown device preset ''; known: toy-1"),
+        (
+            ["--device", "toy-1", "--platform", "cpu"],
+            "--device toy-1 is a device of the platform 'toy', and --platform asks for 'cpu'",
+        ),
+        (["--device", "toy-1", "--use", "platform=cpu"], "of the platform 'toy', and --use platform asks for 'cpu'"),
     ],
 )
 def test_explain_refuses_a_preset_that_does_not_fit(

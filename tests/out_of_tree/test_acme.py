@@ -125,6 +125,21 @@ def test_its_own_objection_is_shown(acme: Path, tmp_path: Path) -> None:
         small_llm(tmp_path, attention_backend="acme_paged")
 
 
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"attention_backend": "acme_pagd"}, "--attention-backend"),
+        ({"use": {"attention": "acme_pagd"}}, "--use attention"),
+    ],
+)
+def test_a_misspelt_choice_names_the_flag_that_was_used(
+    acme: Path, tmp_path: Path, settings: dict[str, Any], flag: str
+) -> None:
+    write_checkpoint(tmp_path, "llama", head_dim=32)
+    with pytest.raises(UnknownNameError, match=rf"did you mean 'acme_paged'\?.* Asked for by {flag}\."):
+        small_llm(tmp_path, **settings)
+
+
 def test_features_it_does_not_claim(acme: Path) -> None:
     offer = next(o for o in discover().offers("attention") if o.contribution.name == "acme_paged")
     assert "soft_cap" not in str(offer.contribution.requirements)

@@ -201,7 +201,7 @@ PRESET = DeviceInfo("acme", "acme-2", "acme", "acme2", memory_bytes=64 << 30, pr
 
 def test_a_preset_stands_for_hardware_that_is_not_here() -> None:
     absent = fake("acme", raises(AssertionError("a preset detects nothing")))
-    choice = preset_choice(plugins(CPU, absent, presets=(PRESET,)), "acme-2")
+    choice = preset_choice(plugins(CPU, absent, presets=(PRESET,)), Settings(), "acme-2")
     assert choice.device is PRESET
     assert choice.platform is absent.target
     assert choice.plan.entries[0].rule == "flag"
@@ -211,11 +211,11 @@ def test_a_preset_stands_for_hardware_that_is_not_here() -> None:
 
 def test_an_unknown_preset() -> None:
     with pytest.raises(UnknownNameError, match="unknown device preset 'acme-3'; did you mean 'acme-2'"):
-        preset_choice(plugins(CPU, ACME, presets=(PRESET,)), "acme-3")
+        preset_choice(plugins(CPU, ACME, presets=(PRESET,)), Settings(), "acme-3")
     with pytest.raises(UnknownNameError, match=r"known: none\. More come with .*: pip install hardpoint-NAME\."):
-        preset_choice(plugins(CPU), "acme-2")
+        preset_choice(plugins(CPU), Settings(), "acme-2")
 
 
 def test_a_preset_of_a_platform_that_nobody_offers() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown platform 'acme'; known: cpu\."):
-        preset_choice(plugins(CPU, presets=(PRESET,)), "acme-2")
+        preset_choice(plugins(CPU, presets=(PRESET,)), Settings(), "acme-2")

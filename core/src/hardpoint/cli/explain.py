@@ -11,8 +11,6 @@ import click
 from hardpoint.cli.options import EngineCommand
 from hardpoint.cli.output import print_json, print_table
 from hardpoint.config import EngineConfig
-from hardpoint.plugins import discover
-from hardpoint_plugin_api import ConfigError
 
 
 @click.command(cls=EngineCommand, short_help="Show which implementation serves what, and why not the others.")
@@ -22,8 +20,6 @@ def explain(config: EngineConfig, device: str | None, as_json: bool) -> None:
     """Show which implementation would serve each part of MODEL, and why not the others. Loads no weights."""
     from hardpoint.engine.explain import explain as ask
 
-    if device is not None:
-        _check_device(config, device)
     table = ask(config, device).to_json()
     if as_json:
         print_json(table)
@@ -35,19 +31,6 @@ def explain(config: EngineConfig, device: str | None, as_json: bool) -> None:
         [[subject, count, *rest] for (subject, *rest), count in uses.items()],
     )
     click.echo(f"selection digest {table['digest']}")
-
-
-def _check_device(config: EngineConfig, device: str) -> None:
-    """Refuse an empty preset, and a preset of another platform than the one asked for."""
-    if not device:
-        raise click.UsageError("--device is empty; give the name of a preset")
-    preset = discover(config.plugins).devices().get(device)
-    platform = config.choices.get("platform")
-    if preset and platform not in (None, preset.platform):
-        raise ConfigError(
-            f"--device {device} is a device of the platform {preset.platform!r}, and {platform!r} was asked for; "
-            "leave one of them out"
-        )
 
 
 def _subject(row: dict[str, Any]) -> str:

@@ -77,7 +77,8 @@ def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
     config = config.with_plugin_keys(plugins.config_keys())
     _check_slots(config, plugins)
     _check_quantization(config, hf_config, plugins)
-    choice = preset_choice(plugins, preset) if preset else choose(plugins, _settings(config))
+    settings = _settings(config)
+    choice = choose(plugins, settings) if preset is None else preset_choice(plugins, settings, preset)
     for name in config.plugins or ():
         plugins.activate(name)
     plugins.activate(choice.plan.offer.plugin)
@@ -91,12 +92,12 @@ def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
         choice.device,
         _settings(config),
         tuning,
-        load=(lambda offer: None) if preset else (lambda offer: load_target(plugins, offer)),
+        load=(lambda offer: None) if preset is not None else (lambda offer: load_target(plugins, offer)),
     )
     dtype = _dtype(config, hf_config, platform)
-    ctx = (AbsentDeviceContext if preset else Context)(
+    ctx = (Context if preset is None else AbsentDeviceContext)(
         device=choice.device,
-        torch_device=torch.device("meta") if preset else platform.activate(config.device_index),
+        torch_device=platform.activate(config.device_index) if preset is None else torch.device("meta"),
         dtype=dtype_of(dtype),
         config=config,
         plugins=plugins,
@@ -112,7 +113,7 @@ def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
 
 
 def _settings(config: EngineConfig) -> Settings:
-    return Settings(config.choices, config.custom_ops)
+    return Settings(config.choices, config.custom_ops, frozenset(config.use))
 
 
 def _check_slots(config: EngineConfig, plugins: PluginSet) -> None:

@@ -16,6 +16,7 @@ from hardpoint.selection.settings import Settings
 from hardpoint_plugin_api import (
     NO_DEVICE,
     CheckContext,
+    ConfigError,
     DeviceInfo,
     Platform,
     PlatformError,
@@ -76,14 +77,23 @@ def choose_platform(plugins: PluginSet, settings: Settings) -> PlatformChoice:
     return PlatformChoice(platform_class, device, plan)
 
 
-def preset_choice(plugins: PluginSet, name: str) -> PlatformChoice:
-    """Answer as if the device that the preset ``name`` describes were here; raises UnknownNameError for no preset."""
+def preset_choice(plugins: PluginSet, settings: Settings, name: str) -> PlatformChoice:
+    """Answer as if the device that the preset ``name`` describes were here.
+
+    Raises UnknownNameError for no preset, ConfigError where the user asked for another platform.
+    """
     presets = plugins.devices()
     if name not in presets:
         raise UnknownNameError(
             "device preset", name, presets, "More come with the platform plugins: pip install hardpoint-NAME."
         )
     device = presets[name]
+    choice = settings.choice("platform", None)
+    if choice and choice.name != device.platform:
+        raise ConfigError(
+            f"--device {name} is a device of the platform {device.platform!r}, and {choice.flag} asks for "
+            f"{choice.name!r}; leave one of them out"
+        )
     offers = plugins.offers("platform")
     winner = next((o for o in offers if o.contribution.name == device.platform), None)
     if winner is None:

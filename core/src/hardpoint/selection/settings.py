@@ -21,18 +21,20 @@ class Settings:
     """The user's choices: by family (``"attention"``) or slot (``"op.rms_norm"``), and which custom ops are on.
 
     ``custom_ops`` holds at most one of ``all`` and ``none``, and ``+name`` and ``-name``; an op that is off runs its
-    reference.
+    reference. ``by_use`` are those of the choices that were written as ``--use``, for messages.
     """
 
     choices: Mapping[str, str] = field(default_factory=dict)
     custom_ops: tuple[str, ...] = ("all",)
+    by_use: frozenset[str] = frozenset()
 
     def choice(self, family: str, of: str | None) -> Choice | None:
         """The user's choice for one slot, or None for automatic."""
         if of is not None and f"{family}.{of}" in self.choices:
             return Choice(self.choices[f"{family}.{of}"], f"--use {family}.{of}")
         if family in self.choices:
-            return Choice(self.choices[family], FAMILIES[family].flag or f"--use {family}")
+            own_flag = None if family in self.by_use else FAMILIES[family].flag
+            return Choice(self.choices[family], own_flag or f"--use {family}")
         return None
 
     def op_switched_off(self, op: str) -> Reason | None:
