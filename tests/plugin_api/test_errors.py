@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 import hardpoint_plugin_api as api
@@ -84,6 +86,8 @@ def test_a_reason_as_text(reason: Reason, text: str) -> None:
         ("CheckpointError", (HardpointError,)),
         ("RequestError", (HardpointError, ValueError)),
         ("CapacityError", (HardpointError,)),
+        ("EngineError", (HardpointError,)),
+        ("EngineDeadError", (api.EngineError,)),
     ],
 )
 def test_the_tree_is_as_drawn(name: str, parents: tuple[type, ...]) -> None:
@@ -93,5 +97,17 @@ def test_the_tree_is_as_drawn(name: str, parents: tuple[type, ...]) -> None:
 def test_the_tree_is_drawn_whole() -> None:
     errors = {n for n in api.__all__ if isinstance(v := getattr(api, n), type) and issubclass(v, Exception)}
     drawn = api.errors.__doc__ or ""
-    assert len(errors) == 12
+    assert len(errors) == 14
     assert not [name for name in errors if name not in drawn]
+
+
+def test_every_error_survives_pickling() -> None:
+    errors = [
+        UnknownNameError("op", "rms-nrom", {"silu", "rms_norm"}),
+        SelectionError("nothing can serve", {"fast": [Reason("dtype", "no float32")]}),
+        api.RequestError("the prompt is empty"),
+    ]
+    for error in errors:
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is type(error)
+        assert (str(copy), vars(copy)) == (str(error), vars(error))

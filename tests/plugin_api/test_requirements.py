@@ -75,6 +75,7 @@ def facts(reason: Reason | None) -> tuple[str, str | None, str | None] | None:
         ("experts", "routing", ["topk"], "topk", "grouped", "grouped", "topk"),
         ("experts", "parallel", ["tp"], "tp", "ep", "ep", "tp"),
         ("experts", "activation", ["silu"], "silu", "gelu", "gelu", "silu"),
+        ("experts", "format", ["batched"], "batched", "standard", "standard", "batched"),
         ("all2all", "parallel", ["ep"], "ep", "tp", "tp", "ep"),
     ],
 )
@@ -150,19 +151,26 @@ def test_every_feature_has_its_version() -> None:
     [
         ("bfloat16/bfloat16", (PLAIN, PLAIN), True),
         ("bfloat16/bfloat16", (QuantSpec("float32"), PLAIN), False),
-        ("float8_e4m3fn*float32[128,128]/float8_e4m3fn*float32[1,128]+dynamic", (E4M3, DYNAMIC), True),
-        ("float8_e4m3fn*float32[128,128]/float8_e4m3fn*float32[1,128]", (E4M3, DYNAMIC), False),
-        ("float8_e4m3fn*float32[1,128]/float8_e4m3fn*float32[128,128]+dynamic", (E4M3, DYNAMIC), False),
-        ("float8_e4m3fn*float32[1,128]/bfloat16", (E4M3, PLAIN), False),
-        ("float8_e4m3fn*float32[128,128]/*", (E4M3, DYNAMIC), True),
-        ("float8_e4m3fn*/float8*+dynamic", (E4M3, DYNAMIC), True),
-        ("float4_e2m1*float8_e4m3fn[1,16]*float32[-1,-1]/bfloat16", (NVFP4, PLAIN), True),
-        ("float4_e2m1*float8_e4m3fn[1,16]*float32[-1,-1]/bfloat16", (E4M3, PLAIN), False),
-        ("float8_e4m3fn*float32[*]/bfloat16", (E4M3, PLAIN), True),
+        ("*", (E4M3, DYNAMIC), True),
+        ("*/*", (E4M3, DYNAMIC), True),
+        ("float8_e4m3fn@float32:128x128/float8_e4m3fn@float32:1x128+dynamic", (E4M3, DYNAMIC), True),
+        ("float8_e4m3fn@float32:128x128/float8_e4m3fn@float32:1x128", (E4M3, DYNAMIC), False),
+        ("float8_e4m3fn@float32:1x128/float8_e4m3fn@float32:128x128+dynamic", (E4M3, DYNAMIC), False),
+        ("float8_e4m3fn@float32:1x128/bfloat16", (E4M3, PLAIN), False),
+        ("float8_e4m3fn@float32:128x128/*", (E4M3, DYNAMIC), True),
+        ("float8*@*:*/float8*@*:1x*+dynamic", (E4M3, DYNAMIC), True),
+        ("float8*@*:*/float8*@*:1x*+*", (E4M3, DYNAMIC), True),
+        ("float8*/float8*+dynamic", (E4M3, DYNAMIC), False),
+        ("*@*:*/*", (PLAIN, PLAIN), False),
+        ("float4_e2m1@float8_e4m3fn:1x16@float32:all/bfloat16", (NVFP4, PLAIN), True),
+        ("float4_e2m1@*:*/bfloat16", (NVFP4, PLAIN), False),
+        ("float4_e2m1@float8_e4m3fn:1x16@float32:all/bfloat16", (E4M3, PLAIN), False),
+        ("float8_e4m3fn@float32:*/bfloat16", (E4M3, PLAIN), True),
+        ("float8_e4m3fn@float32:row/bfloat16", (E4M3, PLAIN), False),
         ("BFLOAT16/bfloat16", (PLAIN, PLAIN), False),
     ],
 )
-def test_spec_pairs_with_brackets_are_texts(pair: str, spec: tuple[QuantSpec, QuantSpec], ok: bool) -> None:
+def test_spec_pairs(pair: str, spec: tuple[QuantSpec, QuantSpec], ok: bool) -> None:
     reason = check(parsed("linear", spec=[pair]), LinearWorkload(spec=spec))
     assert (reason is None) == ok
     if reason:
@@ -173,12 +181,12 @@ def test_specs_of_other_shapes() -> None:
     pairs = parsed("experts", spec=["int4/bfloat16", "bfloat16/bfloat16"])
     assert check(pairs, ExpertsWorkload(spec=(PLAIN, PLAIN))) is None
     assert check(pairs, ExpertsWorkload()) is None
-    single = parsed("op", spec="float8_e4m3fn*float32[1,128]+dynamic")
+    single = parsed("op", spec="float8_e4m3fn@float32:1x128+dynamic")
     assert check(single, OpWorkload(spec=DYNAMIC)) is None
     assert facts(check(single, OpWorkload(spec=E4M3))) == (
         "spec",
-        "float8_e4m3fn*float32[128,128]",
-        "float8_e4m3fn*float32[1,128]+dynamic",
+        "float8_e4m3fn@float32:128x128",
+        "float8_e4m3fn@float32:1x128+dynamic",
     )
 
 
@@ -314,7 +322,7 @@ def test_a_symbol_of_a_distribution_that_is_not_there(installed: Installer) -> N
     reason = check(symbol())
     assert facts(reason) == ("package-missing", None, None)
     assert reason is not None
-    assert reason.fix == "pip install vendor-kernels"
+    assert reason.fix == "pip uninstall another; pip install vendor-kernels"
 
 
 def test_a_module_that_is_not_there(installed: Installer) -> None:
@@ -376,6 +384,7 @@ def test_an_editable_install_owns_its_source_tree(
         ("linear", {"head_size": [64]}, "requirement 'head_size' does not apply to family 'linear'"),
         ("linear", {"head_multiple": 64}, "requirement 'head_multiple' does not apply to family 'linear'"),
         ("attention", {"spec": "a/b"}, "requirement 'spec' does not apply to family 'attention'"),
+        ("linear", {"spec": "int4@float32[1,128]/bfloat16"}, "is no spec: write ELEMENT@FORMAT:BLOCK"),
         ("attention", {"layout": "x"}, "requirement 'layout' does not apply to family 'attention'"),
         ("platform", {"dtype": "x"}, "requirement 'dtype' does not apply to family 'platform'"),
         ("attention", {"symbol": "a:b"}, "'symbol' needs 'from'"),
@@ -419,7 +428,7 @@ def test_what_is_written_wrongly(family: str, table: dict[str, object], fact: st
 def test_the_vocabulary_is_closed() -> None:
     """Another key takes another schema; each key is for exactly the families whose workload has its field."""
     values: dict[str, object] = {"head_size": 64, "block_size": 16, "dtype": "a", "kv_dtype": "a", "routing": "a"}
-    values |= {"parallel": "a", "layout": "a", "activation": "a", "spec": "a/b"}
+    values |= {"parallel": "a", "format": "a", "layout": "a", "activation": "a", "spec": "a/b"}
     others = {"package", "symbol", "arch", "device_feature", "feature", "head_multiple", "tokens"}
     assert requirements._PARSERS.keys() == values.keys() | others
     for family in FAMILIES.values():
@@ -446,7 +455,9 @@ def test_a_workloads_key_holds_what_is_set() -> None:
     assert workload.key() == "features=alibi|sinks dtype=float32 head_size=64"
     assert AttentionWorkload().key() == ""
     assert OpWorkload(of="norm", dtype="float32").key() == "dtype=float32"
-    assert OpWorkload(spec=DYNAMIC).key() == "spec=float8_e4m3fn*float32[1,128]+dynamic"
+    assert OpWorkload(spec=DYNAMIC).key() == "spec=float8_e4m3fn@float32:1x128+dynamic"
+    pair = LinearWorkload(spec=(E4M3, DYNAMIC))
+    assert pair.key() == "spec=float8_e4m3fn@float32:128x128/float8_e4m3fn@float32:1x128+dynamic"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The contract between Hardpoint and its plugins. Importing it imports no torch."""
 
+from hardpoint_plugin_api.all2all import All2All, Dispatched, DispatchHandle
 from hardpoint_plugin_api.attention import (
     AttentionBackend,
     AttentionBatch,
@@ -9,14 +10,18 @@ from hardpoint_plugin_api.attention import (
     ForwardStep,
     NumericConventions,
 )
-from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Region
-from hardpoint_plugin_api.context import BuildContext, Metrics, Resources, Scope
+from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Region, Span
+from hardpoint_plugin_api.communicator import Collectives, Communicator, Parallel, RankGroup
+from hardpoint_plugin_api.context import BuildContext, Counter, Gauge, Histogram, Metrics, Resources, Scope
 from hardpoint_plugin_api.contributions import Contribution, Form
+from hardpoint_plugin_api.dequantization import decode_elements, dequantize, scale_slot
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format, MemorySnapshot, NumaNode
 from hardpoint_plugin_api.errors import (
     CapacityError,
     CheckpointError,
     ConfigError,
+    EngineDeadError,
+    EngineError,
     HardpointError,
     ManifestError,
     PlatformError,
@@ -28,6 +33,7 @@ from hardpoint_plugin_api.errors import (
     UnknownNameError,
     nearest,
 )
+from hardpoint_plugin_api.experts import ActivationFormat, BatchedExpertsKernel, ExpertsKernel, expert_matrix
 from hardpoint_plugin_api.families import FAMILIES, Family, Stability
 from hardpoint_plugin_api.hooks import ConfigChange, EngineInfo, HookSpecs, hookimpl
 from hardpoint_plugin_api.layers import (
@@ -36,8 +42,10 @@ from hardpoint_plugin_api.layers import (
     EmbeddingArgs,
     LinearArgs,
     MLPArgs,
+    MoEArgs,
     NormArgs,
     RopeArgs,
+    RouterArgs,
     WeightSlot,
 )
 from hardpoint_plugin_api.linear import LinearKernel
@@ -47,6 +55,7 @@ from hardpoint_plugin_api.manifest import (
     ConfigKey,
     ConfigValue,
     Manifest,
+    Namesake,
     parse_manifest,
     read_manifest,
 )
@@ -56,10 +65,23 @@ from hardpoint_plugin_api.platform import (
     Executable,
     GraphEngine,
     Memory,
+    MemoryTag,
     Platform,
     StepLimits,
 )
 from hardpoint_plugin_api.quant import QuantSpec, Scale
+from hardpoint_plugin_api.quantization import (
+    CacheScales,
+    CheckpointTensors,
+    Dim,
+    MethodRequest,
+    Module,
+    QuantizationMethod,
+    Scheme,
+    StoredTensor,
+    TensorInfo,
+    weight_slots,
+)
 from hardpoint_plugin_api.reasons import Reason
 from hardpoint_plugin_api.requests import (
     All2AllWorkload,
@@ -80,10 +102,13 @@ from hardpoint_plugin_api.requests import (
     Workload,
 )
 from hardpoint_plugin_api.requirements import CheckContext, Requirement, TokensRequirement, parse_requirement
+from hardpoint_plugin_api.sharding import ShardPlan, ShardSlice
 from hardpoint_plugin_api.versions import API_VERSION, MANIFEST_SCHEMA, ApiVersion, check_api
 
 __all__ = [
     "API_VERSION",
+    "ActivationFormat",
+    "All2All",
     "All2AllWorkload",
     "ApiVersion",
     "AttentionArgs",
@@ -92,35 +117,49 @@ __all__ = [
     "AttentionMetadata",
     "AttentionSpec",
     "AttentionWorkload",
+    "BatchedExpertsKernel",
     "BlockArgs",
     "BuildContext",
     "CacheLayout",
+    "CacheScales",
     "CacheSpec",
     "CapacityError",
     "CaptureGrade",
     "CheckContext",
     "CheckpointError",
+    "CheckpointTensors",
+    "Collectives",
+    "Communicator",
     "CommunicatorWorkload",
     "ConfigChange",
     "ConfigError",
     "ConfigKey",
     "ConfigValue",
     "Contribution",
+    "Counter",
     "DeviceInfo",
+    "Dim",
+    "DispatchHandle",
+    "Dispatched",
     "ENTRY_POINT_GROUP",
     "EagerGraphEngine",
     "EmbeddingArgs",
+    "EngineDeadError",
+    "EngineError",
     "EngineInfo",
     "Executable",
+    "ExpertsKernel",
     "ExpertsWorkload",
     "FAMILIES",
-    "ForwardStep",
     "Family",
     "Feature",
     "Form",
+    "ForwardStep",
     "Fp8Format",
+    "Gauge",
     "GraphEngine",
     "HardpointError",
+    "Histogram",
     "HookSpecs",
     "LayerWorkload",
     "LinearArgs",
@@ -133,14 +172,20 @@ __all__ = [
     "ManifestError",
     "Memory",
     "MemorySnapshot",
+    "MemoryTag",
+    "MethodRequest",
     "Metrics",
+    "MoEArgs",
     "ModelWorkload",
+    "Module",
     "NO_DEVICE",
     "NULL_PAGE",
+    "Namesake",
     "NormArgs",
     "NumaNode",
     "NumericConventions",
     "OpWorkload",
+    "Parallel",
     "Phase",
     "Platform",
     "PlatformError",
@@ -149,7 +194,9 @@ __all__ = [
     "PluginError",
     "PluginLoadError",
     "QuantSpec",
+    "QuantizationMethod",
     "QuantizationWorkload",
+    "RankGroup",
     "Reason",
     "Region",
     "Request",
@@ -157,21 +204,33 @@ __all__ = [
     "Requirement",
     "Resources",
     "RopeArgs",
+    "RouterArgs",
     "RunnerWorkload",
     "Scale",
     "SchedulerWorkload",
+    "Scheme",
     "Scope",
     "SelectionError",
+    "ShardPlan",
+    "ShardSlice",
+    "Span",
     "Stability",
     "StepLimits",
+    "StoredTensor",
+    "TensorInfo",
     "TokensRequirement",
     "UnknownNameError",
     "WeightSlot",
     "Workload",
     "check_api",
+    "decode_elements",
+    "dequantize",
+    "expert_matrix",
     "hookimpl",
     "nearest",
     "parse_manifest",
     "parse_requirement",
     "read_manifest",
+    "scale_slot",
+    "weight_slots",
 ]

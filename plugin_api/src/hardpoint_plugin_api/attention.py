@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from hardpoint_plugin_api.cache import CacheLayout, CacheSpec
+from hardpoint_plugin_api.cache import CacheLayout, CacheSpec, Span
 from hardpoint_plugin_api.context import BuildContext
 from hardpoint_plugin_api.device import DeviceInfo
 from hardpoint_plugin_api.platform import StepLimits
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class AttentionSpec:
     """What is constant for an attention group, given when the backend is built.
 
-    ``window`` counts tokens, the query's own included: a query at position p sees keys p-window+1 .. p.
-    ``soft_cap`` c replaces scores s by c * tanh(s / c), before the mask. ``sinks`` says that each query head has an
-    extra learned logit in its softmax's denominator; ``alibi`` that each has a slope m, which adds m * (key - query).
-    Their values are given to ``set_head_constants``, since they are weights.
+    ``window`` and ``chunk`` are those of ``Span``. ``soft_cap`` c replaces scores s by c * tanh(s / c), before the
+    mask. ``sinks`` says that each query head has an extra learned logit in its softmax's denominator; ``alibi`` that
+    each has a slope m, which adds m * (key - query). Their values are given to ``set_head_constants``, since they are
+    weights.
     """
 
     num_heads: int
@@ -43,20 +43,27 @@ class AttentionSpec:
     kv_dtype: str
     block_size: int
     window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
 
     @property
+    def span(self) -> Span:
+        """Which earlier positions a query reads."""
+        return Span(self.window, self.chunk)
+
+    @property
     def cache_spec(self) -> CacheSpec:
         """What this group caches per token."""
-        return CacheSpec(self.num_kv_heads, self.head_size, self.kv_dtype, self.window)
+        return CacheSpec(self.num_kv_heads, self.head_size, self.kv_dtype, self.span)
 
     @property
     def features(self) -> frozenset[Feature]:
         """The workload features in use."""
         used = [
             (Feature.SLIDING_WINDOW, self.window is not None),
+            (Feature.CHUNKED_LOCAL, self.chunk is not None),
             (Feature.SOFT_CAP, self.soft_cap is not None),
             (Feature.SINKS, self.sinks),
             (Feature.ALIBI, self.alibi),
@@ -83,6 +90,9 @@ class AttentionBatch:
     Device arrays, int32: ``query_start`` [N+1], ``seq_lens`` [N] (tokens in the cache after this step),
     ``block_table`` [N, blocks] (page ids), ``slot_mapping`` [T] (page * block_size + offset; padding rows
     carry slots of the null page). ``query_start_host`` and ``seq_lens_host`` are exact host copies.
+
+    Only the blocks that the request's queries read, by the group's ``Span``, are its own. Entries before and behind
+    them may name the null page or somebody else's page, whose content, NaN included, must not reach any result.
     """
 
     query_start: torch.Tensor

@@ -1,6 +1,7 @@
 """The KV and state cache: the pool owns pages of bytes, a layout says what the bytes mean.
 
-A page holds ``block_size`` tokens of one layer. Page 0 is the null page: padding rows write to it, nothing reads it.
+A page holds ``block_size`` tokens of one layer. Page 0 is the null page: padding rows write to it, and a block table
+names it where a request holds nothing; what is read from it must not matter.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hardpoint_plugin_api.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -16,17 +19,52 @@ NULL_PAGE = 0
 
 
 @dataclass(frozen=True)
+class Span:
+    """Which earlier positions a query reads; by default all of them. One of ``window`` and ``chunk`` may be set.
+
+    With a sliding ``window`` (arXiv:2004.05150) a query at position p reads p-window+1 .. p. With chunked-local
+    attention, as in Llama 4, it reads the positions up to p of its own ``chunk``, the one numbered p // chunk.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.chunk is not None:
+            raise ConfigError(f"attention has a window ({self.window}) or a chunk ({self.chunk}), not both")
+
+    def first(self, position: int) -> int:
+        """The oldest position that a query at ``position`` reads. Later queries never read what lies before it."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return 0 if self.chunk is None else position - position % self.chunk
+
+    def most_cached(self, num_tokens: int) -> int | None:
+        """The most cached tokens that a step of ``num_tokens`` of one request reads or writes; None: all there are."""
+        size = self.window or self.chunk
+        return None if size is None else size - 1 + num_tokens
+
+    def hides(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Where a query must not read a key, bool, from their positions: integer tensors that broadcast."""
+        hidden = key > query
+        if self.window is not None:
+            hidden = hidden | (query - key >= self.window)
+        if self.chunk is not None:
+            hidden = hidden | (key // self.chunk != query // self.chunk)
+        return hidden
+
+
+@dataclass(frozen=True)
 class CacheSpec:
     """What one layer caches per token: ``num_kv_heads`` keys and values of ``head_size`` elements of ``dtype``.
 
-    ``window`` is the sliding window in tokens (the newest included), or None for full attention: keys further back
-    are never read again.
+    ``span`` says how long they are needed: a page whose tokens no later query reads is given to somebody else.
     """
 
     num_kv_heads: int
     head_size: int
     dtype: str
-    window: int | None = None
+    span: Span = Span()
 
 
 @dataclass(frozen=True)
@@ -59,11 +97,17 @@ class CacheLayout(ABC):
         end = max(r.offset + r.nbytes for r in self.regions(spec, block_size))
         return -(-end // self.alignment) * self.alignment
 
-    def views(self, buffer: torch.Tensor, pages: int, spec: CacheSpec, block_size: int) -> dict[str, torch.Tensor]:
-        """Named views of ``buffer`` (uint8 [pages * page_bytes]), each [pages, *region.shape]; no copy."""
+    def views(
+        self, buffer: torch.Tensor, pages: int, spec: CacheSpec, block_size: int, page_bytes: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Named views of ``buffer`` (uint8 [pages * page_bytes]), each [pages, *region.shape]; no copy.
+
+        ``page_bytes`` is larger than the layout's own where the buffer is shared with layers that need more: each page
+        is padded at its end. It is a multiple of every element's size.
+        """
         import torch
 
-        rows = buffer.view(pages, self.page_bytes(spec, block_size))
+        rows = buffer.view(pages, page_bytes or self.page_bytes(spec, block_size))
         return {
             r.name: rows[:, r.offset : r.offset + r.nbytes].view(getattr(torch, r.dtype)).view(pages, *r.shape)
             for r in self.regions(spec, block_size)

@@ -5,7 +5,8 @@ There is no process-wide current platform, device or config. Two engines on two 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
 
 from hardpoint_plugin_api.device import DeviceInfo
@@ -13,6 +14,8 @@ from hardpoint_plugin_api.manifest import ConfigValue
 
 if TYPE_CHECKING:
     import torch
+
+    from hardpoint_plugin_api.communicator import Parallel
 
 Scope = Literal["step", "engine", "collective"]
 
@@ -25,19 +28,80 @@ class Resources(Protocol):
         ...
 
     def get(self, key: str) -> torch.Tensor:
-        """The memory (uint8 [nbytes]) of a declared key; its address stays the same for the engine's life."""
+        """The memory (uint8 [nbytes]) of a declared key, full of zeros when it is new.
+
+        Its address stays the same until the engine is put to sleep. Ask again where a step begins (in ``plan``) rather
+        than keep the tensor: one that is kept holds on to memory that sleep is meant to give back.
+        """
+        ...
+
+
+class Counter(Protocol):
+    """A number that only grows."""
+
+    def inc(self, amount: float = 1) -> None:
+        """Add ``amount``, which is not negative."""
+        ...
+
+    def labels(self, *values: object, **by_name: object) -> Self:
+        """The counter with these values of all its labels. Look it up once and keep it."""
+        ...
+
+
+class Gauge(Protocol):
+    """A number that goes up and down."""
+
+    def set(self, value: float) -> None:
+        """Replace the value."""
+        ...
+
+    def set_function(self, f: Callable[[], float]) -> None:
+        """Let ``f`` say the value whenever metrics are read."""
+        ...
+
+    def labels(self, *values: object, **by_name: object) -> Self:
+        """The gauge with these values of all its labels. Look it up once and keep it."""
+        ...
+
+
+class Histogram(Protocol):
+    """How often values fall into each of a range of buckets, and their sum."""
+
+    def observe(self, amount: float) -> None:
+        """Count one value."""
+        ...
+
+    def time(self) -> AbstractContextManager[object]:
+        """Observe the seconds that the block takes on the host."""
+        ...
+
+    def labels(self, *values: object, **by_name: object) -> Self:
+        """The histogram with these values of all its labels. Look it up once and keep it."""
         ...
 
 
 class Metrics(Protocol):
-    """Counters and gauges of kernels and backends."""
+    """What an engine and its plugins count, as Prometheus understands it.
 
-    def count(self, name: str, amount: float = 1.0) -> None:
-        """Add to a counter."""
+    Declare a metric where you are constructed, keep what you get, and call that while steps run. ``name`` is of
+    lower-case letters, digits and underscores, without what Prometheus adds itself (``_total``); readers see
+    ``hardpoint_acme_name`` for the plugin ``acme``, so that plugins cannot clash. Put the unit last (``_seconds``,
+    ``_bytes``). Declared again with the same kind and labels, it is the same metric. A name that is invalid, or that
+    another kind of metric has, raises PluginError.
+    """
+
+    def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
+        """Declare a counter."""
         ...
 
-    def gauge(self, name: str, value: float) -> None:
-        """Set a gauge."""
+    def gauge(self, name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
+        """Declare a gauge."""
+        ...
+
+    def histogram(
+        self, name: str, help: str, labels: Sequence[str] = (), buckets: Sequence[float] | None = None
+    ) -> Histogram:
+        """Declare a histogram. ``buckets`` are upper bounds, ascending (None: suited to seconds, 5 ms to 10 s)."""
         ...
 
 
@@ -72,7 +136,16 @@ class BuildContext(Protocol):
 
     @property
     def metrics(self) -> Metrics:
-        """Counters and gauges."""
+        """What is counted and timed; metrics declared here carry the plugin's name."""
+        ...
+
+    @property
+    def parallel(self) -> Parallel:
+        """The groups of ranks that this one is in."""
+        ...
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """Mark what runs inside, as ``plugin.name``, in a profile; while none is taken this costs next to nothing."""
         ...
 
     def child(self, name: str) -> Self:

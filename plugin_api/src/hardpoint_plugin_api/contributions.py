@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hardpoint_plugin_api.requirements import FeatureRequirement, Requirement
+from hardpoint_plugin_api.requirements import FeatureRequirement, OneOfRequirement, Requirement
 
 Form = Literal["functional", "out", "factory"]
 """What the target of an op contribution is.
@@ -39,10 +39,14 @@ class Contribution:
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
-        """Every requirement, the implied one included: features that are not claimed are not supported."""
-        if any(isinstance(r, FeatureRequirement) for r in self.requires):
-            return self.requires
-        return (*self.requires, FeatureRequirement(()))
+        """Every requirement, the implied ones included: a feature, or a format of activations other than the standard
+        one, that is not claimed is not supported."""
+        implied: tuple[Requirement, ...] = ()
+        if not any(isinstance(r, FeatureRequirement) for r in self.requires):
+            implied = (FeatureRequirement(()),)
+        if self.family == "experts" and not any(getattr(r, "key", None) == "format" for r in self.requires):
+            implied = (*implied, OneOfRequirement("format", ("standard",)))
+        return (*self.requires, *implied)
 
     @property
     def slot(self) -> tuple[str, str | None]:

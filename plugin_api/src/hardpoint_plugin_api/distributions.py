@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from importlib.metadata import Distribution
+from importlib.metadata import Distribution, packages_distributions
 from pathlib import Path
 from urllib.parse import unquote, urlparse
+
+from packaging.utils import canonicalize_name
 
 from hardpoint_plugin_api.reasons import Reason
 
@@ -34,13 +36,24 @@ def locate_module(distribution: Distribution, top: str) -> Path | Reason:
         return Reason("module-missing", f"module {top} of {distribution.name} cannot be found", fix=reinstall)
     places = [Path(place).resolve() for place in found]
     owned = next((place for place in places if _owns(distribution, top, place)), None)
-    return owned or Reason(
+    if owned:
+        return owned
+    owner = owner_of(top, other_than=distribution.name)
+    return Reason(
         "module-namesake",
-        f"module {top} does not belong to {distribution.name}: a namesake is found in its place",
+        f"module {top} does not belong to {distribution.name}: a namesake is found in its place"
+        + (f", from {owner}" if owner else ""),
         wanted=f"{top} from {distribution.name}",
         supported=str(places[0]),
-        fix=f"remove that namesake, then {reinstall}",
+        fix=f"pip uninstall {owner}; {reinstall}" if owner else f"remove that namesake, then {reinstall}",
     )
+
+
+def owner_of(top: str, other_than: str) -> str | None:
+    """Return the name of the installed distribution, ``other_than`` left out, that provides the top-level module."""
+    wanted = canonicalize_name(other_than)
+    names = (name for name in packages_distributions().get(top, ()) if canonicalize_name(name) != wanted)
+    return next(names, None)
 
 
 def editable_source(distribution: Distribution) -> Path | None:

@@ -11,7 +11,9 @@
     ├── PlatformError                  no usable platform, or several and no flag
     ├── CheckpointError                files of a model: missing, truncated, wrong shape, unknown architecture
     ├── RequestError (ValueError)      one request: prompt too long, bad sampling parameters
-    └── CapacityError                  memory: a cache too small for one sequence, a pool that does not fit
+    ├── CapacityError                  memory: a cache too small for one sequence, a pool that does not fit
+    └── EngineError                    a running engine failed a request that was valid; others may go on
+        └── EngineDeadError            the engine itself is gone: no request will be served any more
 
 Each message names the input, says why it is refused, and what to do instead. They are for users; a broken invariant
 inside Hardpoint is an ``assert``.
@@ -21,14 +23,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hardpoint_plugin_api.reasons import Reason
 
 
 class HardpointError(Exception):
-    """Base of every error that Hardpoint raises on purpose."""
+    """Base of every error that Hardpoint raises on purpose. Pickles, whatever a subclass's constructor takes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild without the constructor: engines in processes of their own send their errors home."""
+        return _rebuild, (type(self), self.args, self.__dict__)
 
 
 class ConfigError(HardpointError, ValueError):
@@ -99,6 +105,21 @@ class RequestError(HardpointError, ValueError):
 
 class CapacityError(HardpointError):
     """Memory does not suffice for what was asked."""
+
+
+class EngineError(HardpointError):
+    """The engine failed while it served a request; the request was valid, and the engine may go on with others."""
+
+
+class EngineDeadError(EngineError):
+    """The engine's process has ended; every open request and every later call gets this. Build a new engine."""
+
+
+def _rebuild(kind: type[HardpointError], args: tuple[Any, ...], state: dict[str, Any]) -> HardpointError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -16,7 +16,8 @@ class Family:
 
     ``has_of`` says whether its contributions name what they implement (which op, layer, architecture);
     ``flag`` is the command-line flag that chooses in it, where it has one of its own. ``stepwise`` says by what its
-    winners may differ from step to step: not at all, by the step's size, or by size and phase.
+    winners may differ from step to step: not at all, by the step's size, or by size and phase. ``numeric`` says whether
+    its contributions compute a model's numbers, so that numeric features of the whole engine are asked of them.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Family:
     has_of: bool = False
     flag: str | None = None
     stepwise: Literal["no", "size", "size and phase"] = "no"
+    numeric: bool = False
 
     def takes(self, key: str) -> bool:
         """Say whether workloads of this family carry the field a requirement named ``key`` looks at."""
@@ -34,8 +36,10 @@ class Family:
 
 _ALL = (
     Family("platform", requests.PlatformWorkload, "provisional", "a kind of device", flag="--platform"),
-    Family("op", requests.OpWorkload, "provisional", "an implementation of a named op", True, stepwise="size"),
-    Family("layer", requests.LayerWorkload, "provisional", "a replacement for a whole layer class", True),
+    Family(
+        "op", requests.OpWorkload, "provisional", "an implementation of a named op", True, stepwise="size", numeric=True
+    ),
+    Family("layer", requests.LayerWorkload, "provisional", "a replacement for a whole layer class", True, numeric=True),
     Family(
         "attention",
         requests.AttentionWorkload,
@@ -43,6 +47,7 @@ _ALL = (
         "cache layout, store, plan and forward of attention",
         flag="--attention-backend",
         stepwise="size and phase",
+        numeric=True,
     ),
     Family(
         "linear",
@@ -51,12 +56,42 @@ _ALL = (
         "matmul behind a quantization scheme",
         flag="--linear-backend",
         stepwise="size",
+        numeric=True,
     ),
-    Family("quantization", requests.QuantizationWorkload, "provisional", "a reader of quantized checkpoints"),
-    Family("experts", requests.ExpertsWorkload, "provisional", "kernels of a mixture of experts", stepwise="size"),
-    Family("all2all", requests.All2AllWorkload, "provisional", "dispatch and combine between expert ranks"),
-    Family("communicator", requests.CommunicatorWorkload, "provisional", "collectives of a group of ranks"),
-    Family("model", requests.ModelWorkload, "provisional", "a model architecture", True),
+    Family(
+        "quantization",
+        requests.QuantizationWorkload,
+        "provisional",
+        "a reader of quantized checkpoints, or a quantizer of others",
+        True,
+    ),
+    Family(
+        "experts",
+        requests.ExpertsWorkload,
+        "provisional",
+        "kernels of a mixture of experts",
+        flag="--experts-backend",
+        stepwise="size",
+        numeric=True,
+    ),
+    Family(
+        "all2all",
+        requests.All2AllWorkload,
+        "provisional",
+        "dispatch and combine between expert ranks",
+        flag="--all2all-backend",
+        numeric=True,
+    ),
+    Family(
+        "communicator",
+        requests.CommunicatorWorkload,
+        "provisional",
+        "collectives of a group of ranks",
+        flag="--communicator",
+        stepwise="size",
+        numeric=True,
+    ),
+    Family("model", requests.ModelWorkload, "provisional", "a model architecture", True, numeric=True),
     Family("scheduler", requests.SchedulerWorkload, "provisional", "what runs in the next step"),
     Family("runner", requests.RunnerWorkload, "provisional", "how a step runs on the device"),
 )

@@ -46,6 +46,13 @@ class HookSpecs:
         """Return wished changes to the config, once the platform is known and before anything is selected."""
 
     @hookspec
+    def hardpoint_conformance(self) -> list[object]:  # type: ignore[empty-body]  # a specification
+        """Return generators of conformance trials (``hardpoint.conformance.generators.Generator``).
+
+        Called by the conformance kit alone, for families, ops and layers that this plugin brought into being.
+        """
+
+    @hookspec
     def hardpoint_engine_started(self, engine: EngineInfo) -> None:
         """An engine has loaded its model and is about to take its first request."""
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from hardpoint_plugin_api.context import BuildContext
+from hardpoint_plugin_api.dequantization import dequantize
 from hardpoint_plugin_api.device import DeviceInfo
 from hardpoint_plugin_api.quant import QuantSpec
 from hardpoint_plugin_api.reasons import Reason
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 class LinearKernel(ABC):
     """Multiplies by one weight. ``prepack`` runs once, while weights load; ``apply`` is on the token path.
 
-    ``layout`` names the weight layout that ``prepack`` produces ("plain": the checkpoint's own [out, in]).
-    ``input_spec`` is the form it wants its input in; None means plain activations.
+    ``layout`` names the weight layout that ``prepack`` produces ("plain": the slots of ``weight_slots`` as loaded).
+    ``input_spec`` is the form it wants its input in; None means plain activations, which the kernel quantizes itself
+    where its workload's spec says so.
     """
 
     layout: str = "plain"
@@ -34,24 +36,34 @@ class LinearKernel(ABC):
         return []
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Turn loaded slots (``weight`` [out, in], and scales where the spec has some) into this kernel's layout.
+        """Turn loaded slots (those of ``weight_slots`` for the workload's spec) into this kernel's layout.
 
         The originals may be dropped by the caller as soon as this returns. Default: the plain layout, no copy.
         """
         return weights
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the plain, dequantized weight [out, in] (a copy where the layout is not plain)."""
-        return weights["weight"]
+        """Return the plain, dequantized weight [out, in] (a copy where the layout is not plain).
+
+        A kernel with a layout of its own overrides this.
+        """
+        return self._dequantized(weights, None)
 
     def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         """Return rows ``ids`` [T] of the plain weight, [T, in]: how a tied embedding reads the head's one copy.
 
         A kernel with a layout of its own overrides this; unpacking the whole weight per step would be no answer.
         """
+        return self._dequantized(weights, ids)
+
+    def _dequantized(self, weights: dict[str, torch.Tensor], ids: torch.Tensor | None) -> torch.Tensor:
         if self.layout != "plain":
-            raise NotImplementedError(f"{type(self).__name__} has layout {self.layout!r} and must define rows()")
-        return weights["weight"][ids]
+            raise NotImplementedError(
+                f"{type(self).__name__} has layout {self.layout!r} and must define unpack() and rows()"
+            )
+        if self.workload.spec is None or self.workload.spec[0].is_plain:
+            return weights["weight"] if ids is None else weights["weight"][ids]
+        return dequantize(weights, self.workload.spec[0], self.ctx.dtype, ids)
 
     @abstractmethod
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from hardpoint_plugin_api.device import DeviceInfo, Fp8Format
 from hardpoint_plugin_api.errors import ManifestError, UnknownNameError, nearest
 from hardpoint_plugin_api.families import FAMILIES
 from hardpoint_plugin_api.requirements import TokensRequirement, parse_requirement
-from hardpoint_plugin_api.versions import MANIFEST_SCHEMA, ApiVersion
+from hardpoint_plugin_api.versions import MANIFEST_SCHEMA, ApiVersion, check_api
 
 MANIFEST_NAME = "hardpoint.toml"
 ENTRY_POINT_GROUP = "hardpoint.plugins"
@@ -26,6 +26,59 @@ _CONFIG_TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
+
+KEYS: Mapping[str, Mapping[str, str]] = {
+    "": {
+        "schema": "The manifest schema that the file is written in; required.",
+        "api": 'The lowest plugin API that the plugin needs, such as "0.1"; required.',
+        "plugin": "Table: the plugin itself; required.",
+        "config": "One table [config.KEY] for each setting that the plugin owns.",
+        "device": "Array of tables: presets of devices.",
+        "contribution": "Array of tables: what the plugin offers.",
+        "namesake": "Array of tables: packages that are taken for one that the plugin needs.",
+    },
+    "plugin": {
+        "name": "Lower-case letters, digits and underscores, a letter first: prefix of the plugin's flags (--NAME.KEY) "
+        "and section in config files; required.",
+        "after": "Names of the plugins that load before this one, where they are installed.",
+    },
+    "config.KEY": {
+        "type": "int, float, bool or str; required.",
+        "default": "The value where the user sets none; required.",
+        "help": "One sentence for --help.",
+    },
+    "device": {
+        "name": "What users type: explain --device NAME; required.",
+        "platform": "The platform it is a device of; by default the one that the plugin contributes.",
+        "arch": "The architecture family, as requirements match it; required.",
+        "memory_gib": "Memory per device in GiB; 0 by default.",
+        "torch_type": "The type in torch.device texts; by default the platform's name.",
+        "accelerator": "false for a CPU; true by default.",
+        "dtypes": "Names of torch dtypes; by default float32, float16, bfloat16.",
+        "features": "Device features, as device_feature requirements name them.",
+        "fp8_dtype": "The torch dtype of its 8-bit floats.",
+        "fp8_max": "The largest magnitude that those are used at; 448 by default.",
+    },
+    "contribution": {
+        "family": "The family it is an offer in; required.",
+        "of": "Which op, layer or architecture it implements; required where the family has such, else not allowed.",
+        "name": "What users type, unique per family and of; required.",
+        "target": '"package.module:attribute", imported only if it wins; required.',
+        "platforms": "Names of the platforms it is for; none means any.",
+        "priority": "The higher wins; core's references have 0, which is the default.",
+        "summary": "One line for listings.",
+        "requires": "List of requirements, each a table with one key.",
+        "replaces": "The name of a contribution, of the same family and of, whose place it takes.",
+        "form": "Of an op: functional (default), out or factory.",
+        "layout": 'The cache or weight layout that it works on; "plain" by default.',
+    },
+    "namesake": {
+        "package": "The package that is not meant; required.",
+        "meant": "The one that is, which has the same import name or nearly the same package name; required.",
+        "summary": "What the other one is, as in: an asyncio helper.",
+    },
+}
+"""Every key of each table, with its meaning. Nothing else is accepted."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +114,15 @@ class ConfigKey:
 
 
 @dataclass(frozen=True)
+class Namesake:
+    """A package that is easily installed in place of the one that a plugin needs."""
+
+    package: str
+    meant: str
+    summary: str = ""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """A plugin's whole declaration."""
 
@@ -70,6 +132,12 @@ class Manifest:
     config: tuple[ConfigKey, ...] = ()
     devices: tuple[DeviceInfo, ...] = ()
     contributions: tuple[Contribution, ...] = ()
+    namesakes: tuple[Namesake, ...] = ()
+
+
+def is_name(text: str) -> bool:
+    """Say whether ``text`` can name a plugin, a contribution or a setting: letters a-z, digits and underscores."""
+    return _NAME.match(text) is not None
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -96,13 +164,23 @@ def parse_manifest(text: str, source: str) -> Manifest:
             "pip install --upgrade hardpoint-plugin-api hardpoint-core"
         )
     root = _Table(data, source)
-    root.only("schema", "api", "plugin", "config", "device", "contribution")
     try:
         api = ApiVersion.parse(root.text("api"))
     except ValueError as error:
         raise ManifestError(f"{source}: {error}") from error
+    try:
+        return _manifest(root, api)
+    except ManifestError as error:
+        unfit = check_api(api)
+        if unfit:  # then what is not understood is no misspelling
+            raise ManifestError(f"{source}: {unfit}") from error
+        raise
+
+
+def _manifest(root: _Table, api: ApiVersion) -> Manifest:
+    root.only(*KEYS[""])
     plugin = root.table("plugin")
-    plugin.only("name", "after")
+    plugin.only(*KEYS["plugin"])
     contributions = tuple(_contribution(table) for table in root.tables("contribution"))
     own_platform = next((c.name for c in contributions if c.family == "platform"), None)
     return Manifest(
@@ -112,6 +190,7 @@ def parse_manifest(text: str, source: str) -> Manifest:
         config=tuple(_config_key(key, root.table("config")) for key in root.table("config").data),
         devices=tuple(_device(table, own_platform) for table in root.tables("device")),
         contributions=contributions,
+        namesakes=tuple(_namesake(table) for table in root.tables("namesake")),
     )
 
 
@@ -148,7 +227,7 @@ class _Table:
 
     def name(self, key: str) -> str:
         value = self.text(key)
-        if not _NAME.match(value):
+        if not is_name(value):
             raise self.fail(f"{key} = {value!r} must be lower-case letters, digits and underscores, a letter first")
         return value
 
@@ -182,9 +261,9 @@ _REQUIRED: Any = object()
 
 def _config_key(key: str, parent: _Table) -> ConfigKey:
     table = parent.table(key)
-    table.only("type", "default", "help")
+    table.only(*KEYS["config.KEY"])
     kind = table.text("type")
-    if not _NAME.match(key):
+    if not is_name(key):
         raise parent.fail(f"key {key!r} must be lower-case letters, digits and underscores, a letter first")
     if kind not in get_args(ConfigType):
         raise table.fail(f"type {kind!r} is not one of {', '.join(get_args(ConfigType))}")
@@ -203,18 +282,7 @@ def _device(table: _Table, own_platform: str | None) -> DeviceInfo:
 
     ``platform`` may be left out where the plugin itself contributes one.
     """
-    table.only(
-        "name",
-        "platform",
-        "arch",
-        "memory_gib",
-        "torch_type",
-        "accelerator",
-        "dtypes",
-        "features",
-        "fp8_dtype",
-        "fp8_max",
-    )
+    table.only(*KEYS["device"])
     fp8 = None
     if "fp8_dtype" in table.data:
         fp8 = Fp8Format(table.text("fp8_dtype"), table.size("fp8_max", 448.0))
@@ -233,10 +301,13 @@ def _device(table: _Table, own_platform: str | None) -> DeviceInfo:
     )
 
 
+def _namesake(table: _Table) -> Namesake:
+    table.only(*KEYS["namesake"])
+    return Namesake(table.text("package"), table.text("meant"), table.text("summary", ""))
+
+
 def _contribution(table: _Table) -> Contribution:
-    table.only(
-        "family", "of", "name", "target", "platforms", "priority", "summary", "requires", "replaces", "form", "layout"
-    )
+    table.only(*KEYS["contribution"])
     try:
         family = FAMILIES[table.text("family")]
     except KeyError:

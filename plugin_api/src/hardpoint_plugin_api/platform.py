@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from hardpoint_plugin_api.device import DeviceInfo, MemorySnapshot
 from hardpoint_plugin_api.errors import PlatformError
@@ -105,6 +106,10 @@ class _EagerExecutable:
         return self._fn(**(self._inputs | dict(update or {})))
 
 
+MemoryTag = Literal["weights", "kv", "graphs", "resources"]
+"""What memory is used for."""
+
+
 class Memory(ABC):
     """A device's memory. It assumes nothing of the framework's caching allocator."""
 
@@ -116,17 +121,24 @@ class Memory(ABC):
     def reset_peak(self) -> None:
         """Start a new peak measurement."""
 
-    def pool(self, tag: str) -> AbstractContextManager[None]:
-        """Allocate under ``tag`` (weights, kv, graphs, resources) within the block. Default: no pools, no effect."""
+    suspendable: frozenset[MemoryTag] = frozenset()
+    """Tags whose memory ``suspend`` can give back while tensors in it stay, at their addresses. For other tags core
+    frees the tensors themselves and allocates new ones on waking up."""
+
+    def pool(self, tag: MemoryTag) -> AbstractContextManager[None]:
+        """Allocate under ``tag`` within the block. Default: no pools, no effect."""
         return nullcontext()
 
-    def suspend(self, tags: Sequence[str]) -> None:
-        """Give the memory of ``tags`` back. Raises PlatformError where the platform cannot."""
+    def suspend(self, tags: Sequence[MemoryTag]) -> None:
+        """Give the memory of ``tags`` back. Raises PlatformError for a tag that is not ``suspendable``."""
         raise PlatformError(f"this platform cannot suspend memory ({', '.join(tags)})")
 
-    def resume(self, tags: Sequence[str]) -> None:
+    def resume(self, tags: Sequence[MemoryTag]) -> None:
         """Take the memory of ``tags`` again, at the same addresses; its contents are undefined."""
         raise PlatformError(f"this platform cannot resume memory ({', '.join(tags)})")
+
+    def trim(self) -> None:  # noqa: B027  # not every allocator keeps anything
+        """Return memory that nothing holds, and that an allocator keeps for later, to the system. Default: nothing."""
 
 
 class Platform(ABC):
@@ -137,6 +149,8 @@ class Platform(ABC):
     """
 
     name: ClassVar[str]
+    collectives: ClassVar[str] = "gloo"
+    """Which of torch.distributed's backends serves this platform's devices."""
 
     def __init__(self, info: DeviceInfo, config: Mapping[str, ConfigValue] | None = None) -> None:
         self.info, self.config = info, dict(config or {})
@@ -190,6 +204,9 @@ class Platform(ABC):
         """Mark a profiling range."""
         return nullcontext()
 
-    def profile(self, start: bool) -> None:
-        """Start or stop the platform's profiler. Raises PlatformError where there is none."""
-        raise PlatformError(f"platform {self.name} has no profiler to {'start' if start else 'stop'}")
+    def profile(self, folder: Path) -> AbstractContextManager[None]:
+        """Profile what the process does inside, in all its threads, and write what was found into ``folder``.
+
+        Ranges are recorded by name. Raises PlatformError where there is no profiler.
+        """
+        raise PlatformError(f"platform {self.name} has no profiler")

@@ -1,31 +1,52 @@
 """Numeric specs: what the numbers in a tensor mean, whoever wrote them.
 
 A quantized value is ``w = (q - zero_point) * scale_1 * scale_2 * ...``; nibbles are packed low first.
+
+A spec is written ``ELEMENT@FORMAT:BLOCK@FORMAT:BLOCK+FLAG+FLAG``, one ``@FORMAT:BLOCK`` for each level of scales:
+``int4@bfloat16:1x128+asym``, ``float8_e4m3fn@float32:128x128``, ``int8@float32:row+dynamic``. BLOCK is ``all`` (one
+scale for the whole tensor), ``row`` (one for each output channel, or token) or ROWSxCOLUMNS. Flags: ``asym`` (there
+is a zero point), ``dynamic`` (scales are computed per call), ``permuted`` (columns of a group are not neighbours). A
+pair is written ``WEIGHT/ACTIVATION``.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from dataclasses import dataclass
+
+_NIBBLES = frozenset({"int4", "uint4", "float4_e2m1"})
+_SHAPES = {(-1, -1): "all", (1, -1): "row"}
+_PATTERN = re.compile(r"(?P<element>[^@+/]+)(?P<scales>(@[^@+/:]+:[^@+/:]+)*)(?P<flags>(\+[^@+/:]+)*)\Z")
 
 
 @dataclass(frozen=True)
 class Scale:
     """One level of scales: its format and the block of (rows, columns) that shares one value; -1 means all.
 
-    tensor (-1, -1); output channel or token (1, -1); group (1, G); tile (128, 128).
+    ``format`` is a torch dtype's name. tensor (-1, -1); output channel or token (1, -1); group (1, G); tile (128, 128).
     """
 
     format: str
     block: tuple[int, int]
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """How many scales a matrix of ``rows`` x ``columns`` has; the last block of an axis may be smaller."""
+        (n, k) = self.block
+        return (1 if n == -1 else -(-rows // n), 1 if k == -1 else -(-columns // k))
+
+    def __str__(self) -> str:
+        return f"{self.format}:{_SHAPES.get(self.block) or f'{self.block[0]}x{self.block[1]}'}"
 
 
 @dataclass(frozen=True)
 class QuantSpec:
     """How one operand is stored: element type, packing, scales (they multiply), zero point.
 
-    ``element`` is a torch dtype's name, or ``int4``, ``uint4``, ``float4_e2m1``. ``packing`` is ``none`` or names one.
-    ``static`` says whether the scales come with the checkpoint (weights always) or are computed per call.
-    ``permuted`` says whether input columns were reordered (``desc_act``).
+    ``element`` is a torch dtype's name, or ``int4``, ``uint4``, ``float4_e2m1``. ``packing`` says how elements lie in
+    memory: one by one (``none``), or two to a byte along a row, low nibble first (``nibbles``); an element of four bits
+    has no other form here. ``static`` says whether the scales come with the checkpoint (weights always) or are computed
+    per call. ``permuted`` says that a column's group is looked up (GPTQ's ``desc_act``), not counted off.
     """
 
     element: str
@@ -35,14 +56,76 @@ class QuantSpec:
     static: bool = True
     permuted: bool = False
 
+    def __post_init__(self) -> None:
+        if self.element in _NIBBLES and self.packing == "none":
+            object.__setattr__(self, "packing", "nibbles")
+
     @property
     def is_plain(self) -> bool:
         """True where the elements are the values."""
         return not self.scales
 
+    @property
+    def per_byte(self) -> int:
+        """How many elements lie in one unit of storage: two nibbles in a byte, else one."""
+        return 2 if self.packing == "nibbles" else 1
+
+    @property
+    def zero_point_dtype(self) -> str:
+        """Zero points are integers of the elements' signedness."""
+        return "uint8" if self.element.startswith("uint") else "int8"
+
     def __str__(self) -> str:
-        text = self.element
-        for scale in self.scales:
-            text += f"*{scale.format}[{scale.block[0]},{scale.block[1]}]"
         flags = [("asym", self.zero_point), ("dynamic", not self.static), ("permuted", self.permuted)]
-        return text + "".join(f"+{name}" for name, on in flags if on)
+        scales = "".join(f"@{scale}" for scale in self.scales)
+        return self.element + scales + "".join(f"+{name}" for name, on in flags if on)
+
+
+def written_pair(pair: tuple[QuantSpec, QuantSpec]) -> str:
+    """``weight/activation``."""
+    return f"{pair[0]}/{pair[1]}"
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise ValueError unless ``pattern`` is a spec, or a pair of them, in the written form, or ``*``."""
+    for part in pattern.split("/"):
+        if part != "*" and not _PATTERN.match(part):
+            raise ValueError(
+                f"{pattern!r} is no spec: write ELEMENT@FORMAT:BLOCK+FLAG, for linear and experts two of them with a "
+                "slash between, as in 'int4@bfloat16:1x128+asym/bfloat16' or 'int8@*:row/*'"
+            )
+
+
+def matches(pattern: str, specs: tuple[QuantSpec, ...]) -> bool:
+    """Whether each of ``specs`` meets its part of ``pattern``.
+
+    ``*`` alone means any specs, and a part that is ``*`` any spec. In others ``*`` and ``?`` stand for characters
+    within one element, format or block; the number of scales is the pattern's, and the flags are exactly the
+    pattern's (``+*``: any).
+    """
+    parts = ["*"] * len(specs) if pattern == "*" else pattern.split("/")
+    return len(parts) == len(specs) and all(map(_matches, parts, specs))
+
+
+def _matches(pattern: str, spec: QuantSpec) -> bool:
+    if pattern == "*":
+        return True
+    wanted, actual = _PATTERN.match(pattern), _PATTERN.match(str(spec))
+    assert wanted is not None
+    assert actual is not None
+    globs, scales = (match["scales"].split("@")[1:] for match in (wanted, actual))
+    flags, used = (set(match["flags"].split("+")[1:]) for match in (wanted, actual))
+    return (
+        _fits(actual["element"], wanted["element"])
+        and len(globs) == len(scales)
+        and all(
+            _fits(part, glob)
+            for scale, of in zip(scales, globs, strict=True)
+            for part, glob in zip(scale.split(":"), of.split(":"), strict=True)
+        )
+        and (used == flags or "*" in flags)
+    )
+
+
+def _fits(text: str, glob: str) -> bool:
+    return fnmatch.fnmatchcase(text, glob.replace("[", "[[]"))

@@ -12,20 +12,29 @@ from enum import StrEnum
 from typing import ClassVar, Literal
 
 from hardpoint_plugin_api.device import DeviceInfo
-from hardpoint_plugin_api.quant import QuantSpec
+from hardpoint_plugin_api.quant import QuantSpec, written_pair
 from hardpoint_plugin_api.versions import ApiVersion
 
 Phase = Literal["prefill", "decode"]
 
 
 class Feature(StrEnum):
-    """Workload features that a contribution must claim to be given."""
+    """Workload features that a contribution must claim to be given.
+
+    BATCH_INVARIANT is in the workloads of every numeric family where the user asks for it. It means that the bits of a
+    result's row depend on that row of the inputs alone (in attention: on the query, its position, and the keys and
+    values it reads), not on the other rows, their number, or the row's place among them. One implementation then serves
+    steps of every size and phase. SHARDED is in the workload of a ``linear`` layer whose arguments divide its weight.
+    """
 
     SLIDING_WINDOW = "sliding_window"
+    CHUNKED_LOCAL = "chunked_local"
     SOFT_CAP = "soft_cap"
     ALIBI = "alibi"
     SINKS = "sinks"
     NON_CAUSAL = "non_causal"
+    BATCH_INVARIANT = "batch_invariant"
+    SHARDED = "sharded"
 
 
 FEATURE_SINCE: dict[Feature, ApiVersion] = dict.fromkeys(Feature, ApiVersion(0, 1))
@@ -47,7 +56,11 @@ class Workload:
             value = getattr(self, f.name)
             if f.name == "of" or value is None or value == frozenset():
                 continue
-            parts.append(f"{f.name}={'|'.join(sorted(value)) if isinstance(value, frozenset) else value}")
+            if isinstance(value, frozenset):
+                value = "|".join(sorted(value))
+            elif f.name == "spec" and isinstance(value, tuple):
+                value = written_pair(value)
+            parts.append(f"{f.name}={value}")
         return " ".join(parts)
 
 
@@ -60,7 +73,10 @@ class PlatformWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class OpWorkload(Workload):
-    """One use of an op. ``layout`` is the cache layout, where the op touches a cache; ``spec`` its output's spec."""
+    """One use of an op. ``layout`` is the cache layout, where the op touches a cache; ``spec`` its output's spec.
+
+    ``routing`` names the op that chooses experts, where this one contains it.
+    """
 
     family: ClassVar[str] = "op"
     dtype: str | None = None
@@ -68,6 +84,7 @@ class OpWorkload(Workload):
     layout: str | None = None
     activation: str | None = None
     spec: QuantSpec | None = None
+    routing: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +122,20 @@ class LinearWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationWorkload(Workload):
-    """A quantization method, chosen by the name that a checkpoint's config or the command line gives."""
+    """A quantization method; ``of`` is the name that a checkpoint's config or the command line gives."""
 
     family: ClassVar[str] = "quantization"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsWorkload(Workload):
-    """One mixture-of-experts layer."""
+    """One mixture-of-experts layer.
+
+    ``spec`` is that of both matrices and their inputs; ``activation`` as in MoEArgs.experts_activation; ``routing`` the
+    op that chooses experts; ``format`` that of activations, see ``experts``. ``parallel`` is how the group's ranks
+    share the layer: ``none``, ``tp`` (each has a slice of every expert), ``ep`` (each has whole experts), ``tp+ep``.
+    ``num_experts`` and ``intermediate_size`` are those of this rank.
+    """
 
     family: ClassVar[str] = "experts"
     dtype: str | None = None
@@ -121,24 +144,37 @@ class ExpertsWorkload(Workload):
     routing: str | None = None
     parallel: str | None = None
     layout: str | None = None
+    format: str | None = None
+    num_experts: int | None = None
+    top_k: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class All2AllWorkload(Workload):
-    """Dispatch and combine between the ranks of an expert-parallel group."""
+    """Dispatch and combine between the ranks of an expert-parallel group.
+
+    ``parallel`` is as in ExpertsWorkload; ``num_experts`` are those of all ``ranks``.
+    """
 
     family: ClassVar[str] = "all2all"
     dtype: str | None = None
     parallel: str | None = None
+    ranks: int | None = None
+    num_experts: int | None = None
+    top_k: int | None = None
+    hidden_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorWorkload(Workload):
-    """Collectives of one group."""
+    """Collectives of one group of ``ranks``; ``parallel`` is what it shares: ``tp`` (slices) or ``ep`` (experts)."""
 
     family: ClassVar[str] = "communicator"
     dtype: str | None = None
     parallel: str | None = None
+    ranks: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

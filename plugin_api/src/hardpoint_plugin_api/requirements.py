@@ -17,9 +17,10 @@ from typing import cast
 from packaging.requirements import InvalidRequirement
 from packaging.requirements import Requirement as PackageSpec
 
-from hardpoint_plugin_api.distributions import locate_module
+from hardpoint_plugin_api.distributions import locate_module, owner_of
 from hardpoint_plugin_api.errors import ManifestError, nearest
 from hardpoint_plugin_api.families import Family
+from hardpoint_plugin_api.quant import check_pattern, matches
 from hardpoint_plugin_api.reasons import Reason
 from hardpoint_plugin_api.requests import FEATURE_SINCE, Feature, Phase, Request
 from hardpoint_plugin_api.versions import ApiVersion
@@ -83,15 +84,18 @@ class SymbolRequirement(Requirement):
 
     def locate(self) -> Reason | None:
         """Return the reason why the module may not be imported, or None where it is the distribution's own."""
+        top = self.module.partition(".")[0]
         try:
             distribution = importlib.metadata.distribution(self.distribution)
         except importlib.metadata.PackageNotFoundError:
+            owner = owner_of(top, other_than=self.distribution)
             return Reason(
                 "package-missing",
-                f"package {self.distribution} is not installed",
-                fix=f"pip install {self.distribution}",
+                f"package {self.distribution} is not installed"
+                + (f"; the module {top} that is here is a namesake, from {owner}" if owner else ""),
+                fix=(f"pip uninstall {owner}; " if owner else "") + f"pip install {self.distribution}",
             )
-        place = locate_module(distribution, self.module.partition(".")[0])
+        place = locate_module(distribution, top)
         return place if isinstance(place, Reason) else None
 
 
@@ -145,7 +149,8 @@ class OneOfRequirement(Requirement):
 
 @dataclass(frozen=True)
 class SpecRequirement(Requirement):
-    """The quantization specs are one of the named pairs, written ``weight/activation``."""
+    """The quantization specs are one of the pairs, written ``weight/activation`` as ``quant.py`` says, with
+    wildcards."""
 
     pairs: tuple[str, ...]
 
@@ -153,9 +158,10 @@ class SpecRequirement(Requirement):
         spec = getattr(context.request.workload, "spec", None)
         if spec is None:
             return None
-        wanted = "/".join(str(s) for s in spec) if isinstance(spec, tuple) else str(spec)
-        if any(fnmatch.fnmatchcase(wanted, glob.replace("[", "[[]")) for glob in self.pairs):
+        specs = spec if isinstance(spec, tuple) else (spec,)
+        if any(matches(pair, specs) for pair in self.pairs):
             return None
+        wanted = "/".join(map(str, specs))
         return Reason("spec", "quantization specs not supported", wanted=wanted, supported=", ".join(self.pairs))
 
 
@@ -211,7 +217,8 @@ class FeatureRequirement(Requirement):
 class TokensRequirement(Requirement):
     """The range of scheduled tokens per step, and the phase, that the contribution is for.
 
-    It rejects nothing by itself: the selector builds a plan with a winner per range and phase.
+    The selector builds a plan with a winner per range and phase. It rejects by itself only what is not for all steps
+    where a request must be served alike in all of them.
     """
 
     min: int = 1
@@ -219,7 +226,23 @@ class TokensRequirement(Requirement):
     phase: Phase | None = None
 
     def check(self, context: CheckContext) -> Reason | None:
-        return None
+        if self == TokensRequirement() or Feature.BATCH_INVARIANT not in context.request.workload.features:
+            return None
+        return Reason(
+            "tokens",
+            f"it is for some steps only, and {Feature.BATCH_INVARIANT} asks for one implementation in all",
+            wanted="steps of any size and phase",
+            supported=f"{self.min} to {self.max or 'any number of'} tokens" + (f", {self.phase}" if self.phase else ""),
+        )
+
+
+def applies(key: str, family: Family) -> bool:
+    """Say whether a contribution to ``family`` may have the requirement ``key``."""
+    if key == "tokens":
+        return family.stepwise != "no"
+    return key not in _WORKLOAD_KEYS or family.takes(
+        {"head_multiple": "head_size", "feature": "features"}.get(key, key)
+    )
 
 
 def parse_requirement(table: Mapping[str, object], family: Family, where: str) -> Requirement:
@@ -240,14 +263,13 @@ def parse_requirement(table: Mapping[str, object], family: Family, where: str) -
             f"{where}: unknown requirement {key!r}{f' (did you mean {guess!r}?)' if guess else ''}; "
             "if it is no misspelling, the plugin is newer than this Hardpoint: pip install --upgrade hardpoint-core"
         )
-    field = {"head_multiple": "head_size", "feature": "features"}.get(key, key)
-    if key in _WORKLOAD_KEYS and not family.takes(field):
+    if key != "tokens" and not applies(key, family):
         raise ManifestError(f"{where}: requirement {key!r} does not apply to family {family.name!r}")
     if (distribution is not None) != (key == "symbol"):
         raise ManifestError(
             f"{where}: 'symbol' needs 'from', the distribution it must come from, and nothing else has it"
         )
-    if key == "tokens" and family.stepwise == "no":
+    if not applies(key, family):
         raise ManifestError(
             f"{where}: requirement 'tokens' does not apply to {family.name!r}: it serves every step alike"
         )
@@ -289,6 +311,13 @@ def _symbol(value: object) -> Requirement:
     return SymbolRequirement(module, attribute, distribution)
 
 
+def _spec(value: object) -> Requirement:
+    pairs = _texts(value)
+    for pair in pairs:
+        check_pattern(pair)
+    return SpecRequirement(pairs)
+
+
 def _head_multiple(value: object) -> Requirement:
     (number,) = _numbers(value)
     if number < 1:
@@ -317,7 +346,7 @@ def _one_of(key: str, read: Callable[[object], tuple[str | int, ...]]) -> Callab
 
 _WORKLOAD_KEYS = frozenset(
     {"dtype", "kv_dtype", "head_size", "head_multiple", "block_size", "feature", "spec", "layout", "activation"}
-    | {"routing", "parallel"}
+    | {"routing", "parallel", "format"}
 )
 
 _PARSERS: dict[str, Callable[[object], Requirement]] = {
@@ -326,9 +355,33 @@ _PARSERS: dict[str, Callable[[object], Requirement]] = {
     "arch": lambda value: ArchRequirement(_texts(value)),
     "device_feature": lambda value: DeviceFeatureRequirement(_texts(value)),
     "feature": _features,
-    "spec": lambda value: SpecRequirement(_texts(value)),
+    "spec": _spec,
     "head_multiple": _head_multiple,
     "tokens": _tokens,
-    **{key: _one_of(key, _texts) for key in ("dtype", "kv_dtype", "layout", "activation", "routing", "parallel")},
+    **{
+        key: _one_of(key, _texts)
+        for key in ("dtype", "kv_dtype", "layout", "activation", "routing", "parallel", "format")
+    },
     **{key: _one_of(key, _numbers) for key in ("head_size", "block_size")},
 }
+
+VOCABULARY: Mapping[str, str] = {
+    "package": 'The distribution is installed, in a version that the text admits (PEP 508): "acme-kernels>=2".',
+    "symbol": '"module:attribute" of the distribution that `from` names, which must be what an import would find.',
+    "arch": "The device's architecture matches one of these globs. There is no >=: sm_120 is no superset of sm_100.",
+    "device_feature": "The device has all of these features.",
+    "dtype": "The activations' dtype is one of these.",
+    "kv_dtype": "The cache's dtype is one of these.",
+    "head_size": "The head size is one of these.",
+    "head_multiple": "The head size is a multiple of this number; core can meet it by padding (NAME+padN).",
+    "block_size": "The tokens per page of the cache are one of these.",
+    "feature": "The workload features claimed; another one that is in use rejects the contribution.",
+    "spec": "The quantization specs are one of these pairs, weight/activation, which may be globs.",
+    "layout": "The layout of the cache or weight that it works on is one of these.",
+    "activation": "The activation function is one of these.",
+    "routing": "The router's method is one of these.",
+    "parallel": "The parallel layout is one of these: none, tp, ep, tp+ep.",
+    "format": "Activations come in one of these formats, standard or batched; without this, in standard.",
+    "tokens": 'Steps of { min, max } tokens, for attention of one { phase }: "prefill" or "decode".',
+}
+"""Every requirement there is, with its meaning: closed per manifest schema. Only symbol takes a second key, from."""

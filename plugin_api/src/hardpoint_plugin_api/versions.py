@@ -1,7 +1,10 @@
 """API versions: what this host offers and whether a plugin's lowest needed version fits.
 
 0.x until the CUDA plugin is complete. Within a major version everything is additive, so a plugin that needs ``0.1``
-runs on ``0.7``; a host of major N also loads plugins of major N-1.
+runs on ``0.7``; a host of major N also loads plugins of major N-1, through core's shims.
+
+What each version promises is frozen as data in ``api/MAJOR.MINOR.json``: ``hardpoint plugins api-diff`` prints what came
+since, and a test refuses a change that would break a plugin of a frozen version.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ MANIFEST_SCHEMA = 1
 """The newest manifest schema this package reads."""
 
 
-def check_api(needed: ApiVersion, host: ApiVersion = API_VERSION) -> Reason | None:
-    """Say why a plugin that needs ``needed`` cannot run on ``host``, or None where it can."""
+def check_api(needed: ApiVersion, host: ApiVersion | None = None) -> Reason | None:
+    """Say why a plugin that needs ``needed`` cannot run on ``host`` (this one by default), or None where it can."""
+    host = API_VERSION if host is None else host
     if needed > host:
         return Reason(
             "api-too-new",

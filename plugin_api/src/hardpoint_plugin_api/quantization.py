@@ -1,0 +1,227 @@
+"""Quantization methods: from what a checkpoint holds for a module to a scheme, beyond which nothing knows who wrote it.
+
+A method (family ``quantization``, its ``of`` the name that checkpoints and ``--quantization`` give) is built once per
+engine and asked for a **scheme** of each matrix: two numeric specs, and the tensors that the checkpoint holds for it,
+each with the function that turns it into the spec's canonical **slots**. Kernels see slots and specs alone.
+
+The slots of a matrix [out, in] with weight spec ``w``:
+
+| slot                | shape                           | dtype                     | where                  |
+|---------------------|---------------------------------|---------------------------|------------------------|
+| weight              | [out, in / w.per_byte]          | w.element; nibbles: uint8 | always                 |
+| weight_scale        | w.scales[0].shape(out, in)      | w.scales[0].format        | one level or more      |
+| weight_scale_2, ... | w.scales[1].shape(out, in), ... | w.scales[1].format, ...   | two levels or more     |
+| weight_zero_point   | as weight_scale                 | uint8, or int8 if signed  | w.zero_point           |
+| weight_group_index  | [in]: each column's group       | int32                     | w.permuted             |
+| input_scale         | [1]                             | float32                   | static activations     |
+| input_zero_point    | [1]                             | as above                  | static with zero point |
+
+A layer that is merged of several modules (q, k and v) has one matrix of their rows, where nothing is lost by that: a
+scale for a whole tensor becomes one for each row. While it loads it has the last three slots once for each module,
+[modules, ...].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+from hardpoint_plugin_api.dequantization import scale_slot
+from hardpoint_plugin_api.device import DeviceInfo
+from hardpoint_plugin_api.layers import WeightSlot
+from hardpoint_plugin_api.quant import QuantSpec
+from hardpoint_plugin_api.reasons import Reason
+from hardpoint_plugin_api.requests import QuantizationWorkload
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What the header of a checkpoint says of a tensor; ``dtype`` is a torch dtype's name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class CheckpointTensors(Protocol):
+    """A checkpoint's tensors by name. ``info`` reads headers alone; ``read`` is for tensors of a few kilobytes."""
+
+    @property
+    def title(self) -> str:
+        """Where it is, for messages."""
+        ...
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+        ...
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and dtype of a tensor; KeyError where there is none of that name."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the host."""
+        ...
+
+
+@dataclass(frozen=True)
+class Module:
+    """One matrix as the checkpoint knows it: ``name`` is its module's there, without the tensor's own name.
+
+    ``kind`` is ``linear`` (expert matrices included), ``lm_head`` for an output head that is not tied, or ``router`` for
+    what chooses among experts, and for the gate of a shared one.
+    """
+
+    name: str
+    out_features: int
+    in_features: int
+    kind: Literal["linear", "lm_head", "router"] = "linear"
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One axis of a stored tensor: an index of it stands for ``per`` rows ("out") or columns ("in") of the matrix.
+
+    ``axis`` None is an axis of size ``per`` whatever the matrix. From this follow a tensor's shape, and which slice
+    of it a rank needs that has a slice of the matrix.
+    """
+
+    axis: Literal["out", "in"] | None
+    per: int = 1
+
+    def size(self, out_features: int, in_features: int) -> int:
+        """The number of indices for a matrix [out_features, in_features]."""
+        if self.axis is None:
+            return self.per
+        return -(-(out_features if self.axis == "out" else in_features) // self.per)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor that a checkpoint holds for a module, named ``MODULE.name``, and what becomes of it.
+
+    ``read`` takes it as it is stored, on any device, and returns the slots that it fills: none where it is only checked
+    (CheckpointError), several for a matrix that is quantized while it loads. Results may share its memory; it is not
+    changed. A slot with fewer rows than the part that it is for is broadcast.
+    """
+
+    name: str
+    dims: tuple[Dim, ...]
+    dtypes: tuple[str, ...]
+    fills: tuple[str, ...]
+    read: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = field(compare=False)
+
+    def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """What shape it has for a matrix [out_features, in_features]."""
+        return tuple(dim.size(out_features, in_features) for dim in self.dims)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one matrix is stored and multiplied: the specs of weight and activation, and the checkpoint's tensors.
+
+    ``must_agree`` is what else must be equal in modules that are merged: scales of static activations, column groups.
+    """
+
+    weight: QuantSpec
+    activation: QuantSpec
+    stored: tuple[StoredTensor, ...] = field(default=(), compare=False)
+    must_agree: Hashable = None
+
+    @classmethod
+    def plain(cls, dtype: str) -> Scheme:
+        """Numbers of ``dtype`` as they are, stored as ``MODULE.weight``."""
+        return cls(QuantSpec(dtype), QuantSpec(dtype))
+
+    @property
+    def pair(self) -> tuple[QuantSpec, QuantSpec]:
+        """What kernels are selected by."""
+        return self.weight, self.activation
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """The scales of one attention layer's cache that a checkpoint holds: names of tensors of one float each."""
+
+    k: str
+    v: str
+
+
+@dataclass(frozen=True)
+class MethodRequest:
+    """What a method is built with. A new field breaks nobody.
+
+    ``config`` is the checkpoint's ``quantization_config``, None where the checkpoint is not quantized and the method
+    is to quantize it while it loads; ``options`` the user's ``--quantization-options``; ``dtype`` that of
+    activations; ``where`` names the config's file, for messages.
+    """
+
+    config: Mapping[str, object] | None
+    options: Mapping[str, str]
+    tensors: CheckpointTensors
+    dtype: str
+    device: DeviceInfo
+    where: str
+
+
+class QuantizationMethod(ABC):
+    """Reads one way of quantizing. ``online`` says whether it quantizes checkpoints that are not, while they load."""
+
+    online: ClassVar[bool] = False
+
+    @classmethod
+    def supports(cls, workload: QuantizationWorkload, device: DeviceInfo) -> list[Reason]:
+        """Say what data cannot; called once, after import. Default: nothing to add."""
+        return []
+
+    @abstractmethod
+    def __init__(self, request: MethodRequest) -> None:
+        """Read the config, once. Raises CheckpointError (ConfigError for the user's options), naming key and value."""
+
+    @abstractmethod
+    def scheme(self, module: Module) -> Scheme | None:
+        """The scheme of one matrix, None where it is left as it is.
+
+        Raises CheckpointError for what can be known of it before weights are read.
+        """
+
+    def cache_scales(self, attention: str) -> CacheScales | None:
+        """The scales of the KV cache for the attention module of that name, None where the checkpoint holds none."""
+        return None
+
+
+def weight_slots(
+    scheme: Scheme, parts: Sequence[tuple[str, int]], columns: int, stack: tuple[int, ...] = ()
+) -> dict[str, WeightSlot]:
+    """The slots of a matrix whose rows are those of ``parts``; with ``stack``, of one for each of these numbers."""
+    lead = (len(stack),) if stack else ()
+    rows = sum(n for _, n in parts)
+    named = len(parts) > 1
+
+    def slot(shape: tuple[int, ...], dtype: str, of_parts: Callable[[int], int] | None) -> WeightSlot:
+        divided = tuple((name, of_parts(n)) for name, n in parts) if named and of_parts else ()
+        return WeightSlot((*lead, *shape), dtype, len(lead) if of_parts else None, divided, stack)
+
+    weight = scheme.weight
+    element = "uint8" if weight.packing == "nibbles" else weight.element
+    slots = {"weight": slot((rows, columns // weight.per_byte), element, lambda n: n)}
+    for level, scale in enumerate(weight.scales):
+        per = scale.block[0]
+        by_parts = None if per == -1 else lambda n, per=per: -(-n // per)
+        slots[scale_slot(level)] = slot(scale.shape(rows, columns), scale.format, by_parts)
+        if level == 0 and weight.zero_point:
+            slots["weight_zero_point"] = slot(scale.shape(rows, columns), weight.zero_point_dtype, by_parts)
+    each = (len(parts),)
+    if weight.permuted:
+        slots["weight_group_index"] = slot((*each, columns), "int32", lambda n: 1)
+    given = scheme.activation.scales if scheme.activation.static else scheme.activation.scales[1:]
+    for level, _ in enumerate(given, start=len(scheme.activation.scales) - len(given)):
+        slots[scale_slot(level, "input")] = slot(each, "float32", lambda n: 1)
+    if scheme.activation.static and scheme.activation.zero_point:
+        slots["input_zero_point"] = slot(each, scheme.activation.zero_point_dtype, lambda n: 1)
+    return slots
