@@ -13,10 +13,12 @@ import pytest
 from hardpoint.cli.main import run
 from hardpoint.cli.output import check_writable
 from hardpoint.config import EngineConfig
-from hardpoint.engine.core import EngineStats
+from hardpoint.engine.client import EngineStats
+from hardpoint.engine.control import MemoryReport
 from hardpoint.engine.outputs import CompletionOutput, RequestOutput
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.selection import SelectionTable
+from hardpoint_plugin_api import MemorySnapshot
 
 
 class Letters:
@@ -40,6 +42,15 @@ class Echo:
         self.closed = False
         self.table = SelectionTable([])
         self.stats = EngineStats(load_seconds=0.5, prefill_tokens=10, prefill_seconds=0.1, decode_tokens=4)
+
+    def memory_report(self) -> MemoryReport:
+        return MemoryReport({"weights": 3, "kv": 4}, MemorySnapshot(5, 6, 7))
+
+    def start_profile(self, folder: str, layers: bool) -> None:
+        self.profiles = [f"{folder} started, layers {layers}"]
+
+    def stop_profile(self) -> None:
+        self.profiles.append(f"stopped after {len(self.prompts)}")
 
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.7, top_p=0.9)
@@ -121,10 +132,21 @@ def test_json_holds_outputs_speed_and_selection(tmp_path: Path, capsys: pytest.C
     data = json.loads(file.read_text())
     assert data["outputs"][0]["outputs"][0]["text"] == "ABC"
     assert data["speed"]["prefill_tokens_per_second"] == 100
+    assert data["memory"] == {"weights": 3, "kv": 4}
     assert data["selection"]["rows"] == []
     capsys.readouterr()
     assert run(["generate", "--prompt", "abc", "--quiet", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == data
+
+
+def test_a_profile_spans_the_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "folder"
+    assert run(["generate", "--prompt", "abc", "--prompt", "d", "--quiet", "--profile", str(folder)]) == 0
+    assert Echo.last.profiles == [f"{folder} started, layers True", "stopped after 2"]
+    assert folder.is_dir()
+    (tmp_path / "file").touch()
+    assert run(["generate", "--prompt", "abc", "--profile", str(tmp_path / "file")]) == 2
+    assert "--profile: cannot make the folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

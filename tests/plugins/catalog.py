@@ -74,13 +74,13 @@ SOUND = [
     plugin(
         "adapter",
         contribution(
-            "quantization",
+            "linear",
             "has",
             target="hp_adapter:__name__",
             requires='[{ symbol = "vendor_lib:paged", from = "vendor-kernels" }]',
         ),
         contribution(
-            "quantization",
+            "linear",
             "lacks",
             target="hp_adapter:__name__",
             requires='[{ symbol = "vendor_lib:page", from = "vendor-kernels" }]',
@@ -92,7 +92,7 @@ UNREADABLE = [
     plugin("newer_api", api="9.1"),
     plugin("newer_schema", schema=2),
     plugin("malformed", more="[[contribution\n"),
-    plugin("unknown_key", contribution("quantization", "q", requires='[{ moon_phase = ["full"] }]')),
+    plugin("unknown_key", contribution("linear", "q", requires='[{ moon_phase = ["full"] }]')),
     without_manifest("bare"),
     Dist("object-hardpoint", {"hp_object/__init__.py": ""}, {"object": "hp_object:Plugin"}),
     Dist("absent-hardpoint", {"hp_other/__init__.py": ""}, {"absent_module": "hp_absent.plugin"}),
@@ -108,8 +108,8 @@ CONFLICTING = [
     plugin("heir_b", contribution("op", "heir_b", of="kit_norm", replaces="reference")),
     plugin("on_heir", contribution("op", "on_heir", of="kit_norm", replaces="heir_a")),
     plugin("on_on_heir", contribution("op", "on_on_heir", of="kit_norm", replaces="on_heir")),
-    plugin("squatter", contribution("attention", "reference"), contribution("quantization", "squatted")),
-    plugin("twice", contribution("quantization", "q"), contribution("quantization", "q")),
+    plugin("squatter", contribution("attention", "reference"), contribution("linear", "squatted")),
+    plugin("twice", contribution("linear", "q"), contribution("linear", "q")),
     plugin("preset_a", more=preset("toy")),
     plugin("preset_b", more=preset("toy")),
     plugin("op_as_layer", contribution("layer", "mine", of="kit_norm")),
@@ -128,7 +128,7 @@ CONFLICTING = [
 ]
 
 BROKEN = [
-    plugin("raises", contribution("quantization", "of_raises"), hooks="raise RuntimeError('boom')\n"),
+    plugin("raises", contribution("linear", "of_raises"), hooks="raise RuntimeError('boom')\n"),
     plugin("exits", hooks="raise SystemExit(3)\n"),
     plugin("lacks_vendor", hooks="import a_vendor_library\n"),
     plugin("wrong_arguments", hooks=HOOK + "def hardpoint_configure(config, devise): ...\n"),
@@ -150,11 +150,16 @@ BROKEN = [
         + "@hookimpl\ndef hardpoint_engine_stopping(): heard.append('stopping')\n",
     ),
     plugin(
+        "eager",
+        contribution("linear", "q", target="hp_eager.method:METHOD"),
+        method="from hardpoint_plugin_api import FromTheFuture as METHOD\n",
+    ),
+    plugin(
         "targets",
-        contribution("quantization", "no_module", target="hp_targets.nowhere:Method"),
-        contribution("quantization", "no_attribute", target="hp_targets.methods:Methods.fastt"),
-        contribution("quantization", "raising", target="hp_targets.broken:Method"),
-        contribution("quantization", "good", target="hp_targets.methods:Methods.fast"),
+        contribution("linear", "no_module", target="hp_targets.nowhere:Method"),
+        contribution("linear", "no_attribute", target="hp_targets.methods:Methods.fastt"),
+        contribution("linear", "raising", target="hp_targets.broken:Method"),
+        contribution("linear", "good", target="hp_targets.methods:Methods.fast"),
         methods="class Methods:\n    fast = 'fast'\n",
         broken="with open(__file__ + '.tries', 'a') as tries: tries.write('x')\nraise OSError('no driver')\n",
     ),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.out_of_tree.build import install
+from tests.out_of_tree.build import install, install_editable
 from tests.plugins.catalog import ALL
 
 Installer = Callable[..., Path]
@@ -22,6 +22,14 @@ def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("warehouse")
     install(ALL.values(), folder, tmp_path_factory.mktemp("wheels"))
     return folder
+
+
+@pytest.fixture(scope="session")
+def editable_kit(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The distribution ``kit``, installed editable once: the folder that pip installed it into, and its packages."""
+    folder = tmp_path_factory.mktemp("editable")
+    install_editable(ALL["kit"], folder / "site", folder / "source")
+    return folder / "site", folder / "source" / "src"
 
 
 @pytest.fixture

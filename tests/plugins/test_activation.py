@@ -68,7 +68,7 @@ def test_what_fails_is_withdrawn_as_a_whole(installed: Installer, name: str, fac
     assert record.cause is not None
     assert record.cause is caught.value.__cause__
     assert record.import_seconds is not None
-    assert not [o for o in plugins.offers("quantization") if o.plugin == name]
+    assert not [o for o in plugins.offers("linear") if o.plugin == name]
     plugins.activate("kit")
     assert plugins.record("kit").status == "active"
     with pytest.raises(PluginLoadError) as repeated:

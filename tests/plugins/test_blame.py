@@ -12,6 +12,7 @@ from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.layers import PluggableLayer
 from hardpoint.layers.linear import Linear
 from hardpoint.plugins import Offer
+from hardpoint.quantization.assignment import Quantization
 from hardpoint.quantization.plain_linear import PlainLinear
 from hardpoint_plugin_api import (
     AttentionBackend,
@@ -37,13 +38,17 @@ class Block(PluggableLayer, name="blame_block"):
 class Context:
     """A context in which ``target`` wins in its family, and ``Linear`` among the layers elsewhere."""
 
-    dtype, path = torch.float32, "model"
+    dtype, path, quantization = torch.float32, "model", Quantization()
 
     def __init__(self, family: str, target: object) -> None:
         self.family, self.target = family, target
 
     def select(self, workload: Any) -> Any:
         return select(offer("mine", family=workload.family, of=workload.of), workload=workload)
+
+    def for_plugin(self, plugin: str) -> Context:
+        assert plugin == "acme"
+        return self
 
     def load(self, offer: Offer) -> object:
         return self.target if offer.contribution.family == self.family else Linear

@@ -67,12 +67,12 @@ def test_a_name_that_core_has(installed: Installer) -> None:
     assert "replaces = NAME" in message
     plugins = discover()
     assert [o.plugin for o in plugins.offers("attention") if o.contribution.name == "reference"] == ["core"]
-    assert "squatted" not in plugins.names("quantization")
+    assert "squatted" not in plugins.names("linear")
 
 
 def test_one_name_twice_in_a_manifest(installed: Installer) -> None:
     installed("twice")
-    assert "more than once that it would contribute quantization: q" in outcome("twice")["twice"]
+    assert "more than once that it would contribute linear: q" in outcome("twice")["twice"]
 
 
 def test_an_op_registered_as_a_layer_and_the_reverse(installed: Installer) -> None:

@@ -42,19 +42,19 @@ def test_loading_activates_and_imports(installed: Installer) -> None:
 def test_a_broken_target(installed: Installer, name: str, facts: tuple[str, ...]) -> None:
     installed("targets")
     plugins = discover()
-    broken = offer(plugins, "quantization", name)
+    broken = offer(plugins, "linear", name)
     with pytest.raises(PluginLoadError) as caught:
         plugins.load(broken)
-    for fact in (f"plugin targets (targets-hardpoint 1.0): quantization: {name}: target", "; fix: ", *facts):
+    for fact in (f"plugin targets (targets-hardpoint 1.0): linear: {name}: target", "; fix: ", *facts):
         assert fact in str(caught.value)
     assert caught.value.__cause__ is not None
-    assert plugins.load(offer(plugins, "quantization", "good")) == "fast"
+    assert plugins.load(offer(plugins, "linear", "good")) == "fast"
 
 
 def test_what_failed_is_not_tried_again(installed: Installer) -> None:
     site = installed("targets")
     plugins = discover()
-    broken = offer(plugins, "quantization", "raising")
+    broken = offer(plugins, "linear", "raising")
     messages = set()
     for _ in range(3):
         with pytest.raises(PluginLoadError) as caught:
@@ -67,7 +67,7 @@ def test_what_failed_is_not_tried_again(installed: Installer) -> None:
 def test_a_broken_plugin_has_no_targets(installed: Installer) -> None:
     installed("raises")
     plugins = discover()
-    chosen = offer(plugins, "quantization", "of_raises")
+    chosen = offer(plugins, "linear", "of_raises")
     for _ in range(2):
         with pytest.raises(PluginLoadError, match=r"plugin raises .*RuntimeError: boom"):
             plugins.load(chosen)
@@ -76,12 +76,12 @@ def test_a_broken_plugin_has_no_targets(installed: Installer) -> None:
 def test_a_required_symbol(installed: Installer) -> None:
     installed("adapter", "vendor_kernels")
     plugins = discover()
-    assert plugins.load(offer(plugins, "quantization", "has")) == "hp_adapter"
+    assert plugins.load(offer(plugins, "linear", "has")) == "hp_adapter"
     with pytest.raises(
         PluginLoadError,
         match=r"plugin adapter .*'vendor_lib:page' of vendor-kernels.*did you mean 'paged'.*fix: install a version",
     ):
-        plugins.load(offer(plugins, "quantization", "lacks"))
+        plugins.load(offer(plugins, "linear", "lacks"))
 
 
 def test_a_symbol_of_a_namesake_is_not_imported(
@@ -94,7 +94,7 @@ def test_a_symbol_of_a_namesake_is_not_imported(
     monkeypatch.syspath_prepend(str(namesake.parent))
     plugins = discover()
     with pytest.raises(PluginLoadError, match="vendor_lib does not belong to vendor-kernels: a namesake"):
-        plugins.load(offer(plugins, "quantization", "has"))
+        plugins.load(offer(plugins, "linear", "has"))
     assert "vendor_lib" not in sys.modules
 
 
@@ -102,4 +102,4 @@ def test_a_symbol_of_a_package_that_is_not_installed(installed: Installer) -> No
     installed("adapter")
     plugins = discover()
     with pytest.raises(PluginLoadError, match="package vendor-kernels is not installed; fix: pip install vendor-ke"):
-        plugins.load(offer(plugins, "quantization", "has"))
+        plugins.load(offer(plugins, "linear", "has"))

@@ -1,1 +1,16 @@
 """Core as a plugin: the first one, through the same door. Its manifest is ``hardpoint.toml`` beside this file."""
+
+from __future__ import annotations
+
+from hardpoint_plugin_api import hookimpl
+
+
+@hookimpl
+def hardpoint_conformance() -> list[object]:
+    """Core's own generators of conformance trials."""
+    from hardpoint.conformance.families.attention import AttentionTrials
+    from hardpoint.conformance.families.layers import LayerTrials
+    from hardpoint.conformance.families.ops import OpTrials
+    from hardpoint.conformance.families.platform import PlatformTrials
+
+    return [PlatformTrials(), OpTrials(), LayerTrials(), AttentionTrials()]

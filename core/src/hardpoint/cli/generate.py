@@ -14,7 +14,7 @@ import click
 
 from hardpoint.bench import stages
 from hardpoint.cli.options import EngineCommand
-from hardpoint.cli.output import check_writable, print_table, show_log, write_text
+from hardpoint.cli.output import check_writable, make_folder, print_table, show_log, write_text
 from hardpoint.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ Prompt = str | Mapping[str, Any]
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the output before this text; repeatable.")
 @click.option("--stream/--no-stream", default=None, help="Print text as it comes.  [default: for one prompt]")
 @click.option("--json", "json_file", metavar="FILE", help="Save outputs, speed and selections; - is stdout.")
+@click.option("--profile", "profile", metavar="DIR", help="Record the generation; traces are written to DIR.")
 @click.option("--quiet", is_flag=True, help="Print the text alone.")
 @click.option("--stages", "stages_file", type=click.Path(path_type=Path), hidden=True)
 def generate(
@@ -48,6 +49,7 @@ def generate(
     stop: tuple[str, ...],
     stream: bool | None,
     json_file: str | None,
+    profile: str | None,
     quiet: bool,
     stages_file: Path | None,
     **sampling: float | None,
@@ -59,6 +61,7 @@ def generate(
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
     check_writable("--json", json_file)
+    make_folder("--profile", profile)
     texts = _read_prompts(prompts)
     if stream and len(texts) > 1:
         raise click.UsageError("--stream goes with one prompt; leave it out for several")
@@ -68,11 +71,15 @@ def generate(
         params = _sampling_params(llm, config, sampling, max_tokens=max_tokens, stop=stop)
         inputs = [_chat_prompt(llm, text, system) if chat else text for text in texts]
         to_stdout = json_file != "-"
+        if profile is not None:
+            llm.start_profile(profile, layers=True)
         if stream if stream is not None else len(inputs) == 1:
             outputs = [_stream(llm, inputs[0], params, show=to_stdout)]
         else:
             outputs = llm.generate(inputs, params, use_tqdm=not quiet)
             _print(texts, outputs, show=to_stdout)
+        if profile is not None:
+            llm.stop_profile()
         if json_file:
             write_text(json_file, json.dumps(_report(llm, outputs), indent=2, ensure_ascii=False) + "\n")
         if not quiet:
@@ -159,6 +166,7 @@ def _report(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, object]:
         "model": llm.config.model,
         "outputs": [asdict(output) for output in outputs],
         "speed": _speeds(llm),
+        "memory": llm.memory_report().by_tag,
         "selection": llm.table.to_json(),
     }
 

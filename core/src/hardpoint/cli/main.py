@@ -25,6 +25,8 @@ COMMANDS = {
     "explain": Lazy("hardpoint.cli.explain:explain", "Show which implementation serves what, and why not the others."),
     "plugins": Lazy("hardpoint.cli.plugins:plugins", "List the installed plugins, broken ones too."),
     "ops": Lazy("hardpoint.cli.ops:ops", "List ops and their implementations."),
+    "conform": Lazy("hardpoint.cli.conform:conform", "Prove a plugin's kernels, case by case."),
+    "merge-certificates": Lazy("hardpoint.cli.conform:merge_certificates", "Join the certificates of a run's shards."),
     "bench": Lazy("hardpoint.cli.bench:bench", "Measure, beside the roofline and a peer."),
     "env": Lazy("hardpoint.cli.env:env", "Report versions, devices and what is missing."),
 }

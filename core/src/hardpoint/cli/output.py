@@ -60,6 +60,18 @@ def check_writable(flag: str, path: str | None) -> None:
         raise ConfigError(f"{flag}: cannot write {path}: {error.strerror}") from error
 
 
+def make_folder(flag: str, path: str | None) -> None:
+    """Make the folder that ``flag`` named, if any. Raises ConfigError where nothing can be written to it."""
+    if path is None:
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot make the folder {path!r}: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"{flag}: cannot write to the folder {path!r}")
+
+
 def write_text(path: str, text: str) -> None:
     """Write ``text`` to the file a flag named; ``-`` is stdout. Raises ConfigError where that cannot be done."""
     if path == "-":

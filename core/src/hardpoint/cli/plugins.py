@@ -8,12 +8,18 @@ from typing import Any
 import click
 
 from hardpoint.cli.output import print_json, print_table
+from hardpoint.cli.plugin_authors import api_diff, api_reference, new
+from hardpoint.cli.plugin_operators import doctor, lock, verify
 from hardpoint.plugins import PluginRecord, discover
 
 
 @click.group(short_help="List the installed plugins, broken ones too.")
 def plugins() -> None:
     """Plugins are code that runs in this process; listing them runs none of it."""
+
+
+for command in (lock, verify, doctor, new, api_diff, api_reference):
+    plugins.add_command(command)
 
 
 @plugins.command("list")

@@ -16,15 +16,19 @@ from hardpoint.config.types import (
     CacheDtype,
     Count,
     CustomOps,
+    ExecutorKind,
     Index,
     Names,
     NumSeqs,
     NumTokens,
+    Options,
     PageSize,
     Seed,
+    Share,
     Text,
     Use,
 )
+from hardpoint.plugins import LOCK_FILE_NAME
 from hardpoint_plugin_api import FAMILIES, ConfigChange, ConfigError, ConfigKey, ConfigValue, UnknownNameError
 
 PluginKeys = Mapping[str, Mapping[str, ConfigKey]]
@@ -46,11 +50,16 @@ class EngineConfig(BaseModel):
     device_index: Index = Field(0, description="Which device of the platform.")
     dtype: AnyDtype = Field("auto", description="Data type of weights and activations; auto: the checkpoint's.")
     plugins: Names | None = Field(None, description="Allowlist: only these plugins are used (NAME,NAME...).")
+    plugins_locked: bool = Field(False, description="Use only plugins that are to the byte as the lock file says.")
+    plugins_lock_file: Text = Field(LOCK_FILE_NAME, description="The lock file of --plugins-locked.")
     attention_backend: Text | None = Field(None, description="The attention backend.")
     linear_backend: Text | None = Field(None, description="The matmul kernels behind linear layers.")
+    experts_backend: Text | None = Field(None, description="The kernels of a mixture of experts.")
+    all2all_backend: Text | None = Field(None, description="What exchanges tokens between the ranks of experts.")
     custom_ops: CustomOps = Field(("all",), description="Which ops use kernels: all or none, then +name and -name.")
     use: Use = Field(default_factory=dict, description="Choose an implementation, as in op.rms_norm=NAME; repeatable.")
-    quantization: Text | None = Field(None, description="The quantization method, where the checkpoint names none.")
+    quantization: Text | None = Field(None, description="Quantize while loading, by this method: fp8, int8, int4.")
+    quantization_options: Options = Field((), description="How it quantizes (KEY=VALUE,KEY=VALUE).")
     kv_cache_dtype: CacheDtype = Field("auto", description="Data type of the KV cache; auto: the model's.")
     block_size: PageSize | None = Field(None, description="Tokens per block of the KV cache.")
     kv_cache_memory: Bytes | None = Field(None, description="Size of the KV cache: bytes, or as in 4GiB.")
@@ -62,6 +71,29 @@ class EngineConfig(BaseModel):
         None, description="Submit a step before the last one's tokens are known; by default on accelerators."
     )
     enforce_eager: bool = Field(False, description="Without compilation and recorded graphs.")
+    core_process: bool | None = Field(
+        None, description="Run the engine core in a process of its own; by default for AsyncEngine only."
+    )
+    core_start_timeout: Count = Field(600, description="Seconds that such a process may take to load the model.")
+    batch_invariant: bool = Field(
+        False, description="A request's output is the same to the bit whatever else runs; slower."
+    )
+    shadow_check: Share = Field(
+        0.0, description="Share of op calls that the reference computes too, to compare; needs --enforce-eager."
+    )
+    tensor_parallel_size: Count = Field(1, description="Among how many devices (ranks) every layer is divided.")
+    enable_expert_parallel: bool = Field(
+        False, description="Divide mixtures of experts among those ranks by whole experts."
+    )
+    expert_parallel_size: Count | None = Field(
+        None, description="By whole experts among so many groups of ranks; within one, each expert is divided."
+    )
+    communicator: Text | None = Field(None, description="The collectives between ranks.")
+    executor: ExecutorKind | None = Field(
+        None,
+        description="Where ranks run: inproc (one), mp (processes of this host, the default of several), torchrun.",
+    )
+    step_timeout: Count = Field(300, description="Seconds after which a step on several ranks counts as hung.")
     seed: Seed = Field(0, description="Seed of everything random.")
     tuning_file: Text | None = Field(None, description="Measured winners, as written by 'hardpoint tune'.")
     plugin_config: dict[str, dict[str, ConfigValue]] = Field(
@@ -105,7 +137,38 @@ class EngineConfig(BaseModel):
         if config.hub_revision is not None and local:
             revision = written("hub_revision", config.hub_revision, origins)
             raise ConfigError(f"{revision}: a revision applies to hub ids, and the model {config.model!r} is local")
+        if config.plugins_lock_file != LOCK_FILE_NAME and not config.plugins_locked:
+            file = written("plugins_lock_file", config.plugins_lock_file, origins)
+            raise ConfigError(f"{file}: it is read with --plugins-locked alone; add that, or leave it out")
+        if config.shadow_check and not config.enforce_eager:
+            rate = written("shadow_check", config.shadow_check, origins)
+            raise ConfigError(f"{rate}: recorded graphs make no single calls to compare; add --enforce-eager")
+        config._check_ranks(origins)
         return config
+
+    def _check_ranks(self, origins: Mapping[str, str]) -> None:
+        """Raise ConfigError where the settings of several ranks contradict each other."""
+        ranks, groups = self.tensor_parallel_size, self.expert_parallel_size
+        size = written("tensor_parallel_size", ranks, origins)
+        if groups is not None and ranks % groups:
+            wanted = written("expert_parallel_size", groups, origins)
+            raise ConfigError(f"{wanted} must divide the number of ranks, {size}")
+        if self.enable_expert_parallel and groups is not None and groups == 1:
+            wanted = written("expert_parallel_size", groups, origins)
+            raise ConfigError(f"{wanted} contradicts --enable-expert-parallel; leave one of them out")
+        if self.executor == "inproc" and ranks > 1:
+            wanted = written("executor", self.executor, origins)
+            raise ConfigError(f"{wanted} runs one rank, and {size} asks for several; use --executor mp or torchrun")
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Among how many groups of ranks whole experts are divided."""
+        return self.expert_parallel_size or (self.tensor_parallel_size if self.enable_expert_parallel else 1)
+
+    @property
+    def executor_kind(self) -> ExecutorKind:
+        """Where ranks run."""
+        return self.executor or ("mp" if self.tensor_parallel_size > 1 else "inproc")
 
     @property
     def explicit(self) -> frozenset[str]:

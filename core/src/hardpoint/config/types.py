@@ -17,6 +17,8 @@ from hardpoint_plugin_api import FAMILIES, UnknownNameError
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 KVDtype = Literal["auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
 
+ExecutorKind = Literal["inproc", "mp", "torchrun"]
+
 _DTYPE_ALIASES = {"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"}
 _UNITS = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -34,6 +36,12 @@ def _dtype(value: object) -> object:
 def _number(value: object) -> object:
     if isinstance(value, bool):  # True is an int to Python, and never what was meant
         raise ValueError("must be a whole number")
+    return value
+
+
+def _share(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number from 0 to 1")
     return value
 
 
@@ -103,6 +111,15 @@ def check_use(choices: dict[str, str]) -> dict[str, str]:
     return choices
 
 
+def check_options(options: tuple[str, ...]) -> tuple[str, ...]:
+    """Every option is KEY=VALUE, each key given once."""
+    keys = [option.partition("=")[0] for option in options]
+    for option, key in zip(options, keys, strict=True):
+        if "=" not in option or not key or keys.count(key) > 1:
+            raise ValueError(f"takes KEY=VALUE,KEY=VALUE, each key once; got {option!r}")
+    return options
+
+
 AnyDtype = Annotated[Dtype, BeforeValidator(_dtype)]
 CacheDtype = Annotated[KVDtype, BeforeValidator(_dtype)]
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
@@ -111,8 +128,10 @@ NumSeqs = Annotated[Count, Field(le=2**16)]
 NumTokens = Annotated[Count, Field(le=2**22)]
 Index = Annotated[int, BeforeValidator(_number), Field(ge=0)]
 Seed = Annotated[int, BeforeValidator(_number), Field(ge=0, lt=2**63)]
+Share = Annotated[float, BeforeValidator(_share), Field(ge=0, le=1)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(parse_names)]
 CustomOps = Annotated[Names, AfterValidator(check_custom_ops)]
+Options = Annotated[Names, AfterValidator(check_options)]
 Use = Annotated[dict[Text, Text], BeforeValidator(parse_use), AfterValidator(check_use)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from hardpoint.plugins.loading import describe
 from hardpoint.plugins.record import Offer
@@ -37,10 +37,23 @@ def misbehaved(offer: Offer, fact: str) -> PluginLoadError:
     )
 
 
-def construct(offer: Offer, target: object, kind: Callable[..., T], *args: object, **options: object) -> T:
-    """Return ``target(*args, **options)``; raises PluginLoadError unless it is a class of ``kind`` and can be built."""
+class BelongsToPlugin(Protocol):
+    """A build context, as far as this module knows it."""
+
+    def for_plugin(self, plugin: str) -> object:
+        """The same context, as code of ``plugin`` gets it."""
+        ...
+
+
+def construct(
+    offer: Offer, target: object, kind: Callable[..., T], ctx: BelongsToPlugin, *args: object, **options: object
+) -> T:
+    """Return ``target(ctx, *args, **options)``, with the context as the offer's plugin gets it.
+
+    Raises PluginLoadError unless it is a class of ``kind`` and can be built.
+    """
     base = cast("type[object]", kind)
     if not (isinstance(target, type) and issubclass(target, base)):
         raise misbehaved(offer, f"is no {base.__name__}")
     with blame(offer):
-        return cast(T, target(*args, **options))
+        return cast(Callable[..., T], target)(ctx.for_plugin(offer.plugin), *args, **options)

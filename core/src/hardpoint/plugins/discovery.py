@@ -1,7 +1,7 @@
 """Find the installed plugins and read their manifests. Nothing of a plugin is imported here.
 
-Order of checks: selected by config, manifest, API range, conflicts. What fails a check is recorded with its reason;
-it raises only where the user asked for that plugin by name.
+Order of checks: selected by config, in the lock file, manifest, API range, conflicts. What fails a check is recorded
+with its reason; it raises only where the user asked for that plugin by name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 from packaging.utils import canonicalize_name
 
 from hardpoint.plugins.conflicts import refuse_conflicts
+from hardpoint.plugins.lock import LockFile
 from hardpoint.plugins.order import load_order
 from hardpoint.plugins.record import PluginRecord
 from hardpoint.plugins.registry import PluginSet
@@ -25,12 +26,13 @@ logger = logging.getLogger(__name__)
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 
-def discover(allow: Sequence[str] | None = None) -> PluginSet:
-    """Return the installed plugins; with ``allow``, only core and the plugins of these names are used.
+def discover(allow: Sequence[str] | None = None, lock: LockFile | None = None) -> PluginSet:
+    """Return the installed plugins; with ``allow``, only core and the plugins of these names are used, with ``lock``
+    only what is to the byte as the lock file says.
 
     Raises the error of the first name in ``allow`` that is not usable: UnknownNameError where none has it, else
-    ManifestError, PluginConflictError or PluginLoadError with the reason and its fix. Without ``allow`` nothing
-    raises: a plugin that cannot be used is logged, and stands in the records.
+    ManifestError, PluginConflictError or PluginLoadError with the reason and its fix; and PluginLoadError where core
+    is not as ``lock`` says. Else nothing raises: a plugin that cannot be used is logged, and stands in the records.
     """
     records = list(_installed())
     for record in records:
@@ -39,14 +41,27 @@ def discover(allow: Sequence[str] | None = None) -> PluginSet:
             record.reason = Reason(
                 "not-selected", "it is not on the list of --plugins", fix=f"add {record.name} to --plugins"
             )
+        elif lock is not None and (objection := lock.objection(record)):
+            record.status, record.reason = "refused", objection  # whatever else is wrong comes after this
+            if record.is_core:
+                raise record.error()
     refuse_conflicts(records)
     plugins = PluginSet(load_order(records))
     if allow is not None:
         plugins.require(allow)
+    if lock is not None:
+        _warn_of_missing(lock, records)
     for record in plugins.records:
         if record.status == "refused":
             logger.warning("plugin %s is not used: %s", record.title, record.reason)
     return plugins
+
+
+def _warn_of_missing(lock: LockFile, records: Sequence[PluginRecord]) -> None:
+    installed = {(record.distribution, record.entry_value) for record in records}
+    for key, locked in lock.plugins.items():
+        if key not in installed:
+            logger.warning("plugin %s is in %s, and is not installed", locked.title, lock.path)
 
 
 def _installed() -> Iterator[PluginRecord]:
@@ -84,7 +99,7 @@ def _plugins_of(distribution: Distribution, name: str, version: str) -> Iterator
         yield record
         return
     for entry in entries:
-        record = PluginRecord(entry.name, name, version, entry.value)
+        record = PluginRecord(entry.name, name, version, entry.value, installation=distribution)
         try:
             _read(record, distribution, entry)
         except Exception as error:  # one damaged installation must not stop the others

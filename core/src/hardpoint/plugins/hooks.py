@@ -55,6 +55,15 @@ class Hooks:
                 changes += answer
         return changes
 
+    def conformance(self, plugin: str) -> list[object]:
+        """Return the conformance generators of one plugin; raises PluginLoadError where its hook raises."""
+        try:
+            answers = self._call(plugin, "hardpoint_conformance")
+        except Exception as error:
+            message = f"plugin {plugin}: hardpoint_conformance raised {type(error).__name__}: {error}"
+            raise PluginLoadError(message) from error
+        return [each for answer in answers for each in (answer if isinstance(answer, list) else [answer])]
+
     def notify(self, plugins: Iterable[str], hook: str, engine: EngineInfo) -> None:
         """Call a lifecycle hook of each plugin; what one raises is logged and does not stop the others."""
         for plugin in plugins:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from hardpoint_plugin_api import Contribution, PluginLoadError, nearest
+from hardpoint_plugin_api import API_VERSION, MANIFEST_NAME, Contribution, PluginLoadError, nearest
 from hardpoint_plugin_api.requirements import SymbolRequirement
 
 IMPORT_ERRORS = (Exception, SystemExit)
@@ -35,6 +35,11 @@ def describe(error: BaseException) -> str:
 
 def import_fix(error: BaseException, module: str, distribution: str) -> str:
     """Return what to do about ``error``, which importing ``module`` of ``distribution`` raised."""
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "hardpoint_plugin_api":
+        return (
+            f"pip install --upgrade hardpoint-plugin-api hardpoint-core: {distribution} uses what plugin API "
+            f"{API_VERSION} does not have (its author should ask for a newer 'api' in {MANIFEST_NAME})"
+        )
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing and missing != module.partition(".")[0]:
         return f"install the package that provides the module {missing!r}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
+from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Literal
 
+from hardpoint.plugins.content_hash import file_hashes, hash_of
 from hardpoint_plugin_api import (
     ApiVersion,
     Contribution,
@@ -22,6 +23,8 @@ Status = Literal["ready", "active", "not-selected", "refused", "failed"]
 """``ready``: may be used; ``active``: imported; ``not-selected``: left out by ``--plugins``; ``refused``: cannot be
 registered; ``failed``: registered, but its import or its hooks are broken."""
 
+CORE = "core"
+"""The name of core itself as a plugin."""
 CORE_DISTRIBUTION = "hardpoint-core"
 _ERRORS: dict[str, type[PluginError]] = {
     "manifest": ManifestError,
@@ -52,6 +55,7 @@ class PluginRecord:
     ``name`` is the manifest's, or the entry point's where the manifest could not be read; ``entry_value`` the module
     with the plugin's hooks; ``folder`` its top-level package. ``reason`` says why it is not usable and how to mend
     that; ``cause`` is the exception behind a failed import. ``import_seconds`` is None until it was imported.
+    ``installation`` is the distribution's metadata on disk.
     """
 
     name: str
@@ -65,6 +69,7 @@ class PluginRecord:
     reason: Reason | None = None
     import_seconds: float | None = None
     cause: BaseException | None = field(default=None, repr=False)
+    installation: Distribution | None = field(default=None, repr=False)
 
     @property
     def title(self) -> str:
@@ -103,17 +108,14 @@ class PluginRecord:
         return error
 
     def content_hash(self) -> str:
-        """Return the SHA-256, in hexadecimal, of the package folder's files: names and bytes, without caches.
+        """Return the hash of the plugin's files, see ``hardpoint.plugins.content_hash``.
 
-        Raises PluginLoadError if the plugin's package was not found.
+        Raises PluginLoadError if the plugin's package was not found, or a file of it cannot be read.
         """
-        if self.folder is None:
+        return hash_of(self.file_hashes())
+
+    def file_hashes(self) -> dict[str, str]:
+        """Return the SHA-256 of each of the plugin's files by its name; raises as ``content_hash`` does."""
+        if self.folder is None or self.installation is None:
             raise PluginLoadError(f"plugin {self.title} has no package folder to hash")
-        digest = hashlib.sha256()
-        names = sorted(p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if p.is_file())
-        for name in names:
-            if "__pycache__" not in name.split("/"):
-                content = (self.folder / name).read_bytes()
-                digest.update(f"{name}\0{len(content)}\0".encode())
-                digest.update(content)
-        return digest.hexdigest()
+        return file_hashes(self.installation)

@@ -11,6 +11,7 @@ from hardpoint.logs import log_once
 from hardpoint.plugins.hooks import Hooks
 from hardpoint.plugins.loading import IMPORT_ERRORS, describe, import_fix, load_target
 from hardpoint.plugins.record import Offer, PluginRecord
+from hardpoint.plugins.shims import fitted
 from hardpoint_plugin_api import (
     ConfigChange,
     ConfigKey,
@@ -58,13 +59,21 @@ class PluginSet:
 
     def offers(self, family: str, of: str | None = None) -> list[Offer]:
         """Return the contributions of usable plugins to ``family`` (to one op, layer or model, if ``of`` is given)."""
+        offers = (offer for record in self.records for offer in self.offers_of(record))
+        return [o for o in offers if o.contribution.family == family and of in (None, o.contribution.of)]
+
+    def offers_of(self, record: PluginRecord) -> list[Offer]:
+        """Return the contributions of one plugin, none where it is not usable."""
+        if not (record.is_usable and record.manifest):
+            return []
         return [
-            Offer(c, r.name, r.manifest.api, r.distribution, r.version)
-            for r in self.records
-            if r.is_usable and r.manifest
-            for c in r.contributions
-            if c.family == family and of in (None, c.of)
+            Offer(c, record.name, record.manifest.api, record.distribution, record.version)
+            for c in record.contributions
         ]
+
+    def identities(self) -> list[list[str | None]]:
+        """The usable plugins in their order, each as name, distribution, version and entry value: what ranks compare."""
+        return [[r.name, r.distribution, r.version, r.entry_value] for r in self.records if r.is_usable]
 
     def names(self, family: str) -> list[str]:
         """Return the names that users may choose from in ``family``, sorted."""
@@ -121,7 +130,7 @@ class PluginSet:
                 raise self._failures[offer].with_traceback(None)
             self.activate(offer.plugin)
             try:
-                self._targets[offer] = load_target(offer.contribution, offer.distribution)
+                self._targets[offer] = fitted(load_target(offer.contribution, offer.distribution), offer)
             except PluginLoadError as error:
                 failure = PluginLoadError(f"plugin {self.record(offer.plugin).title}: {error}")
                 self._failures[offer] = failure
@@ -131,6 +140,10 @@ class PluginSet:
     def configure(self, config: Mapping[str, object], device: DeviceInfo) -> list[ConfigChange]:
         """Return the changes that active plugins wish; raises PluginLoadError naming the plugin whose hook fails."""
         return self._hooks.configure(self._active(), config, device)
+
+    def conformance_generators(self, plugin: str) -> list[object]:
+        """Return what makes conformance trials for what ``plugin`` brought into being; it must be active."""
+        return self._hooks.conformance(plugin)
 
     def engine_started(self, engine: EngineInfo) -> None:
         """Tell the active plugins; what one raises is logged and does not stop the others."""

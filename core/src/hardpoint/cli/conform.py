@@ -1,0 +1,241 @@
+"""``hardpoint conform``: whether a plugin's kernels are right; and ``merge-certificates``, which joins shards."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from hardpoint.cli.output import check_writable, print_json, print_table, write_text
+from hardpoint.conformance.kit import Order, Shard
+from hardpoint.conformance.plan import Level
+from hardpoint.plugins import discover
+from hardpoint_plugin_api import ConfigError
+
+if TYPE_CHECKING:
+    from hardpoint.conformance.certificate import Certificate
+    from hardpoint.conformance.isolation import Listing
+    from hardpoint.conformance.trials import Result
+    from hardpoint.plugins import Offer
+
+_MOST_FAILURES = 20
+_MOST_REASONS = 12
+
+
+class _ShardType(click.ParamType[Shard]):
+    name = "I/N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Shard:
+        try:
+            return value if isinstance(value, Shard) else Shard.parse(value)
+        except ValueError:
+            self.fail(f"{value!r} is no shard; write I/N, as in 2/8, with I from 1 to N", param, ctx)
+
+
+def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> dict[str, dict[str, str]]:
+    """``plugin.key=value`` as sections."""
+    sections: dict[str, dict[str, str]] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        plugin, dot, name = key.partition(".")
+        if not (plugin and dot and name and equals):
+            raise ConfigError(f"--setting {text!r}: write PLUGIN.KEY=VALUE, as in acme.tile=8")
+        sections.setdefault(plugin, {})[name] = value
+    return sections
+
+
+@click.command(short_help="Prove a plugin's kernels, case by case.")
+@click.argument("plugin")
+@click.option("--family", metavar="FAMILY", help="Only its contributions to one family.")
+@click.option("--name", metavar="NAME", help="Only its contribution of this name.")
+@click.option(
+    "--level",
+    type=click.Choice(get_args(Level)),
+    default="quick",
+    show_default=True,
+    help="How much: every pair of claims, every triple, or all of them.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="What inputs are drawn from.")
+@click.option("--shard", type=_ShardType(), default="1/1", show_default=True, help="Run the I-th of N parts.")
+@click.option("--case", metavar="GLOB", default="*", help="Only cases of such names; certifies nothing.")
+@click.option("--platform", metavar="NAME", help="Where to run; by default where the plugin says that it belongs.")
+@click.option(
+    "--setting",
+    "settings",
+    metavar="PLUGIN.KEY=VALUE",
+    multiple=True,
+    callback=_settings,
+    help="A setting of a plugin's own; repeatable.",
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the certificate; - is stdout.")
+@click.option("--in-process", is_flag=True, help="Run everything in this process, for a debugger.")
+@click.option(
+    "--timeout", type=click.IntRange(min=1), default=120, show_default=True, help="Seconds that one case may take."
+)
+def conform(plugin: str, json_file: str | None, in_process: bool, timeout: int, **order: Any) -> int:
+    """Run the contributions of PLUGIN on the inputs that break kernels, against references in higher precision.
+
+    What a contribution claims is tried; what it does not claim is recorded as unsupported. The exit code is 1 if
+    anything failed, or if nothing at all could be tried.
+    """
+    from hardpoint.conformance.certify import certify
+
+    wanted, plugins = Order(plugin, **order), discover()
+    check_writable("--json", json_file)
+    with _Progress() as progress:
+        certificate = certify(plugins, wanted, progress, isolated=not in_process, seconds=timeout)
+    if json_file == "-":
+        print_json(certificate.to_json())
+    else:
+        _print(certificate)
+        if json_file:
+            Path(json_file).parent.mkdir(parents=True, exist_ok=True)
+            write_text(json_file, json.dumps(certificate.to_json(), indent=1) + "\n")
+            click.echo(f"certificate written to {json_file}")
+    return _exit_code(certificate)
+
+
+@click.command(short_help="Join the certificates of all shards of one run.")
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--json", "json_file", metavar="FILE", required=True, help="Where to write the whole; - is stdout.")
+def merge_certificates(files: Sequence[Path], json_file: str) -> int:
+    """Join certificates FILES, which 'hardpoint conform --shard I/N --json FILE' wrote, into one.
+
+    Refuses shards of unlike runs (plugin content, level, seed, device, list of cases) and one that comes twice. The
+    exit code is 1 if a case failed.
+    """
+    from hardpoint.conformance.certificate import merge, read_certificate
+
+    check_writable("--json", json_file)
+    whole = merge([read_certificate(path) for path in files])
+    write_text(json_file, json.dumps(whole.to_json(), indent=1) + "\n")
+    if json_file != "-":
+        _print(whole)
+    return _exit_code(whole)
+
+
+def _exit_code(certificate: Certificate) -> int:
+    outcomes = {result.outcome for result in certificate.results}
+    return 1 if "failed" in outcomes or "passed" not in outcomes else 0
+
+
+class _Progress(AbstractContextManager["_Progress"]):
+    """A bar on a terminal; silence elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar: Any = nullcontext()
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[case]}"),
+            )
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task: Any = None
+        self._cases: set[str] = set()
+
+    def __enter__(self) -> _Progress:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._bar.__exit__(*raised)
+
+    def begins(self, offer: Offer, listing: Listing, cases: int) -> None:
+        """See Watcher."""
+        if hasattr(self._bar, "add_task"):
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(str(offer.contribution), total=cases, case="")
+            self._cases = set()
+
+    def found(self, offer: Offer, result: Result) -> None:
+        """See Watcher."""
+        if self._task is not None:
+            self._cases.add(result.case)
+            self._bar.update(self._task, completed=len(self._cases), case=result.case)
+
+
+# Reports.
+
+
+def _print(certificate: Certificate) -> None:
+    results = certificate.results
+    contributions = list(dict.fromkeys(r.contribution for r in results))
+    rows = []
+    for key in contributions:
+        own = [r for r in results if r.contribution == key]
+        counts = Counter(r.outcome for r in own)
+        numbers = [counts[o] or None for o in ("passed", "failed", "unsupported", "skipped")]
+        rows.append([*_title(key), len({r.case for r in own}), *numbers, _nearest(own)])
+    device = certificate.device.get("name", "no device")
+    print_table(
+        ["family", "name", "cases", "passed", "failed", "unsupported", "skipped", "nearest to a limit"],
+        rows,
+        title=f"{certificate.plugin['name']} {certificate.plugin['version']} on {device}, level {certificate.level}, "
+        f"seed {certificate.seed}",
+    )
+    failures = [r for r in results if r.outcome == "failed"]
+    if failures:
+        print_table(
+            ["failed", "case", "check", "what"],
+            [[r.name, r.case, r.check, "\n".join(map(str, r.faults))] for r in failures[:_MOST_FAILURES]],
+        )
+        if len(failures) > _MOST_FAILURES:
+            click.echo(f"... and {len(failures) - _MOST_FAILURES} more; --json has all of them")
+    _print_reasons(results)
+    click.echo(_conclusion(certificate, failures))
+
+
+def _print_reasons(results: Sequence[Result]) -> None:
+    """Why something was not tried, most frequent first."""
+    reasons = Counter(
+        (r.name, r.outcome, r.check, r.reason) for r in results if r.outcome in ("unsupported", "skipped")
+    )
+    if reasons:
+        rows = [
+            [name, outcome, check, n, reason]
+            for (name, outcome, check, reason), n in reasons.most_common(_MOST_REASONS)
+        ]
+        print_table(["not tried", "outcome", "check", "times", "why"], rows)
+        if len(reasons) > _MOST_REASONS:
+            click.echo(f"... and {len(reasons) - _MOST_REASONS} more reasons; --json has all of them")
+
+
+def _title(key: tuple[str, str | None, str]) -> tuple[str, str]:
+    family, of, name = key
+    return (f"{family} {of}" if of else family), name
+
+
+def _nearest(results: Sequence[Result]) -> str | None:
+    """The largest share of an error's limit that was used up, and by which bound."""
+    shares = [
+        (error / limit, bound)
+        for r in results
+        for bound, (error, limit) in r.measured.items()
+        if bound != "outliers" and limit > 0
+    ]
+    return f"{max(shares)[0]:.0%} ({max(shares)[1]})" if shares else None
+
+
+def _conclusion(certificate: Certificate, failures: Sequence[Result]) -> str:
+    counts = Counter(r.outcome for r in certificate.results)
+    checks = f"{counts['passed']} checks passed"
+    if failures:
+        bad = list(dict.fromkeys(r.name for r in failures))
+        return f"{checks}, {len(failures)} failed: {', '.join(bad)}"
+    if not counts["passed"]:
+        return "nothing was proved: no case could be tried here"
+    if not certificate.is_complete:
+        return f"{checks}, none failed; this is a part of a run and certifies nothing by itself"
+    return f"{checks}, none failed"

@@ -1,0 +1,78 @@
+"""``hardpoint plugins new``, ``api-diff`` and ``api-reference``: what somebody who writes a plugin needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hardpoint.cli.output import print_json
+from hardpoint_plugin_api import ApiVersion, ConfigError
+
+
+@click.command(short_help="Write a new plugin that works: kernels, tests, CI.")
+@click.argument("name")
+@click.option("--families", metavar="F,F,...", help="What it offers: op, attention, layer, linear, platform.")
+@click.option(
+    "--language",
+    metavar="LANGUAGE",
+    default="torch",
+    show_default=True,
+    help="What kernels are written in: torch, triton or cpp.",
+)
+@click.option("--folder", metavar="FOLDER", help="Where to write it; by default ./hardpoint-NAME.")
+def new(name: str, families: str | None, language: str, folder: str | None) -> None:
+    """Write the plugin NAME: a package that installs, is discovered, and holds one working kernel per family.
+
+    NAME is what users type, lower-case letters, digits and underscores.
+    """
+    from hardpoint.plugins.scaffold import Recipe, write
+
+    chosen = ("op",) if families is None else tuple(part for f in families.split(",") if (part := f.strip()))
+    recipe = Recipe.create(name, chosen, language)
+    place = Path(folder) if folder else Path(recipe.distribution)
+    for path in write(recipe, place):
+        click.echo(f"  {path}")
+    click.echo(f"\nNext: pip install -e {place}, then hardpoint conform {name}. See {place / 'README.md'}.")
+
+
+@click.command("api-diff", short_help="Print what changed in the plugin API.")
+@click.argument("since", required=False, metavar="[SINCE]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def api_diff(since: str | None, as_json: bool) -> None:
+    """Print what changed in the plugin API since version SINCE, by default the newest frozen one, and what breaks."""
+    from hardpoint.plugins.api_diff import compare
+    from hardpoint.plugins.api_surface import describe_api, frozen, frozen_versions
+
+    try:
+        old = frozen(ApiVersion.parse(since) if since else frozen_versions()[-1])
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"SINCE: {error}") from None
+    new = describe_api()
+    changes = compare(old, new)
+    if as_json:
+        print_json(
+            {"since": str(old.version), "api": str(new.version), "changes": [vars(change) for change in changes]}
+        )
+        return
+    for change in changes:
+        click.echo(f"{change.kind:<7}  {change.path}")
+        for mark, text in (("was", change.was), ("now", change.now), ("breaks", change.breaks)):
+            if text:
+                click.echo(f"         {mark:<6} {text}")
+    broken = sum(bool(change.breaks) for change in changes)
+    state = "" if old.released else " (a draft: not released)"
+    click.echo(
+        f"plugin API {old.version}{state} -> {new.version}: {len(changes)} changes, "
+        + (f"{broken} of them break plugins" if broken else "none breaks a plugin")
+    )
+
+
+@click.command("api-reference", short_help="Print the reference of the plugin API.")
+def api_reference() -> None:
+    """Print the reference of the plugin API as Markdown: names, manifest, requirements, families, hooks, ops, layers."""
+    from hardpoint.plugins.api_reference import render
+
+    click.echo(render(), nl=False)
