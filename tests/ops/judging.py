@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hardpoint.ops.base import Case, CustomOp
-from hardpoint.ops.error_model import Verdict, judge
+from hardpoint.ops.judge import Verdict, judge
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")

@@ -45,6 +45,7 @@ class ManifestContext:
     """``extra`` contributions compete with core's; their targets are looked up in ``targets`` before importing."""
 
     dtype = torch.float32
+    shadow = None
 
     def __init__(self, *extra: Contribution, targets: dict[str, Any] | None = None) -> None:
         self.offers = [Offer(c) for c in (*OPS, *extra)]
@@ -58,6 +59,10 @@ class ManifestContext:
         best = max(o.contribution.priority for o in offers)
         entries = [Entry(_tokens(o.contribution), o) for o in offers if o.contribution.priority == best]
         return Plan(workload, tuple(sorted(entries, key=lambda e: e.range.min)))
+
+    def for_plugin(self, plugin: str) -> ManifestContext:
+        """Itself, whoever gets it."""
+        return self
 
     def load(self, offer: Offer) -> Any:
         """Import a target."""

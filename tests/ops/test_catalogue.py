@@ -16,8 +16,8 @@ from hardpoint.ops.catalogue import describe, describe_all
 from hardpoint_plugin_api import UnknownNameError
 from tests.ops.manifest_context import OPS, load_target
 
-COMPOSITES = {"add_rms_norm", "qk_norm_rope_store"}
-HELPERS = {"__init__", "base", "catalogue", "draw", "error_model", "rope_table"}
+COMPOSITES = {"add_rms_norm", "qk_norm_rope_store", "route_topk"}
+HELPERS = {"__init__", "base", "catalogue", "draw", "each_row", "error_model", "judge", "rope_table", "routing"}
 
 
 def test_the_public_door() -> None:
@@ -53,17 +53,19 @@ def test_every_op_has_its_reference_in_the_manifest_and_the_other_way_round() ->
 def test_every_composite_has_its_composition_in_the_manifest() -> None:
     composed = {c.of: c for c in OPS if c.name == "composed"}
     assert set(composed) == COMPOSITES
-    assert {c.name for c in OPS} == {"reference", "composed"}
+    assert {c.name for c in OPS} == {"reference", "composed", "row_by_row"}
     for contribution in composed.values():
         assert (contribution.priority, contribution.form) == (10, "factory")
         assert callable(load_target(contribution.target))
 
 
 def test_only_the_references_that_write_a_cache_need_its_layout() -> None:
-    assert {(c.of, c.name) for c in OPS if c.requires} == {
-        ("qk_norm_rope_store", "reference"),
-        ("store_kv", "reference"),
-    }
+    by_layout = {(c.of, c.name) for c in OPS for r in c.requires if getattr(r, "key", None) == "layout"}
+    assert by_layout == {("qk_norm_rope_store", "reference"), ("store_kv", "reference")}
+
+
+def test_what_is_there_for_batch_invariance_comes_last_where_nobody_asks_for_it() -> None:
+    assert {c.priority for c in OPS if c.name == "row_by_row"} == {-10}
 
 
 def test_an_op_is_described_as_data() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hardpoint.ops.base import Case, CustomOp, custom_op
-from hardpoint.ops.error_model import ErrorModel, Verdict, judge
+from hardpoint.ops.error_model import ErrorModel
+from hardpoint.ops.judge import Verdict, judge
 
 Tensor = torch.Tensor
 
@@ -169,7 +170,7 @@ def test_memory_around_an_input_is_watched() -> None:
 
     buffer = torch.randn(4, 8)
     verdict = run(doubled, writes_beside, buffer[:, :4])
-    assert [str(f) for f in verdict.faults] == ["x: memory around this strided input was written [mutated]"]
+    assert [str(f) for f in verdict.faults] == ["x: the memory around it was written [guard]"]
 
 
 def test_undeclared_aliases_are_found_and_disjoint_views_are_none() -> None:

@@ -15,6 +15,7 @@ from hardpoint.ops.apply_logit_bias import apply_logit_bias
 from hardpoint.ops.apply_penalties import apply_penalties
 from hardpoint.ops.mask_tokens import mask_tokens
 from hardpoint.ops.sampling import philox_uniform, sample_tokens
+from hardpoint.ops.slot_mapping import slot_mapping
 from hardpoint.ops.token_logprobs import Ranked, token_logprobs
 from tests.ops.judging import DTYPES, failures
 from tests.ops.test_sampling import LOGITS, exact, p_value
@@ -200,6 +201,34 @@ def token_left_out(logits: Tensor, tokens: Tensor, *, top_n: int) -> Ranked:
     return ids[:, 1:], logprobs[:, 1:], ranks[:, 1:]
 
 
+slots = slot_mapping.reference
+
+
+def slots_of_the_first_row(
+    positions: Tensor, index: Tensor, start: Tensor, tables: Tensor, *, block_size: int
+) -> Tensor:
+    return slots(positions, index, start, tables[:1].expand_as(tables), block_size=block_size)
+
+
+def slots_of_the_batch_row(
+    positions: Tensor, index: Tensor, start: Tensor, tables: Tensor, *, block_size: int
+) -> Tensor:
+    return slots(positions, torch.arange(len(index)), start, tables, block_size=block_size)
+
+
+def padding_is_stored(positions: Tensor, index: Tensor, start: Tensor, tables: Tensor, *, block_size: int) -> Tensor:
+    ends = start.clone()
+    ends[-1] = positions.shape[0]  # padding belongs to the last request
+    return slots(positions, index, ends, tables, block_size=block_size)
+
+
+def slot_at_the_block_edge(
+    positions: Tensor, index: Tensor, start: Tensor, tables: Tensor, *, block_size: int
+) -> Tensor:
+    right = slots(positions, index, start, tables, block_size=block_size)
+    return torch.where((positions % block_size == block_size - 1) & (right > 0), right - 1, right)
+
+
 WRONG: list[tuple[str, Callable[..., Any]]] = [
     ("apply_penalties", always_divides),
     ("apply_penalties", prompt_ignored),
@@ -215,6 +244,10 @@ WRONG: list[tuple[str, Callable[..., Any]]] = [
     ("token_logprobs", normalised_over_the_top),
     ("token_logprobs", ranks_from_zero),
     ("token_logprobs", token_left_out),
+    ("slot_mapping", slots_of_the_first_row),
+    ("slot_mapping", slots_of_the_batch_row),
+    ("slot_mapping", padding_is_stored),
+    ("slot_mapping", slot_at_the_block_edge),
 ]
 
 

@@ -77,6 +77,8 @@ def written_out(x: Tensor, *, activation: str) -> Tensor:
             y = 0.5 * wide * torch.erfc(-wide * math.sqrt(0.5))
         case "gelu_tanh":
             y = 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+        case "sigmoid":
+            y = 1 / (1 + torch.exp(-wide))
         case _:
             y = wide.clamp(min=0) ** 2
     return y.to(x.dtype)
@@ -254,7 +256,7 @@ def gate_and_up_swapped(x: Tensor, *, activation: str) -> Tensor:
 
 
 def interleaved_gate_and_up(x: Tensor, *, activation: str) -> Tensor:
-    return ungated(x[..., 0::2], activation=activation) * x[..., 1::2]
+    return gated(torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1), activation=activation)
 
 
 def silu_for_everything(x: Tensor, *, activation: str) -> Tensor:

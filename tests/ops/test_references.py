@@ -82,6 +82,7 @@ def test_add_rms_norm_is_the_sum_then_llamas_norm(dtype: torch.dtype) -> None:
         "gelu_python_tanh",
         "gelu_pytorch_tanh",
         "relu2",
+        "sigmoid",
     ],
 )
 def test_activations_are_transformers_own(hidden_act: str) -> None:
@@ -96,13 +97,13 @@ def test_activations_are_transformers_own(hidden_act: str) -> None:
 
 
 def test_every_activation_has_a_name_in_hugging_face() -> None:
-    assert {activation_of_hf(name) for name in ("silu", "gelu", "gelu_new", "relu2")} == set(ACTIVATIONS)
+    assert {activation_of_hf(name) for name in ("silu", "gelu", "gelu_new", "relu2", "sigmoid")} == set(ACTIVATIONS)
 
 
 def test_unknown_activations_are_named_with_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'silu'"):
         activation.reference(torch.zeros(1, 2), activation="sillu")
-    with pytest.raises(UnknownNameError, match="known: gelu, gelu_tanh, relu2, silu"):
+    with pytest.raises(UnknownNameError, match="known: gelu, gelu_tanh, relu2, sigmoid, silu, swiglu_oai"):
         act_and_mul.reference(torch.zeros(1, 2), activation="mish")
     with pytest.raises(UnknownNameError, match="unknown hidden_act 'quick_gelu'"):
         activation_of_hf("quick_gelu")

@@ -23,14 +23,21 @@ _HOMES = {
     "apply_logit_bias": "apply_logit_bias",
     "apply_penalties": "apply_penalties",
     "argmax_tokens": "sampling",
+    "grouped_topk": "grouped_topk",
     "mask_tokens": "mask_tokens",
+    "moe_permute": "moe_permute",
+    "moe_unpermute": "moe_unpermute",
     "philox_uniform": "sampling",
     "qk_norm_rope_store": "qk_norm_rope_store",
     "rms_norm": "rms_norm",
     "rotary_embedding": "rotary_embedding",
+    "route_topk": "route_topk",
     "sample_tokens": "sampling",
+    "slot_mapping": "slot_mapping",
     "store_kv": "store_kv",
     "token_logprobs": "token_logprobs",
+    "topk_sigmoid": "topk_sigmoid",
+    "topk_softmax": "topk_softmax",
 }
 
 

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 
-from hardpoint.ops.activation import ACTIVATIONS, activation_function, activation_inputs
+from hardpoint.ops.activation import ACTIVATIONS, activation_inputs
 from hardpoint.ops.base import Case, custom_op
 from hardpoint.ops.draw import Draw
+from hardpoint.ops.each_row import each_row
 from hardpoint.ops.error_model import ErrorModel
+from hardpoint_plugin_api import UnknownNameError
+
+
+def _gated_by(activation: Callable[[torch.Tensor], torch.Tensor], gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return activation(gate) * up
+
+
+SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT = 1.702, 7.0
+
+
+def _swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's (OpenAI 2025, arXiv:2508.10925): clamped, ``up`` shifted by one, a sigmoid steeper than SiLU's.
+
+    The constants are those of its reference implementation, ``gpt_oss/torch/model.py``.
+    """
+    gate = gate.clamp(max=SWIGLU_OAI_LIMIT)
+    return gate * torch.sigmoid(gate * SWIGLU_OAI_ALPHA) * (up.clamp(-SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT) + 1)
+
+
+GATED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    **{name: functools.partial(_gated_by, function) for name, function in ACTIVATIONS.items()},
+    "swiglu_oai": _swiglu_oai,
+}
+"""By name, what becomes of a gate and of what it gates. Those of ACTIVATIONS multiply ``activation(gate)`` by it."""
 
 
 def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     draw = Draw(generator, dtype, device)
-    for name in ACTIVATIONS:
+    for name in GATED:
         for kind, x in activation_inputs(draw, 192):
-            yield Case(f"{name}_{kind}", (x,), {"activation": name})
-        yield Case(f"{name}_odd", (draw.normal(5, 2 * 37),), {"activation": name})
+            yield Case(f"{name}_{kind}", (x,), {"activation": name}, {"activation": name})
+        yield Case(f"{name}_odd", (draw.normal(5, 2 * 37),), {"activation": name}, {"activation": name})
 
 
 def _allocate(x: torch.Tensor, *, activation: str) -> torch.Tensor:
@@ -28,7 +54,13 @@ def _allocate(x: torch.Tensor, *, activation: str) -> torch.Tensor:
 def act_and_mul(x: torch.Tensor, *, activation: str) -> torch.Tensor:
     """x [T, 2I], gate first -> ``activation(gate) * up`` [T, I] (Shazeer 2020, arXiv:2002.05202).
 
-    Raises UnknownNameError for a name that is not in ACTIVATIONS.
+    Raises UnknownNameError for a name that is not in GATED.
     """
-    gate, up = x.chunk(2, dim=-1)
-    return activation_function(activation)(gate) * up
+    if activation not in GATED:
+        raise UnknownNameError("activation", activation, GATED)
+    return GATED[activation](*x.chunk(2, dim=-1))
+
+
+def row_by_row(x: torch.Tensor, *, activation: str) -> torch.Tensor:
+    """The reference on each row of x [T, 2I] alone; see each_row."""
+    return torch.cat([act_and_mul.reference(row, activation=activation) for (row,) in each_row(x)])

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from hardpoint.ops.base import Case, custom_op
 from hardpoint.ops.draw import Draw
+from hardpoint.ops.each_row import each_row
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint_plugin_api import UnknownNameError
 
@@ -24,6 +25,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,  # x Phi(x), by the error function: Hendrycks & Gimpel 2016, arXiv:1606.08415
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),  # the same paper's approximation
     "relu2": _relu2,
+    "sigmoid": torch.sigmoid,  # as a gate: Dauphin et al. 2016, arXiv:1612.08083
 }
 
 _HUGGING_FACE = {
@@ -37,6 +39,7 @@ _HUGGING_FACE = {
     "gelu_python_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
+    "sigmoid": "sigmoid",
 }
 
 
@@ -61,7 +64,7 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     draw = Draw(generator, dtype, device)
     for name in ACTIVATIONS:
         for kind, x in activation_inputs(draw, 96):
-            yield Case(f"{name}_{kind}", (x,), {"activation": name})
+            yield Case(f"{name}_{kind}", (x,), {"activation": name}, {"activation": name})
 
 
 def activation_inputs(draw: Draw, width: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -84,3 +87,8 @@ def _allocate(x: torch.Tensor, *, activation: str) -> torch.Tensor:
 def activation(x: torch.Tensor, *, activation: str) -> torch.Tensor:
     """x [T, n] -> ``activation(x)`` [T, n]; raises UnknownNameError for a name that is not in ACTIVATIONS."""
     return activation_function(activation)(x)
+
+
+def row_by_row(x: torch.Tensor, *, activation: str) -> torch.Tensor:
+    """The reference on each row of x [T, n] alone; see each_row."""
+    return torch.cat([activation_function(activation)(row) for (row,) in each_row(x)])

@@ -34,6 +34,7 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     often = case("often", draw.normal(2, 100))
     often.args[2].mul_(1000)
     yield often
+    yield case("one", draw.normal(1, 1))
     yield case("empty", draw.normal(0, 100))
 
 

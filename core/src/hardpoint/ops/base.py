@@ -32,11 +32,15 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Case:
-    """One set of inputs for an op: positional tensors and keyword scalars, freshly drawn."""
+    """One set of inputs for an op: positional tensors and keyword scalars, freshly drawn.
+
+    ``workload`` are the fields of OpWorkload, beside the dtype, that a use with these inputs would be selected by.
+    """
 
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    workload: Mapping[str, Any] = field(default_factory=dict)
 
 
 CaseGenerator = Callable[[torch.Generator, torch.dtype, torch.device], Iterator[Case]]
@@ -78,8 +82,12 @@ class CustomOp(Generic[P, R]):
         (a composite's default composition takes them from here or binds its own).
         Raises SelectionError or PluginLoadError, each with every reason.
         """
-        plan = ctx.select(OpWorkload(of=self.name, **{"dtype": dtype_name(ctx.dtype), **workload}))
+        wanted = OpWorkload(of=self.name, **{"dtype": dtype_name(ctx.dtype), **workload})
+        plan = ctx.select(wanted)
         functions = [self._functional(ctx, entry.offer, plan.workload, parts or {}) for entry in plan.entries]
+        if ctx.shadow is not None:
+            pairs = zip(plan.entries, functions, strict=True)
+            functions = [ctx.shadow.watch(self, entry.offer, wanted, f) for entry, f in pairs]
         return by_tokens([entry.range.max for entry in plan.entries], functions)
 
     def _functional(
@@ -91,7 +99,7 @@ class CustomOp(Generic[P, R]):
         form = offer.contribution.form
         if form == "factory":
             with blame(offer):
-                function = target(ctx, workload, parts)
+                function = target(ctx.for_plugin(offer.plugin), workload, parts)
             if not callable(function):
                 raise misbehaved(offer, f"returned {function!r}, which cannot be called")
             return cast(Callable[P, R], function)

@@ -24,6 +24,7 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     yield case("wide", draw.normal(2, 32_000), 0.99)
     yield case("strided", draw.strided(4, 100), 0.5)
     yield case("non_finite", draw.with_non_finite(3, 64), 0.5)
+    yield case("one", draw.normal(1, 1), 0.5)
     yield case("empty", draw.normal(0, 100), 0.5)
 
 

@@ -42,7 +42,7 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
         weights = (draw.normal(size), draw.normal(size)) if normed else (None, None)
         cache, slots = random_cache(draw, 5, 16, 2, size), random_slots(draw, tokens, 5, 16, padding)
         args = (q, k, v, table, draw.integers(0, 50, tokens), cache, slots, *weights)
-        return Case(name, args, {"eps": eps, "interleaved": interleaved})
+        return Case(name, args, {"eps": eps, "interleaved": interleaved}, {"head_size": size})
 
     yield case("random", 9)
     yield case("decode", 1, size=128, rotary=128, eps=1e-5)

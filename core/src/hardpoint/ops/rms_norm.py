@@ -8,6 +8,7 @@ import torch
 
 from hardpoint.ops.base import Case, custom_op
 from hardpoint.ops.draw import Draw
+from hardpoint.ops.each_row import each_row
 from hardpoint.ops.error_model import ErrorModel
 
 
@@ -20,6 +21,7 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     yield case("random", draw.normal(7, 64))
     yield case("odd", draw.normal(5, 129), eps=1e-5)
     yield case("long", draw.normal(3, 8192))
+    yield case("one", draw.normal(1, 1))
     yield case("heads", draw.normal(4, 6, 128))
     yield case("strided", draw.strided(6, 64))
     yield case("empty", draw.normal(0, 64))
@@ -46,3 +48,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tens
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight * normed.to(x.dtype)).to(x.dtype)
+
+
+def row_by_row(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """The reference on each row of x [T, ..., n] alone (one row, where x is [n]); see each_row."""
+    rows = each_row(x if x.ndim > 1 else x[None])
+    return torch.cat([rms_norm.reference(row, weight, eps=eps) for (row,) in rows]).view(x.shape)

@@ -19,7 +19,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
 
     def case(name: str, q: torch.Tensor, k: torch.Tensor, rotary: int, positions: int, interleaved: bool) -> Case:
         where = draw.integers(0, positions, q.shape[0])
-        return Case(name, (q, k, where, random_table(draw, positions, rotary)), {"interleaved": interleaved})
+        args, scalars = (q, k, where, random_table(draw, positions, rotary)), {"interleaved": interleaved}
+        return Case(name, args, scalars, {"head_size": q.shape[-1]})
 
     for interleaved in (False, True):
         suffix = "_interleaved" if interleaved else ""

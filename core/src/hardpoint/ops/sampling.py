@@ -12,6 +12,7 @@ import torch
 
 from hardpoint.ops.base import Case, custom_op
 from hardpoint.ops.draw import Draw
+from hardpoint.ops.each_row import each_row
 from hardpoint.ops.error_model import ErrorModel
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -47,6 +48,7 @@ def _philox_cases(generator: torch.Generator, dtype: torch.dtype, device: torch.
     yield Case("one_seed", (torch.full((64,), 42, device=device), torch.arange(64, device=device)))
     edges = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 2**32, 2**32 - 1], device=device)
     yield Case("edges", (edges, edges.flip(0).clamp(min=0)))
+    yield Case("one", (draw.integers(0, 9, 1), draw.integers(0, 9, 1)))
     yield Case("empty", (draw.integers(0, 9, 0), draw.integers(0, 9, 0)))
 
 
@@ -77,6 +79,7 @@ def _argmax_cases(generator: torch.Generator, dtype: torch.dtype, device: torch.
     yield Case("masked", (masked,))
     yield Case("strided", (draw.strided(4, 100),))
     yield Case("wide", (draw.normal(2, 150_000),))
+    yield Case("one", (draw.normal(1, 1),))
     yield Case("empty", (draw.normal(0, 100),))
 
 
@@ -123,6 +126,7 @@ def _sample_cases(generator: torch.Generator, dtype: torch.dtype, device: torch.
     mixed = case("mixed", draw.normal(30, 300, scale=3.0), top_k=20, top_p=(0.5, 0.95))
     mixed.args[1][::2], mixed.args[2][::3] = 0.0, 1
     yield mixed
+    yield case("one", draw.normal(1, 1))
     yield case("empty", draw.normal(0, 300))
 
 
@@ -182,6 +186,15 @@ def sample_tokens(
     target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
     drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=vocabulary - 1)
     return torch.where(greedy, wide.argmax(-1), drawn)
+
+
+def row_by_row(logits: torch.Tensor, *settings: torch.Tensor) -> torch.Tensor:
+    """``sample_tokens``, each row of logits [N, V] and of its five settings alone; see each_row.
+
+    It stands there twice: a single row's cumulative sum may be split, on accelerators, in another way in each run.
+    """
+    rows = (tuple(torch.cat([x, x]) for x in row) for row in each_row(logits, *settings))
+    return torch.cat([sample_tokens.reference(*twice)[:1] for twice in rows])
 
 
 def _drop_below(logits: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
