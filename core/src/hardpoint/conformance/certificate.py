@@ -1,0 +1,293 @@
+"""Certificates: what a run of the kit found, as JSON, bound to the plugin's content and to the device's architecture.
+
+A certificate is a list of cases with their errors and limits, not a signature: it is worth as much as whoever ran it.
+It counts for a contribution if it was made for the installed content and for a device of the same architecture, if all
+shards are there, and if the contribution has cases of which none failed and not all were skipped.
+
+Where they are looked for: in ``certificates/`` in the plugin's own package, where an author ships them (such a file is
+no part of the content that it speaks of, or none could name its hash), and in ``hardpoint-certificates/`` in the
+working directory, beside the lock file. Who trusts an installed plugin with a process's memory may as well take its author's
+word on its results; who does not names a folder of his own with ``--certificates``, and then that alone counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hardpoint.conformance.plan import LEVELS, Level
+from hardpoint_plugin_api import API_VERSION, ConfigError, DeviceInfo, PluginLoadError, Reason
+
+if TYPE_CHECKING:
+    from hardpoint.conformance.trials import Result
+    from hardpoint.plugins import Offer, PluginSet
+    from hardpoint.plugins.record import PluginRecord
+
+SCHEMA = 1
+KIT_VERSION = 1
+"""Raised when a check comes to ask for more than before."""
+
+SHIPPED_FOLDER = "certificates"
+"""In a plugin's package: certificates that its author ships. No part of the plugin's content hash."""
+OPERATOR_FOLDER = "hardpoint-certificates"
+"""In the working directory: certificates of the operator's own."""
+
+_LIBRARIES = ("torch", "triton", "numpy", "transformers", "covertable", "hardpoint-core", "hardpoint-plugin-api")
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What one run, or several merged shards of it, found.
+
+    ``plugin`` holds name, distribution, version, content_hash, api and editable; ``device`` platform, name, arch and
+    driver; ``libraries`` versions. ``shards`` are the numbers that were run, of ``num_shards``. ``case_list`` is the
+    digest of all cases of all shards; ``scope`` says which contributions were asked for.
+    """
+
+    plugin: Mapping[str, Any]
+    device: Mapping[str, Any]
+    level: Level
+    seed: int
+    results: tuple[Result, ...]
+    created: str
+    case_list: str
+    scope: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    shards: tuple[int, ...] = (1,)
+    num_shards: int = 1
+    api_version: str = str(API_VERSION)
+    kit_version: int = KIT_VERSION
+    libraries: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all shards are there, and no case was picked out by hand."""
+        return self.shards == tuple(range(1, self.num_shards + 1)) and self.scope.get("case", "*") == "*"
+
+    def proves(self, family: str, of: str | None, name: str) -> bool:
+        """Whether its cases show one contribution to be right."""
+        outcomes = Counter(r.outcome for r in self.results if r.contribution == (family, of, name))
+        return self.is_complete and outcomes["failed"] == 0 and outcomes["passed"] > 0
+
+    def to_json(self) -> dict[str, Any]:
+        """This certificate as plain data."""
+        return {
+            "schema": SCHEMA,
+            "kit_version": self.kit_version,
+            "created": self.created,
+            "plugin": dict(self.plugin),
+            "api_version": self.api_version,
+            "device": dict(self.device),
+            "libraries": dict(self.libraries),
+            "settings": dict(self.settings),
+            "level": self.level,
+            "seed": self.seed,
+            "scope": dict(self.scope),
+            "shards": list(self.shards),
+            "num_shards": self.num_shards,
+            "complete": self.is_complete,
+            "case_list": self.case_list,
+            "summary": dict(sorted(Counter(r.outcome for r in self.results).items())),
+            "results": [r.to_json() for r in self.results],
+        }
+
+    def write(self, path: Path) -> None:
+        """Write it to a file, whose folder is made. Raises ConfigError."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write the certificate {path}: {error.strerror}") from error
+
+
+def read_certificate(path: Path) -> Certificate:
+    """Read a certificate; raises ConfigError, naming the file, if it is none."""
+    from hardpoint.conformance.trials import Result
+
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["schema"] != SCHEMA:
+            raise ConfigError(
+                f"certificate {path}: schema {data['schema']} is not {SCHEMA}, which this Hardpoint reads"
+            )
+        if data["level"] not in LEVELS:
+            raise ConfigError(f"certificate {path}: level {data['level']!r} is not one of {', '.join(LEVELS)}")
+        return Certificate(
+            plugin=data["plugin"],
+            device=data["device"],
+            level=data["level"],
+            seed=data["seed"],
+            results=tuple(map(Result.from_json, data["results"])),
+            created=data["created"],
+            case_list=data["case_list"],
+            scope=data["scope"],
+            settings=data["settings"],
+            shards=tuple(data["shards"]),
+            num_shards=data["num_shards"],
+            api_version=data["api_version"],
+            kit_version=data["kit_version"],
+            libraries=data["libraries"],
+        )
+    except OSError as error:
+        raise ConfigError(f"certificate {path}: cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"certificate {path}: is no certificate: {type(error).__name__}: {error}") from error
+
+
+def merge(certificates: Sequence[Certificate]) -> Certificate:
+    """Join the shards of one run. Raises ConfigError where they are of unlike runs, or one shard comes twice."""
+    first = certificates[0]
+    for other in certificates[1:]:
+        for what in ("plugin", "level", "seed", "scope", "settings", "num_shards", "case_list", "kit_version"):
+            ours, theirs = getattr(first, what), getattr(other, what)
+            if ours != theirs:
+                raise ConfigError(
+                    f"these certificates are of unlike runs: {what} is {ours!r} in one, {theirs!r} in another"
+                )
+        if first.device.get("arch") != other.device.get("arch"):
+            raise ConfigError(
+                f"these certificates are of unlike devices: {first.device.get('arch')} and {other.device.get('arch')}"
+            )
+    numbers = [n for c in certificates for n in c.shards]
+    twice = [n for n, count in Counter(numbers).items() if count > 1]
+    if twice:
+        raise ConfigError(f"shard {twice[0]} of {first.num_shards} is among them {Counter(numbers)[twice[0]]} times")
+    results = tuple(result for c in sorted(certificates, key=lambda c: c.shards) for result in c.results)
+    newest = max(c.created for c in certificates)
+    return replace(first, results=results, shards=tuple(sorted(numbers)), created=newest)
+
+
+def describe_plugin(record: PluginRecord) -> dict[str, Any]:
+    """What a certificate says of the plugin. Raises PluginLoadError where its files cannot be read."""
+    assert record.manifest is not None
+    return {
+        "name": record.name,
+        "distribution": record.distribution,
+        "version": record.version,
+        "content_hash": record.content_hash(),
+        "api": str(record.manifest.api),
+        "editable": record.editable,
+    }
+
+
+def library_versions(record: PluginRecord) -> dict[str, str]:
+    """Versions of what results may depend on: torch and the like, and the packages that the manifest requires."""
+    from packaging.requirements import Requirement as PackageSpec
+
+    from hardpoint_plugin_api.requirements import PackageRequirement, SymbolRequirement
+
+    requires = [r for c in record.contributions for r in c.requires]
+    names = {*_LIBRARIES, record.distribution}
+    names |= {PackageSpec(r.spec).name for r in requires if isinstance(r, PackageRequirement)}
+    names |= {r.distribution for r in requires if isinstance(r, SymbolRequirement)}
+    found = {}
+    for name in sorted(names):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def now() -> str:
+    """The date of a certificate made now: UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is known of one contribution on one device. ``level`` None: nothing; ``is_core``: nothing is needed."""
+
+    level: Level | None = None
+    date: str = ""
+    is_core: bool = False
+
+    def __str__(self) -> str:
+        if self.is_core:
+            return "reference"
+        return f"{self.level}, {self.date[:10]}" if self.level else "no"
+
+
+class Certificates:
+    """The certificates that count for the installed plugins. Files are read when they are first asked about."""
+
+    def __init__(self, plugins: PluginSet, folder: str | None = None) -> None:
+        """``folder`` is the only place to look in, where one was named; raises ConfigError if it is none."""
+        self._plugins, self._folder = plugins, Path(folder).expanduser() if folder is not None else None
+        if self._folder is not None and not self._folder.is_dir():
+            raise ConfigError(f"--certificates {folder}: there is no such folder")
+        self._by_plugin: dict[str, list[Certificate]] = {}
+
+    def standing(self, offer: Offer, device: DeviceInfo) -> Standing:
+        """The best level that a certificate for the installed content and this architecture shows."""
+        record = self._plugins.record(offer.plugin)
+        if record.is_core:
+            return Standing(is_core=True)
+        c, best = offer.contribution, Standing()
+        for certificate in self._of(record):
+            known = certificate.device
+            if (known.get("platform"), known.get("arch")) != (device.platform, device.arch):
+                continue
+            if not certificate.proves(c.family, c.of, c.name):
+                continue
+            found = Standing(certificate.level, certificate.created)
+            if best.level is None or (LEVELS.index(certificate.level), found.date) > (
+                LEVELS.index(best.level),
+                best.date,
+            ):
+                best = found
+        return best
+
+    def refusal(self, offer: Offer, device: DeviceInfo, least: Level = "full") -> Reason | None:
+        """Why ``--require-certified`` refuses a contribution; None where it is certified, or core's own."""
+        standing = self.standing(offer, device)
+        if standing.is_core or (standing.level and LEVELS.index(standing.level) >= LEVELS.index(least)):
+            return None
+        c = offer.contribution
+        return Reason(
+            "not-certified",
+            f"no certificate shows it right in its installed version on {device.arch}",
+            wanted=f"level {least} or better",
+            supported=str(standing.level or "none"),
+            fix=f"hardpoint conform {offer.plugin} --family {c.family} --name {c.name} --level {least} "
+            f"--json {OPERATOR_FOLDER}/{offer.plugin}-{c.family}-{c.name}.json",
+        )
+
+    def _of(self, record: PluginRecord) -> list[Certificate]:
+        if record.name not in self._by_plugin:
+            self._by_plugin[record.name] = list(self._matching(record))
+        return self._by_plugin[record.name]
+
+    def _matching(self, record: PluginRecord) -> Iterator[Certificate]:
+        folders = [self._folder] if self._folder is not None else [Path(OPERATOR_FOLDER)]
+        if self._folder is None and record.folder is not None:
+            folders.append(record.folder / SHIPPED_FOLDER)
+        paths = [path for folder in folders for path in sorted(folder.glob("*.json"))]
+        if not paths:
+            return
+        try:
+            content = record.content_hash()
+        except PluginLoadError:
+            return  # what cannot be hashed cannot be certified
+        for certificate in self._all(paths):
+            if (certificate.plugin.get("name"), certificate.plugin.get("content_hash")) == (record.name, content):
+                yield certificate
+
+    def _all(self, paths: Iterable[Path]) -> Iterator[Certificate]:
+        for path in paths:
+            if path not in self._files:
+                self._files[path] = read_certificate(path)
+            yield self._files[path]
+
+    @cached_property
+    def _files(self) -> dict[Path, Certificate]:
+        return {}

@@ -1,0 +1,87 @@
+"""From an order to a certificate: runs the trials, tells whoever watches, keeps everything that was found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from hardpoint.config import EngineConfig
+from hardpoint.conformance.certificate import Certificate, describe_plugin, library_versions, now
+from hardpoint.conformance.isolation import CASE_SECONDS, Listing, run
+from hardpoint.conformance.kit import Order, case_list_digest
+from hardpoint.conformance.trials import Result
+from hardpoint.plugins import Offer, PluginSet
+from hardpoint_plugin_api import Contribution, UnknownNameError
+
+
+class Watcher(Protocol):
+    """Is told of progress; the base does nothing."""
+
+    def begins(self, offer: Offer, listing: Listing, cases: int) -> None:
+        """A contribution's trials are listed; ``cases`` of them belong to this run's shard."""
+
+    def found(self, offer: Offer, result: Result) -> None:
+        """One check was made."""
+
+
+class Silent:
+    """Watches and says nothing."""
+
+    def begins(self, offer: Offer, listing: Listing, cases: int) -> None:
+        """See Watcher."""
+
+    def found(self, offer: Offer, result: Result) -> None:
+        """See Watcher."""
+
+
+def certify(
+    plugins: PluginSet,
+    order: Order,
+    watcher: Watcher | None = None,
+    *,
+    isolated: bool = True,
+    seconds: float = CASE_SECONDS,
+) -> Certificate:
+    """Run ``order`` and return what came out, failures and all.
+
+    Raises UnknownNameError for a plugin, family, contribution, platform or setting that does not exist, ConfigError for
+    a setting's bad value, and the plugin's own error where it cannot be used at all; then nothing has run.
+    """
+    check(plugins, order)
+    record, watcher = order.record(plugins), watcher or Silent()
+    described, libraries = describe_plugin(record), library_versions(record)
+    device: Mapping[str, Any] = {}
+    results: list[Result] = []
+    listed: list[tuple[Contribution, Sequence[str]]] = []
+    for number, (runner, listing, found) in enumerate(run(plugins, order, isolated=isolated, seconds=seconds)):
+        first = sum(len(cases) for _, cases in listed[:number])
+        watcher.begins(runner.offer, listing, len(list(order.cases(listing.cases, first))))
+        listed.append((runner.offer.contribution, listing.cases))
+        device = device or listing.device
+        for result in found:
+            results.append(result)
+            watcher.found(runner.offer, result)
+    return Certificate(
+        plugin=described,
+        device=device,
+        level=order.level,
+        seed=order.seed,
+        results=tuple(results),
+        created=now(),
+        case_list=case_list_digest(listed),
+        scope={"family": order.family, "name": order.name, "case": order.case},
+        settings=order.settings,
+        shards=(order.shard.index,),
+        num_shards=order.shard.count,
+        libraries=libraries,
+    )
+
+
+def check(plugins: PluginSet, order: Order) -> None:
+    """Raise what is wrong with an order, before anything is run."""
+    order.offers(plugins)
+    platforms = plugins.names("platform")
+    if order.platform is not None and order.platform not in platforms:
+        raise UnknownNameError("platform", order.platform, platforms)
+    config = EngineConfig.create(model="demo", plugin_config=order.settings)
+    config.with_plugin_keys(plugins.config_keys())

@@ -1,0 +1,111 @@
+"""May the kernel be recorded with a step, and run without the host?"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hardpoint.conformance.probe import Probe, refill, run
+from hardpoint.conformance.trials import Finding
+from hardpoint.ops.judge import Call, judge_call
+
+_WARM_UP = 2
+_RUNS = 4
+
+
+def replay(probe: Probe, seed: int) -> Finding:
+    """``replay``: prepared by the platform's graph engine, the kernel gives right results on fresh inputs."""
+    if reason := probe.not_recorded():
+        return Finding.not_claimed("not-recorded", reason)
+    call = probe.call(seed)
+    for _ in range(_WARM_UP):
+        refill(call, probe.call(seed))
+        run(call)
+    refill(call, probe.call(seed))
+    with torch.inference_mode():
+        call.before()
+        token = call.plan()
+        engine = probe.subject.site.platform.graph_engine()
+        inputs = {i.label: i.tensor for i in call.inputs}
+        executable = engine.prepare("conformance", lambda **_: call.run(), inputs)
+    for number in range(2):
+        other = probe.call(seed + number)
+        if not refill(call, other):
+            return Finding.not_claimed("shapes-vary", "this case draws other shapes for each seed")
+        if call.plan() != token:
+            return Finding.not_claimed("token", "the plan of fresh inputs asks for another recording")
+        finding = Finding.of(judge_call(replace(call, expect=other.expect), executable.run))
+        if finding.faults:
+            return finding
+    return Finding()
+
+
+def host_sync(probe: Probe, seed: int) -> Finding:
+    """``host-sync``: the kernel does not make the host wait for the device, where steps are recorded."""
+    if reason := probe.not_recorded():
+        return Finding.not_claimed("not-recorded", reason)
+    site = probe.subject.site
+    if not site.records_graphs:
+        return Finding.not_claimed("nothing-recorded", f"platform {site.platform.name} records no steps")
+    switch: Any = getattr(_device_module(site.device), "set_sync_debug_mode", None)
+    if switch is None:
+        return Finding.not_claimed("cannot-tell", f"{site.device.type} cannot tell when the host waits")
+    call = probe.call(seed)
+    run(call)
+    call.plan()
+    site.platform.synchronize()
+    switch("error")
+    try:
+        with torch.inference_mode():
+            call.run()
+    except RuntimeError as error:
+        return Finding.failed("host-sync", "the call", str(error).partition("\n")[0])
+    finally:
+        switch("default")
+    return Finding()
+
+
+def allocation(probe: Probe, seed: int) -> Finding:
+    """``allocation``: memory does not grow from call to call; where addresses are recorded, none is taken at all."""
+    call = probe.call(seed)
+    for _ in range(_WARM_UP):
+        run(call)
+    _taken(call, 1)  # from here on the profiler knows the size of what stands from one call to the next, such as a plan
+    grown = _taken(call, _RUNS)
+    if grown > 0:
+        return Finding.failed("memory-growth", "the call", f"{grown:,} bytes more are held after {_RUNS} calls")
+    site = probe.subject.site
+    if probe.allocates or not site.records_graphs:
+        return Finding()
+    memory = site.platform.memory
+    memory.reset_peak()
+    before = memory.snapshot().peak
+    with torch.inference_mode():
+        call.run()
+    site.platform.synchronize()
+    taken = memory.snapshot().peak - before
+    if taken > 0:
+        return Finding.failed("allocates", "the call", f"{taken:,} bytes were taken by a call after warm-up")
+    return Finding()
+
+
+def _taken(call: Call, calls: int) -> int:
+    """Bytes that torch's allocators have given out and not got back after ``calls``, as its profiler counts."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        for _ in range(calls):
+            call.plan()
+            outputs = call.run()
+            del outputs
+        gc.collect(1)  # what a call leaves in cycles is young; a full collection would cost more than the check
+    # The raw events: building the profiler's own tables of them takes seconds where a kernel calls many operators.
+    raw: Any = profiled.profiler
+    return int(sum(event.nbytes() for event in raw.kineto_results.events() if event.name() == "[memory]"))
+
+
+def _device_module(device: torch.device) -> Any:
+    return torch.get_device_module(device)

@@ -1,0 +1,1 @@
+"""Core's own generators of trials, one file per family."""

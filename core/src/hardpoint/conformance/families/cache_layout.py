@@ -1,0 +1,249 @@
+"""Trials of cache layouts and of ``store``: regions, round trips, and what a write to the cache touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+
+from hardpoint.conformance.checks import kernel_checks
+from hardpoint.conformance.memory import (
+    POISON,
+    Placement,
+    empty,
+    far_pages,
+    place,
+    place_far,
+)
+from hardpoint.conformance.plan import Plan, Row
+from hardpoint.conformance.site import Subject, TrialResources
+from hardpoint.conformance.trials import Check, Finding, Trial
+from hardpoint.context import Context
+from hardpoint.dtypes import dtype_of
+from hardpoint.ops.error_model import ErrorModel
+from hardpoint.ops.judge import Call, Expectation, Expected, Input
+from hardpoint_plugin_api import NULL_PAGE, AttentionBackend, AttentionSpec, CacheLayout, CacheSpec, Region
+
+_PAGES = 7
+_TOKENS = {"few": 5, "none": 0, "one": 1, "many": 40}
+
+
+def layout_trials(
+    subject: Subject, plan: Plan, block_sizes: Sequence[int], head_sizes: Sequence[int]
+) -> Iterator[Trial]:
+    """The layout on its own, then ``store``, in each claimed dtype and with each claimed size."""
+    factors: dict[str, Sequence[Any]] = {
+        "kv_dtype": subject.dtypes("kv_dtype"),
+        "head_size": head_sizes,
+        "block_size": block_sizes,
+        "kv_heads": (1, 2, 5),
+        "slack": (0, 3),
+    }
+    for row in plan.combinations(factors):
+        yield _layout_trial(subject, row, plan)
+    more = {"dtype": subject.dtypes(), "tokens": tuple(_TOKENS), "padding": (0, 4)}
+    for number, row in enumerate(plan.combinations(factors | more)):
+        yield _store_trial(StoreProbe(subject, row), plan, number)
+
+
+def _layout_trial(subject: Subject, row: Row, plan: Plan) -> Trial:
+    title = f"layout/{row['kv_dtype']}/heads-{row['kv_heads']}/size-{row['head_size']}/block-{row['block_size']}"
+    title += f"/slack-{row['slack']}" if row["slack"] else ""
+    spec = CacheSpec(row["kv_heads"], row["head_size"], row["kv_dtype"])
+    workload = AttentionSpec(
+        row["kv_heads"],
+        row["kv_heads"],
+        row["head_size"],
+        1.0,
+        next(iter(subject.dtypes())),
+        row["kv_dtype"],
+        row["block_size"],
+    ).workload()
+    if reason := subject.refuses(workload):
+        return Trial(title, unsupported=reason)
+    checks = (
+        Check("regions", partial(regions, subject, spec, row["block_size"]), decisive=True),
+        Check(
+            "round-trip",
+            partial(round_trip, subject, spec, row["block_size"], row["slack"], plan.seed_of(title)),
+        ),
+    )
+    return Trial(title, checks)
+
+
+def _store_trial(probe: StoreProbe, plan: Plan, number: int) -> Trial:
+    if reason := probe.subject.refuses(probe.spec.workload()):
+        return Trial(probe.title, unsupported=reason)
+    seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
+    without = ("ghost", "far", "offset", "apart", "fresh", "repeat") if probe.num_tokens == 0 else ()
+    return Trial(probe.title, kernel_checks(probe, seed, plan, number, without))
+
+
+def regions(subject: Subject, spec: CacheSpec, block_size: int) -> Finding:
+    """``regions``: the parts of a page lie inside it, apart from each other, where their dtype can be read."""
+    layout = _layout(subject)
+    size, parts = layout.page_bytes(spec, block_size), layout.regions(spec, block_size)
+    if size <= 0 or size % layout.alignment:
+        return Finding.failed("page-bytes", "page_bytes", f"{size} is no positive multiple of {layout.alignment}")
+    if len({r.name for r in parts}) < len(parts):
+        return Finding.failed("regions", "regions", f"two have one name: {[r.name for r in parts]}")
+    for region in parts:
+        if reason := _misplaced(region, size):
+            return Finding.failed("regions", region.name, reason)
+    ordered = sorted(parts, key=lambda r: r.offset)
+    if list(parts) != ordered:
+        return Finding.failed("regions", "regions", "they are not in the order of their offsets")
+    for a, b in pairwise(ordered):
+        if a.offset + a.nbytes > b.offset:
+            return Finding.failed("regions", b.name, f"begins at {b.offset}, before {a.name} ends")
+    return Finding()
+
+
+def _misplaced(region: Region, page_bytes: int) -> str | None:
+    item, count = dtype_of(region.dtype).itemsize, 1
+    for extent in region.shape:
+        count *= extent
+    if region.offset < 0 or region.offset + region.nbytes > page_bytes:
+        return f"bytes {region.offset} to {region.offset + region.nbytes} are not inside a page of {page_bytes}"
+    if count * item != region.nbytes:
+        return f"{list(region.shape)} of {region.dtype} are {count * item} bytes, not {region.nbytes}"
+    return f"offset {region.offset} is no multiple of {item}" if region.offset % item else None
+
+
+def round_trip(subject: Subject, spec: CacheSpec, block_size: int, slack: int, seed: int) -> Finding:
+    """``round-trip``: what ``from_logical`` writes, ``to_logical`` reads, and no other page and no gap is touched."""
+    layout, device = _layout(subject), subject.site.device
+    size = layout.page_bytes(spec, block_size) + slack * max(layout.alignment, 16)
+    generator = torch.Generator().manual_seed(seed)
+    buffer = place(torch.full((_PAGES * size,), POISON, dtype=torch.uint8), device)
+    views = layout.views(buffer, _PAGES, spec, block_size, size)
+    for name, view in views.items():
+        if view.shape[0] != _PAGES or view.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+            return Finding.failed("views", name, f"is no view of the buffer's {_PAGES} pages, shape {list(view.shape)}")
+    pages = torch.randperm(_PAGES, generator=generator)[:3]
+    shape = (3, block_size, spec.num_kv_heads, spec.head_size)
+    k, v = (torch.randn(shape, generator=generator).to(dtype_of(spec.dtype)).to(device) for _ in range(2))
+    layout.from_logical(views, pages.to(device), k, v)
+    for name, wanted, got in zip("kv", (k, v), layout.to_logical(views, pages.to(device)), strict=True):
+        if got.shape != wanted.shape or not torch.equal(got, wanted):
+            return Finding.failed("round-trip", name, f"to_logical gives other values than from_logical took: {shape}")
+        if got.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+            return Finding.failed("round-trip", name, "to_logical returns a view of the cache, and must return a copy")
+    rows = buffer.view(_PAGES, size).cpu()
+    others = [page for page in range(_PAGES) if page not in pages.tolist()]
+    if (rows[others] != POISON).any():
+        return Finding.failed("page-touched", "from_logical", "it wrote to pages that were not named")
+    if slack and (rows[:, layout.page_bytes(spec, block_size) :] != POISON).any():
+        return Finding.failed("page-touched", "from_logical", "it wrote behind the layout's own part of a page")
+    return Finding()
+
+
+def _layout(subject: Subject) -> CacheLayout:
+    return cast("type[AttentionBackend]", subject.target).layout
+
+
+class StoreProbe:
+    """``store`` of one backend: some tokens to slots of permuted pages, padding rows to the null page."""
+
+    allocates = True
+
+    def __init__(self, subject: Subject, row: Row) -> None:
+        self.subject, self._row = subject, row
+        heads, size, block = row["kv_heads"], row["head_size"], row["block_size"]
+        self.spec = AttentionSpec(heads, heads, size, size**-0.5, row["dtype"], row["kv_dtype"], block)
+        self.num_tokens = min(_TOKENS[row["tokens"]], (_PAGES - 1) * block)
+        self.title = f"store/{row['dtype']}/kv-{row['kv_dtype']}/heads-{heads}/size-{size}/block-{block}/"
+        self.title += row["tokens"] + ("/padding" if row["padding"] else "") + ("/slack" if row["slack"] else "")
+
+    @cached_property
+    def context(self) -> Context:
+        """The build context of the backend."""
+        spec = self.spec
+        return self.subject.site.context(spec.dtype, kv_dtype=spec.kv_dtype, block_size=spec.block_size)
+
+    @cached_property
+    def backend(self) -> AttentionBackend:
+        """The backend."""
+        made = cast(
+            AttentionBackend, self.subject.target(self.context.for_plugin(self.subject.offer.plugin), self.spec)
+        )
+        self.context.resources.allocate(self.subject.site.device)
+        return made
+
+    def call(
+        self,
+        seed: int,
+        placement: Placement = Placement.AS_DRAWN,
+        *,
+        far: str | None = None,
+        order: Sequence[int] | None = None,
+    ) -> Call:
+        """See Probe. Compared are the keys and values of the pages that hold tokens, and of one that does not."""
+        layout, spec, device = self.backend.layout, self.backend.cache_spec, self.subject.site.device
+        block, generator = self.spec.block_size, torch.Generator().manual_seed(seed)
+        size = layout.page_bytes(spec, block) + self._row["slack"] * max(layout.alignment, 16)
+        free = self.subject.site.free_bytes if far else 0
+        count = far_pages(size // dtype_of(spec.dtype).itemsize) if far == "cache" else _PAGES
+        pages = torch.cat([torch.arange(1, 4), torch.arange(count - 3, count)])  # near both ends
+        rows = self.num_tokens + self._row["padding"]
+        slots = torch.randperm(len(pages) * block, generator=generator)[: self.num_tokens]
+        where = torch.cat(
+            [pages[slots // block] * block + slots % block, torch.zeros(self._row["padding"], dtype=torch.int64)]
+        )
+        shape = (rows, self.spec.num_kv_heads, self.spec.head_size)
+        k, v = (torch.randn(shape, generator=generator).to(dtype_of(self.spec.dtype)) for _ in range(2))
+        if order is not None:
+            k, v, where = (x[torch.tensor(order)] for x in (k, v, where))
+        logical = (len(pages), block, spec.num_kv_heads, spec.head_size)
+        old_k, old_v = (torch.randn(logical, generator=generator).to(dtype_of(spec.dtype)) for _ in range(2))
+        if far == "cache":
+            buffer = empty(count * size, torch.uint8, device, free)
+        else:
+            buffer = place(torch.zeros(count * size, dtype=torch.uint8), device)
+        views = layout.views(buffer, count, spec, block, size)
+        layout.from_logical(views, pages.to(device), old_k.to(device), old_v.to(device))
+        placed_k = place_far(k, device, free) if far == "k" else place(k, device, placement)
+        placed_v, placed_slots = place(v, device, placement), place(where.to(torch.int32), device)
+
+        def state() -> Sequence[torch.Tensor]:
+            return self.backend.layout.to_logical(views, pages.to(device))
+
+        def expect() -> Expected:
+            wanted = []
+            for name, old, new in (("keys", old_k, k), ("values", old_v, v)):
+                content = old.flatten(0, 1).clone()
+                used = where[where != NULL_PAGE].long()
+                index = torch.searchsorted(pages, used // block) * block + used % block
+                stored = new[: len(used)] if order is None else new[where != NULL_PAGE]
+                size = self.spec.head_size  # an adapter may store wider heads
+                content[index, :, :size] = stored.to(old.dtype)
+                content[index, :, size:] = 0
+                wanted.append(Expectation(name, content.view(old.shape), content.view(old.shape)))
+            return Expected((), tuple(wanted))
+
+        inputs = {"k": placed_k, "v": placed_v, "slot_mapping": placed_slots}
+        inputs |= {"cache": buffer} if far != "cache" else {}
+        return Call(
+            inputs=tuple(Input(name, name, x) for name, x in inputs.items()),
+            run=lambda: self.backend.store(placed_k, placed_v, views, placed_slots),
+            state=state,
+            expect=expect,
+            errors=ErrorModel(exact=True),
+            before=cast(TrialResources, self.context.resources).spoil,
+            mutates=frozenset({"cache"}),
+        )
+
+    def num_rows(self, call: Call) -> int:
+        """Tokens, padding included."""
+        return call.inputs[0].tensor.shape[0]
+
+    def not_recorded(self) -> str | None:
+        """Stores are recorded with the steps that call them."""
+        return None if self.subject.capturable else "the target declares capturable = False"
+
+    def far_inputs(self, call: Call) -> Sequence[str]:
+        """The cache, and keys where there are several."""
+        return ("cache", *(["k"] if self.num_tokens > 1 else []))

@@ -1,0 +1,536 @@
+"""Trials of layer replacements: against the default layer with the same weights, through a layer's whole life.
+
+The truth is the default layer in float64 on the host; its own error is that of the default layer in the trial's dtype.
+
+Axes: T tokens, n hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+
+from hardpoint.conformance.checks import kernel_checks
+from hardpoint.conformance.families.steps import Piece, draw_tables
+from hardpoint.conformance.memory import POISON, Placement, place, place_far, soil_allocator
+from hardpoint.conformance.plan import Plan
+from hardpoint.conformance.probe import run, same_bits
+from hardpoint.conformance.site import Subject, TrialResources
+from hardpoint.conformance.trials import Check, Finding, Trial
+from hardpoint.context import Context
+from hardpoint.dtypes import dtype_of
+from hardpoint.layers.base import PluggableLayer, walk
+from hardpoint.ops.error_model import ErrorModel
+from hardpoint.ops.judge import Call, Expectation, Expected, Input, sequence
+from hardpoint_plugin_api import (
+    AttentionArgs,
+    AttentionBatch,
+    AttentionMetadata,
+    BlockArgs,
+    Contribution,
+    EmbeddingArgs,
+    Feature,
+    ForwardStep,
+    HardpointError,
+    LayerWorkload,
+    LinearArgs,
+    MLPArgs,
+    NormArgs,
+    RopeArgs,
+    WeightSlot,
+)
+
+ERRORS = ErrorModel(scale="row", finest=2.0**-20)
+_HOST = torch.device("cpu")
+_BLOCK = 16
+
+Inputs = Mapping[str, torch.Tensor]
+Steps = Callable[[], Iterator[tuple[slice, ForwardStep]]]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What the kit knows of one named layer.
+
+    ``variations`` are constructor arguments by name; ``draw(args, tokens, generator)`` makes inputs, float32 on the
+    host; ``forward(layer, inputs, steps)`` calls it, with what a step holds where ``pieces`` says what a step is made
+    of. ``mutates`` and ``aliases`` are what the layer's contract allows.
+    """
+
+    variations: Mapping[str, Any]
+    draw: Callable[[Any, int, torch.Generator], dict[str, torch.Tensor]]
+    forward: Callable[[PluggableLayer, Inputs, Steps], object]
+    tokens: Sequence[int] = (1, 7, 33)
+    pieces: Sequence[Sequence[Piece]] = ()
+    aliases: frozenset[tuple[int, str]] = frozenset()
+
+
+class LayerTrials:
+    """The generator of the family ``layer`` for the layers in ``kinds``. Plugins make one for layers of their own."""
+
+    family = "layer"
+
+    def __init__(self, kinds: Mapping[str, LayerKind] | None = None) -> None:
+        self.kinds = KINDS if kinds is None else kinds
+
+    def serves(self, contribution: Contribution) -> bool:
+        """Whether it knows the layer that is replaced."""
+        return contribution.of in self.kinds
+
+    def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
+        """Each variation of the layer in each claimed dtype, on batches of several sizes."""
+        kind, number = self.kinds[str(subject.offer.contribution.of)], 0
+        for dtype in subject.dtypes():
+            for name in kind.variations:
+                yield _life_trial(LayerProbe(subject, kind, dtype, name, kind.tokens[-1]), plan)
+                for tokens in kind.tokens:
+                    yield _forward_trial(LayerProbe(subject, kind, dtype, name, tokens), plan, number)
+                    number += 1
+
+
+def _life_trial(probe: LayerProbe, plan: Plan) -> Trial:
+    title = f"{probe.dtype}/{probe.variation}/life"
+    checks = (Check("slots", partial(slots, probe), decisive=True), Check("lifecycle", partial(lifecycle, probe)))
+    return _unless_refused(probe, title, checks)
+
+
+def _forward_trial(probe: LayerProbe, plan: Plan, number: int) -> Trial:
+    seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
+    # A layer's own tensors are many and small: that offsets do not overflow is for its ops and kernels to prove.
+    checks = kernel_checks(probe, seed, plan, number, without=("far",))
+    if Feature.BATCH_INVARIANT in probe.subject.features:
+        checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed)))
+    return _unless_refused(probe, probe.title, checks)
+
+
+def _unless_refused(probe: LayerProbe, title: str, checks: Sequence[Check]) -> Trial:
+    """Arguments that a manifest cannot speak of are refused by ``supports``, or by the constructor with an error."""
+    if reason := probe.subject.refuses(probe.workload):
+        return Trial(title, unsupported=reason)
+
+    def unless_refused(check: Check) -> Finding:
+        try:
+            probe.layer  # noqa: B018  # constructed on first use
+        except HardpointError as error:
+            return Finding.not_claimed("refused", str(error))
+        return check.run()
+
+    return Trial(title, [Check(c.name, partial(unless_refused, c), c.decisive) for c in checks])
+
+
+class LayerProbe:
+    """One layer with one set of arguments, on steps of one size."""
+
+    allocates = True
+
+    def __init__(
+        self,
+        subject: Subject,
+        kind: LayerKind,
+        dtype: str,
+        variation: str,
+        tokens: int,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.subject, self.kind, self.dtype, self.variation, self.tokens = subject, kind, dtype, variation, tokens
+        self.batch_invariant = batch_invariant
+        self.args = kind.variations[variation]
+        self.title = f"{dtype}/{variation}/tokens-{tokens}"
+        self.workload = LayerWorkload(of=subject.offer.contribution.of, dtype=dtype, args=self.args)
+
+    @cached_property
+    def context(self) -> Context:
+        """The layer's build context."""
+        return self.subject.site.context(self.dtype, batch_invariant=self.batch_invariant)
+
+    @cached_property
+    def layer(self) -> PluggableLayer:
+        """The layer under trial, without weights. Raises what its constructor raises."""
+        made = self.subject.target(self.context.for_plugin(self.subject.offer.plugin), self.args)
+        assert isinstance(made, PluggableLayer), f"{self.subject.offer.contribution.target} makes no PluggableLayer"
+        return made
+
+    @cached_property
+    def loaded(self) -> PluggableLayer:
+        """The layer with its weights, prepared and bound."""
+        self.load()
+        self.context.resources.allocate(self.subject.site.device)
+        for _, layer in walk(self.layer):
+            layer.bind()
+        return self.layer
+
+    def load(self) -> None:
+        """Give every slot its weight and prepare the layers, innermost first."""
+        _load(self.layer, self.weights, self.subject.site.device)
+
+    @cached_property
+    def default(self) -> tuple[PluggableLayer, Context]:
+        """The default layer, without weights, on the host in the trial's dtype."""
+        return self._default(dtype_of(self.dtype))
+
+    def _default(self, dtype: torch.dtype) -> tuple[PluggableLayer, Context]:
+        ctx = self.subject.site.context(dtype, device=_HOST)
+        offer = ctx.select(self.workload).offer
+        return cast("Callable[..., PluggableLayer]", ctx.load(offer))(ctx, self.args), ctx
+
+    @cached_property
+    def references(self) -> tuple[tuple[PluggableLayer, Context], tuple[PluggableLayer, Context]]:
+        """The default layer with the same weights: in the trial's dtype, and in float64."""
+        made = (self.default, self._default(torch.float64))
+        for layer, _ in made:
+            _load(layer, self.weights, _HOST)
+            for _, part in walk(layer):
+                part.bind()
+        return made
+
+    @cached_property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Random weights by the path of their slot, on the host: near one for vectors, small for matrices."""
+        generator = torch.Generator().manual_seed(2)
+        made = {}
+        for path, slot in declared(self.default[0]).items():
+            w = torch.randn(slot.shape, generator=generator)
+            fan_in = slot.shape[-1]
+            made[path] = (w * 2 * fan_in**-0.5 if w.dim() > 1 else 1 + 0.3 * w).to(dtype_of(slot.dtype))
+        return made
+
+    def call(
+        self,
+        seed: int,
+        placement: Placement = Placement.AS_DRAWN,
+        *,
+        far: str | None = None,
+        order: Sequence[int] | None = None,
+    ) -> Call:
+        """See Probe."""
+        device, dtype = self.subject.site.device, dtype_of(self.dtype)
+        drawn = self.kind.draw(self.args, self.tokens, torch.Generator().manual_seed(seed))
+        if order is not None:
+            drawn = {name: x[torch.tensor(order)] for name, x in drawn.items()}
+        drawn = {name: x.to(dtype) if x.is_floating_point() else x for name, x in drawn.items()}
+        layer = self.loaded
+        placed = {
+            name: place_far(x, device, self.subject.site.free_bytes) if name == far else place(x, device, placement)
+            for name, x in drawn.items()
+        }
+        memory = _StepMemory(self.context, device, self.kind.pieces)
+        weights = [(f"{path}.{name}", w) for path, part in walk(layer) for name, w in part.weights.items()]
+        inputs = [*placed.items(), *((name.lstrip("."), w) for name, w in weights)]
+        named = tuple(Input(name, name, x) for name, x in inputs if isinstance(x, torch.Tensor))
+
+        def before() -> None:
+            memory.spoil()
+            soil_allocator(placed.values())
+            cast(TrialResources, self.context.resources).spoil()
+
+        return Call(
+            inputs=named,
+            run=lambda: self.kind.forward(layer, placed, memory.steps),
+            idle=lambda: tuple(
+                torch.full_like(e.own, float("nan"), device=device) for e in self._expected(drawn).outputs
+            ),
+            expect=lambda: self._expected(drawn),
+            errors=ERRORS,
+            before=before,
+            aliases=self.kind.aliases,
+        )
+
+    def _expected(self, drawn: Inputs) -> Expected:
+        results = []
+        for (layer, ctx), dtype in zip(self.references, (dtype_of(self.dtype), torch.float64), strict=True):
+            inputs = {name: x.to(dtype) if x.is_floating_point() else x.clone() for name, x in drawn.items()}
+            inputs = {name: x.clone() for name, x in inputs.items()}
+            memory = _StepMemory(ctx, _HOST, self.kind.pieces)
+            results.append(sequence(self.kind.forward(layer, inputs, memory.steps)))
+        pairs = zip(*results, strict=True)
+        return Expected(tuple(Expectation(f"output {i}", own, truth) for i, (own, truth) in enumerate(pairs)))
+
+    def num_rows(self, call: Call) -> int:
+        """Tokens, where they do not attend to one another."""
+        return 0 if self.kind.pieces else self.tokens
+
+    def not_recorded(self) -> str | None:
+        """Layers are recorded with the steps that they make up, unless they are steps of attention: these plan."""
+        if self.kind.pieces:
+            return "it plans steps of its own in this trial"
+        return None if self.subject.capturable else "the target declares capturable = False"
+
+    def far_inputs(self, call: Call) -> Sequence[str]:
+        """None: see the generator."""
+        return ()
+
+
+def declared(root: PluggableLayer) -> dict[str, WeightSlot]:
+    """Every slot of a layer and those inside it, by its whole path."""
+    found = {}
+    for path, layer in walk(root):
+        for name, slot in layer.declare().items():
+            found[f"{path}.{name}" if path else name] = slot
+    return found
+
+
+def _load(root: PluggableLayer, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    for path, layer in walk(root):
+        for name, slot in layer.declare().items():
+            weight = weights[f"{path}.{name}" if path else name]
+            layer.weights[name] = weight.to(device, dtype_of(slot.dtype), copy=True)
+        layer.prepare()
+
+
+@dataclass
+class _StepMemory:
+    """Caches for the attention layers of a context, and consecutive steps that write and read them."""
+
+    ctx: Context
+    device: torch.device
+    pieces: Sequence[Sequence[Piece]]
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+    def spoil(self) -> None:
+        """Fill the caches with garbage."""
+        for buffer in self.buffers:
+            buffer.fill_(POISON)
+
+    def steps(self) -> Iterator[tuple[slice, ForwardStep]]:
+        """Yield each step with its rows of the inputs. All steps are of the same requests, one after the other."""
+        layers, block = self.ctx.attention_layers, self.ctx.block_size
+        last = self.pieces[-1]
+        # Full attention, so that every block of a request is its own from the first step to the last.
+        backends = [layer.backend for layer in layers.layers]
+        full = replace(layers.layers[0].spec, window=None, chunk=None)
+        tables = draw_tables(full, last, torch.Generator().manual_seed(3))
+        caches = []
+        self.buffers.clear()
+        for backend in backends:
+            size = backend.layout.page_bytes(backend.cache_spec, block)
+            self.buffers.append(torch.full((tables.num_pages * size,), POISON, dtype=torch.uint8, device=self.device))
+            caches.append(backend.layout.views(self.buffers[-1], tables.num_pages, backend.cache_spec, block))
+        first = 0
+        for pieces in self.pieces:
+            starts = torch.tensor([0, *(p.query for p in pieces)]).cumsum(0).to(torch.int32)
+            totals = torch.tensor([p.total for p in pieces], dtype=torch.int32)
+            slots = torch.cat([tables.slots(i, p.total - p.query, p.total, block) for i, p in enumerate(pieces)])
+            positions = torch.cat([torch.arange(p.total - p.query, p.total) for p in pieces])
+            batch = AttentionBatch(
+                query_start=starts.to(self.device),
+                seq_lens=totals.to(self.device),
+                block_table=tables.blocks.to(self.device),
+                slot_mapping=slots.to(self.device),
+                query_start_host=tuple(starts.tolist()),
+                seq_lens_host=tuple(totals.tolist()),
+                num_decodes=sum(p.query == 1 for p in pieces),
+            )
+            metadata: dict[int, AttentionMetadata] = {}
+            for plan_group in layers.plan_groups():
+                planned = backends[plan_group.layers[0]].plan(batch)
+                metadata |= dict.fromkeys(plan_group.layers, planned)
+            rows = slice(first, first + int(starts[-1]))
+            first = rows.stop
+            yield rows, ForwardStep(positions.to(self.device), caches, [metadata[i] for i in range(len(backends))])
+
+
+# Checks that only layers have.
+
+
+def slots(probe: LayerProbe) -> Finding:
+    """``slots``: the replacement declares the weights of the default, with their shapes and parts, and no others."""
+    wanted, got = declared(probe.default[0]), declared(probe.layer)
+    missing, extra = sorted(wanted.keys() - got.keys()), sorted(got.keys() - wanted.keys())
+    if missing:
+        return Finding.failed(
+            "slots", missing[0], f"no slot for it: checkpoints would not load ({len(missing)} in all)"
+        )
+    if extra:
+        return Finding.failed("slots", extra[0], f"no checkpoint holds it ({len(extra)} in all)")
+    for name, slot in wanted.items():
+        if (slot.shape, slot.parts) != (got[name].shape, got[name].parts):
+            message = f"shape {list(got[name].shape)}, parts {got[name].parts}; the default has {list(slot.shape)}, "
+            return Finding.failed("slots", name, f"{message}{slot.parts}")
+    return Finding()
+
+
+def lifecycle(probe: LayerProbe) -> Finding:
+    """``lifecycle``: released, the layer holds no weights; loaded and bound again, it gives the same results."""
+    call = probe.call(seed=4)
+    before = run(call)
+    for _, layer in walk(probe.layer):
+        layer.release()
+    held = [f"{path}.{name}".lstrip(".") for path, layer in walk(probe.layer) for name in layer.weights]
+    if held:
+        return Finding.failed("lifecycle", held[0], f"is held after release ({len(held)} in all)")
+    probe.load()
+    for _, layer in walk(probe.layer):
+        layer.bind()
+    after = run(probe.call(seed=4))
+    if not (same_bits(before, after) if probe.subject.deterministic else len(before) == len(after)):
+        return Finding.failed("lifecycle", "outputs", "they differ after release, load, prepare and bind")
+    return Finding()
+
+
+def batch_invariant(probe: LayerProbe, seed: int) -> Finding:
+    """``batch-invariant``: tokens of one request by themselves have the bits that they have in the batch."""
+    kind = probe.kind
+    alike = LayerProbe(probe.subject, kind, probe.dtype, probe.variation, probe.tokens, batch_invariant=True)
+    layer, device = alike.loaded, probe.subject.site.device
+    drawn = kind.draw(probe.args, probe.tokens, torch.Generator().manual_seed(seed))
+    drawn = {n: (x.to(dtype_of(probe.dtype)) if x.is_floating_point() else x).to(device) for n, x in drawn.items()}
+
+    def results(index: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> list[torch.Tensor]:
+        memory = _StepMemory(alike.context, device, pieces)
+        with torch.inference_mode():
+            made = kind.forward(layer, {name: x[index.to(device)] for name, x in drawn.items()}, memory.steps)
+            return [y.clone() for y in sequence(made)]
+
+    whole = results(torch.arange(probe.tokens), kind.pieces)
+    for index, pieces in _parts(kind, probe.tokens):
+        if not same_bits(results(index, pieces), [y[index.to(device)] for y in whole]):
+            return Finding.failed("batch-variant", "outputs", f"tokens {index.tolist()[:8]} by themselves differ")
+    return Finding()
+
+
+def _parts(kind: LayerKind, tokens: int) -> Iterator[tuple[torch.Tensor, Sequence[Sequence[Piece]]]]:
+    """Tokens that may stand by themselves: any, or where they attend to one another, those of one request."""
+    if not kind.pieces:
+        yield from ((torch.tensor([i]), ()) for i in {0, tokens // 2, tokens - 1})
+        yield torch.arange(0, tokens, 2), ()
+        return
+    for i in range(len(kind.pieces[0])):
+        rows, first = [], 0
+        for pieces in kind.pieces:
+            begin = first + sum(piece.query for piece in pieces[:i])
+            rows += list(range(begin, begin + pieces[i].query))
+            first += sum(piece.query for piece in pieces)
+        yield torch.tensor(rows), [(pieces[i],) for pieces in kind.pieces]
+
+
+# The layers of core.
+
+
+def _hidden(args: Any, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    size = getattr(args, "hidden_size", None) or getattr(args, "in_features", None) or args.size
+    return {"x": torch.randn(tokens, size, generator=generator)}
+
+
+def _hidden_and_residual(args: NormArgs, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(tokens, args.size, generator=generator) for name in ("x", "residual")}
+
+
+def _ids(args: EmbeddingArgs, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"ids": torch.randint(0, args.vocab_size, (tokens,), generator=generator)}
+
+
+def _stream(args: Any, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    block: BlockArgs = args[0] if isinstance(args, tuple) else args
+    return {"x": torch.randn(tokens, block.attention.hidden_size, generator=generator)}
+
+
+def _on_x(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
+    return layer(inputs["x"])
+
+
+def _on_ids(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
+    return layer(inputs["ids"])
+
+
+def _norm_both_ways(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
+    alone, stream = layer(inputs["x"])
+    return alone, stream.clone(), *layer(inputs["x"].clone(), inputs["residual"])
+
+
+def _step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
+    return torch.cat([layer(inputs["x"][rows], step) for rows, step in steps()])
+
+
+def _blocks_step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
+    """The stream is compared: how it is divided between ``x`` and ``residual`` is the layer's own affair."""
+    results = []
+    for rows, step in steps():
+        x, residual = layer(inputs["x"][rows].clone(), step)
+        results.append(x if residual is None else x + residual)
+    return torch.cat(results)
+
+
+def _block_step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
+    """As the first block of a stack, which gets no residual, and as another."""
+    first, other = [], []
+    for rows, step in steps():
+        x = inputs["x"][rows]
+        first.append(sum(layer(x.clone(), None, step)))
+        other.append(sum(layer(x.clone(), x * 0.5, step)))
+    return torch.cat(first), torch.cat(other)
+
+
+_PROMPTS_THEN_DECODES = (
+    (Piece(19, 19), Piece(5, 5), Piece(16, 16)),
+    (Piece(1, 20), Piece(1, 6), Piece(1, 17)),
+)
+_STEP_TOKENS = (sum(piece.query for pieces in _PROMPTS_THEN_DECODES for piece in pieces),)
+_ROPE = RopeArgs(rotary_dim=32, theta=10_000.0, max_position=64)
+_ATTENTION = AttentionArgs(64, 4, 2, 32, 0.2, rope=_ROPE)
+_MLP, _NORM = MLPArgs(64, 96), NormArgs(64, 1e-6)
+
+
+KINDS: dict[str, LayerKind] = {
+    "norm": LayerKind(
+        {"plain": _NORM, "odd": NormArgs(129, 1e-5), "wide": NormArgs(2048, 1e-6)},
+        _hidden_and_residual,
+        _norm_both_ways,
+        aliases=frozenset({(2, "residual"), (3, "residual")}),
+    ),
+    "linear": LayerKind(
+        {
+            "plain": LinearArgs(64, (("out", 96),)),
+            "merged-bias": LinearArgs(64, (("q", 64), ("k", 32), ("v", 32)), bias=True),
+            "odd": LinearArgs(33, (("out", 17),), bias=True),
+        },
+        _hidden,
+        _on_x,
+    ),
+    "mlp": LayerKind(
+        {
+            "plain": _MLP,
+            "gelu": replace(_MLP, activation="gelu_tanh"),
+            "ungated-bias": replace(_MLP, activation="relu2", gated=False, bias=True),
+            "odd": MLPArgs(33, 57),
+        },
+        _hidden,
+        _on_x,
+    ),
+    "embedding": LayerKind({"plain": EmbeddingArgs(97, 64), "odd": EmbeddingArgs(31, 33)}, _ids, _on_ids),
+    "lm_head": LayerKind({"plain": EmbeddingArgs(97, 64), "odd": EmbeddingArgs(31, 33)}, _hidden, _on_x),
+    "attention": LayerKind(
+        {
+            "plain": _ATTENTION,
+            "normed-bias": replace(_ATTENTION, qkv_bias=True, out_bias=True, qk_norm_eps=1e-6),
+            "window": replace(_ATTENTION, window=6),
+            "chunk": replace(_ATTENTION, chunk=8),
+            "sinks-capped": replace(_ATTENTION, sinks=True, soft_cap=2.0),
+            "alibi": replace(_ATTENTION, alibi=True, rope=None),
+            "interleaved-partial": replace(_ATTENTION, rope=replace(_ROPE, rotary_dim=16, interleaved=True)),
+        },
+        _hidden,
+        _step_by_step,
+        tokens=_STEP_TOKENS,
+        pieces=_PROMPTS_THEN_DECODES,
+    ),
+    "decoder_block": LayerKind(
+        {"plain": BlockArgs(_ATTENTION, _MLP, _NORM), "window": BlockArgs(replace(_ATTENTION, window=6), _MLP, _NORM)},
+        _stream,
+        _block_step_by_step,
+        tokens=_STEP_TOKENS,
+        pieces=_PROMPTS_THEN_DECODES,
+    ),
+    "decoder_stack": LayerKind(
+        {"two": (BlockArgs(_ATTENTION, _MLP, _NORM), BlockArgs(replace(_ATTENTION, window=6), _MLP, _NORM))},
+        _stream,
+        _blocks_step_by_step,
+        tokens=_STEP_TOKENS,
+        pieces=_PROMPTS_THEN_DECODES,
+    ),
+}
+"""Core's layers by name."""

@@ -1,0 +1,317 @@
+"""Trials of ops: the op file's own cases, in each claimed dtype, under the op's own error model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+
+from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
+from hardpoint.conformance.memory import Placement, place, place_far, poison, soil_allocator
+from hardpoint.conformance.plan import Plan
+from hardpoint.conformance.probe import run, same_bits
+from hardpoint.conformance.site import Subject, TrialResources, op_of
+from hardpoint.conformance.trials import Check, Finding, Trial
+from hardpoint.dtypes import dtype_name, dtype_of
+from hardpoint.ops.base import Case, CustomOp, functional_from_out, poisoned
+from hardpoint.ops.judge import Call, Expectation, Input, Verdict, judge, op_expected, op_inputs, op_state, sequence
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionSpec,
+    CacheLayout,
+    CacheSpec,
+    Contribution,
+    Feature,
+    OpWorkload,
+    Reason,
+)
+
+_HOST = torch.device("cpu")
+_PLAIN = "plain"
+_CACHE = "cache"
+"""The parameter by which ops take an attention layer's cache as the named views of its layout."""
+
+
+def cases(op: CustomOp[..., Any], dtype: torch.dtype, seed: int = 0) -> Iterator[Case]:
+    """The op's cases, freshly drawn on the host."""
+    return op.cases(torch.Generator().manual_seed(seed), dtype, _HOST)
+
+
+def verdicts(
+    op: CustomOp[..., Any], implementation: Callable[..., Any], dtype: torch.dtype, seed: int = 0
+) -> list[Verdict]:
+    """Judge a function on the host, on each of the op's cases. For a quick look; trials do more."""
+    return [judge(op, implementation, case, dtype=dtype) for case in cases(op, dtype, seed)]
+
+
+class OpTrials:
+    """The generator of the family ``op``: core's ops, and every op that a plugin brings as a ``CustomOp``."""
+
+    family = "op"
+
+    def serves(self, contribution: Contribution) -> bool:
+        """All ops: each brings its own cases."""
+        return True
+
+    def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
+        """Each case of the op in each dtype and cache layout that is claimed."""
+        op = op_of(subject.site.plugins, str(subject.offer.contribution.of))
+        layouts = [str(name) for name in subject.claimed("layout") or (_PLAIN,)]
+        for number, (dtype, layout) in enumerate((d, name) for d in subject.dtypes() for name in layouts):
+            for index, case in enumerate(cases(op, dtype_of(dtype), plan.seed)):
+                yield _trial(OpProbe(subject, op, dtype, case, layout), case, plan, index + number)
+
+
+def _trial(probe: OpProbe, case: Case, plan: Plan, number: int) -> Trial:
+    seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
+    if reason := probe.refused():
+        return Trial(probe.title, unsupported=reason)
+    is_empty = not op_inputs(probe.op, case)[0].tensor.numel()
+    checks = kernel_checks(probe, seed, plan, number, without=tuple(ADVERSARIAL) if is_empty else ())
+    if probe.op.allocate is not None:
+        checks.append(Check("fake", partial(fake, probe, seed)))
+    if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
+        checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed)))
+    return Trial(probe.title, checks)
+
+
+class OpProbe:
+    """One implementation of an op, on one case of it. ``layout`` names the cache layout of ops that write a cache."""
+
+    allocates = True
+
+    def __init__(self, subject: Subject, op: CustomOp[..., Any], dtype: str, case: Case, layout: str = _PLAIN) -> None:
+        self.subject, self.op, self.dtype, self.layout, self._name = subject, op, dtype, layout, case.name
+        self.title = f"{dtype}/{case.name}" + (f"/{layout}" if layout != _PLAIN else "")
+        more: dict[str, Any] = {"layout": layout} if op.mutates else {}
+        self.workload = OpWorkload(of=op.name, dtype=dtype, **more, **case.workload)
+        self._drawn: dict[int, Case] = {}
+        self._cache = next((i.tensor for i in op_inputs(op, case) if i.parameter == _CACHE), None)
+
+    def refused(self) -> Reason | None:
+        """Why this case is not for the contribution."""
+        reason = self.subject.refuses(self.workload)
+        if reason or self.layout == _PLAIN:
+            return reason
+        if self._cache is None:
+            return Reason("layout", f"op {self.op.name} takes caches of layout {_PLAIN} alone", wanted=self.layout)
+        backend = self._backend
+        if backend is None:
+            return Reason("layout", f"no installed attention backend has the layout {self.layout!r}")
+        return backend.refuses(self._spec.workload())
+
+    def case(self, seed: int) -> Case:
+        """The case as ``seed`` draws it, which nobody may write to."""
+        if seed not in self._drawn:
+            drawn = cases(self.op, dtype_of(self.dtype), seed)
+            self._drawn[seed] = next(case for case in drawn if case.name == self._name)
+        return self._drawn[seed]
+
+    def call(
+        self,
+        seed: int,
+        placement: Placement = Placement.AS_DRAWN,
+        *,
+        far: str | None = None,
+        order: Sequence[int] | None = None,
+    ) -> Call:
+        """See Probe."""
+        case = self.case(seed)
+        if order is not None:
+            case = _reordered(self.op, case, order)
+        op, form = self.op, self.subject.offer.contribution.form
+        arguments = inspect.signature(op.reference).bind(*case.args, **case.kwargs)
+        foreign: _ForeignCache | None = None
+        for name, value in arguments.arguments.items():
+            if name == _CACHE and self.layout != _PLAIN:
+                foreign = _ForeignCache.holding(self._layout, value, self.subject.site.device)
+                arguments.arguments[name] = foreign.views
+            else:
+                arguments.arguments[name] = self._placed(name, name, value, placement, far)
+        placed = replace(case, args=arguments.args, kwargs=arguments.kwargs)
+        inputs = [i for i in op_inputs(op, placed) if not (foreign and i.parameter == _CACHE)]
+        if foreign:
+            inputs.append(Input(_CACHE, _CACHE, foreign.buffer))
+        like = sequence(op.allocate(*placed.args, **placed.kwargs)) if op.allocate else ()
+        owned: tuple[torch.Tensor, ...] = ()
+        kernel = self._kernel
+        if form == "out":
+            owned = tuple(place(x, x.device) for x in like)
+            outputs = owned[0] if len(owned) == 1 else owned
+            kernel = functional_from_out(kernel, lambda *args, **kwargs: outputs, op.reference)
+            inputs += [Input(f"output {i}", f"output {i}", x) for i, x in enumerate(owned)]
+
+        def idle() -> object:
+            if owned or op.allocate is None:
+                return owned or None
+            return poisoned(op.allocate)(*placed.args, **placed.kwargs)
+
+        def before() -> None:
+            poison(owned)
+            soil_allocator(like)
+            cast(TrialResources, self._context.resources).spoil()
+
+        names = frozenset(f"output {i}" for i in range(len(owned)))
+        return Call(
+            inputs=tuple(inputs),
+            run=lambda: kernel(*placed.args, **placed.kwargs),
+            state=foreign.logical if foreign else lambda: op_state(op, inputs),
+            expect=lambda: op_expected(op, case),
+            errors=op.errors,
+            idle=idle,
+            before=before,
+            mutates=frozenset(op.mutates) | names,
+            aliases=frozenset(op.aliases) | {(i, f"output {i}") for i in range(len(owned))},
+        )
+
+    def num_rows(self, call: Call) -> int:
+        """The first input's first axis: tokens or requests."""
+        first = call.inputs[0].tensor
+        return first.shape[0] if first.dim() else 0
+
+    def not_recorded(self) -> str | None:
+        """Ops are recorded with the steps that call them."""
+        return None if self.subject.capturable else "the target declares capturable = False"
+
+    def far_inputs(self, call: Call) -> Sequence[str]:
+        """The first floating-point input with rows, and the caches."""
+        able = [i for i in call.inputs if i.tensor.dim() >= 2 and i.tensor.shape[0] >= 2]
+        able = [i for i in able if i.tensor.is_floating_point() and not i.label.startswith("output ")]
+        read = [i.label for i in able if i.parameter not in self.op.mutates]
+        return [*read[:1], *(i.label for i in able if i.parameter in self.op.mutates)]
+
+    def _placed(self, parameter: str, label: str, value: Any, placement: Placement, far: str | None) -> Any:
+        site = self.subject.site
+        if isinstance(value, Mapping):
+            return {k: self._placed(parameter, f"{label}[{k}]", x, placement, far) for k, x in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return value
+        if label == far:
+            return place_far(value, site.device, site.free_bytes)
+        return place(value, site.device, Placement.AS_DRAWN if parameter in self.op.mutates or far else placement)
+
+    @cached_property
+    def _context(self) -> Any:
+        return self.subject.site.context(self.dtype)
+
+    @cached_property
+    def _kernel(self) -> Callable[..., Any]:
+        """The target, or what it makes for this workload."""
+        subject, ctx = self.subject, self._context
+        if subject.offer.contribution.form != "factory":
+            return cast("Callable[..., Any]", subject.target)
+        parts: dict[str, Callable[..., Any]] = {}
+        if self.layout != _PLAIN:
+            assert self._backend is not None
+            backend = self._backend.target(ctx.for_plugin(self._backend.offer.plugin), self._spec)
+            parts = {"store": cast(AttentionBackend, backend).store}
+        kernel = subject.target(ctx.for_plugin(subject.offer.plugin), self.workload, parts)
+        ctx.resources.allocate(subject.site.device)
+        return cast("Callable[..., Any]", kernel)
+
+    @cached_property
+    def _backend(self) -> Subject | None:
+        """The attention contribution whose layout this is; the plugin's own before others'."""
+        site, plugin = self.subject.site, self.subject.offer.plugin
+        offers = [o for o in site.plugins.offers("attention") if o.contribution.layout == self.layout]
+        offers.sort(key=lambda o: o.plugin != plugin)
+        return Subject.load(offers[0], site) if offers else None
+
+    @property
+    def _layout(self) -> CacheLayout:
+        assert self._backend is not None
+        return cast("type[AttentionBackend]", self._backend.target).layout
+
+    @property
+    def _spec(self) -> AttentionSpec:
+        """The attention layer whose cache the case writes."""
+        assert self._cache is not None
+        _, block_size, heads, size = self._cache.shape
+        kv_dtype = dtype_name(self._cache.dtype)
+        return AttentionSpec(heads, heads, size, size**-0.5, self.dtype, kv_dtype, block_size)
+
+
+@dataclass(frozen=True)
+class _ForeignCache:
+    """A cache in a layout other than plain, in guarded memory."""
+
+    layout: CacheLayout
+    buffer: torch.Tensor
+    views: dict[str, torch.Tensor]
+    pages: torch.Tensor
+
+    @classmethod
+    def holding(cls, layout: CacheLayout, plain: Mapping[str, torch.Tensor], device: torch.device) -> _ForeignCache:
+        """The keys and values of ``plain``, each [pages, block, K, D], in ``layout``."""
+        count, block_size, heads, size = plain["k"].shape
+        spec = CacheSpec(heads, size, dtype_name(plain["k"].dtype))
+        zeros = torch.zeros(count * layout.page_bytes(spec, block_size), dtype=torch.uint8)
+        buffer = place(zeros, device)
+        views, pages = layout.views(buffer, count, spec, block_size), torch.arange(count, device=device)
+        layout.from_logical(views, pages, *(plain[name].to(device) for name in ("k", "v")))
+        return cls(layout, buffer, views, pages)
+
+    def logical(self) -> Sequence[torch.Tensor]:
+        """Keys and values without the null page, as ``plain`` had them."""
+        return [x[1:] for x in self.layout.to_logical(self.views, self.pages)]
+
+
+def _reordered(op: CustomOp[..., Any], case: Case, order: Sequence[int]) -> Case:
+    """``case`` with rows ``order`` of each input that has as many rows as the first; what is mutated stays."""
+    arguments = inspect.signature(op.reference).bind(*case.args, **case.kwargs)
+    rows = op_inputs(op, case)[0].tensor.shape[0]
+    for name, value in arguments.arguments.items():
+        if name not in op.mutates and isinstance(value, torch.Tensor) and value.shape[:1] == (rows,):
+            arguments.arguments[name] = value[torch.tensor(order)]
+    return replace(case, args=arguments.args, kwargs=arguments.kwargs)
+
+
+def fake(probe: OpProbe, seed: int) -> Finding:
+    """``fake``: what the op's ``allocate`` says of shapes and dtypes without data is what the kernel returns."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    call = probe.call(seed)
+    results = run(call)
+    case, allocate = probe.case(seed), probe.op.allocate
+    assert allocate is not None
+    with FakeTensorMode() as mode:
+
+        def faked(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {key: faked(item) for key, item in value.items()}
+            return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+        promised = sequence(allocate(*map(faked, case.args), **{k: faked(v) for k, v in case.kwargs.items()}))
+        shapes = [(tuple(x.shape), x.dtype) for x in promised]
+    for i, (result, (shape, dtype)) in enumerate(zip(results, shapes, strict=False)):
+        if (tuple(result.shape), result.dtype) != (shape, dtype):
+            message = f"promised {list(shape)} {dtype}, got {list(result.shape)} {result.dtype}"
+            return Finding.failed("fake", f"output {i}", message)
+    return Finding()
+
+
+def batch_invariant(probe: OpProbe, seed: int) -> Finding:
+    """``batch-invariant``: a row alone, or among other rows, has the same bits."""
+    call = probe.call(seed)
+    truth, count = call.expect().outputs, probe.num_rows(call)
+    whole = run(call)[: len(truth)]
+    for order in ([0], [count - 1], [*range(1, count), 0], list(range(0, count, 2))):
+        index, part = torch.tensor(order), probe.call(seed, order=order)
+        if not _are_rows(truth, part.expect().outputs, index):
+            return Finding.not_claimed("no-rows", "the results of this op do not belong to rows of its inputs")
+        if not same_bits(run(part)[: len(truth)], [y[index.to(y.device)] for y in whole]):
+            return Finding.failed("batch-variant", "outputs", f"rows {order[:8]} by themselves have other bits")
+    return Finding()
+
+
+def _are_rows(whole: Sequence[Expectation], part: Sequence[Expectation], index: torch.Tensor) -> bool:
+    """Whether the reference itself gives the rows of ``part`` what it gives them among all rows."""
+    pairs = [(a.truth, b.truth) for a, b in zip(whole, part, strict=True)]
+    return bool(pairs) and all(
+        a.dim() and b.shape == (len(index), *a.shape[1:]) and torch.allclose(a[index], b, equal_nan=True)
+        for a, b in pairs
+    )

@@ -1,0 +1,304 @@
+"""Made-up steps of paged attention: ragged, chunked, mixed and speculative batches over a cache full of garbage.
+
+Axes: T tokens of the step, S positions of one request, H query heads, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from hardpoint.attention.reference import attend
+from hardpoint.conformance.memory import POISON, Placement, empty, far_pages, place, place_far
+from hardpoint.dtypes import dtype_of
+from hardpoint.ops.judge import Expectation
+from hardpoint_plugin_api import NULL_PAGE, AttentionBackend, AttentionBatch, AttentionSpec, CacheLayout, CacheSpec
+
+_EVALUATIONS = 8
+_HIGH_SCORE = 100.0
+"""Float32 exponentials overflow at 88.7."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One request of a step: ``query`` new tokens at the end of ``total``."""
+
+    query: int
+    total: int
+
+
+MIXED = (Piece(1, 1), Piece(1, 37), Piece(1, 16), Piece(1, 5), Piece(9, 9), Piece(16, 48), Piece(3, 50))
+"""Decodes first, among them a request's very first token and a full page; then a whole prompt and two chunks."""
+
+
+def batches(block: int) -> dict[str, tuple[Piece, ...]]:
+    """Steps by name, with lengths about the edges of blocks of ``block`` tokens."""
+    b = block
+    decodes = (Piece(1, 1), Piece(1, b), Piece(1, b + 1), Piece(1, 3 * b + 2))
+    return {
+        "prefill": (Piece(b, b), Piece(b + 1, b + 1), Piece(3, 3)),
+        "decode": decodes,
+        "alike": (Piece(1, b + 3), Piece(1, b + 1), Piece(1, b + 2)),
+        "chunked": (Piece(4, b + 4), Piece(b, 2 * b), Piece(5, 3 * b + 4)),
+        "mixed": (*decodes, Piece(2 * b + 1, 2 * b + 1), Piece(7, 2 * b + 5)),
+        "speculative": tuple(Piece(4, total) for total in (4, b + 3, 2 * b + 2, 3 * b + 4)),
+        "one": (Piece(1, 1),),
+        "long": (Piece(1, 600), Piece(20, 500)),
+        "many": tuple(Piece(1, 1 + 7 * i % (2 * b + 3)) for i in range(33)),
+    }
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one request holds, on the host: its newest queries [T, H, D], all its keys and values [S, K, D]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @property
+    def num_old(self) -> int:
+        """Positions that earlier steps have stored."""
+        return self.k.shape[0] - self.q.shape[0]
+
+
+def draw_requests(
+    spec: AttentionSpec, pieces: Sequence[Piece], generator: torch.Generator, values: str = "normal", shared: int = 0
+) -> list[Request]:
+    """Draw the requests of a step. Those with a context of ``shared`` positions or more begin alike.
+
+    ``values``: "normal"; "flat" (queries are zero: all keys weigh alike); "peaked" (few keys outweigh all);
+    "large" (all scores are so high that an exponential would overflow); "nan" (in a query of the first request: no
+    other may notice).
+    """
+    dtype, scale = dtype_of(spec.dtype), {"flat": 0.0, "peaked": 5.0}.get(values, 1.0)
+
+    def draw(tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, spec.head_size, generator=generator)
+
+    requests: list[Request] = []
+    prefix: tuple[torch.Tensor, torch.Tensor] | None = None
+    for piece in pieces:
+        q, k, v = (
+            (draw(piece.query, spec.num_heads) * scale).to(dtype),
+            draw(piece.total, spec.num_kv_heads).to(dtype),
+            draw(piece.total, spec.num_kv_heads).to(dtype),
+        )
+        if values == "large":  # the same for every query and key, so that nothing changes but the scores' height
+            q[..., 0] = k[..., 0] = (_HIGH_SCORE / spec.scale) ** 0.5
+        if shared and piece.total - piece.query >= shared:
+            prefix = prefix or (k[:shared].clone(), v[:shared].clone())
+            k[:shared], v[:shared] = prefix
+        requests.append(Request(q, k, v))
+    if values == "nan":
+        requests[0].q[0, 0, 0] = float("nan")
+    return requests
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Which pages hold what: one row of ``blocks`` per request, garbage included; ``num_pages`` in all."""
+
+    blocks: torch.Tensor
+    num_pages: int
+
+    def slots(self, row: int, first: int, last: int, block: int) -> torch.Tensor:
+        """Slots (int32) of positions ``first`` to ``last`` of a request."""
+        position = torch.arange(first, last)
+        return (self.blocks[row, position // block] * block + position % block).to(torch.int32)
+
+
+def draw_tables(
+    spec: AttentionSpec, pieces: Sequence[Piece], generator: torch.Generator, shared: int = 0, num_pages: int = 0
+) -> Tables:
+    """Permuted pages for a step (among ``num_pages``, where that is more than it takes).
+
+    Requests with a context of ``shared`` positions or more hold the same pages for these. Blocks that no query of the
+    step reads, before its span or behind its end, name the null page or a page of garbage in turn.
+    """
+    block = spec.block_size
+    widths = [-(-piece.total // block) for piece in pieces]
+    need = sum(widths) + shared // block + 2
+    count = max(num_pages, need + 1)
+    # The first pages and the last: where there are very many, offsets near both ends are wanted.
+    candidates = torch.cat([torch.arange(1, need + 1), torch.arange(count - need, count)]).unique()
+    garbage, *ids = candidates[torch.randperm(len(candidates), generator=generator)].tolist()
+    free = iter(ids)
+    table = torch.empty(len(pieces), max(widths) + 2, dtype=torch.int32)
+    table[:, ::2], table[:, 1::2] = garbage, NULL_PAGE
+    common = [next(free) for _ in range(shared // block)]
+    for row, piece, width in zip(table, pieces, widths, strict=True):
+        own = [next(free) for _ in range(width)]
+        if shared and piece.total - piece.query >= shared:
+            own[: len(common)] = common
+        first = spec.span.first(piece.total - piece.query) // block
+        row[first:width] = torch.tensor(own[first:], dtype=torch.int32)
+    return Tables(table, count)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step in memory: tensors on the device between guard bands, the cache filled as ``store`` fills it.
+
+    ``q``, ``k``, ``v`` and ``out`` have ``padding`` rows more than the batch has tokens.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    buffer: torch.Tensor
+    cache: dict[str, torch.Tensor]
+    batch: AttentionBatch
+
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """The part of each request in ``out``."""
+        starts = self.batch.query_start_host
+        return tuple(self.out[a:b] for a, b in pairwise(starts))
+
+
+def lay_out(
+    backend: AttentionBackend,
+    pieces: Sequence[Piece],
+    requests: Sequence[Request],
+    tables: Tables,
+    device: torch.device,
+    *,
+    placement: Placement = Placement.AS_DRAWN,
+    far: str | None = None,
+    padding: int = 0,
+    slack: int = 0,
+    free_bytes: int = 0,
+) -> Step:
+    """Put a step into memory: the cache and the output are poisoned, then ``store`` writes what the requests hold.
+
+    ``slack`` bytes follow each page. With ``far`` "cache" the pages are those of ``tables`` in a buffer that is not
+    filled but where the step reads it; with "q" the queries lie apart. Both may raise NotEnoughMemoryError.
+    """
+    spec = backend.spec
+    block, layout = spec.block_size, backend.layout
+    buffer, cache = _cache(layout, backend.cache_spec, block, tables, slack, device, far == "cache", free_bytes)
+    starts = torch.tensor([0, *(piece.query for piece in pieces)]).cumsum(0)
+    totals = torch.tensor([piece.total for piece in pieces])
+    slots = [tables.slots(i, p.total - p.query, p.total, block) for i, p in enumerate(pieces)]
+    slots.append(torch.full((padding,), NULL_PAGE * block, dtype=torch.int32))
+
+    def whole(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([*rows, rows[0].new_full((padding, *rows[0].shape[1:]), float("nan"))])
+
+    q = whole([r.q for r in requests])
+    k, v = (whole([x[r.num_old :] for r, x in zip(requests, xs, strict=True)]) for xs in _keys_and_values(requests))
+    batch = AttentionBatch(
+        query_start=place(starts.to(torch.int32), device),
+        seq_lens=place(totals.to(torch.int32), device),
+        block_table=place(tables.blocks, device),
+        slot_mapping=place(torch.cat(slots), device),
+        query_start_host=tuple(starts.tolist()),
+        seq_lens_host=tuple(totals.tolist()),
+        num_decodes=sum(piece.query == 1 for piece in pieces),
+    )
+    placed_q = place_far(q, device, free_bytes) if far == "q" else place(q, device, placement)
+    placed_k, placed_v = (place(x, device, placement) for x in (k, v))
+    with torch.inference_mode():
+        for i, request in enumerate(requests):
+            first = spec.span.first(request.num_old) // block * block
+            if first < request.num_old:
+                old = slice(first, request.num_old)
+                where = tables.slots(i, first, request.num_old, block).to(device)
+                backend.store(request.k[old].to(device), request.v[old].to(device), cache, where)
+        backend.store(placed_k, placed_v, cache, batch.slot_mapping)
+    out = place(torch.full_like(q, float("nan")), device)
+    return Step(placed_q, placed_k, placed_v, out, buffer, cache, batch)
+
+
+def _keys_and_values(requests: Sequence[Request]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return [r.k for r in requests], [r.v for r in requests]
+
+
+def _cache(
+    layout: CacheLayout,
+    spec: CacheSpec,
+    block: int,
+    tables: Tables,
+    slack: int,
+    device: torch.device,
+    far: bool,
+    free_bytes: int,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A cache whose pages are poisoned: all of them, or only those that the tables name."""
+    size = layout.page_bytes(spec, block) + slack
+    if far:
+        buffer = empty(tables.num_pages * size, torch.uint8, device, free_bytes)
+        for page in {NULL_PAGE, *tables.blocks.flatten().tolist()}:
+            buffer[page * size : (page + 1) * size].fill_(POISON)
+    else:
+        buffer = place(torch.full((tables.num_pages * size,), POISON, dtype=torch.uint8), device)
+    return buffer, layout.views(buffer, tables.num_pages, spec, block, size)
+
+
+def pages_to_be_far(layout: CacheLayout, spec: CacheSpec, block: int) -> int:
+    """How many pages it takes until the elements of a page begin past 2**31."""
+    return far_pages(layout.page_bytes(spec, block) // dtype_of(spec.dtype).itemsize)
+
+
+def expectations(
+    spec: AttentionSpec,
+    requests: Sequence[Request],
+    pieces: Sequence[Piece],
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+) -> tuple[Expectation, ...]:
+    """What each request's part of the output should be: attention over keys and values as the cache's dtype holds them.
+
+    A backend may also take this step's own keys and values as they are, before they are rounded to that dtype. The
+    reference's own error is the worst of several evaluations that differ in the order of summation alone: how far one
+    of them is off is luck where a score's rounding decides between two keys.
+    """
+    kv_dtype = dtype_of(spec.kv_dtype)
+    orders = [torch.randperm(spec.head_size, generator=torch.Generator().manual_seed(i)) for i in range(_EVALUATIONS)]
+
+    def expectation(label: str, request: Request, stored: int) -> Expectation:
+        keys, values = (
+            torch.cat([x[:stored].to(kv_dtype).double(), x[stored:].double()]) for x in (request.k, request.v)
+        )
+        constants = (spec, sinks, alibi_slopes)
+        truth = attend(request.q.double(), keys, values, *constants)
+        own = _worst(truth, [evaluated(request.q, keys, values, number) for number in range(_EVALUATIONS)])
+        other = expectation(label, request, request.num_old) if stored > request.num_old and rounds else None
+        return Expectation(label, own, truth, other)
+
+    def evaluated(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, number: int) -> torch.Tensor:
+        """In float32: the elements of a head in another order each time, every other time with q scaled beforehand."""
+        order, scale = orders[number], spec.scale if number % 2 else 1.0
+        one = replace(spec, scale=spec.scale / scale)
+        y = attend(q.float()[..., order] * scale, keys[..., order].float(), values.float(), one, sinks, alibi_slopes)
+        return y.to(q.dtype)
+
+    rounds = kv_dtype != dtype_of(spec.dtype)
+    titles = [f"request {i} ({piece.query} of {piece.total})" for i, piece in enumerate(pieces)]
+    return tuple(expectation(title, r, r.k.shape[0]) for title, r in zip(titles, requests, strict=True))
+
+
+def without_first_row(expectation: Expectation) -> Expectation:
+    """What is expected of all queries of a request but the first."""
+    other = expectation.or_else
+    return Expectation(
+        expectation.label, expectation.own[1:], expectation.truth[1:], without_first_row(other) if other else None
+    )
+
+
+def _worst(truth: torch.Tensor, evaluations: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of several evaluations, row by row the one that is furthest from the truth."""
+    errors = torch.stack([(x.double() - truth).norm(dim=-1) for x in evaluations]).nan_to_num(0.0)
+    index = errors.argmax(0)[None, ..., None].expand(1, *truth.shape)
+    return torch.stack(list(evaluations)).gather(0, index)[0]
+
+
+def draw_constants(spec: AttentionSpec, generator: torch.Generator) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Sinks and slopes, each float32 [H] on the host, where ``spec`` has some."""
+    sinks = torch.randn(spec.num_heads, generator=generator) * 1.5 if spec.sinks else None
+    slopes = torch.rand(spec.num_heads, generator=generator) * 0.3 + 0.01 if spec.alibi else None
+    return sinks, slopes

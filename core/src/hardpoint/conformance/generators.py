@@ -1,0 +1,61 @@
+"""The kit's one extension point: who makes the trials of a contribution.
+
+A generator serves a family, or one op, layer or model of it. Plugins bring theirs by the hook
+``hardpoint_conformance``; core's own come through the same hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from hardpoint.conformance.plan import Plan
+from hardpoint.conformance.site import Subject, owner_of
+from hardpoint.conformance.trials import Trial
+from hardpoint.plugins import PluginSet
+from hardpoint.plugins.record import CORE
+from hardpoint_plugin_api import Contribution, PluginLoadError
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """Makes trials. ``family`` is the family that it serves."""
+
+    family: str
+
+    def serves(self, contribution: Contribution) -> bool:
+        """Whether it knows what ``contribution`` (of its family) implements."""
+        ...
+
+    def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
+        """Yield the trials of what the subject claims, in an order that depends on nothing else than that and the plan.
+
+        What is claimed is tried; what is not, or what the target itself refuses, is yielded as unsupported.
+        """
+        ...
+
+
+def generator_for(plugins: PluginSet, contribution: Contribution) -> Generator | None:
+    """The generator for a contribution: core's, else that of the plugin that brought what it implements; None: neither.
+
+    A plugin cannot make easier trials for what core knows. Raises PluginLoadError for a plugin that answers badly.
+    """
+    owner = owner_of(plugins, contribution.family, contribution.of)
+    for name in dict.fromkeys((CORE, owner)):
+        for generator in _generators(plugins, name):
+            if generator.family == contribution.family and generator.serves(contribution):
+                return generator
+    return None
+
+
+def _generators(plugins: PluginSet, name: str) -> Sequence[Generator]:
+    plugins.activate(name)
+    found: list[Generator] = []
+    for generator in plugins.conformance_generators(name):
+        if not isinstance(generator, Generator):
+            raise PluginLoadError(
+                f"plugin {name}: hardpoint_conformance must return generators of trials, "
+                f"see hardpoint.conformance.generators; got {generator!r}"
+            )
+        found.append(generator)
+    return found

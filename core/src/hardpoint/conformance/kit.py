@@ -1,0 +1,113 @@
+"""What a run of the kit consists of: which contributions, which trials of them, in which shard."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hardpoint.conformance.plan import LEVELS, Level
+from hardpoint.plugins import Offer, PluginSet
+from hardpoint.plugins.record import PluginRecord
+from hardpoint_plugin_api import FAMILIES, Contribution, UnknownNameError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part ``index`` (from 1) of ``count``: every ``count``-th trial. Shards of one run never overlap."""
+
+    index: int = 1
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Read ``"2/8"``; raises ValueError for anything else."""
+        index, _, count = text.partition("/")
+        shard = cls(int(index), int(count))
+        if not 1 <= shard.index <= shard.count:
+            raise ValueError(f"shard {text!r} does not exist")
+        return shard
+
+    def holds(self, number: int) -> bool:
+        """Whether trial number ``number`` (from 0) belongs to it."""
+        return number % self.count == self.index - 1
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to run: a plugin's contributions (all, one family's, or those of one name), how much, and with which seed.
+
+    ``platform`` is where; by default where an engine would run that can use the plugin. ``settings`` are plugins' own,
+    by plugin and key. ``case`` is a glob of case names, for one who looks into a failure: such a run certifies nothing.
+    """
+
+    plugin: str
+    family: str | None = None
+    name: str | None = None
+    level: Level = "quick"
+    seed: int = 0
+    shard: Shard = Shard()
+    platform: str | None = None
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    case: str = "*"
+
+    def __post_init__(self) -> None:
+        if self.family is not None and self.family not in FAMILIES:
+            raise UnknownNameError("family", self.family, FAMILIES)
+        if self.level not in LEVELS:
+            raise UnknownNameError("level", self.level, LEVELS)
+
+    def record(self, plugins: PluginSet) -> PluginRecord:
+        """The plugin; raises UnknownNameError for none, and its own error where it cannot be used."""
+        plugins.require([self.plugin])
+        return plugins.record(self.plugin)
+
+    def offers(self, plugins: PluginSet) -> list[Offer]:
+        """The contributions to try, in the manifest's order. Raises UnknownNameError where none has the name."""
+        record = self.record(plugins)
+        offers = [
+            offer
+            for contribution in record.contributions
+            for offer in plugins.offers(contribution.family, contribution.of)
+            if offer.plugin == record.name and offer.contribution == contribution
+        ]
+        of_family = [o for o in offers if self.family in (None, o.contribution.family)]
+        if self.family and not of_family:
+            raise UnknownNameError(
+                f"family with contributions of {self.plugin}:", self.family, {o.contribution.family for o in offers}
+            )
+        named = [o for o in of_family if self.name in (None, o.contribution.name)]
+        if self.name and not named:
+            raise UnknownNameError("contribution", self.name, {o.contribution.name for o in of_family})
+        return named
+
+    def cases(self, names: Sequence[str], already: int = 0) -> Iterator[str]:
+        """Those of a contribution's cases that belong to this run's shard; ``already`` counts those listed before."""
+        for number, name in enumerate(names, already):
+            if self.shard.holds(number) and fnmatch.fnmatchcase(name, self.case):
+                yield name
+
+
+def platform_for(plugins: PluginSet, offers: Sequence[Offer], wanted: str | None) -> str | None:
+    """The platform to run on: the one asked for; else the first that the contributions name; None for any."""
+    if wanted:
+        return wanted
+    own = [o.contribution.name for o in offers if o.contribution.family == "platform"]
+    named = [p for o in offers for p in o.contribution.platforms]
+    present = {o.contribution.name for o in plugins.offers("platform")}
+    return next((p for p in (*own, *named) if p in present), None)
+
+
+def case_list_digest(listed: Sequence[tuple[Contribution, Sequence[str]]]) -> str:
+    """A digest of everything that all shards together try: shards of unlike lists must not be merged."""
+    digest = hashlib.sha256()
+    for contribution, cases in listed:
+        digest.update(f"{contribution}\0".encode())
+        for case in cases:
+            digest.update(f"{case}\0".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,219 @@
+"""Where kernels are tried, and what is tried: a platform's device with the installed plugins, and one contribution."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+
+from hardpoint.config import EngineConfig
+from hardpoint.conformance.memory import POISON
+from hardpoint.context import Context, load_target
+from hardpoint.dtypes import dtype_name, dtype_of
+from hardpoint.ops.base import CustomOp
+from hardpoint.plugins import Offer, PluginSet
+from hardpoint.plugins.record import CORE
+from hardpoint.resources import EngineResources
+from hardpoint.selection import Plan as SelectionPlan
+from hardpoint.selection import PlanEntry, Selector, Settings, StepRange, choose_platform
+from hardpoint_plugin_api import (
+    CheckContext,
+    Platform,
+    Reason,
+    Request,
+    Scope,
+    UnknownNameError,
+    Workload,
+)
+from hardpoint_plugin_api.requirements import FeatureRequirement, OneOfRequirement
+
+_REFERENCES = {"op": "reference", "layer": "default", "attention": "reference", "linear": "torch"}
+"""The contribution of each family that is the truth of it."""
+
+
+class TrialResources(EngineResources):
+    """Scratch memory whose step scope can be spoilt between calls: nothing may rely on what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._step: set[str] = set()
+
+    def declare(self, key: str, nbytes: int, align: int = 256, scope: Scope = "engine") -> None:
+        super().declare(key, nbytes, align, scope)
+        if scope == "step":
+            self._step.add(key)
+
+    def spoil(self) -> None:
+        """Poison what is of step scope."""
+        for key in self._step:
+            self.get(key).fill_(POISON)
+
+
+class ReferenceSelector(Selector):
+    """Answers every request with the reference, whatever it claims: references serve any dtype, float64 included."""
+
+    def select(self, workload: Workload) -> SelectionPlan:
+        offers = self._plugins.offers(workload.family, workload.of)
+        name = _REFERENCES[workload.family]
+        offer = next((o for o in offers if o.contribution.name == name), None)
+        if offer is None:
+            raise UnknownNameError(workload.family, workload.of or name, (o.contribution.name for o in offers))
+        return SelectionPlan(workload, (PlanEntry(StepRange(), offer, "only candidate"),))
+
+
+@dataclass(frozen=True)
+class Site:
+    """A platform with one device made active, and the plugins that are installed."""
+
+    platform: Platform
+    device: torch.device
+    plugins: PluginSet
+    config: EngineConfig
+
+    @classmethod
+    def open(
+        cls, plugins: PluginSet, platform: str | None = None, settings: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Site:
+        """Choose a platform (by name, or as an engine does) and make its first device active.
+
+        ``settings`` are plugins' own, by plugin and key. Raises what ``choose_platform`` raises, and ConfigError.
+        """
+        choice = choose_platform(plugins, Settings({"platform": platform} if platform else {}))
+        config = EngineConfig.create(model="demo", plugin_config=settings or {})
+        config = config.with_plugin_keys(plugins.config_keys())
+        chosen = choice.platform(choice.device, config.plugin_config.get(choice.plan.offer.plugin))
+        return cls(chosen, chosen.activate(0), plugins, config)
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory of the device that is free now."""
+        return self.platform.memory.snapshot().free
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether the platform records steps, so that addresses must stay and the host must not be waited for."""
+        return self.platform.graph_engine().max_executables != 0
+
+    def context(
+        self,
+        dtype: torch.dtype | str,
+        *,
+        kv_dtype: str | None = None,
+        block_size: int = 16,
+        device: torch.device | None = None,
+        batch_invariant: bool = False,
+    ) -> Context:
+        """A fresh build context, in which everything but what is under trial is served by references.
+
+        With ``batch_invariant``, it is served by what core offers for that.
+        """
+        dtype, info = dtype_of(dtype) if isinstance(dtype, str) else dtype, self.platform.info
+        core = PluginSet(record for record in self.plugins.records if record.is_core)
+
+        def load(offer: Offer) -> object:
+            return load_target(self.plugins, offer)
+
+        selector = (
+            Selector(core, info, Settings(), load=load)
+            if batch_invariant
+            else ReferenceSelector(self.plugins, info, Settings(), load=load)
+        )
+        return Context(
+            device=info,
+            torch_device=device or self.device,
+            dtype=dtype,
+            config=self.config.model_copy(update={"batch_invariant": batch_invariant}),
+            plugins=self.plugins,
+            selector=selector,
+            kv_dtype=kv_dtype or dtype_name(dtype),
+            block_size=block_size,
+            max_model_len=4096,
+            resources=TrialResources(),
+        )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One contribution under trial. ``target`` is what its manifest names, imported."""
+
+    offer: Offer
+    target: Any
+    site: Site
+    threads: frozenset[int] = field(default_factory=lambda: frozenset(t.ident or 0 for t in threading.enumerate()))
+
+    @classmethod
+    def load(cls, offer: Offer, site: Site) -> Subject:
+        """Import the contribution's target; raises PluginLoadError."""
+        return cls(offer, load_target(site.plugins, offer), site)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether equal inputs promise equal bits: unless the target says ``deterministic = False``, they do."""
+        return bool(getattr(self.target, "deterministic", True))
+
+    @property
+    def capturable(self) -> bool:
+        """Whether it may be recorded with a step: unless the target says ``capturable = False``, it may."""
+        return bool(getattr(self.target, "capturable", True))
+
+    def claimed(self, key: str) -> tuple[Any, ...] | None:
+        """The values of a requirement such as ``dtype`` or ``block_size``; None where the contribution takes any."""
+        for requirement in self.offer.contribution.requires:
+            if isinstance(requirement, OneOfRequirement) and requirement.key == key:
+                return requirement.values
+        return None
+
+    def dtypes(self, key: str = "dtype") -> tuple[str, ...]:
+        """The dtypes to try: those of the device that the contribution claims, widest first."""
+        here = self.site.platform.info.dtypes
+        claimed = self.claimed(key)
+        names = here if claimed is None else here.intersection(map(str, claimed))
+        return tuple(sorted(names, key=lambda name: (-dtype_of(name).itemsize, name)))
+
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """The workload features that it claims."""
+        requires = self.offer.contribution.requires
+        return frozenset(name for r in requires if isinstance(r, FeatureRequirement) for name in r.names)
+
+    def refuses(self, workload: Workload) -> Reason | None:
+        """Why the contribution does not serve ``workload``: by its manifest, or by its target's own word."""
+        context = CheckContext(Request(self.site.platform.info, workload), self.offer.api)
+        for requirement in self.offer.contribution.requirements:
+            if reason := requirement.check(context):
+                return reason
+        supports = cast("Callable[..., Sequence[Reason]] | None", getattr(self.target, "supports", None))
+        reasons = supports(workload, self.site.platform.info) if supports else ()
+        return next(iter(reasons), None)
+
+
+def op_of(plugins: PluginSet, name: str) -> CustomOp[..., Any]:
+    """The op called ``name``: what its declaring contribution, the one called reference, is the ``reference`` of.
+
+    Raises UnknownNameError, and PluginLoadError where it cannot be imported.
+    """
+    offers = plugins.offers("op", name)
+    declaring = next((o for o in offers if o.contribution.name == _REFERENCES["op"]), None)
+    if declaring is None:
+        raise UnknownNameError("op", name, {str(o.contribution.of) for o in plugins.offers("op")})
+    module, _, path = declaring.contribution.target.partition(":")
+    plugins.load(declaring)
+    holder = attrgetter(path.rpartition(".")[0])(importlib.import_module(module))
+    if not isinstance(holder, CustomOp):
+        raise UnknownNameError("op", name, ())
+    return holder
+
+
+def owner_of(plugins: PluginSet, family: str, of: str | None) -> str:
+    """The plugin that brought an op or layer into being; core for families without."""
+    declaring = _REFERENCES.get(family)
+    for offer in plugins.offers(family, of) if of else ():
+        if offer.contribution.name == declaring:
+            return offer.plugin
+    return CORE

@@ -1,0 +1,131 @@
+"""One contribution's trials in a process of their own, or in this one.
+
+The process reads commands as lines of JSON and answers with lines of JSON, on descriptors of its own: a kernel may
+write what it likes to standard output. ``isolation.py`` is the other end.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hardpoint.conformance.generators import generator_for
+from hardpoint.conformance.plan import Level, Plan
+from hardpoint.conformance.site import Site, Subject
+from hardpoint.conformance.trials import Result, Trial
+from hardpoint.plugins import Offer, PluginSet, discover
+from hardpoint_plugin_api import NO_DEVICE, DeviceInfo, HardpointError, SelectionError
+
+
+class Bench:
+    """A site, the contribution that is tried on it, and its trials by case."""
+
+    def __init__(
+        self,
+        plugins: PluginSet,
+        offer: Offer,
+        platform: str | None,
+        plan: Plan,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.offer, self.plan = offer, plan
+        self.device: DeviceInfo | None = None
+        self.unfit: Result | None = None
+        self._trials: dict[str, Trial] = {}
+        try:
+            site = Site.open(plugins, platform, settings)
+        except SelectionError as error:
+            reasons = [reason for each in error.rejected.values() for reason in each]
+            if not reasons or any(reason.code != NO_DEVICE for reason in reasons):
+                raise
+            self.unfit = self._whole("skipped", f"the platform's hardware is not here: {reasons[0]}")
+        else:
+            self.device = site.platform.info
+            self.unfit, self._trials = self._prepare(plugins, site)
+
+    def _prepare(self, plugins: PluginSet, site: Site) -> tuple[Result | None, dict[str, Trial]]:
+        """Make the trials, or say why there are none."""
+        contribution, here = self.offer.contribution, site.platform.name
+        platforms = contribution.platforms or (contribution.name,) * (contribution.family == "platform")
+        if platforms and here not in platforms:
+            return self._whole("skipped", reason=f"it is for {', '.join(platforms)}; this run is on {here}"), {}
+        generator = generator_for(plugins, contribution)
+        if generator is None:
+            what = f"{contribution.family} {contribution.of}" if contribution.of else contribution.family
+            return self._whole("unsupported", reason=f"the kit has no trials for {what} yet"), {}
+        trials = list(generator.trials(Subject.load(self.offer, site), self.plan))
+        by_case = {trial.case: trial for trial in trials}
+        assert len(by_case) == len(trials), f"two trials of {contribution} are of one case"
+        return None, by_case
+
+    def _whole(self, outcome: Any, reason: str) -> Result:
+        c = self.offer.contribution
+        return Result(c.family, c.of, c.name, "all", "claim", outcome, reason=reason)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The device, as far as certificates name it; empty where it is not here."""
+        keys = ("platform", "name", "arch", "driver")
+        return {key: getattr(self.device, key) for key in keys} if self.device else {}
+
+    @property
+    def cases(self) -> list[str]:
+        """The cases, in order."""
+        return list(self._trials)
+
+    def run(self, case: str) -> Iterator[Result]:
+        """Make the checks of one case."""
+        c = self.offer.contribution
+        for check, finding in self._trials[case].run():
+            reason = str(finding.unsupported or finding.skipped or "")
+            yield Result(c.family, c.of, c.name, case, check, finding.outcome, finding.faults, reason, finding.measured)
+
+
+def offer_of(plugins: PluginSet, plugin: str, family: str, of: str | None, name: str) -> Offer:
+    """Find a contribution again in another process."""
+    return next(o for o in plugins.offers(family, of) if o.plugin == plugin and o.contribution.name == name)
+
+
+def serve(order: Mapping[str, Any]) -> None:
+    """Answer on the descriptor ``order["answers"]`` what is asked on ``order["questions"]``, until that is closed."""
+    faulthandler.enable()
+    answers = os.fdopen(order["answers"], "w", encoding="utf-8", buffering=1)
+
+    def answer(**data: Any) -> None:
+        answers.write(json.dumps(data) + "\n")
+        answers.flush()
+
+    try:
+        plugins = discover()
+        offer = offer_of(plugins, order["plugin"], order["family"], order["of"], order["name"])
+        level: Level = order["level"]
+        bench = Bench(plugins, offer, order["platform"], Plan(level, order["seed"]), order["settings"])
+    except HardpointError as error:
+        answer(error=str(error))
+        return
+    answer(
+        cases=bench.cases,
+        unfit=bench.unfit.to_json() if bench.unfit else None,
+        device=bench.described,
+    )
+    with os.fdopen(order["questions"], encoding="utf-8") as questions:
+        for line in questions:
+            question = json.loads(line)
+            # What the stacks are when time runs out is the first thing that an author of a hanging kernel wants.
+            faulthandler.dump_traceback_later(question["seconds"] * 0.9, exit=False)
+            for result in bench.run(question["case"]):
+                answer(result=result.to_json())
+            faulthandler.cancel_dump_traceback_later()
+            answer(done=question["case"])
+
+
+def main() -> None:
+    """Serve the order that stands in the first argument."""
+    torch.set_grad_enabled(False)
+    serve(json.loads(sys.argv[1]))

@@ -1,0 +1,60 @@
+"""Tokens sorted by expert, then one grouped matmul for all experts: no number of tokens is needed on the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch.nn import functional
+
+from hardpoint.experts.middle import bound_middle
+from hardpoint.ops.moe_permute import moe_permute
+from hardpoint.ops.moe_unpermute import moe_unpermute
+from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsKernel, ExpertsWorkload, Reason
+
+if TYPE_CHECKING:
+    from hardpoint.context import Context
+
+_ALIGNMENT = 16
+"""Bytes that rows must be a multiple of: torch's grouped_mm checks for it on every device."""
+
+
+class GroupedMatmul(ExpertsKernel):
+    """torch's own grouped_mm over plain weights as they are."""
+
+    def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
+        super().__init__(ctx, workload)
+        core_ctx = cast("Context", ctx)
+        assert workload.activation is not None
+        self._permute, self._unpermute = moe_permute.bind(core_ctx), moe_unpermute.bind(core_ctx)
+        self._middle = bound_middle(core_ctx, workload.activation)
+
+    @classmethod
+    def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse a torch without the function, and widths that it does not take."""
+        if not hasattr(functional, "grouped_mm"):
+            return [Reason("package-version", "this torch has no grouped_mm", supported=torch.__version__)]
+        itemsize = getattr(torch, str(workload.dtype)).itemsize
+        widths = {"hidden size": workload.hidden_size, "intermediate size": workload.intermediate_size}
+        return [
+            Reason("shape", f"grouped_mm needs rows of a multiple of {_ALIGNMENT} bytes", wanted=f"{what} {width}")
+            for what, width in widths.items()
+            if width is not None and width * itemsize % _ALIGNMENT
+        ]
+
+    def apply(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w: dict[str, torch.Tensor],
+        out: torch.Tensor,
+        workspace: torch.Tensor,
+        *,
+        scales: torch.Tensor | None = None,
+    ) -> None:
+        w13, w2 = w["w13.weight"], w["w2.weight"]
+        rows, starts, places = self._permute(x, ids, num_experts=w2.shape[0])
+        ends = starts[1:].to(torch.int32)
+        hidden = self._middle(functional.grouped_mm(rows, w13.transpose(1, 2), offs=ends))
+        out.copy_(self._unpermute(functional.grouped_mm(hidden, w2.transpose(1, 2), offs=ends), places, weights))

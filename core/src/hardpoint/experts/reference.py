@@ -1,0 +1,67 @@
+"""The experts family's truth: one expert after the other, by its definition, for every pair of specs."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from hardpoint.experts.middle import reference_middle
+from hardpoint.quantization.emulated_linear import EmulatedLinear
+from hardpoint.quantization.numerics import fake_quantize
+from hardpoint_plugin_api import (
+    BuildContext,
+    DeviceInfo,
+    ExpertsKernel,
+    ExpertsWorkload,
+    LinearWorkload,
+    Reason,
+    dequantize,
+    expert_matrix,
+)
+
+
+class ReferenceExperts(ExpertsKernel):
+    """Weights in the plain layout, one expert's dequantized at a time; activations quantized and back where asked for.
+
+    Results are summed in float32 or wider, by ascending number of the expert, and rounded once. The host waits for the
+    device to learn which experts have tokens, so that it can be in no graph.
+    """
+
+    capturable = False
+
+    def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
+        super().__init__(ctx, workload)
+        assert workload.activation is not None
+        self._middle = reference_middle(workload.activation)
+
+    @classmethod
+    def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse specs that the emulated matmul refuses."""
+        return EmulatedLinear.supports(LinearWorkload(spec=workload.spec, features=workload.features), device)
+
+    def apply(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w: dict[str, torch.Tensor],
+        out: torch.Tensor,
+        workspace: torch.Tensor,
+        *,
+        scales: torch.Tensor | None = None,
+    ) -> None:
+        total = torch.zeros(out.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        for expert in range(w["w2.weight"].shape[0]):
+            tokens, places = (ids == expert).nonzero(as_tuple=True)
+            if tokens.numel():
+                y = self._multiply(self._middle(self._multiply(x[tokens], "w13", expert, w)), "w2", expert, w)
+                total.index_add_(0, tokens, y.to(total.dtype) * weights[tokens, places, None].to(total.dtype))
+        out.copy_(total)
+
+    def _multiply(self, x: torch.Tensor, name: str, expert: int, w: dict[str, torch.Tensor]) -> torch.Tensor:
+        """x [T, columns] times one expert's matrix ``name``."""
+        slots = expert_matrix(w, name, expert)
+        if self.workload.spec is None or all(spec.is_plain for spec in self.workload.spec):
+            return functional.linear(x, slots["weight"])
+        weight, activation = self.workload.spec
+        return functional.linear(fake_quantize(x, activation, slots), dequantize(slots, weight, x.dtype))

@@ -1,0 +1,215 @@
+"""Groups of ranks: how the world is divided, and which communicator serves each group for which sizes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+from hardpoint.dtypes import dtype_name
+from hardpoint.parallel.control import ControlGroup, RankLostError
+from hardpoint.plugins.blame import blame, construct
+from hardpoint_plugin_api import Communicator, CommunicatorWorkload, Parallel
+
+if TYPE_CHECKING:
+    import torch
+
+    from hardpoint.config import EngineConfig
+    from hardpoint.context import Context
+    from hardpoint.parallel.process_group import Store
+    from hardpoint.plugins import Offer
+
+CLOSE_SECONDS = 2.0
+"""How long leaving the groups in order may take, before they are left without the others."""
+
+_PATIENCE = 30.0
+"""Seconds by which a collective outlasts a step's own time: whoever waits for the step says more about what hangs."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """This process's place among the ranks of one engine; ``local_rank`` counts those of this host."""
+
+    rank: int = 0
+    local_rank: int = 0
+    on_one_host: bool = True
+
+
+@dataclass
+class Group:
+    """A group of ranks, a RankGroup. Its communicators are made with the model, and joined by ``open``.
+
+    ``members`` are the world's ranks in it, ``world_rank`` is one of them.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    world_rank: int
+    _served: list[tuple[int | None, Communicator]] = field(default_factory=list)
+    _offers: list[Offer] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self.members)
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        return self.members.index(self.world_rank)
+
+    def select(self, ctx: Context) -> None:
+        """Ask the selector who serves this group, and construct the winners."""
+        if self.size == 1:
+            return
+        parallel = {"expert_tp": "tp"}.get(self.name, self.name)
+        plan = ctx.select(CommunicatorWorkload(dtype=dtype_name(ctx.dtype), parallel=parallel, ranks=self.size))
+        for entry in plan.entries:
+            made = construct(entry.offer, ctx.load(entry.offer), Communicator, ctx, plan.workload)
+            self._served.append((entry.range.max, made))
+            self._offers.append(entry.offer)
+
+    def open(self, store: Store) -> None:
+        """Join, on all ranks at once."""
+        from hardpoint.parallel.process_group import PrefixStore
+
+        for place, ((_, communicator), offer) in enumerate(zip(self._served, self._offers, strict=True)):
+            with blame(offer):
+                own = PrefixStore(f"{self.name}/{self.members[0]}/{place}", store)
+                communicator.init(own, self.rank, self.size, self.name)
+
+    def close(self, deadline: float) -> None:
+        """Leave, last joined first; without the others where that takes beyond ``deadline`` (time.monotonic)."""
+        for _, communicator in reversed(self._served):
+            leaving = threading.Thread(target=communicator.close, daemon=True)
+            leaving.start()
+            leaving.join(max(0.0, deadline - time.monotonic()))
+            if leaving.is_alive():
+                communicator.abort()
+        self._served.clear()
+        self._offers.clear()
+
+    def abort(self) -> None:
+        """Leave at once, from any thread; what is under way raises."""
+        for _, communicator in reversed(self._served):
+            communicator.abort()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See Collectives."""
+        if self.size == 1:
+            return x
+        with self._together("all_reduce"):
+            return self._for(x.shape[0]).all_reduce(x)
+
+    def all_gather(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """See Collectives."""
+        if self.size == 1:
+            return x
+        with self._together("all_gather"):
+            return self._for(x.shape[0] if rows is None else max(rows)).all_gather(x, rows)
+
+    def reduce_scatter(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """See Collectives."""
+        if self.size == 1:
+            return x
+        with self._together("reduce_scatter"):
+            return self._for(x.shape[0]).reduce_scatter(x, rows)
+
+    def broadcast(self, x: torch.Tensor, root: int) -> None:
+        """See Collectives."""
+        if self.size > 1:
+            with self._together("broadcast"):
+                self._for(x.shape[0]).broadcast(x, root)
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """See Collectives."""
+        with self._together("send"):
+            self._for(x.shape[0]).send(x, to)
+
+    def recv(self, x: torch.Tensor, source: int) -> None:
+        """See Collectives."""
+        with self._together("recv"):
+            self._for(x.shape[0]).recv(x, source)
+
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """See Collectives."""
+        if self.size == 1:
+            return x
+        with self._together("all_to_all"):
+            # Ranks have unlike numbers of rows, and must not choose by their own.
+            return self._served[0][1].all_to_all(x, send, receive)
+
+    def _for(self, rows: int) -> Communicator:
+        """Who serves tensors of so many rows, the same number on every rank."""
+        return next(c for most, c in self._served if most is None or rows <= most)
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Tell a collective that broke off, most likely since another rank did, from what this rank did wrong."""
+        try:
+            yield
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:  # all that torch.distributed raises
+            raise RankLostError(f"{what} among the ranks {list(self.members)} broke off: {error}") from error
+
+
+def alone() -> Parallel:
+    """The groups of an engine that has one rank."""
+    tp, ep, expert_tp = (Group(name, (0,), 0) for name in ("tp", "ep", "expert_tp"))
+    return Parallel(tp, ep, expert_tp)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Every group of this rank, in the order in which they are joined."""
+
+    tp: Group
+    ep: Group
+    expert_tp: Group
+
+    @classmethod
+    def of(cls, config: EngineConfig, seat: Seat) -> Self:
+        """Divide the ranks: neighbours share experts' slices."""
+        world, rank = range(config.tensor_parallel_size), seat.rank
+        inner = config.tensor_parallel_size // config.num_expert_ranks
+        return cls(
+            Group("tp", tuple(world), rank),
+            Group("ep", tuple(r for r in world if r % inner == rank % inner), rank),
+            Group("expert_tp", tuple(r for r in world if r // inner == rank // inner), rank),
+        )
+
+    def parallel(self, backend: str, seat: Seat, timeout: float) -> Parallel:
+        """What layers are constructed with; ``timeout`` is that of a step, in seconds."""
+        return Parallel(self.tp, self.ep, self.expert_tp, backend, seat.on_one_host, timeout + _PATIENCE)
+
+    def select(self, ctx: Context) -> None:
+        """Choose and construct the communicators."""
+        for group in self._used:
+            group.select(ctx)
+
+    def open(self, store: Store, control: ControlGroup) -> None:
+        """Join all, in one order on every rank, once every rank has said that it can."""
+        control.vote()
+        with control.together():
+            for group in self._used:
+                group.open(store)
+
+    def close(self) -> None:
+        """Leave all, last joined first."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for group in reversed(self._used):
+            group.close(deadline)
+
+    def abort(self) -> None:
+        """Leave all at once, from any thread, where another rank is gone; a collective under way raises."""
+        for group in reversed(self._used):
+            group.abort()
+
+    @property
+    def _used(self) -> tuple[Group, ...]:
+        """Experts that every rank has a slice of are served by ``tp``."""
+        return (self.tp, self.ep, self.expert_tp) if self.ep.size > 1 else (self.tp,)

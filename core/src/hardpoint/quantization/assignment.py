@@ -1,0 +1,192 @@
+"""Which scheme each matrix of a model has: what the build context carries as ``ctx.quantization``.
+
+Layers ask it while they are constructed. Once all have, it knows which of the checkpoint's tensors go where.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from hardpoint.checkpoint.reading import Reading, WeightNames
+from hardpoint.plugins import Offer
+from hardpoint.plugins.blame import blame, misbehaved
+from hardpoint.quantization.merging import by_row, merge_schemes
+from hardpoint_plugin_api import (
+    CacheScales,
+    CheckpointError,
+    CheckpointTensors,
+    ConfigError,
+    LinearArgs,
+    Module,
+    QuantizationMethod,
+    Scheme,
+    ShardPlan,
+)
+
+_CACHE_SCALES = re.compile(r".*\.([kvq]|kv|prob)_scale$")
+"""Scales for attention, which nobody needs whose cache is not quantized by them."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method in use: the object, whose it is, and the checkpoint that it reads."""
+
+    reader: QuantizationMethod
+    offer: Offer
+    tensors: CheckpointTensors
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The method in use, if any, and what it said of the layers constructed so far.
+
+    ``_modules`` are the checkpoint's modules by layer path and part; ``_schemes`` what was answered, ``_apart`` the
+    paths of layers whose parts have a matrix each; ``_shards`` how ranks divide rows and columns.
+    """
+
+    method: Method | None = None
+    _modules: Mapping[tuple[str, str | None], str] = field(default_factory=dict)
+    _schemes: dict[tuple[str, str | None], tuple[Module, Scheme]] = field(default_factory=dict)
+    _apart: set[str] = field(default_factory=set)
+    _shards: dict[tuple[str, str | None], tuple[ShardPlan | None, ShardPlan | None]] = field(default_factory=dict)
+    _cache_scales: dict[str, CacheScales] = field(default_factory=dict)
+
+    def for_model(self, names: Mapping[str, str | None]) -> Quantization:
+        """The same method for a model whose tensors have these ``names``, plain weights assumed (see load_weights)."""
+        modules = {}
+        for name, address in names.items():
+            if address is not None:
+                path, slot, part = split_address(address)
+                if slot == "weight":
+                    modules[path, part] = name.removesuffix(".weight")
+        return replace(self, _modules=modules, _schemes={}, _apart=set(), _shards={}, _cache_scales={})
+
+    def linear(self, path: str, args: LinearArgs, dtype: str) -> Scheme | None:
+        """The scheme of the layer at ``path``; None where its parts must have a matrix each, at ``path.PART``."""
+        named = len(args.parts) > 1
+        keys = [(path, part if named else None) for part, _ in args.parts]
+        schemes = [self._scheme(key, rows, args, dtype) for key, (_, rows) in zip(keys, args.parts, strict=True)]
+        whole = merge_schemes(schemes, [rows for _, rows in args.own_parts])
+        if whole is None:
+            self._apart.add(path)
+        else:
+            shards = args.row_shards or (None,) * len(keys)
+            self._shards.update({key: (rows, args.column_shard) for key, rows in zip(keys, shards, strict=True)})
+            check_shards(path, whole, args)
+        return whole
+
+    def experts(self, path: str, args: LinearArgs, numbers: Iterable[int], dtype: str) -> Scheme:
+        """The scheme of a stack of matrices at ``path``, one of ``args`` for each of the experts ``numbers``.
+
+        Its parts are ``N.PART``, or ``N`` where a matrix has one. Raises CheckpointError where experts are quantized
+        unlike each other: kernels take all of them at once.
+        """
+        shards = args.row_shards or (None,) * len(args.parts)
+        first: Scheme | None = None
+        for number in numbers:
+            names = [f"{number}.{part}" if len(args.parts) > 1 else str(number) for part, _ in args.parts]
+            keys = [(path, name) for name in names]
+            schemes = [self._scheme(key, rows, args, dtype) for key, (_, rows) in zip(keys, args.parts, strict=True)]
+            whole = merge_schemes(schemes, [rows for _, rows in args.own_parts])
+            first = first or whole
+            if whole is None or first is None or whole.pair != first.pair:
+                raise CheckpointError(
+                    f"layer {path!r}: the matrices of expert {number} are quantized unlike each other, or unlike those "
+                    "of the experts before it, and experts run all at once; quantize all experts of a layer alike"
+                )
+            self._shards.update({key: (rows, args.column_shard) for key, rows in zip(keys, shards, strict=True)})
+        assert first is not None
+        check_shards(path, first, args)
+        return by_row(first)
+
+    def _scheme(self, key: tuple[str, str | None], rows: int, args: LinearArgs, dtype: str) -> Scheme:
+        name = self._modules.get(key)
+        if name is None and key[1] is None:  # a part on its own asks again, under its own path
+            path, _, part = key[0].rpartition(".")
+            name = self._modules.get((path, part)) if path in self._apart else None
+        if self.method is None or name is None or args.kind == "embedding":
+            return Scheme.plain(dtype)
+        module = Module(name, rows, args.in_features, args.kind)
+        with blame(self.method.offer):
+            scheme: object = self.method.reader.scheme(module)
+        if scheme is None:
+            return Scheme.plain(dtype)
+        if not isinstance(scheme, Scheme):
+            raise misbehaved(self.method.offer, f"must return a Scheme or None from scheme(), got {scheme!r:.80}")
+        self._schemes[key] = module, scheme
+        return scheme
+
+    def cache_scales(self, path: str) -> bool:
+        """Whether the checkpoint has scales for the cache of the attention layer at ``path``, which asks for them."""
+        module = self._modules.get((f"{path}.qkv", "q"))
+        if self.method is None or module is None:
+            return False
+        attention = module.rpartition(".")[0]
+        with blame(self.method.offer):
+            scales = self.method.reader.cache_scales(attention)
+        if scales is not None:
+            self._cache_scales[path] = scales
+        return scales is not None
+
+    def weight_names(self, names: Mapping[str, str | None]) -> WeightNames:
+        """``names`` with quantized weights' own tensors in place of plain ones."""
+        if self.method is None:
+            return dict(names)
+        found: dict[str, str | Reading | None] = {}
+        for name, address in names.items():
+            if address is None:
+                found[name] = None
+                continue
+            path, slot, part = split_address(address)
+            known = self._schemes.get((path, part))
+            if path in self._apart and part is not None:
+                path, part = f"{path}.{part}", None
+                known = self._schemes.get((path, None))
+            if known is None or slot != "weight":
+                found[name] = join_address(path, slot, part)
+                continue
+            module, scheme = known
+            for stored in scheme.stored:
+                places = {fill: join_address(path, fill, part) for fill in stored.fills}
+                shards = self._shards.get((path, part), (None, None))
+                found.setdefault(f"{module.name}.{stored.name}", Reading(stored, module, places, *shards))
+        for path, scales in self._cache_scales.items():
+            found |= {scales.k: f"{path}.k_scale", scales.v: f"{path}.v_scale"}
+        unneeded = (name for name in self.method.tensors.names - found.keys() if _CACHE_SCALES.match(name))
+        return found | dict.fromkeys(unneeded)
+
+
+def check_shards(path: str, scheme: Scheme, args: LinearArgs) -> None:
+    """Raise ConfigError where a rank's piece of a matrix cuts what is quantized as one."""
+    columns = args.column_shard
+    if columns is not None and scheme.weight.permuted:
+        raise ConfigError(
+            f"--tensor-parallel-size {len(columns.ranks)}: the columns of layer {path!r} are quantized in groups that "
+            "are no neighbours (act-order), which cannot be divided; run it on one rank"
+        )
+    for stored in scheme.stored:
+        for dim in stored.dims:
+            for plan in args.row_shards if dim.axis == "out" else (columns,) if dim.axis == "in" and columns else ():
+                try:
+                    plan.blocks(dim.per)
+                except ValueError:
+                    what = "rows" if dim.axis == "out" else "columns"
+                    raise ConfigError(
+                        f"--tensor-parallel-size {len(plan.ranks)}: layer {path!r} is quantized in blocks of "
+                        f"{dim.per}, and ranks would have {plan.size} of its {plan.full} {what} each, which cuts "
+                        "blocks; use fewer ranks"
+                    ) from None
+
+
+def split_address(address: str) -> tuple[str, str, str | None]:
+    """``"blocks.0.qkv.weight[q]"`` -> path, slot, part (None where there is none)."""
+    plain, _, part = address.removesuffix("]").partition("[")
+    path, _, slot = plain.rpartition(".")
+    return path, slot, part or None
+
+
+def join_address(path: str, slot: str, part: str | None) -> str:
+    """The inverse of ``split_address``."""
+    return f"{path}.{slot}" + (f"[{part}]" if part else "")

@@ -1,0 +1,100 @@
+"""Methods that quantize a checkpoint of plain weights while it loads, tensor by tensor.
+
+A weight is rounded to nearest as it is read, so that at no time there is more of it in memory than the one tensor.
+Output heads and embeddings stay as they are.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+from hardpoint.quantization.methods.settings import Options
+from hardpoint.quantization.numerics import quantize_weight
+from hardpoint_plugin_api import (
+    ConfigError,
+    Dim,
+    MethodRequest,
+    Module,
+    QuantizationMethod,
+    QuantSpec,
+    Scale,
+    Scheme,
+    StoredTensor,
+)
+
+_PLAIN = ("float32", "float16", "bfloat16", "float64")
+_ROW = (Scale("float32", (1, -1)),)
+_TILE = (128, 128)
+"""DeepSeek-V3 (arXiv:2412.19437, section 3.3.2): tiles of the weight, and as wide stretches of activations."""
+
+
+class OnlineMethod(QuantizationMethod):
+    """The common part: everything but the specs. ``known`` are the options and their values, see Options."""
+
+    online = True
+    known: ClassVar[dict[str, tuple[str, ...]]]
+
+    def __init__(self, request: MethodRequest) -> None:
+        self.options = Options(request.options, self.known)
+        self.plain = QuantSpec(request.dtype)
+        self.request = request
+
+    @abstractmethod
+    def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
+        """The specs of weight and activation. Raises ConfigError where the weight's shape does not allow it."""
+
+    def scheme(self, module: Module) -> Scheme | None:
+        if module.kind != "linear":
+            return None
+        weight, activation = self.specs(module)
+        fills = ("weight", "weight_scale", *(("weight_zero_point",) if weight.zero_point else ()))
+        source = StoredTensor(
+            "weight", (Dim("out"), Dim("in")), _PLAIN, fills, lambda tensor: quantize_weight(tensor, weight)
+        )
+        return Scheme(weight, activation, (source,))
+
+
+class Fp8Online(OnlineMethod):
+    """8-bit floats. Options: ``scales`` = channel, tensor or block; ``activations`` = dynamic or none."""
+
+    known: ClassVar = {"scales": ("channel", "tensor", "block"), "activations": ("dynamic", "none")}
+
+    def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
+        fp8 = self.request.device.fp8
+        element = fp8.dtype if fp8 else "float8_e4m3fn"
+        block = {"channel": (1, -1), "tensor": (-1, -1), "block": _TILE}[self.options.text("scales")]
+        weight = QuantSpec(element, scales=(Scale("float32", block),))
+        if self.options.text("activations") == "none":
+            return weight, self.plain
+        stretch = (1, _TILE[1]) if block == _TILE else (1, -1)
+        return weight, QuantSpec(element, scales=(Scale("float32", stretch),), static=False)
+
+
+class Int8Online(OnlineMethod):
+    """8-bit integers, a scale for each channel. Option: ``activations`` = dynamic (a scale for each token), or none."""
+
+    known: ClassVar = {"activations": ("dynamic", "none")}
+
+    def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
+        weight = QuantSpec("int8", scales=_ROW)
+        if self.options.text("activations") == "none":
+            return weight, self.plain
+        return weight, QuantSpec("int8", scales=_ROW, static=False)
+
+
+class Int4Online(OnlineMethod):
+    """4-bit integers, weights alone. Options: ``group_size`` (64), ``symmetric`` = false or true."""
+
+    known: ClassVar = {"group_size": (), "symmetric": ("false", "true")}
+
+    def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
+        size = self.options.number("group_size", 64)
+        if module.in_features % size or size % 2:
+            raise ConfigError(
+                f"--quantization int4: groups of {size} do not divide the {module.in_features} columns of "
+                f"{module.name!r}; set --quantization-options group_size=SIZE to an even divisor"
+            )
+        symmetric = self.options.text("symmetric") == "true"
+        scales = (Scale(self.request.dtype, (1, size)),)
+        return QuantSpec("int4" if symmetric else "uint4", scales=scales, zero_point=not symmetric), self.plain

@@ -1,0 +1,409 @@
+"""Checkpoints in each format, written by the layouts that the formats' tools document, with nothing of core's code.
+
+A writer turns one float32 weight [out, in] into the tensors that the format stores for its module, and into the numbers
+that those mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from tests.support.checkpoints import write_checkpoint
+
+Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""A module's tensors by name, and its weight in numbers."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """``config`` is the quantization_config; ``inputs`` what the format's activations do to a module's input."""
+
+    name: str
+    config: Mapping[str, Any]
+    write: Callable[[str, torch.Tensor], Stored]
+    inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
+    skip: tuple[str, ...] = ("lm_head",)
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def write_quantized(folder: Path, form: Format, family: str = "qwen2") -> PreTrainedModel:
+    """Write a small random model in ``form`` and return it as Transformers' own, with the numbers that were stored."""
+    model = write_checkpoint(folder, family, **form.model)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    weights = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or any(name.endswith(skipped) for skipped in form.skip):
+            continue
+        stored, numbers = form.write(name, tensors.pop(f"{name}.weight").float())
+        tensors |= {f"{name}.{key}": value.contiguous() for key, value in stored.items()}
+        weights[f"{name}.weight"].data = numbers.float()
+        _round_inputs(module, form.inputs)
+    save_file(tensors, file, metadata={"format": "pt"})
+    change_config(folder, quantization_config=dict(form.config))
+    return model
+
+
+def round_weights(
+    model: PreTrainedModel,
+    weights: Callable[[torch.Tensor], torch.Tensor],
+    inputs: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> None:
+    """Replace the weights of all linear modules but the head by rounded ones, and round what goes into them."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.weight.data = weights(module.weight.data)
+            _round_inputs(module, inputs)
+
+
+def _round_inputs(module: torch.nn.Linear, inputs: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    if inputs is not None:
+        module.register_forward_pre_hook(lambda _, args: (inputs(args[0]),))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Change keys of config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# Rounding
+
+
+def by_blocks(weight: torch.Tensor, n: int, k: int, top: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest magnitude of each n x k block over ``top``, [blocks, blocks], and the same for each element."""
+    rows, columns = weight.shape
+    scales = torch.stack(
+        [
+            torch.stack([weight[r : r + n, c : c + k].abs().max() / top for c in range(0, columns, k)])
+            for r in range(0, rows, n)
+        ]
+    )
+    each = torch.stack([scales[r // n][torch.arange(columns) // k] for r in range(rows)])
+    return scales, each
+
+
+def integers(weight: torch.Tensor, group: int, bits: int, symmetric: bool, dtype: torch.dtype, of: torch.Tensor) -> Any:
+    """q in 0 .. 2^bits - 1, zero points and scales [out, groups]: rounded to nearest. ``of`` is each column's group."""
+    top, middle = 2**bits - 1, 2 ** (bits - 1)
+    count = int(of.max()) + 1
+    scales, zeros = torch.zeros(len(weight), count), torch.zeros(len(weight), count, dtype=torch.int64)
+    for g in range(count):
+        some = weight[:, of == g]
+        if symmetric:
+            scales[:, g], zeros[:, g] = some.abs().amax(1) / (middle - 1), middle
+        else:
+            low, high = some.amin(1).clamp(max=0), some.amax(1).clamp(min=0)
+            scales[:, g] = (high - low) / top
+            zeros[:, g] = (-low / scales[:, g]).round().long()
+    scales = scales.to(dtype)
+    q = (weight / scales.float()[:, of] + zeros[:, of]).round().clamp(0, top).long()
+    numbers = (q - zeros[:, of]).float() * scales.float()[:, of]
+    return q, zeros, scales, numbers
+
+
+def words_along(values: torch.Tensor, axis: int, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Pack along ``axis`` into int32: element ``order[i]`` of each word's into bits i * bits and up."""
+    per = 32 // bits
+    values = values.movedim(axis, -1)
+    values = torch.nn.functional.pad(values, (0, -values.shape[-1] % per)).unflatten(-1, (-1, per))
+    words = torch.zeros(values.shape[:-1], dtype=torch.int64)
+    for i in range(per):
+        words |= (values[..., order[i] if order else i] & (2**bits - 1)) << (i * bits)
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.to(torch.int32).movedim(-1, axis)
+
+
+# fp8
+
+
+def fp8_tensor(name: str, weight: torch.Tensor) -> Stored:
+    """AutoFP8: one scale."""
+    scale = weight.abs().max() / 448
+    q = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": q, "weight_scale": scale}, q.float() * scale
+
+
+def fp8_channel(name: str, weight: torch.Tensor) -> Stored:
+    """One scale for each output channel."""
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    q = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": q, "weight_scale": scale}, q.float() * scale
+
+
+def fp8_block(n: int, k: int) -> Callable[[str, torch.Tensor], Stored]:
+    """DeepSeek's tiles."""
+
+    def write(name: str, weight: torch.Tensor) -> Stored:
+        scales, each = by_blocks(weight, n, k, 448)
+        q = (weight / each).to(torch.float8_e4m3fn)
+        return {"weight": q, "weight_scale_inv": scales}, q.float() * each
+
+    return write
+
+
+def static(
+    write: Callable[[str, torch.Tensor], Stored], key: str, scale: float
+) -> Callable[[str, torch.Tensor], Stored]:
+    """The same with a scale for activations beside the weight."""
+
+    def both(name: str, weight: torch.Tensor) -> Stored:
+        stored, numbers = write(name, weight)
+        return stored | {key: torch.tensor([scale])}, numbers
+
+    return both
+
+
+def fp8_inputs(k: int | None = None, scale: float | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Round activations to e4m3: with one given ``scale``, or one for each token, or for each ``k`` of its elements."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        parts = x.split(k or x.shape[-1], dim=-1)
+        done = []
+        for part in parts:
+            s = torch.tensor(scale) if scale is not None else part.abs().amax(-1, keepdim=True) / 448
+            s = torch.where(s == 0, 1.0, s)
+            done.append((part / s).clamp(-448, 448).to(torch.float8_e4m3fn).float() * s)
+        return torch.cat(done, dim=-1)
+
+    return rounded
+
+
+def int8_inputs(x: torch.Tensor) -> torch.Tensor:
+    """Round activations to int8, one scale for each token."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round() * scale
+
+
+def int8_static_asymmetric(scale: float, zero: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Round activations to int8 by a given scale and zero point."""
+    return lambda x: ((x / scale + zero).round().clamp(-128, 127) - zero) * scale
+
+
+# gptq and awq
+
+
+def gptq(group: int, bits: int, symmetric: bool, desc_act: bool, version: str) -> Callable[[str, torch.Tensor], Stored]:
+    """AutoGPTQ's tensors. With ``desc_act``, columns' groups are drawn at random, alike for what is merged."""
+
+    def write(name: str, weight: torch.Tensor) -> Stored:
+        columns = weight.shape[1]
+        size = columns if group == -1 else group
+        of = torch.arange(columns) // size
+        if desc_act:
+            seed = int(name.split(".")[2]) * 10 + ("mlp" in name) + 2 * ("o_proj" in name or "down_proj" in name)
+            of = of[torch.randperm(columns, generator=torch.Generator().manual_seed(seed))]
+        q, zeros, scales, numbers = integers(weight, size, bits, symmetric, torch.float16, of)
+        zero_words = words_along(zeros.t(), 1, bits)
+        if version == "gptq":
+            zero_words -= 0x11111111 if bits == 4 else 0x01010101
+        stored = {
+            "qweight": words_along(q.t(), 0, bits),
+            "qzeros": zero_words,
+            "scales": scales.t(),
+            "g_idx": of.int(),
+        }
+        return stored, numbers
+
+    return write
+
+
+def awq(group: int) -> Callable[[str, torch.Tensor], Stored]:
+    """AutoAWQ's tensors, version gemm."""
+
+    def write(name: str, weight: torch.Tensor) -> Stored:
+        of = torch.arange(weight.shape[1]) // group
+        q, zeros, scales, numbers = integers(weight, group, 4, False, torch.float16, of)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        stored = {
+            "qweight": words_along(q.t(), 1, 4, order),
+            "qzeros": words_along(zeros.t(), 1, 4, order),
+            "scales": scales.t(),
+        }
+        return stored, numbers
+
+    return write
+
+
+# compressed-tensors
+
+
+def ct_packed(group: int, bits: int, symmetric: bool, actorder: bool = False) -> Callable[[str, torch.Tensor], Stored]:
+    """Format pack-quantized: what is packed is q - 2^(bits - 1) in two's complement, with that added again."""
+
+    def write(name: str, weight: torch.Tensor) -> Stored:
+        columns = weight.shape[1]
+        size = columns if group == -1 else group
+        of = torch.arange(columns) // size
+        if actorder:
+            seed = int(name.split(".")[2]) * 10 + ("mlp" in name) + 2 * ("o_proj" in name or "down_proj" in name)
+            of = of[torch.randperm(columns, generator=torch.Generator().manual_seed(seed))]
+        q, zeros, scales, numbers = integers(weight, size, bits, symmetric, torch.bfloat16, of)
+        stored = {
+            "weight_packed": words_along(q, 1, bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            stored["weight_zero_point"] = words_along(zeros, 0, bits)
+        if actorder:
+            stored["weight_g_idx"] = of.int()
+        return stored, numbers
+
+    return write
+
+
+def ct_int8(name: str, weight: torch.Tensor) -> Stored:
+    """Format int-quantized, a scale for each channel."""
+    scale = weight.abs().amax(1, keepdim=True) / 127.5
+    q = (weight / scale).round().clamp(-128, 127)
+    return {"weight": q.to(torch.int8), "weight_scale": scale}, q * scale
+
+
+def ct_int8_asymmetric(name: str, weight: torch.Tensor) -> Stored:
+    """The same with zero points, signed."""
+    q, zeros, scales, numbers = integers(
+        weight, weight.shape[1], 8, False, torch.float32, torch.zeros(weight.shape[1], dtype=torch.int64)
+    )
+    stored = {"weight": (q - 128).to(torch.int8), "weight_scale": scales}
+    return stored | {"weight_zero_point": (zeros - 128).to(torch.int8)}, numbers
+
+
+def ct_fp8_block(n: int, k: int) -> Callable[[str, torch.Tensor], Stored]:
+    """Format float-quantized, strategy block."""
+
+    def write(name: str, weight: torch.Tensor) -> Stored:
+        scales, each = by_blocks(weight, n, k, 448)
+        q = (weight / each).to(torch.float8_e4m3fn)
+        return {"weight": q, "weight_scale": scales}, q.float() * each
+
+    return write
+
+
+def ct_config(
+    format_: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, **more: Any
+) -> dict[str, Any]:
+    """A compressed-tensors config of one group."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format_,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    } | more
+
+
+def ct_numbers(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    """One set of quantization args."""
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
+
+
+_FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+
+def _gptq(name: str, group: int, bits: int, symmetric: bool, desc_act: bool = False, version: str = "gptq") -> Format:
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": desc_act}
+    return Format(name, config | {"checkpoint_format": version}, gptq(group, bits, symmetric, desc_act, version))
+
+
+def _packed(name: str, group: int, bits: int, symmetric: bool, actorder: str | None = None) -> Format:
+    strategy = "channel" if group == -1 else "group"
+    numbers = ct_numbers(bits, "int", strategy, group_size=group, symmetric=symmetric, actorder=actorder)
+    return Format(name, ct_config("pack-quantized", numbers, None), ct_packed(group, bits, symmetric, bool(actorder)))
+
+
+_ASYMMETRIC_INPUTS = ct_numbers(8, "int", "tensor", symmetric=False)
+
+
+def _with_zero_point(write: Callable[[str, torch.Tensor], Stored]) -> Callable[[str, torch.Tensor], Stored]:
+    def both(name: str, weight: torch.Tensor) -> Stored:
+        stored, numbers = static(write, "input_scale", 0.02)(name, weight)
+        return stored | {"input_zero_point": torch.tensor([-7], dtype=torch.int8)}, numbers
+
+    return both
+
+
+FORMATS = [
+    Format("fp8-tensor", _FP8_CONFIG, fp8_tensor, fp8_inputs()),
+    Format("fp8-channel", _FP8_CONFIG, fp8_channel, fp8_inputs()),
+    Format(
+        "fp8-static",
+        _FP8_CONFIG | {"activation_scheme": "static"},
+        static(fp8_tensor, "input_scale", 0.01),
+        fp8_inputs(scale=0.01),
+    ),
+    Format(
+        "fp8-block",
+        _FP8_CONFIG | {"weight_block_size": [32, 32]},
+        fp8_block(32, 32),
+        fp8_inputs(32),
+    ),
+    Format(
+        "fp8-block-apart",
+        _FP8_CONFIG | {"weight_block_size": [128, 128]},
+        fp8_block(128, 128),
+        fp8_inputs(128),
+    ),
+    _gptq("gptq-4", 32, 4, True),
+    _gptq("gptq-4-asymmetric", 16, 4, False),
+    _gptq("gptq-4-v2", 32, 4, False, version="gptq_v2"),
+    _gptq("gptq-4-desc-act", 16, 4, False, desc_act=True),
+    _gptq("gptq-8", 32, 8, True, desc_act=True),
+    _gptq("gptq-8-asymmetric", -1, 8, False),
+    Format("awq", {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq(32)),
+    Format(
+        "ct-int8",
+        ct_config("int-quantized", ct_numbers(8, "int", "channel"), ct_numbers(8, "int", "token", dynamic=True)),
+        ct_int8,
+        int8_inputs,
+    ),
+    Format(
+        "ct-int8-asymmetric",
+        ct_config("int-quantized", ct_numbers(8, "int", "channel", symmetric=False), _ASYMMETRIC_INPUTS),
+        _with_zero_point(ct_int8_asymmetric),
+        int8_static_asymmetric(0.02, -7),
+    ),
+    Format(
+        "ct-fp8",
+        ct_config("float-quantized", ct_numbers(8, "float", "channel"), ct_numbers(8, "float", "token", dynamic=True)),
+        fp8_channel,
+        fp8_inputs(),
+    ),
+    Format(
+        "ct-fp8-block",
+        ct_config(
+            "float-quantized",
+            ct_numbers(8, "float", "block", block_structure=[32, 16]),
+            ct_numbers(8, "float", "group", group_size=16, dynamic=True),
+        ),
+        ct_fp8_block(32, 16),
+        fp8_inputs(16),
+    ),
+    _packed("ct-w4a16", 16, 4, True),
+    _packed("ct-w4a16-asymmetric", 32, 4, False),
+    _packed("ct-w4a16-actorder", 16, 4, True, "group"),
+    _packed("ct-w4a16-channel", -1, 4, True),
+    _packed("ct-w8a16", 32, 8, True),
+    _packed("ct-w8a16-asymmetric", 32, 8, False),
+]
+"""Every format that is read, by name."""

@@ -1,0 +1,172 @@
+"""What a quantized checkpoint may lack or contradict: one clear error each, before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint.checkpoint import safetensors_files
+from hardpoint_plugin_api import CheckpointError, ConfigError, HardpointError, UnknownNameError
+from tests.quantization.formats import FORMATS, change_config, change_tensors, ct_config, ct_numbers, write_quantized
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engines import small_llm
+
+BY_NAME = {form.name: form for form in FORMATS}
+MODULE = "model.layers.1.mlp.up_proj"
+Tensors = dict[str, torch.Tensor]
+
+
+def drop(name: str) -> Callable[[Tensors], object]:
+    """Take a tensor of one module away."""
+    return lambda tensors: tensors.pop(f"{MODULE}.{name}")
+
+
+def shape(name: str, *size: int) -> Callable[[Tensors], object]:
+    """Give a tensor of one module another shape."""
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{MODULE}.{name}"] = torch.zeros(size, dtype=tensors[f"{MODULE}.{name}"].dtype)
+
+    return change
+
+
+@pytest.fixture
+def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where the checkpoint is streamed: by then, weights are being read."""
+
+    def fail(self: Any) -> Any:
+        raise AssertionError("weights were read before the error was found")
+
+    monkeypatch.setattr(safetensors_files.SafetensorsFiles, "__iter__", fail)
+
+
+TENSORS = [
+    (
+        "fp8-tensor",
+        drop("weight_scale"),
+        r"up_proj.weight_scale' is missing, and its weight is stored in an 8-bit float",
+    ),
+    (
+        "fp8-tensor",
+        shape("weight_scale", 3),
+        r"weight_scale' has shape \[3\], expected \[96\] or .* for a weight of 96 x",
+    ),
+    ("fp8-block", shape("weight_scale_inv", 2, 2), r"weight_scale_inv' has shape \[2, 2\], expected \[3, 2\]"),
+    ("fp8-static", drop("input_scale"), r"input_scale' .* is missing, and activation_scheme is static"),
+    ("fp8-static", shape("input_scale", 3), r"input_scale' has shape \[3\], expected one number"),
+    ("gptq-4", drop("qzeros"), r"missing tensors: model.layers.1.mlp.up_proj.qzeros"),
+    ("gptq-4", shape("scales", 1, 96), r"up_proj.scales' has shape \[1, 96\], the model expects \[2, 96\]"),
+    ("gptq-8", drop("g_idx"), r"up_proj.g_idx' is missing, and desc_act is set"),
+    ("awq", drop("scales"), r"missing tensors: model.layers.1.mlp.up_proj.scales"),
+    ("awq", shape("qweight", 64, 11), r"up_proj.qweight' has shape \[64, 11\], the model expects \[64, 12\]"),
+    ("ct-int8", drop("weight_scale"), r"missing tensors: model.layers.1.mlp.up_proj.weight_scale"),
+    ("ct-w4a16", shape("weight_scale", 96, 2), r"weight_scale' has shape \[96, 2\], the model expects \[96, 4\]"),
+    ("ct-w4a16", drop("weight_packed"), r"missing tensors: model.layers.1.mlp.up_proj.weight_packed"),
+    ("ct-w4a16-actorder", drop("weight_g_idx"), r"weight_g_idx' is missing, and actorder is set"),
+]
+
+
+@pytest.mark.parametrize(("form", "change", "message"), TENSORS, ids=lambda value: value if type(value) is str else "")
+def test_tensors(
+    tmp_path: Path, no_reading: None, form: str, change: Callable[[Tensors], object], message: str
+) -> None:
+    write_quantized(tmp_path, BY_NAME[form])
+    change_tensors(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        small_llm(tmp_path)
+
+
+CONFIGS = [
+    (
+        {"quant_method": "fp9"},
+        UnknownNameError,
+        r"unknown quantization method 'fp9'; did you mean 'fp8'\?.*config.json",
+    ),
+    ({"quant_method": "fp8_online"}, UnknownNameError, r"'fp8_online'; .*nown: awq, compressed-tensors, fp8, gptq\."),
+    (
+        {"quant_method": "fp8", "activation_scheme": "none"},
+        CheckpointError,
+        r"'activation_scheme' must be one of dynamic",
+    ),
+    (
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        CheckpointError,
+        r"'weight_block_size' must be a list of two",
+    ),
+    ({"quant_method": "gptq", "bits": 3}, CheckpointError, r"'bits' must be one of 4, 8, got 3"),
+    ({"quant_method": "gptq"}, CheckpointError, r"'bits' is missing"),
+    ({"quant_method": "awq", "bits": 4, "version": "marlin"}, CheckpointError, r"'version' must be one of gemm"),
+    (
+        ct_config("nvfp4-pack-quantized", ct_numbers(4, "int", "channel"), None),
+        CheckpointError,
+        r"group_0: weights: the format 'nvfp4-pack-quantized' is not supported; supported: pack-quantized",
+    ),
+    (
+        ct_config("int-quantized", ct_numbers(8, "int", "channel"), ct_numbers(8, "int", "token")),
+        CheckpointError,
+        r"input_activations: 'dynamic' does not go with strategy 'token' of activations, got False",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "kind", "message"), CONFIGS)
+def test_configs(
+    tmp_path: Path, no_reading: None, config: dict[str, Any], kind: type[HardpointError], message: str
+) -> None:
+    write_quantized(tmp_path, BY_NAME["fp8-tensor"])
+    change_config(tmp_path, quantization_config=config)
+    with pytest.raises(kind, match=message):
+        small_llm(tmp_path)
+
+
+FLAGS = [
+    (
+        "fp9",
+        "",
+        UnknownNameError,
+        r"unknown quantization method 'fp9'; did you mean 'fp8'\?.*Asked for by --quantization",
+    ),
+    (
+        "gptq",
+        "",
+        ConfigError,
+        r"--quantization gptq: .* is not quantized; methods that quantize while loading: fp8, int4",
+    ),
+    ("int4", "size=3", UnknownNameError, r"unknown quantization option 'size'"),
+    ("int4", "group_size=0", ConfigError, r"group_size=0: must be a positive whole number"),
+    (
+        "int4",
+        "group_size=48",
+        ConfigError,
+        r"groups of 48 do not divide the 64 columns of 'model.layers.0.self_attn.q_",
+    ),
+    ("int8", "activations=some", ConfigError, r"activations=some: must be one of dynamic, none"),
+    (None, "group_size=16", ConfigError, r"--quantization-options group_size=16: .*--quantization asks for"),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "kind", "message"), FLAGS)
+def test_flags(
+    tmp_path: Path, no_reading: None, method: str | None, options: str, kind: type[HardpointError], message: str
+) -> None:
+    write_checkpoint(tmp_path, "qwen2")
+    with pytest.raises(kind, match=message):
+        small_llm(tmp_path, quantization=method, quantization_options=options)
+
+
+def test_a_flag_that_contradicts_the_checkpoint(tmp_path: Path, no_reading: None) -> None:
+    write_quantized(tmp_path, BY_NAME["fp8-tensor"])
+    with pytest.raises(ConfigError, match=r"--quantization int8 contradicts .*config.json"):
+        small_llm(tmp_path, quantization="int8")
+
+
+def test_symmetric_weights_with_other_zero_points(tmp_path: Path) -> None:
+    """What only the tensors' bytes tell is an error as they are read, and names the tensor."""
+    write_quantized(tmp_path, BY_NAME["gptq-4"])
+    change_tensors(tmp_path, lambda tensors: tensors[f"{MODULE}.qzeros"].add_(1))
+    with pytest.raises(CheckpointError, match=r"up_proj.qzeros': zero points are not all 8, and the config says"):
+        small_llm(tmp_path)

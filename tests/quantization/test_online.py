@@ -1,0 +1,97 @@
+"""Quantizing plain checkpoints while they load: the logits of the same model with the rounded numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.quantization.formats import by_blocks, fp8_inputs, int8_inputs, integers, round_weights
+from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint
+from tests.support.engines import prompt_logits, small_llm
+
+
+def e4m3(n: int, k: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rounded to 8-bit floats, a scale for each n x k block; 0 is all."""
+
+    def rounded(weight: torch.Tensor) -> torch.Tensor:
+        _, each = by_blocks(weight, n or weight.shape[0], k or weight.shape[1], 448)
+        return (weight / each).to(torch.float8_e4m3fn).float() * each
+
+    return rounded
+
+
+def int8(weight: torch.Tensor) -> torch.Tensor:
+    """Rounded to 8-bit integers, a scale for each row."""
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / scale).round() * scale
+
+
+def int4(group: int, symmetric: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rounded to 4-bit integers in groups of columns."""
+
+    def rounded(weight: torch.Tensor) -> torch.Tensor:
+        if symmetric:
+            _, each = by_blocks(weight, 1, group, 7)
+            return (weight / each).round() * each
+        of = torch.arange(weight.shape[1]) // group
+        numbers: torch.Tensor = integers(weight, group, 4, False, torch.float32, of)[-1]
+        return numbers
+
+    return rounded
+
+
+ONLINE = [
+    ("fp8", "", e4m3(1, 0), fp8_inputs()),
+    ("fp8", "scales=tensor", e4m3(0, 0), fp8_inputs()),
+    ("fp8", "scales=block", e4m3(128, 128), fp8_inputs(128)),
+    ("fp8", "activations=none", e4m3(1, 0), None),
+    ("int8", "", int8, int8_inputs),
+    ("int8", "activations=none", int8, None),
+    ("int4", "group_size=32", int4(32, False), None),
+    ("int4", "group_size=16,symmetric=true", int4(16, True), None),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "weights", "inputs"), ONLINE)
+def test_logits_are_those_of_the_rounded_numbers(
+    tmp_path: Path,
+    method: str,
+    options: str,
+    weights: Callable[[torch.Tensor], torch.Tensor],
+    inputs: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> None:
+    model = write_checkpoint(tmp_path, "qwen3", hidden_size=128, head_dim=32, intermediate_size=192)
+    round_weights(model, weights, inputs)
+    ids = random_prompts(1, 40, seed=5, shortest=24)[0]
+    with small_llm(tmp_path, quantization=method, quantization_options=options) as llm:
+        got, expected = prompt_logits(llm, ids), reference_logits(model, ids)
+    if inputs is None:
+        assert (got - expected).abs().max() < 2e-4
+    else:  # an activation at the border of two elements may be rounded to either
+        assert (got - expected).abs().median() < 2e-4
+        assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.995
+
+
+@pytest.mark.parametrize("kernel", ["emulated", "dequantized"])
+def test_either_kernel_by_name(tmp_path: Path, kernel: str) -> None:
+    """What dequantizes once, while loading, gives what dequantizes at each call does."""
+    write_checkpoint(tmp_path, "llama")
+    ids = random_prompts(1, 20, seed=3, shortest=20)[0]
+    settings = {"quantization": "int4", "quantization_options": "group_size=32"}
+    with small_llm(tmp_path, **settings) as llm:
+        expected = prompt_logits(llm, ids)
+    with small_llm(tmp_path, **settings, use={"linear": kernel}) as llm:
+        assert {row.chosen for row in llm.table.rows if row.family == "linear" and "uint4" in row.workload} == {kernel}
+        assert (prompt_logits(llm, ids) - expected).abs().max() < 1e-4
+
+
+def test_batch_invariance(tmp_path: Path) -> None:
+    """A prompt's logits are the same to the bit whether it is cut or whole."""
+    write_checkpoint(tmp_path, "llama")
+    ids = random_prompts(1, 40, seed=3, shortest=40)[0]
+    settings = {"quantization": "int4", "quantization_options": "group_size=32", "batch_invariant": True}
+    with small_llm(tmp_path, **settings) as llm:
+        assert torch.equal(prompt_logits(llm, ids), prompt_logits(llm, ids, chunk=7))
