@@ -40,7 +40,7 @@ $(STAMPS)/demo: $(METADATA) | $(VENV)/bin/python
 
 $(STAMPS)/test: $(STAMPS)/demo
 	$(PIP) --editable plugins/cuda --editable plugins/rocm --editable plugins/xpu \
-	    pytest pytest-xdist hypothesis ruff mypy setuptools wheel
+	    pytest pytest-xdist hypothesis sybil ruff mypy setuptools wheel
 	@touch $@
 
 clean:

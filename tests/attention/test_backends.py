@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 import torch
 
+from hardpoint.attention.batch_invariant import BatchInvariantAttention
 from hardpoint.attention.padded import pad_heads
 from hardpoint.attention.phases import PhasedBackend
 from hardpoint.attention.reference import PlainLayout, ReferenceAttention
@@ -38,6 +39,7 @@ class Phased(PhasedBackend):
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "reference": ReferenceAttention,
+    "reference_batch_invariant": BatchInvariantAttention,
     "cpu_paged": CpuAttention,
     "cpu_paged+pad32": pad_heads(CpuAttention, 32),
     "phased": Phased,
@@ -49,11 +51,16 @@ VARIATIONS: dict[str, AttentionSpec] = {
     "mqa-odd": replace(SPEC, num_heads=7, num_kv_heads=1),
     "window": replace(SPEC, window=11),
     "window-1": replace(SPEC, window=1),
+    "chunk": replace(SPEC, chunk=14),
+    "chunk-1": replace(SPEC, chunk=1),
+    "chunk-page": replace(SPEC, chunk=32),
     "soft-cap": replace(SPEC, soft_cap=1.5),
     "sinks": replace(SPEC, sinks=True),
     "alibi": replace(SPEC, alibi=True),
     "everything": replace(SPEC, window=20, soft_cap=2.0, sinks=True, alibi=True),
     "window-sinks-alibi": replace(SPEC, window=20, sinks=True, alibi=True),
+    "chunk-everything": replace(SPEC, chunk=20, soft_cap=2.0, sinks=True, alibi=True),
+    "chunk-sinks-alibi": replace(SPEC, chunk=20, sinks=True, alibi=True),
     "block-1": replace(SPEC, block_size=1),
     "head-80": replace(SPEC, head_size=80),
 }

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.executor import InProcessExecutor
-from hardpoint.engine.llm import Prompt
+from hardpoint.engine.prompts import Prompt
 from hardpoint_cpu.platform import CpuPlatform
 from hardpoint_plugin_api import ConfigError, ForwardStep, RequestError, StepLimits
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
@@ -66,7 +66,7 @@ def test_preempted_requests_give_the_same_tokens(checkpoint: tuple[Path, PreTrai
     page_bytes = 3 * 2 * 16 * 2 * 16 * 4
     with small_llm(folder, kv_cache_memory=10 * page_bytes, max_model_len=96) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        pool = llm.core.scheduler.pool
+        pool = llm.core.scheduler.cache.pool
         assert pool.num_free == pool.num_usable, "pages leaked"
     assert sum(output.metrics.num_preemptions for output in outputs) > 0, "the pool is meant to be too small"
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -127,7 +127,7 @@ def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
     next(stream)
     stream.close()  # type: ignore[attr-defined]  # it is a generator
     assert not llm.core.has_unfinished
-    pool = llm.core.scheduler.pool
+    pool = llm.core.scheduler.cache.pool
     assert pool.num_free == pool.num_usable
 
 
@@ -227,7 +227,7 @@ def test_a_step_that_fails_leaves_a_usable_engine(
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([[1, 2], [3, 4], [5, 6]], GREEDY, use_tqdm=False)
         assert not llm.core.has_unfinished
-        assert llm.core.scheduler.pool.num_free == llm.core.scheduler.pool.num_usable
+        assert llm.core.scheduler.cache.pool.num_free == llm.core.scheduler.cache.pool.num_usable
         for prompt in ([1, 2], [7, 8, 9]):
             check_tokens_equal(model, prompt, llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
 
@@ -247,7 +247,7 @@ def test_threads_share_the_engine(llm: LLM) -> None:
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda prompt: llm.generate([prompt], GREEDY, use_tqdm=False), prompts))
     assert [outputs[0].outputs[0].token_ids for outputs in together] == alone
-    assert llm.core.scheduler.pool.num_free == llm.core.scheduler.pool.num_usable
+    assert llm.core.scheduler.cache.pool.num_free == llm.core.scheduler.cache.pool.num_usable
 
 
 def test_a_closed_llm_says_so(checkpoint: tuple[Path, PreTrainedModel]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hardpoint.engine.logits_state import LogitsState, SlotSets
 from hardpoint.engine.sampler import Sampled, Sampler, SamplingOps
 from hardpoint.engine.step import NewRequest, ScheduledRequest, SlotSampling
 from hardpoint.ops.apply_logit_bias import apply_logit_bias
@@ -18,6 +19,7 @@ from hardpoint.ops.apply_penalties import apply_penalties
 from hardpoint.ops.mask_tokens import mask_tokens
 from hardpoint.ops.sampling import argmax_tokens, philox_uniform, sample_tokens
 from hardpoint.ops.token_logprobs import token_logprobs
+from hardpoint.resources import EngineResources
 from tests.support.sampling import changed_logits
 
 VOCABULARY, SLOTS = 7, 4
@@ -50,7 +52,10 @@ class Life:
 
 
 def new_sampler(ops: SamplingOps = OPS) -> Sampler:
-    return Sampler(ops, SLOTS, VOCABULARY, torch.device("cpu"))
+    resources = EngineResources()
+    state = LogitsState(resources, SLOTS, VOCABULARY, max_model_len=512)
+    resources.allocate(torch.device("cpu"))
+    return Sampler(ops, state, torch.device("cpu"))
 
 
 def take_slot(sampler: Sampler, slot: int, life: Life) -> None:
@@ -171,13 +176,33 @@ def test_a_greedy_slot_stays_greedy_beside_one_that_is_not() -> None:
             life.output.append(position % VOCABULARY)
 
 
-def test_state_is_made_when_it_is_needed() -> None:
-    """Large arrays, [slots, vocabulary], exist only once a request asks for them."""
-    sampler = new_sampler()
-    take_slot(sampler, 0, Life([1], [], RANDOM))
-    allowed, bias, penalties = (vars(part) for part in sampler._parts)
-    assert allowed["_forbidden"] is penalties["_in_prompt"] is penalties["_counts"] is None
-    assert bias["_tokens"].numel() == 0
+def test_state_as_wide_as_the_vocabulary_is_declared() -> None:
+    """Two bits and a counter for each slot and token: of 16 bits where that is enough for the longest sequence."""
+    for longest, counter in ((2**15 - 1, 2), (2**15, 4)):
+        resources = EngineResources()
+        state = LogitsState(resources, 3, 1000, longest)
+        declared = 3 * (1000 * counter + 2 * 125)
+        assert declared <= resources.total_bytes <= declared + 3 * 256
+        resources.allocate(torch.device("cpu"))
+        assert state.drawn.rows.shape == (3, 1000)
+        assert torch.iinfo(state.drawn.rows.dtype).max >= longest
+
+
+@pytest.mark.parametrize("vocabulary", [1, 8, 9, 300])
+def test_sets_of_tokens(vocabulary: int) -> None:
+    resources = EngineResources()
+    sets = SlotSets(resources, "sets", 4, vocabulary)
+    resources.allocate(torch.device("cpu"))
+    last = vocabulary - 1
+    sets.put(1, (last, 0, last))
+    sets.put(3, (0,), all_but=True)
+    masks = sets.masks(torch.tensor([3, 1, 0]))
+    expected = torch.zeros(3, vocabulary, dtype=torch.bool)
+    expected[0, 1:] = True
+    expected[1, [0, last]] = True
+    assert torch.equal(masks, expected)
+    sets.put(1, ())
+    assert not sets.masks(torch.tensor([1])).any()
 
 
 def test_longer_bad_words_beside_it_leave_a_slots_memory_alone() -> None:

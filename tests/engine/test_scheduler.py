@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint.engine.block_pool import BlockPool, hash_block, hash_salt
+from hardpoint.engine.paged_cache import CacheGeometry, PagedCache
 from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduler import Scheduler, SchedulerArgs
 from hardpoint.engine.step import StepInput, StepOutput
-from hardpoint_plugin_api import CapacityError, StepLimits
+from hardpoint_plugin_api import NULL_PAGE, CapacityError, Span, StepLimits
 
 BLOCK = 4
 END = 1
@@ -34,8 +35,12 @@ def make_request(number: int, prompt: Sequence[int], output: int, **options: Any
     return Request(str(number), tuple(prompt), params, 0, stops, len(prompt) + output, number=number, **options)
 
 
-def make_scheduler(pages: int, limits: StepLimits, prefix_caching: bool = True) -> Scheduler:
-    return Scheduler(SchedulerArgs(BlockPool(pages, BLOCK), limits, max_model_len=1000, prefix_caching=prefix_caching))
+def make_scheduler(
+    pages: int, limits: StepLimits, prefix_caching: bool = True, spans: tuple[Span, ...] = (Span(),)
+) -> Scheduler:
+    assert limits.max_tokens is not None
+    cache = PagedCache(BlockPool(pages), CacheGeometry(BLOCK, spans, limits.max_tokens))
+    return Scheduler(SchedulerArgs(cache, limits, max_model_len=1000, prefix_caching=prefix_caching))
 
 
 def draw(tokens: Sequence[int]) -> int:
@@ -57,14 +62,17 @@ def expected_output(request: Request) -> list[int]:
 
 
 class Device:
-    """Executes steps: slots with their tokens and pages, and a cache of (tokens up to here) by page and offset."""
+    """Executes steps: slots with their tokens and each cache group's pages.
 
-    def __init__(self, limits: StepLimits, num_pages: int) -> None:
-        self.limits, self.num_pages = limits, num_pages
+    The cache holds, by page and offset, the group that stored there and the tokens up to that one.
+    """
+
+    def __init__(self, limits: StepLimits, num_pages: int, spans: tuple[Span, ...] = (Span(),)) -> None:
+        self.limits, self.num_pages, self.spans = limits, num_pages, spans
         self.tokens: dict[int, list[int]] = {}
-        self.pages: dict[int, list[int]] = {}
+        self.pages: dict[int, list[list[int]]] = {}
         self.stored: dict[int, int] = {}
-        self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.cache: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self.num_computed = 0
 
     def execute(self, step: StepInput) -> StepOutput:
@@ -72,7 +80,7 @@ class Device:
             del self.tokens[slot], self.pages[slot], self.stored[slot]
         for new in step.new:
             assert new.slot not in self.tokens, "a slot is taken twice"
-            self.tokens[new.slot], self.pages[new.slot] = list(new.token_ids), []
+            self.tokens[new.slot], self.pages[new.slot] = list(new.token_ids), [[] for _ in self.spans]
         assert 0 < step.num_tokens <= (self.limits.max_tokens or 0)
         assert len(self.tokens) <= (self.limits.max_requests or 0)
         counts = [s.count for s in step.scheduled]
@@ -82,19 +90,21 @@ class Device:
             assert len(reading) == len(counts), "decodes and prompts share a step"
         drawn = []
         for share in step.scheduled:
-            tokens, pages = self.tokens[share.slot], self.pages[share.slot]
+            tokens = self.tokens[share.slot]
             first_time = share.slot not in self.stored
             assert first_time or share.start == self.stored[share.slot], "tokens are computed once and in order"
-            pages += share.new_pages
             end = share.start + share.count
             assert end <= len(tokens), "a token runs before it was drawn"
-            assert len(pages) == -(-end // BLOCK), "pages for just the tokens that are stored"
-            assert all(0 < page < self.num_pages for page in pages)
-            for position in range(share.start):
-                held = self.cache.get((pages[position // BLOCK], position % BLOCK))
-                assert held == tuple(tokens[: position + 1]), "the cache holds something else"
-            for position in range(share.start, end):
-                self.cache[pages[position // BLOCK], position % BLOCK] = tuple(tokens[: position + 1])
+            for group, (pages, new_pages) in enumerate(zip(self.pages[share.slot], share.new_pages, strict=True)):
+                pages += new_pages
+                assert len(pages) == -(-end // BLOCK), "pages for just the tokens that are stored"
+                first = self.spans[group].first(share.start)
+                assert all(0 < page < self.num_pages for page in pages[first // BLOCK :])
+                for position in range(first, share.start):
+                    held = self.cache.get((pages[position // BLOCK], position % BLOCK))
+                    assert held == (group, tuple(tokens[: position + 1])), "the cache holds something else"
+                for position in range(share.start, end):
+                    self.cache[pages[position // BLOCK], position % BLOCK] = group, tuple(tokens[: position + 1])
             self.num_computed += share.count
             self.stored[share.slot] = end
             if end < len(tokens):
@@ -103,7 +113,7 @@ class Device:
             if share.samples:
                 drawn.append(draw(tokens))
                 tokens.append(drawn[-1])
-        written = [p for share in step.scheduled for p in self.pages[share.slot][share.start // BLOCK :]]
+        written = [p for s in step.scheduled for pages in self.pages[s.slot] for p in pages[s.start // BLOCK :]]
         assert len(written) == len(set(written)), "two requests write to one page"
         return StepOutput(step.number, tuple(drawn))
 
@@ -127,6 +137,10 @@ PROMPTS = st.one_of(
 )
 
 
+FULL, WINDOW, CHUNK = Span(), Span(window=6), Span(chunk=8)
+SPANS = [(FULL,), (WINDOW,), (CHUNK,), (FULL, WINDOW), (WINDOW, WINDOW, FULL), (CHUNK, FULL), (WINDOW, CHUNK)]
+
+
 STREAMS = given(
     requests=st.lists(
         st.tuples(PROMPTS, st.integers(1, 20), st.integers(0, 30), st.booleans(), st.integers(0, 2), st.booleans()),
@@ -140,6 +154,7 @@ STREAMS = given(
     mixed=st.booleans(),
     depth=st.integers(0, 2),
     caching=st.booleans(),
+    spans=st.sampled_from(SPANS),
     aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 19), max_size=5),
 )
 
@@ -153,10 +168,12 @@ def check_random_streams(
     mixed: bool,
     depth: int,
     caching: bool,
+    spans: tuple[Span, ...],
     aborts: dict[int, int],
 ) -> None:
+    pages *= len(spans)
     limits = StepLimits(max_tokens=max_tokens, max_requests=max_requests, chunk_multiple=chunk, mixed_phases=mixed)
-    scheduler, device = make_scheduler(pages, limits, caching), Device(limits, pages)
+    scheduler, device = make_scheduler(pages, limits, caching, spans), Device(limits, pages, spans)
     everybody = [
         make_request(i, prompt, output, may_stop=may_stop, priority=priority, cache_salt="a" if salted else "")
         for i, (prompt, output, _, may_stop, priority, salted) in enumerate(requests)
@@ -181,7 +198,7 @@ def check_random_streams(
         pytest.fail("requests do not end")
     assert not scheduler.has_unfinished
     assert scheduler.num_waiting == scheduler.num_running == 0
-    assert scheduler.pool.num_free == scheduler.pool.num_usable, "pages leaked"
+    assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable, "pages leaked"
     for request in everybody:
         got, wanted = request.output_token_ids, expected_output(request)
         if request.finish_reason == "abort":
@@ -273,7 +290,7 @@ def test_deadlines_end_requests_wherever_they_are() -> None:
     scheduler.commit(output)
     run(scheduler, device, depth=1)
     assert patient.output_token_ids == expected_output(patient)
-    assert scheduler.pool.num_free == scheduler.pool.num_usable
+    assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable
 
 
 def test_a_request_larger_than_the_pool_is_refused_with_the_remedy() -> None:
@@ -284,20 +301,60 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_remedy() -> None:
 
 
 def test_the_pool_forgets_the_least_recently_used_and_tails_first() -> None:
-    pool = BlockPool(6, BLOCK)
+    pool = BlockPool(6)
+    cache = PagedCache(pool, CacheGeometry(BLOCK, (Span(),), 100))
     hashes = [hash_salt("")]
     for _ in range(4):
         hashes.append(hash_block(hashes[-1], [1, 2, 3, 4]))
     pages = pool.allocate(4)
     assert pages is not None
     for page, content in zip(pages, hashes[1:], strict=True):
-        pool.remember(page, content)
+        pool.remember(page, (0, content))
     pool.free(pages)
-    assert pool.find(hashes[1:]) == pages
+    assert cache.find(hashes[1:]).pages == [pages]
     assert pool.allocate(6) is None
     fresh = pool.allocate(2)
     assert fresh is not None
-    assert pool.find(hashes[1:]) == pages[:3], "first the page without content went, then the end of the chain"
+    assert cache.find(hashes[1:]).pages == [pages[:3]], "first the page without content went, then the end of the chain"
     pool.hold(pages[:1])
     assert pool.num_free == 2
     assert pool.num_free_without(pages[:3]) == 0
+
+
+def test_pages_behind_a_window_come_back_while_the_request_goes_on() -> None:
+    limits = StepLimits(max_tokens=8, max_requests=2)
+    spans = (Span(window=6),)
+    scheduler, device = make_scheduler(6, limits, spans=spans), Device(limits, 6, spans)
+    scheduler.add(request := make_request(0, [3] * 40, 60))
+    run(scheduler, device, depth=1)
+    assert request.output_token_ids == expected_output(request), "25 blocks passed through 5 pages"
+    assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable
+
+
+def test_a_prefix_is_found_where_the_window_still_has_its_end() -> None:
+    limits, spans = StepLimits(max_tokens=100, max_requests=2), (Span(), Span(window=6))
+    scheduler, device = make_scheduler(60, limits, spans=spans), Device(limits, 60, spans)
+    prompt = list(range(30))
+    scheduler.add(make_request(0, prompt, 1))
+    run(scheduler, device, depth=0)
+    cache = scheduler.cache
+    request = make_request(1, prompt, 1)
+    hashes = request.block_hashes(BLOCK, 7)
+    found = cache.find(hashes)
+    assert found.num_blocks == 7
+    assert [page == NULL_PAGE for page in found.pages[1]] == [True] * 5 + [False] * 2, "two blocks reach back 6 tokens"
+    lost = found.pages[1][-1]
+    del cache.pool._page_of[cache.pool._hash_of.pop(lost)]
+    assert cache.find(hashes).num_blocks == 6, "one block less"
+    scheduler.add(request)
+    run(scheduler, device, depth=0)
+    assert request.num_cached_tokens == 24
+    assert device.num_computed == 30 + 6
+
+
+def test_geometry_counts_what_a_sequence_holds_at_once() -> None:
+    geometry = CacheGeometry(BLOCK, (Span(), Span(window=6), Span(chunk=8)), max_step_tokens=8)
+    assert [geometry.pages_for(n) for n in (1, 4, 5, 40)] == [3, 3, 6, 10 + 5 + 5]
+    assert geometry.longest(20, 1000) == 40
+    assert geometry.longest(2, 1000) == 0
+    assert CacheGeometry(BLOCK, (Span(window=6),), 8).longest(5, 1000) == 1000, "a window never needs more"

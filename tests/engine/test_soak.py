@@ -14,7 +14,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.checkpoint.source import demo_model
 from tests.support.checkpoints import check_tokens_equal
 
-HELD_OUT = Path(__file__).parents[2] / "examples" / "train_demo_model" / "heldout.txt"
+HELD_OUT = demo_model() / "heldout.txt"
 WAVE = 100
 
 
@@ -70,7 +70,7 @@ def soak(num_requests: int) -> None:
             seeded = next(i for i, each in enumerate(params) if not each.is_greedy)
             alone = llm.generate([prompts[seeded]], params[seeded], use_tqdm=False)[0]
             assert alone.outputs[0].token_ids == outputs[seeded].outputs[0].token_ids
-            pool = llm.core.scheduler.pool
+            pool = llm.core.scheduler.cache.pool
             assert not llm.core.has_unfinished
             assert pool.num_free == pool.num_usable
             grown.append(resident_bytes())

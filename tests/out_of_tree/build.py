@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -79,6 +80,14 @@ def install_editable(dist: Dist, target: Path, source: Path) -> None:
         (source / "src" / path).write_text(text)
     command = [*_PIP, "--no-build-isolation", "--target", str(target), "--editable", str(source)]
     subprocess.run(command, check=True, timeout=300)
+
+
+def install_project(source: Path, target: Path, scratch: Path) -> None:
+    """Install the source tree ``source`` into the folder ``target``; it is built in a copy, in ``scratch``."""
+    copy = scratch / source.name
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    command = [*_PIP, "--no-build-isolation", "--target", str(target), str(copy)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
 
 
 def _digest(text: str) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.ops.base import functional_from_out
-from hardpoint.ops.error_model import judge
+from hardpoint.ops.judge import judge
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.plugins import discover
 from hardpoint_plugin_api import (
@@ -26,6 +26,7 @@ from hardpoint_plugin_api import (
     SelectionError,
     UnknownNameError,
 )
+from tests.out_of_tree.build import install_project
 from tests.support.attention import MIXED, brute_force, run_backend
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
@@ -37,14 +38,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which pip installed the plugin."""
-    source, site = tmp_path_factory.mktemp("acme-source"), tmp_path_factory.mktemp("acme-site")
-    for path in SOURCE.rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
-            copy = source / path.relative_to(SOURCE)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--target", str(site), str(source)], check=True, capture_output=True)
+    site = tmp_path_factory.mktemp("acme-site")
+    install_project(SOURCE, site, tmp_path_factory.mktemp("acme-source"))
     return site
 
 
@@ -171,7 +166,12 @@ def test_explain_shows_it_with_reasons(acme: Path, tmp_path: Path) -> None:
     (attention,) = [row for row in rows if row["family"] == "attention"]
     losers = {loser["name"]: [reason["code"] for reason in loser["reasons"]] for loser in attention["rejected"]}
     assert attention["chosen"] == "cpu_paged"
-    assert losers == {"reference": ["lower-rank"], "acme_paged": ["head-multiple"], "acme_paged+pad32": ["layout"]}
+    assert losers == {
+        "reference": ["lower-rank"],
+        "reference_batch_invariant": ["lower-rank"],
+        "acme_paged": ["head-multiple"],
+        "acme_paged+pad32": ["layout"],
+    }
 
 
 @pytest.mark.parametrize("window", [None, 12])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from hardpoint.platforms.testing import write_tree
 from hardpoint_cpu.platform import CpuMemory, CpuPlatform, describe
 from hardpoint_plugin_api import ConfigError, PlatformError
+from tests.support.traces import trace_events
 
 EPYC = """\
 processor\t: 0
@@ -43,6 +45,35 @@ def test_x86(tmp_path: Path) -> None:
     assert info.features == {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "bf16_native"}
     assert info.memory_bytes == 2**30
     assert info.dtypes == {"float32", "float16", "bfloat16"}
+
+
+def test_a_profile_spans_all_threads(tmp_path: Path) -> None:
+    cpu = CpuPlatform(describe())
+    released = threading.Event()
+
+    def work() -> None:
+        released.wait()
+        with cpu.range("step 7"):
+            _ = torch.ones(2) + 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with cpu.profile(tmp_path):
+        released.set()
+        thread.join()
+    assert {"step 7", "aten::add"} <= {event.get("name") for event in trace_events(tmp_path)}
+
+
+def test_trim_gives_memory_back() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    memory = CpuPlatform(describe()).memory
+    blocks = [bytearray(2**16) for _ in range(2000)]  # too small to be mapped one by one
+    del blocks[:-1]
+    held = resident()
+    memory.trim()
+    assert resident() < held
 
 
 def test_aarch64(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from hardpoint_cuda.platform import CudaPlatform
 from hardpoint_plugin_api import DeviceInfo, PlatformError
+from tests.support.traces import trace_events
 
 pytestmark = pytest.mark.accelerator
 
@@ -87,10 +89,23 @@ def test_pinned_copy_and_range(platform: CudaPlatform) -> None:
         assert torch.equal(pinned.to(device, non_blocking=True).cpu(), torch.arange(1024))
 
 
-def test_profiler_switches(platform: CudaPlatform) -> None:
-    platform.activate(0)
-    platform.profile(start=True)
-    platform.profile(start=False)
+def test_a_profile_holds_ranges_and_kernels(platform: CudaPlatform, tmp_path: Path) -> None:
+    device = platform.activate(0)
+    with platform.profile(tmp_path), platform.range("hardpoint.product"):
+        _ = torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
+        platform.synchronize()
+    events = trace_events(tmp_path)
+    assert "hardpoint.product" in {event.get("name") for event in events}
+    assert "kernel" in {event.get("cat") for event in events}
+
+
+def test_trim_returns_memory_to_the_driver(platform: CudaPlatform) -> None:
+    device = platform.activate(0)
+    held = torch.ones(512 * MIB, dtype=torch.uint8, device=device)
+    del held
+    before = platform.memory.snapshot().free
+    platform.memory.trim()
+    assert platform.memory.snapshot().free - before >= 500 * MIB
 
 
 def test_a_device_too_many(platform: CudaPlatform) -> None:

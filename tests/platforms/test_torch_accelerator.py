@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from hardpoint.platforms.torch_accelerator import DeviceModule, TorchAcceleratorPlatform
 from hardpoint_plugin_api import DeviceInfo, MemorySnapshot, PlatformError
+from tests.support.traces import trace_events
 
 
 class FakeModule:
@@ -44,6 +46,9 @@ class FakeModule:
 
     def max_memory_allocated(self, device: int) -> int:
         return 250
+
+    def empty_cache(self) -> None:
+        self.calls.append(("empty_cache", -1))
 
     def reset_peak_memory_stats(self, device: int) -> None:
         self.calls.append(("reset_peak_memory_stats", device))
@@ -120,5 +125,18 @@ def test_ranges_show_in_the_profiler() -> None:
     with torch.profiler.profile() as profile, acme.range("step 7"):
         pass
     assert "step 7" in [event.key for event in profile.key_averages()]
-    with pytest.raises(PlatformError, match="no profiler to start"):
-        acme.profile(start=True)
+
+
+def test_a_profile_is_written(tmp_path: Path) -> None:
+    acme = platform(["Acme 1"])
+    with acme.profile(tmp_path), acme.range("step 7"):
+        _ = torch.ones(2) + 1
+    assert {"step 7", "aten::add"} <= {event.get("name") for event in trace_events(tmp_path)}
+
+
+def test_trim() -> None:
+    acme = platform(["Acme 1"])
+    acme.activate(0)
+    module = cast(FakeModule, acme.memory.module)
+    acme.memory.trim()
+    assert module.calls[-1] == ("empty_cache", -1)

@@ -41,11 +41,12 @@ def run_backend(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     plugin_config: Mapping[str, Mapping[str, ConfigValue]] | None = None,
+    device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
     """Run one step over ``pieces``, whose earlier tokens were stored in earlier steps, on permuted pages.
 
     The cache and the output are poisoned with NaN first. Returns the output [T, H, D] and each request's (queries,
-    all keys, all values).
+    all keys, all values), all on the host.
     """
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, spec.dtype)
@@ -58,8 +59,8 @@ def run_backend(
     widths = [-(-piece.total // spec.block_size) for piece in pieces]
     pages = sum(widths) + 1
     size = backend.layout.page_bytes(backend.cache_spec, spec.block_size)
-    buffer = torch.full((pages * size,), 0xFF, dtype=torch.uint8)
-    buffer[:size] = 0
+    buffer = torch.full((pages * size,), 0xFF, dtype=torch.uint8, device=device)
+    buffer[:size].zero_()
     cache = backend.layout.views(buffer, pages, backend.cache_spec, spec.block_size)
     ids = (torch.randperm(pages - 1, generator=generator) + 1).to(torch.int32)
     table = torch.zeros(len(pieces), max(widths), dtype=torch.int32)
@@ -76,27 +77,27 @@ def run_backend(
     for i, piece in enumerate(pieces):
         k, v = draw(piece.total, spec.num_kv_heads), draw(piece.total, spec.num_kv_heads)
         old = piece.total - piece.query
-        backend.store(k[:old], v[:old], cache, slots(i, 0, old))
+        backend.store(k[:old].to(device), v[:old].to(device), cache, slots(i, 0, old).to(device))
         requests.append((draw(piece.query, spec.num_heads), k, v))
     starts = torch.tensor([0, *(piece.query for piece in pieces)]).cumsum(0).to(torch.int32)
     totals = torch.tensor([piece.total for piece in pieces], dtype=torch.int32)
     batch = AttentionBatch(
-        query_start=starts,
-        seq_lens=totals,
-        block_table=table,
-        slot_mapping=torch.cat([slots(i, p.total - p.query, p.total) for i, p in enumerate(pieces)]),
+        query_start=starts.to(device),
+        seq_lens=totals.to(device),
+        block_table=table.to(device),
+        slot_mapping=torch.cat([slots(i, p.total - p.query, p.total) for i, p in enumerate(pieces)]).to(device),
         query_start_host=tuple(starts.tolist()),
         seq_lens_host=tuple(totals.tolist()),
         num_decodes=sum(piece.query == 1 for piece in pieces),
     )
-    q = torch.cat([q for q, _, _ in requests])
-    k, v = (torch.cat([r[j][r[1].shape[0] - r[0].shape[0] :] for r in requests]) for j in (1, 2))
+    q = torch.cat([q for q, _, _ in requests]).to(device)
+    k, v = (torch.cat([r[j][r[1].shape[0] - r[0].shape[0] :] for r in requests]).to(device) for j in (1, 2))
     backend.store(k, v, cache, batch.slot_mapping)
     out = torch.full_like(q, float("nan"))
     before = [x.clone() for x in (q, k, v)]
     backend.forward(q, k, v, cache, backend.plan(batch), out)
     assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True)), "inputs were written to"
-    return out, requests
+    return out.cpu(), requests
 
 
 def brute_force(
@@ -112,6 +113,8 @@ def brute_force(
         for t, h in ((t, h) for t in range(q.shape[0]) for h in range(spec.num_heads)):
             position, kv_head = first + t, h * spec.num_kv_heads // spec.num_heads
             oldest = 0 if spec.window is None else max(0, position - spec.window + 1)
+            if spec.chunk is not None:
+                oldest = position // spec.chunk * spec.chunk
             visible = torch.arange(oldest, position + 1)
             scores = (k[visible, kv_head].double() @ q[t, h].double()) * spec.scale
             if spec.soft_cap is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 from hardpoint import LLM
 from hardpoint.engine.executor import InProcessExecutor
+from hardpoint.engine.paged_cache import Prefix
 from hardpoint.engine.step import NewRequest, ScheduledRequest, SlotSampling, StepInput
 
 SMALL: dict[str, Any] = {
@@ -25,6 +28,14 @@ def small_llm(folder: Path, **settings: Any) -> LLM:
     return LLM(str(folder), **(SMALL | settings))
 
 
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait for what another thread or process brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.005)
+
+
 @torch.inference_mode()
 def prompt_logits(llm: LLM, ids: list[int], chunk: int | None = None) -> torch.Tensor:
     """The engine's logits for every position of one prompt, float32 [T, vocab], read in chunks of ``chunk`` tokens."""
@@ -32,14 +43,16 @@ def prompt_logits(llm: LLM, ids: list[int], chunk: int | None = None) -> torch.T
     assert isinstance(executor, InProcessExecutor)
     runner = executor._runner
     assert runner is not None
-    pool = llm.core.scheduler.pool
-    pages = pool.allocate(pool.pages_for(len(ids)))
+    cache = llm.core.scheduler.cache
+    held = cache.start(Prefix())
+    pages = cache.grow(held, cache.num_fresh(0, len(ids)))
     assert pages is not None
     rows, new = [], (NewRequest(0, tuple(ids), SlotSampling(0.0, 0, 1.0, 0.0, 0), len(ids)),)
     for number, start in enumerate(range(0, len(ids), chunk or len(ids))):
         count = min(chunk or len(ids), len(ids) - start)
-        share = ScheduledRequest(0, start, count, tuple(pages) if start == 0 else (), samples=False)
+        fresh = tuple(tuple(group) if start == 0 else () for group in pages)
+        share = ScheduledRequest(0, start, count, fresh, samples=False)
         hidden, _ = runner.forward(StepInput(number, (0,) if start == 0 else (), new if start == 0 else (), (share,)))
-        rows.append(llm.core.blueprint.model.logits(hidden).float())
-    pool.free(pages)
+        rows.append(llm.core.blueprint.model.logits(hidden[:count]).float().cpu())  # the rest is padding
+    cache.free(held.held())
     return torch.cat(rows)

@@ -112,13 +112,12 @@ class AcmeAttention(AttentionBackend):
         batch, spec = metadata.batch, self.spec
         for i, length in enumerate(batch.seq_lens_host):
             rows = slice(batch.query_start_host[i], batch.query_start_host[i + 1])
-            pages = batch.block_table[i, : -(-length // spec.block_size)].long()
-            keys, values = (x.flatten(0, 1)[:length].to(q.dtype) for x in self.layout.to_logical(cache, pages))
             first = length - (rows.stop - rows.start)
-            distance = torch.arange(first, length)[:, None] - torch.arange(length)
-            visible = distance >= 0
-            if spec.window is not None:
-                visible &= distance < spec.window
+            block = spec.span.first(first) // spec.block_size  # what lies before it is not the request's own
+            pages = batch.block_table[i, block : -(-length // spec.block_size)].long()
+            start = block * spec.block_size
+            keys, values = (x.flatten(0, 1)[: length - start].to(q.dtype) for x in self.layout.to_logical(cache, pages))
+            visible = ~spec.span.hides(torch.arange(first, length)[:, None], torch.arange(start, length))
             one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in (q[rows], keys, values))
             attended = scaled_dot_product_attention(
                 one_q, one_k, one_v, attn_mask=visible, scale=spec.scale, enable_gqa=True

@@ -1,0 +1,60 @@
+"""Every command and block of the pages for authors runs, in the order of reading, and prints what the page says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hardpoint.plugins.api_reference import render
+from tests.docs.runner import Reader
+from tests.support.environment import Environment
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@pytest.mark.parametrize("page", ["write_a_plugin.md", "what_each_engine_calls_this.md"])
+def test_a_reader_can_follow(page: str, tmp_path: Path) -> None:
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    assert Reader(Environment.create(tmp_path / "environment"), folder).follow(DOCS / page)
+
+
+def test_the_reference_is_up_to_date() -> None:
+    assert (DOCS / "contract.md").read_text(encoding="utf-8") == render(), "run: python scripts/freeze_api.py"
+
+
+LIES = [
+    ("bash", "false\n", "failed"),
+    ("bash", "true\nfalse\ntrue\n", "failed"),
+    ("python", "import no_such_module\n", "No module named"),
+    ("console", "$ echo one two\none three\n", "should print"),
+    ("console", "$ echo one\n", "should print"),
+    ("console", "$ echo one\none\n$ echo two\nthree\n", "should print"),
+    ('toml shows="there.toml"', "b = 2\n", "does not hold"),
+    ("toml", "b = \n", "Invalid value"),
+    ("ruby", "puts 1\n", "no rule for blocks of 'ruby'"),
+]
+
+
+@pytest.mark.parametrize(("info", "source", "message"), LIES)
+def test_a_lie_is_noticed(info: str, source: str, message: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f'```toml title="there.toml"\na = 1\n```\n\n```{info}\n{source}```\n')
+    reader = Reader(Environment.create(tmp_path / "environment"), tmp_path)
+    with pytest.raises((AssertionError, ValueError), match=message):
+        reader.follow(page)
+
+
+def test_the_truth_is_accepted(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```bash\nmkdir deeper\ncd deeper\n```\n"
+        '```toml title="sub/a.toml"\na = 1\nb = 2\n```\n'
+        '1. In a list:\n\n   ```toml shows="sub/a.toml"\n   b = 2\n   ```\n'
+        "```console\n$ pwd\n.../deeper\n$ cat sub/a.toml\na = 1\n...\n```\n"
+        "```python\nassert open('sub/a.toml').read() == 'a = 1\\nb = 2\\n'\n```\n"
+        "```toml\nc = 3\n```\n```text\nanything\n```\n"
+    )
+    reader = Reader(Environment.create(tmp_path / "environment"), tmp_path)
+    assert reader.follow(page) == 6

@@ -1,0 +1,116 @@
+"""An attention backend with a cache layout of its own: one region, keys beside values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionMetadata,
+    AttentionSpec,
+    AttentionWorkload,
+    BuildContext,
+    CacheLayout,
+    CacheSpec,
+    CaptureGrade,
+    DeviceInfo,
+    NumericConventions,
+    Reason,
+    Region,
+    StepLimits,
+)
+
+
+class FrozenLayout(CacheLayout):
+    """[block, K, 2 D]."""
+
+    name = "frozen"
+    alignment = 32
+
+    def regions(self, spec: CacheSpec, block_size: int) -> tuple[Region, ...]:
+        shape = (block_size, spec.num_kv_heads, 2 * spec.head_size)
+        item = getattr(torch, spec.dtype).itemsize
+        return (Region("kv", 0, shape[0] * shape[1] * shape[2] * item, shape, spec.dtype),)
+
+    def to_logical(self, views: dict[str, torch.Tensor], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = views["kv"][pages].chunk(2, dim=-1)
+        return k, v
+
+    def from_logical(
+        self, views: dict[str, torch.Tensor], pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        views["kv"][pages] = torch.cat([k, v], dim=-1)
+
+
+@dataclass
+class FrozenMetadata(AttentionMetadata):
+    """Adds nothing but itself."""
+
+    planned: bool = True
+
+
+class FrozenAttention(AttentionBackend):
+    """One request at a time."""
+
+    layout: ClassVar[CacheLayout] = FrozenLayout()
+    capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
+    conventions: ClassVar[NumericConventions] = NumericConventions(lse_base="e", causal_alignment="bottom-right")
+
+    def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
+        super().__init__(ctx, spec)
+        assert spec.cache_spec == self.cache_spec
+        assert spec.workload().head_size == spec.head_size
+
+    @classmethod
+    def supports(cls, workload: AttentionWorkload, device: DeviceInfo) -> list[Reason]:
+        return []
+
+    def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
+        super().set_head_constants(sinks, alibi_slopes)
+        assert self.sinks is None
+        assert self.alibi_slopes is None
+
+    def step_limits(self) -> StepLimits:
+        return StepLimits(max_requests=64)
+
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
+    ) -> None:
+        block = cache["kv"].shape[1]
+        slots = slot_mapping.long()
+        cache["kv"][slots // block, slots % block] = torch.cat([k, v], dim=-1).to(cache["kv"].dtype)
+
+    def plan(self, batch: AttentionBatch) -> FrozenMetadata:
+        assert batch.num_requests >= batch.num_decodes
+        assert batch.num_tokens == batch.query_start_host[-1]
+        return FrozenMetadata(batch)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: dict[str, torch.Tensor],
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        assert isinstance(metadata, FrozenMetadata)
+        batch, spec = metadata.batch, self.spec
+        for i, length in enumerate(batch.seq_lens_host):
+            rows = slice(batch.query_start_host[i], batch.query_start_host[i + 1])
+            first = length - (rows.stop - rows.start)
+            block = spec.span.first(first) // spec.block_size
+            pages = batch.block_table[i, block : -(-length // spec.block_size)].long()
+            start = block * spec.block_size
+            keys, values = (x.flatten(0, 1)[: length - start].to(q.dtype) for x in self.layout.to_logical(cache, pages))
+            hidden = spec.span.hides(torch.arange(first, length)[:, None], torch.arange(start, length))
+            one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in (q[rows], keys, values))
+            attended = scaled_dot_product_attention(
+                one_q, one_k, one_v, attn_mask=~hidden, scale=spec.scale, enable_gqa=True
+            )
+            out[rows] = attended[0].transpose(0, 1)
