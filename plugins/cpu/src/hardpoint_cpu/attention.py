@@ -1,7 +1,7 @@
 """Paged attention on CPU through torch's fused scaled_dot_product_attention, over the plain cache layout.
 
 Keys and values are gathered from their pages first; decodes of similar length go through one call. Additive terms
-(window, ALiBi, sinks) travel in the mask; only a soft cap needs the unfused path.
+(window, chunk, ALiBi, sinks) travel in the mask; only a soft cap needs the unfused path.
 
 Axes: T query tokens, H query heads, K KV heads, D head size, S keys of one request.
 """
@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hardpoint.attention.reference import PlainLayout, attend
+from hardpoint.attention.reference import PlainLayout, attend, read_blocks
 from hardpoint.ops.store_kv import store_kv
-from hardpoint_plugin_api import NULL_PAGE, AttentionBackend, AttentionBatch, AttentionMetadata, CacheLayout
+from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionMetadata, CacheLayout
 
 MAX_PADDING = 2.0
 """Decodes are batched while the padded keys are at most this many times the real ones."""
@@ -24,11 +24,12 @@ MAX_PADDING = 2.0
 
 @dataclass
 class _Request:
-    """One request of a step: its rows of the query, and its pages, int64."""
+    """One request of a step: its rows of the query, and its keys: on ``pages`` (int64), positions from ``start`` on."""
 
     rows: slice
     seq_len: int
     pages: torch.Tensor
+    start: int
 
 
 @dataclass
@@ -62,17 +63,15 @@ class CpuAttention(AttentionBackend):
             return CpuMetadata(batch, singles=singles)
         position = torch.arange(max(decodes))
         ends = batch.seq_lens[:first, None]
-        hidden = position >= ends
-        if self.spec.window is not None:
-            hidden |= position < ends - self.spec.window
-        pages = batch.block_table[:first].long()[:, position // self.spec.block_size].masked_fill(hidden, NULL_PAGE)
-        offsets = (position % self.spec.block_size).expand_as(pages)
+        hidden = self.spec.span.hides(ends - 1, position)
+        read = torch.where(hidden, ends - 1, position)
+        pages = batch.block_table[:first].long().gather(1, read // self.spec.block_size)
+        offsets = read % self.spec.block_size
         return CpuMetadata(batch, None, singles, first, pages, offsets, hidden)
 
     def _request(self, batch: AttentionBatch, i: int) -> _Request:
-        seq_len = batch.seq_lens_host[i]
-        pages = batch.block_table[i, : -(-seq_len // self.spec.block_size)].long()
-        return _Request(slice(batch.query_start_host[i], batch.query_start_host[i + 1]), seq_len, pages)
+        rows = slice(batch.query_start_host[i], batch.query_start_host[i + 1])
+        return _Request(rows, batch.seq_lens_host[i], *read_blocks(batch, i, self.spec))
 
     def forward(
         self,
@@ -89,15 +88,16 @@ class CpuAttention(AttentionBackend):
         for request in metadata.singles:
             rows, length = request.rows, request.seq_len
             if rows.stop - rows.start == length:  # the whole request is in this step: no need to read it back
-                keys, values = k[rows], v[rows]
+                keys, values, start = k[rows], v[rows], 0
             else:
-                keys, values = (cache[name][request.pages].flatten(0, 1)[:length].to(q.dtype) for name in ("k", "v"))
-            out[rows] = self._attend(q[rows], keys, values)
+                start, end = request.start, length - request.start
+                keys, values = (cache[name][request.pages].flatten(0, 1)[:end].to(q.dtype) for name in ("k", "v"))
+            out[rows] = self._attend(q[rows], keys, values, start)
 
     def _decode(
         self, q: torch.Tensor, cache: dict[str, torch.Tensor], metadata: CpuMetadata, out: torch.Tensor
     ) -> None:
-        """One query per request, all requests in one call; keys past a request's end are read from the null page."""
+        """One query per request, all requests in one call. A hidden key's place is taken by the request's newest."""
         count, pages, offsets, hidden = metadata.num_batched, metadata.pages, metadata.offsets, metadata.hidden
         assert pages is not None
         assert offsets is not None
@@ -105,7 +105,8 @@ class CpuAttention(AttentionBackend):
         keys, values = (cache[name][pages, offsets].to(q.dtype) for name in ("k", "v"))
         if self.spec.soft_cap is not None:
             for i, length in enumerate(metadata.batch.seq_lens_host[:count]):
-                out[i : i + 1] = self._attend(q[i : i + 1], keys[i, :length], values[i, :length])
+                start = self.spec.span.first(length - 1)
+                out[i : i + 1] = self._attend(q[i : i + 1], keys[i, start:length], values[i, start:length], start)
             return
         bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None]
         if self.alibi_slopes is not None:
@@ -113,12 +114,12 @@ class CpuAttention(AttentionBackend):
             bias = bias - self.alibi_slopes[:, None, None] * distance[:, None, None]
         out[:count] = self._fused(q[:count, :, None], keys.transpose(1, 2), values.transpose(1, 2), bias)[:, :, 0]
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, H, D], k, v [S, K, D] of one request -> [T, H, D]."""
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+        """q [T, H, D], k, v [S, K, D] of one request, from position ``start`` on -> [T, H, D]."""
         if self.spec.soft_cap is not None:
-            return attend(q, k, v, self.spec, self.sinks, self.alibi_slopes)
+            return attend(q, k, v, self.spec, self.sinks, self.alibi_slopes, start)
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return self._fused(queries, keys, values, self._bias(q.shape[0], k.shape[0]))[0].transpose(0, 1)
+        return self._fused(queries, keys, values, self._bias(q.shape[0], k.shape[0], start))[0].transpose(0, 1)
 
     def _fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """q [N, H, T, D], k, v [N, K, S, D]; ``bias`` broadcasts to [N, H, T, S], None means plainly causal."""
@@ -139,18 +140,15 @@ class CpuAttention(AttentionBackend):
             enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
         )
 
-    def _bias(self, queries: int, keys: int) -> torch.Tensor | None:
+    def _bias(self, queries: int, keys: int, start: int) -> torch.Tensor | None:
         """What is added to one request's scores, float32 [T, S] or [H, T, S]; None where causality is all there is."""
-        window = self.spec.window
-        windowed = window is not None and keys > window
-        plain = not windowed and self.alibi_slopes is None and self.sinks is None
+        all_read = self.spec.span.first(start + keys - 1) <= start
+        plain = all_read and self.alibi_slopes is None and self.sinks is None
         if plain and queries in (1, keys):
             return None
-        distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-        hidden = distance < 0
-        if window is not None:
-            hidden |= distance >= window
-        bias = torch.zeros(hidden.shape)
+        keys_at = torch.arange(start, start + keys)
+        queries_at = keys_at[keys - queries :, None]
+        bias = torch.zeros(queries, keys)
         if self.alibi_slopes is not None:
-            bias = -self.alibi_slopes[:, None, None] * distance
-        return bias.masked_fill(hidden, float("-inf"))
+            bias = -self.alibi_slopes[:, None, None] * (queries_at - keys_at)
+        return bias.masked_fill(self.spec.span.hides(queries_at, keys_at), float("-inf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import platform as python_platform
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hardpoint.platforms import host
+from hardpoint.platforms.torch_trace import torch_trace
 from hardpoint_plugin_api import (
     ConfigError,
     ConfigValue,
@@ -90,6 +92,12 @@ class CpuMemory(Memory):
         except OSError as error:
             logger.warning("peak memory counts from the start of the process: %s", error)
 
+    def trim(self) -> None:
+        """Return what the C library keeps for later, where it is one that can (glibc)."""
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if malloc_trim is not None:
+            malloc_trim(0)
+
 
 class CpuPlatform(Platform):
     """One device, the whole CPU. ``config`` is the plugin's section: ``threads``."""
@@ -139,3 +147,7 @@ class CpuPlatform(Platform):
         import torch
 
         return cast("AbstractContextManager[None]", torch.profiler.record_function(name))
+
+    def profile(self, folder: Path) -> AbstractContextManager[None]:
+        """Record by torch's profiler; see torch_trace."""
+        return torch_trace(folder)

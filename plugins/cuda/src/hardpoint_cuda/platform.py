@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,7 @@ class CudaPlatform(TorchAcceleratorPlatform):
     """NVIDIA GPUs. Steps run without graphs so far."""
 
     name = "cuda"
+    collectives = "nccl"
 
     @classmethod
     def detect(cls) -> DeviceInfo | Reason:
@@ -139,9 +141,11 @@ class CudaPlatform(TorchAcceleratorPlatform):
         """Compare names: NVML counts in PCI order, CUDA by default with the fastest first."""
         return module.get_device_name(index) == self.info.name
 
-    def profile(self, start: bool) -> None:
-        """Start or stop what an attached Nsight profiler records."""
+    @contextmanager
+    def profile(self, folder: Path) -> Iterator[None]:
+        """Record by torch's profiler, and let an attached Nsight profiler record (--capture-range=cudaProfilerApi)."""
         import torch
 
-        profiler: Any = torch.cuda.profiler
-        profiler.start() if start else profiler.stop()
+        nsight: Any = torch.cuda.profiler
+        with super().profile(folder), nsight.profile():
+            yield

@@ -91,6 +91,7 @@ class RocmPlatform(TorchAcceleratorPlatform):
     """AMD GPUs. Steps run without graphs so far."""
 
     name = "rocm"
+    collectives = "nccl"
 
     @classmethod
     def detect(cls) -> DeviceInfo | Reason:

@@ -84,6 +84,7 @@ class XpuPlatform(TorchAcceleratorPlatform):
     """Intel's discrete GPUs, which Level Zero lists before integrated graphics. Steps run without graphs so far."""
 
     name = "xpu"
+    collectives = "xccl"
 
     @classmethod
     def detect(cls) -> DeviceInfo | Reason:
