@@ -13,7 +13,9 @@ from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-HELDOUT = Path(__file__).parent / "heldout.txt"
+from hardpoint.checkpoint.source import demo_model
+
+HELDOUT = demo_model() / "heldout.txt"
 
 
 @dataclass(frozen=True)

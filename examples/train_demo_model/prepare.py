@@ -1,7 +1,7 @@
 """Build the training data: fetch the sources, train the tokenizer, encode everything. Needs Debian 12 and a network.
 
 Writes, below the git-ignored folder `work/`: `tokenizer/` (in Hugging Face layout), `train.npy` (uint16 token ids, the
-documents shuffled and each preceded by <|endoftext|>) and `sources.json`; and beside this file `heldout.txt`.
+documents shuffled and each preceded by <|endoftext|>) and `sources.json`; and `heldout.txt` beside the demo model.
 """
 
 import argparse
@@ -16,6 +16,8 @@ import numpy as np
 from chat import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START, conversations
 from sources import Document, sources
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from hardpoint.checkpoint.source import demo_model
 
 HERE = Path(__file__).parent
 VOCAB_SIZE = 4096
@@ -90,7 +92,7 @@ def main() -> None:
         documents += found
 
     heldout = "\n\n".join(p for document in documents if document.held_out for p in document.paragraphs) + "\n"
-    (HERE / "heldout.txt").write_text(heldout, "utf-8")
+    (demo_model() / "heldout.txt").write_text(heldout, "utf-8")
     forbidden, dropped, training = set(shingles(heldout)), 0, []
     for document in documents:
         if document.held_out:
