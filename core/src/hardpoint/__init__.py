@@ -8,15 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hardpoint.engine.async_engine import AsyncEngine
     from hardpoint.engine.llm import LLM
     from hardpoint.engine.outputs import CompletionOutput, RequestOutput
     from hardpoint.engine.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "hardpoint.engine.llm",
+    "AsyncEngine": "hardpoint.engine.async_engine",
     "CompletionOutput": "hardpoint.engine.outputs",
     "RequestOutput": "hardpoint.engine.outputs",
     "SamplingParams": "hardpoint.engine.sampling_params",

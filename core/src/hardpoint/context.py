@@ -7,6 +7,7 @@ of attention layers, which the engine turns into caches.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -14,18 +15,27 @@ import torch
 
 from hardpoint.attention.groups import AttentionLayers
 from hardpoint.config import EngineConfig
+from hardpoint.metrics import EngineMetrics, PluginMetrics
+from hardpoint.ops.shadow_check import ShadowCheck
+from hardpoint.parallel.groups import alone
 from hardpoint.plugins import Offer, PluginSet
-from hardpoint.resources import EngineMetrics, EngineResources
+from hardpoint.plugins.record import CORE
+from hardpoint.profiling import NO_RANGE, Profiler
+from hardpoint.quantization.assignment import Quantization
+from hardpoint.resources import EngineResources
 from hardpoint.selection import Plan, Selector
 from hardpoint.selection.adapters import AdaptedOffer
-from hardpoint_plugin_api import ConfigValue, DeviceInfo, Workload
+from hardpoint_plugin_api import FAMILIES, ConfigValue, DeviceInfo, Feature, Parallel, Workload
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Context:
-    """One engine's device, settings and choices, at one place (``path``) of the model under construction."""
+    """One engine's device, settings and choices, at one place (``path``) of the model under construction.
+
+    ``plugin`` is whose code gets it: metrics and ranges that it declares carry that name.
+    """
 
     device: DeviceInfo
     torch_device: torch.device
@@ -37,17 +47,43 @@ class Context:
     block_size: int
     max_model_len: int
     path: str = ""
+    plugin: str = CORE
     resources: EngineResources = field(default_factory=EngineResources)
-    metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    engine_metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    profiler: Profiler = field(default_factory=Profiler)
+    shadow: ShadowCheck | None = None
+    parallel: Parallel = field(default_factory=alone)
     attention_layers: AttentionLayers = field(default_factory=AttentionLayers)
+    quantization: Quantization = field(default_factory=Quantization)
     _shared: dict[Hashable, Any] = field(default_factory=dict)
 
     def child(self, name: str) -> Context:
         """The same context, one path element deeper."""
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
+    def for_model(self, names: Mapping[str, str | None]) -> Context:
+        """The same context for a model whose tensors have these names in checkpoints; see Quantization.for_model."""
+        return replace(self, quantization=self.quantization.for_model(names))
+
+    def for_plugin(self, plugin: str) -> Context:
+        """The same context, as code of ``plugin`` gets it."""
+        return replace(self, plugin=plugin)
+
+    @property
+    def metrics(self) -> PluginMetrics:
+        """Where metrics are declared."""
+        return self.engine_metrics.for_plugin(self.plugin)
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """Mark what runs inside, as ``hardpoint.name`` or ``plugin.name``, where a profile is taken."""
+        if not self.profiler.is_on:
+            return NO_RANGE
+        return self.profiler.range(f"{'hardpoint' if self.plugin == CORE else self.plugin}.{name}")
+
     def select(self, workload: Workload) -> Plan:
-        """Ask the selector; see Selector.select."""
+        """Ask the selector, see Selector.select, for ``workload`` and what the config asks of all that computes."""
+        if self.config.batch_invariant and FAMILIES[workload.family].numeric:
+            workload = replace(workload, features=workload.features | {Feature.BATCH_INVARIANT})
         return self.selector.select(workload)
 
     def load(self, offer: Offer) -> object:

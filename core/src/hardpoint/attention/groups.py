@@ -1,10 +1,19 @@
-"""The attention layers of a model under construction, and the groups that plan together."""
+"""The attention layers of a model under construction, and the groups that they form.
+
+A cache group is a set of layers that share a block table: of one span, since that decides how long a token is kept.
+All groups take pages from one pool, so a page has the same bytes whichever group holds it: it has as many places as
+the largest group has layers, and a layer's place is its number within its group. In a model of 24 windowed and 8 full
+layers, four groups of eight layers use eight buffers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hardpoint_plugin_api import AttentionBackend, AttentionSpec
+from hardpoint_plugin_api import AttentionBackend, AttentionSpec, Span
+
+MAX_GROUPS = 8
+"""About this many cache groups at most: each costs a block table per step."""
 
 
 @dataclass(frozen=True)
@@ -14,6 +23,22 @@ class AttentionLayer:
     path: str
     spec: AttentionSpec
     backend: AttentionBackend
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """The indices of layers that share a block table, by place, and their span."""
+
+    span: Span
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlanGroup:
+    """The indices of layers that share one plan per step, and the number of their cache group."""
+
+    cache_group: int
+    layers: tuple[int, ...]
 
 
 @dataclass
@@ -27,9 +52,38 @@ class AttentionLayers:
         self.layers.append(layer)
         return len(self.layers) - 1
 
-    def groups(self) -> list[list[int]]:
-        """Indices of the layers that share one plan per step: equal spec, equal backend class."""
-        groups: dict[tuple[AttentionSpec, type[AttentionBackend]], list[int]] = {}
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The layers by span, each span's cut into groups of the size that leaves the fewest places of a page empty."""
+        by_span: dict[Span, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            groups.setdefault((layer.spec, type(layer.backend)), []).append(index)
-        return list(groups.values())
+            by_span.setdefault(layer.backend.cache_spec.span, []).append(index)
+        size = group_size([len(indices) for indices in by_span.values()])
+        return tuple(
+            CacheGroup(span, tuple(indices[i : i + size]))
+            for span, indices in by_span.items()
+            for i in range(0, len(indices), size)
+        )
+
+    def plan_groups(self) -> tuple[PlanGroup, ...]:
+        """Layers of one cache group with equal spec and equal backend class."""
+        groups: dict[tuple[int, AttentionSpec, type[AttentionBackend]], list[int]] = {}
+        for number, group in enumerate(self.cache_groups()):
+            for index in group.layers:
+                layer = self.layers[index]
+                groups.setdefault((number, layer.spec, type(layer.backend)), []).append(index)
+        return tuple(PlanGroup(key[0], tuple(indices)) for key, indices in groups.items())
+
+
+def group_size(counts: list[int]) -> int:
+    """How many layers a cache group has at most, where ``counts`` is the number of layers of each span.
+
+    The size for which the groups have the fewest places in all, the largest of such; not so small that there are many
+    more than MAX_GROUPS groups.
+    """
+    smallest = max(1, -(-sum(counts) // MAX_GROUPS))
+    return min(range(smallest, max(counts, default=1) + 1), key=lambda size: (places(counts, size), -size))
+
+
+def places(counts: list[int], size: int) -> int:
+    """Places, empty ones included, that layers take in groups of ``size``."""
+    return sum(-(-count // size) * size for count in counts)

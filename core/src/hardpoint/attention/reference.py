@@ -64,16 +64,25 @@ class ReferenceAttention(AttentionBackend):
         batch = metadata.batch
         for i, seq_len in enumerate(batch.seq_lens_host):
             first, last = batch.query_start_host[i], batch.query_start_host[i + 1]
-            pages = batch.block_table[i, : -(-seq_len // self.spec.block_size)].long()
+            pages, start = read_blocks(batch, i, self.spec)
             keys, values = self.layout.to_logical(cache, pages)
             out[first:last] = attend(
                 q[first:last],
-                keys.flatten(0, 1)[:seq_len],
-                values.flatten(0, 1)[:seq_len],
+                keys.flatten(0, 1)[: seq_len - start],
+                values.flatten(0, 1)[: seq_len - start],
                 self.spec,
                 self.sinks,
                 self.alibi_slopes,
+                start,
             )
+
+
+def read_blocks(batch: AttentionBatch, i: int, spec: AttentionSpec) -> tuple[torch.Tensor, int]:
+    """The pages (int64) that request ``i``'s queries read, and the position of the first one's first token."""
+    seq_len, num_queries = batch.seq_lens_host[i], batch.query_start_host[i + 1] - batch.query_start_host[i]
+    first = spec.span.first(seq_len - num_queries) // spec.block_size
+    pages = batch.block_table[i, first : -(-seq_len // spec.block_size)]
+    return pages.long(), first * spec.block_size
 
 
 def attend(
@@ -83,11 +92,13 @@ def attend(
     spec: AttentionSpec,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    start: int = 0,
 ) -> torch.Tensor:
     """Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762) of one request's newest queries.
 
-    q [T, H, D] are the last T of S positions; k, v [S, K, D]. Returns [T, H, D] in q's dtype. The order of score
-    changes: scale, soft cap, ALiBi, mask; a sink (arXiv:2309.17453, as a learned logit) joins the denominator only.
+    k, v [S, K, D] are those of the positions from ``start`` on; q [T, H, D] are the last T of them. Returns [T, H, D]
+    in q's dtype. The order of score changes: scale, soft cap, ALiBi, mask; a sink (arXiv:2309.17453, as a learned
+    logit) joins the denominator only.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = spec.num_heads // spec.num_kv_heads
@@ -95,14 +106,11 @@ def attend(
     scores = torch.einsum("thd,shd->hts", q.to(wide), keys) * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    position = torch.arange(k.shape[0] - q.shape[0], k.shape[0], device=q.device)[:, None]
-    distance = position - torch.arange(k.shape[0], device=q.device)  # [T, S], how far back each key is
+    keys_at = torch.arange(start, start + k.shape[0], device=q.device)
+    queries_at = keys_at[k.shape[0] - q.shape[0] :, None]
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes.to(wide)[:, None, None] * distance
-    hidden = distance < 0
-    if spec.window is not None:
-        hidden |= distance >= spec.window
-    scores = scores.masked_fill(hidden, float("-inf"))
+        scores = scores - alibi_slopes.to(wide)[:, None, None] * (queries_at - keys_at)
+    scores = scores.masked_fill(spec.span.hides(queries_at, keys_at), float("-inf"))
     if sinks is not None:
         column = sinks.to(wide)[:, None, None].expand(-1, q.shape[0], 1)
         weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]

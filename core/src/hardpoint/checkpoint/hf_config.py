@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hardpoint.checkpoint.json_object import read_json
 from hardpoint_plugin_api import CheckpointError
@@ -57,8 +57,8 @@ class HFConfig:
         return name
 
     @property
-    def quantization_method(self) -> str | None:
-        """The method that the weights were quantized with, None where they were not."""
+    def quantization_config(self) -> Mapping[str, Any] | None:
+        """How the weights were quantized, as the tool that did it wrote it down; None where they were not."""
         stored = self.get("quantization_config")
         if stored is None:
             return None
@@ -67,7 +67,13 @@ class HFConfig:
             raise CheckpointError(
                 f"{self.path}: 'quantization_config' must be an object with a 'quant_method', got {stored!r:.80}"
             )
-        return method
+        return cast(Mapping[str, Any], stored)
+
+    @property
+    def quantization_method(self) -> str | None:
+        """The method that the weights were quantized with, None where they were not."""
+        stored = self.quantization_config
+        return None if stored is None else str(stored["quant_method"])
 
     def integer(self, key: str, default: int | None = _REQUIRED) -> int:
         """A positive whole number; null counts as missing."""

@@ -7,44 +7,77 @@ Tensors are streamed file by file into slots allocated on the device as their fi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from hardpoint.checkpoint.reading import Reading, WeightNames
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.layers.base import PluggableLayer, walk
-from hardpoint_plugin_api import CheckpointError, WeightSlot
+from hardpoint_plugin_api import CheckpointError, TensorInfo, WeightSlot
 
 _IGNORED = re.compile(r".*(rotary_emb\.inv_freq|attention\.(masked_)?bias)$")
 """Buffers that old checkpoints hold and every implementation computes itself."""
 
-_PLAIN = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
+_PLAIN = ("float32", "float16", "bfloat16", "float64")
 """Dtypes of weights that are numbers in themselves; others mean something only to a quantization method."""
 
 
-def load_weights(model: nn.Module, names: dict[str, str | None], files: SafetensorsFiles, device: torch.device) -> None:
+class TensorSource(Protocol):
+    """Where tensors come from. ``title`` is for messages; ``names`` are all of them, None where that is not known."""
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def names(self) -> frozenset[str] | None: ...
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class GivenTensors:
+    """Tensors that somebody hands over, by the names of a checkpoint."""
+
+    tensors: Iterable[tuple[str, torch.Tensor]]
+    title: str = "the given tensors"
+    names: None = None
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield them. Raises CheckpointError for anything but pairs of a name and a tensor."""
+        for item in self.tensors:
+            if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor)):
+                raise CheckpointError(f"{self.title}: expected pairs of a name and a tensor, got {item!r:.80}")
+            yield item
+
+
+def load_weights(model: nn.Module, names: WeightNames, source: TensorSource, device: torch.device) -> None:
     """Fill the slots of ``model``, prepare its layers bottom-up, and bind them.
 
-    ``names`` maps each expected checkpoint tensor to ``"layer.path.slot"`` or ``"layer.path.slot[part]"``, and each
-    that may be there but is not needed to None.
-    Raises CheckpointError, naming the tensors, for missing or extra ones, for wrong shapes (both shown), and for
-    dtypes that a copy would change the meaning of.
+    ``names`` says where each expected tensor of the checkpoint goes; where several fill the same, one suffices. Raises
+    CheckpointError, naming the tensors, for missing or extra ones, for wrong shapes (both shown), and for dtypes that a
+    copy would change the meaning of; where ``source`` is a folder, before any weights are read.
     """
-    layers = dict(walk(model))
-    slots = {(path, name): slot for path, layer in layers.items() for name, slot in layer.declare().items()}
-    targets = {tensor: _find(address, layers, slots) for tensor, address in names.items() if address}
-    _check_names(files, set(targets), set(names) - set(targets))
-    filling = _Filling(layers, slots, device, files.folder)
-    for name, tensor in files:
-        if name in targets:
-            filling.copy(name, tensor, targets[name])
+    plan = _Plan.of(model, names)
+    plan.check_names(source)
+    if isinstance(source, SafetensorsFiles):
+        plan.check_headers(source)
+    filling = _Filling(plan, device, source.title)
+    for name, tensor in source:
+        if (place := plan.place(name, source)) is not None:
+            filling.take(name, tensor, place)
     filling.check_full()
-    for layer in layers.values():
+    for layer in plan.layers.values():
         layer.bind()
+
+
+def check_weights(model: nn.Module, names: WeightNames, files: SafetensorsFiles) -> None:
+    """Raise what ``load_weights`` would, without reading a tensor's bytes or touching the model."""
+    plan = _Plan.of(model, names)
+    plan.check_names(files)
+    plan.check_headers(files)
 
 
 @dataclass(frozen=True)
@@ -52,6 +85,14 @@ class _Target:
     layer: str
     slot: str
     part: str | None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What becomes of a tensor: it is copied to one target, or ``reading`` makes what goes to several, by slot."""
+
+    targets: Mapping[str, _Target]
+    reading: Reading | None = None
 
 
 def _find(address: str, layers: dict[str, PluggableLayer], slots: dict[tuple[str, str], WeightSlot]) -> _Target:
@@ -68,16 +109,98 @@ def _find(address: str, layers: dict[str, PluggableLayer], slots: dict[tuple[str
     )
 
 
-def _check_names(files: SafetensorsFiles, wanted: set[str], unneeded: set[str]) -> None:
-    missing = sorted(wanted - files.names)
-    extra = sorted(name for name in files.names - wanted - unneeded if not _IGNORED.match(name))
-    problems = []
-    if missing:
-        problems.append(f"missing tensors: {_listed(missing)}")
-    if extra:
-        problems.append(f"tensors that the model has no place for: {_listed(extra)}")
-    if problems:
-        raise CheckpointError(f"{files.folder}: " + "; ".join(problems))
+@dataclass(frozen=True)
+class _Plan:
+    """Which tensor goes where. ``unneeded`` ones may be there."""
+
+    layers: dict[str, PluggableLayer]
+    slots: dict[tuple[str, str], WeightSlot]
+    places: dict[str, _Place]
+    unneeded: set[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, names: WeightNames) -> _Plan:
+        layers = dict(walk(model))
+        slots = {(path, name): slot for path, layer in layers.items() for name, slot in layer.declare().items()}
+        places = {}
+        for tensor, place in names.items():
+            if place is None:
+                continue
+            addresses = place.places if isinstance(place, Reading) else {"": place}
+            found = {slot: _find(address, layers, slots) for slot, address in addresses.items()}
+            if not any(slots[target.layer, target.slot].is_elsewhere(target.part) for target in found.values()):
+                places[tensor] = _Place(found, place if isinstance(place, Reading) else None)
+        return cls(layers, slots, places, set(names) - set(places))
+
+    def check_names(self, source: TensorSource) -> None:
+        """Raise CheckpointError for missing and extra tensors, as far as their names are known."""
+        if source.names is None:
+            return
+        missing = self._missing(source.names)
+        extra = sorted(name for name in source.names if self._is_extra(name))
+        problems = []
+        if missing:
+            problems.append(f"missing tensors: {_listed(missing)}")
+        if extra:
+            problems.append(f"tensors that the model has no place for: {_listed(extra)}")
+        if problems:
+            raise CheckpointError(f"{source.title}: " + "; ".join(problems))
+
+    def _missing(self, present: frozenset[str]) -> list[str]:
+        """The absent tensors that no others stand in for: a stack may come whole, or as a tensor for each number."""
+
+        def filled(place: _Place) -> Iterator[tuple[str, str, str | None]]:
+            for target in place.targets.values():
+                for piece in self.slots[target.layer, target.slot].pieces(target.part):
+                    yield target.layer, target.slot, piece
+
+        full = {piece for name, place in self.places.items() if name in present for piece in filled(place)}
+        missing = []
+        for name, place in self.places.items():
+            pieces = set(filled(place))
+            if name not in present and (not pieces or pieces - full):
+                missing.append(name)
+                full |= pieces
+        return sorted(missing)
+
+    def place(self, name: str, source: TensorSource) -> _Place | None:
+        """Where tensor ``name`` goes, None where nobody needs it. Raises CheckpointError for one without a place."""
+        if self._is_extra(name):
+            raise CheckpointError(f"{source.title}: tensors that the model has no place for: {name}")
+        return self.places.get(name)
+
+    def check_headers(self, files: SafetensorsFiles) -> None:
+        """Raise CheckpointError for the first tensor whose header is wrong."""
+        for name, place in self.places.items():
+            if name in files.names:
+                self.check(name, files.info(name), place, files.title)
+
+    def check(self, name: str, tensor: TensorInfo, place: _Place, title: str) -> None:
+        """Raise CheckpointError for a wrong shape, or a dtype that a copy would change the meaning of."""
+        reading = place.reading
+        if reading is not None:
+            wanted = reading.stored.shape(reading.module.out_features, reading.module.in_features)
+            dtypes: tuple[str, ...] = reading.stored.dtypes
+        else:
+            (target,) = place.targets.values()
+            slot = self.slots[target.layer, target.slot]
+            wanted = slot.stored_shape(target.part)
+            dtypes = (slot.dtype, *(_PLAIN if slot.dtype in _PLAIN else ()))
+        if tensor.shape != wanted:
+            raise CheckpointError(
+                f"{title}: tensor {name!r} has shape {list(tensor.shape)}, the model expects {list(wanted)}"
+            )
+        if tensor.dtype in dtypes:
+            return
+        if reading is not None:
+            raise CheckpointError(f"{title}: tensor {name!r} is {tensor.dtype}, expected {' or '.join(dtypes)}")
+        raise CheckpointError(
+            f"{title}: tensor {name!r} is {tensor.dtype}, the model expects {dtypes[0]}; "
+            "quantized weights need a quantization method ('quantization_config' in config.json, --quantization)"
+        )
+
+    def _is_extra(self, name: str) -> bool:
+        return not (name in self.places or name in self.unneeded or _IGNORED.match(name))
 
 
 def _listed(names: list[str], most: int = 8) -> str:
@@ -88,43 +211,59 @@ def _listed(names: list[str], most: int = 8) -> str:
 class _Filling:
     """Slots on their way to being full. ``_open`` counts the parts still to come of each layer and all inside it."""
 
-    def __init__(
-        self,
-        layers: dict[str, PluggableLayer],
-        slots: dict[tuple[str, str], WeightSlot],
-        device: torch.device,
-        folder: Path,
-    ) -> None:
-        self._layers, self._slots, self._device, self._folder = layers, slots, device, folder
-        self._left = {(layer, name, part) for (layer, name), slot in slots.items() for part in _parts(slot)}
-        self._open = dict.fromkeys(layers, 0)
+    def __init__(self, plan: _Plan, device: torch.device, title: str) -> None:
+        self._plan, self._layers, self._slots = plan, plan.layers, plan.slots
+        self._device, self._title = device, title
+        self._left = {(layer, name, part) for (layer, name), slot in self._slots.items() for part in slot.pieces()}
+        self._open = dict.fromkeys(self._layers, 0)
         for layer, _, _ in self._left:
             for path in self._around(layer):
                 self._open[path] += 1
         for path, count in self._open.items():
             if count == 0:
-                layers[path].prepare()
+                self._layers[path].prepare()
 
-    def copy(self, name: str, tensor: torch.Tensor, target: _Target) -> None:
-        """Copy one checkpoint tensor into its part of a slot (converting floating dtypes); prepare what that fills."""
+    def take(self, name: str, tensor: torch.Tensor, place: _Place) -> None:
+        """Copy one checkpoint tensor, or what its reading makes of it, into slots."""
+        self._plan.check(name, TensorInfo(tuple(tensor.shape), dtype_name(tensor.dtype)), place, self._title)
+        if place.reading is None:
+            (target,) = place.targets.values()
+            self._copy(name, tensor, target)
+            return
+        try:
+            made = place.reading.stored.read(place.reading.cut(tensor, self._device))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._title}: tensor {name!r}: {error}") from None
+        for slot, target in place.targets.items():
+            self._copy(name, made[slot], target, is_cut=True)
+
+    def _copy(self, name: str, tensor: torch.Tensor, target: _Target, *, is_cut: bool = False) -> None:
+        """Fill a slot's part (converting floating dtypes), and prepare the layers that this completes.
+
+        Of a tensor that is not ``is_cut``, only what this rank holds is touched: the rest of its file is never read.
+        """
         slot = self._slots[target.layer, target.slot]
-        start, rows = slot.part_rows(target.part)
-        wanted = (rows, *slot.shape[1:])
-        if tuple(tensor.shape) != wanted:
-            raise CheckpointError(
-                f"{self._folder}: tensor {name!r} has shape {list(tensor.shape)}, the model expects {list(wanted)}"
-            )
-        dtype = dtype_of(slot.dtype)
-        if tensor.dtype != dtype and not {tensor.dtype, dtype} <= _PLAIN:
-            raise CheckpointError(
-                f"{self._folder}: tensor {name!r} is {dtype_name(tensor.dtype)}, the model expects {slot.dtype}; "
-                "quantized weights need a quantization method ('quantization_config' in config.json, --quantization)"
-            )
+        if slot.stack and target.part is None:
+            for number in slot.stack:
+                self._copy(name, tensor[number], replace(target, part=str(number)), is_cut=is_cut)
+            return
+        pieces = slot.pieces(target.part)
+        if any((target.layer, target.slot, piece) not in self._left for piece in pieces):
+            raise CheckpointError(f"{self._title}: tensor {name!r} is there twice")
         weights = self._layers[target.layer].weights
         if target.slot not in weights:
-            weights[target.slot] = torch.empty(slot.shape, dtype=dtype, device=self._device)
-        weights[target.slot][start : start + rows].copy_(tensor)
-        for part in (target.part,) if target.part else _parts(slot):
+            padded = any(plan.has_padding for plan in slot.shards)
+            make = torch.zeros if padded else torch.empty
+            weights[target.slot] = make(slot.shape, dtype=dtype_of(slot.dtype), device=self._device)
+        filled, shard = weights[target.slot][slot.part_index(target.part)], slot.shard(target.part)
+        if is_cut or shard is None:
+            filled.copy_(tensor)
+        else:
+            axis = shard[0] - (len(slot.shape) - tensor.ndim)
+            for piece in shard[1].own:
+                source = tensor.narrow(axis, piece.source, piece.count)
+                filled.narrow(axis, piece.target, piece.count).copy_(source)
+        for part in pieces:
             self._left.remove((target.layer, target.slot, part))
             for path in self._around(target.layer):
                 self._open[path] -= 1
@@ -135,9 +274,7 @@ class _Filling:
         """Raise CheckpointError if any part of a slot was not filled."""
         if self._left:
             short = sorted(f"{layer}.{slot}" + (f"[{part}]" if part else "") for layer, slot, part in self._left)
-            raise CheckpointError(
-                f"{self._folder}: the checkpoint leaves slots of the model unfilled: {_listed(short)}"
-            )
+            raise CheckpointError(f"{self._title}: the checkpoint leaves slots of the model unfilled: {_listed(short)}")
 
     def _around(self, path: str) -> Iterator[str]:
         """The layer at ``path`` and those that hold it, innermost first."""
@@ -146,10 +283,6 @@ class _Filling:
             outer = ".".join(elements[:cut])
             if outer in self._layers:
                 yield outer
-
-
-def _parts(slot: WeightSlot) -> tuple[str | None, ...]:
-    return tuple(name for name, _ in slot.parts) or (None,)
 
 
 def expand_names(patterns: dict[str, str | None], num_layers: int) -> dict[str, str | None]:

@@ -5,21 +5,40 @@ Format: https://huggingface.co/docs/safetensors; shards are listed by ``model.sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from hardpoint.checkpoint.json_object import read_json
-from hardpoint_plugin_api import CheckpointError
+from hardpoint_plugin_api import CheckpointError, TensorInfo
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+"""The format's names of dtypes -> torch's."""
+
+_MAPPED_BYTES = 1 << 25
+"""A file is opened anew after as many bytes, so that those read before no longer count as memory in use."""
+
 
 class SafetensorsFiles:
-    """Names of all tensors and the file of each. Reading maps one file at a time; nothing is cached."""
+    """Names of all tensors and the file of each, as CheckpointTensors. Reading maps one file at a time."""
 
     def __init__(self, folder: Path) -> None:
         """Find the files of ``folder`` and read their headers; raises CheckpointError, naming the file, for damage."""
@@ -32,19 +51,61 @@ class SafetensorsFiles:
                 self._file_of[name] = path
 
     @property
+    def title(self) -> str:
+        """The folder, for messages."""
+        return str(self.folder)
+
+    @property
     def names(self) -> frozenset[str]:
         """The names of all tensors."""
         return frozenset(self._file_of)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor, file by file; each is a view of the mapped file and valid until the next file."""
+        """Yield every tensor, file by file; each is a view of the mapped file, to be dropped when the next is asked
+        for."""
+        names_in: dict[Path, list[str]] = {}
+        for name, path in self._file_of.items():
+            names_in.setdefault(path, []).append(name)
+        for path, names in names_in.items():
+            while names:
+                names = yield from self._some_of(path, names)
+
+    def _some_of(self, path: Path, names: list[str]) -> Generator[tuple[str, torch.Tensor], None, list[str]]:
+        """Yield the first of ``names`` from one mapping of the file, and return those that are left."""
+        mapped = 0
+        with safe_open(path, framework="pt") as file:
+            for done, name in enumerate(names, start=1):
+                try:
+                    tensor = file.get_tensor(name)
+                except SafetensorError as error:
+                    raise CheckpointError(f"{path}: tensor {name!r} cannot be read: {error}") from error
+                mapped += tensor.nbytes
+                yield name, tensor
+                del tensor
+                if mapped >= _MAPPED_BYTES:
+                    return names[done:]
+        return []
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and dtype of a tensor, by its file's header; KeyError where there is none of that name."""
+        return self._infos[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, copied."""
+        with safe_open(self._file_of[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor.clone()
+
+    @cached_property
+    def _infos(self) -> dict[str, TensorInfo]:
+        infos = {}
         for path in dict.fromkeys(self._file_of.values()):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  # the handle is no mapping
-                    try:
-                        yield name, file.get_tensor(name)
-                    except SafetensorError as error:
-                        raise CheckpointError(f"{path}: tensor {name!r} cannot be read: {error}") from error
+                    header = file.get_slice(name)
+                    dtype = header.get_dtype()
+                    infos[name] = TensorInfo(tuple(header.get_shape()), _DTYPES.get(dtype, dtype))
+        return infos
 
     def _paths(self) -> list[Path]:
         index = self.folder / _INDEX

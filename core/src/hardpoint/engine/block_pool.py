@@ -1,20 +1,23 @@
 """The pool of cache pages: who holds them, and which finished ones may be found again by their content.
 
-A full block's content is known by the hash of its tokens and of all before it (``BlockHash``). A page whose content was
-remembered keeps it after its last holder has gone, until the page is given out again; the least recently freed goes
-first. Page 0 is the null page and is never given out.
+A full block's content is known by its cache group and the hash of its tokens and of all before it. A page whose content
+was remembered keeps it after its last holder has gone, until the page is given out again; the least recently freed
+goes first. Page 0 is the null page and is never given out.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from hardpoint_plugin_api import NULL_PAGE
 
 BlockHash = bytes
+
+Content = tuple[int, BlockHash]
+"""What a full block holds: the cache group whose layers computed it, and its tokens' hash."""
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
@@ -33,12 +36,12 @@ def hash_salt(salt: str) -> BlockHash:
 class BlockPool:
     """Pages by number of holders. Free ones are in the order in which they will be given out."""
 
-    def __init__(self, num_pages: int, block_size: int) -> None:
-        self.num_pages, self.block_size = num_pages, block_size
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
         self._holders = [0] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(NULL_PAGE + 1, num_pages))
-        self._page_of: dict[BlockHash, int] = {}
-        self._hash_of: dict[int, BlockHash] = {}
+        self._page_of: dict[Content, int] = {}
+        self._hash_of: dict[int, Content] = {}
 
     @property
     def num_usable(self) -> int:
@@ -49,10 +52,6 @@ class BlockPool:
     def num_free(self) -> int:
         """Pages that nobody holds, those with remembered content included."""
         return len(self._free)
-
-    def pages_for(self, num_tokens: int) -> int:
-        """How many pages hold ``num_tokens`` tokens."""
-        return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
         """Take ``count`` pages, whose content is forgotten, or none at all (None) where fewer are free."""
@@ -65,19 +64,17 @@ class BlockPool:
                 del self._page_of[content]
         return pages
 
-    def find(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The pages that hold the longest run of ``hashes`` from the first on; they are not taken yet."""
-        pages = []
-        for content in hashes:
-            page = self._page_of.get(content)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+    def find(self, content: Content) -> int | None:
+        """The page that holds ``content``, if any; it is not taken yet."""
+        return self._page_of.get(content)
 
     def num_free_without(self, pages: Iterable[int]) -> int:
         """Free pages that would be left if ``pages`` were held."""
         return len(self._free) - sum(self._holders[page] == 0 for page in pages)
+
+    def num_freed_by(self, pages: Iterable[int]) -> int:
+        """Pages that become free once ``pages``, each as often as it stands there, are freed."""
+        return sum(self._holders[page] == count for page, count in Counter(pages).items())
 
     def hold(self, pages: Iterable[int]) -> None:
         """Become one more holder of each of ``pages``, which ``find`` returned."""
@@ -86,12 +83,17 @@ class BlockPool:
                 del self._free[page]
             self._holders[page] += 1
 
-    def remember(self, page: int, content: BlockHash) -> None:
+    def remember(self, page: int, content: Content) -> None:
         """Note that ``page``, which somebody holds, has this content, unless another page is known for it."""
         assert self._holders[page] > 0, "a page that nobody holds has no new content"
         if content not in self._page_of and page not in self._hash_of:
             self._page_of[content] = page
             self._hash_of[page] = content
+
+    def forget(self) -> None:
+        """Forget what every page holds."""
+        self._page_of.clear()
+        self._hash_of.clear()
 
     def free(self, pages: Sequence[int]) -> None:
         """Stop holding ``pages``. The last ones are forgotten first: a prefix is worth more than what follows it."""

@@ -7,7 +7,9 @@ everything that will ever be asked, and allocates nothing.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -16,12 +18,19 @@ import torch
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.checkpoint.source import resolve_model
 from hardpoint.config import EngineConfig
+from hardpoint.config.removed import check_environment
 from hardpoint.context import Context, load_target
 from hardpoint.dtypes import dtype_of
 from hardpoint.engine.absent_device import AbsentDeviceContext
 from hardpoint.engine.sampler import SamplingOps
 from hardpoint.layers import CausalLM
-from hardpoint.plugins import PluginSet, discover
+from hardpoint.metrics import EngineMetrics
+from hardpoint.ops.shadow_check import ShadowCheck
+from hardpoint.ops.slot_mapping import slot_mapping
+from hardpoint.parallel.groups import Groups, Seat
+from hardpoint.plugins import LockFile, PluginSet, discover
+from hardpoint.profiling import Profiler
+from hardpoint.quantization.choice import choose_quantization, method_name
 from hardpoint.selection import PlatformChoice, SelectionTable, Selector, Settings, TuningFile, preset_choice
 from hardpoint.selection import choose_platform as choose
 from hardpoint_plugin_api import (
@@ -59,6 +68,8 @@ class Blueprint:
     ctx: Context
     model: CausalLM
     sampling_ops: SamplingOps
+    slot_mapping: Callable[..., torch.Tensor]
+    groups: Groups
 
     @property
     def table(self) -> SelectionTable:
@@ -66,18 +77,24 @@ class Blueprint:
         return SelectionTable([self.choice.plan, *self.ctx.selector.plans])
 
 
-def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
+def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = None) -> Blueprint:
     """Decide everything for ``config``, on this machine's device or on the one that ``preset`` describes.
+
+    ``seat`` says which of several ranks this is, on the device that many further. Without one, and where there are
+    several, nothing will run here: the device is left alone, and all is as rank 0 sees it.
 
     Raises the errors of each part: plugins, platform, checkpoint, selection.
     """
     folder = resolve_model(config.model, config.hub_revision)
     hf_config = HFConfig.read(folder)
-    plugins = discover(config.plugins)
+    lock = LockFile.read(Path(config.plugins_lock_file)) if config.plugins_locked else None
+    plugins = discover(config.plugins, lock)
+    for warning in check_environment(os.environ, plugins.config_keys()):
+        logger.warning("%s", warning)
     config = config.with_plugin_keys(plugins.config_keys())
     _check_slots(config, plugins)
-    _check_quantization(config, hf_config, plugins)
-    settings = _settings(config)
+    method = method_name(config, hf_config, plugins)
+    settings = _settings(config, method)
     choice = choose(plugins, settings) if preset is None else preset_choice(plugins, settings, preset)
     for name in config.plugins or ():
         plugins.activate(name)
@@ -90,14 +107,17 @@ def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
     selector = Selector(
         plugins,
         choice.device,
-        _settings(config),
+        _settings(config, method),
         tuning,
         load=(lambda offer: None) if preset is not None else (lambda offer: load_target(plugins, offer)),
     )
     dtype = _dtype(config, hf_config, platform)
+    metrics = EngineMetrics()
+    runs_here = preset is None and (seat is not None or config.tensor_parallel_size == 1)
+    groups = Groups.of(config, seat or Seat())
     ctx = (Context if preset is None else AbsentDeviceContext)(
         device=choice.device,
-        torch_device=platform.activate(config.device_index) if preset is None else torch.device("meta"),
+        torch_device=_activate(platform, config, seat or Seat()) if runs_here else torch.device("meta"),
         dtype=dtype_of(dtype),
         config=config,
         plugins=plugins,
@@ -105,15 +125,27 @@ def draw(config: EngineConfig, preset: str | None = None) -> Blueprint:
         kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         block_size=config.block_size or platform.default_block_size(),
         max_model_len=_max_model_len(config, hf_config),
+        engine_metrics=metrics,
+        profiler=Profiler(platform),
+        shadow=ShadowCheck(config.shadow_check, config.seed, metrics) if config.shadow_check else None,
+        parallel=groups.parallel(platform.collectives, seat or Seat(), config.step_timeout),
     )
     ctx.select(SchedulerWorkload())
     ctx.select(RunnerWorkload())
+    ctx = replace(ctx, quantization=choose_quantization(ctx, hf_config, method))
+    groups.select(ctx)
     model = _build_model(ctx, hf_config)
-    return Blueprint(config, folder, hf_config, plugins, choice, platform, ctx, model, SamplingOps.bind(ctx))
+    sampling_ops, store_at = SamplingOps.bind(ctx), slot_mapping.bind(ctx)
+    return Blueprint(config, folder, hf_config, plugins, choice, platform, ctx, model, sampling_ops, store_at, groups)
 
 
-def _settings(config: EngineConfig) -> Settings:
-    return Settings(config.choices, config.custom_ops, frozenset(config.use))
+def _activate(platform: Platform, config: EngineConfig, seat: Seat) -> torch.device:
+    """The device of a rank. Ranks of a platform whose device is the host itself share it."""
+    return platform.activate(config.device_index + (seat.local_rank if platform.info.accelerator else 0))
+
+
+def _settings(config: EngineConfig, quantization_method: str | None) -> Settings:
+    return Settings(config.choices, config.custom_ops, frozenset(config.use), quantization_method is not None)
 
 
 def _check_slots(config: EngineConfig, plugins: PluginSet) -> None:
@@ -127,18 +159,6 @@ def _check_slots(config: EngineConfig, plugins: PluginSet) -> None:
             raise UnknownNameError(family.name, of, known, "It stands in --use or --custom-ops.")
 
 
-def _check_quantization(config: EngineConfig, hf_config: HFConfig, plugins: PluginSet) -> None:
-    """Refuse a quantized checkpoint, or a wish for one, that no installed method reads."""
-    stored = hf_config.quantization_method
-    method = config.quantization or stored
-    known = {offer.contribution.name for offer in plugins.offers("quantization")}
-    if method and method not in known:
-        where = (
-            "Asked for by --quantization." if config.quantization else f"It stands in {hf_config.folder}/config.json."
-        )
-        raise UnknownNameError("quantization method", method, known, where)
-
-
 def _build_model(ctx: Context, hf_config: HFConfig) -> CausalLM:
     architecture = hf_config.architecture
     known = {str(o.contribution.of) for o in ctx.plugins.offers("model")}
@@ -146,7 +166,7 @@ def _build_model(ctx: Context, hf_config: HFConfig) -> CausalLM:
         where = f"It stands in {hf_config.folder}/config.json."
         raise UnknownNameError("model architecture", architecture, known, where)
     plan = ctx.select(ModelWorkload(of=architecture))
-    return cast(ModelBuilder, ctx.load(plan.offer))(ctx, hf_config)
+    return cast(ModelBuilder, ctx.load(plan.offer))(ctx.for_plugin(plan.offer.plugin), hf_config)
 
 
 def _dtype(config: EngineConfig, hf_config: HFConfig, platform: Platform) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import TypeVar, Unpack
 
 from hardpoint.bench.stages import mark
-from hardpoint.engine.core import EngineCore, RequestOptions
+from hardpoint.engine.client import CoreClient, RequestOptions
 from hardpoint.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from hardpoint.engine.prompts import TokenizedPrompt
 from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams, derived_seed
 from hardpoint.engine.step import TokenLogprobs
 from hardpoint.tokenizer import Detokenizer, Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -30,15 +33,18 @@ class Conversation:
 
     def __init__(
         self,
-        core: EngineCore,
+        core: CoreClient,
         tokenizer: Tokenizer,
-        text: str | None,
-        ids: Sequence[int],
+        prompt: TokenizedPrompt,
         params: SamplingParams,
         eos_token_ids: frozenset[int],
+        request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> None:
-        """Queue the requests of the prompt ``ids``. Raises RequestError or CapacityError, with none of them queued."""
+        """Queue the requests of ``prompt``; its output carries ``request_id``, or the first request's own.
+
+        Raises RequestError, CapacityError or EngineDeadError, with none of them queued.
+        """
         self._core, self._tokenizer, self._began = core, tokenizer, time.perf_counter()
         bad_words = bad_word_sequences(tokenizer, params.bad_words or ())
         seed = core.draw_seed() if params.seed is None else params.seed
@@ -50,24 +56,35 @@ class Conversation:
                 seed=derived_seed(seed, index),
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # the same for all
             )
-            request = core.add_request(ids, own, eos_token_ids, bad_words=bad_words, **options)
+            request = core.add_request(prompt.token_ids, own, eos_token_ids, bad_words=bad_words, **options)
             output = CompletionOutput(index, "", [], logprobs=None if params.logprobs is None else [])
             detokenizer = Detokenizer(
                 tokenizer,
                 stop=params.stop_texts,
-                prompt_ids=ids,
+                prompt_ids=prompt.token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 include_stop=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
             self._completions[request] = _Completion(request, output, detokenizer)
         outputs = [completion.output for completion in self._completions.values()]
-        self.output = RequestOutput(self.requests[0].request_id, text, list(ids), outputs, finished=False)
+        request_id = self.requests[0].request_id if request_id is None else request_id
+        self.output = RequestOutput(request_id, prompt.text, list(prompt.token_ids), outputs, finished=False)
 
     @property
     def requests(self) -> list[Request]:
         """One for each completion, in order."""
         return list(self._completions)
+
+    def snapshot(self) -> RequestOutput:
+        """A copy of the output as it is now, which later tokens leave alone."""
+        copied = _copied(self.output)
+        copied.metrics = _copied(copied.metrics)
+        copied.outputs = [_copied(output) for output in copied.outputs]
+        for output in copied.outputs:
+            output.token_ids = list(output.token_ids)
+            output.logprobs = None if output.logprobs is None else list(output.logprobs)
+        return copied
 
     def abort(self) -> None:
         """End what has not ended."""
@@ -80,10 +97,11 @@ class Conversation:
         if completion.output.finish_reason is not None:
             return False
         metrics, elapsed = self.output.metrics, time.perf_counter() - self._began
-        if metrics.first_token is None:
-            metrics.first_token = elapsed
-            mark("first token")
         drew = len(request.token_ids) > len(request.prompt_token_ids)
+        if drew and metrics.first_token is None:
+            metrics.first_token = elapsed
+            self.output.num_cached_tokens = request.num_cached_tokens
+            mark("first token")
         if drew and request.prompt_logprobs and self.output.prompt_logprobs is None:
             self.output.prompt_logprobs = [
                 None if scores is None else self._logprobs(scores) for scores in request.prompt_logprobs
@@ -95,24 +113,32 @@ class Conversation:
         return True
 
     def _take_tokens(self, completion: _Completion) -> None:
+        """Take the tokens up to the one that completes a stop text: others may have come after it."""
         request, output, detokenizer = completion.request, completion.output, completion.detokenizer
-        fresh = request.token_ids[len(request.prompt_token_ids) + len(output.token_ids) :]
+        known = len(output.token_ids)
+        fresh = request.token_ids[len(request.prompt_token_ids) + known :]
+        ended = request.finish_reason
+        for index, token in enumerate(fresh):
+            output.token_ids.append(token)
+            if not (ended == "stop" and index == len(fresh) - 1):  # the stop token itself is no text
+                detokenizer.add([token])
+                if detokenizer.stop_text is not None:
+                    break
+        else:
+            if ended is not None:
+                detokenizer.flush()
         if output.logprobs is not None:
-            scores = request.logprobs[len(output.token_ids) :]
+            scores = request.logprobs[known : len(output.token_ids)]
             output.logprobs += map(self._logprobs, scores)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(s.logprobs[0] for s in scores)
-        output.token_ids += fresh
-        detokenizer.add(fresh[:-1] if request.finish_reason == "stop" else fresh)
-        if request.finish_reason:
-            detokenizer.flush()
         output.text = detokenizer.text
         if detokenizer.stop_text is not None:
             self._core.abort(request)
             output.finish_reason, output.stop_reason = "stop", detokenizer.stop_text
-        elif request.finish_reason:
-            output.finish_reason = request.finish_reason
-            ended_by_user = request.stop_reason in ("deadline", *(request.params.stop_token_ids or ()))
-            output.stop_reason = request.stop_reason if ended_by_user else None
+        elif ended is not None:
+            output.finish_reason = ended
+            by_user = request.stop_reason in ("deadline", *(request.params.stop_token_ids or ()))
+            output.stop_reason = request.stop_reason if by_user else None
 
     def _logprobs(self, scores: TokenLogprobs) -> PositionLogprobs:
         columns = zip(scores.token_ids, scores.logprobs, scores.ranks, strict=True)
@@ -120,6 +146,13 @@ class Conversation:
             token: Logprob(logprob, rank, self._tokenizer.decode([token], skip_special_tokens=False))
             for token, logprob, rank in columns
         }
+
+
+def _copied(value: T) -> T:
+    """A shallow copy of a dataclass. ``copy.copy`` takes four times as long, and this runs for every token."""
+    made = object.__new__(type(value))
+    made.__dict__ |= value.__dict__
+    return made
 
 
 def bad_word_sequences(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:

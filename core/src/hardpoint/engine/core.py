@@ -2,60 +2,48 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import random
+import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
-from hardpoint.bench.stages import mark
-from hardpoint.checkpoint.loader import load_weights
-from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
+from hardpoint.engine.admission import Admission
 from hardpoint.engine.block_pool import BlockPool
 from hardpoint.engine.blueprint import Blueprint
+from hardpoint.engine.client import CoreFacts, EngineStats, RequestOptions
+from hardpoint.engine.control import MemoryReport
+from hardpoint.engine.engine_metrics import StatsCollector, StepMetrics
 from hardpoint.engine.executor import Executor, InProcessExecutor, Pending
-from hardpoint.engine.memory import CacheMemory
+from hardpoint.engine.holdings import Holdings
+from hardpoint.engine.multiprocess_executor import MultiprocessExecutor
+from hardpoint.engine.paged_cache import PagedCache
 from hardpoint.engine.request import Request
-from hardpoint.engine.runner import Model, Runner, RunnerArgs
+from hardpoint.engine.runner import Model
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduler import Scheduler, SchedulerArgs
 from hardpoint.engine.step import StepInput
+from hardpoint.engine.worker import Worker, cache_geometry, step_limits
+from hardpoint.metrics import MetricsSnapshot
 from hardpoint.selection import SelectionTable
-from hardpoint_plugin_api import ConfigError, EngineInfo, RequestError, RunnerWorkload, SchedulerWorkload, StepLimits
+from hardpoint_plugin_api import (
+    EngineError,
+    MemoryTag,
+    SchedulerWorkload,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class EngineStats:
-    """What the engine did so far; seconds of wall time."""
-
-    load_seconds: float = 0.0
-    num_steps: int = 0
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-
-
-class RequestOptions(TypedDict, total=False):
-    """How a request is treated beside others.
-
-    ``priority``: lower runs first. ``timeout``: seconds after which it ends, finished or not. ``cache_salt``: it shares
-    cached prefixes with requests of the same salt only.
-    """
-
-    priority: int
-    timeout: float | None
-    cache_salt: str
-
-
-@dataclass
 class EngineCore:
-    """One model on one device. Built by ``start``; ``close`` frees what it holds.
+    """One model on one device, a CoreClient. Built by ``start``; ``close`` frees what it holds.
 
     ``_ahead`` steps are submitted beyond the one that is waited for: 1 lets host and device overlap.
     """
@@ -64,13 +52,14 @@ class EngineCore:
     table: SelectionTable
     executor: Executor
     scheduler: Scheduler
-    max_model_len: int
+    admission: Admission
     stats: EngineStats
-    _info: EngineInfo
+    _metrics: StepMetrics
     _ahead: int
-    _seeds: random.Random
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
     _submitted: deque[tuple[StepInput, Pending]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._take_stock()
 
     @classmethod
     def start(cls, blueprint: Blueprint, model: Model | None = None) -> EngineCore:
@@ -81,49 +70,39 @@ class EngineCore:
         Raises CheckpointError and CapacityError.
         """
         began = time.perf_counter()
-        ctx, platform, config = blueprint.ctx, blueprint.platform, blueprint.config
-        table = blueprint.table
+        ctx, config, table = blueprint.ctx, blueprint.config, blueprint.table
         logger.info("selection table %s on %s", table.digest, ctx.device.name)
-        limits = _step_limits(blueprint)
-        with platform.memory.pool("weights"):
-            load_weights(
-                blueprint.model, blueprint.model.weight_names, SafetensorsFiles(blueprint.folder), ctx.torch_device
-            )
-        mark("weights")
-        with platform.memory.pool("resources"):
-            ctx.resources.allocate(ctx.torch_device)
-        with platform.memory.pool("kv"):
-            budget = config.kv_cache_memory or platform.kv_cache_budget()
-            longest = min(ctx.max_model_len, limits.max_context or ctx.max_model_len)
-            enough = _bytes_for_all(blueprint, config.max_num_seqs * longest)
-            cache = CacheMemory(ctx.attention_layers, ctx.block_size, min(budget, enough), ctx.torch_device)
-        max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
-        assert limits.max_tokens is not None
-        assert limits.max_requests is not None
-        runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
+        executor = start_executor(blueprint, model)
+        facts = executor.facts
+        vocab_size = blueprint.hf_config.integer("vocab_size")
         scheduler_class = cast(type[Scheduler], ctx.load(ctx.select(SchedulerWorkload()).offer))
-        runner = runner_class(
-            RunnerArgs(
-                ctx=ctx,
-                platform=platform,
-                model=model or blueprint.model,
-                sampling_ops=blueprint.sampling_ops,
-                caches=cache.views,
-                num_slots=limits.max_requests,
-                max_step_tokens=limits.max_tokens,
-                token_buckets=limits.token_buckets,
-                vocab_size=blueprint.hf_config.integer("vocab_size"),
-            )
+        paged_cache = PagedCache(BlockPool(facts.num_pages), cache_geometry(blueprint))
+        scheduler = scheduler_class(
+            SchedulerArgs(paged_cache, step_limits(blueprint), facts.max_model_len, config.enable_prefix_caching)
         )
-        pool = BlockPool(cache.num_pages, ctx.block_size)
-        scheduler = scheduler_class(SchedulerArgs(pool, limits, max_model_len, config.enable_prefix_caching))
-        info = EngineInfo(config.model, ctx.device, table.digest)
-        blueprint.plugins.engine_started(info)
         stats = EngineStats(load_seconds=time.perf_counter() - began)
         ahead = ctx.device.accelerator if config.async_scheduling is None else config.async_scheduling
-        seeds = random.Random(config.seed)
-        executor = InProcessExecutor(runner)
-        return cls(blueprint, table, executor, scheduler, max_model_len, stats, info, int(ahead), seeds)
+        admission = Admission(facts.max_model_len, vocab_size, config.seed)
+        core = cls(blueprint, table, executor, scheduler, admission, stats, StepMetrics(ctx.engine_metrics), int(ahead))
+        ctx.engine_metrics.add(StatsCollector(stats, lambda: core.memory_report().by_tag))
+        return core
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, in tokens."""
+        return self.admission.max_model_len
+
+    @property
+    def holdings(self) -> Holdings:
+        """What is held in memory, where the one rank is in this process; for measurements and tests."""
+        assert isinstance(self.executor, InProcessExecutor), "the ranks have processes of their own"
+        return self.executor.worker.holdings
+
+    @property
+    def facts(self) -> CoreFacts:
+        """What stays as it is while this core lives."""
+        config, admission = self.blueprint.config, self.admission
+        return CoreFacts(config, self.table, self.max_model_len, admission.vocab_size, os.getpid())
 
     def add_request(
         self,
@@ -134,57 +113,34 @@ class EngineCore:
         bad_words: Sequence[Sequence[int]] = (),
         **options: Unpack[RequestOptions],
     ) -> Request:
-        """Queue a request for one completion.
-
-        ``bad_words`` are the token sequences of the parameter of that name: the core knows no text.
-        Raises RequestError for an empty or too long prompt or an id outside the vocabulary.
-        """
-        assert params.n == 1, "several completions are several requests: see Conversation"
-        prompt = tuple(prompt_token_ids)
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        vocabulary = self.blueprint.hf_config.integer("vocab_size")
-        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            wrong = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise RequestError(f"token id {wrong} is outside the model's vocabulary of {vocabulary}")
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; with one token to draw, at most {self.max_model_len - 1} fit "
-                "(--max-model-len, or the cache's size)"
-            )
-        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
-        most = self.max_model_len
-        if params.max_tokens is not None:
-            most = min(most, len(prompt) + params.max_tokens)
-        number = next(self._numbers)
-        words = tuple(tuple(word) for word in bad_words)
-        params.check_vocabulary(vocabulary, words)
-        seed = self.draw_seed() if params.seed is None else params.seed
-        timeout = options.get("timeout")
-        request = Request(
-            str(number),
-            prompt,
-            params,
-            seed,
-            stops,
-            most,
-            number,
-            priority=options.get("priority", 0),
-            deadline=None if timeout is None else time.monotonic() + timeout,
-            cache_salt=options.get("cache_salt", ""),
-            bad_words=words,
-        )
-        self.scheduler.add(request)
+        """Queue a request for one completion; see CoreClient."""
+        request = self.admission.admit(prompt_token_ids, params, eos_token_ids, bad_words=bad_words, **options)
+        self.queue(request)
         return request
+
+    def queue(self, request: Request) -> None:
+        """Queue a request that was admitted, here or elsewhere.
+
+        Raises CapacityError if it can never fit, EngineError while the engine sleeps.
+        """
+        self.executor.check()
+        self.admission.check_awake()
+        self.scheduler.add(request)
+        self._take_stock()
 
     def draw_seed(self) -> int:
         """A seed for a request that gives none; the engine's own seed makes the sequence of them repeatable."""
-        return self._seeds.getrandbits(62)
+        return self.admission.draw_seed()
 
     @property
     def has_unfinished(self) -> bool:
         """True while any request waits or runs."""
         return self.scheduler.has_unfinished
+
+    @property
+    def is_idle(self) -> bool:
+        """True where a step would do nothing: none is submitted, and no request needs one."""
+        return not (self.scheduler.has_unfinished or self._submitted)
 
     def step(self) -> list[Request]:
         """Submit what fits ahead, wait for the oldest step, and return the requests that got a token or ended.
@@ -192,30 +148,46 @@ class EngineCore:
         An error, or an interrupt, ends every request and leaves an engine that takes new ones.
         """
         try:
-            return self._step()
+            with self.blueprint.ctx.range("step"):
+                return self._step()
         except BaseException:
-            self._submitted.clear()
+            self._abandon_submitted()
             self.scheduler.abandon()
             raise
+        finally:
+            self._take_stock()
 
     def _step(self) -> list[Request]:
         began = time.perf_counter()
         expired = self.scheduler.expire(time.monotonic())
         while len(self._submitted) <= self._ahead and (step := self.scheduler.schedule()) is not None:
             self._submitted.append((step, self.executor.submit(step)))
-        if not self._submitted:
-            return expired
-        advanced = expired + self._collect(began)
+        advanced = expired + (self._collect(began) if self._submitted else [])
+        for request in advanced:
+            if request.finish_reason is not None:
+                self._note_end(request)
         while self._submitted and not self.scheduler.has_unfinished:
             self._collect(time.perf_counter())  # steps whose tokens nobody wants any more
         return advanced
 
+    def _abandon_submitted(self) -> None:
+        """Wait for steps that nobody wants any more: the device may still be reading what the next one overwrites."""
+        while self._submitted:
+            _, pending = self._submitted.popleft()
+            with suppress(Exception):  # the error that brought us here is the one to report
+                pending.result()
+
     def _collect(self, began: float) -> list[Request]:
         """Wait for the oldest submitted step and commit it."""
         step, pending = self._submitted.popleft()
-        advanced = self.scheduler.commit(pending.result())
+        with self.blueprint.ctx.range("collect"):
+            output = pending.result()
+        advanced = self.scheduler.commit(output)
         seconds, decodes = time.perf_counter() - began, sum(s.count == 1 for s in step.scheduled)
+        self._metrics.collected(seconds, len(advanced))
         self.stats.num_steps += 1
+        started = {new.slot for new in step.new}
+        self.stats.cached_tokens += sum(share.start for share in step.scheduled if share.slot in started)
         if decodes == len(step.scheduled):
             self.stats.decode_tokens += decodes
             self.stats.decode_seconds += seconds
@@ -226,39 +198,92 @@ class EngineCore:
 
     def abort(self, request: Request) -> None:
         """End ``request`` now."""
-        self.scheduler.abort(request)
+        if request.finish_reason is None:
+            self.scheduler.abort(request)
+            self._note_end(request)
+            self._take_stock()
+
+    def _note_end(self, request: Request) -> None:
+        self.stats.num_preemptions += request.num_preemptions
+        self._metrics.ended(request)
+
+    def sleep(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
+        """Give back the memory of ``tags``; see CoreControl."""
+        self._check_idle("put to sleep")
+        self._asleep_after(self.executor.call("sleep", tags))
+        if "kv" in tags:
+            self.scheduler.cache.pool.forget()
+        return self.admission.asleep
+
+    def wake_up(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
+        """Take the memory of ``tags`` again; see CoreControl."""
+        return self._calling("wake_up", tags)
+
+    def update_weights(self, source: str | Iterable[tuple[str, torch.Tensor]]) -> frozenset[MemoryTag]:
+        """Replace the weights; see CoreControl."""
+        self._check_idle("given other weights")
+        if isinstance(source, str):
+            self.executor.call("check_weights", source)
+        self.scheduler.cache.pool.forget()
+        return self._calling("update_weights", source)
+
+    def _calling(self, method: str, argument: object) -> frozenset[MemoryTag]:
+        """Call the ranks, and note what sleeps then, whatever becomes of the call."""
+        try:
+            self.executor.call(method, argument)
+        finally:
+            self._asleep_after(self.executor.call("asleep"))
+        return self.admission.asleep
+
+    def _asleep_after(self, found: list[frozenset[MemoryTag]]) -> None:
+        """Note what sleeps on any rank."""
+        self.admission.asleep = frozenset().union(*found)
+
+    def _check_idle(self, what: str) -> None:
+        if not self.is_idle:
+            raise EngineError(f"requests are under way; an engine is {what} when they have ended or been aborted")
+
+    def memory_report(self) -> MemoryReport:
+        """Who holds how much, on all ranks together; see CoreControl. The device is rank 0's."""
+        reports: list[MemoryReport] = self.executor.call("memory_report")
+        by_tag = {tag: sum(report.by_tag[tag] for report in reports) for tag in reports[0].by_tag}
+        return MemoryReport(by_tag, reports[0].device)
+
+    def metrics(self) -> MetricsSnapshot:
+        """What was counted, by layers on rank 0; see CoreControl."""
+        snapshot = self.blueprint.ctx.engine_metrics.snapshot()
+        return snapshot.with_those_of(self.executor.call("metrics")[0])
+
+    def start_profile(self, folder: str, layers: bool = False) -> None:
+        """Start a profile; see CoreControl."""
+        self.executor.call("start_profile", folder, layers)
+
+    def stop_profile(self) -> None:
+        """End the profile and write it; see CoreControl."""
+        self.executor.call("stop_profile")
+
+    def _take_stock(self) -> None:
+        """Note in ``stats`` what the engine holds now."""
+        stats, scheduler, pool = self.stats, self.scheduler, self.scheduler.cache.pool
+        stats.num_running, stats.num_waiting = scheduler.num_running, scheduler.num_waiting
+        stats.num_pages, stats.num_free_pages = pool.num_usable, pool.num_free
+
+    def check(self) -> None:
+        """Raise EngineDeadError if ranks that have processes of their own are gone."""
+        self.executor.check()
+
+    def when_lost(self, notify: Callable[[], None]) -> None:
+        """Have ``notify`` called, from another thread, when the ranks are lost."""
+        self.executor.when_lost(notify)
 
     def close(self) -> None:
-        """Tell the plugins, then drop runner, caches and weights."""
-        self.blueprint.plugins.engine_stopping(self._info)
+        """Tell the plugins, end a profile that is still taken, then drop runner, caches and weights."""
         self.executor.shutdown(deadline=5.0)
-        for module in self.blueprint.model.modules():
-            release = getattr(module, "release", None)
-            if release:
-                release()
 
 
-def _step_limits(blueprint: Blueprint) -> StepLimits:
-    """What the user, the platform and every attention backend allow of a step; no step is larger than all buckets."""
-    config = blueprint.config
-    limits = StepLimits(max_tokens=config.max_num_batched_tokens, max_requests=config.max_num_seqs)
-    limits = limits.intersect(blueprint.platform.step_limits())
-    for layer in blueprint.ctx.attention_layers.layers:
-        limits = limits.intersect(layer.backend.step_limits())
-    longest, wanted = limits.max_context, config.max_model_len
-    if longest is not None and wanted is not None and wanted > longest:
-        raise ConfigError(
-            f"--max-model-len {wanted}: {blueprint.ctx.device.name}, or an attention backend chosen for it, serves "
-            f"sequences of at most {longest} tokens"
-        )
-    if limits.token_buckets:
-        limits = limits.intersect(StepLimits(max_tokens=max(limits.token_buckets)))
-    return limits
-
-
-def _bytes_for_all(blueprint: Blueprint, num_tokens: int) -> int:
-    """Bytes of a cache that holds ``num_tokens``: more would never be used."""
-    ctx = blueprint.ctx
-    pages = -(-num_tokens // ctx.block_size) + 1 + blueprint.config.max_num_seqs
-    layers = ctx.attention_layers.layers
-    return pages * sum(x.backend.layout.page_bytes(x.backend.cache_spec, ctx.block_size) for x in layers)
+def start_executor(blueprint: Blueprint, model: Model | None = None) -> Executor:
+    """Run the ranks where the config says, and wait until they are loaded."""
+    kind = blueprint.config.executor_kind
+    if kind == "mp":
+        return MultiprocessExecutor(blueprint)
+    return InProcessExecutor(Worker.start(blueprint, model))

@@ -1,26 +1,50 @@
-"""Where steps run: in this process, or (later, behind the same interface) in others."""
+"""Where steps run: what an engine core asks of it, and the simplest answer, one rank in this process."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hardpoint.engine.runner import Runner, Ticket
 from hardpoint.engine.step import StepInput, StepOutput
+
+if TYPE_CHECKING:
+    from hardpoint.engine.worker import Worker, WorkerFacts
 
 
 class Pending(Protocol):
     """A step on its way; a ``concurrent.futures.Future`` is one."""
 
     def result(self) -> StepOutput:
-        """Wait for the step."""
+        """Wait for the step. Raises EngineDeadError where the ranks are gone, or hang."""
         ...
 
 
 class Executor(Protocol):
-    """Runs steps in the order they are submitted."""
+    """Runs steps in the order they are submitted, on every rank. What it raises beside EngineDeadError it survives."""
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """What the scheduler must know of the ranks."""
+        ...
 
     def submit(self, step: StepInput) -> Pending:
         """Start ``step``; it may still run when this returns."""
+        ...
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of Worker on every rank, between steps, and return what each returned.
+
+        Raises what the first of them raised.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise EngineDeadError if the ranks are gone."""
+        ...
+
+    def when_lost(self, notify: Callable[[], None]) -> None:
+        """Call ``notify``, from another thread, when the ranks are lost; they may be lost already."""
         ...
 
     def shutdown(self, deadline: float) -> None:
@@ -29,19 +53,37 @@ class Executor(Protocol):
 
 
 class InProcessExecutor:
-    """One runner in this process."""
+    """One rank in this process."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner: Runner | None = runner
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._runner: Runner | None = worker.runner
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """See Executor."""
+        return self.worker.facts
 
     def submit(self, step: StepInput) -> Pending:
         """Submit to the runner; asynchronous as far as the device is."""
         assert self._runner is not None, "submit after shutdown"
         return _Submitted(self._runner, self._runner.submit(step))
 
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call the worker."""
+        return [getattr(self.worker, method)(*args)]
+
+    def check(self) -> None:
+        """This process does not go away."""
+
+    def when_lost(self, notify: Callable[[], None]) -> None:
+        """This process does not go away."""
+
     def shutdown(self, deadline: float) -> None:
         """Drop the runner and what it holds."""
-        self._runner = None
+        if self._runner is not None:
+            self._runner = None
+            self.worker.close()
 
 
 class _Submitted:

@@ -1,33 +1,36 @@
-"""``LLM``: prompts in, texts out, in one process. The names are those that users of vLLM know."""
+"""``LLM``: prompts in, texts out. The names are those that users of vLLM know."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Integral
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from hardpoint.bench.stages import mark
-from hardpoint.checkpoint.source import resolve_tokenizer
 from hardpoint.config import EngineConfig
-from hardpoint.engine.blueprint import draw
+from hardpoint.engine.client import CoreClient, EngineStats, RequestOptions
+from hardpoint.engine.control import TAGS, MemoryReport, check_tags, sleep_tags
 from hardpoint.engine.conversation import Conversation
-from hardpoint.engine.core import EngineCore, EngineStats, RequestOptions
-from hardpoint.engine.generation_config import GenerationConfig
+from hardpoint.engine.frontend import Frontend, connect
 from hardpoint.engine.outputs import RequestOutput
+from hardpoint.engine.prompts import Prompt, prompt_list
 from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.selection import SelectionTable
-from hardpoint.tokenizer import ChatTemplate, Tokenizer
-from hardpoint_plugin_api import HardpointError, RequestError
+from hardpoint.tokenizer import Tokenizer
+from hardpoint_plugin_api import EngineError, RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+    from hardpoint.engine.core import EngineCore
+    from hardpoint.metrics import MetricsSnapshot
 
 T = TypeVar("T")
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``, and perhaps a ``cache_salt``."""
 
 
 class LLM:
@@ -50,31 +53,41 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
-        blueprint = draw(config)
-        mark("selection")
-        self.config = blueprint.config
-        self._tokenizer_folder = resolve_tokenizer(config.tokenizer) if config.tokenizer else blueprint.folder
-        self.tokenizer = Tokenizer.load(self._tokenizer_folder)
-        self._generation = GenerationConfig.read(blueprint.folder)
-        self._chat_template: ChatTemplate | None = None
-        mark("tokenizer")
-        self.core = EngineCore.start(blueprint)
+        self._frontend, self.client = connect(config, own_process=True) if config.core_process else _start_here(config)
         self._lock, self._closed = threading.RLock(), False
         self._runs: dict[Request, tuple[_Run, Conversation]] = {}
 
     @property
+    def config(self) -> EngineConfig:
+        """The user's config with the changes that plugins wished for."""
+        return self.client.facts.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer."""
+        return self._frontend.tokenizer
+
+    @property
+    def core(self) -> EngineCore:
+        """The core itself, for measurements and tests, where it is in this process."""
+        from hardpoint.engine.core import EngineCore
+
+        assert isinstance(self.client, EngineCore), "the core has a process of its own"
+        return self.client
+
+    @property
     def table(self) -> SelectionTable:
         """Which implementation serves what, and why."""
-        return self.core.table
+        return self.client.facts.table
 
     @property
     def stats(self) -> EngineStats:
         """Tokens and seconds so far."""
-        return self.core.stats
+        return self.client.stats
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json asks for; greedy where it asks for nothing."""
-        return self._generation.sampling_params()
+        return self._frontend.default_sampling_params()
 
     def generate(
         self,
@@ -91,7 +104,7 @@ class LLM:
 
         Raises RequestError for a bad prompt, or CapacityError for one that can never fit, before anything runs.
         """
-        many = _as_list(prompts)
+        many = prompt_list(prompts)
         params = _one_each("sampling_params", sampling_params or self.default_sampling_params(), SamplingParams, many)
         ranks = _one_each("priority", 0 if priority is None else priority, int, many)
         with self._opened() as run:
@@ -119,7 +132,7 @@ class LLM:
         """Answer one conversation, or each of several, rendered by the checkpoint's chat template."""
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts = [
-            self.render_chat(
+            self._frontend.chat_prompt(
                 each,  # type: ignore[arg-type]  # told apart above
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -128,15 +141,11 @@ class LLM:
             )
             for each in conversations
         ]
-        ids = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
-        both = [{"prompt": p, "prompt_token_ids": i} for p, i in zip(prompts, ids, strict=True)]
-        return self.generate(both, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The text of a conversation as the model expects it; raises RequestError for messages the template refuses."""
-        if self._chat_template is None:
-            self._chat_template = ChatTemplate.load(self._tokenizer_folder, self.tokenizer.special_tokens)
-        return self._chat_template.render(messages, **options)
+        return self._frontend.render_chat(messages, **options)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yield the growing output of one prompt, once per step that adds to it."""
@@ -145,12 +154,78 @@ class LLM:
             for conversation in self._grown(run):
                 yield conversation.output
 
+    @property
+    def metrics(self) -> MetricsSnapshot:
+        """What the engine and its plugins counted so far."""
+        with self._open_core() as core:
+            return core.metrics()
+
+    def memory_report(self) -> MemoryReport:
+        """Who holds how much of the device's memory."""
+        with self._open_core() as core:
+            return core.memory_report()
+
+    def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
+        """Give memory back until ``wake_up``; meanwhile prompts are refused with EngineError.
+
+        Level 1 gives back the cache and scratch memory, level 2 the weights too, which are read from the checkpoint
+        again; ``tags`` says instead which of "kv", "resources" and "weights". Cached prefixes are forgotten.
+        Raises EngineError while requests are under way, ConfigError for an unknown level or tag.
+        """
+        wanted = sleep_tags(level, tags)
+        with self._open_core() as core:
+            core.sleep(wanted)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again: all of it, or ``tags``. What is awake already is left alone.
+
+        Raises CapacityError where the memory is not there any more; what was not taken sleeps on.
+        """
+        wanted = TAGS if tags is None else check_tags(tags)
+        with self._open_core() as core:
+            core.wake_up(wanted)
+
+    def update_weights(self, source: str | Path | Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace the weights, awake or asleep, and forget cached prefixes; cache and selections stay.
+
+        ``source`` is a folder or hub id of a checkpoint with the same settings, or all of its tensors by their names
+        there, one after the other (for a core in this process). Raises CheckpointError for anything else: with a
+        folder nothing has changed then, with tensors the engine is left without weights. EngineError while requests
+        are under way.
+        """
+        with self._open_core() as core:
+            core.update_weights(str(source) if isinstance(source, Path) else source)
+
+    def start_profile(self, folder: str | Path, layers: bool = False) -> None:
+        """Record what the engine does until ``stop_profile``, each layer by its path too if wanted.
+
+        Raises EngineError where a profile is taken already, PlatformError where the platform has no profiler.
+        """
+        with self._open_core() as core:
+            core.start_profile(str(folder), layers)
+
+    def stop_profile(self) -> None:
+        """Write the profile into its folder: on most platforms a trace for Perfetto or Chrome."""
+        with self._open_core() as core:
+            core.stop_profile()
+
+    @contextmanager
+    def _open_core(self) -> Iterator[CoreClient]:
+        """The core, between two steps. Raises RequestError where this LLM is closed."""
+        with self._lock:
+            if self._closed:
+                raise RequestError(_CLOSED)
+            yield self.client
+
     def close(self) -> None:
-        """Free weights and caches; the LLM takes no more prompts. Closing twice is once."""
+        """Free weights and caches; the LLM takes no more prompts, and those under way fail. Closing twice is once."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self.core.close()
+                for run, _ in self._runs.values():
+                    if run.num_open:
+                        run.error = RequestError(_CLOSED)
+                self.client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -174,13 +249,11 @@ class LLM:
                         self._runs.pop(request, None)
 
     def _open(self, run: _Run, prompt: Prompt, params: SamplingParams, **options: Unpack[RequestOptions]) -> None:
-        text, ids, salt = self._tokens(prompt)
-        if salt is not None:
-            options["cache_salt"] = salt
+        tokenized = self._frontend.read(prompt)
         with self._lock:
             if self._closed:
-                raise RequestError("this LLM is closed; make a new one")
-            conversation = Conversation(self.core, self.tokenizer, text, ids, params, self._eos_token_ids, **options)
+                raise RequestError(_CLOSED)
+            conversation = self._frontend.converse(self.client, tokenized, params, **options)
             run.conversations.append(conversation)
             run.num_open += 1
             self._runs |= dict.fromkeys(conversation.requests, (run, conversation))
@@ -197,48 +270,42 @@ class LLM:
                 fresh, run.fresh = run.fresh, {}
             yield from fresh
             if run.error is not None:
-                raise HardpointError(f"a step of the engine failed in another call: {run.error!r}") from run.error
+                raise run.error
             if not run.num_open and not run.fresh:
                 return
 
     def _step(self) -> None:
         try:
-            advanced = self.core.step()
-        except BaseException as error:
-            for other, _ in self._runs.values():
-                other.error = error
-            self._runs.clear()
+            advanced = self.client.step()
+        except BaseException as error:  # an interrupt included: a core in this process has ended all its requests
+            for request, (run, _) in self._runs.items():
+                if request.finish_reason is not None and run.num_open:
+                    run.error = EngineError(f"a step of the engine failed in another call: {error!r}")
+                    run.error.__cause__ = error
             raise
         for request in advanced:
             if request in self._runs:
                 run, conversation = self._runs[request]
-                if conversation.advance(request):
+                if request.error is not None:
+                    run.error = request.error
+                elif conversation.advance(request):
                     run.fresh[conversation] = None
                     run.num_open -= conversation.output.finished
 
-    @property
-    def _eos_token_ids(self) -> frozenset[int]:
-        own = self.tokenizer.eos_token_id
-        return self._generation.eos_token_ids | (frozenset() if own is None else {own})
 
-    def _tokens(self, prompt: object) -> tuple[str | None, list[int], str | None]:
-        """Text, token ids and salt of a prompt in any of its forms; raises RequestError for anything else."""
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt), None
-        if isinstance(prompt, Mapping):
-            text, ids, salt = (prompt.get(key) for key in _PROMPT_KEYS)
-            if unknown := set(prompt) - set(_PROMPT_KEYS):
-                raise RequestError(f"a prompt has no {sorted(map(str, unknown))}; known: {', '.join(_PROMPT_KEYS)}")
-            if not (text is None or isinstance(text, str)) or not (salt is None or isinstance(salt, str)):
-                raise RequestError(f"'prompt' and 'cache_salt' are texts, got {text!r} and {salt!r}")
-            if ids is None and text is None:
-                raise RequestError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
-            return text, self.tokenizer.encode(str(text)) if ids is None else _token_ids(ids), salt
-        return None, _token_ids(prompt), None
+_CLOSED = "this LLM is closed; make a new one"
 
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-_FORMS = "a prompt is a text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"
+def _start_here(config: EngineConfig) -> tuple[Frontend, CoreClient]:
+    """Build a core that the callers' threads step. Only this needs torch here."""
+    from hardpoint.engine.blueprint import draw
+    from hardpoint.engine.core import EngineCore
+
+    blueprint = draw(config)
+    mark("selection")
+    frontend = Frontend.load(config, blueprint.folder)
+    mark("tokenizer")
+    return frontend, EngineCore.start(blueprint)
 
 
 @dataclass
@@ -249,24 +316,6 @@ class _Run:
     num_open: int = 0
     fresh: dict[Conversation, None] = field(default_factory=dict)
     error: BaseException | None = None
-
-
-def _token_ids(ids: object) -> list[int]:
-    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or not all(_is_token_id(i) for i in ids):
-        raise RequestError(f"{_FORMS}, got {ids!r:.80}")
-    return [int(i) for i in ids]
-
-
-def _is_token_id(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _as_list(prompts: object) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise RequestError(f"{_FORMS}, or a list of such, got {prompts!r:.80}")
-    return [prompts] if prompts and _is_token_id(prompts[0]) else list(prompts)
 
 
 def _one_each(name: str, given: object, kind: type[T], prompts: Sequence[object]) -> list[T]:

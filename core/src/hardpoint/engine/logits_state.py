@@ -1,7 +1,8 @@
 """What changes a slot's logits before its token is drawn: allowed tokens, bias and bans, penalties.
 
-Each part keeps its state by slot on the device, from the first request that needs it. Slots that need nothing hold
-neutral values, so a step applies a part to all its rows, or leaves it out. No token's value is needed on the host:
+Each part keeps its state by slot on the device: what is as wide as the vocabulary in declared memory (``LogitsState``),
+small things of its own. Slots that need nothing hold neutral values, so a step applies a part to all its rows, or
+leaves it out. No token's value is needed on the host:
 what was drawn is recorded on the device, and where a ban ends is a matter of positions. Elements are written
 with ``fill_``: on some devices ``x[slot] = number`` waits for all that runs.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from hardpoint.engine.step import NewRequest, ScheduledRequest
+from hardpoint_plugin_api import Resources
 
 ALWAYS = 2**62
 """A position that no sequence reaches."""
@@ -49,28 +52,73 @@ def needed_parts(parts: Sequence[LogitsPart], shares: Sequence[ScheduledRequest]
     return [part for part in parts if part.until and is_needed(part.until)]
 
 
-class AllowedTokens:
-    """Forbids all but given tokens: one bool for each slot and token."""
+class SlotArray:
+    """An array with a row for each slot, in the engine's resources; zeros at first, and again when the engine slept."""
 
-    def __init__(self, op: Op, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, resources: Resources, key: str, num_slots: int, columns: int, dtype: torch.dtype) -> None:
+        self._resources, self._key, self._shape, self._dtype = resources, f"sampler.{key}", (num_slots, columns), dtype
+        resources.declare(self._key, num_slots * columns * dtype.itemsize)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The array, [num_slots, columns]."""
+        return self._resources.get(self._key).view(self._dtype).view(self._shape)
+
+
+class SlotSets:
+    """A set of tokens for each slot, one bit a token."""
+
+    def __init__(self, resources: Resources, key: str, num_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._array = SlotArray(resources, key, num_slots, -(-vocab_size // 8), torch.uint8)
+
+    def put(self, slot: int, tokens: Sequence[int], *, all_but: bool = False) -> None:
+        """Let the slot's set be ``tokens``, or ``all_but`` those."""
+        members = np.full(self._vocab_size, all_but)
+        members[list(tokens)] = not all_but
+        row = torch.from_numpy(np.packbits(members, bitorder="little"))
+        self._array.rows[slot].copy_(row, non_blocking=True)
+
+    def masks(self, slots: torch.Tensor) -> torch.Tensor:
+        """The sets of ``slots`` (int64 [N]) as bool [N, vocabulary]."""
+        packed = self._array.rows[slots]
+        bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
+        unpacked = (packed[:, :, None] >> bits) & 1
+        return unpacked.view(len(slots), -1)[:, : self._vocab_size].bool()
+
+
+class LogitsState:
+    """What is as wide as the vocabulary for each slot: declared with the model, counted before the cache is sized.
+
+    ``forbidden`` are the tokens that allowed_token_ids leaves out, ``in_prompt`` those that the prompt holds, ``drawn``
+    counts the others: in 16 bits where no sequence can be longer than they count, else in 32.
+    """
+
+    def __init__(self, resources: Resources, num_slots: int, vocab_size: int, max_model_len: int) -> None:
+        self.num_slots, self.vocab_size = num_slots, vocab_size
+        self.forbidden = SlotSets(resources, "forbidden", num_slots, vocab_size)
+        self.in_prompt = SlotSets(resources, "in_prompt", num_slots, vocab_size)
+        enough = max_model_len <= torch.iinfo(torch.int16).max
+        self.drawn = SlotArray(resources, "drawn", num_slots, vocab_size, torch.int16 if enough else torch.int32)
+
+
+class AllowedTokens:
+    """Forbids all but given tokens."""
+
+    def __init__(self, op: Op, forbidden: SlotSets) -> None:
         self.until: dict[int, int] = {}
-        self._op, self._shape, self._device = op, (num_slots, vocab_size), device
-        self._forbidden: torch.Tensor | None = None
+        self._op, self._forbidden = op, forbidden
 
     def set_slot(self, new: NewRequest) -> None:
         allowed = new.sampling.allowed_token_ids
-        if self.until.pop(new.slot, None) and self._forbidden is not None:
-            self._forbidden[new.slot].fill_(False)
-        if allowed is None:
-            return
-        if self._forbidden is None:
-            self._forbidden = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-        self.until[new.slot] = ALWAYS
-        self._forbidden[new.slot].fill_(True).index_fill_(0, _on_device(allowed, torch.int64, self._device), False)
+        if self.until.pop(new.slot, None):
+            self._forbidden.put(new.slot, ())
+        if allowed is not None:
+            self.until[new.slot] = ALWAYS
+            self._forbidden.put(new.slot, allowed, all_but=True)
 
     def apply(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        assert self._forbidden is not None
-        return self._op(logits, self._forbidden[slots])
+        return self._op(logits, self._forbidden.masks(slots))
 
     def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         pass
@@ -153,13 +201,11 @@ class TokenBias:
 class Penalties:
     """Which tokens each slot's prompt holds, and how often each was drawn since."""
 
-    def __init__(self, op: Op, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, op: Op, state: LogitsState, device: torch.device) -> None:
         self.until: dict[int, int] = {}
-        self._op, self._shape, self._device = op, (num_slots, vocab_size), device
-        self._in_prompt: torch.Tensor | None = None
-        self._counts: torch.Tensor | None = None
-        self._repetition = torch.ones(num_slots, device=device)
-        self._presence, self._frequency = (torch.zeros(num_slots, device=device) for _ in range(2))
+        self._op, self._in_prompt, self._drawn, self._device = op, state.in_prompt, state.drawn, device
+        self._repetition = torch.ones(state.num_slots, device=device)
+        self._presence, self._frequency = (torch.zeros(state.num_slots, device=device) for _ in range(2))
 
     def set_slot(self, new: NewRequest) -> None:
         s, slot = new.sampling, new.slot
@@ -169,24 +215,18 @@ class Penalties:
                 column[slot].fill_(penalty)
         if penalties == (1.0, 0.0, 0.0):
             return
-        if self._in_prompt is None or self._counts is None:
-            self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         self.until[slot] = ALWAYS
-        tokens = _on_device(new.token_ids, torch.int64, self._device)
-        prompt, output = tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :]
-        self._in_prompt[slot].zero_().index_fill_(0, prompt, True)
-        self._counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        self._in_prompt.put(slot, new.token_ids[: new.num_prompt_tokens])
+        output = _on_device(new.token_ids[new.num_prompt_tokens :], torch.int64, self._device)
+        row = self._drawn.rows[slot].zero_()
+        row.scatter_add_(0, output, torch.ones_like(output, dtype=row.dtype))
 
     def apply(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        assert self._in_prompt is not None
-        assert self._counts is not None
         columns = (self._repetition[slots], self._presence[slots], self._frequency[slots])
-        return self._op(logits, self._in_prompt[slots], self._counts[slots], *columns)
+        return self._op(logits, self._in_prompt.masks(slots), self._drawn.rows[slots].int(), *columns)
 
     def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        assert self._counts is not None
-        self._counts[slots, tokens] += 1
+        self._drawn.rows[slots, tokens] += 1
 
 
 def _on_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -3,58 +3,97 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 
 from hardpoint.attention.groups import AttentionLayers
+from hardpoint.engine.paged_cache import CacheGeometry
 from hardpoint_plugin_api import CapacityError
 
 logger = logging.getLogger(__name__)
 
 
 class CacheMemory:
-    """The pages of every attention layer. A page id means one page in each layer's buffer.
+    """The pages of all cache groups. A page has a place for each layer of a group, and each place a buffer of its own.
 
-    ``views`` are each layer's named views, in the order of the layers.
+    Layers of unlike size that share a place have pages of the larger size. ``views`` are each layer's named views, in
+    the order of the layers.
     """
 
-    def __init__(self, layers: AttentionLayers, block_size: int, budget: int, device: torch.device) -> None:
-        """Take as many pages as ``budget`` bytes hold; raises CapacityError if that is not even one beside the null
+    def __init__(self, layers: AttentionLayers, geometry: CacheGeometry, budget: int, device: torch.device) -> None:
+        """Take as many pages as ``budget`` bytes hold; raises CapacityError if a token does not fit beside the null
         page."""
-        self.block_size = block_size
-        sizes = [layer.backend.layout.page_bytes(layer.backend.cache_spec, block_size) for layer in layers.layers]
+        self.geometry = geometry
+        sizes = place_bytes(layers, geometry.block_size)
         self.page_bytes = sum(sizes)
         self.num_pages = budget // self.page_bytes
-        if self.num_pages < 2:
+        least = geometry.pages_for(1) + 1
+        if self.num_pages < least:
             raise CapacityError(
-                f"a cache of {budget:,} bytes holds no page of {block_size} tokens ({self.page_bytes:,} bytes over "
-                f"{len(sizes)} layers, and one page is reserved); raise --kv-cache-memory to {2 * self.page_bytes:,}"
+                f"a cache of {budget:,} bytes holds no page of {geometry.block_size} tokens ({self.page_bytes:,} bytes "
+                f"over {len(sizes)} layers, and one page is reserved); raise --kv-cache-memory to "
+                f"{least * self.page_bytes:,}"
             )
         self._buffers = [torch.empty(self.num_pages * size, dtype=torch.uint8, device=device) for size in sizes]
-        self.views = []
-        for layer, buffer, size in zip(layers.layers, self._buffers, sizes, strict=True):
-            buffer[:size].zero_()
-            backend = layer.backend
-            self.views.append(backend.layout.views(buffer, self.num_pages, backend.cache_spec, block_size))
-        logger.info("the cache holds %d tokens in %d pages", self.num_tokens, self.num_pages - 1)
+        self.clear()
+        views = {}
+        for group in layers.cache_groups():
+            for index, buffer, size in zip(group.layers, self._buffers, sizes, strict=False):
+                backend = layers.layers[index].backend
+                spec = backend.cache_spec
+                views[index] = backend.layout.views(buffer, self.num_pages, spec, geometry.block_size, size)
+        self.views = [views[index] for index in range(len(layers.layers))]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that fit."""
-        return (self.num_pages - 1) * self.block_size
+    def clear(self) -> None:
+        """Fill the null page with zeros, as it is read, if without consequence. What else pages hold is undefined."""
+        for buffer in self._buffers:
+            buffer[: buffer.numel() // self.num_pages].zero_()
+
+    def drop(self) -> None:
+        """Give the memory back. The views stay, over nothing, until ``restore``."""
+        for buffer in self._buffers:
+            buffer.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take the memory again, perhaps elsewhere; all views are over it."""
+        for buffer in self._buffers:
+            buffer.untyped_storage().resize_(buffer.numel())
+        self.clear()
 
     def longest_sequence(self, wanted: int, user_asked: bool) -> int:
         """How long a sequence may become: ``wanted``, or what fits where the user did not insist.
 
         Raises CapacityError, with both remedies, where the user did.
         """
-        if wanted <= self.num_tokens:
-            return wanted
-        if user_asked:
-            need = (-(-wanted // self.block_size) + 1) * self.page_bytes
+        usable = self.num_pages - 1
+        longest = self.geometry.longest(usable, wanted)
+        if longest < wanted and user_asked:
+            need = (self.geometry.pages_for(wanted) + 1) * self.page_bytes
             raise CapacityError(
-                f"one sequence of {wanted} tokens does not fit the cache, which holds {self.num_tokens}; "
-                f"set --kv-cache-memory to {need:,} bytes or more, or --max-model-len to {self.num_tokens} or less"
+                f"one sequence of {wanted} tokens does not fit the cache, which holds {longest}; "
+                f"set --kv-cache-memory to {need:,} bytes or more, or --max-model-len to {longest} or less"
             )
-        logger.warning("sequences are limited to the %d tokens that the cache holds, of %d", self.num_tokens, wanted)
-        return self.num_tokens
+        if longest < wanted:
+            logger.warning("sequences are limited to the %d tokens that the cache holds, of %d", longest, wanted)
+        at_once = usable / self.geometry.pages_for(longest)
+        logger.info(
+            "the cache holds %d tokens in %d pages: %.1f sequences of %d tokens",
+            at_once * longest,
+            usable,
+            at_once,
+            longest,
+        )
+        return longest
+
+
+def place_bytes(layers: AttentionLayers, block_size: int) -> list[int]:
+    """Bytes of a page in each place: what the largest layer that has it needs, aligned for all that have it."""
+    groups = layers.cache_groups()
+    sizes = []
+    for place in range(max(len(group.layers) for group in groups)):
+        backends = [layers.layers[g.layers[place]].backend for g in groups if place < len(g.layers)]
+        largest = max(b.layout.page_bytes(b.cache_spec, block_size) for b in backends)
+        align = math.lcm(*(b.layout.alignment for b in backends))
+        sizes.append(-(-largest // align) * align)
+    return sizes

@@ -55,6 +55,8 @@ class RequestMetrics:
 class RequestOutput:
     """A request and what came of it so far: as many outputs as completions were asked for.
 
+    ``num_cached_tokens`` of the prompt were found in the prefix cache when its first token was drawn.
+
     ``prompt_logprobs``, where they were asked for, has an entry for each prompt token, None for the first. It is there
     as soon as the first token is drawn.
     """
@@ -66,3 +68,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int = 0

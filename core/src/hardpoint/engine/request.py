@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from hardpoint.engine.block_pool import BlockHash, hash_block, hash_salt
 from hardpoint.engine.outputs import FinishReason
+from hardpoint.engine.paged_cache import HeldPages
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.step import PromptLogprobs, SlotSampling, TokenLogprobs
+from hardpoint_plugin_api import EngineError
 
 
 @dataclass(eq=False)
@@ -16,11 +18,13 @@ class Request:
 
     ``num_computed`` counts tokens whose keys and values are stored once the submitted steps are done; ``num_sampled``
     counts tokens drawn, their values included as soon as they are committed to ``token_ids``. ``num_in_flight`` counts
-    submitted steps that use its pages. A request holds a ``slot`` exactly while it runs.
+    submitted steps that use its pages. A request has a ``slot`` and ``held`` pages exactly while it runs.
 
     Of two waiting requests the one with the lower ``priority`` runs first, then the one with the lower ``number``.
     ``deadline`` is a time of ``time.monotonic``, after which the request ends. ``cache_salt`` keeps its cached prefix
     from requests with another salt. ``bad_words`` are token sequences that its output never completes.
+
+    ``error`` says why the engine ended it, where that was a failure.
 
     Where its parameters ask for them, ``logprobs`` has an entry for each drawn token and ``prompt_logprobs`` one for
     each token of the prompt, None for the first; the latter is complete with the first drawn token.
@@ -45,10 +49,11 @@ class Request:
     num_in_flight: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    pages: list[int] = field(default_factory=list)
+    held: HeldPages | None = None
     slot: int | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: EngineError | None = None
     _hashes: list[BlockHash] = field(default_factory=list)
 
     def __post_init__(self) -> None:

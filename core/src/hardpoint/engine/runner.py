@@ -6,6 +6,7 @@ sampled tokens, the one exchange between host and device that anybody waits for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from hardpoint.context import Context
+from hardpoint.engine.logits_state import LogitsState
 from hardpoint.engine.logprobs import DeviceLogprobs, DevicePromptLogprobs, PromptScorer
 from hardpoint.engine.sampler import Sampler, SamplingOps
 from hardpoint.engine.staging import Staging
@@ -21,6 +23,8 @@ from hardpoint.engine.step import StepInput, StepOutput
 from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, AttentionMetadata, ForwardStep, Platform
 
 Ints = npt.NDArray[np.int32]
+SlotMapping = Callable[..., torch.Tensor]
+"""The op of that name, bound."""
 
 
 class Model(Protocol):
@@ -56,10 +60,10 @@ class RunnerArgs:
     platform: Platform
     model: Model
     sampling_ops: SamplingOps
+    slot_mapping: SlotMapping
     caches: list[dict[str, torch.Tensor]]
-    num_slots: int
+    logits_state: LogitsState
     max_step_tokens: int
-    vocab_size: int
     token_buckets: tuple[int, ...] = ()
 
 
@@ -67,22 +71,28 @@ class Runner:
     """Runs the model over a step's tokens, then samples."""
 
     def __init__(self, args: RunnerArgs) -> None:
-        ctx = args.ctx
+        ctx, num_slots = args.ctx, args.logits_state.num_slots
         self._ctx, self._model, self._caches = ctx, args.model, args.caches
         self._device, self._block_size = ctx.torch_device, ctx.block_size
         self._layers = ctx.attention_layers.layers
-        self._groups = ctx.attention_layers.groups()
+        self._plan_groups = ctx.attention_layers.plan_groups()
+        self._slot_mapping = args.slot_mapping
         self._buckets = sorted(args.token_buckets)
         self._max_pages = -(-ctx.max_model_len // ctx.block_size)
-        self._tokens: Ints = np.zeros((args.num_slots, ctx.max_model_len), np.int32)
-        self._num_known: Ints = np.zeros(args.num_slots, np.int32)
-        self._pages: Ints = np.full((args.num_slots, self._max_pages), NULL_PAGE, np.int32)
-        self._num_pages: Ints = np.zeros(args.num_slots, np.int32)
-        self._last_token = torch.zeros(args.num_slots, dtype=torch.int64, device=self._device)
-        self._sampler = Sampler(args.sampling_ops, args.num_slots, args.vocab_size, self._device)
-        self._prompts = PromptScorer(args.sampling_ops.rank, args.model.logits, args.vocab_size)
-        per_request = 4 + self._max_pages
-        capacity = 7 * args.max_step_tokens + per_request * args.num_slots + 1
+        self._tokens: Ints = np.zeros((num_slots, ctx.max_model_len), np.int32)
+        self._num_known: Ints = np.zeros(num_slots, np.int32)
+        num_groups = len(ctx.attention_layers.cache_groups())
+        self._block_tables = torch.full(
+            (num_groups, num_slots, self._max_pages), NULL_PAGE, dtype=torch.int32, device=self._device
+        )
+        self._num_blocks: Ints = np.zeros(num_slots, np.int32)
+        self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
+        self._sampler = Sampler(args.sampling_ops, args.logits_state, self._device)
+        self._prompts = PromptScorer(args.sampling_ops.rank, args.model.logits, args.logits_state.vocab_size)
+        self._padding_tokens = ctx.metrics.counter("padding_tokens", "Tokens that ran as mere padding of steps.")
+        new_pages = num_groups * num_slots * self._max_pages
+        most_rows = max([args.max_step_tokens, *self._buckets])  # a step of fewer tokens may be padded beyond them
+        capacity = 6 * most_rows + 5 * num_slots + 1 + 2 * new_pages
         self._staging = Staging(capacity, self._device, args.platform.pin)
 
     @torch.inference_mode()
@@ -94,24 +104,26 @@ class Runner:
         if not shares:
             return Ticket(step.number, torch.empty(0, dtype=torch.int64, device=self._device), None, prompts)
         last, slots = rows["sample_rows"].long(), rows["sample_slots"].long()
-        logits = self._model.logits(hidden[last])
-        drawn = self._sampler.sample(logits, shares, slots, rows["positions"].long()[last] + 1)
-        self._last_token[slots] = drawn.tokens
+        with self._ctx.range("sample"):
+            logits = self._model.logits(hidden[last])
+            drawn = self._sampler.sample(logits, shares, slots, rows["positions"][last] + 1)
+            self._last_token[slots] = drawn.tokens
         return Ticket(step.number, drawn.tokens, drawn.logprobs, prompts)
 
     def forward(self, step: StepInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Take the delta and run the model; returns hidden states [T, hidden] and the step's arrays on the device."""
-        self._take(step)
-        batch, rows = self._batch(step)
-        metadata: list[AttentionMetadata] = [AttentionMetadata(batch)] * len(self._layers)
-        for group in self._groups:
-            planned = self._layers[group[0]].backend.plan(batch)
-            for index in group:
-                metadata[index] = planned
-        ids = rows["ids"].long()
-        if "gather_rows" in rows:
-            ids[rows["gather_rows"].long()] = self._last_token[rows["gather_slots"].long()]
-        return self._model(ids, ForwardStep(rows["positions"].long(), self._caches, metadata)), rows
+        with self._ctx.range("plan"):
+            batches, rows = self._batches(step, self._take(step))
+            metadata: list[AttentionMetadata] = [AttentionMetadata(batches[0])] * len(self._layers)
+            for group in self._plan_groups:
+                planned = self._layers[group.layers[0]].backend.plan(batches[group.cache_group])
+                for index in group.layers:
+                    metadata[index] = planned
+            ids = rows["ids"].long()
+            if "gather_rows" in rows:
+                ids[rows["gather_rows"].long()] = self._last_token[rows["gather_slots"].long()]
+        with self._ctx.range("model"):
+            return self._model(ids, ForwardStep(rows["positions"], self._caches, metadata)), rows
 
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for the tokens of ``ticket``, and for what was asked about them."""
@@ -119,28 +131,41 @@ class Runner:
         prompts = ticket.prompt_logprobs.to_host() if ticket.prompt_logprobs else ()
         return StepOutput(ticket.number, tuple(ticket.tokens.tolist()), logprobs, prompts)
 
-    def _take(self, step: StepInput) -> None:
-        """Apply the delta: give slots up, fill new ones, append pages."""
-        for slot in step.freed:
-            self._pages[slot] = NULL_PAGE
+    def _take(self, step: StepInput) -> dict[str, Ints]:
+        """Apply the delta: fill new slots; returns the new pages, and their places in the flattened block tables."""
         for new in step.new:
             count = len(new.token_ids)
             self._tokens[new.slot, :count] = new.token_ids
-            self._num_known[new.slot], self._num_pages[new.slot] = count, 0
+            self._num_known[new.slot], self._num_blocks[new.slot] = count, 0
             self._sampler.set_slot(new)
             self._prompts.set_slot(new)
+        places: list[int] = []
+        pages: list[int] = []
+        num_slots = len(self._num_blocks)
         for share in step.scheduled:
-            held = self._num_pages[share.slot]
-            self._pages[share.slot, held : held + len(share.new_pages)] = share.new_pages
-            self._num_pages[share.slot] += len(share.new_pages)
+            first, count = int(self._num_blocks[share.slot]), len(share.new_pages[0])
+            if count:
+                for group, new_pages in enumerate(share.new_pages):
+                    place = (group * num_slots + share.slot) * self._max_pages + first
+                    places += range(place, place + count)
+                    pages += new_pages
+                self._num_blocks[share.slot] += count
+        if not pages:
+            return {}
+        return {"new_page_places": np.array(places, np.int32), "new_pages": np.array(pages, np.int32)}
 
     def _padded(self, rows: Ints) -> Ints:
         """Pad one value per token up to the platform's next bucket; zeros store to the null page and are never read."""
         size = next((bucket for bucket in self._buckets if bucket >= rows.size), rows.size)
         return rows if size == rows.size else np.pad(rows, (0, size - rows.size))
 
-    def _batch(self, step: StepInput) -> tuple[AttentionBatch, dict[str, torch.Tensor]]:
-        """The step's arrays, on the device: the batch as attention sees it, and ids, positions and rows by name."""
+    def _batches(
+        self, step: StepInput, new_pages: dict[str, Ints]
+    ) -> tuple[list[AttentionBatch], dict[str, torch.Tensor]]:
+        """The step's arrays, on the device: what each cache group's attention sees, and ids, positions, rows by name.
+
+        Block tables stay on the device; each step brings the ``new_pages`` alone.
+        """
         slots = np.array([s.slot for s in step.scheduled], np.int32)
         starts = np.array([s.start for s in step.scheduled], np.int32)
         counts = np.array([s.count for s in step.scheduled], np.int32)
@@ -148,13 +173,10 @@ class Runner:
         seq_lens = starts + counts
         token_slots = np.repeat(slots, counts)
         positions = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
-        pages = self._pages[token_slots, positions // self._block_size]
-        width = int(-(-seq_lens.max() // self._block_size))
-        arrays: dict[str, Ints] = {
+        arrays: dict[str, Ints] = new_pages | {
             "query_start": query_start,
             "seq_lens": seq_lens,
-            "block_table": self._pages[slots, :width],
-            "slot_mapping": self._padded(pages * np.int32(self._block_size) + positions % np.int32(self._block_size)),
+            "slots": slots,
             "ids": self._padded(self._tokens[token_slots, positions]),
             "positions": self._padded(positions),
         }
@@ -165,14 +187,30 @@ class Runner:
         drawn = np.nonzero(positions >= self._num_known[token_slots])[0].astype(np.int32)
         if drawn.size:
             arrays |= {"gather_rows": drawn, "gather_slots": token_slots[drawn]}
+        if padding := arrays["ids"].size - positions.size:
+            self._padding_tokens.inc(padding)
         staged = self._staging.stage(arrays)
-        batch = AttentionBatch(
-            query_start=staged["query_start"],
-            seq_lens=staged["seq_lens"],
-            block_table=staged["block_table"],
-            slot_mapping=staged["slot_mapping"],
-            query_start_host=tuple(query_start.tolist()),
-            seq_lens_host=tuple(seq_lens.tolist()),
-            num_decodes=int((counts == 1).sum()),
-        )
-        return batch, staged
+        staged["positions"] = positions_long = staged["positions"].long()
+        if new_pages:
+            self._block_tables.view(-1)[staged["new_page_places"].long()] = staged["new_pages"]
+        width = int(-(-seq_lens.max() // self._block_size))
+        table_rows = staged["slots"].long()
+        batches = [
+            AttentionBatch(
+                query_start=staged["query_start"],
+                seq_lens=staged["seq_lens"],
+                block_table=tables[table_rows, :width],
+                slot_mapping=self._slot_mapping(
+                    positions_long,
+                    staged["slots"],
+                    staged["query_start"],
+                    tables,
+                    block_size=self._block_size,
+                ),
+                query_start_host=tuple(query_start.tolist()),
+                seq_lens_host=tuple(seq_lens.tolist()),
+                num_decodes=int((counts == 1).sum()),
+            )
+            for tables in self._block_tables
+        ]
+        return batches, staged

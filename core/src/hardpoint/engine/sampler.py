@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hardpoint.context import Context
-from hardpoint.engine.logits_state import AllowedTokens, LogitsPart, Penalties, TokenBias, needed_parts
+from hardpoint.engine.logits_state import AllowedTokens, LogitsPart, LogitsState, Penalties, TokenBias, needed_parts
 from hardpoint.engine.logprobs import DeviceLogprobs, RankTokens
 from hardpoint.engine.step import NewRequest, ScheduledRequest
 from hardpoint.ops.apply_logit_bias import apply_logit_bias
@@ -63,20 +63,20 @@ class Sampler:
     Logits pass through in this order, as in vLLM: allowed tokens, bias and bans, penalties, temperature, truncations.
     """
 
-    def __init__(self, ops: SamplingOps, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, ops: SamplingOps, state: LogitsState, device: torch.device) -> None:
         def column(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(num_slots, dtype=dtype, device=device)
+            return torch.zeros(state.num_slots, dtype=dtype, device=device)
 
         self._temperature, self._top_p, self._min_p = (column(torch.float32) for _ in range(3))
         self._top_k, self._seed = column(torch.int32), column(torch.int64)
         self._random_slots: set[int] = set()
         self._top_n: dict[int, int] = {}
         self._parts: tuple[LogitsPart, ...] = (
-            AllowedTokens(ops.mask, num_slots, vocab_size, device),
-            TokenBias(ops.bias, num_slots, vocab_size, device),
-            Penalties(ops.penalize, num_slots, vocab_size, device),
+            AllowedTokens(ops.mask, state.forbidden),
+            TokenBias(ops.bias, state.num_slots, state.vocab_size, device),
+            Penalties(ops.penalize, state, device),
         )
-        self._ops, self._vocab_size = ops, vocab_size
+        self._ops, self._vocab_size = ops, state.vocab_size
 
     def set_slot(self, new: NewRequest) -> None:
         """Write the parameters of the request that takes a slot."""

@@ -12,8 +12,8 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
-from hardpoint.engine.block_pool import BlockPool
 from hardpoint.engine.outputs import FinishReason
+from hardpoint.engine.paged_cache import PagedCache, Prefix
 from hardpoint.engine.request import Request
 from hardpoint.engine.step import NewRequest, ScheduledRequest, StepInput, StepOutput
 from hardpoint_plugin_api import CapacityError, StepLimits
@@ -23,7 +23,7 @@ from hardpoint_plugin_api import CapacityError, StepLimits
 class SchedulerArgs:
     """What a scheduler is constructed with. ``limits`` has its maxima set."""
 
-    pool: BlockPool
+    cache: PagedCache
     limits: StepLimits
     max_model_len: int
     prefix_caching: bool = True
@@ -43,20 +43,23 @@ class _Share:
 
 @dataclass
 class _Step:
-    """A step, from being put together to being committed. ``released`` are pages to free once it is done."""
+    """A step, from being put together to being committed. ``released`` are pages to free once it is done.
+
+    A page stands there once for each holder that gives it up.
+    """
 
     budget: int
     shares: list[_Share] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     preempted: bool = False
-    released: list[list[int]] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
 
 
 class Scheduler:
     """Holds every unfinished request. Steps are committed in the order in which they were scheduled."""
 
     def __init__(self, args: SchedulerArgs) -> None:
-        self.pool, self.limits, self.max_model_len = args.pool, args.limits, args.max_model_len
+        self.cache, self.limits, self.max_model_len = args.cache, args.limits, args.max_model_len
         assert self.limits.max_tokens is not None
         assert self.limits.max_requests is not None
         self._prefix_caching = args.prefix_caching
@@ -87,11 +90,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue ``request``. Raises CapacityError if even the empty pool could not hold all its tokens."""
-        need = self.pool.pages_for(request.max_total_tokens)
-        if need > self.pool.num_usable:
+        usable, longest = self.cache.pool.num_usable, request.max_total_tokens
+        if self.cache.geometry.pages_for(longest) > usable:
             raise CapacityError(
-                f"request {request.request_id} may reach {request.max_total_tokens} tokens, the cache holds "
-                f"{self.pool.num_usable * self.pool.block_size}; raise --kv-cache-memory, or lower max_tokens"
+                f"request {request.request_id} may reach {longest} tokens, the cache holds "
+                f"{self.cache.geometry.longest(usable, longest)}; raise --kv-cache-memory, or lower max_tokens"
             )
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.number, request))
@@ -108,8 +111,7 @@ class Scheduler:
         for step in self._in_flight:
             for share in step.shares:
                 share.request.num_in_flight = 0
-            for pages in step.released:
-                self.pool.free(pages)
+            self.cache.free(step.released)
         self._in_flight.clear()
         for request in (*self._running, *(request for _, request in self._waiting)):
             self.abort(request)
@@ -170,13 +172,12 @@ class Scheduler:
         assert next(tokens, None) is None, "a step draws one token for each request that samples"
         for chunk in output.prompt_logprobs:
             step.shares[chunk.index].request.take_prompt_logprobs(chunk)
-        for pages in step.released:
-            self.pool.free(pages)
+        self.cache.free(step.released)
         return advanced
 
     def _schedule_one_phase(self, step: _Step) -> None:
         """Prompts before decodes, except where a decode was promised the pages of a preempted request."""
-        if self._promised is not None:
+        if self._promised is not None and self._promised.num_to_compute == 1:
             self._continue(step, [r for r in self._running if r.num_to_compute == 1])
         if not step.shares:
             self._continue(step, [r for r in self._running if r.num_to_compute > 1])
@@ -199,58 +200,63 @@ class Scheduler:
                 continue
             if request.num_in_flight:
                 break  # preempted a moment ago: not all of its tokens are known yet
-            found = self._cached_prefix(request)
-            request.num_computed = len(found) * self.pool.block_size
+            prefix = self._cached_prefix(request)
+            request.num_computed = prefix.num_blocks * self.cache.geometry.block_size
             count = self._count(step, request)
-            need = self.pool.pages_for(request.num_computed + count) - len(found)
-            if count == 0 or self.pool.num_free_without(found) < need:
+            need = self.cache.num_fresh(prefix.num_blocks, request.num_computed + count)
+            if count == 0 or self.cache.pool.num_free_without(prefix.found()) < need:
                 request.num_computed = 0
                 break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
-            self.pool.hold(found)
-            request.slot, request.pages = self._free_slots.pop(), []
+            request.slot, request.held = self._free_slots.pop(), self.cache.start(prefix)
             request.num_cached_tokens += request.num_computed
             bisect.insort(self._running, request, key=lambda r: r.rank)
             num_prompt = len(request.prompt_token_ids)
             step.new.append(NewRequest(request.slot, tuple(request.token_ids), request.slot_sampling, num_prompt))
-            self._schedule(step, request, found)
+            self._schedule(step, request, prefix)
 
-    def _cached_prefix(self, request: Request) -> list[int]:
-        """Pages with the start of ``request``; at least its last token is left to compute."""
+    def _cached_prefix(self, request: Request) -> Prefix:
+        """The cached start of ``request``; at least its last token is left to compute."""
         if not self._prefix_caching or request.needs_all_logits:
-            return []
-        num_blocks = (request.num_tokens - 1) // self.pool.block_size
-        return self.pool.find(request.block_hashes(self.pool.block_size, num_blocks))
+            return Prefix()
+        size = self.cache.geometry.block_size
+        return self.cache.find(request.block_hashes(size, (request.num_tokens - 1) // size))
 
     def _remember(self, share: _Share) -> None:
         """Let later requests find the blocks that a step has filled."""
-        request, size = share.request, self.pool.block_size
-        if not self._prefix_caching or request.slot is None:
+        request, size = share.request, self.cache.geometry.block_size
+        if not self._prefix_caching or request.held is None:
             return
         first, end = share.scheduled.start // size, share.num_computed // size
-        hashes = request.block_hashes(size, end) if end > first else ()
-        for block in range(first, end):
-            self.pool.remember(request.pages[block], hashes[block])
+        if end > first:
+            self.cache.remember(request.held, first, request.block_hashes(size, end))
 
     def _count(self, step: _Step, request: Request) -> int:
         """How many tokens of ``request`` the step has room for."""
         count = min(request.num_to_compute, step.budget)
         return count if count == request.num_to_compute else count - count % self.limits.chunk_multiple
 
-    def _schedule(self, step: _Step, request: Request, found: list[int] | None = None) -> None:
+    def _schedule(self, step: _Step, request: Request, prefix: Prefix | None = None) -> None:
         """Advance ``request`` by as many tokens as there is room for, unless it has to give way for want of a page.
 
-        ``found`` are pages of its cached prefix, already held.
+        ``prefix`` is the one it starts from, if it starts now.
         """
         count = self._count(step, request)
         if count == 0:
             return
-        found = found or []
-        need = self.pool.pages_for(request.num_computed + count) - len(request.pages) - len(found)
-        while (fresh := self.pool.allocate(max(0, need))) is None:
-            if any(submitted.released for submitted in self._in_flight):
-                self._promised = request  # pages come back when a step is done, and are not for those who wait
+        assert request.slot is not None
+        assert request.held is not None
+        start = request.num_computed
+        if unread := self.cache.take_back(request.held, start):
+            self._release(request, unread)
+        need = self.cache.num_fresh(request.held.num_blocks, start + count)
+        if need and self._promised is not None and self._promised.rank < request.rank:
+            return  # what is free, or comes free, is the other's
+        while (fresh := self.cache.grow(request.held, need)) is None:
+            returning = (page for submitted in self._in_flight for page in submitted.released)
+            if self.cache.pool.num_free + self.cache.pool.num_freed_by(returning) >= need:
+                self._promised = request
                 return
             victim = self._running[-1]
             step.preempted = True
@@ -259,15 +265,19 @@ class Scheduler:
                 return
         if self._promised is request:
             self._promised = None
-        start = request.num_computed
-        request.pages += found + fresh
         request.num_computed += count
         samples = request.num_computed == request.num_tokens
         request.num_sampled += samples
-        assert request.slot is not None
-        share = ScheduledRequest(request.slot, start, count, tuple(found + fresh), samples)
-        step.shares.append(_Share(request, share))
+        pages = tuple(map(tuple, request.held.pages)) if prefix else fresh
+        step.shares.append(_Share(request, ScheduledRequest(request.slot, start, count, pages, samples)))
         step.budget -= count
+
+    def _release(self, request: Request, pages: list[int]) -> None:
+        """Give up ``pages`` of ``request``: now, or when the steps in flight that may use them are done."""
+        if request.num_in_flight:
+            self._in_flight[-1].released += pages
+        else:
+            self.cache.free(pages)
 
     def _preempt(self, request: Request) -> None:
         """Take the pages of ``request``; it waits, by its rank, to be computed again from its tokens."""
@@ -290,13 +300,11 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         """Give up slot and pages; pages that a step in flight still uses are freed when it is done."""
         assert request.slot is not None
+        assert request.held is not None
         if self._promised is request:
             self._promised = None
         self._running.remove(request)
-        if request.num_in_flight:
-            self._in_flight[-1].released.append(request.pages)
-        else:
-            self.pool.free(request.pages)
+        self._release(request, request.held.held())
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
-        request.slot, request.pages = None, []
+        request.slot, request.held = None, None

@@ -47,13 +47,14 @@ class NewRequest:
 class ScheduledRequest:
     """One slot's share of a step: ``count`` tokens from position ``start``, into its pages and ``new_pages``.
 
-    ``samples`` says whether the last of them is the newest token, so that the next one is drawn.
+    ``new_pages`` has, for each cache group, equally many pages: those of the slot's next blocks. ``samples`` says
+    whether the last token is the newest, so that the next one is drawn.
     """
 
     slot: int
     start: int
     count: int
-    new_pages: tuple[int, ...]
+    new_pages: tuple[tuple[int, ...], ...]
     samples: bool
 
 

@@ -1,6 +1,6 @@
 """Self-attention of a decoder block: project, norm, rotate and store in one composite op, attend, project back.
 
-Axes: T tokens, H query heads, K KV heads, D head size.
+Axes: T tokens, H query heads, K KV heads, D head size. A group of ranks divides the heads; each sums what all made.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.linear import Linear
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rope_table import rope_table
+from hardpoint.parallel.shards import HeadShards
 from hardpoint_plugin_api import AttentionArgs, AttentionSpec, ForwardStep, LinearArgs, WeightSlot
 
 
@@ -24,20 +25,31 @@ class Attention(PluggableLayer, name="attention"):
         super().__init__(ctx)
         self.args, self.dtype, self._device = args, dtype_name(ctx.dtype), ctx.torch_device
         q_size, kv_size = args.num_heads * args.head_size, args.num_kv_heads * args.head_size
+        self._group = ctx.parallel.tp
+        self._heads = heads = HeadShards.of(args.num_heads, args.num_kv_heads, ctx.parallel.tp)
         self.qkv = Linear(
             ctx.child("qkv"),
-            LinearArgs(args.hidden_size, (("q", q_size), ("k", kv_size), ("v", kv_size)), args.qkv_bias),
+            LinearArgs(
+                args.hidden_size,
+                (("q", q_size), ("k", kv_size), ("v", kv_size)),
+                args.qkv_bias,
+                row_shards=heads.rows(args.head_size),
+            ),
         )
-        self.out = Linear(ctx.child("out"), LinearArgs(q_size, (("out", args.hidden_size),), args.out_bias))
+        self.out = Linear(
+            ctx.child("out"),
+            LinearArgs(q_size, (("out", args.hidden_size),), args.out_bias, column_shard=heads.columns(args.head_size)),
+        )
         spec = AttentionSpec(
-            num_heads=args.num_heads,
-            num_kv_heads=args.num_kv_heads,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
             head_size=args.head_size,
             scale=args.scale,
             dtype=self.dtype,
             kv_dtype=ctx.kv_dtype,
             block_size=ctx.block_size,
             window=args.window,
+            chunk=args.chunk,
             soft_cap=args.soft_cap,
             sinks=args.sinks,
             alibi=args.alibi,
@@ -54,14 +66,15 @@ class Attention(PluggableLayer, name="attention"):
         if self.args.qk_norm_eps is not None:
             slots |= {name: WeightSlot((self.args.head_size,), self.dtype) for name in ("q_norm", "k_norm")}
         if self.args.sinks:
-            slots["sinks"] = WeightSlot((self.args.num_heads,), "float32", 0)
+            heads = self._heads.query
+            slots["sinks"] = WeightSlot((self._heads.num_heads,), "float32", 0, shards=(heads,) if heads else ())
         return slots
 
     def bind(self) -> None:
         rope = self.args.rope
         if rope is not None:
             self._cos_sin = self._shared(rope, lambda: rope_table(rope, rope.max_position, self._device))
-        slopes = alibi_slopes(self.args.num_heads, self._device) if self.args.alibi else None
+        slopes = alibi_slopes(self.args.num_heads, self._device)[self._heads.own] if self.args.alibi else None
         self.backend.set_head_constants(self.weights.get("sinks"), slopes)
 
     def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
@@ -69,7 +82,8 @@ class Attention(PluggableLayer, name="attention"):
         args, metadata, cache = self.args, step.metadata[self.index], step.caches[self.index]
         size = args.head_size
         qkv = self.qkv(x).view(x.shape[0], -1, size)
-        q, k, v = qkv.split([args.num_heads, args.num_kv_heads, args.num_kv_heads], dim=1)
+        heads = self._heads
+        q, k, v = qkv.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
         q, k = self._qk_norm_rope_store(
             q,
             k,
@@ -86,7 +100,7 @@ class Attention(PluggableLayer, name="attention"):
         attended = torch.empty_like(q)
         self.backend.forward(q, k, v, cache, metadata, attended)
         y: torch.Tensor = self.out(attended.view(x.shape[0], -1))
-        return y
+        return self._group.all_reduce(y)
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:

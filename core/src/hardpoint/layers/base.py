@@ -20,7 +20,7 @@ from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.plugins import Offer
 from hardpoint.plugins.blame import blame, construct, misbehaved
-from hardpoint_plugin_api import LayerWorkload, WeightSlot
+from hardpoint_plugin_api import Feature, LayerWorkload, WeightSlot
 
 
 class _PluggableMeta(type):
@@ -31,10 +31,12 @@ class _PluggableMeta(type):
     def __call__(cls, ctx: Context, args: Any, *rest: Any, **options: Any) -> Any:
         if cls.__dict__.get("pluggable_name") is None:
             return super().__call__(ctx, args, *rest, **options)
-        offer = ctx.select(LayerWorkload(of=cls.pluggable_name, dtype=dtype_name(ctx.dtype), args=args)).offer
+        features: frozenset[Feature] = getattr(args, "features", frozenset())
+        workload = LayerWorkload(of=cls.pluggable_name, dtype=dtype_name(ctx.dtype), args=args, features=features)
+        offer = ctx.select(workload).offer
         winner = ctx.load(offer)
         if winner is cls:
-            return super().__call__(ctx, args, *rest, **options)
+            return super().__call__(ctx.for_plugin(offer.plugin), args, *rest, **options)
         layer = construct(offer, winner, PluggableLayer, ctx, args, *rest, **options)
         _check_slots(offer, layer)
         return layer

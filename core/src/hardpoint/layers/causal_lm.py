@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -45,11 +45,12 @@ class CausalLM(nn.Module):
 
     def __init__(self, ctx: Context, args: CausalLMArgs, weight_names: dict[str, str | None]) -> None:
         super().__init__()
-        self.weight_names = weight_names
-        self.head = LMHead(ctx.child("head"), args.embedding)
+        ctx = ctx.for_model(weight_names)
+        self.head = LMHead(ctx.child("head"), replace(args.embedding, tied=args.tied))
         self.embedding = Embedding(ctx.child("embedding"), args.embedding, self.head if args.tied else None)
         self.stack = DecoderStack(ctx.child("stack"), args.blocks)
         self.norm = Norm(ctx.child("norm"), args.norm)
+        self.weight_names = ctx.quantization.weight_names(weight_names)
 
     def forward(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """ids int64 [T] -> hidden states [T, hidden]."""

@@ -1,6 +1,11 @@
-"""Token embedding and output head. Tied, they share one weight: the head holds it, packed as its kernel likes."""
+"""Token embedding and output head; a group of ranks divides the vocabulary.
+
+Tied, they share one weight: the head holds it, packed as its kernel likes.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 
@@ -8,6 +13,7 @@ from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.linear import Linear
+from hardpoint.parallel.shards import vocab_shard
 from hardpoint_plugin_api import EmbeddingArgs, LinearArgs, WeightSlot
 
 
@@ -16,12 +22,24 @@ class LMHead(PluggableLayer, name="lm_head"):
 
     def __init__(self, ctx: Context, args: EmbeddingArgs) -> None:
         super().__init__(ctx)
-        self.linear = Linear(ctx.child("linear"), LinearArgs(args.hidden_size, (("vocab", args.vocab_size),)))
+        rows = (("vocab", args.vocab_size),)
+        kind: Literal["embedding", "lm_head"] = "embedding" if args.tied else "lm_head"
+        self.shard, self._group, self._vocab_size = (
+            vocab_shard(args.vocab_size, ctx.parallel.tp),
+            ctx.parallel.tp,
+            args.vocab_size,
+        )
+        shards = (self.shard,) if self.shard else ()
+        self.linear = Linear(ctx.child("linear"), LinearArgs(args.hidden_size, rows, kind=kind, row_shards=shards))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden] -> [N, vocab]."""
         logits: torch.Tensor = self.linear(hidden)
-        return logits
+        if self.shard is None:
+            return logits
+        count, width = logits.shape
+        everyone = self._group.all_gather(logits).view(self._group.size, count, width)
+        return everyone.transpose(0, 1).reshape(count, -1)[:, : self._vocab_size]
 
 
 class Embedding(PluggableLayer, name="embedding"):
@@ -31,12 +49,24 @@ class Embedding(PluggableLayer, name="embedding"):
         super().__init__(ctx)
         self.args, self.dtype = args, dtype_name(ctx.dtype)
         self._tied_to = (tied_to,) if tied_to else ()  # a tuple keeps it from being a sub-layer
+        self._group = ctx.parallel.tp
+        self._shard = getattr(tied_to, "shard", None) if tied_to else vocab_shard(args.vocab_size, ctx.parallel.tp)
 
     def declare(self) -> dict[str, WeightSlot]:
         if self._tied_to:
             return {}
-        return {"weight": WeightSlot((self.args.vocab_size, self.args.hidden_size), self.dtype, 0)}
+        rows = self._shard.size if self._shard else self.args.vocab_size
+        shards = (self._shard,) if self._shard else ()
+        return {"weight": WeightSlot((rows, self.args.hidden_size), self.dtype, 0, shards=shards)}
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden]."""
+        if self._shard is None:
+            return self._rows(ids)
+        first = self._group.rank * self._shard.size
+        here = (ids >= first) & (ids < first + self._shard.size)
+        found = self._rows(torch.where(here, ids - first, 0))
+        return self._group.all_reduce(found * here[:, None])
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self._tied_to[0].linear.rows(ids) if self._tied_to else self.weights["weight"][ids]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from hardpoint.context import Context
@@ -9,41 +11,72 @@ from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.ops.base import by_tokens
 from hardpoint.plugins.blame import construct
-from hardpoint_plugin_api import LinearArgs, LinearKernel, LinearWorkload, QuantSpec, WeightSlot
+from hardpoint.quantization.merging import collapse_parts
+from hardpoint_plugin_api import LinearArgs, LinearKernel, LinearWorkload, Scheme, WeightSlot, weight_slots
 
 
 class Linear(PluggableLayer, name="linear"):
-    """``y[T, out] = x[T, in] @ weight[out, in].T + bias[out]``. Slots: weight, and bias where there is one."""
+    """``y[T, out] = x[T, in] @ weight[out, in].T + bias[out]``; this rank's rows or columns of it, where it is divided.
+
+    Slots: those of the scheme that the context's quantization gives it (weight alone where it is not quantized), and
+    bias where there is one. Where the parts' schemes do not let them share a weight, it has none: each part is a
+    linear layer of its own, under its own name.
+    """
 
     def __init__(self, ctx: Context, args: LinearArgs) -> None:
         super().__init__(ctx)
         self.args, self.dtype = args, dtype_name(ctx.dtype)
-        plain = QuantSpec(self.dtype)
+        self.scheme: Scheme | None = ctx.quantization.linear(ctx.path, args, self.dtype)
+        self.kernels: list[LinearKernel] = []
+        self._apart: tuple[Linear, ...] = ()
+        self._bias: torch.Tensor | None = None
+        if self.scheme is None:
+            self._apart = tuple(
+                Linear(ctx.child(part), replace(args, parts=((part, rows),), row_shards=args.row_shards[i : i + 1]))
+                for i, (part, rows) in enumerate(args.parts)
+            )
+            for (part, _), layer in zip(args.parts, self._apart, strict=True):
+                self.add_module(part, layer)
+            return
         workload = LinearWorkload(
-            dtype=self.dtype, in_features=args.in_features, out_features=args.out_features, spec=(plain, plain)
+            dtype=self.dtype,
+            in_features=args.own_in_features,
+            out_features=sum(rows for _, rows in args.own_parts),
+            spec=self.scheme.pair,
         )
         plan = ctx.select(workload)
-        self.kernels = [construct(e.offer, ctx.load(e.offer), LinearKernel, ctx, workload) for e in plan.entries]
+        self.kernels = [construct(e.offer, ctx.load(e.offer), LinearKernel, ctx, plan.workload) for e in plan.entries]
         self._matmul = by_tokens([e.range.max for e in plan.entries], [k.apply for k in self.kernels])
-        self._bias: torch.Tensor | None = None
 
     def declare(self) -> dict[str, WeightSlot]:
-        parts = self.args.parts if len(self.args.parts) > 1 else ()
-        slots = {"weight": WeightSlot((self.args.out_features, self.args.in_features), self.dtype, 0, parts)}
-        if self.args.bias:
-            slots["bias"] = WeightSlot((self.args.out_features,), self.dtype, 0, parts)
+        if self.scheme is None:
+            return {}
+        args, parts = self.args, self.args.own_parts
+        slots = weight_slots(self.scheme, parts, args.own_in_features)
+        if not self.scheme.stored:  # what a scheme stores is cut as its tensors say, before it is read
+            weight = slots["weight"]
+            columns = (args.column_shard,) if args.column_shard else ()
+            slots["weight"] = replace(weight, shard_axis=1 if columns else 0, shards=columns or args.row_shards)
+        if args.bias:
+            size, named = sum(rows for _, rows in parts), parts if len(parts) > 1 else ()
+            slots["bias"] = WeightSlot((size,), self.dtype, 0, named, shards=args.row_shards)
         return slots
 
     def prepare(self) -> None:
-        self._bias = self.weights.pop("bias", None)
-        self.weights = self.kernels[0].prepack(self.weights)
+        if self.scheme is None:
+            return
+        bias, columns = self.weights.pop("bias", None), self.args.column_shard
+        self._bias = None if columns is not None and columns.rank else bias
+        self.weights = self.kernels[0].prepack(collapse_parts(self.weights, self.path))
 
     def release(self) -> None:
         super().release()
         self._bias = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, out]."""
+        """[T, in] -> [T, out], both as on this rank. Divided by columns, the sum over ranks is still to be taken."""
+        if self._apart:
+            return torch.cat([part(x) for part in self._apart], dim=-1)
         return self._matmul(x, self.weights, self._bias)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:

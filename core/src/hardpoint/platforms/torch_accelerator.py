@@ -7,8 +7,10 @@ otherwise. Torch is imported by ``activate``, never by importing this module: de
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from hardpoint.platforms.torch_trace import torch_trace
 from hardpoint_plugin_api import Memory, MemorySnapshot, Platform, PlatformError
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class DeviceModule(Protocol):
     def memory_reserved(self, device: int) -> int: ...
     def max_memory_allocated(self, device: int) -> int: ...
     def reset_peak_memory_stats(self, device: int) -> None: ...
+    def empty_cache(self) -> None: ...
 
 
 class TorchMemory(Memory):
@@ -52,6 +55,10 @@ class TorchMemory(Memory):
     def reset_peak(self) -> None:
         """Start a new peak at what is allocated now."""
         self.module.reset_peak_memory_stats(self.index)
+
+    def trim(self) -> None:
+        """Return what torch's allocator has cached to the driver."""
+        self.module.empty_cache()
 
 
 class TorchAcceleratorPlatform(Platform):
@@ -128,3 +135,7 @@ class TorchAcceleratorPlatform(Platform):
         import torch
 
         return cast("AbstractContextManager[None]", torch.profiler.record_function(name))
+
+    def profile(self, folder: Path) -> AbstractContextManager[None]:
+        """Record by torch's profiler; see torch_trace."""
+        return torch_trace(folder)

@@ -124,7 +124,7 @@ class _Contest:
         for offer in self.offers:
             if reasons := self.selector._static_reasons(offer, self.workload):
                 self.rejected[offer] = reasons
-        choice = self.selector.settings.choice(self.workload.family, self.workload.of)
+        choice = self.selector.settings.choice_for(self.workload)
         if choice:
             self._hold_to(choice)
         tuned = self.selector._tuning.winner(self.selector.device, self.workload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hardpoint_plugin_api import FAMILIES, Reason
+from hardpoint_plugin_api import FAMILIES, LinearWorkload, Reason, Workload
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,20 @@ class Settings:
     """The user's choices: by family (``"attention"``) or slot (``"op.rms_norm"``), and which custom ops are on.
 
     ``custom_ops`` holds at most one of ``all`` and ``none``, and ``+name`` and ``-name``; an op that is off runs its
-    reference. ``by_use`` are those of the choices that were written as ``--use``, for messages.
+    reference. ``by_use`` are those of the choices that were written as ``--use``, for messages. Where the model is
+    ``quantized``, the choice for ``linear`` holds for its quantized matrices, and others are chosen for automatically.
     """
 
     choices: Mapping[str, str] = field(default_factory=dict)
     custom_ops: tuple[str, ...] = ("all",)
     by_use: frozenset[str] = frozenset()
+    quantized: bool = False
+
+    def choice_for(self, workload: Workload) -> Choice | None:
+        """The user's choice for what ``workload`` asks, or None for automatic."""
+        if isinstance(workload, LinearWorkload) and self.quantized and workload.spec and workload.spec[0].is_plain:
+            return None
+        return self.choice(workload.family, workload.of)
 
     def choice(self, family: str, of: str | None) -> Choice | None:
         """The user's choice for one slot, or None for automatic."""

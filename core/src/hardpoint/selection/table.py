@@ -75,8 +75,12 @@ class SelectionTable:
     @property
     def digest(self) -> str:
         """The first 16 hex digits of a SHA-256 over who serves what (not over the reasons against the others)."""
-        serving = [[r.family, r.of, r.workload, r.range, r.chosen, r.plugin, r.version] for r in self.rows]
-        return hashlib.sha256(json.dumps(serving).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.serving).encode()).hexdigest()[:16]
+
+    @property
+    def serving(self) -> list[list[str | None]]:
+        """Who serves what, as plain data: what ranks compare."""
+        return [[r.family, r.of, r.workload, r.range, r.chosen, r.plugin, r.version] for r in self.rows]
 
     def to_json(self) -> dict[str, object]:
         """The whole table as plain data."""

@@ -1,0 +1,63 @@
+"""The reference with results that do not depend on the batch, on chunks, or on where the keys come from.
+
+Queries go through tiles of neighbouring positions: the query at position p always stands in row p % 16 of the tile
+that begins at p - p % 16, and that tile always meets as many keys, from the oldest that its first query reads to its
+own end. Rows and keys that a step does not have are zero; keys that a query must not read weigh nothing. So for a
+given position all tensors have the same shapes in every step, a deterministic kernel does the same to them, and a row
+of a matmul or softmax takes nothing from the other rows.
+
+Axes: H query heads, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hardpoint.attention.reference import ReferenceAttention, attend, read_blocks
+from hardpoint_plugin_api import AttentionMetadata
+
+_TILE_QUERIES = 16
+
+
+class BatchInvariantAttention(ReferenceAttention):
+    """See the top of this file."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: dict[str, torch.Tensor],
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        batch = metadata.batch
+        for i, seq_len in enumerate(batch.seq_lens_host):
+            first, last = batch.query_start_host[i], batch.query_start_host[i + 1]
+            pages, start = read_blocks(batch, i, self.spec)
+            keys, values = (x.flatten(0, 1)[: seq_len - start] for x in self.layout.to_logical(cache, pages))
+            out[first:last] = self._request(q[first:last], keys, values, start)
+
+    def _request(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:
+        """q [T, H, D] are the last of the positions from ``start`` on, whose keys and values [S, K, D] are given."""
+        end = start + keys.shape[0]
+        begin = end - q.shape[0]
+        results = []
+        for tile in range(begin - begin % _TILE_QUERIES, end, _TILE_QUERIES):
+            tile_end, oldest = tile + _TILE_QUERIES, self.spec.span.first(tile)
+            low, high = max(tile, begin), min(tile_end, end)  # the positions of this tile whose queries are here
+            read = self.spec.span.first(low)
+            queries = _placed(q[low - begin : high - begin], low - tile, _TILE_QUERIES)
+            tile_keys, tile_values = (
+                _placed(x[read - start : high - start], read - oldest, tile_end - oldest) for x in (keys, values)
+            )
+            y = attend(queries, tile_keys, tile_values, self.spec, self.sinks, self.alibi_slopes, oldest)
+            results.append(y[low - tile : high - tile])
+        return torch.cat(results)
+
+
+def _placed(x: torch.Tensor, at: int, size: int) -> torch.Tensor:
+    """Zeros [size, ...] with ``x`` from row ``at`` on."""
+    rows = x.new_zeros(size, *x.shape[1:])
+    rows[at : at + x.shape[0]] = x
+    return rows

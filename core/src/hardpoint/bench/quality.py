@@ -1,0 +1,91 @@
+"""What quantization costs in quality: a model's loss on a text, by method, beside that of the model unquantized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
+from hardpoint.checkpoint.source import demo_model
+from hardpoint_plugin_api import ConfigError
+
+_METHODS = (
+    "fp8",
+    "fp8:scales=tensor",
+    "fp8:scales=block",
+    "fp8:activations=none",
+    "int8",
+    "int8:activations=none",
+    "int4",
+    "int4:group_size=32",
+    "int4:group_size=32,symmetric=true",
+)
+_WINDOW = 512
+
+
+@click.argument("model", default="demo")
+@click.option(
+    "--method", "methods", multiple=True, default=_METHODS, metavar="METHOD[:KEY=VALUE,...]", show_default=True
+)
+@click.option("--kv-cache-dtype", "cache_dtypes", multiple=True, metavar="DTYPE", help="Measure these caches too.")
+@click.option(
+    "--text", type=click.Path(path_type=Path, dir_okay=False), help="UTF-8 text; by default the demo model's."
+)
+@click.option("--tokens", default=16_384, show_default=True, type=click.IntRange(min=_WINDOW), help="How much of it.")
+@click.option("--dtype", default="bfloat16", show_default=True, help="Of activations, and of the unquantized model.")
+@click.option("--platform", default=None, help="Where to run.")
+@benchmark("quality", "Loss on held-out text, by quantization method.")
+def quality(
+    model: str,
+    methods: tuple[str, ...],
+    cache_dtypes: tuple[str, ...],
+    text: Path | None,
+    tokens: int,
+    dtype: str,
+    platform: str | None,
+) -> BenchResult:
+    """Measure the mean loss of MODEL, in nats per token, when it is quantized while loading by each METHOD.
+
+    The text is cut into windows of 512 tokens; a token is predicted from those before it in its window. The peer is the
+    loss of the same model on the same tokens, unquantized.
+    """
+    words = _read(text or demo_model() / "heldout.txt")
+    common = {"dtype": dtype, **({"platform": platform} if platform else {})}
+    plain = _loss(model, words, tokens, common)
+    rows = [BenchRow(dtype, plain, "nats/token")]
+    for method in methods:
+        name, _, options = method.partition(":")
+        settings = {"quantization": name, "quantization_options": options}
+        rows.append(_row(method, _loss(model, words, tokens, common | settings), plain))
+    rows += [
+        _row(f"cache {cache}", _loss(model, words, tokens, common | {"kv_cache_dtype": cache}), plain)
+        for cache in cache_dtypes
+    ]
+    return BenchResult("quality", tuple(rows), peer=f"the same model in {dtype}, unquantized")
+
+
+def _row(name: str, loss: float, plain: float) -> BenchRow:
+    return BenchRow(name, loss, "nats/token", peer=plain, note=f"{loss / plain - 1:+.2%}")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {path}: cannot be read as UTF-8 text: {error}") from None
+
+
+def _loss(model: str, text: str, tokens: int, settings: dict[str, str]) -> float:
+    """The mean negative log-probability of the text's tokens but for the first of each window."""
+    with LLM(model, **settings) as llm:
+        ids = llm.tokenizer.encode(text)[:tokens]
+        windows = [ids[start : start + _WINDOW] for start in range(0, len(ids) - 1, _WINDOW)]
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        total, count = 0.0, 0
+        for output in llm.generate(windows, params, use_tqdm=False):
+            scored = [entry for entry in output.prompt_logprobs or () if entry]
+            total -= sum(entry[token].logprob for entry, token in zip(scored, output.prompt_token_ids[1:], strict=True))
+            count += len(scored)
+    return total / count

@@ -1,0 +1,58 @@
+"""How a model says where a checkpoint's tensors go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hardpoint_plugin_api import Module, ShardPlan, StoredTensor
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A tensor that is read by a quantization scheme, for one module. ``places``: the address of each slot it fills.
+
+    ``rows`` and ``columns`` say how ranks divide the module's matrix: what is read is this rank's piece.
+    """
+
+    stored: StoredTensor
+    module: Module
+    places: Mapping[str, str]
+    rows: ShardPlan | None = None
+    columns: ShardPlan | None = None
+
+    def cut(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """This rank's piece of the stored tensor, on ``device``, with zeros for what is padding."""
+        piece = tensor[self.window].to(device)
+        if self.rows is None or not self.rows.has_padding:
+            return piece
+        sizes = tuple(
+            self.rows.blocks(dim.per).size if dim.axis == "out" else size
+            for dim, size in zip(self.stored.dims, piece.shape, strict=True)
+        )
+        whole = torch.zeros(sizes, dtype=piece.dtype, device=device)
+        whole[tuple(map(slice, piece.shape))] = piece
+        return whole
+
+    @property
+    def window(self) -> tuple[slice, ...]:
+        """Where this rank's piece lies in the stored tensor. It is one block, which plans of several slices are not."""
+        found = []
+        for dim in self.stored.dims:
+            plan = {"out": self.rows, "in": self.columns, None: None}[dim.axis]
+            pieces = plan.blocks(dim.per).own if plan else None
+            if pieces is None:
+                found.append(slice(None))
+            elif not pieces:
+                found.append(slice(0, 0))
+            else:
+                (piece,) = pieces
+                found.append(slice(piece.source, piece.source + piece.count))
+        return tuple(found)
+
+
+WeightNames = Mapping[str, str | Reading | None]
+"""For each tensor of a checkpoint, by name: the slot that it is copied to (``"layer.path.slot"``, or
+``"layer.path.slot[part]"``), how it is read, or None where it may be there but is not needed."""

@@ -1,0 +1,95 @@
+"""Letting requests in: what is checked of them, and what is filled in, before a core queues them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+from typing import Unpack
+
+from hardpoint.engine.client import RequestOptions
+from hardpoint.engine.request import Request
+from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint_plugin_api import EngineError, RequestError
+
+
+class Admission:
+    """Makes requests that a core takes as they are. Several threads may call it.
+
+    A core in this process and the mirror of one elsewhere both let requests in through this, so that what is wrong with
+    a request is said where it was made.
+    """
+
+    def __init__(self, max_model_len: int, vocab_size: int, seed: int) -> None:
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self.asleep: frozenset[str] = frozenset()
+        self._seeds = random.Random(seed)
+        self._numbers = itertools.count()
+
+    def draw_seed(self) -> int:
+        """A seed for a request that gives none; the engine's own seed makes the sequence of them repeatable."""
+        return self._seeds.getrandbits(62)
+
+    def check_awake(self) -> None:
+        """Raise EngineError while memory that requests need is given back."""
+        if self.asleep:
+            raise EngineError(f"the engine sleeps, without its {', '.join(sorted(self.asleep))}; wake it up first")
+
+    def admit(
+        self,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        eos_token_ids: frozenset[int],
+        *,
+        bad_words: Sequence[Sequence[int]] = (),
+        **options: Unpack[RequestOptions],
+    ) -> Request:
+        """Make a request for one completion; see CoreClient.add_request.
+
+        Raises RequestError for an empty or too long prompt, or an id outside the vocabulary; EngineError while the
+        engine sleeps.
+        """
+        self.check_awake()
+        assert params.n == 1, "several completions are several requests: see Conversation"
+        prompt = tuple(prompt_token_ids)
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise RequestError(f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}")
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; with one token to draw, at most {self.max_model_len - 1} fit "
+                "(--max-model-len, or the cache's size)"
+            )
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+        most = self.max_model_len
+        if params.max_tokens is not None:
+            most = min(most, len(prompt) + params.max_tokens)
+        words = tuple(tuple(word) for word in bad_words)
+        params.check_vocabulary(self.vocab_size, words)
+        timeout, priority = options.get("timeout"), options.get("priority", 0)
+        _check_options(timeout, priority)
+        number = next(self._numbers)
+        return Request(
+            str(number),
+            prompt,
+            params,
+            self.draw_seed() if params.seed is None else params.seed,
+            stops,
+            most,
+            number,
+            priority=priority,
+            deadline=None if timeout is None else time.monotonic() + timeout,
+            cache_salt=options.get("cache_salt", ""),
+            bad_words=words,
+        )
+
+
+def _check_options(timeout: object, priority: object) -> None:
+    if timeout is not None and not (isinstance(timeout, Real) and float(timeout) >= 0):
+        raise RequestError(f"timeout must be seconds, 0 or more, or None, got {timeout!r:.80}")
+    if not isinstance(priority, Integral):
+        raise RequestError(f"priority must be a whole number, got {priority!r:.80}")

@@ -1,0 +1,305 @@
+"""``AsyncEngine``: many streams at once for asyncio, with the core in a process of its own unless told otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, Unpack
+from weakref import WeakValueDictionary
+
+from hardpoint.config import EngineConfig
+from hardpoint.engine.client import EngineStats, RequestOptions
+from hardpoint.engine.frontend import connect
+from hardpoint.engine.outputs import RequestOutput
+from hardpoint.engine.prompts import Prompt
+from hardpoint.engine.request import Request
+from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.engine.streams import Mailbox, News, RequestStream
+from hardpoint.selection import SelectionTable
+from hardpoint.tokenizer import Tokenizer
+from hardpoint_plugin_api import EngineDeadError, RequestError
+
+logger = logging.getLogger(__name__)
+
+_CLOSED = "this AsyncEngine is closed; make a new one"
+_NUM_READERS = 4
+"""Threads that tokenize prompts and render chats; a long prompt holds up one of them."""
+_ABORT_SECONDS = 5.0
+"""How long closing waits for the last outputs of requests that it aborts."""
+
+
+class AsyncEngine:
+    """An engine with a tokenizer for asyncio programs. Use it as an async context manager, or ``await close()``.
+
+    Building one waits until the model is loaded: build it before the event loop runs, or with
+    ``await asyncio.to_thread(AsyncEngine, ...)``. Its streams may be in several event loops.
+
+    ``model`` and the keywords are those of LLM. Tokenizing, detokenizing and talking to the core happen in threads of
+    its own, so that nothing here keeps the event loop waiting.
+    """
+
+    def __init__(self, model: str = "demo", **settings: Any) -> None:
+        self._start(EngineConfig.create(model=model, **settings))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """An engine for a config that was already read."""
+        engine = cls.__new__(cls)
+        engine._start(config)
+        return engine
+
+    def _start(self, config: EngineConfig) -> None:
+        own_process = config.core_process is None or config.core_process
+        self._frontend, self.client = connect(config, own_process=own_process)
+        self._streams: dict[str, RequestStream] = {}
+        self._by_request: dict[Request, RequestStream] = {}
+        self._mailboxes: WeakValueDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakValueDictionary()
+        self._advancing = threading.Lock()  # while conversations begin or advance; no event loop takes it
+        self._opening = threading.Condition()  # of _streams, _closing and _drain_until; held for moments only
+        self._closing, self._drain_until = False, float("inf")
+        self._dead: EngineDeadError | None = None
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="hardpoint-prompts")
+        self._outputs = threading.Thread(target=self._serve, name="hardpoint-outputs", daemon=True)
+        self._outputs.start()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The user's config with the changes that plugins wished for."""
+        return self.client.facts.config
+
+    @property
+    def table(self) -> SelectionTable:
+        """Which implementation serves what, and why."""
+        return self.client.facts.table
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, prompt and output together, in tokens."""
+        return self.client.facts.max_model_len
+
+    @property
+    def stats(self) -> EngineStats:
+        """Tokens and seconds, requests and pages, as of the last step."""
+        return self.client.stats
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer."""
+        return self._frontend.tokenizer
+
+    @property
+    def is_running(self) -> bool:
+        """True while requests are taken: not closed, and the core is alive."""
+        try:
+            self.check_health()
+        except (EngineDeadError, RequestError):
+            return False
+        return True
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the core is gone, RequestError if this engine was closed."""
+        if self._closing:
+            raise RequestError(_CLOSED)
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead))
+        self.client.check()
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json asks for; greedy where it asks for nothing."""
+        return self._frontend.default_sampling_params()
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The text of a conversation as the model expects it; raises RequestError for messages the template refuses."""
+        return self._frontend.render_chat(messages, **options)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+        """A conversation as a prompt; ``options`` are those of ``render_chat``."""
+        return self._frontend.chat_prompt(messages, **options)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the growing output of one prompt, the last time with ``finished``.
+
+        Each output holds everything so far and is the caller's own; a slow caller gets fewer, longer steps. Leaving the
+        iteration, or cancelling the task that waits in it, ends the request. A request of a lower ``priority`` runs
+        first; ``timeout`` seconds from now it ends as it is, with the reason "abort".
+
+        Raises RequestError for what is wrong with the request, EngineError where the engine failed to serve it, and
+        EngineDeadError once the core is gone.
+        """
+        return self._generate(prompt, sampling_params, request_id, priority=priority, timeout=timeout)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation, rendered by the checkpoint's chat template; otherwise as ``generate``."""
+        prompt = functools.partial(
+            self.chat_prompt,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **(chat_template_kwargs or {}),
+        )
+        return self._generate(prompt, sampling_params, request_id, priority=priority, timeout=timeout)
+
+    async def submit(
+        self,
+        prompt: Prompt | Callable[[], Prompt],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestStream:
+        """Queue a prompt, or what a function that may take its time makes, and return the stream of its outputs.
+
+        ``generate`` in two steps, for callers that must know whether a request is valid before they begin an answer.
+        Use the stream as an async context manager, or close it: the request runs whether anybody reads or not.
+        """
+        params = self.default_sampling_params() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params must be a SamplingParams, got {params!r:.80}")
+        if params.seed is None:  # drawn here: in the order of calls, not in that of tokenizing
+            params = replace(params, seed=self.client.draw_seed())
+        loop = asyncio.get_running_loop()
+        if (mailbox := self._mailboxes.get(loop)) is None:
+            mailbox = self._mailboxes[loop] = Mailbox(loop)
+        stream = RequestStream(uuid.uuid4().hex if request_id is None else request_id, mailbox, self._forget)
+        with self._opening:
+            if self._closing:
+                raise RequestError(_CLOSED)
+            if stream.request_id in self._streams:
+                raise RequestError(f"request_id {request_id!r} is that of an open request; give another one")
+            self._streams[stream.request_id] = stream
+        try:
+            await loop.run_in_executor(self._readers, self._open, stream, prompt, params, options)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request as it is, with the reason "abort"; False where no such request is open."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.abort()
+        return stream is not None
+
+    async def close(self, drain: float = 0.0) -> None:
+        """Take no more requests, let the open ones go on for up to ``drain`` seconds, end the rest, free everything.
+
+        Requests that are ended yield what they have, with the reason "abort". Closing twice is once; a second call may
+        shorten the time that the first one gave.
+        """
+        await asyncio.to_thread(self._close, drain)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _generate(
+        self,
+        prompt: Prompt | Callable[[], Prompt],
+        params: SamplingParams | None,
+        request_id: str | None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async with await self.submit(prompt, params, request_id, **options) as stream:
+            async for output in stream:
+                yield output
+
+    def _open(
+        self,
+        stream: RequestStream,
+        prompt: Prompt | Callable[[], Prompt],
+        params: SamplingParams,
+        options: RequestOptions,
+    ) -> None:
+        """Tokenize and queue a prompt, unless nobody wants it any more."""
+        tokenized = self._frontend.read(prompt() if callable(prompt) else prompt)
+        with self._advancing:
+            if self._dead is not None:
+                raise EngineDeadError(str(self._dead))
+            if not stream.is_closed:
+                conversation = self._frontend.converse(self.client, tokenized, params, stream.request_id, **options)
+                self._by_request |= dict.fromkeys(conversation.requests, stream)
+                stream.begin(conversation)
+
+    def _serve(self) -> None:
+        """Turn what the core reports into outputs, until it is gone."""
+        try:
+            while True:
+                self._advance(self.client.step())
+        except EngineDeadError as error:
+            dead = error
+        except Exception as error:
+            logger.exception("outputs can no longer be made")
+            dead = EngineDeadError(f"outputs can no longer be made: {type(error).__name__}: {error}")
+        with self._advancing:
+            self._dead = dead
+        for stream in list(self._streams.values()):
+            stream.mailbox.put({stream: RequestError(_CLOSED) if self._closing else EngineDeadError(str(dead))})
+            self._forget(stream)
+
+    def _advance(self, advanced: Sequence[Request]) -> None:
+        grown: dict[RequestStream, None] = {}
+        with self._advancing:
+            for request in advanced:
+                stream = self._by_request.get(request)
+                if request.finish_reason is not None:
+                    self._by_request.pop(request, None)
+                if stream is not None and stream.advance(request):
+                    grown[stream] = None
+        news: dict[Mailbox, dict[RequestStream, News]] = {}
+        for stream in grown:
+            news.setdefault(stream.mailbox, {})[stream] = stream.newest()
+        for mailbox, of_loop in news.items():
+            mailbox.put(of_loop)
+
+    def _forget(self, stream: RequestStream) -> None:
+        """Nothing more will come of ``stream``; its name is free."""
+        with self._opening:
+            if self._streams.get(stream.request_id) is stream:
+                del self._streams[stream.request_id]
+                self._opening.notify_all()
+
+    def _close(self, drain: float) -> None:
+        with self._opening:
+            self._closing, self._drain_until = True, min(self._drain_until, time.monotonic() + drain)
+            self._opening.notify_all()
+            while self._streams and (left := self._drain_until - time.monotonic()) > 0:
+                self._opening.wait(left)
+            remaining = list(self._streams.values())
+        for stream in remaining:
+            stream.abort()
+        with self._opening:
+            self._opening.wait_for(lambda: not self._streams, _ABORT_SECONDS)
+        self._readers.shutdown(wait=False)
+        self.client.close()
+        self._outputs.join()

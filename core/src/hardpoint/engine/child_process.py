@@ -1,0 +1,126 @@
+"""Processes of an engine's own: how they are started, what they log, and how each side sees that the other is gone.
+
+They are spawned, never forked: a fork copies threads' locks and device contexts in a state that nobody can use.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import logging.handlers
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from hardpoint.engine.messages import Logged
+from hardpoint_plugin_api import HardpointError
+
+GUARD = 'if __name__ == "__main__":'
+"""What a script that starts processes needs around what it does."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""What a terminal or a service manager sends to every process of a group: a parent ends its children in order."""
+
+
+def start(process: BaseProcess) -> None:
+    """Start a spawned process. Raises HardpointError where a script's lack of a guard forbids it."""
+    try:
+        with _signals_held():
+            process.start()
+    except RuntimeError as error:
+        if "bootstrapping" not in str(error):
+            raise
+        raise HardpointError(
+            "this script starts an engine with a process of its own while it is imported, and every such process "
+            f"imports it again; put what the script does under {GUARD}"
+        ) from error
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold back what would end a process started meanwhile, which inherits this, before it can say otherwise."""
+    resource_tracker.ensure_running()  # started with the process, it would lift the hold
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def how_it_ended(exit_code: int | None) -> tuple[str, str]:
+    """In words: how a process ended, and where to look for the cause."""
+    how, hint = "ended", "what it wrote to stderr says why"
+    if exit_code is not None and exit_code < 0:
+        names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
+        how = f"was ended by {names.get(-exit_code, f'signal {-exit_code}')}"
+        if -exit_code == signal.SIGKILL:
+            hint = "the kernel sends that when memory runs out (see dmesg)"
+    elif exit_code is not None:
+        how = f"ended with exit code {exit_code}"
+    return how, hint
+
+
+def log_levels() -> dict[str, int]:
+    """The level of every logger that has one of its own, the root's under the empty name."""
+    known = logging.root.manager.loggerDict.items()
+    levels = {name: logger.level for name, logger in known if isinstance(logger, logging.Logger) and logger.level}
+    return {"": logging.root.level} | levels
+
+
+def log_here(record: logging.LogRecord) -> None:
+    """Log what a child logged, as if it had been logged here."""
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)
+
+
+class Sender:
+    """What a child says, from any of its threads."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def __call__(self, message: object) -> None:
+        data = pickle.dumps(message)
+        with self._lock, suppress(OSError):  # the parent is gone: the listener ends this process
+            self._connection.send_bytes(data)
+
+
+class _Forward(logging.handlers.QueueHandler):
+    """Sends log records to the parent, whose handlers and filters decide what becomes of them."""
+
+    def __init__(self, send: Sender) -> None:
+        super().__init__(None)  # type: ignore[arg-type]  # enqueue below takes the queue's place
+        self._send = send
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        self._send(Logged(record))
+
+
+def settle_in(send: Sender, levels: dict[str, int]) -> None:
+    """What a child does first: leave signals to its parent, say where it crashes, log by ``send``."""
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    if sys.stderr is not None:
+        faulthandler.enable()  # a kernel that crashes says where
+    logging.root.handlers = [_Forward(send)]
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def listen(connection: Connection, parent: int, take: Callable[[object], None]) -> None:
+    """Pass what comes on to ``take``; return when the parent is gone."""
+    with suppress(EOFError, OSError):
+        while True:
+            if connection.poll(1.0):
+                take(pickle.loads(connection.recv_bytes()))
+            elif os.getppid() != parent:  # gone, and a process that it forked holds its end of the pipe open
+                return

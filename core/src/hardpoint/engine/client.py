@@ -1,0 +1,115 @@
+"""What a front end needs of an engine core, wherever that runs: in this process, or in one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypedDict, Unpack
+
+from hardpoint.config import EngineConfig
+from hardpoint.engine.control import CoreControl
+from hardpoint.engine.request import Request
+from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.selection import SelectionTable
+
+
+@dataclass
+class EngineStats:
+    """What an engine did so far, and what it holds now; seconds of wall time.
+
+    ``cached_tokens`` of prompts were found in the prefix cache and not computed. Of ``num_pages`` pages of the cache,
+    ``num_free_pages`` belong to no request.
+    """
+
+    load_seconds: float = 0.0
+    num_steps: int = 0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_free_pages: int = 0
+
+
+@dataclass(frozen=True)
+class CoreFacts:
+    """What stays as it is while a core lives. ``config`` is the user's with the changes that plugins wished for.
+
+    ``pid`` is the process that it runs in.
+    """
+
+    config: EngineConfig
+    table: SelectionTable
+    max_model_len: int
+    vocab_size: int
+    pid: int
+
+
+class RequestOptions(TypedDict, total=False):
+    """How a request is treated beside others.
+
+    ``priority``: lower runs first. ``timeout``: seconds after which it ends, finished or not. ``cache_salt``: it shares
+    cached prefixes with requests of the same salt only.
+    """
+
+    priority: int
+    timeout: float | None
+    cache_salt: str
+
+
+class CoreClient(CoreControl, Protocol):
+    """A core as its front end sees it. One thread at a time steps it."""
+
+    @property
+    def facts(self) -> CoreFacts:
+        """What stays as it is."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """What it did up to the last step that this front end saw."""
+        ...
+
+    def add_request(
+        self,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        eos_token_ids: frozenset[int],
+        *,
+        bad_words: Sequence[Sequence[int]] = (),
+        **options: Unpack[RequestOptions],
+    ) -> Request:
+        """Queue a request for one completion; what comes of it is in the Request returned, as ``step`` reports it.
+
+        ``bad_words`` are the token sequences of the parameter of that name: a core knows no text.
+        Raises RequestError for what is wrong with it, CapacityError if it can never fit, EngineDeadError.
+        """
+        ...
+
+    def draw_seed(self) -> int:
+        """A seed for a request that gives none; the engine's own seed makes the sequence of them repeatable."""
+        ...
+
+    def abort(self, request: Request) -> None:
+        """End ``request``, which may have ended already."""
+        ...
+
+    def step(self) -> list[Request]:
+        """Wait for a step and return the requests that got a token or ended.
+
+        Those whose ``error`` is set were ended by a failure that the core survives. Raises EngineDeadError once the
+        core is gone; every request that was open has ended then.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise EngineDeadError if the core is gone."""
+        ...
+
+    def close(self) -> None:
+        """End the core and free what it holds. Closing twice is once."""
+        ...

@@ -1,0 +1,169 @@
+"""A core that serves a front end elsewhere: commands in, reports out, one step after the other.
+
+Importing this imports no torch, so that a process can say what went wrong when it cannot be imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from hardpoint.config import EngineConfig
+from hardpoint.engine.messages import (
+    Abort,
+    Add,
+    Advanced,
+    Answer,
+    Call,
+    Command,
+    Delta,
+    Ended,
+    Failed,
+    Failure,
+    Ready,
+    Report,
+    StartFailed,
+    Stop,
+    Wake,
+)
+from hardpoint.engine.request import Request
+from hardpoint_plugin_api import EngineDeadError
+
+if TYPE_CHECKING:
+    from hardpoint.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+
+def run_core(config: EngineConfig, commands: SimpleQueue[Command], send: Callable[[Report | Answer], None]) -> None:
+    """Build a core, say that it is ready or why not, and serve ``commands`` until they say stop."""
+    try:
+        from hardpoint.engine.blueprint import draw
+        from hardpoint.engine.core import EngineCore
+
+        core = EngineCore.start(draw(config))
+    except Exception as error:
+        send(StartFailed(Failure.of(error)))
+        return
+    try:
+        send(Ready(core.facts, replace(core.stats)))
+        core.when_lost(lambda: commands.put(Wake()))
+        CoreLoop(core, commands, send).run()
+    except EngineDeadError as error:
+        logger.error("the engine ends: %s", error)
+        send(Ended(error))
+    finally:
+        core.close()
+
+
+@dataclass
+class _Open:
+    """A request, and how many of its tokens were reported."""
+
+    request: Request
+    num_reported: int
+
+
+class CoreLoop:
+    """Takes what commands there are, waits for one only while the core is idle, steps, and reports what came of it.
+
+    ``commands`` are put there by another thread.
+    """
+
+    def __init__(
+        self, core: EngineCore, commands: SimpleQueue[Command], send: Callable[[Report | Answer], None]
+    ) -> None:
+        self._core, self._commands, self._send = core, commands, send
+        self._open: dict[int, _Open] = {}
+
+    def run(self) -> None:
+        """Serve until Stop comes. Raises EngineDeadError where what runs the steps is gone."""
+        while True:
+            for command in self._taken():
+                if isinstance(command, Stop):
+                    return
+                if isinstance(command, Wake):
+                    self._core.check()
+                    continue
+                if isinstance(command, Call):
+                    self._call(command)
+                elif isinstance(command, Add):
+                    self._add(command)
+                else:
+                    self._abort(command)
+            if not self._core.is_idle:
+                self._step()
+
+    def _taken(self) -> Iterator[Command]:
+        """Every command that is there; at least one where there is nothing else to do."""
+        if self._core.is_idle:
+            yield self._commands.get()
+        while True:
+            try:
+                yield self._commands.get_nowait()
+            except Empty:
+                return
+
+    def _add(self, command: Add) -> None:
+        try:
+            request: Request = pickle.loads(command.request)
+            self._core.queue(request)
+        except Exception as error:
+            self._fail((command.number,), error)
+        else:
+            self._open[command.number] = _Open(request, len(request.token_ids))
+
+    def _call(self, command: Call) -> None:
+        try:
+            answer = Answer(command.number, getattr(self._core, command.method)(*command.args))
+        except Exception as error:
+            answer = Answer(command.number, failure=Failure.of(error))
+        self._send(answer)
+
+    def _abort(self, command: Abort) -> None:
+        if command.number in self._open:  # else it has ended, and that was reported
+            request = self._open[command.number].request
+            self._core.abort(request)
+            self._report([request])
+
+    def _step(self) -> None:
+        try:
+            advanced = self._core.step()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            logger.exception("a step failed; the %d requests that were open are ended", len(self._open))
+            numbers = tuple(self._open)
+            self._open.clear()
+            self._fail(numbers, error)
+        else:
+            if advanced:
+                self._report(advanced)
+
+    def _report(self, advanced: Sequence[Request]) -> None:
+        self._send(Advanced(tuple(map(self._delta, advanced)), replace(self._core.stats)))
+
+    def _fail(self, numbers: tuple[int, ...], error: Exception) -> None:
+        self._send(Failed(numbers, Failure.of(error), replace(self._core.stats)))
+
+    def _delta(self, request: Request) -> Delta:
+        """What is new of ``request``; forgets it if it has ended."""
+        known = self._open[request.number]
+        first, num_prompt = known.num_reported, len(request.prompt_token_ids)
+        known.num_reported = len(request.token_ids)
+        if request.finish_reason is not None:
+            del self._open[request.number]
+        return Delta(
+            request.number,
+            tuple(request.token_ids[first:]),
+            request.finish_reason,
+            request.stop_reason,
+            request.num_cached_tokens,
+            request.num_preemptions,
+            tuple(request.logprobs[first - num_prompt :]),
+            tuple(request.prompt_logprobs) if first == num_prompt < known.num_reported else (),
+        )

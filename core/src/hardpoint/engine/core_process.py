@@ -1,0 +1,163 @@
+"""A core in a process of its own: how it is started, talked to, watched and ended.
+
+Each side has a thread that always reads, and the front end one that writes, so that neither side waits for the other.
+Each side sees at once when the other is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.util  # its exit handler waits for children: registered before ours, it runs after it
+import os
+import pickle
+import threading
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+
+from hardpoint.config import EngineConfig
+from hardpoint.engine import child_process
+from hardpoint.engine.core_loop import run_core
+from hardpoint.engine.messages import Answer, Command, Ended, Logged, Ready, Report, Stop
+from hardpoint.engine.remote_control import Answers
+from hardpoint.engine.remote_core import CLOSE_SECONDS
+from hardpoint_plugin_api import EngineDeadError
+
+
+class ProcessLink:
+    """A core in a spawned process of this program."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the process, which then loads. Raises HardpointError where a script's lack of a guard forbids it."""
+        self.reports: SimpleQueue[Report] = SimpleQueue()
+        self.answers = Answers()
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._lost: EngineDeadError | None = None
+        self._ready = self._closed = False
+        self._closing, self._owner = threading.Lock(), os.getpid()
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, config, child_process.log_levels(), os.getpid()), name="hardpoint-core"
+        )
+        try:
+            child_process.start(self._process)
+        finally:
+            theirs.close()
+        self._reader = threading.Thread(target=self._read, name="hardpoint-core-reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="hardpoint-core-writer", daemon=True)
+        self._reader.start()
+        self._writer.start()
+        atexit.register(self.close)
+
+    def send(self, command: Command) -> None:
+        """Queue ``command`` for the thread that writes."""
+        self._commands.put(command)
+
+    @property
+    def lost(self) -> EngineDeadError | None:
+        """Why the core is gone, where it is."""
+        return self._lost
+
+    def close(self, deadline: float = CLOSE_SECONDS) -> None:
+        """Let the core close, and kill its process where that takes longer than ``deadline`` seconds. A core that is
+        still loading is killed at once. Closing twice is once."""
+        if os.getpid() != self._owner:  # a fork of the program has no say
+            return
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            atexit.unregister(self.close)
+            self._commands.put(Stop())
+            try:
+                self._reader.join(deadline if self._ready else 0)
+            finally:  # an interrupt while waiting included
+                if self._reader.is_alive():
+                    self._process.kill()
+                    self._reader.join()
+                self._commands.put(None)
+                self._writer.join()
+                self._connection.close()
+                self._process.close()
+
+    def _write(self) -> None:
+        while (command := self._commands.get()) is not None:
+            try:
+                self._connection.send_bytes(pickle.dumps(command))
+            except OSError:  # the process is gone: the reader says why
+                return
+
+    def _read(self) -> None:
+        """Pass reports on until the process has ended, in whatever way."""
+        while True:
+            # A child of the process may hold its end of the pipe open, so that its own end has to be watched too.
+            found = wait([self._connection, self._process.sentinel])
+            if self._connection not in found:
+                break
+            try:
+                report: Report | Answer | Logged = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                break
+            if isinstance(report, Logged):
+                child_process.log_here(report.record)
+                continue
+            if isinstance(report, Answer):
+                self.answers.take(report)
+                continue
+            if isinstance(report, Ended):  # it says itself why it goes
+                self._lose(report.error)
+                continue
+            self._ready = self._ready or isinstance(report, Ready)
+            self.reports.put(report)
+        self._process.join(CLOSE_SECONDS)
+        if self._process.is_alive():  # it closed its end and hangs
+            self._process.kill()
+            self._process.join()
+        if self._lost is None:
+            self._lose(EngineDeadError("the engine is closed" if self._closed else self._obituary()))
+
+    def _lose(self, error: EngineDeadError) -> None:
+        self._lost = error
+        self.answers.lose(error)
+        self.reports.put(Ended(error))
+
+    def _obituary(self) -> str:
+        """How the process ended, and what to do about it."""
+        code = self._process.exitcode
+        how, hint = child_process.how_it_ended(code)
+        if code is not None and code >= 0 and not self._ready:
+            hint += f"; a script that builds an engine must do so under {child_process.GUARD}"
+        remedy = "; build a new engine" if self._ready else ""
+        return f"the engine's process ({self._process.pid}) {how}: {hint}{remedy}"
+
+
+def _serve(connection: Connection, config: EngineConfig, levels: dict[str, int], parent: int) -> None:
+    """What the core's process runs."""
+    send = child_process.Sender(connection)
+    child_process.settle_in(send, levels)
+    commands: SimpleQueue[Command] = SimpleQueue()
+    ready, closed = threading.Event(), threading.Event()
+    listener = threading.Thread(target=_listen, args=(connection, commands, parent, ready, closed), daemon=True)
+    listener.start()
+
+    def report(message: Report | Answer) -> None:
+        if isinstance(message, Ready):
+            ready.set()
+        send(message)
+
+    run_core(config, commands, report)
+    closed.set()
+
+
+def _listen(
+    connection: Connection,
+    commands: SimpleQueue[Command],
+    parent: int,
+    ready: threading.Event,
+    closed: threading.Event,
+) -> None:
+    """Pass commands on until the front end is gone; then see to it that this process ends."""
+    child_process.listen(connection, parent, commands.put)  # type: ignore[arg-type]  # nothing else is sent
+    commands.put(Stop())
+    if not ready.is_set() or not closed.wait(CLOSE_SECONDS):
+        os._exit(1)

@@ -1,0 +1,86 @@
+"""The text side of an engine, which LLM and AsyncEngine share: from what users give to conversations with a core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+from hardpoint.checkpoint.source import resolve_model, resolve_tokenizer
+from hardpoint.config import EngineConfig
+from hardpoint.engine.client import CoreClient, RequestOptions
+from hardpoint.engine.conversation import Conversation
+from hardpoint.engine.core_process import ProcessLink
+from hardpoint.engine.generation_config import GenerationConfig
+from hardpoint.engine.prompts import Prompt, TokenizedPrompt
+from hardpoint.engine.remote_core import RemoteCore, ThreadLink
+from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.tokenizer import ChatTemplate, Tokenizer
+
+
+class Frontend:
+    """A checkpoint's tokenizer, chat template and defaults. Several threads may use it."""
+
+    def __init__(self, tokenizer_folder: Path, tokenizer: Tokenizer, generation: GenerationConfig) -> None:
+        self.tokenizer = tokenizer
+        self._folder, self._generation = tokenizer_folder, generation
+        self._chat_template: ChatTemplate | None = None
+
+    @classmethod
+    def load(cls, config: EngineConfig, folder: Path) -> Frontend:
+        """Read what the checkpoint in ``folder`` has beside its weights. Raises CheckpointError."""
+        tokenizer_folder = resolve_tokenizer(config.tokenizer) if config.tokenizer else folder
+        return cls(tokenizer_folder, Tokenizer.load(tokenizer_folder), GenerationConfig.read(folder))
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json asks for; greedy where it asks for nothing."""
+        return self._generation.sampling_params()
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The text of a conversation as the model expects it; see ChatTemplate.render."""
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate.load(self._folder, self.tokenizer.special_tokens)
+        return self._chat_template.render(messages, **options)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+        """A conversation as a prompt: its text, and its tokens, which hold the special ones that the template wrote."""
+        text = self.render_chat(messages, **options)
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    def read(self, prompt: object) -> TokenizedPrompt:
+        """A prompt in any of its forms; raises RequestError for anything else."""
+        return TokenizedPrompt.read(prompt, self.tokenizer)
+
+    def converse(
+        self,
+        core: CoreClient,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Conversation:
+        """Queue ``prompt``; see Conversation."""
+        if prompt.cache_salt:
+            options["cache_salt"] = prompt.cache_salt
+        return Conversation(core, self.tokenizer, prompt, params, self._eos_token_ids, request_id, **options)
+
+    @property
+    def _eos_token_ids(self) -> frozenset[int]:
+        own = self.tokenizer.eos_token_id
+        return self._generation.eos_token_ids | (frozenset() if own is None else {own})
+
+
+def connect(config: EngineConfig, *, own_process: bool) -> tuple[Frontend, RemoteCore]:
+    """Start a core in a process of its own, or in a thread of this one, and read its checkpoint's text side meanwhile.
+
+    Raises what either raises, with nothing left behind. Needs no torch where the core has its own process.
+    """
+    folder = resolve_model(config.model, config.hub_revision)
+    core = RemoteCore(ProcessLink(config) if own_process else ThreadLink(config))
+    try:
+        frontend = Frontend.load(config, folder)
+        core.wait_until_ready(config.core_start_timeout if own_process else None)
+    except BaseException:
+        core.close()
+        raise
+    return frontend, core

@@ -1,0 +1,105 @@
+"""What an engine holds in memory, by tag, and how it is given back for sleep and taken again on waking up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+from hardpoint.engine.tagged_memory import TaggedMemory
+from hardpoint_plugin_api import CapacityError, HardpointError, MemoryTag
+
+logger = logging.getLogger(__name__)
+
+
+class Holder(Protocol):
+    """Whatever holds the memory of one tag."""
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        ...
+
+    def restore(self) -> None:
+        """Take it again and make it usable."""
+        ...
+
+
+class InPlaceHolder(Holder, Protocol):
+    """One whose memory a platform may take away and bring back where it was."""
+
+    def clear(self) -> None:
+        """Make memory usable whose contents are undefined."""
+        ...
+
+
+class Holdings:
+    """The tags of one engine. ``in_place`` ones are left to the platform where it can suspend them; else, and for
+    weights, whose contents matter, the holders free their tensors and allocate new ones."""
+
+    def __init__(self, memory: TaggedMemory, weights: Holder, in_place: Mapping[MemoryTag, InPlaceHolder]) -> None:
+        self.memory = memory
+        self._weights, self._in_place = weights, dict(in_place)
+        self._asleep: dict[MemoryTag, None] = {}
+
+    @property
+    def asleep(self) -> frozenset[MemoryTag]:
+        """Tags whose memory was given back."""
+        return frozenset(self._asleep)
+
+    def sleep(self, tags: Collection[MemoryTag]) -> None:
+        """Give back the memory of ``tags``; those that sleep already are left alone."""
+        before = self.memory.report()
+        for tag in [tag for tag in tags if tag not in self._asleep]:
+            if self._is_suspendable(tag):
+                self.memory.memory.suspend([tag])
+            else:
+                self._holder(tag).drop()
+                if tag != "weights" and (kept := self.memory.held(tag)):
+                    logger.warning("%d bytes of %s are still held by code that kept a tensor of it", kept, tag)
+            self._asleep[tag] = None
+        self.memory.memory.trim()
+        logger.info("asleep: %s; memory was: %s; is: %s", ", ".join(self._asleep), before, self.memory.report())
+
+    def wake_up(self, tags: Collection[MemoryTag]) -> None:
+        """Take the memory of those of ``tags`` that sleep, weights first.
+
+        Raises CapacityError, and whatever reading the weights does; what was not taken sleeps on.
+        """
+        for tag in [tag for tag in ("weights", *self._in_place) if tag in tags and tag in self._asleep]:
+            if self._is_suspendable(tag):
+                self.memory.memory.resume([tag])
+                self._in_place[tag].clear()
+                del self._asleep[tag]
+            else:
+                with self.filling(tag):
+                    self._holder(tag).restore()
+        logger.info("awake; memory: %s", self.memory.report())
+
+    @contextmanager
+    def filling(self, tag: MemoryTag) -> Iterator[None]:
+        """Allocate under ``tag`` inside; it is awake after it, and asleep if that fails."""
+        self._asleep[tag] = None
+        try:
+            with self.memory.pool(tag):
+                yield
+        except Exception as error:
+            self._holder(tag).drop()
+            if isinstance(error, HardpointError) or not isinstance(error, RuntimeError | MemoryError):
+                raise
+            raise CapacityError(  # torch's errors for want of memory are RuntimeErrors of one kind or another
+                f"the memory of {tag} cannot be taken again: {error}; free memory on the device, then wake up again"
+            ) from error
+        del self._asleep[tag]
+
+    def drop_all(self) -> None:
+        """Give everything back for good."""
+        for tag in ("weights", *self._in_place):
+            if tag not in self._asleep:
+                self._holder(tag).drop()
+
+    def _holder(self, tag: MemoryTag) -> Holder:
+        return self._weights if tag == "weights" else self._in_place[tag]
+
+    def _is_suspendable(self, tag: MemoryTag) -> bool:
+        return tag in self._in_place and tag in self.memory.memory.suspendable

@@ -1,0 +1,86 @@
+"""Ranks in processes of this host, one each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Self
+
+from hardpoint.engine import child_process
+from hardpoint.engine.blueprint import Blueprint
+from hardpoint.engine.rank_process import RankSpec, serve_rank
+from hardpoint.engine.ranks import RankLink, RanksExecutor
+from hardpoint.parallel.choices import Choices
+from hardpoint.parallel.groups import Seat
+from hardpoint.parallel.process_group import LOOPBACK, TCPStore
+
+
+class MultiprocessExecutor(RanksExecutor):
+    """Starts a process for each rank, and ends them with itself."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        """Start the ranks and wait until they are loaded. Raises what the first of them raises, and EngineDeadError."""
+        config, choices = blueprint.config, Choices.of(blueprint)
+        # Kept while the ranks live: some collective libraries go back to it whenever a pair of ranks first talks.
+        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self.processes: list[ProcessRank] = []
+        try:
+            for number in range(config.tensor_parallel_size):
+                spec = RankSpec(config, Seat(number, number), choices, self._store.port)
+                self.processes.append(ProcessRank.start(spec))
+        except BaseException:
+            for rank in self.processes:
+                rank.end()
+            raise
+        super().__init__(config, self.processes)
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """The ranks' processes, in their order."""
+        return [rank.process.pid or 0 for rank in self.processes]
+
+
+class ProcessRank(RankLink):
+    """A rank in a spawned process."""
+
+    def __init__(self, number: int, connection: Connection, process: BaseProcess) -> None:
+        super().__init__(number, connection)
+        self.process = process
+
+    @classmethod
+    def start(cls, spec: RankSpec) -> Self:
+        """Start the process, which then loads."""
+        context, number = multiprocessing.get_context("spawn"), spec.seat.rank
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=serve_rank,
+            args=(theirs, spec, child_process.log_levels(), os.getpid()),
+            name=f"hardpoint-rank-{number}",
+        )
+        try:
+            child_process.start(process)
+        finally:
+            theirs.close()
+        return cls(number, ours, process)
+
+    @property
+    def sentinel(self) -> int:
+        """See RankLink."""
+        return self.process.sentinel
+
+    def join(self, seconds: float) -> None:
+        """See RankLink."""
+        self.process.join(seconds)
+
+    def end(self) -> None:
+        """See RankLink."""
+        self.process.kill()
+        self.process.join()
+
+    def obituary(self) -> str:
+        """See RankLink."""
+        how, hint = child_process.how_it_ended(self.process.exitcode)
+        return f"the process of rank {self.number} ({self.process.pid}) {how}: {hint}"

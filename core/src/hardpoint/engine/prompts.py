@@ -1,0 +1,61 @@
+"""What users give as a prompt, in all its forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from hardpoint.tokenizer import Tokenizer
+from hardpoint_plugin_api import RequestError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``, and perhaps a ``cache_salt``."""
+
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_FORMS = "a prompt is a text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt as an engine takes it. ``text`` is None where only token ids were given."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str = ""
+
+    @classmethod
+    def read(cls, prompt: object, tokenizer: Tokenizer) -> TokenizedPrompt:
+        """A prompt in any of its forms; raises RequestError for anything else."""
+        if isinstance(prompt, str):
+            return cls(prompt, tokenizer.encode(prompt))
+        if isinstance(prompt, Mapping):
+            text, ids, salt = (prompt.get(key) for key in _KEYS)
+            if unknown := set(prompt) - set(_KEYS):
+                raise RequestError(f"a prompt has no {sorted(map(str, unknown))}; known: {', '.join(_KEYS)}")
+            if not (text is None or isinstance(text, str)) or not (salt is None or isinstance(salt, str)):
+                raise RequestError(f"'prompt' and 'cache_salt' are texts, got {text!r} and {salt!r}")
+            if ids is None and text is None:
+                raise RequestError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+            return cls(text, tokenizer.encode(str(text)) if ids is None else _token_ids(ids), salt or "")
+        return cls(None, _token_ids(prompt))
+
+
+def prompt_list(prompts: object) -> list[Prompt]:
+    """One prompt, or a sequence of them, as a list; raises RequestError for anything else."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise RequestError(f"{_FORMS}, or a list of such, got {prompts!r:.80}")
+    return [prompts] if prompts and _is_token_id(prompts[0]) else list(prompts)
+
+
+def _token_ids(ids: object) -> list[int]:
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or not all(_is_token_id(i) for i in ids):
+        raise RequestError(f"{_FORMS}, got {ids!r:.80}")
+    return [int(i) for i in ids]
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

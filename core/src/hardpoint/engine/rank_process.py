@@ -1,0 +1,167 @@
+"""One rank at work: what it is given, what it is told, what it says, and the loop in which it serves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from hardpoint.config import EngineConfig
+from hardpoint.engine import child_process
+from hardpoint.engine.messages import Answer, Call, Failure, Logged, Stop
+from hardpoint.engine.step import StepInput, StepOutput
+from hardpoint.parallel.choices import Choices
+from hardpoint.parallel.groups import Seat
+
+if TYPE_CHECKING:
+    from hardpoint.engine.blueprint import Blueprint
+    from hardpoint.engine.runner import Ticket
+    from hardpoint.engine.worker import Worker, WorkerFacts
+    from hardpoint.parallel.process_group import Store
+
+CLOSE_SECONDS = 2.0
+"""How long a rank whose parent is gone may take to end in order."""
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a rank is built from. ``choices`` are the parent's, which every rank must come to as well; without any,
+    all must come to the same.
+
+    ``port`` is that of the store, on this host, at which the ranks meet.
+    """
+
+    config: EngineConfig
+    seat: Seat
+    choices: Choices | None = None
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class RankReady:
+    """The rank is loaded."""
+
+    facts: WorkerFacts
+
+
+@dataclass(frozen=True)
+class RankFailed:
+    """The rank raised what no rank survives: the others wait for it in vain."""
+
+    failure: Failure
+
+
+RankCommand = StepInput | Call | Stop
+RankReport = RankReady | RankFailed | StepOutput | Answer | Logged
+
+
+def serve_rank(connection: Connection, spec: RankSpec, levels: dict[str, int], parent: int) -> None:
+    """What the process of a rank runs, until it is told to stop or its parent is gone."""
+    from hardpoint.parallel.process_group import LOOPBACK, TCPStore
+
+    send = child_process.Sender(connection)
+    child_process.settle_in(send, levels)
+    rank = Rank(spec)
+    end_with_parent(rank, connection, parent)
+    rank.run(lambda: TCPStore(LOOPBACK, spec.port, is_master=False), send)
+    # What holds anything was closed. Taking torch's modules apart would take a second more.
+    logging.shutdown()
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@dataclass
+class Rank:
+    """A rank, in whatever process or thread; ``run`` returns when it is told to stop, or has failed."""
+
+    spec: RankSpec
+    commands: SimpleQueue[RankCommand] = field(default_factory=SimpleQueue)
+    serving: threading.Event = field(default_factory=threading.Event)
+    closed: threading.Event = field(default_factory=threading.Event)
+    blueprint: Blueprint | None = None
+
+    def run(self, meet: Callable[[], Store], send: Callable[[RankReport], None]) -> None:
+        """Meet the other ranks at what ``meet`` returns, load, serve, close; ``send`` takes what there is to say."""
+        try:
+            worker = self._start(meet())
+            send(RankReady(worker.facts))
+            self.serving.set()
+            serve(worker, self.commands, send if self.spec.seat.rank == 0 else None, send)
+            worker.close()
+        except Exception as error:
+            send(RankFailed(Failure.of(error)))
+        self.closed.set()
+
+    def _start(self, store: Store) -> Worker:
+        """See that all ranks chose alike, and load."""
+        from hardpoint.engine.blueprint import draw
+        from hardpoint.engine.worker import Worker
+        from hardpoint.parallel.choices import check_equal, check_same_config
+        from hardpoint.parallel.control import ControlGroup
+
+        config, seat, wanted = self.spec.config, self.spec.seat, self.spec.choices
+        world, patience = config.tensor_parallel_size, float(config.core_start_timeout)
+        control = ControlGroup.join(store, seat.rank, world, patience, on_one_host=seat.on_one_host)
+        if wanted is None:
+            check_same_config(control, config)
+        with control.together():
+            self.blueprint = draw(config, seat=seat)
+        check_equal(control, Choices.of(self.blueprint), wanted)
+        return Worker.start(self.blueprint, control=control, store=store)
+
+    def abort(self) -> None:
+        """Break off, from another thread, what waits for other ranks."""
+        if self.blueprint is not None:
+            self.blueprint.groups.abort()
+
+
+def serve(
+    worker: Worker,
+    commands: SimpleQueue[RankCommand],
+    collected: Callable[[StepOutput], None] | None,
+    answer: Callable[[Answer], None],
+) -> None:
+    """Run what comes until it is Stop. Steps are collected when nothing else is to be submitted, by rank 0 alone.
+
+    Calls run between steps. What a step raises is raised here; what a call raises is its answer.
+    """
+    tickets: deque[Ticket] = deque()
+    while True:
+        try:
+            command = commands.get_nowait() if tickets else commands.get()
+        except Empty:
+            assert collected is not None
+            collected(worker.runner.collect(tickets.popleft()))
+            continue
+        if isinstance(command, Stop):
+            return
+        if isinstance(command, Call):
+            try:
+                done = Answer(command.number, getattr(worker, command.method)(*command.args))
+            except Exception as error:
+                done = Answer(command.number, failure=Failure.of(error))
+            answer(done)
+            continue
+        ticket = worker.runner.submit(command)
+        if collected is not None:
+            tickets.append(ticket)
+
+
+def end_with_parent(rank: Rank, connection: Connection, parent: int) -> None:
+    """Pass commands on to ``rank`` until the parent is gone; then see to it that this process ends."""
+
+    def listen() -> None:
+        child_process.listen(connection, parent, rank.commands.put)  # type: ignore[arg-type]  # nothing else is sent
+        rank.commands.put(Stop())
+        if not rank.serving.is_set() or not rank.closed.wait(CLOSE_SECONDS):
+            os._exit(1)
+
+    threading.Thread(target=listen, name="hardpoint-rank-listener", daemon=True).start()

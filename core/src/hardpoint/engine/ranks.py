@@ -1,0 +1,275 @@
+"""Ranks that serve one model together, wherever each runs: fed, watched, and ended together.
+
+A rank that is gone leaves the others waiting in a collective. So the first that dies, fails or hangs ends all, and
+every step and call that is under way gets an EngineDeadError that says which it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from hardpoint.config import EngineConfig
+from hardpoint.engine import child_process
+from hardpoint.engine.executor import Pending
+from hardpoint.engine.messages import Answer, Call, Failure, Logged, Stop
+from hardpoint.engine.rank_process import RankFailed, RankReady, RankReport
+from hardpoint.engine.remote_control import Answers
+from hardpoint.engine.step import StepInput, StepOutput
+from hardpoint.engine.worker import WorkerFacts
+from hardpoint.parallel.control import RankLostError
+from hardpoint_plugin_api import EngineDeadError, HardpointError
+
+logger = logging.getLogger(__name__)
+
+_GRACE = 0.5
+"""Seconds for the other ranks to say why, when one has ended; the first that ends need not be the one at fault."""
+
+
+class RankLink(ABC):
+    """One rank, and the thread that writes to it: a rank that does not read must keep nobody waiting."""
+
+    def __init__(self, number: int, connection: Connection) -> None:
+        self.number, self.connection = number, connection
+        self.answers = Answers()
+        self._commands: SimpleQueue[bytes | None] = SimpleQueue()
+        threading.Thread(target=self._write, name=f"hardpoint-rank-{number}-writer", daemon=True).start()
+
+    @property
+    def sentinel(self) -> int | None:
+        """What becomes ready when the rank is gone, for where its end of the connection may outlive it."""
+        return None
+
+    @abstractmethod
+    def join(self, seconds: float) -> None:
+        """Wait until the rank has ended."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the rank, whatever it does."""
+
+    @abstractmethod
+    def obituary(self) -> str:
+        """How it ended, when it ended by itself and said nothing."""
+
+    def send(self, data: bytes | None) -> None:
+        """Queue a pickled command; None ends the thread that writes."""
+        self._commands.put(data)
+
+    def _write(self) -> None:
+        while (data := self._commands.get()) is not None:
+            try:
+                self.connection.send_bytes(data)
+            except OSError:  # the rank is gone: the reader says why
+                return
+
+
+class RanksExecutor:
+    """An Executor over ``ranks``, which whoever constructs it has started. For one thread at a time."""
+
+    def __init__(self, config: EngineConfig, ranks: Sequence[RankLink]) -> None:
+        """Listen to the ranks, and wait until they are loaded. Raises what the first of them raises."""
+        self.config, self._ranks = config, ranks
+        self._steps: deque[Future[StepOutput]] = deque()
+        self._ready: SimpleQueue[WorkerFacts | Exception] = SimpleQueue()
+        self._notify: Callable[[], None] = lambda: None
+        self._lost: EngineDeadError | None = None
+        self._closing, self._state = False, threading.Lock()
+        self._reader = threading.Thread(target=self._read, name="hardpoint-ranks-reader", daemon=True)
+        self._reader.start()
+        self.facts = self._wait_until_ready()
+
+    def _wait_until_ready(self) -> WorkerFacts:
+        patience = float(self.config.core_start_timeout)
+        deadline = time.monotonic() + patience
+        try:
+            for _ in self._ranks:
+                found = self._ready.get(timeout=max(0.0, deadline - time.monotonic()))
+                if isinstance(found, Exception):
+                    raise found
+        except Empty:
+            self.shutdown(0)
+            raise EngineDeadError(
+                f"not every rank was ready within {patience:g} seconds, and all were ended; if they were still "
+                "loading, raise --core-start-timeout"
+            ) from None
+        except BaseException:
+            self.shutdown(0)
+            raise
+        assert isinstance(found, WorkerFacts)
+        return found
+
+    def submit(self, step: StepInput) -> Pending:
+        """See Executor."""
+        future: Future[StepOutput] = Future()
+        with self._state:
+            self._refuse_if_lost()
+            self._steps.append(future)
+        self._send_all(pickle.dumps(step))
+        return _Step(self, future)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """See Executor. Waits for as long as loading may take: nothing that is called takes longer."""
+        self.check()
+        expected = [(rank, *rank.answers.expect()) for rank in self._ranks]
+        for rank, number, _ in expected:
+            rank.send(pickle.dumps(Call(number, method, args)))
+        patience = float(self.config.core_start_timeout)
+        try:
+            return [future.result(patience) for _, _, future in expected]
+        except FutureTimeoutError:
+            raise self.give_up(
+                f"{method} did not end within {patience:g} seconds (--core-start-timeout), so that every rank was "
+                "ended; build a new engine"
+            ) from None
+
+    def check(self) -> None:
+        """See Executor."""
+        with self._state:
+            self._refuse_if_lost()
+
+    def when_lost(self, notify: Callable[[], None]) -> None:
+        """See Executor."""
+        with self._state:
+            self._notify = notify
+            lost = self._lost is not None
+        if lost:
+            notify()
+
+    def give_up(self, reason: str) -> EngineDeadError:
+        """End every rank at once, and whatever waits for them; returns the error that they get."""
+        with self._state:
+            if self._lost is None:
+                self._lost = EngineDeadError(reason)
+            lost, steps = self._lost, list(self._steps)
+            self._steps.clear()
+        for rank in self._ranks:
+            rank.end()
+        for future in steps:
+            future.set_exception(EngineDeadError(str(lost)))
+        for rank in self._ranks:
+            rank.answers.lose(lost)
+        self._ready.put(lost)
+        self._notify()
+        return EngineDeadError(str(lost))
+
+    def shutdown(self, deadline: float) -> None:
+        """See Executor. Closing twice is once."""
+        with self._state:
+            if self._closing:
+                return
+            self._closing = True
+        if self._lost is None and deadline:
+            self._send_all(pickle.dumps(Stop()))
+            until = time.monotonic() + deadline
+            for rank in self._ranks:
+                rank.join(max(0.0, until - time.monotonic()))
+        self.give_up("the engine is closed")
+        self._reader.join()
+        for rank in self._ranks:
+            rank.send(None)
+            rank.connection.close()
+
+    def _send_all(self, data: bytes) -> None:
+        for rank in self._ranks:
+            rank.send(data)
+
+    def _refuse_if_lost(self) -> None:
+        if self._lost is not None:
+            raise EngineDeadError(str(self._lost))
+
+    def _read(self) -> None:
+        """Pass on what ranks say until one ends; then end the others, and say which it was."""
+        reason = self._watch()
+        self.give_up("the engine is closed" if self._closing else reason)
+
+    def _watch(self) -> str:
+        """Pass on what ranks say until one fails or is gone. Returns what happened, as far as it is known then."""
+        listening: dict[object, RankLink] = {rank.connection: rank for rank in self._ranks}
+        sentinels: dict[object, RankLink] = {rank.sentinel: rank for rank in self._ranks if rank.sentinel is not None}
+        told: dict[int, str] = {}  # ranks that could not go on without another
+        gone: list[RankLink] = []
+        until: float | None = None
+        while listening or sentinels:
+            seconds = None if until is None else max(0.0, until - time.monotonic())
+            found = wait([*listening, *sentinels], seconds)  # type: ignore[list-item]  # connections and sentinels
+            if not found:
+                break
+            for each in found:
+                if each in sentinels:  # a child of the process may hold its end of the connection open
+                    gone.append(sentinels.pop(each))
+                elif (report := _received(listening[each])) is None:
+                    gone.append(listening.pop(each))
+                elif isinstance(report, RankFailed):
+                    error = report.failure.original()
+                    if not isinstance(error, RankLostError):
+                        return self._failed(listening[each], report.failure, error)
+                    told.setdefault(listening[each].number, report.failure.text)
+                else:
+                    self._take(listening[each], report)
+            if until is None and (gone or told):
+                until = time.monotonic() + _GRACE
+        for rank in gone:
+            if rank.number not in told:
+                rank.join(_GRACE)
+                return f"{rank.obituary()}; every rank was ended: build a new engine"
+        return "; ".join(f"rank {number} cannot go on: {text}" for number, text in told.items())
+
+    def _failed(self, rank: RankLink, failure: Failure, error: Exception) -> str:
+        if isinstance(error, HardpointError):
+            self._ready.put(error)
+        if failure.trace:
+            logger.error("rank %d failed:\n%s", rank.number, failure.trace)
+        return f"rank {rank.number} failed, and every rank was ended: {failure.text}"
+
+    def _take(self, rank: RankLink, report: RankReport) -> None:
+        if isinstance(report, Logged):
+            child_process.log_here(report.record)
+        elif isinstance(report, RankReady):
+            self._ready.put(report.facts)
+        elif isinstance(report, Answer):
+            rank.answers.take(report)
+        elif isinstance(report, StepOutput):
+            with self._state:
+                future = self._steps.popleft() if self._steps else None
+            if future is not None:
+                future.set_result(report)
+
+
+def _received(rank: RankLink) -> RankReport | None:
+    """What a rank says, None where it is gone."""
+    try:
+        report: RankReport = pickle.loads(rank.connection.recv_bytes())
+    except (EOFError, OSError):
+        return None
+    return report
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step on its way."""
+
+    executor: RanksExecutor
+    future: Future[StepOutput]
+
+    def result(self) -> StepOutput:
+        """Wait for it, as long as a step may take."""
+        seconds = float(self.executor.config.step_timeout)
+        try:
+            return self.future.result(seconds)
+        except FutureTimeoutError:
+            raise self.executor.give_up(
+                f"a step did not end within {seconds:g} seconds (--step-timeout), so that every rank was ended; a rank "
+                "hangs, or waits for one that does; build a new engine"
+            ) from None

@@ -1,0 +1,145 @@
+"""Outputs on their way from the thread that makes them to the tasks that wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from hardpoint.engine.conversation import Conversation
+from hardpoint.engine.outputs import RequestOutput
+from hardpoint.engine.request import Request
+from hardpoint_plugin_api import EngineError, HardpointError
+
+logger = logging.getLogger(__name__)
+
+News = RequestOutput | HardpointError
+
+
+class RequestStream:
+    """The growing output of one prompt, as an async iterator; one task at a time reads it.
+
+    It keeps the newest output alone, so that a slow reader costs no memory and gets longer steps. ``close`` ends the
+    request if it has not ended; leaving the stream as an async context manager does so too.
+    """
+
+    def __init__(self, request_id: str, mailbox: Mailbox, forget: Callable[[RequestStream], None]) -> None:
+        """``forget`` is called, from any thread, once nothing more will come of the request."""
+        self.request_id, self.mailbox = request_id, mailbox
+        self._forget = forget
+        self._conversation: Conversation | None = None
+        self._closed = self._aborted = self._complete = False
+        self._error: HardpointError | None = None
+        self._news: News | None = None
+        self._arrived = asyncio.Event()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The output as it is now, once it has grown. Raises EngineError where the engine failed to serve it."""
+        while self._news is None and not (self._closed or self._complete):
+            await self._arrived.wait()
+            self._arrived.clear()
+        news, self._news = self._news, None
+        if news is None:
+            raise StopAsyncIteration
+        self._complete = isinstance(news, HardpointError) or news.finished
+        if isinstance(news, HardpointError):
+            raise news
+        return news
+
+    def abort(self) -> None:
+        """End the request as it is; its last output still comes. May be called in any thread."""
+        self._aborted = True
+        if self._conversation is not None:
+            self._conversation.abort()
+
+    def close(self) -> None:
+        """End the request, whose output nobody wants any more. To be called in the stream's event loop."""
+        self.abandon()
+        self._arrived.set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What follows is for the engine and its threads.
+
+    @property
+    def is_closed(self) -> bool:
+        """True where nobody wants its output any more."""
+        return self._closed
+
+    def begin(self, conversation: Conversation) -> None:
+        """Take the conversation whose output this is; it may have been aborted before it began."""
+        self._conversation = conversation
+        if self._aborted:
+            conversation.abort()
+
+    def advance(self, request: Request) -> bool:
+        """Take what ``request`` has got; True where that is news for the reader."""
+        assert self._conversation is not None
+        if self._closed or self._error is not None:
+            return False
+        try:
+            if request.error is None:
+                return self._conversation.advance(request)
+            self._error = request.error
+        except Exception as error:  # a tokenizer can raise anything
+            logger.exception("request %s: its output cannot be turned into text", self.request_id)
+            self._error = EngineError(f"the output cannot be turned into text: {type(error).__name__}: {error}")
+        self._conversation.abort()
+        return True
+
+    def newest(self) -> News:
+        """What the reader should get next. Forgets the request where nothing follows."""
+        assert self._conversation is not None
+        if self._error is not None or self._conversation.output.finished:
+            self._forget(self)
+        return self._conversation.snapshot() if self._error is None else self._error
+
+    def receive(self, news: News) -> None:
+        """Wake the reader. For its event loop alone."""
+        self._news = news
+        self._arrived.set()
+
+    def abandon(self) -> None:
+        """End the request where nobody can be waiting."""
+        self._closed = True
+        self.abort()
+        self._forget(self)
+
+
+class Mailbox:
+    """News for the streams of one event loop: the newest of each stream, all delivered at once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._waiting: dict[RequestStream, News] = {}
+
+    def put(self, news: Mapping[RequestStream, News]) -> None:
+        """Have ``news`` delivered by the event loop; where that is closed, the requests end. For any thread."""
+        with self._lock:
+            is_called = bool(self._waiting)
+            self._waiting |= news
+        if not is_called:
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop is closed
+                for stream in news:
+                    stream.abandon()
+
+    def _deliver(self) -> None:
+        with self._lock:
+            news, self._waiting = self._waiting, {}
+        for stream, each in news.items():
+            stream.receive(each)

@@ -1,0 +1,75 @@
+"""Who holds how much of a device's memory: weights, resources, cache, graphs.
+
+Whatever torch allocates on the device within a tag's pool is counted under that tag for as long as it lives, whoever
+asked for it: core, a plugin's packing, a vendor's operator. Counting goes by storages, so it is the same on every
+platform, and sees what is still held after it should have been given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from hardpoint.engine.control import TAGS, MemoryReport
+from hardpoint_plugin_api import Memory, MemoryTag
+
+
+class TaggedMemory:
+    """A platform's memory, with what is held under each tag."""
+
+    def __init__(self, memory: Memory, device: torch.device) -> None:
+        self.memory, self._device = memory, device
+        self._storages: dict[int, tuple[MemoryTag, StorageWeakRef]] = {}
+
+    @contextmanager
+    def pool(self, tag: MemoryTag) -> Iterator[None]:
+        """Allocate under ``tag`` within the block. What was counted before keeps its tag."""
+        with self.memory.pool(tag), _Recorder(self._device) as recorder:
+            yield
+        self._forget_dead()
+        for key, reference in recorder.storages.items():
+            if not reference.expired():
+                self._storages.setdefault(key, (tag, reference))
+
+    def held(self, tag: MemoryTag) -> int:
+        """Bytes that are held under ``tag`` now."""
+        self._forget_dead()
+        return sum(_nbytes(reference) for name, reference in self._storages.values() if name == tag)
+
+    def report(self) -> MemoryReport:
+        """What is held now."""
+        return MemoryReport({tag: self.held(tag) for tag in TAGS}, self.memory.snapshot())
+
+    def _forget_dead(self) -> None:
+        """A reference keeps its storage's address from being reused, so that a dead one is no other's."""
+        self._storages = {key: entry for key, entry in self._storages.items() if not entry[1].expired()}
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the storages on a device that operators return."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, which says nothing of types
+        self._device = device
+        self.storages: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor) and value.device == self._device:
+                storage = value.untyped_storage()
+                if storage._cdata not in self.storages:
+                    self.storages[storage._cdata] = StorageWeakRef(storage)
+        return result
+
+
+def _nbytes(reference: StorageWeakRef) -> int:
+    """The size of a storage now; none where it has died."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else storage.nbytes()

@@ -1,0 +1,82 @@
+"""A model's weights as one thing that is loaded, given back, read again, and replaced by others of the same shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from hardpoint.checkpoint.hf_config import HFConfig
+from hardpoint.checkpoint.loader import GivenTensors, check_weights, load_weights
+from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
+from hardpoint.layers import CausalLM
+from hardpoint_plugin_api import CheckpointError, EngineError
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+"""Tensors by the names that a checkpoint gives them."""
+
+_FREE_KEYS = frozenset(
+    {"_name_or_path", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype", "transformers_version"}
+    | {"use_cache"}
+)
+"""Keys of a config.json that no model is built from."""
+
+
+class ModelWeights:
+    """The weights of ``model``, from the checkpoint whose config is ``hf_config``."""
+
+    def __init__(self, model: CausalLM, hf_config: HFConfig, device: torch.device) -> None:
+        self._model, self._hf_config, self._device = model, hf_config, device
+        self._folder: Path | None = hf_config.folder
+
+    def load(self) -> None:
+        """Read the weights, prepare and bind the layers. Raises CheckpointError."""
+        assert self._folder is not None
+        load_weights(self._model, self._model.weight_names, SafetensorsFiles(self._folder), self._device)
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        for module in self._model.modules():
+            release = getattr(module, "release", None)
+            if release:
+                release()
+
+    def restore(self) -> None:
+        """Read the weights again from where they last came. Raises EngineError where that was no folder."""
+        if self._folder is None:
+            raise EngineError(
+                "the weights were last updated from tensors, which cannot be read again; give them with update_weights"
+            )
+        self.load()
+
+    def check(self, folder: Path) -> None:
+        """Raise CheckpointError for a checkpoint of another shape or with other settings; touches nothing."""
+        self._check_config(folder)
+        check_weights(self._model, self._model.weight_names, SafetensorsFiles(folder))
+
+    def update(self, source: Path | Tensors) -> None:
+        """Replace the weights by a checkpoint's, or by tensors: all of a checkpoint's, by its names, in any order.
+
+        A tensor is copied, and may be dropped when the next is asked for. Raises CheckpointError for what is wrong with
+        them; there are no weights then.
+        """
+        self.drop()
+        if isinstance(source, Path):
+            self._folder = source
+            self.load()
+        else:
+            self._folder = None
+            load_weights(self._model, self._model.weight_names, GivenTensors(source), self._device)
+
+    def _check_config(self, folder: Path) -> None:
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
+        here, there = self._hf_config.data, HFConfig.read(folder).data
+        unlike = [key for key in sorted({*here, *there} - _FREE_KEYS) if here.get(key) != there.get(key)]
+        if unlike:
+            facts = ", ".join(f"{key} is {there.get(key)!r} and not {here.get(key)!r}" for key in unlike)
+            raise CheckpointError(
+                f"{folder}/config.json is of another model than the one that runs: {facts}; weights are updated from a "
+                "checkpoint with the same settings, for another one build a new engine"
+            )

@@ -1,0 +1,192 @@
+"""One rank at work: its weights, resources, cache and runner, wherever it runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, cast
+
+from hardpoint.bench.stages import mark
+from hardpoint.checkpoint.source import resolve_model
+from hardpoint.engine.blueprint import Blueprint
+from hardpoint.engine.control import MemoryReport
+from hardpoint.engine.holdings import Holdings
+from hardpoint.engine.logits_state import LogitsState
+from hardpoint.engine.memory import CacheMemory, place_bytes
+from hardpoint.engine.paged_cache import CacheGeometry
+from hardpoint.engine.runner import Model, Runner, RunnerArgs
+from hardpoint.engine.tagged_memory import TaggedMemory
+from hardpoint.engine.weights import ModelWeights, Tensors
+from hardpoint.metrics import MetricsSnapshot
+from hardpoint.parallel.control import ControlGroup
+from hardpoint_plugin_api import CheckpointError, ConfigError, EngineInfo, MemoryTag, RunnerWorkload, StepLimits
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What the scheduler must know of the ranks: pages of their caches, and the longest sequence, in tokens."""
+
+    num_pages: int
+    max_model_len: int
+
+
+@dataclass
+class Worker:
+    """Built by ``start``; ``close`` frees what it holds. ``facts`` are the same on every rank."""
+
+    blueprint: Blueprint
+    runner: Runner
+    holdings: Holdings
+    facts: WorkerFacts
+    _weights: ModelWeights
+    _info: EngineInfo
+
+    @classmethod
+    def start(
+        cls,
+        blueprint: Blueprint,
+        model: Model | None = None,
+        control: ControlGroup | None = None,
+        store: dist.Store | None = None,
+    ) -> Self:
+        """Join the groups of ranks, load the weights, size the cache, construct the runner.
+
+        ``control`` and ``store`` are given where there are other ranks. ``model`` runs in place of the blueprint's own:
+        for measuring the host. Raises CheckpointError and CapacityError, and EngineError where another rank does.
+        """
+        ctx, platform, config = blueprint.ctx, blueprint.platform, blueprint.config
+        control = control or ControlGroup()
+        if store is not None:
+            blueprint.groups.open(store, control)
+        limits = step_limits(blueprint)
+        assert limits.max_tokens is not None
+        assert limits.max_requests is not None
+        memory = TaggedMemory(platform.memory, ctx.torch_device)
+        weights = ModelWeights(blueprint.model, blueprint.hf_config, ctx.torch_device)
+        with control.together():
+            with memory.pool("weights"):
+                weights.load()
+            mark("weights")
+            vocab_size = blueprint.hf_config.integer("vocab_size")
+            logits_state = LogitsState(ctx.resources, limits.max_requests, vocab_size, ctx.max_model_len)
+        with control.together(), memory.pool("resources"):
+            ctx.resources.allocate(ctx.torch_device)
+        with control.together():
+            budget = config.kv_cache_memory or platform.kv_cache_budget()
+            longest = min(ctx.max_model_len, limits.max_context or ctx.max_model_len)
+            groups = ctx.attention_layers.cache_groups()
+            geometry = cache_geometry(blueprint)
+            # More pages would never be used: all sequences at their longest, one block each still being freed.
+            enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
+            budget = min(budget, enough * sum(place_bytes(ctx.attention_layers, ctx.block_size)))
+        budget = control.least(budget)
+        with control.together(), memory.pool("kv"):
+            cache = CacheMemory(ctx.attention_layers, geometry, budget, ctx.torch_device)
+        max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
+        runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
+        runner = runner_class(
+            RunnerArgs(
+                ctx=ctx,
+                platform=platform,
+                model=model or blueprint.model,
+                sampling_ops=blueprint.sampling_ops,
+                slot_mapping=blueprint.slot_mapping,
+                caches=cache.views,
+                logits_state=logits_state,
+                max_step_tokens=limits.max_tokens,
+                token_buckets=limits.token_buckets,
+            )
+        )
+        info = EngineInfo(config.model, ctx.device, blueprint.table.digest)
+        blueprint.plugins.engine_started(info)
+        holdings = Holdings(memory, weights, {"resources": ctx.resources, "kv": cache})
+        logger.info("memory: %s", memory.report())
+        return cls(blueprint, runner, holdings, WorkerFacts(cache.num_pages, max_model_len), weights, info)
+
+    def sleep(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
+        """Give back the memory of ``tags``; see CoreControl."""
+        self.blueprint.platform.synchronize()
+        self.holdings.sleep(tags)
+        return self.holdings.asleep
+
+    def wake_up(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
+        """Take the memory of ``tags`` again; see CoreControl."""
+        self.holdings.wake_up(tags)
+        return self.holdings.asleep
+
+    def asleep(self) -> frozenset[MemoryTag]:
+        """Tags whose memory was given back."""
+        return self.holdings.asleep
+
+    def check_weights(self, source: str) -> None:
+        """Raise CheckpointError for weights that ``update_weights`` could not take; changes nothing."""
+        self._weights.check(resolve_model(source))
+
+    def update_weights(self, source: str | Iterable[tuple[str, torch.Tensor]]) -> frozenset[MemoryTag]:
+        """Replace the weights; see CoreControl. A folder was checked before."""
+        folder = resolve_model(source) if isinstance(source, str) else None
+        try:
+            with self.holdings.filling("weights"):
+                self._weights.update(folder if folder is not None else cast("Tensors", source))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; the engine holds no weights now: update them again, or let it wake up"
+            ) from error
+        return self.holdings.asleep
+
+    def memory_report(self) -> MemoryReport:
+        """Who holds how much; see CoreControl."""
+        return self.holdings.memory.report()
+
+    def metrics(self) -> MetricsSnapshot:
+        """What was counted; see CoreControl."""
+        return self.blueprint.ctx.engine_metrics.snapshot()
+
+    def start_profile(self, folder: str, layers: bool = False) -> None:
+        """Start a profile; see CoreControl."""
+        self.blueprint.ctx.profiler.start(Path(folder), self.blueprint.model if layers else None)
+
+    def stop_profile(self) -> None:
+        """End the profile and write it; see CoreControl."""
+        self.blueprint.ctx.profiler.stop()
+
+    def close(self) -> None:
+        """Tell the plugins, end a profile that is still taken, leave the groups, drop caches and weights."""
+        self.blueprint.plugins.engine_stopping(self._info)
+        self.blueprint.ctx.profiler.close()
+        self.blueprint.groups.close()
+        self.holdings.drop_all()
+
+
+def cache_geometry(blueprint: Blueprint) -> CacheGeometry:
+    """How sequences lie in the cache's pages, on every rank."""
+    ctx, limits = blueprint.ctx, step_limits(blueprint)
+    assert limits.max_tokens is not None
+    spans = tuple(group.span for group in ctx.attention_layers.cache_groups())
+    return CacheGeometry(ctx.block_size, spans, limits.max_tokens)
+
+
+def step_limits(blueprint: Blueprint) -> StepLimits:
+    """What the user, the platform and every attention backend allow of a step; no step is larger than all buckets."""
+    config = blueprint.config
+    limits = StepLimits(max_tokens=config.max_num_batched_tokens, max_requests=config.max_num_seqs)
+    limits = limits.intersect(blueprint.platform.step_limits())
+    for layer in blueprint.ctx.attention_layers.layers:
+        limits = limits.intersect(layer.backend.step_limits())
+    longest, wanted = limits.max_context, config.max_model_len
+    if longest is not None and wanted is not None and wanted > longest:
+        raise ConfigError(
+            f"--max-model-len {wanted}: {blueprint.ctx.device.name}, or an attention backend chosen for it, serves "
+            f"sequences of at most {longest} tokens"
+        )
+    if limits.token_buckets:
+        limits = limits.intersect(StepLimits(max_tokens=max(limits.token_buckets)))
+    return limits
