@@ -18,6 +18,7 @@ from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import EngineError, RequestError
 from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import SMALL, small_llm, until
+from tests.support.traces import trace_events
 
 T = TypeVar("T")
 
@@ -394,6 +395,35 @@ def test_a_step_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             return last
 
     assert len(run(fail_and_go_on()).outputs[0].token_ids) == 24
+
+
+def test_what_an_owner_does_to_it(folder: Path, tmp_path: Path) -> None:
+    engine = AsyncEngine(str(folder), **SMALL)
+
+    async def operate() -> None:
+        first = await last_of(engine.generate([1, 2], GREEDY))
+        assert (await engine.metrics()).value("hardpoint_generated_tokens_total") == 24
+        held = (await engine.memory_report()).by_tag
+        async with await engine.submit([2], ENDLESS) as stream:
+            await anext(stream)
+            with pytest.raises(EngineError, match="requests are under way"):
+                await engine.sleep()
+        await eventually(lambda: is_empty(engine))
+        await engine.sleep(level=2)
+        with pytest.raises(EngineError, match="the engine sleeps"):
+            await last_of(engine.generate([1, 2], GREEDY))
+        await engine.wake_up()
+        assert (await engine.memory_report()).by_tag == held
+        await engine.update_weights(folder)
+        await engine.start_profile(tmp_path / "profile")
+        assert (await last_of(engine.generate([1, 2], GREEDY))).outputs == first.outputs
+        await engine.stop_profile()
+        assert "hardpoint.step" in {event["name"] for event in trace_events(tmp_path / "profile")}
+        await engine.close()
+        with pytest.raises(RequestError, match="this AsyncEngine is closed"):
+            await engine.metrics()
+
+    run(operate())
 
 
 def test_closing_with_open_streams(folder: Path) -> None:

@@ -122,7 +122,7 @@ def test_without_the_feature_nothing_is_pinned() -> None:
 
 def test_ranges_show_in_the_profiler() -> None:
     acme = platform(["Acme 1"])
-    with torch.profiler.profile() as profile, acme.range("step 7"):
+    with torch.profiler.profile(acc_events=True) as profile, acme.range("step 7"):
         pass
     assert "step 7" in [event.key for event in profile.key_averages()]
 

@@ -71,12 +71,20 @@ def test_tools_parts_reasoning_and_variables_render_as_transformers(reference: P
         {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image", "image": "x.png"}]},
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
         {"role": "tool", "content": "3"},
-        {"role": "assistant", "reasoning": "hm", "content": "Three."},
+        {"role": "assistant", "reasoning_content": "hm", "content": "Three."},
         {"role": "user", "content": "Thanks"},
     ]
     options: dict[str, Any] = {"tools": [TOOL], "add_generation_prompt": True, "enable_thinking": False}
     expected = reference.apply_chat_template(chat, chat_template=CHATML, tokenize=False, **options)
     assert ours(CHATML).render(chat, **options) == expected
+
+
+@pytest.mark.parametrize("key", ["thinking", "reasoning"])
+def test_other_names_of_reasoning(key: str) -> None:
+    """Transformers 5.23 knows them too, 5.17 did not."""
+    by_name = [USER, {**ANSWER, "reasoning_content": "hm"}]
+    by_other_name = [USER, {**ANSWER, key: "hm"}]
+    assert ours(CHATML).render(by_other_name) == ours(CHATML).render(by_name)
 
 
 def test_members_of_enumerations_are_their_values() -> None:

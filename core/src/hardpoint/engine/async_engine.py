@@ -11,12 +11,14 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, Unpack
 from weakref import WeakValueDictionary
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import EngineStats, RequestOptions
+from hardpoint.engine.control import TAGS, MemoryReport, check_tags, sleep_tags
 from hardpoint.engine.frontend import connect
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.engine.prompts import Prompt
@@ -27,7 +29,13 @@ from hardpoint.selection import SelectionTable
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import EngineDeadError, RequestError
 
+if TYPE_CHECKING:
+    from hardpoint.metrics import MetricsSnapshot
+
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _CLOSED = "this AsyncEngine is closed; make a new one"
 _NUM_READERS = 4
@@ -57,7 +65,7 @@ class AsyncEngine:
         return engine
 
     def _start(self, config: EngineConfig) -> None:
-        own_process = config.core_process is None or config.core_process
+        own_process = config.executor_kind != "torchrun" if config.core_process is None else config.core_process
         self._frontend, self.client = connect(config, own_process=own_process)
         self._streams: dict[str, RequestStream] = {}
         self._by_request: dict[Request, RequestStream] = {}
@@ -206,6 +214,39 @@ class AsyncEngine:
         if stream is not None:
             stream.abort()
         return stream is not None
+
+    async def metrics(self) -> MetricsSnapshot:
+        """What the engine and its plugins counted so far."""
+        return await self._ask(self.client.metrics)
+
+    async def memory_report(self) -> MemoryReport:
+        """Who holds how much of the device's memory."""
+        return await self._ask(self.client.memory_report)
+
+    async def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
+        """Give memory back until ``wake_up``; see LLM.sleep. Raises EngineError while requests are under way."""
+        await self._ask(self.client.sleep, sleep_tags(level, tags))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again: all of it, or ``tags``; see LLM.wake_up."""
+        await self._ask(self.client.wake_up, TAGS if tags is None else check_tags(tags))
+
+    async def update_weights(self, source: str | Path) -> None:
+        """Replace the weights by those of a folder or hub id; see LLM.update_weights."""
+        await self._ask(self.client.update_weights, str(source))
+
+    async def start_profile(self, folder: str | Path, layers: bool = False) -> None:
+        """Record what the engine does until ``stop_profile``; see LLM.start_profile."""
+        await self._ask(self.client.start_profile, str(folder), layers)
+
+    async def stop_profile(self) -> None:
+        """Write the profile into its folder."""
+        await self._ask(self.client.stop_profile)
+
+    async def _ask(self, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Call the core, which answers between two steps. Raises what check_health does, and what the core does."""
+        self.check_health()
+        return await asyncio.to_thread(call, *args, **options)
 
     async def close(self, drain: float = 0.0) -> None:
         """Take no more requests, let the open ones go on for up to ``drain`` seconds, end the rest, free everything.

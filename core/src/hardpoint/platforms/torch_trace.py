@@ -20,7 +20,7 @@ def torch_trace(folder: Path) -> Iterator[None]:
 
     # Steps run in whatever thread calls the engine, so that no one thread's events would do.
     every_thread = _ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=supported_activities(), experimental_config=every_thread) as trace:
+    with profile(activities=supported_activities(), experimental_config=every_thread, acc_events=True) as trace:
         yield
     name = f"hardpoint-{datetime.now():%Y%m%d-%H%M%S-%f}-{os.getpid()}.trace.json.gz"
     trace.export_chrome_trace(str(folder / name))
