@@ -1,4 +1,4 @@
-"""Every dense family against Transformers' own code: logits in float32, and greedy tokens through the whole engine."""
+"""Every family against Transformers' own code: logits in float32, and greedy tokens through the whole engine."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64},
 }
 
+MIXTRAL = {"num_local_experts": 4}
+QWEN2_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
@@ -43,6 +53,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "mixtral": ("mixtral", MIXTRAL),
+    "mixtral-window-tied": ("mixtral", MIXTRAL | {"sliding_window": 13, "tie_word_embeddings": True}),
+    "mixtral-gelu-one-expert": ("mixtral", MIXTRAL | {"hidden_act": "gelu", "num_experts_per_tok": 1}),
+    "qwen2-moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2-moe-normalized-tied": ("qwen2_moe", QWEN2_MOE | {"norm_topk_prob": True, "tie_word_embeddings": True}),
+    "qwen2-moe-one-dense": ("qwen2_moe", QWEN2_MOE | {"mlp_only_layers": [1]}),
+    "qwen2-moe-windows": ("qwen2_moe", QWEN2_MOE | WINDOWS | {"max_window_layers": 2}),
+    "qwen3-moe": ("qwen3_moe", QWEN3_MOE | {"norm_topk_prob": True}),
+    "qwen3-moe-every-second": ("qwen3_moe", QWEN3_MOE | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
+    "qwen3-moe-all-experts": ("qwen3_moe", QWEN3_MOE | {"num_experts_per_tok": 8, "attention_bias": True}),
+    "qwen3-moe-window": ("qwen3_moe", QWEN3_MOE | WINDOWS | {"mlp_only_layers": [0, 2]}),
     **{f"llama-rope-{name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
 }
 

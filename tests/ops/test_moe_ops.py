@@ -85,7 +85,7 @@ def test_deepseek_v3s_router_is_transformers_own() -> None:
     )
     router, logits, bias = with_identity(DeepseekV3TopkRouter(config)), torch.randn(40, 32) * 2, torch.rand(32)
     router.e_score_correction_bias = bias
-    groups = {"num_groups": 4, "top_groups": 2, "scoring": "sigmoid"}
+    groups: dict[str, Any] = {"num_groups": 4, "top_groups": 2, "scoring": "sigmoid"}
     got = grouped(logits, bias, top_k=5, renormalize=True, scaling=2.5, **groups)
     check_same_choice(got, *router(logits)[1:])
 
@@ -95,7 +95,7 @@ def test_deepseek_v2s_router_is_transformers_own() -> None:
         num_experts_per_tok=6, n_group=8, topk_group=3, topk_method="group_limited_greedy", routed_scaling_factor=16.0
     )
     router, logits = with_identity(DeepseekV2TopkRouter(config)), torch.randn(40, 32) * 2
-    groups = {"num_groups": 8, "top_groups": 3, "scoring": "softmax"}
+    groups: dict[str, Any] = {"num_groups": 8, "top_groups": 3, "scoring": "softmax"}
     got = grouped(logits, top_k=6, renormalize=False, scaling=16.0, **groups)
     check_same_choice(got, *router(logits)[1:])
 

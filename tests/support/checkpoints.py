@@ -11,10 +11,13 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCABULARY = 258
@@ -25,6 +28,9 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "mixtral": MixtralConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3_moe": Qwen3MoeConfig,
 }
 
 
@@ -58,7 +64,7 @@ def write_checkpoint(
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             else:
-                parameter.normal_(0, 0.08 if parameter.ndim == 2 else 0.5)
+                parameter.normal_(0, 0.08 if parameter.ndim >= 2 else 0.5)
     model.save_pretrained(folder, max_shard_size="60KB" if shards else "1GB")
     _write_tokenizer(folder)
     return model

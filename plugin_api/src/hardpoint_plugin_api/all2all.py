@@ -55,10 +55,12 @@ class Dispatched:
 class All2All(ABC):
     """Dispatch and combine of one group of ranks. Layers share an instance; one dispatch is open at a time.
 
-    ``format`` is that of what it dispatches. What cannot be done must raise: no method may hand data through unchanged.
+    ``format`` is that of what it dispatches; ``capturable`` says whether both may be recorded in a graph. What cannot
+    be done must raise: no method may hand data through unchanged.
     """
 
     format: ClassVar[ActivationFormat] = "standard"
+    capturable: ClassVar[bool] = True
 
     def __init__(self, ctx: BuildContext, workload: All2AllWorkload) -> None:
         self.ctx, self.workload = ctx, workload
@@ -91,8 +93,8 @@ class All2All(ABC):
         """Bring results home: ``out`` [T, H], all of which is written, gets the sum over ranks for each token.
 
         In the format ``standard``, ``y`` [R, H] is weighted and summed over this rank's experts already; in
-        ``batched``, ``y`` [E, M, H] is what the experts made, to be weighted by the router's weights here. Where ``x`` was
-        dispatched as the very tensor that was given, ``y`` may be ``out``. Raises
+        ``batched``, ``y`` [E, M, H] is what the experts made, to be weighted by the router's weights here. ``y`` may be
+        overwritten; where ``x`` was dispatched as the very tensor that was given, it may be ``out``. Raises
         RuntimeError for a ``handle`` that was combined before.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot combine")

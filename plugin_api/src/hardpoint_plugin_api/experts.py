@@ -13,7 +13,8 @@ this rank, and ids count them from 0.
 
 There are two formats of activations. In ``standard`` a row is a token, and says which experts it wants; in ``batched``
 tokens come sorted into as many rows for each expert. Which one is asked for depends on the all2all in use; a
-contribution declares ``format = ["batched"]`` for the second. Axes: T tokens, K experts per token, M rows per expert.
+contribution declares ``format = ["batched"]`` for the second. Tensors are contiguous. Axes: T tokens, K experts per
+token, M rows per expert.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ class _Experts(ABC):
 
     ``layout`` names the weight layout that ``prepack`` produces ("plain": the slots as loaded). ``input_spec`` is the
     form that it wants its input in, by which core quantizes before tokens are sent to other ranks; None means plain
-    activations, which the kernel quantizes itself where its workload's spec says so.
+    activations, which the kernel quantizes itself where its workload's spec says so. ``capturable`` says whether
+    ``apply`` may be recorded in a graph: whether it never waits for the device.
     """
 
     format: ClassVar[ActivationFormat]
     layout: str = "plain"
     input_spec: QuantSpec | None = None
+    capturable: bool = True
 
     def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
         self.ctx, self.workload = ctx, workload

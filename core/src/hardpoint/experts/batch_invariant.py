@@ -1,13 +1,14 @@
-"""Plain weights, with results that do not depend on the batch: each expert's matmuls always on as many rows."""
+"""Results that do not depend on the batch: each expert's matmuls always on as many rows."""
 
 from __future__ import annotations
 
 import torch
 
 from hardpoint.experts.middle import row_by_row_middle
-from hardpoint.experts.reference import ReferenceExperts
+from hardpoint.experts.reference import ReferenceExperts, is_plain
 from hardpoint.quantization.batch_invariant_linear import BatchInvariantLinear
-from hardpoint_plugin_api import BuildContext, ExpertsWorkload, LinearWorkload, expert_matrix
+from hardpoint.quantization.emulated_linear import BatchInvariantEmulatedLinear
+from hardpoint_plugin_api import BuildContext, ExpertsWorkload, LinearKernel, LinearWorkload, expert_matrix
 
 
 class BatchInvariantExperts(ReferenceExperts):
@@ -20,15 +21,20 @@ class BatchInvariantExperts(ReferenceExperts):
         super().__init__(ctx, workload)
         assert workload.activation is not None
         self._middle = row_by_row_middle(workload.activation)
-        self._kernels: dict[tuple[str, int], BatchInvariantLinear] = {}
+        self._kernels: dict[tuple[str, int], LinearKernel] = {}
+        self._linear = LinearWorkload(spec=workload.spec, features=workload.features)
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Settle the size of a tile for each matrix, see BatchInvariantLinear; weights stay as they are."""
         for name in ("w13", "w2"):
             for expert in range(weights["w2.weight"].shape[0]):
-                self._kernels[name, expert] = kernel = BatchInvariantLinear(self.ctx, LinearWorkload())
+                self._kernels[name, expert] = kernel = self._kind(self.ctx, self._linear)
                 kernel.prepack(expert_matrix(weights, name, expert))
         return weights
+
+    @property
+    def _kind(self) -> type[LinearKernel]:
+        return BatchInvariantLinear if is_plain(self.workload) else BatchInvariantEmulatedLinear
 
     def _multiply(self, x: torch.Tensor, name: str, expert: int, w: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._kernels[name, expert].apply(x, expert_matrix(w, name, expert), None)

@@ -1,4 +1,4 @@
-"""Tokens sorted by expert, then one grouped matmul for all experts: no number of tokens is needed on the host."""
+"""Tokens sorted by expert, then one grouped matmul for all experts: how many each has stays on the device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ _ALIGNMENT = 16
 
 
 class GroupedMatmul(ExpertsKernel):
-    """torch's own grouped_mm over plain weights as they are."""
+    """torch's own grouped_mm over plain weights as they are.
+
+    On accelerators torch has a kernel for bfloat16 alone. For other dtypes it multiplies one group after the other, and
+    waits for their sizes: then it is in no graph (torch 2.11 on an H200, November 2026).
+    """
 
     def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
         super().__init__(ctx, workload)
+        self.capturable = ctx.dtype == torch.bfloat16
         core_ctx = cast("Context", ctx)
         assert workload.activation is not None
         self._permute, self._unpermute = moe_permute.bind(core_ctx), moe_unpermute.bind(core_ctx)

@@ -1,4 +1,4 @@
-"""The middle of an expert, between its two matrices, by the names that workloads give it (MoEArgs.experts_activation)."""
+"""The middle of an expert, between its two matrices, by the names in workloads (MoEArgs.experts_activation)."""
 
 from __future__ import annotations
 

@@ -27,10 +27,11 @@ class PrepareFinalize:
         self._reduces = isinstance(kernel, BatchedExpertsKernel) or kernel.reduces
         self._unpermute = None if self._reduces else moe_unpermute.bind(ctx)
         wanted = kernel.input_spec
-        if wanted is not None and wanted.static:
+        if wanted is not None and (wanted.static or wanted.scales[0].block[0] != 1):
             raise PluginLoadError(
-                f"experts kernel {type(kernel).__name__} wants its input as {wanted}, and input that is shared by all "
-                "experts has no scales in a checkpoint; its input_spec must be dynamic"
+                f"experts kernel {type(kernel).__name__} wants its input as {wanted}; input that is shared by all "
+                "experts has no scales in a checkpoint, and tokens travel one by one: its input_spec must be dynamic, "
+                "with scales for each token"
             )
 
     def run(

@@ -61,7 +61,12 @@ class ReferenceExperts(ExpertsKernel):
     def _multiply(self, x: torch.Tensor, name: str, expert: int, w: dict[str, torch.Tensor]) -> torch.Tensor:
         """x [T, columns] times one expert's matrix ``name``."""
         slots = expert_matrix(w, name, expert)
-        if self.workload.spec is None or all(spec.is_plain for spec in self.workload.spec):
+        if self.workload.spec is None or is_plain(self.workload):
             return functional.linear(x, slots["weight"])
         weight, activation = self.workload.spec
         return functional.linear(fake_quantize(x, activation, slots), dequantize(slots, weight, x.dtype))
+
+
+def is_plain(workload: ExpertsWorkload) -> bool:
+    """Whether weights and activations are numbers as they are."""
+    return workload.spec is None or all(spec.is_plain for spec in workload.spec)

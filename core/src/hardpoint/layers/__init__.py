@@ -7,6 +7,7 @@ from hardpoint.layers.decoder_block import DecoderBlock
 from hardpoint.layers.embedding import Embedding, LMHead
 from hardpoint.layers.linear import Linear
 from hardpoint.layers.mlp import MLP
+from hardpoint.layers.moe import Experts, MoE
 from hardpoint.layers.norm import Norm
 
 __all__ = [
@@ -16,9 +17,11 @@ __all__ = [
     "DecoderBlock",
     "DecoderStack",
     "Embedding",
+    "Experts",
     "LMHead",
     "Linear",
     "MLP",
+    "MoE",
     "Norm",
     "PluggableLayer",
 ]

@@ -17,9 +17,13 @@ from hardpoint.ops.rope_table import rope_table
 from hardpoint.parallel.shards import HeadShards
 from hardpoint_plugin_api import AttentionArgs, AttentionSpec, ForwardStep, LinearArgs, WeightSlot
 
+_STORED_SCALES_ARE_FOR = "float8_e4m3fn"
+"""What checkpoints' scales of the cache map to; a cache of another dtype has scales of its own."""
+
 
 class Attention(PluggableLayer, name="attention"):
-    """Slots: q_norm and k_norm [D] where heads are normed, sinks [H] where there are sinks."""
+    """Slots: q_norm and k_norm [D] where heads are normed, sinks [H] where there are sinks, k_scale and v_scale [1]
+    where the checkpoint has scales for an 8-bit cache."""
 
     def __init__(self, ctx: Context, args: AttentionArgs) -> None:
         super().__init__(ctx)
@@ -53,7 +57,9 @@ class Attention(PluggableLayer, name="attention"):
             soft_cap=args.soft_cap,
             sinks=args.sinks,
             alibi=args.alibi,
+            static_cache_scales=ctx.kv_dtype == _STORED_SCALES_ARE_FOR and ctx.quantization.cache_scales(ctx.path),
         )
+        self._static_cache_scales = spec.static_cache_scales
         self.index, self.backend, layout = attention_backend(ctx, spec)
         self._qk_norm_rope_store = qk_norm_rope_store.bind(
             ctx, parts={"store": self.backend.store}, layout=layout, head_size=args.head_size
@@ -68,6 +74,8 @@ class Attention(PluggableLayer, name="attention"):
         if self.args.sinks:
             heads = self._heads.query
             slots["sinks"] = WeightSlot((self._heads.num_heads,), "float32", 0, shards=(heads,) if heads else ())
+        if self._static_cache_scales:
+            slots |= {name: WeightSlot((1,), "float32") for name in ("k_scale", "v_scale")}
         return slots
 
     def bind(self) -> None:
@@ -76,6 +84,8 @@ class Attention(PluggableLayer, name="attention"):
             self._cos_sin = self._shared(rope, lambda: rope_table(rope, rope.max_position, self._device))
         slopes = alibi_slopes(self.args.num_heads, self._device)[self._heads.own] if self.args.alibi else None
         self.backend.set_head_constants(self.weights.get("sinks"), slopes)
+        if self._static_cache_scales:
+            self.backend.set_cache_scales(self.weights["k_scale"], self.weights["v_scale"])
 
     def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. Writes this step's keys and values to the layer's cache."""

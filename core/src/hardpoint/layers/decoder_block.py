@@ -8,8 +8,9 @@ from hardpoint.context import Context
 from hardpoint.layers.attention import Attention
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.mlp import MLP
+from hardpoint.layers.moe import MoE
 from hardpoint.layers.norm import Norm
-from hardpoint_plugin_api import BlockArgs, ForwardStep
+from hardpoint_plugin_api import BlockArgs, ForwardStep, MoEArgs
 
 
 class DecoderBlock(PluggableLayer, name="decoder_block"):
@@ -20,7 +21,8 @@ class DecoderBlock(PluggableLayer, name="decoder_block"):
         self.attention_norm = Norm(ctx.child("attention_norm"), args.norm)
         self.attention = Attention(ctx.child("attention"), args.attention)
         self.mlp_norm = Norm(ctx.child("mlp_norm"), args.norm)
-        self.mlp = MLP(ctx.child("mlp"), args.mlp)
+        inner = ctx.child("mlp")
+        self.mlp = MoE(inner, args.mlp) if isinstance(args.mlp, MoEArgs) else MLP(inner, args.mlp)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep

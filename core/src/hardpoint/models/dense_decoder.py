@@ -1,11 +1,11 @@
-"""What the dense decoder families share in Hugging Face's format: config keys, and names of tensors."""
+"""What the decoder families share in Hugging Face's format: config keys, and names of tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypedDict, Unpack
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.checkpoint.loader import expand_names
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM, CausalLMArgs
 from hardpoint.ops.activation import activation_of_hf
@@ -15,15 +15,20 @@ from hardpoint_plugin_api import AttentionArgs, BlockArgs, CheckpointError, Embe
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def dense_decoder(ctx: Context, config: HFConfig, blocks: tuple[BlockArgs, ...]) -> CausalLM:
-    """The model around ``blocks``: embedding, final norm, head (tied where the config says so)."""
+def dense_decoder(
+    ctx: Context, config: HFConfig, blocks: tuple[BlockArgs, ...], moe_names: Mapping[str, str] | None = None
+) -> CausalLM:
+    """The model around ``blocks``: embedding, final norm, head (tied where the config says so).
+
+    ``moe_names`` are the tensors of a mixture of experts: name within its layer -> slot within its block.
+    """
     args = CausalLMArgs(
         embedding=EmbeddingArgs(config.integer("vocab_size"), config.integer("hidden_size")),
         blocks=blocks,
         norm=norm_args(config),
         tied=config.flag("tie_word_embeddings", False),
     )
-    return CausalLM(ctx, args, decoder_names(args))
+    return CausalLM(ctx, args, decoder_names(args, moe_names or {}))
 
 
 def num_layers(config: HFConfig) -> int:
@@ -98,35 +103,45 @@ def windows(config: HFConfig) -> tuple[int | None, ...]:
     return tuple(config.integer("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
 
 
-def decoder_names(args: CausalLMArgs) -> dict[str, str | None]:
-    """Tensor names of Hugging Face's dense decoders, each with the slot it goes to (None: not needed if there)."""
-    block = args.blocks[0]
-    names: dict[str, str | None] = {
-        "model.norm.weight": "norm.weight",
-        "model.layers.{i}.input_layernorm.weight": "stack.blocks.{i}.attention_norm.weight",
-        "model.layers.{i}.self_attn.q_proj.weight": "stack.blocks.{i}.attention.qkv.weight[q]",
-        "model.layers.{i}.self_attn.k_proj.weight": "stack.blocks.{i}.attention.qkv.weight[k]",
-        "model.layers.{i}.self_attn.v_proj.weight": "stack.blocks.{i}.attention.qkv.weight[v]",
-        "model.layers.{i}.self_attn.o_proj.weight": "stack.blocks.{i}.attention.out.weight",
-        "model.layers.{i}.post_attention_layernorm.weight": "stack.blocks.{i}.mlp_norm.weight",
-        "model.layers.{i}.mlp.gate_proj.weight": "stack.blocks.{i}.mlp.gate_up.weight[gate]",
-        "model.layers.{i}.mlp.up_proj.weight": "stack.blocks.{i}.mlp.gate_up.weight[up]",
-        "model.layers.{i}.mlp.down_proj.weight": "stack.blocks.{i}.mlp.down.weight",
-    }
+_ATTENTION = {
+    "input_layernorm.weight": "attention_norm.weight",
+    "self_attn.q_proj.weight": "attention.qkv.weight[q]",
+    "self_attn.k_proj.weight": "attention.qkv.weight[k]",
+    "self_attn.v_proj.weight": "attention.qkv.weight[v]",
+    "self_attn.o_proj.weight": "attention.out.weight",
+    "post_attention_layernorm.weight": "mlp_norm.weight",
+}
+_MLP = {
+    "mlp.gate_proj.weight": "mlp.gate_up.weight[gate]",
+    "mlp.up_proj.weight": "mlp.gate_up.weight[up]",
+    "mlp.down_proj.weight": "mlp.down.weight",
+}
+_QK_NORM = {"self_attn.q_norm.weight": "attention.q_norm", "self_attn.k_norm.weight": "attention.k_norm"}
+"""Names within a layer of the checkpoint -> slots within a block."""
+
+
+def decoder_names(args: CausalLMArgs, moe_names: Mapping[str, str]) -> dict[str, str | None]:
+    """Tensor names of Hugging Face's decoders, each with the slot it goes to (None: not needed if there)."""
+    names: dict[str, str | None] = {"model.norm.weight": "norm.weight"}
+    for i, block in enumerate(args.blocks):
+        for name, address in _block_names(block, moe_names).items():
+            names[f"model.layers.{i}.{name}"] = f"stack.blocks.{i}.{address}"
     if args.tied:
-        names |= {"model.embed_tokens.weight": "head.linear.weight", "lm_head.weight": None}
-    else:
-        names |= {"model.embed_tokens.weight": "embedding.weight", "lm_head.weight": "head.linear.weight"}
+        return names | {"model.embed_tokens.weight": "head.linear.weight", "lm_head.weight": None}
+    return names | {"model.embed_tokens.weight": "embedding.weight", "lm_head.weight": "head.linear.weight"}
+
+
+def _block_names(block: BlockArgs, moe_names: Mapping[str, str]) -> dict[str, str]:
+    attention, mlp = block.attention, block.mlp
+    names = _ATTENTION | dict(_MLP if isinstance(mlp, MLPArgs) else moe_names)
+    mlp_bias = isinstance(mlp, MLPArgs) and mlp.bias
     biased = {
-        "attention.qkv": block.attention.qkv_bias,
-        "attention.out": block.attention.out_bias,
-        "mlp.gate_up": block.mlp.bias,
-        "mlp.down": block.mlp.bias,
+        "attention.qkv.": attention.qkv_bias,
+        "attention.out.": attention.out_bias,
+        "mlp.gate_up.": mlp_bias,
+        "mlp.down.": mlp_bias,
     }
     for tensor, address in list(names.items()):
-        if address and any(on and f".{layer}.weight" in address for layer, on in biased.items()):
+        if any(on and address.startswith(layer) for layer, on in biased.items()):
             names[tensor.replace(".weight", ".bias")] = address.replace(".weight", ".bias")
-    if block.attention.qk_norm_eps is not None:
-        for head in ("q", "k"):
-            names[f"model.layers.{{i}}.self_attn.{head}_norm.weight"] = f"stack.blocks.{{i}}.attention.{head}_norm"
-    return expand_names(names, len(args.blocks))
+    return names | (_QK_NORM if attention.qk_norm_eps is not None else {})

@@ -1,0 +1,212 @@
+"""The feed-forward of a block that is a mixture of experts: router, experts, and what every token goes through.
+
+Axes: T tokens, H hidden, E experts, K experts per token. All ranks have the same tokens. Where whole experts are
+divided among ranks, each routes its share of the tokens, an all2all brings them to their experts, and ranks gather
+what became of them; where each expert is divided, ranks sum what their slices made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from hardpoint.context import Context
+from hardpoint.dtypes import dtype_name
+from hardpoint.experts.prepare_finalize import AnyExpertsKernel, PrepareFinalize
+from hardpoint.layers.base import PluggableLayer
+from hardpoint.layers.linear import Linear
+from hardpoint.layers.mlp import MLP
+from hardpoint.ops.activation import activation
+from hardpoint.ops.route_topk import route_topk, settings
+from hardpoint.parallel.shards import even_shard
+from hardpoint.plugins.blame import construct
+from hardpoint.quantization.merging import collapse_parts
+from hardpoint_plugin_api import (
+    All2All,
+    All2AllWorkload,
+    BatchedExpertsKernel,
+    CheckpointError,
+    ConfigError,
+    ExpertsKernel,
+    ExpertsWorkload,
+    LinearArgs,
+    MLPArgs,
+    MoEArgs,
+    RankGroup,
+    WeightSlot,
+    weight_slots,
+)
+
+_WORKSPACE = "experts.workspace"
+
+
+class MoE(PluggableLayer, name="moe"):
+    """Slot: correction_bias float32 [E], where the router has one."""
+
+    def __init__(self, ctx: Context, args: MoEArgs) -> None:
+        super().__init__(ctx)
+        self.args, hidden = args, args.hidden_size
+        self._ep = ctx.parallel.ep
+        self._slices = slicing_group(ctx)
+        self.router = Linear(
+            ctx.child("router"), LinearArgs(hidden, (("experts", args.router.num_experts),), kind="router")
+        )
+        self._route = route_topk.bind(ctx, routing=args.router.routing)
+        self._routing = settings(args.router)
+        self.experts = Experts(ctx.child("experts"), args)
+        self.shared = self.shared_gate = None
+        if args.shared_size:
+            shared = MLPArgs(hidden, args.shared_size, args.activation, args.gated)
+            self.shared = MLP(ctx.child("shared"), shared)
+        if args.shared_gate:
+            self.shared_gate = Linear(ctx.child("shared_gate"), LinearArgs(hidden, (("gate", 1),), kind="router"))
+            self._sigmoid = activation.bind(ctx, activation="sigmoid")
+
+    def declare(self) -> dict[str, WeightSlot]:
+        if not self.args.router.bias:
+            return {}
+        return {"correction_bias": WeightSlot((self.args.router.num_experts,), "float32")}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        shares = _shares(x.shape[0], self._ep.size)
+        start = sum(shares[: self._ep.rank])
+        own = x[start : start + shares[self._ep.rank]]
+        ids, weights = self._route(self.router(own), self.weights.get("correction_bias"), **self._routing)
+        y = self.experts(own, ids, weights, tokens=x.shape[0])
+        if y.shape[0]:  # the same on all ranks that have slices of one expert
+            y = self._slices.all_reduce(y)
+        y = self._ep.all_gather(y, shares)
+        if self.shared is None:
+            return y
+        shared: torch.Tensor = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * self._sigmoid(self.shared_gate(x), activation="sigmoid")
+        return y + shared
+
+
+class Experts(PluggableLayer):
+    """The routed experts that are on this rank, behind the kernels and the all2all that the selector chose.
+
+    Slots: ``w13.SLOT`` and ``w2.SLOT``, see ``hardpoint_plugin_api.experts``, stacked by the experts' numbers.
+    """
+
+    def __init__(self, ctx: Context, args: MoEArgs) -> None:
+        super().__init__(ctx)
+        self.dtype, self._resources = dtype_name(ctx.dtype), ctx.resources
+        self._total, ep = args.router.num_experts, ctx.parallel.ep
+        if self._total % ep.size:
+            raise ConfigError(
+                f"--expert-parallel-size {ep.size}: the model's {self._total} experts do not divide among as many "
+                "groups of ranks; take a divisor of their number"
+            )
+        count = self._total // ep.size
+        self.numbers = tuple(range(ep.rank * count, (ep.rank + 1) * count))
+        slices = slicing_group(ctx)
+        width = args.intermediate_size
+        shard = even_shard(width, slices, "width of experts")
+        rows = (("gate", width), ("up", width)) if args.gated else (("up", width),)
+        matrices = {
+            "w13": LinearArgs(args.hidden_size, rows, row_shards=(shard,) * len(rows) if shard else ()),
+            "w2": LinearArgs(width, (("down", args.hidden_size),), column_shard=shard),
+        }
+        everyone = range(self._total)  # a checkpoint's tensors of other ranks' experts must be known to be skipped
+        self._matrices = {
+            name: (matrix, ctx.quantization.experts(f"{ctx.path}.{name}", matrix, everyone, self.dtype))
+            for name, matrix in matrices.items()
+        }
+        pair, other = (scheme.pair for _, scheme in self._matrices.values())
+        if pair != other:
+            raise CheckpointError(
+                f"layer {ctx.path!r}: the two matrices of its experts are quantized unlike each other, as "
+                f"{'/'.join(map(str, pair))} and {'/'.join(map(str, other))}, and kernels run both; quantize them alike"
+            )
+        parallel = {(False, False): "none", (True, False): "ep", (False, True): "tp", (True, True): "tp+ep"}
+        exchange = All2AllWorkload(
+            dtype=self.dtype,
+            parallel=parallel[ep.size > 1, slices.size > 1],
+            ranks=ep.size,
+            num_experts=self._total,
+            top_k=args.router.top_k,
+            hidden_size=args.hidden_size,
+        )
+        self._all2all = _all2all(ctx, exchange)
+        workload = ExpertsWorkload(
+            dtype=self.dtype,
+            spec=pair,
+            activation=args.experts_activation,
+            routing=args.router.routing,
+            parallel=exchange.parallel,
+            format=self._all2all.format,
+            num_experts=count,
+            top_k=args.router.top_k,
+            hidden_size=args.hidden_size,
+            intermediate_size=shard.size if shard else width,
+        )
+        plan = ctx.select(workload)
+        standard = workload.format == "standard"
+        kind: Callable[..., AnyExpertsKernel] = ExpertsKernel if standard else BatchedExpertsKernel
+        self.kernels = [construct(e.offer, ctx.load(e.offer), kind, ctx, plan.workload) for e in plan.entries]
+        self._limits = [entry.range.max for entry in plan.entries]
+        self._around = [PrepareFinalize(ctx, self._all2all, kernel) for kernel in self.kernels]
+        self._most_tokens = ctx.config.max_num_batched_tokens
+        most = self._all2all.most_rows(max(_shares(self._most_tokens, ep.size)))
+        self._scratch = [kernel.workspace_bytes(most) for kernel in self.kernels]
+        ctx.resources.declare(_WORKSPACE, max(self._scratch))
+
+    def declare(self) -> dict[str, WeightSlot]:
+        slots = {}
+        stack_of = self._total if len(self.numbers) < self._total else 0
+        for matrix, (args, scheme) in self._matrices.items():
+            for name, slot in weight_slots(scheme, args.own_parts, args.own_in_features, self.numbers).items():
+                slots[f"{matrix}.{name}"] = replace(slot, stack_of=stack_of)
+            if not scheme.stored:  # what a scheme stores is cut as its tensors say, before it is read
+                columns = (args.column_shard,) if args.column_shard else ()
+                weight = slots[f"{matrix}.weight"]
+                axis = 2 if columns else 1
+                slots[f"{matrix}.weight"] = replace(weight, shard_axis=axis, shards=columns or args.row_shards)
+        return slots
+
+    def prepare(self) -> None:
+        weights = self.weights
+        for matrix in self._matrices:
+            weights = collapse_parts(weights, self.path, f"{matrix}.", stacked=True)
+        self.weights = self.kernels[0].prepack(weights)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, tokens: int) -> torch.Tensor:
+        """x [t, H], ids int32 and weights float32 [t, K] -> [t, H]: this rank's t of a step's ``tokens``.
+
+        Ranks choose kernels by ``tokens``, which they have in common. Where each expert is divided, the sum over
+        ranks is still to be taken.
+        """
+        place = next(i for i, most in enumerate(self._limits) if most is None or tokens <= most)
+        workspace = self._resources.get(_WORKSPACE)[: self._scratch[place]]
+        run, w = self._around[place].run, self.weights
+        parts = -(-tokens // self._most_tokens)
+        if parts <= 1:
+            return run(x, ids, weights, w, workspace)
+        # Padded to more than there is scratch memory for. There are as many parts on every rank.
+        pieces = zip(x.tensor_split(parts), ids.tensor_split(parts), weights.tensor_split(parts), strict=True)
+        return torch.cat([run(*piece, w, workspace) for piece in pieces])
+
+
+def slicing_group(ctx: Context) -> RankGroup:
+    """The ranks that have slices of the same experts."""
+    return ctx.parallel.expert_tp if ctx.parallel.ep.size > 1 else ctx.parallel.tp
+
+
+def _all2all(ctx: Context, workload: All2AllWorkload) -> All2All:
+    """The one that all layers of this shape share."""
+    plan = ctx.select(workload)
+    return ctx.shared(
+        ("all2all", plan.workload), lambda: construct(plan.offer, ctx.load(plan.offer), All2All, ctx, plan.workload)
+    )
+
+
+def _shares(tokens: int, ranks: int) -> Sequence[int]:
+    """How many of a step's tokens each rank routes: as equal as can be."""
+    bounds = [tokens * rank // ranks for rank in range(ranks + 1)]
+    return [end - start for start, end in pairwise(bounds)]

@@ -1,0 +1,46 @@
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024, arXiv:2407.10671)."""
+
+from __future__ import annotations
+
+from hardpoint.checkpoint.hf_config import HFConfig
+from hardpoint.context import Context
+from hardpoint.layers import CausalLM
+from hardpoint.models.dense_decoder import attention_args, dense_decoder, mlp_args, norm_args, num_layers, windows
+from hardpoint.models.moe_decoder import expert_names, moe_args, num_experts, sparse_layers
+from hardpoint_plugin_api import BlockArgs
+
+_MATRICES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def qwen2_moe(ctx: Context, config: HFConfig) -> CausalLM:
+    """Qwen2 in which some layers are mixtures of experts, with a gated expert beside them that every token goes to."""
+    bias, dense, norm = config.flag("qkv_bias", True), mlp_args(config), norm_args(config)
+    sparse = moe_args(
+        config,
+        "moe_intermediate_size",
+        renormalize=config.flag("norm_topk_prob", False),
+        shared_size=config.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    blocks = (
+        BlockArgs(attention_args(ctx, config, qkv_bias=bias, window=window), sparse if is_sparse else dense, norm)
+        for window, is_sparse in zip(_windows(config), sparse_layers(config), strict=True)
+    )
+    names = {
+        "mlp.gate.weight": "mlp.router.weight",
+        "mlp.shared_expert.gate_proj.weight": "mlp.shared.gate_up.weight[gate]",
+        "mlp.shared_expert.up_proj.weight": "mlp.shared.gate_up.weight[up]",
+        "mlp.shared_expert.down_proj.weight": "mlp.shared.down.weight",
+        "mlp.shared_expert_gate.weight": "mlp.shared_gate.weight",
+        **expert_names(num_experts(config), "mlp.experts", _MATRICES),
+    }
+    return dense_decoder(ctx, config, tuple(blocks), names)
+
+
+def _windows(config: HFConfig) -> tuple[int | None, ...]:
+    """As in Qwen2, but for configs without ``layer_types``: every second one of the first ``max_window_layers``."""
+    if config.get("layer_types") is not None or not config.flag("use_sliding_window", False):
+        return windows(config)
+    layers, window = num_layers(config), config.integer("sliding_window")
+    last = config.integer("max_window_layers", layers)
+    return tuple(window if i % 2 == 0 and i < last else None for i in range(layers))

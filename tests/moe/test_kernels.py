@@ -1,0 +1,368 @@
+"""Kernels of experts: the reference against the definition, the others by the kit, and faults that it must find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hardpoint.conformance.families.experts import ExpertsProbe, ExpertsTrials
+from hardpoint.conformance.families.ops import batch_invariant
+from hardpoint.conformance.plan import Plan, Row
+from hardpoint.conformance.probe import same_bits
+from hardpoint.conformance.site import Site, Subject
+from hardpoint.conformance.trials import Finding
+from hardpoint.experts.batch_invariant import BatchInvariantExperts
+from hardpoint.experts.batched import BatchedMatmul
+from hardpoint.experts.grouped import GroupedMatmul
+from hardpoint.experts.local import LocalAll2All
+from hardpoint.experts.middle import is_gated, names
+from hardpoint.experts.prepare_finalize import PrepareFinalize
+from hardpoint.experts.reference import ReferenceExperts
+from hardpoint.ops.judge import judge_call
+from hardpoint.plugins import discover
+from hardpoint.quantization.numerics import quantize_weight
+from hardpoint_plugin_api import (
+    All2AllWorkload,
+    DispatchHandle,
+    ExpertsKernel,
+    ExpertsWorkload,
+    PluginLoadError,
+    QuantSpec,
+    Scale,
+    UnknownNameError,
+)
+
+ROW: Row = {
+    "dtype": "float32",
+    "spec": "plain",
+    "activation": "silu_and_mul",
+    "format": "standard",
+    "batch": "few",
+    "mixture": "8x2",
+    "widths": "even",
+    "absent": "some-elsewhere",
+}
+ROWS: list[Row] = [
+    ROW,
+    ROW | {"dtype": "bfloat16", "batch": "many", "absent": "here"},
+    ROW | {"batch": "one", "mixture": "60x4", "activation": "relu2"},
+    ROW | {"dtype": "float16", "mixture": "5x5", "widths": "wide", "absent": "all-elsewhere"},
+    ROW | {"batch": "none", "mixture": "1x1", "activation": "swiglu_oai"},
+    ROW | {"spec": "int8-dynamic", "mixture": "5x5", "activation": "gelu_tanh_and_mul"},
+    ROW | {"spec": "fp8-tiles", "dtype": "bfloat16", "widths": "wide"},
+    ROW | {"spec": "uint4-groups", "widths": "odd", "absent": "here"},
+]
+
+
+@pytest.fixture(scope="module")
+def site() -> Site:
+    return Site.open(discover(), "cpu")
+
+
+def subject_of(site: Site, name: str) -> Subject:
+    offer = next(o for o in site.plugins.offers("experts") if o.contribution.name == name)
+    return Subject.load(offer, site)
+
+
+def findings(subject: Subject, rows: list[Row]) -> Iterator[Finding]:
+    """What the kit finds in each of ``rows`` that is claimed."""
+    for row in rows:
+        probe = ExpertsProbe(subject, row)
+        if subject.refuses(probe.workload) is None:
+            yield Finding.of(judge_call(probe.call(3)))
+
+
+# The reference
+
+ACTIVATIONS: dict[str, Any] = {
+    "silu_and_mul": lambda h: functional.silu(h[: h.shape[0] // 2]) * h[h.shape[0] // 2 :],
+    "gelu_and_mul": lambda h: functional.gelu(h[: h.shape[0] // 2]) * h[h.shape[0] // 2 :],
+    "relu2": lambda h: h.clamp(min=0) ** 2,
+    "silu": lambda h: h / (1 + (-h).exp()),
+}
+
+
+def definition(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, activation: str) -> Tensor:
+    """One token and one expert at a time."""
+    rows = []
+    for token, experts, shares in zip(x, ids.tolist(), weights, strict=True):
+        total = torch.zeros_like(token)
+        for expert, share in zip(experts, shares, strict=True):
+            if expert >= 0:
+                total += share * (w2[expert] @ ACTIVATIONS[activation](w13[expert] @ token))
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def run(kernel: ExpertsKernel, x: Tensor, ids: Tensor, weights: Tensor, w: dict[str, Tensor]) -> Tensor:
+    out = torch.full_like(x, float("nan"))
+    kernel.apply(x, ids, weights, w, out, torch.empty(0, dtype=torch.uint8))
+    return out
+
+
+def draw(experts: int, top_k: int, hidden: int, width: int, activation: str) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    ids = torch.rand(9, experts).argsort(-1)[:, :top_k].int()
+    rows = width * (2 if is_gated(activation) else 1)
+    w13, w2 = torch.randn(experts, rows, hidden), torch.randn(experts, hidden, width)
+    return torch.randn(9, hidden).double(), ids, torch.rand(9, top_k).double(), w13.double(), w2.double()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_reference_is_its_definition(site: Site, activation: str) -> None:
+    x, ids, weights, w13, w2 = draw(6, 3, 10, 8, activation)
+    ids[torch.rand(ids.shape) < 0.3] = -1
+    ids[4] = -1
+    kernel = ReferenceExperts(site.context(torch.float64), ExpertsWorkload(activation=activation))
+    out = run(kernel, x, ids, weights, {"w13.weight": w13, "w2.weight": w2})
+    torch.testing.assert_close(out, definition(x, ids, weights, w13, w2, activation))
+    assert not out[4].any()
+
+
+def test_quantized_weights_are_what_they_stand_for(site: Site) -> None:
+    spec = QuantSpec("int8", scales=(Scale("float32", (1, -1)),))
+    x, ids, weights, *given = draw(4, 2, 10, 8, "silu_and_mul")
+    matrices = dict(zip(("w13", "w2"), given, strict=True))
+    slots: dict[str, Tensor] = {}
+    for name, matrix in matrices.items():
+        each = [quantize_weight(w.float(), spec) for w in matrix]
+        slots |= {f"{name}.{slot}": torch.stack([w[slot] for w in each]) for slot in each[0]}
+    workload = ExpertsWorkload(activation="silu_and_mul", spec=(spec, QuantSpec("float64")))
+    kernel = ReferenceExperts(site.context(torch.float64), workload)
+    rounded = {n: slots[f"{n}.weight"].double() * slots[f"{n}.weight_scale"].double() for n in matrices}
+    assert all(torch.equal(kernel.unpack(slots)[n], w) for n, w in rounded.items())
+    expected = definition(x, ids, weights, rounded["w13"], rounded["w2"], "silu_and_mul")
+    torch.testing.assert_close(run(kernel, x, ids, weights, slots), expected)
+    assert (expected - definition(x, ids, weights, matrices["w13"], matrices["w2"], "silu_and_mul")).abs().max() > 1e-3
+
+
+def test_every_middle_has_a_name_that_says_whether_it_is_gated() -> None:
+    assert set(names()) >= {"silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "relu2", "silu", "swiglu_oai"}
+    assert is_gated("swiglu_oai")
+    assert not is_gated("relu2")
+    with pytest.raises(UnknownNameError, match="did you mean 'silu_and_mul'"):
+        is_gated("silu_and_mult")
+
+
+# All kernels
+
+
+@pytest.mark.parametrize("name", ["grouped", "batched", "reference", "batch_invariant"])
+def test_cores_kernels_are_right(site: Site, name: str) -> None:
+    rows = [row | {"format": "batched"} for row in ROWS] if name == "batched" else ROWS
+    found = list(findings(subject_of(site, name), rows))
+    assert len(found) >= (5 if name in ("grouped", "batched") else len(ROWS))
+    assert not [str(f) for finding in found for f in finding.faults]
+
+
+def test_the_kit_tries_what_is_claimed_and_lists_what_is_not(site: Site) -> None:
+    trials = list(ExpertsTrials().trials(subject_of(site, "grouped"), Plan()))
+    unclaimed = {trial.case for trial in trials if trial.unsupported and trial.case.startswith("spec/")}
+    assert unclaimed == {"spec/int8-rows", "spec/int8-dynamic", "spec/fp8-tiles", "spec/uint4-groups"}
+    tried = [trial for trial in trials if trial.unsupported is None]
+    assert len(tried) > 30
+    assert len({trial.case for trial in trials}) == len(trials)
+    for trial in tried[:3]:
+        assert not [str(f) for _, finding in trial.run() for f in finding.faults]
+
+
+def test_tokens_get_the_same_bits_whoever_is_with_them(site: Site) -> None:
+    probe = ExpertsProbe(subject_of(site, "batch_invariant"), ROW | {"batch": "many"})
+    with torch.inference_mode():
+        whole = probe.call(5).run()
+        for order in ([0], [149, 3, 77], list(range(20, 120))):
+            part = probe.call(5, order=order).run()
+            assert isinstance(whole, Tensor)
+            assert isinstance(part, Tensor)
+            assert same_bits([part], [whole[torch.tensor(order)]])
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(33, 64), (64, 30)])
+def test_widths_that_a_grouped_matmul_does_not_take(site: Site, hidden: int, width: int) -> None:
+    workload = ExpertsWorkload(dtype="bfloat16", hidden_size=hidden, intermediate_size=width)
+    (reason,) = GroupedMatmul.supports(workload, site.platform.info)
+    assert reason.code == "shape"
+    assert str(hidden if hidden % 8 else width) in str(reason)
+
+
+def test_elements_that_nobody_can_read(site: Site) -> None:
+    spec = QuantSpec("float6_e3m2", scales=(Scale("float32", (1, -1)),))
+    workload = ExpertsWorkload(dtype="float32", spec=(spec, QuantSpec("float32")))
+    (reason,) = ReferenceExperts.supports(workload, site.platform.info)
+    assert "float6_e3m2" in str(reason)
+
+
+def test_a_batched_kernel_says_how_much_scratch_memory_it_takes(site: Site) -> None:
+    workload = ExpertsWorkload(activation="silu_and_mul", intermediate_size=48)
+    kernel = BatchedMatmul(site.context(torch.bfloat16), workload)
+    assert kernel.workspace_bytes(100) == 100 * 2 * 48 * 2
+
+
+@pytest.mark.parametrize(
+    ("static", "block"), [(True, (1, -1)), (False, (-1, -1))], ids=["from-checkpoint", "for-all-tokens"]
+)
+def test_input_that_cannot_travel_quantized_is_refused(site: Site, static: bool, block: tuple[int, int]) -> None:
+    class Wants(ReferenceExperts):
+        input_spec = QuantSpec("int8", scales=(Scale("float32", block),), static=static)
+
+    ctx = site.context(torch.float32)
+    kernel = Wants(ctx, ExpertsWorkload(activation="relu2"))
+    with pytest.raises(PluginLoadError, match="must be dynamic, with scales for each token"):
+        PrepareFinalize(ctx, LocalAll2All(ctx, All2AllWorkload()), kernel)
+
+
+def test_a_dispatch_is_combined_once() -> None:
+    handle = DispatchHandle(1)
+    assert handle.take() == 1
+    with pytest.raises(RuntimeError, match="combined once"):
+        handle.take()
+
+
+# Other ways to be right
+
+
+class Unreduced(ReferenceExperts):
+    """Leaves weighting and summing to core, and writes nothing where an expert is not here."""
+
+    reduces = False
+
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Any, out: Tensor, *rest: Any, **more: Any) -> None:
+        one = torch.ones(x.shape[0], 1)
+        for k in range(ids.shape[1]):
+            here = ids[:, k] >= 0
+            made = torch.empty_like(x)
+            super().apply(x, ids[:, k : k + 1], one, w, made, *rest, **more)
+            out[here, k] = made[here]
+
+
+class Packed(ReferenceExperts):
+    """A layout of its own: matrices transposed."""
+
+    layout = "transposed"
+
+    def prepack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: w.transpose(1, 2).contiguous() for name, w in weights.items()}
+
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Any, *rest: Any, **more: Any) -> None:
+        super().apply(x, ids, weights, {name: m.transpose(1, 2) for name, m in w.items()}, *rest, **more)
+
+
+@pytest.mark.parametrize("target", [Unreduced, Packed])
+def test_right_kernels_pass(site: Site, target: type[ExpertsKernel]) -> None:
+    plain = [row for row in ROWS if row["spec"] == "plain"]
+    assert not [
+        f for finding in findings(replace(subject_of(site, "reference"), target=target), plain) for f in finding.faults
+    ]
+
+
+def test_a_layout_of_its_own_must_be_unpacked_by_its_owner(site: Site) -> None:
+    kernel = Packed(site.context(torch.float32), ExpertsWorkload(activation="relu2"))
+    with pytest.raises(NotImplementedError, match=r"'transposed' and must define unpack\(\)"):
+        kernel.unpack({})
+
+
+# Faults. Each is named by what it does wrong.
+
+
+class GateAndUpSwapped(ReferenceExperts):
+    def _multiply(self, x: Tensor, name: str, expert: int, w: dict[str, Tensor]) -> Tensor:
+        y = super()._multiply(x, name, expert, w)
+        return torch.cat(y.chunk(2, -1)[::-1], -1) if name == "w13" else y
+
+
+class WeightsIgnored(ReferenceExperts):
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **more: Any) -> None:
+        super().apply(x, ids, torch.ones_like(weights), *rest, **more)
+
+
+class AbsentTakenForTheLast(ReferenceExperts):
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Any, *rest: Any, **more: Any) -> None:
+        super().apply(x, ids % w["w2.weight"].shape[0], weights, w, *rest, **more)
+
+
+class FirstExpertOfATokenAlone(ReferenceExperts):
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **more: Any) -> None:
+        super().apply(x, ids[:, :1], weights[:, :1], *rest, **more)
+
+
+class TokensWithoutExpertsLeftOut(ReferenceExperts):
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Any, out: Tensor, *rest: Any, **more: Any) -> None:
+        super().apply(x, ids, weights, w, out, *rest, **more)
+        out[(ids < 0).all(-1)] = float("nan")
+
+
+class AddsToItsOutput(ReferenceExperts):
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Any, out: Tensor, *rest: Any, **more: Any) -> None:
+        before = torch.full_like(out, 0.5)
+        super().apply(x, ids, weights, w, out, *rest, **more)
+        out += before
+
+
+class InputOverwritten(ReferenceExperts):
+    def apply(self, x: Tensor, *rest: Any, **more: Any) -> None:
+        super().apply(x, *rest, **more)
+        x.mul_(2)
+
+
+class RouterWeightsTwice(ReferenceExperts):
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **more: Any) -> None:
+        super().apply(x, ids, weights * weights, *rest, **more)
+
+
+class OneExpertsMatricesForAll(ReferenceExperts):
+    def _multiply(self, x: Tensor, name: str, expert: int, w: dict[str, Tensor]) -> Tensor:
+        return super()._multiply(x, name, 0, w)
+
+
+class ScalesIgnored(ReferenceExperts):
+    def _multiply(self, x: Tensor, name: str, expert: int, w: dict[str, Tensor]) -> Tensor:
+        unscaled = {key: torch.ones_like(v) if key.endswith("_scale") else v for key, v in w.items()}
+        return super()._multiply(x, name, expert, unscaled)
+
+
+class SummedInHalfPrecision(ReferenceExperts):
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Any, out: Tensor, *rest: Any, **more: Any) -> None:
+        total = torch.zeros_like(out, dtype=torch.float16)
+        for k in range(ids.shape[1]):
+            super().apply(x, ids[:, k : k + 1], weights[:, k : k + 1], w, out, *rest, **more)
+            total += out.half()
+        out.copy_(total)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        GateAndUpSwapped,
+        WeightsIgnored,
+        AbsentTakenForTheLast,
+        FirstExpertOfATokenAlone,
+        TokensWithoutExpertsLeftOut,
+        AddsToItsOutput,
+        InputOverwritten,
+        RouterWeightsTwice,
+        OneExpertsMatricesForAll,
+        ScalesIgnored,
+        SummedInHalfPrecision,
+    ],
+)
+def test_planted_faults_are_found(site: Site, fault: type[ExpertsKernel]) -> None:
+    rows = [*ROWS, ROW | {"batch": "many", "absent": "all-elsewhere"}]
+    subject = replace(subject_of(site, "reference"), target=fault)
+    assert any(finding.faults for finding in findings(subject, rows))
+
+
+def test_a_kernel_that_depends_on_the_batch_is_found(site: Site) -> None:
+    class Careless(BatchInvariantExperts):
+        def _multiply(self, x: Tensor, name: str, expert: int, w: dict[str, Tensor]) -> Tensor:
+            return super()._multiply(x, name, expert, w) * (1 + 1e-6 * x.shape[0])
+
+    subject = subject_of(site, "batch_invariant")
+    assert not batch_invariant(ExpertsProbe(subject, ROW), 5).faults
+    careless = batch_invariant(ExpertsProbe(replace(subject, target=Careless), ROW), 5)
+    assert [fault.code for fault in careless.faults] == ["batch-variant"]
