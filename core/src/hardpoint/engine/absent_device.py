@@ -10,6 +10,8 @@ from typing import Any
 
 from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.context import Context
+from hardpoint.experts.local import LocalAll2All
+from hardpoint.experts.reference import ReferenceExperts
 from hardpoint.plugins import Offer
 from hardpoint.quantization.plain_linear import PlainLinear
 from hardpoint_plugin_api import PluginLoadError
@@ -33,4 +35,10 @@ def _never_called(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a stand-in for a kernel of absent hardware was called")
 
 
-_STAND_INS: dict[str, object] = {"op": _never_called, "attention": ReferenceAttention, "linear": PlainLinear}
+_STAND_INS: dict[str, object] = {
+    "op": _never_called,
+    "attention": ReferenceAttention,
+    "linear": PlainLinear,
+    "experts": ReferenceExperts,
+    "all2all": LocalAll2All,
+}

@@ -12,7 +12,7 @@ from typing import Unpack
 from hardpoint.engine.client import RequestOptions
 from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams
-from hardpoint_plugin_api import EngineError, RequestError
+from hardpoint_plugin_api import EngineError, MemoryTag, RequestError
 
 
 class Admission:
@@ -24,7 +24,7 @@ class Admission:
 
     def __init__(self, max_model_len: int, vocab_size: int, seed: int) -> None:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
-        self.asleep: frozenset[str] = frozenset()
+        self.asleep: frozenset[MemoryTag] = frozenset()
         self._seeds = random.Random(seed)
         self._numbers = itertools.count()
 

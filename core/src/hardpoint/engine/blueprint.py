@@ -19,6 +19,7 @@ from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.checkpoint.source import resolve_model
 from hardpoint.config import EngineConfig
 from hardpoint.config.removed import check_environment
+from hardpoint.conformance.certificate import Certificates
 from hardpoint.context import Context, load_target
 from hardpoint.dtypes import dtype_of
 from hardpoint.engine.absent_device import AbsentDeviceContext
@@ -28,7 +29,7 @@ from hardpoint.metrics import EngineMetrics
 from hardpoint.ops.shadow_check import ShadowCheck
 from hardpoint.ops.slot_mapping import slot_mapping
 from hardpoint.parallel.groups import Groups, Seat
-from hardpoint.plugins import LockFile, PluginSet, discover
+from hardpoint.plugins import LockFile, Offer, PluginSet, discover
 from hardpoint.profiling import Profiler
 from hardpoint.quantization.choice import choose_quantization, method_name
 from hardpoint.selection import PlatformChoice, SelectionTable, Selector, Settings, TuningFile, preset_choice
@@ -38,6 +39,7 @@ from hardpoint_plugin_api import (
     ConfigError,
     ModelWorkload,
     Platform,
+    Reason,
     RunnerWorkload,
     SchedulerWorkload,
     SelectionError,
@@ -110,6 +112,7 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
         _settings(config, method),
         tuning,
         load=(lambda offer: None) if preset is not None else (lambda offer: load_target(plugins, offer)),
+        refuses=_refusals(config, plugins, choice),
     )
     dtype = _dtype(config, hf_config, platform)
     metrics = EngineMetrics()
@@ -137,6 +140,17 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     model = _build_model(ctx, hf_config)
     sampling_ops, store_at = SamplingOps.bind(ctx), slot_mapping.bind(ctx)
     return Blueprint(config, folder, hf_config, plugins, choice, platform, ctx, model, sampling_ops, store_at, groups)
+
+
+def _refusals(config: EngineConfig, plugins: PluginSet, choice: PlatformChoice) -> Callable[[Offer], Reason | None]:
+    """Why ``--require-certified`` refuses an offer. Raises SelectionError where it refuses the platform itself."""
+    if not config.require_certified:
+        return lambda offer: None
+    certificates = Certificates(plugins, config.certificates)
+    if refused := certificates.refusal(choice.plan.offer, choice.device):
+        name = choice.plan.offer.contribution.name
+        raise SelectionError(f"--require-certified: platform {name} cannot be used", {name: [refused]})
+    return lambda offer: certificates.refusal(offer, choice.device)
 
 
 def _activate(platform: Platform, config: EngineConfig, seat: Seat) -> torch.device:

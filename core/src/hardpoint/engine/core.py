@@ -26,10 +26,12 @@ from hardpoint.engine.runner import Model
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduler import Scheduler, SchedulerArgs
 from hardpoint.engine.step import StepInput
+from hardpoint.engine.torchrun_executor import TorchrunExecutor
 from hardpoint.engine.worker import Worker, cache_geometry, step_limits
 from hardpoint.metrics import MetricsSnapshot
 from hardpoint.selection import SelectionTable
 from hardpoint_plugin_api import (
+    ConfigError,
     EngineError,
     MemoryTag,
     SchedulerWorkload,
@@ -222,6 +224,8 @@ class EngineCore:
     def update_weights(self, source: str | Iterable[tuple[str, torch.Tensor]]) -> frozenset[MemoryTag]:
         """Replace the weights; see CoreControl."""
         self._check_idle("given other weights")
+        if not isinstance(source, str) and not isinstance(self.executor, InProcessExecutor):
+            raise ConfigError("tensors do not travel to ranks that run elsewhere; save them to a folder and give that")
         if isinstance(source, str):
             self.executor.call("check_weights", source)
         self.scheduler.cache.pool.forget()
@@ -237,7 +241,7 @@ class EngineCore:
 
     def _asleep_after(self, found: list[frozenset[MemoryTag]]) -> None:
         """Note what sleeps on any rank."""
-        self.admission.asleep = frozenset().union(*found)
+        self.admission.asleep = frozenset(tag for tags in found for tag in tags)
 
     def _check_idle(self, what: str) -> None:
         if not self.is_idle:
@@ -286,4 +290,6 @@ def start_executor(blueprint: Blueprint, model: Model | None = None) -> Executor
     kind = blueprint.config.executor_kind
     if kind == "mp":
         return MultiprocessExecutor(blueprint)
+    if kind == "torchrun":
+        return TorchrunExecutor(blueprint)
     return InProcessExecutor(Worker.start(blueprint, model))

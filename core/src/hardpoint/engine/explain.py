@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from hardpoint.config import EngineConfig
+from hardpoint.conformance.certificate import Certificates
 from hardpoint.engine.blueprint import draw
+from hardpoint.plugins import Offer
 from hardpoint.selection import SelectionTable
+from hardpoint.selection.adapters import AdaptedOffer
 
 
 def explain(config: EngineConfig, device: str | None = None) -> SelectionTable:
@@ -13,4 +16,11 @@ def explain(config: EngineConfig, device: str | None = None) -> SelectionTable:
     Loads no weights and imports no plugin code but the winners' (to ask what data cannot say) and the allowlist's. For
     absent hardware a winner's own ``supports`` is not asked.
     """
-    return draw(config, device).table
+    blueprint = draw(config, device)
+    certificates = Certificates(blueprint.plugins, config.certificates)
+
+    def certified(offer: Offer) -> str:
+        original = offer.inner if isinstance(offer, AdaptedOffer) else offer
+        return str(certificates.standing(original, blueprint.choice.device))
+
+    return SelectionTable([blueprint.choice.plan, *blueprint.ctx.selector.plans], certified)

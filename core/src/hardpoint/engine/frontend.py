@@ -75,6 +75,7 @@ def connect(config: EngineConfig, *, own_process: bool) -> tuple[Frontend, Remot
 
     Raises what either raises, with nothing left behind. Needs no torch where the core has its own process.
     """
+    serve_other_ranks(config)
     folder = resolve_model(config.model, config.hub_revision)
     core = RemoteCore(ProcessLink(config) if own_process else ThreadLink(config))
     try:
@@ -84,3 +85,11 @@ def connect(config: EngineConfig, *, own_process: bool) -> tuple[Frontend, Remot
         core.close()
         raise
     return frontend, core
+
+
+def serve_other_ranks(config: EngineConfig) -> None:
+    """Return where an engine is to be built. A process that torchrun started for another rank than 0 never does."""
+    if config.executor_kind == "torchrun":
+        from hardpoint.engine.torchrun_executor import serve_unless_first
+
+        serve_unless_first(config)

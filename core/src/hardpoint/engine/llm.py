@@ -15,7 +15,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreClient, EngineStats, RequestOptions
 from hardpoint.engine.control import TAGS, MemoryReport, check_tags, sleep_tags
 from hardpoint.engine.conversation import Conversation
-from hardpoint.engine.frontend import Frontend, connect
+from hardpoint.engine.frontend import Frontend, connect, serve_other_ranks
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.engine.prompts import Prompt, prompt_list
 from hardpoint.engine.request import Request
@@ -301,6 +301,7 @@ def _start_here(config: EngineConfig) -> tuple[Frontend, CoreClient]:
     from hardpoint.engine.blueprint import draw
     from hardpoint.engine.core import EngineCore
 
+    serve_other_ranks(config)
     blueprint = draw(config)
     mark("selection")
     frontend = Frontend.load(config, blueprint.folder)

@@ -6,7 +6,9 @@ every step and call that is under way gets an EngineDeadError that says which it
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import pickle
 import threading
 import time
@@ -88,6 +90,8 @@ class RanksExecutor:
         self._closing, self._state = False, threading.Lock()
         self._reader = threading.Thread(target=self._read, name="hardpoint-ranks-reader", daemon=True)
         self._reader.start()
+        self._owner = os.getpid()
+        atexit.register(self._at_exit)  # runs before multiprocessing's own, which waits for children
         self.facts = self._wait_until_ready()
 
     def _wait_until_ready(self) -> WorkerFacts:
@@ -175,11 +179,17 @@ class RanksExecutor:
             until = time.monotonic() + deadline
             for rank in self._ranks:
                 rank.join(max(0.0, until - time.monotonic()))
+        atexit.unregister(self._at_exit)
         self.give_up("the engine is closed")
         self._reader.join()
         for rank in self._ranks:
             rank.send(None)
             rank.connection.close()
+
+    def _at_exit(self) -> None:
+        """End the ranks of a program that forgot to close its engine; a fork of the program has no say."""
+        if os.getpid() == self._owner:
+            self.shutdown(0)
 
     def _send_all(self, data: bytes) -> None:
         for rank in self._ranks:

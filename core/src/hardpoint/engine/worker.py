@@ -25,7 +25,8 @@ from hardpoint_plugin_api import CheckpointError, ConfigError, EngineInfo, Memor
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
+
+    from hardpoint.parallel.process_group import Store
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Worker:
     facts: WorkerFacts
     _weights: ModelWeights
     _info: EngineInfo
+    _control: ControlGroup
 
     @classmethod
     def start(
@@ -55,7 +57,7 @@ class Worker:
         blueprint: Blueprint,
         model: Model | None = None,
         control: ControlGroup | None = None,
-        store: dist.Store | None = None,
+        store: Store | None = None,
     ) -> Self:
         """Join the groups of ranks, load the weights, size the cache, construct the runner.
 
@@ -109,7 +111,8 @@ class Worker:
         blueprint.plugins.engine_started(info)
         holdings = Holdings(memory, weights, {"resources": ctx.resources, "kv": cache})
         logger.info("memory: %s", memory.report())
-        return cls(blueprint, runner, holdings, WorkerFacts(cache.num_pages, max_model_len), weights, info)
+        facts = WorkerFacts(cache.num_pages, max_model_len)
+        return cls(blueprint, runner, holdings, facts, weights, info, control)
 
     def sleep(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
         """Give back the memory of ``tags``; see CoreControl."""
@@ -163,6 +166,7 @@ class Worker:
         self.blueprint.plugins.engine_stopping(self._info)
         self.blueprint.ctx.profiler.close()
         self.blueprint.groups.close()
+        self._control.close()
         self.holdings.drop_all()
 
 

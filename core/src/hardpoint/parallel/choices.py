@@ -43,13 +43,24 @@ class Choices:
 
 def check_same_config(control: ControlGroup, own: EngineConfig) -> None:
     """Raise ConfigError, on every rank, where ranks were given other settings than rank 0. The message shows them."""
-    first, *others = control.exchange(own.model_dump())
+    first, *others = control.exchange(_given(own))
     for rank, settings in enumerate(others, 1):
-        differing = [f"{key} = {settings[key]!r}, not {first[key]!r}" for key in first if settings[key] != first[key]]
-        if differing:
-            raise ConfigError(
-                f"rank {rank} was given other settings than rank 0, and all need the same: {'; '.join(differing)}"
+        if settings != first:
+            keys = sorted(key for key in first.keys() | settings.keys() if settings.get(key) != first.get(key))
+            differing = "; ".join(
+                f"{key} = {settings.get(key, 'not given')!s}, on rank 0 {first.get(key, 'not given')!s}" for key in keys
             )
+            raise ConfigError(f"rank {rank} was given other settings than rank 0, and all need the same: {differing}")
+
+
+def _given(config: EngineConfig) -> dict[str, object]:
+    """What the user set. The rest follows from it, and from plugins, which are compared themselves."""
+    settings = config.model_dump()
+    found: dict[str, object] = {}
+    for key in config.explicit:
+        section, dot, name = key.partition(".")
+        found[key] = settings["plugin_config"][section][name] if dot else settings[key]
+    return found
 
 
 def check_equal(control: ControlGroup, own: Choices, expected: Choices | None = None) -> None:

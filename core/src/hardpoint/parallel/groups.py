@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from hardpoint.context import Context
     from hardpoint.parallel.process_group import Store
     from hardpoint.plugins import Offer
+
+logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
 """How long leaving the groups in order may take, before they are left without the others."""
@@ -50,6 +53,7 @@ class Group:
     world_rank: int
     _served: list[tuple[int | None, Communicator]] = field(default_factory=list)
     _offers: list[Offer] = field(default_factory=list)
+    _joined: list[Communicator] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -80,22 +84,22 @@ class Group:
             with blame(offer):
                 own = PrefixStore(f"{self.name}/{self.members[0]}/{place}", store)
                 communicator.init(own, self.rank, self.size, self.name)
+            self._joined.append(communicator)
 
     def close(self, deadline: float) -> None:
         """Leave, last joined first; without the others where that takes beyond ``deadline`` (time.monotonic)."""
-        for _, communicator in reversed(self._served):
-            leaving = threading.Thread(target=communicator.close, daemon=True)
+        for communicator in reversed(self._joined):
+            leaving = threading.Thread(target=_carefully, args=(communicator.close,), daemon=True)
             leaving.start()
             leaving.join(max(0.0, deadline - time.monotonic()))
             if leaving.is_alive():
-                communicator.abort()
-        self._served.clear()
-        self._offers.clear()
+                _carefully(communicator.abort)
+        self._joined.clear()
 
     def abort(self) -> None:
         """Leave at once, from any thread; what is under way raises."""
-        for _, communicator in reversed(self._served):
-            communicator.abort()
+        for communicator in reversed(self._joined):
+            _carefully(communicator.abort)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Collectives."""
@@ -155,6 +159,14 @@ class Group:
             raise
         except RuntimeError as error:  # all that torch.distributed raises
             raise RankLostError(f"{what} among the ranks {list(self.members)} broke off: {error}") from error
+
+
+def _carefully(leave: Callable[[], None]) -> None:
+    """Leave a group whatever comes of it: the others are left all the same."""
+    try:
+        leave()
+    except Exception:
+        logger.exception("a communicator could not leave its group")
 
 
 def alone() -> Parallel:

@@ -1,0 +1,201 @@
+"""Ranks in processes that ``torchrun`` started, each of which runs the user's script.
+
+Rank 0 drives: its script goes on with an engine. In every other process the script gets as far as building the engine,
+and the process then serves as a rank and ends. Rank 0 talks to the others by sockets, to itself by a pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client, Connection, Listener
+from typing import TYPE_CHECKING, Self
+
+from hardpoint.config import EngineConfig
+from hardpoint.engine import child_process
+from hardpoint.engine.messages import Stop
+from hardpoint.engine.rank_process import Rank, RankFailed, RankSpec, end_with_parent
+from hardpoint.engine.ranks import RankLink, RanksExecutor
+from hardpoint.parallel.groups import Seat
+from hardpoint.parallel.process_group import LOOPBACK, PrefixStore, Store
+from hardpoint_plugin_api import ConfigError, EngineDeadError
+
+if TYPE_CHECKING:
+    from hardpoint.engine.blueprint import Blueprint
+
+_LINK = "hardpoint/link"
+"""Where rank 0 leaves in the store how to reach it."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun tells a process, by the variables of the environment that it documents."""
+
+    rank: int
+    local_rank: int
+    world: int
+    local_world: int
+    address: str
+
+    @classmethod
+    def read(cls, config: EngineConfig) -> Self:
+        """Raises ConfigError where torchrun did not start this process, or started another number of them."""
+        try:
+            rank, local_rank, world, local_world = (
+                int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+            )
+            launch = cls(rank, local_rank, world, local_world, os.environ["MASTER_ADDR"])
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"--executor torchrun: torchrun did not start this process ({error} is not in its environment); run "
+                f"torchrun --nproc-per-node {config.tensor_parallel_size} SCRIPT, or use --executor mp"
+            ) from None
+        if launch.world != config.tensor_parallel_size:
+            raise ConfigError(
+                f"--tensor-parallel-size {config.tensor_parallel_size}: torchrun started {launch.world} processes; one "
+                "is needed for each rank"
+            )
+        return launch
+
+    @property
+    def seat(self) -> Seat:
+        """This process's place."""
+        return Seat(self.rank, self.local_rank, self.world == self.local_world)
+
+    def store(self) -> Store:
+        """What all processes of the launch share; waits for rank 0's host."""
+        from torch.distributed.rendezvous import rendezvous
+
+        found: Store = next(rendezvous("env://", self.rank, self.world))[0]
+        return PrefixStore("hardpoint", found)
+
+
+def serve_unless_first(config: EngineConfig) -> None:
+    """Return in rank 0. In another rank's process serve until the engine is closed, then raise SystemExit."""
+    launch = Launch.read(config)
+    if launch.rank:
+        raise SystemExit(_serve(config, launch))
+
+
+def _serve(config: EngineConfig, launch: Launch) -> int:
+    """Serve as the rank that this process is. Returns the process's exit code."""
+    store = launch.store()
+    link = json.loads(store.get(_LINK))
+    connection = Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"]))
+    connection.send(launch.rank)
+    send, failed = child_process.Sender(connection), threading.Event()
+
+    def report(message: object) -> None:
+        if isinstance(message, RankFailed):
+            failed.set()
+        send(message)
+
+    rank = Rank(RankSpec(config, launch.seat))
+    end_with_parent(rank, connection, os.getppid())
+    rank.run(lambda: store, report)
+    return int(failed.is_set())
+
+
+class TorchrunExecutor(RanksExecutor):
+    """Runs rank 0 in a thread of this process, and waits for the other ranks to call."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        """Wait until all ranks are loaded. Raises what the first of them raises, and EngineDeadError."""
+        config = blueprint.config
+        launch, patience = Launch.read(config), float(config.core_start_timeout)
+        store = launch.store()
+        # Two threads must not share a store: one that waits for a key keeps the other from setting it.
+        others = _accepted(launch, store, patience)
+        super().__init__(config, [ThreadRank(RankSpec(config, launch.seat), store), *others])
+
+
+def _accepted(launch: Launch, store: Store, patience: float) -> list[RankLink]:
+    """The other ranks, in their order. Raises EngineDeadError for one that does not call within ``patience`` seconds.
+
+    Who calls must show a key that is in the store alone: what comes by these sockets is unpickled.
+    """
+    key = secrets.token_bytes(32)
+    local = launch.seat.on_one_host
+    with Listener((LOOPBACK if local else "", 0), backlog=launch.world, authkey=key) as listener:
+        host, port = LOOPBACK if local else launch.address, listener.address[1]
+        store.set(_LINK, json.dumps({"host": host, "port": port, "key": key.hex()}))
+        listener._listener._socket.settimeout(patience)  # type: ignore[attr-defined]  # there is no public way
+        found: dict[int, RankLink] = {}
+        while len(found) < launch.world - 1:
+            try:
+                connection = listener.accept()
+            except (AuthenticationError, EOFError, ConnectionError):  # a stranger
+                continue
+            except TimeoutError:
+                missing = sorted(set(range(1, launch.world)) - set(found))
+                raise EngineDeadError(
+                    f"of torchrun's processes, ranks {missing} built no engine within {patience:g} seconds "
+                    "(--core-start-timeout); every process must run the same script"
+                ) from None
+            number: int = connection.recv()
+            found[number] = TorchrunPeer(number, connection)
+    return [found[number] for number in sorted(found)]
+
+
+class ThreadRank(RankLink):
+    """A rank in a thread of this process, which hears and answers by a pipe like any other."""
+
+    def __init__(self, spec: RankSpec, store: Store) -> None:
+        ours, self._theirs = Pipe()
+        super().__init__(spec.seat.rank, ours)
+        self._rank, self._store = Rank(spec), store
+        self._thread = threading.Thread(target=self._run, name=f"hardpoint-rank-{self.number}", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._listen, name=f"hardpoint-rank-{self.number}-listener", daemon=True).start()
+
+    def _run(self) -> None:
+        self._rank.run(lambda: self._store, child_process.Sender(self._theirs))
+        _shut(self._theirs)
+
+    def _listen(self) -> None:
+        child_process.listen(self._theirs, os.getppid(), self._rank.commands.put)  # type: ignore[arg-type]  # commands
+        self._theirs.close()
+
+    def join(self, seconds: float) -> None:
+        """See RankLink."""
+        self._thread.join(seconds)
+
+    def end(self) -> None:
+        """Break off what waits for other ranks. A thread cannot be killed: one that hangs goes with the process."""
+        if self._thread.is_alive():
+            self._rank.commands.put(Stop())
+            self._rank.abort()
+
+    def obituary(self) -> str:
+        """See RankLink."""
+        return f"rank {self.number}, a thread of this process, has ended"
+
+
+class TorchrunPeer(RankLink):
+    """A rank in another process that torchrun started. It ends when its connection does."""
+
+    def join(self, seconds: float) -> None:
+        """Nothing to wait for: torchrun does that."""
+
+    def end(self) -> None:
+        """See RankLink."""
+        if not self.connection.closed:
+            _shut(self.connection)
+
+    def obituary(self) -> str:
+        """See RankLink."""
+        return f"rank {self.number}'s process has ended: torchrun's report, and what it wrote to stderr, say why"
+
+
+def _shut(connection: Connection) -> None:
+    """End a connection for both sides. Closing it would do so only once no thread waits to read from it."""
+    try:
+        with socket.socket(fileno=os.dup(connection.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other side was faster

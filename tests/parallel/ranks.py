@@ -1,0 +1,72 @@
+"""Several ranks in threads of this process: nothing in an engine is global, so a thread is as good as a process.
+
+Sweeps over many engines run so, since a process takes seconds to start; tests of processes have processes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+from hardpoint import LLM
+from hardpoint.engine import core
+from hardpoint.engine.blueprint import Blueprint
+from hardpoint.engine.rank_process import RankSpec
+from hardpoint.engine.ranks import RanksExecutor
+from hardpoint.engine.torchrun_executor import ThreadRank
+from hardpoint.parallel.choices import Choices
+from hardpoint.parallel.groups import Seat
+from hardpoint.parallel.process_group import LOOPBACK, Store, TCPStore
+from tests.support.engines import small_llm
+
+T = TypeVar("T")
+
+
+class ThreadsExecutor(RanksExecutor):
+    """Every rank in a thread; otherwise like ranks in processes."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        config, choices = blueprint.config, Choices.of(blueprint)
+        self.store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        seats = [Seat(number, number) for number in range(config.tensor_parallel_size)]
+        self.threads = [ThreadRank(RankSpec(config, seat, choices), joined(self.store)) for seat in seats]
+        super().__init__(config, self.threads)
+
+    @property
+    def blueprints(self) -> list[Blueprint]:
+        """What each rank was built from."""
+        found = [thread._rank.blueprint for thread in self.threads]
+        return [blueprint for blueprint in found if blueprint is not None]
+
+
+@contextmanager
+def ranks_in_threads(folder: Path | str, ranks: int, **settings: Any) -> Iterator[LLM]:
+    """An engine of ``ranks`` ranks; ``settings`` override those of ``small_llm``."""
+    with (
+        patch.object(core, "MultiprocessExecutor", ThreadsExecutor),
+        small_llm(folder, tensor_parallel_size=ranks, **settings) as llm,  # type: ignore[arg-type]  # demo has no folder
+    ):
+        yield llm
+
+
+def on_each(world: int, run: Callable[[int, Store], T]) -> list[T]:
+    """What ``run`` returns on each of ``world`` ranks, given its number and what they meet at."""
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    start = threading.Barrier(world)
+
+    def one(rank: int) -> T:
+        start.wait()
+        return run(rank, joined(store))
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(one, range(world)))
+
+
+def joined(store: TCPStore) -> Store:
+    """The same store for another thread: one that waits for a key keeps others of the same client from setting it."""
+    return TCPStore(LOOPBACK, store.port, is_master=False)

@@ -1,0 +1,165 @@
+"""Ranks that would choose unlike each other, that cannot be, or of which one fails: one clear error each."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint import LLM
+from hardpoint.config import EngineConfig
+from hardpoint.engine.blueprint import Blueprint, draw
+from hardpoint.engine.rank_process import RankSpec
+from hardpoint.engine.ranks import RanksExecutor
+from hardpoint.engine.runner import Runner
+from hardpoint.engine.torchrun_executor import Launch, ThreadRank
+from hardpoint.parallel.choices import Choices
+from hardpoint.parallel.groups import Group, Seat
+from hardpoint.parallel.process_group import LOOPBACK, TCPStore
+from hardpoint_plugin_api import ConfigError, EngineDeadError, HardpointError
+from tests.parallel.ranks import ThreadsExecutor, joined, ranks_in_threads
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engines import SMALL
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path, "qwen3")
+    return path
+
+
+def config(folder: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig.create(model=str(folder), **(SMALL | {"tensor_parallel_size": 2} | settings))
+
+
+def start(configs: list[EngineConfig], choices: Choices | None) -> RanksExecutor:
+    """Ranks that were given a config each."""
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    specs = [RankSpec(each, Seat(rank, rank), choices) for rank, each in enumerate(configs)]
+    return RanksExecutor(configs[0], [ThreadRank(spec, joined(store)) for spec in specs])
+
+
+def test_a_rank_that_would_choose_otherwise(folder: Path) -> None:
+    alike, unlike = config(folder), config(folder, attention_backend="reference")
+    with pytest.raises(HardpointError) as caught:
+        start([alike, unlike], Choices.of(draw(alike)))
+    said = str(caught.value)
+    assert said.startswith("rank 1 does not agree with the engine's own process; every rank must have the same plugins")
+    differing = [line for line in said.splitlines() if " only: " in line]
+    assert len(differing) == 2, "what is alike is not shown"
+    assert any("rank 1 only: attention" in line and "reference" in line for line in differing)
+
+
+def test_ranks_that_were_given_unlike_settings(folder: Path) -> None:
+    """As under torchrun, where every process reads its own."""
+    with pytest.raises(
+        ConfigError, match=r"rank 1 was given other settings than rank 0.*: max_num_seqs = 8, on rank 0 16"
+    ):
+        start([config(folder), config(folder, max_num_seqs=8)], None)
+    with pytest.raises(ConfigError, match=r"block_size = 32, on rank 0 not given"):
+        start([config(folder), config(folder, block_size=32)], None)
+
+
+def test_nothing_is_joined_before_all_agree(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    joining: list[str] = []
+    monkeypatch.setattr(Group, "open", lambda group, store: joining.append(group.name))
+    with pytest.raises(HardpointError, match="does not agree"):
+        start([config(folder), config(folder, dtype="bfloat16")], Choices.of(draw(config(folder))))
+    assert not joining
+
+
+def test_choices_travel_and_compare(folder: Path) -> None:
+    """They are the same on every rank, though each rank has its own slices."""
+    with ranks_in_threads(folder, 4) as llm:
+        executor = llm.core.executor
+        assert isinstance(executor, ThreadsExecutor)
+        everyone = [Choices.of(blueprint) for blueprint in executor.blueprints]
+    assert len(set(everyone)) == 1
+    assert pickle.loads(pickle.dumps(everyone[0])) == everyone[0]
+    assert everyone[0].digest == llm.table.digest
+    assert everyone[0].plugins[0][0] == "core"
+
+
+def test_a_rank_that_fails_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error comes as it is; that the others could not go on says less."""
+    real = Runner.__init__
+
+    def fail_on_rank_1(runner: Runner, args: Any) -> None:
+        if args.ctx.parallel.tp.rank == 1:
+            raise ConfigError("rank 1 cannot")
+        real(runner, args)
+
+    monkeypatch.setattr(Runner, "__init__", fail_on_rank_1)
+    with pytest.raises(ConfigError, match=r"^rank 1 cannot$"), ranks_in_threads(folder, 2):
+        pass
+
+
+def test_a_rank_that_fails_in_a_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Runner.submit
+
+    def fail_on_rank_1(runner: Runner, step: Any) -> Any:
+        if runner._ctx.parallel.tp.rank == 1 and step.number == 2:
+            raise ValueError("the kernel broke")
+        return real(runner, step)
+
+    monkeypatch.setattr(Runner, "submit", fail_on_rank_1)
+    with ranks_in_threads(folder, 2) as llm:
+        said = "rank 1 failed, and every rank was ended: ValueError: the kernel broke"
+        with pytest.raises(EngineDeadError, match=said):
+            llm.generate([[1], [2]], use_tqdm=False)
+        with pytest.raises(EngineDeadError, match=said):
+            llm.generate([[1]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tensor_parallel_size": 3}, "number of attention heads of 4 does not divide among 3 ranks; take one of 1, 2"),
+        ({"tensor_parallel_size": 2, "executor": "inproc"}, "inproc' runs one rank.*use --executor mp or torchrun"),
+        ({"tensor_parallel_size": 4, "expert_parallel_size": 3}, "expert_parallel_size.* must divide the number of"),
+        (
+            {"expert_parallel_size": 1, "tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "contradicts --enable",
+        ),
+        (
+            {"executor": "torchrun", "tensor_parallel_size": 2},
+            "torchrun did not start this process.*--nproc-per-node 2",
+        ),
+        ({"executor": "torchrun", "core_process": True}, "core_process.*contradicts --executor torchrun"),
+        ({"tensor_parallel_size": 2, "communicator": "nccl"}, "nccl.*gather_and_sum, torch_distributed"),
+        ({"tensor_parallel_size": 2, "communicator": "gather_and_sum", "dtype": "float64"}, "dtype"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], said: str, folder: Path) -> None:
+    with pytest.raises(HardpointError, match=said):
+        LLM(str(folder), **(SMALL | settings))
+
+
+def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "heads", "llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=96)
+    with pytest.raises(ConfigError, match="3 KV heads do not divide among as many ranks, nor do the ranks divide"):
+        draw(config(tmp_path / "heads"))
+    write_checkpoint(tmp_path / "width", "llama", intermediate_size=97)
+    with pytest.raises(ConfigError, match=r"intermediate size of 97 does not divide among 2 ranks; take one of 1$"):
+        draw(config(tmp_path / "width"))
+
+
+def test_a_launch_of_another_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="torchrun started 4 processes; one is needed for each rank"):
+        Launch.read(config(folder))
+    assert Launch.read(config(folder, tensor_parallel_size=4)).seat == Seat(0, 0, on_one_host=False)
+
+
+def test_explain_leaves_the_device_alone(folder: Path) -> None:
+    """Drawing for several ranks touches no device, and shows what rank 0 will see."""
+    blueprint: Blueprint = draw(config(folder, tensor_parallel_size=4))
+    assert blueprint.ctx.torch_device.type == "meta"
+    assert [row.workload for row in blueprint.table.rows if row.family == "communicator"]
+    assert replace(blueprint, config=config(folder)).ctx.parallel.tp.size == 4

@@ -1,0 +1,171 @@
+"""Ranks in processes: the tokens of one, and what becomes of everybody when a process dies or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hardpoint import LLM, AsyncEngine, SamplingParams
+from hardpoint.engine.multiprocess_executor import MultiprocessExecutor
+from hardpoint_plugin_api import CheckpointError, ConfigError, EngineDeadError, EngineError
+from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.engines import SMALL, small_llm, until
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+"""Thousands of tokens: nothing in these tests waits for its end."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("model")
+    return folder, write_checkpoint(folder, "qwen3", max_position_embeddings=16384, num_key_value_heads=1)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: tuple[Path, PreTrainedModel]) -> Iterator[LLM]:
+    """Two ranks for all the tests here that leave them alive; the last one does not."""
+    with small_llm(checkpoint[0], tensor_parallel_size=2, step_timeout=5) as engine:
+        yield engine
+
+
+def pids(llm: LLM) -> list[int]:
+    assert isinstance(llm.core.executor, MultiprocessExecutor)
+    return list(llm.core.executor.pids)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that hold an engine's ranks among the children of a process."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(each) for each in found if "spawn_main" in Path(f"/proc/{each}/cmdline").read_text()]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_the_same_tokens(llm: LLM, checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    assert len({*pids(llm), os.getpid()}) == 3
+    prompts = random_prompts(6, 60, seed=1)
+    drawn = [SamplingParams(temperature=0.9, seed=i, max_tokens=10, n=2) for i, _ in enumerate(prompts)]
+    with small_llm(checkpoint[0]) as here:
+        wanted = [[o.token_ids for o in each.outputs] for each in here.generate(prompts, drawn, use_tqdm=False)]
+    found = llm.generate(prompts, drawn, use_tqdm=False)
+    assert [[o.token_ids for o in each.outputs] for each in found] == wanted
+    for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+        check_tokens_equal(checkpoint[1], prompt, output.outputs[0].token_ids)
+    assert llm.stats.cached_tokens > 0
+
+
+def test_every_rank_is_told_what_there_is_to_do(
+    llm: LLM, checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    held = llm.memory_report().by_tag
+    llm.sleep(level=2)
+    asleep = llm.memory_report().by_tag
+    assert asleep["kv"] == asleep["resources"] == 0
+    assert asleep["weights"] < held["weights"]
+    with pytest.raises(EngineError, match="the engine sleeps"):
+        llm.generate([[1]])
+    llm.wake_up()
+    assert llm.memory_report().by_tag == held
+
+    other = write_checkpoint(tmp_path, "qwen3", seed=1, max_position_embeddings=16384, num_key_value_heads=1)
+    with pytest.raises(ConfigError, match="tensors do not travel to ranks that run elsewhere"):
+        llm.update_weights([("model.norm.weight", torch.ones(64))])
+    llm.update_weights(str(tmp_path))
+    (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    check_tokens_equal(other, [1, 2, 3], output.outputs[0].token_ids)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="damaged or truncated"):
+        llm.update_weights(str(tmp_path))
+    llm.update_weights(str(checkpoint[0]))
+    (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    check_tokens_equal(checkpoint[1], [1, 2, 3], output.outputs[0].token_ids)
+    assert llm.metrics.value("hardpoint_padding_tokens_total") == 0, "what rank 0's runner counts arrives here"
+
+
+def test_a_rank_that_hangs(llm: LLM) -> None:
+    streams = [llm.stream([number], ENDLESS) for number in range(3)]
+    for stream in streams:
+        next(stream)
+    ranks = pids(llm)
+    os.kill(ranks[1], signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=r"a step did not end within 5 seconds \(--step-timeout\).* a rank hangs"):
+        list(streams[0])
+    for stream in streams[1:]:
+        with pytest.raises(EngineError, match="did not end within 5 seconds"):
+            list(stream)
+    assert all(map(is_gone, ranks))
+    with pytest.raises(EngineDeadError, match="did not end within 5 seconds"):
+        llm.generate([[1]])
+
+
+def test_a_rank_that_is_killed(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """Under an AsyncEngine, whose core has a process of its own and starts the ranks from there."""
+
+    async def kill(engine: AsyncEngine) -> None:
+        core = engine.client.facts.pid
+        ranks = children(core)
+        assert len(ranks) == 2
+        streams = [await engine.submit([number], ENDLESS) for number in range(3)]
+        for stream in streams:
+            await anext(stream)
+        os.kill(ranks[1], signal.SIGKILL)
+        said = rf"the process of rank 1 \({ranks[1]}\) was ended by SIGKILL.*every rank was ended: build a new engine"
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match=said):
+                _ = [output async for output in stream]
+        with pytest.raises(EngineDeadError, match=said):
+            await engine.submit([1])
+        assert not engine.is_running
+        until(lambda: all(map(is_gone, [core, *ranks])))
+        await engine.close()
+
+    engine = AsyncEngine(str(checkpoint[0]), tensor_parallel_size=2, **SMALL)
+    asyncio.run(asyncio.wait_for(kill(engine), 60))
+
+
+PROGRAM = """
+import sys
+from hardpoint import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], platform="cpu", kv_cache_memory="16MiB", tensor_parallel_size=2)
+    print(*llm.core.executor.pids, flush=True)
+    if sys.argv[2] == "stream":
+        for _ in llm.stream([1], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)):
+            pass
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "forgets to close"])
+def test_a_program_that_ends(end: str, checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    """Killed in the middle of a step, or at its end without a word: its ranks end."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, str(script), str(checkpoint[0]), "stream" if end == "killed" else "end"]
+    pipe, environment = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        ranks = [int(pid) for pid in program.stdout.readline().split()]
+        assert len(ranks) == 2
+        if end == "killed":
+            program.kill()
+        until(lambda: all(map(is_gone, ranks)))
+        assert "Traceback" not in program.stderr.read()
+    assert program.returncode == (-signal.SIGKILL if end == "killed" else 0)

@@ -1,0 +1,77 @@
+"""Ranks that torchrun starts: one script in every process, which goes on with an engine in rank 0's alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+
+PROGRAM = """
+import json, os, signal, sys
+from pathlib import Path
+from hardpoint import LLM, SamplingParams
+from hardpoint_plugin_api import EngineDeadError
+
+folder, prompts, rank = Path(sys.argv[1]), json.loads(sys.argv[2]), os.environ["RANK"]
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+with LLM(
+    str(folder), platform="cpu", kv_cache_memory="16MiB", tensor_parallel_size=2, executor="torchrun",
+    plugin_config={"cpu": {"threads": 1}},
+) as llm:
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    print(json.dumps([output.outputs[0].token_ids for output in outputs]), flush=True)
+    if sys.argv[3] == "kill":
+        try:
+            for count, _ in enumerate(llm.stream([1], endless)):
+                if count == 3:
+                    os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
+        except EngineDeadError as error:
+            print(error, flush=True)
+print(f"the end of rank {rank}", flush=True)
+"""
+
+
+def torchrun(folder: Path, prompts: list[list[int]], end: str) -> subprocess.CompletedProcess[str]:
+    """Run PROGRAM. torchrun looks seldom enough after its processes for rank 0 to be the first that sees one die."""
+    script = folder / "program.py"
+    script.write_text(PROGRAM)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    if end == "kill":
+        launcher += ["--monitor-interval", "10"]
+    return subprocess.run(
+        [*launcher, str(script), str(folder), json.dumps(prompts), end],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_rank_0_drives(tmp_path: Path) -> None:
+    model, prompts = write_checkpoint(tmp_path, "llama"), random_prompts(3, 30, seed=1)
+    done = torchrun(tmp_path, prompts, "close")
+    assert done.returncode == 0, done.stderr
+    tokens, end = done.stdout.splitlines()
+    assert end == "the end of rank 0", "the other process ended where its engine did"
+    for prompt, found in zip(prompts, json.loads(tokens), strict=True):
+        check_tokens_equal(model, prompt, found)
+
+
+@pytest.mark.nightly
+def test_a_process_that_is_killed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", max_position_embeddings=16384)
+    done = torchrun(tmp_path, [[1]], "kill")
+    _, error, end = done.stdout.splitlines()
+    assert error.startswith("rank 1's process has ended: torchrun's report, and what it wrote to stderr, say why")
+    assert end == "the end of rank 0"
+    assert done.returncode == 1
+    assert "Signal 9 (SIGKILL) received by PID" in done.stderr
