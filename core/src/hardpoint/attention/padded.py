@@ -50,6 +50,9 @@ def pad_heads(inner: type[AttentionBackend], multiple: int) -> type[AttentionBac
         def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
             self._inner.set_head_constants(sinks, alibi_slopes)
 
+        def set_cache_scales(self, k: torch.Tensor, v: torch.Tensor) -> None:
+            self._inner.set_cache_scales(k, v)
+
         def step_limits(self) -> StepLimits:
             return self._inner.step_limits()
 

@@ -46,6 +46,10 @@ class PhasedBackend(AttentionBackend):
         for backend in self.backends:
             backend.set_head_constants(sinks, alibi_slopes)
 
+    def set_cache_scales(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        for backend in self.backends:
+            backend.set_cache_scales(k, v)
+
     def step_limits(self) -> StepLimits:
         limits = StepLimits()
         for backend in self.backends:

@@ -52,6 +52,10 @@ class ReferenceAttention(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         return AttentionMetadata(batch)
 
+    def read(self, cache: dict[str, torch.Tensor], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values on ``pages`` (int64 [n]), each [n, block, K, D]."""
+        return self.layout.to_logical(cache, pages)
+
     def forward(
         self,
         q: torch.Tensor,
@@ -65,7 +69,7 @@ class ReferenceAttention(AttentionBackend):
         for i, seq_len in enumerate(batch.seq_lens_host):
             first, last = batch.query_start_host[i], batch.query_start_host[i + 1]
             pages, start = read_blocks(batch, i, self.spec)
-            keys, values = self.layout.to_logical(cache, pages)
+            keys, values = self.read(cache, pages)
             out[first:last] = attend(
                 q[first:last],
                 keys.flatten(0, 1)[: seq_len - start],

@@ -89,6 +89,13 @@ class HFConfig:
             raise CheckpointError(f"{self.path}: {key!r} must be a finite number above 0, got {value!r}")
         return float(value)
 
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers, 0 or more; none where the key is missing or null."""
+        value = self.get(key, [])
+        if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
+            raise CheckpointError(f"{self.path}: {key!r} must be a list of whole numbers, 0 or more, got {value!r}")
+        return tuple(value)
+
     def flag(self, key: str, default: bool) -> bool:
         """A truth value."""
         value = self.get(key, default)

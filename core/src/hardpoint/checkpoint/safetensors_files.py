@@ -33,7 +33,7 @@ _DTYPES = {
 }
 """The format's names of dtypes -> torch's."""
 
-_MAPPED_BYTES = 1 << 25
+_MAPPED_BYTES = 1 << 24
 """A file is opened anew after as many bytes, so that those read before no longer count as memory in use."""
 
 

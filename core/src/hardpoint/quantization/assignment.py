@@ -18,11 +18,13 @@ from hardpoint_plugin_api import (
     CheckpointError,
     CheckpointTensors,
     ConfigError,
+    Dim,
     LinearArgs,
     Module,
     QuantizationMethod,
     Scheme,
     ShardPlan,
+    StoredTensor,
 )
 
 _CACHE_SCALES = re.compile(r".*\.([kvq]|kv|prob)_scale$")
@@ -153,9 +155,18 @@ class Quantization:
                 shards = self._shards.get((path, part), (None, None))
                 found.setdefault(f"{module.name}.{stored.name}", Reading(stored, module, places, *shards))
         for path, scales in self._cache_scales.items():
-            found |= {scales.k: f"{path}.k_scale", scales.v: f"{path}.v_scale"}
+            for name, slot in ((scales.k, "k_scale"), (scales.v, "v_scale")):
+                found[name] = _cache_scale(name, len(self.method.tensors.info(name).shape), path, slot)
         unneeded = (name for name in self.method.tensors.names - found.keys() if _CACHE_SCALES.match(name))
         return found | dict.fromkeys(unneeded)
+
+
+def _cache_scale(name: str, rank: int, path: str, slot: str) -> Reading:
+    """One number, stored with any rank, for a slot of the attention layer at ``path``."""
+    attention, _, last = name.rpartition(".")
+    dtypes = ("float32", "bfloat16", "float16")
+    stored = StoredTensor(last, (Dim(None),) * rank, dtypes, (slot,), lambda x: {slot: x.reshape(1)})
+    return Reading(stored, Module(attention, 1, 1), {slot: f"{path}.{slot}"})
 
 
 def check_shards(path: str, scheme: Scheme, args: LinearArgs) -> None:

@@ -36,20 +36,25 @@ def by_row(scheme: Scheme) -> Scheme:
     return replace(scheme, weight=replace(scheme.weight, scales=scales))
 
 
-def collapse_parts(weights: dict[str, torch.Tensor], path: str) -> dict[str, torch.Tensor]:
+def collapse_parts(
+    weights: dict[str, torch.Tensor], path: str, matrix: str = "", *, stacked: bool = False
+) -> dict[str, torch.Tensor]:
     """Make one of what each module brought: column groups [in], scale and zero point of activations [1].
 
+    The slots are those of ``matrix`` ("w13."), where a layer has several. ``stacked`` ones keep their first axis.
     Raises CheckpointError where they differ, which they did not in the checkpoint that the layer was built for.
     """
     whole = dict(weights)
     for name in _ONCE:
-        if name not in weights:
+        slot = f"{matrix}{name}"
+        if slot not in weights:
             continue
-        value = weights[name]
+        value = weights[slot].transpose(0, 1) if stacked else weights[slot]
         if not all(torch.equal(other, value[0]) for other in value[1:]):
             raise CheckpointError(
-                f"layer {path!r}: the parts that were merged into one matrix differ in {name}, which they did not in "
+                f"layer {path!r}: the parts that were merged into one matrix differ in {slot}, which they did not in "
                 "the checkpoint that the engine was built for; build a new engine for these weights"
             )
-        whole[name] = value[0] if name == "weight_group_index" else value[:1]
+        one = value[0] if name == "weight_group_index" else value[:1]
+        whole[slot] = one.transpose(0, 1).contiguous() if stacked and name != "weight_group_index" else one
     return whole

@@ -29,7 +29,7 @@ ELEMENTS = frozenset({*_INTEGERS, *_FLOATS})
 
 _E8M0 = "float8_e8m0fnu"
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_CHUNK = 1 << 22
+_CHUNK = 1 << 19
 """Elements of a weight that are worked on at once: a few chunks of float32 beside a matrix of any size."""
 
 
@@ -117,27 +117,44 @@ def _joined(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
     """Round a weight [N, K] to the nearest elements of a spec with one level of scales; returns the spec's slots.
 
-    Works on a chunk of rows at a time, on the weight's device. A block at the edge may be smaller than the others.
+    Works on a few rows at a time, on the weight's device. A block at the edge may be smaller than the others.
     """
     rows, columns = weight.shape
-    level = spec.scales[0]
-    n, k = (whole if size == -1 else size for size, whole in zip(level.block, weight.shape, strict=True))
-    pieces = []
-    for start in range(0, rows, chunk := max(n, _CHUNK // columns // n * n)):
-        part = weight[start : start + chunk].float()
-        height = part.shape[0]
-        blocks = pad(part, (0, -columns % k, 0, -height % n)).unflatten(1, (-1, k)).unflatten(0, (-1, n))
-        scale, zero_point = _fit(blocks, spec, (1, 3))
-        scale = scale.to(dtype_of(level.format))
-        blocks = blocks / scale.float()
-        codes = round_to(blocks if zero_point is None else blocks + zero_point, spec.element)
-        codes = codes.flatten(2).flatten(0, 1)[:height, :columns]
-        slots = {"weight": pack_nibbles(codes) if spec.packing == "nibbles" else codes}
-        slots[scale_slot(0)] = scale[:, 0, :, 0]
+    n, k = (whole if size == -1 else size for size, whole in zip(spec.scales[0].block, weight.shape, strict=True))
+    height = max(n if n < rows else 1, _CHUNK // columns // n * n if n < rows else _CHUNK // columns)
+    fitted = None
+    if n == rows > height:  # the range of a column is that of its parts' extremes
+        extremes = [extreme for part in weight.split(height) for extreme in (part.amin(0), part.amax(0))]
+        fitted = _fit(_blocks(torch.stack(extremes), len(extremes), k), spec, (1, 3))
+    slots: dict[str, torch.Tensor] = {}
+    for start in range(0, rows, height):
+        part = weight[start : start + height]
+        blocks = _blocks(part, min(n, part.shape[0]) if fitted else n, k)
+        scale, zero_point = fitted or _fit(blocks, spec, (1, 3))
+        scale = scale.to(dtype_of(spec.scales[0].format))
+        blocks.div_(scale.float())
+        codes = round_to(blocks if zero_point is None else blocks.add_(zero_point), spec.element)
+        codes = codes.flatten(2).flatten(0, 1)[: part.shape[0], :columns]
+        found = {
+            "weight": pack_nibbles(codes) if spec.packing == "nibbles" else codes,
+            scale_slot(0): scale[:, 0, :, 0],
+        }
         if zero_point is not None:
-            slots["weight_zero_point"] = zero_point[:, 0, :, 0]
-        pieces.append(slots)
-    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+            found["weight_zero_point"] = zero_point[:, 0, :, 0]
+        for name, value in found.items():
+            per = 1 if name == "weight" else n
+            if name not in slots:
+                slots[name] = value.new_empty(-(-rows // per), value.shape[1])
+            slots[name][start // per : start // per + value.shape[0]] = value
+    return slots
+
+
+def _blocks(part: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """[rows, K] -> float32 [rows / n, n, K / k, k], a copy, filled up with zeros, which are exact in any block."""
+    rows, columns = part.shape
+    wide = part.new_zeros(rows + -rows % n, columns + -columns % k, dtype=torch.float32)
+    wide[:rows, :columns] = part
+    return wide.unflatten(1, (-1, k)).unflatten(0, (-1, n))
 
 
 def _fit(blocks: torch.Tensor, spec: QuantSpec, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
