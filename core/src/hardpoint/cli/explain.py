@@ -25,9 +25,11 @@ def explain(config: EngineConfig, device: str | None, as_json: bool) -> None:
         print_json(table)
         return
     rows: Any = table["rows"]
-    uses = Counter((_subject(row), row["range"], _chosen(row), row["rule"], _losers(row)) for row in rows)
+    uses = Counter(
+        (_subject(row), row["range"], _chosen(row), row["certified"], row["rule"], _losers(row)) for row in rows
+    )
     print_table(
-        ["for", "uses", "tokens", "chosen", "rule", "not chosen, and why"],
+        ["for", "uses", "tokens", "chosen", "certified", "rule", "not chosen, and why"],
         [[subject, count, *rest] for (subject, *rest), count in uses.items()],
     )
     click.echo(f"selection digest {table['digest']}")

@@ -37,10 +37,10 @@ def new(name: str, families: str | None, language: str, folder: str | None) -> N
 
 
 @click.command("api-diff", short_help="Print what changed in the plugin API.")
-@click.argument("since", required=False, metavar="[SINCE]")
+@click.option("--since", metavar="VERSION", help="The version to compare with; by default the newest frozen one.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def api_diff(since: str | None, as_json: bool) -> None:
-    """Print what changed in the plugin API since version SINCE, by default the newest frozen one, and what breaks."""
+    """Print what changed in the plugin API since a version, and what of it breaks plugins."""
     from hardpoint.plugins.api_diff import compare
     from hardpoint.plugins.api_surface import describe_api, frozen, frozen_versions
 
@@ -49,7 +49,7 @@ def api_diff(since: str | None, as_json: bool) -> None:
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"SINCE: {error}") from None
+        raise ConfigError(f"--since: {error}") from None
     new = describe_api()
     changes = compare(old, new)
     if as_json:
@@ -72,7 +72,7 @@ def api_diff(since: str | None, as_json: bool) -> None:
 
 @click.command("api-reference", short_help="Print the reference of the plugin API.")
 def api_reference() -> None:
-    """Print the reference of the plugin API as Markdown: names, manifest, requirements, families, hooks, ops, layers."""
+    """Print the reference of the plugin API as Markdown."""
     from hardpoint.plugins.api_reference import render
 
     click.echo(render(), nl=False)

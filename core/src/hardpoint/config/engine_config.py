@@ -52,6 +52,12 @@ class EngineConfig(BaseModel):
     plugins: Names | None = Field(None, description="Allowlist: only these plugins are used (NAME,NAME...).")
     plugins_locked: bool = Field(False, description="Use only plugins that are to the byte as the lock file says.")
     plugins_lock_file: Text = Field(LOCK_FILE_NAME, description="The lock file of --plugins-locked.")
+    require_certified: bool = Field(
+        False, description="Use only what a certificate of level full or better shows right on such a device."
+    )
+    certificates: Text | None = Field(
+        None, description="The one folder whose certificates count; by default the plugins' own and the local ones."
+    )
     attention_backend: Text | None = Field(None, description="The attention backend.")
     linear_backend: Text | None = Field(None, description="The matmul kernels behind linear layers.")
     experts_backend: Text | None = Field(None, description="The kernels of a mixture of experts.")
@@ -60,7 +66,7 @@ class EngineConfig(BaseModel):
     use: Use = Field(default_factory=dict, description="Choose an implementation, as in op.rms_norm=NAME; repeatable.")
     quantization: Text | None = Field(None, description="Quantize while loading, by this method: fp8, int8, int4.")
     quantization_options: Options = Field((), description="How it quantizes (KEY=VALUE,KEY=VALUE).")
-    kv_cache_dtype: CacheDtype = Field("auto", description="Data type of the KV cache; auto: the model's.")
+    kv_cache_dtype: CacheDtype = Field("auto", description="Data type of the KV cache (fp8_e4m3, int8); auto: model's.")
     block_size: PageSize | None = Field(None, description="Tokens per block of the KV cache.")
     kv_cache_memory: Bytes | None = Field(None, description="Size of the KV cache: bytes, or as in 4GiB.")
     max_model_len: Count | None = Field(None, description="Longest sequence, prompt and output together, in tokens.")
@@ -156,6 +162,9 @@ class EngineConfig(BaseModel):
         if self.enable_expert_parallel and groups is not None and groups == 1:
             wanted = written("expert_parallel_size", groups, origins)
             raise ConfigError(f"{wanted} contradicts --enable-expert-parallel; leave one of them out")
+        if self.executor == "torchrun" and self.core_process:
+            process = written("core_process", self.core_process, origins)
+            raise ConfigError(f"{process} contradicts --executor torchrun, whose processes are the ranks; leave it out")
         if self.executor == "inproc" and ranks > 1:
             wanted = written("executor", self.executor, origins)
             raise ConfigError(f"{wanted} runs one rank, and {size} asks for several; use --executor mp or torchrun")

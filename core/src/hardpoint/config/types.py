@@ -15,11 +15,12 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from hardpoint_plugin_api import FAMILIES, UnknownNameError
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
-KVDtype = Literal["auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"]
+KVDtype = Literal["auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "int8"]
 
 ExecutorKind = Literal["inproc", "mp", "torchrun"]
 
 _DTYPE_ALIASES = {"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"}
+_CACHE_DTYPE_ALIASES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _UNITS = {"B": 1} | {
     f"{prefix}{suffix}": base**power
     for suffix, base in (("iB", 1024), ("B", 1000))
@@ -31,6 +32,10 @@ _OP_SWITCH = re.compile(r"[+-][A-Za-z_]\w*")
 
 def _dtype(value: object) -> object:
     return _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+def _cache_dtype(value: object) -> object:
+    return _dtype(_CACHE_DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value)
 
 
 def _number(value: object) -> object:
@@ -121,7 +126,7 @@ def check_options(options: tuple[str, ...]) -> tuple[str, ...]:
 
 
 AnyDtype = Annotated[Dtype, BeforeValidator(_dtype)]
-CacheDtype = Annotated[KVDtype, BeforeValidator(_dtype)]
+CacheDtype = Annotated[KVDtype, BeforeValidator(_cache_dtype)]
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
 PageSize = Annotated[Count, Field(le=2**16)]
 NumSeqs = Annotated[Count, Field(le=2**16)]

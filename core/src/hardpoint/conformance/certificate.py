@@ -6,8 +6,8 @@ shards are there, and if the contribution has cases of which none failed and not
 
 Where they are looked for: in ``certificates/`` in the plugin's own package, where an author ships them (such a file is
 no part of the content that it speaks of, or none could name its hash), and in ``hardpoint-certificates/`` in the
-working directory, beside the lock file. Who trusts an installed plugin with a process's memory may as well take its author's
-word on its results; who does not names a folder of his own with ``--certificates``, and then that alone counts.
+working directory, beside the lock file. Who trusts an installed plugin with a process's memory may as well take its
+author's word on its results; who does not names a folder of his own with ``--certificates``: then that alone counts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.conformance.plan import LEVELS, Level
+from hardpoint.plugins.content_hash import hash_of
 from hardpoint_plugin_api import API_VERSION, ConfigError, DeviceInfo, PluginLoadError, Reason
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ KIT_VERSION = 1
 """Raised when a check comes to ask for more than before."""
 
 SHIPPED_FOLDER = "certificates"
-"""In a plugin's package: certificates that its author ships. No part of the plugin's content hash."""
+"""In a plugin's package: certificates that its author ships."""
 OPERATOR_FOLDER = "hardpoint-certificates"
 """In the working directory: certificates of the operator's own."""
 
@@ -173,10 +174,24 @@ def describe_plugin(record: PluginRecord) -> dict[str, Any]:
         "name": record.name,
         "distribution": record.distribution,
         "version": record.version,
-        "content_hash": record.content_hash(),
+        "content_hash": content_of(record),
         "api": str(record.manifest.api),
         "editable": record.editable,
     }
+
+
+def content_of(record: PluginRecord) -> str:
+    """The hash of the plugin's files, without the certificates that it ships: they cannot name a hash of themselves.
+
+    Raises PluginLoadError where its files cannot be read.
+    """
+    folder = PurePosixPath(record.folder.name if record.folder else "", SHIPPED_FOLDER)
+
+    def is_certificate(name: str) -> bool:
+        path = PurePosixPath(name)
+        return path.parent == folder and path.suffix == ".json"
+
+    return hash_of({name: digest for name, digest in record.file_hashes().items() if not is_certificate(name)})
 
 
 def library_versions(record: PluginRecord) -> dict[str, str]:
@@ -275,7 +290,7 @@ class Certificates:
         if not paths:
             return
         try:
-            content = record.content_hash()
+            content = content_of(record)
         except PluginLoadError:
             return  # what cannot be hashed cannot be certified
         for certificate in self._all(paths):

@@ -33,7 +33,14 @@ from hardpoint_plugin_api import (
 )
 from hardpoint_plugin_api.requirements import FeatureRequirement, OneOfRequirement
 
-_REFERENCES = {"op": "reference", "layer": "default", "attention": "reference", "linear": "torch"}
+_REFERENCES = {
+    "op": "reference",
+    "layer": "default",
+    "attention": "reference",
+    "linear": "torch",
+    "experts": "reference",
+    "all2all": "local",
+}
 """The contribution of each family that is the truth of it."""
 
 

@@ -283,7 +283,7 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
     """The first and last byte of a tensor, counted from its storage's beginning."""
     first = x.storage_offset()
     last = first + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return first * x.element_size(), (last + 1) * x.element_size() - 1 if x.numel() else -1
+    return int(first * x.element_size()), int((last + 1) * x.element_size() - 1 if x.numel() else -1)
 
 
 def _addresses(x: torch.Tensor) -> torch.Tensor:

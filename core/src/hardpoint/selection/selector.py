@@ -36,7 +36,8 @@ _PHASES: tuple[Phase, ...] = ("prefill", "decode")
 class Selector:
     """Answers requests for one engine: one device, one set of plugins, one user's settings.
 
-    ``load`` imports an offer's target (used for winners only, to ask their own ``supports``).
+    ``load`` imports an offer's target (used for winners only, to ask their own ``supports``). ``refuses`` says why the
+    user wants an offer in no case, whatever the workload; a generated adapter is as good as what it adapts.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Selector:
         tuning: TuningFile | None = None,
         *,
         load: Callable[[Offer], object],
+        refuses: Callable[[Offer], Reason | None] = lambda offer: None,
     ) -> None:
+        self._refuses = refuses
         self.device, self.settings = device, settings
         self._plugins, self._tuning = plugins, tuning or TuningFile()
         self._load = load
@@ -83,6 +86,8 @@ class Selector:
         if contribution.family == "op" and contribution.name != _REFERENCE:
             switched_off = self.settings.op_switched_off(str(contribution.of))
             reasons += [switched_off] if switched_off else []
+        refused = self._refuses(offer.inner if isinstance(offer, AdaptedOffer) else offer)
+        reasons += [refused] if refused else []
         context = CheckContext(Request(self.device, workload), offer.api)
         return reasons + [r for requirement in contribution.requirements if (r := requirement.check(context))]
 

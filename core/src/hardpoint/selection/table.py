@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from hardpoint.plugins import Offer
 from hardpoint.selection.plan import Plan, Rejection, Rule
 from hardpoint_plugin_api import Reason
 
@@ -24,6 +25,8 @@ class Row:
     version: str
     rule: Rule
     rejected: tuple[Rejection, ...]
+    certified: str | None = None
+    """What certificates say of the chosen, where they were looked at."""
 
     def to_json(self) -> dict[str, object]:
         """This row as plain data."""
@@ -41,6 +44,7 @@ class Row:
             "plugin": self.plugin,
             "version": self.version,
             "rule": self.rule,
+            **({} if self.certified is None else {"certified": self.certified}),
             "rejected": [
                 {
                     "name": r.offer.contribution.name,
@@ -53,9 +57,9 @@ class Row:
 
 
 class SelectionTable:
-    """Every plan of one engine."""
+    """Every plan of one engine. ``certified`` says what certificates show of an offer."""
 
-    def __init__(self, plans: Iterable[Plan]) -> None:
+    def __init__(self, plans: Iterable[Plan], certified: Callable[[Offer], str] | None = None) -> None:
         self.rows: tuple[Row, ...] = tuple(
             Row(
                 family=plan.workload.family,
@@ -67,6 +71,7 @@ class SelectionTable:
                 version=entry.offer.version,
                 rule=entry.rule,
                 rejected=plan.rejected,
+                certified=certified(entry.offer) if certified else None,
             )
             for plan in plans
             for entry in plan.entries

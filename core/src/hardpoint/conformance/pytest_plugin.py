@@ -1,0 +1,109 @@
+"""The kit as a pytest plugin: ``pytest --hardpoint-plugin acme`` collects one test for each case.
+
+Importing this module imports neither torch nor a plugin: pytest loads it in every repository where core is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hardpoint.conformance.plan import LEVELS
+
+if TYPE_CHECKING:
+    from hardpoint.conformance.isolation import Runner
+    from hardpoint.conformance.trials import Result
+
+_RUNNERS = pytest.StashKey[list["Runner"]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options; without --hardpoint-plugin, this plugin does nothing."""
+    group = parser.getgroup("hardpoint", "Hardpoint's conformance kit")
+    group.addoption("--hardpoint-plugin", metavar="NAME", help="Collect the conformance cases of this plugin.")
+    group.addoption("--hardpoint-level", choices=LEVELS, default="quick", help="How much to try (default: quick).")
+    group.addoption("--hardpoint-seed", type=int, default=0, metavar="SEED", help="What inputs are drawn from.")
+    group.addoption("--hardpoint-family", metavar="FAMILY", help="Only the plugin's contributions to one family.")
+    group.addoption("--hardpoint-name", metavar="NAME", help="Only the plugin's contribution of this name.")
+    group.addoption("--hardpoint-platform", metavar="NAME", help="Where to run; by default where the plugin belongs.")
+    group.addoption("--hardpoint-timeout", type=float, default=120.0, metavar="S", help="Seconds one case may take.")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m choose among the items
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add the cases, unless single tests were named (``path::name``)."""
+    if config.getoption("hardpoint_plugin") and not any("::" in arg for arg in config.args):
+        items.extend(_collect(session, config))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the processes in which contributions were tried."""
+    for runner in config.stash.get(_RUNNERS, []):
+        runner.close()
+
+
+def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.Item]:
+    from hardpoint.conformance.certify import check
+    from hardpoint.conformance.isolation import runner_for
+    from hardpoint.conformance.kit import Order
+    from hardpoint.plugins import discover
+    from hardpoint_plugin_api import HardpointError
+
+    runners = config.stash.setdefault(_RUNNERS, [])
+    plugins = discover()
+    try:
+        order = Order(
+            plugin=config.getoption("hardpoint_plugin"),
+            family=config.getoption("hardpoint_family"),
+            name=config.getoption("hardpoint_name"),
+            level=config.getoption("hardpoint_level"),
+            seed=config.getoption("hardpoint_seed"),
+            platform=config.getoption("hardpoint_platform"),
+        )
+        check(plugins, order)
+    except HardpointError as error:
+        raise pytest.UsageError(str(error)) from error
+    for offer in order.offers(plugins):
+        runner = runner_for(plugins, order, offer, isolated=True, seconds=config.getoption("hardpoint_timeout"))
+        runners.append(runner)
+        c, listing = offer.contribution, runner.list()
+        title = "/".join(part for part in (c.family, c.of, c.name) if part)
+        if listing.unfit:
+            yield ConformanceItem.from_parent(session, name=f"{title}[all]", runner=runner, done=listing.unfit)
+        for case in listing.cases:
+            yield ConformanceItem.from_parent(session, name=f"{title}[{case}]", runner=runner, case=case)
+
+
+class NonConformanceError(Exception):
+    """A case failed; the message is the report."""
+
+
+class ConformanceItem(pytest.Item):
+    """One case of one contribution. It fails where a check fails, and is skipped where nothing could be tried."""
+
+    def __init__(
+        self, *, name: str, parent: pytest.Session, runner: Runner, case: str = "all", done: Result | None = None
+    ) -> None:
+        super().__init__(name, parent, nodeid=f"hardpoint::{name}")
+        self._runner, self._case, self._done = runner, case, done
+
+    def runtest(self) -> None:
+        """Run the case in the contribution's process."""
+        results = [self._done] if self._done else list(self._runner.run(self._case))
+        failures = [f"{r.check}: {fault}" for r in results for fault in r.faults]
+        if failures:
+            raise NonConformanceError("\n".join(failures))
+        if not any(r.outcome == "passed" for r in results):
+            pytest.skip("; ".join(dict.fromkeys(f"{r.outcome}: {r.reason}" for r in results)))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
+        """What the checks found, without a traceback through the kit."""
+        if isinstance(excinfo.value, NonConformanceError):
+            return str(excinfo.value)
+        return str(super().repr_failure(excinfo))
+
+    def reportinfo(self) -> tuple[str, None, str]:
+        """Where it stands in reports: not in a file."""
+        return "hardpoint", None, self.name

@@ -1,0 +1,64 @@
+"""Putting one function or class in a contribution's place, and finding the first check that objects to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from hardpoint.conformance.generators import Generator
+from hardpoint.conformance.plan import Plan
+from hardpoint.conformance.site import Site, Subject
+from hardpoint.conformance.trials import Finding
+from hardpoint.plugins import Offer
+from hardpoint_plugin_api import FAMILIES
+from hardpoint_plugin_api.requirements import parse_requirement
+
+
+@dataclass(frozen=True)
+class EveryCheck(Plan):
+    """The few cases of level quick, with every check on each."""
+
+    def includes(self, check: int, trial: int) -> bool:
+        """Always."""
+        return True
+
+
+@dataclass(frozen=True)
+class Caught:
+    """The first failure: in which case, by which check, and what it found."""
+
+    case: str
+    check: str
+    finding: Finding
+
+    @property
+    def codes(self) -> set[str]:
+        """The codes of the faults."""
+        return {fault.code for fault in self.finding.faults}
+
+    def __str__(self) -> str:
+        return f"{self.case}, {self.check}: {'; '.join(map(str, self.finding.faults))}"
+
+
+def subject(
+    site: Site, target: object, family: str, of: str | None = None, name: str = "reference", **changes: Any
+) -> Subject:
+    """``target`` in place of a contribution of core's (or of whoever has one of this name), with other claims."""
+    offers = [o for o in site.plugins.offers(family, of) if o.contribution.name == name]
+    claims: Sequence[Any] = changes.pop("requires", ())
+    requires = tuple(parse_requirement(claim, FAMILIES[family], "tests") for claim in claims)
+    contribution = replace(offers[0].contribution, requires=requires, **changes)
+    offer: Offer = replace(offers[0], contribution=contribution)
+    return Subject(offer, target, site)
+
+
+def first_failure(tried: Subject, generator: Generator, cases: str = "*", plan: Plan | None = None) -> Caught | None:
+    """Run trials in their order, of cases that match, until a check fails; None if none does."""
+    for trial in generator.trials(tried, plan or EveryCheck()):
+        if fnmatchcase(trial.case, cases):
+            for check, finding in trial.run():
+                if finding.faults:
+                    return Caught(trial.case, check, finding)
+    return None
