@@ -1,6 +1,6 @@
 """Write down the plugin API as it is now: docs/contract.md, and under plugin_api/src/hardpoint_plugin_api/api/.
 
-    python scripts/freeze_api.py              # the draft of the version in versions.py, as often as it changes
+    make reference                            # the draft of the version in versions.py, as often as it changes
     python scripts/freeze_api.py --release    # for good: from now on a change needs a new version
 
 Writes ``names.py`` of the plugin in tests/out_of_tree/api_MAJOR_MINOR too. What else is new there is written by hand:

@@ -3,7 +3,8 @@
 What a block does follows from the words behind its three backticks:
 
 * ``bash``: commands, each of which must succeed. The folder that they end in is where the next block begins.
-* ``console``: commands behind ``$``, and under each what it prints; ``...`` stands for anything.
+* ``console``: commands behind ``$``, and under each what it prints; ``...`` stands for anything. They succeed, or, with
+  ``fails="yes"``, fail.
 * ``python``: a script, which must succeed.
 * any language and ``title="PATH"``: the reader writes this file.
 * any language and ``shows="PATH"``: lines of a file that is there already.
@@ -71,7 +72,7 @@ class Reader:
         elif language == "bash":
             self._succeed(source, where)
         else:
-            self._converse(source, where)
+            self._converse(source, where, fails="fails" in options)
 
     def _succeed(self, command: str, where: str) -> str:
         place = self.environment.folder / "place"
@@ -80,9 +81,11 @@ class Reader:
         self.folder = Path(place.read_text(encoding="utf-8").strip())
         return done.stdout
 
-    def _converse(self, source: str, where: str) -> None:
+    def _converse(self, source: str, where: str, fails: bool) -> None:
         for turn in re.split(r"^\$ ", source, flags=re.MULTILINE)[1:]:
             command, _, expected = turn.partition("\n")
-            got = self.environment.run(command, self.folder).stdout
+            done = self.environment.run(command, self.folder)
+            got = done.stdout
+            assert (done.returncode != 0) == fails, f"{where}: {command!r} exits with {done.returncode}:\n{got}"
             answered = doctest.OutputChecker().check_output(expected, got, _OPTIONS)
             assert answered, f"{where}: {command!r} should print\n{expected}\nand printed\n{got}"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint.plugins.api_reference import render
+from hardpoint_plugin_api import Feature
 from tests.docs.runner import Reader
 from tests.support.environment import Environment
 
@@ -21,7 +22,12 @@ def test_a_reader_can_follow(page: str, tmp_path: Path) -> None:
 
 
 def test_the_reference_is_up_to_date() -> None:
-    assert (DOCS / "contract.md").read_text(encoding="utf-8") == render(), "run: python scripts/freeze_api.py"
+    assert (DOCS / "contract.md").read_text(encoding="utf-8") == render(), "run: make reference"
+
+
+def test_the_tutorial_names_every_feature() -> None:
+    page = (DOCS / "write_a_plugin.md").read_text(encoding="utf-8")
+    assert not [feature for feature in Feature if f"`{feature}`" not in page]
 
 
 LIES = [
@@ -31,6 +37,8 @@ LIES = [
     ("console", "$ echo one two\none three\n", "should print"),
     ("console", "$ echo one\n", "should print"),
     ("console", "$ echo one\none\n$ echo two\nthree\n", "should print"),
+    ("console", "$ false\n", "exits with 1"),
+    ('console fails="yes"', "$ true\n", "exits with 0"),
     ('toml shows="there.toml"', "b = 2\n", "does not hold"),
     ("toml", "b = \n", "Invalid value"),
     ("ruby", "puts 1\n", "no rule for blocks of 'ruby'"),

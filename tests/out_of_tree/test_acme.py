@@ -15,6 +15,9 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.conformance.families.experts import ExpertsTrials
+from hardpoint.conformance.plan import Plan
+from hardpoint.conformance.site import Site, Subject
 from hardpoint.ops.base import functional_from_out
 from hardpoint.ops.judge import judge
 from hardpoint.ops.rms_norm import rms_norm
@@ -26,28 +29,12 @@ from hardpoint_plugin_api import (
     SelectionError,
     UnknownNameError,
 )
-from tests.out_of_tree.build import install_project
+from tests.parallel.ranks import ranks_in_threads
 from tests.support.attention import MIXED, brute_force, run_backend
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 
-SOURCE = Path(__file__).parent / "acme_plugin"
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip installed the plugin."""
-    site = tmp_path_factory.mktemp("acme-site")
-    install_project(SOURCE, site, tmp_path_factory.mktemp("acme-source"))
-    return site
-
-
-@pytest.fixture
-def acme(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The plugin is installed for the length of a test."""
-    monkeypatch.syspath_prepend(str(installed))
-    return installed
 
 
 def served(llm: LLM) -> dict[tuple[str, str | None], set[str]]:
@@ -169,6 +156,7 @@ def test_explain_shows_it_with_reasons(acme: Path, tmp_path: Path) -> None:
     assert losers == {
         "reference": ["lower-rank"],
         "reference_batch_invariant": ["lower-rank"],
+        "reference_quantized_cache": ["kv-dtype"],
         "acme_paged": ["head-multiple"],
         "acme_paged+pad32": ["layout"],
     }
@@ -213,3 +201,40 @@ def test_its_op_under_the_ops_own_error_model(acme: Path, dtype: torch.dtype) ->
     for case in cases:
         verdict = judge(rms_norm, implementation, case, dtype=dtype)
         assert verdict.passed, f"{case.name}: {verdict}"
+
+
+MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def test_its_experts_and_its_exchange_by_flag(acme: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "qwen3_moe", head_dim=32, **MIXTURE)
+    with small_llm(tmp_path) as llm:
+        assert served(llm)["experts", None] == {"grouped"}
+    assert check_engine(tmp_path, model, experts_backend="acme_experts")["experts", None] == {"acme_experts"}
+    settings = {"enable_expert_parallel": True, "use": {"experts": "acme_experts", "all2all": "acme_exchange"}}
+    with ranks_in_threads(tmp_path, 2, **settings) as llm:
+        assert (served(llm)["experts", None], served(llm)["all2all", None]) == ({"acme_experts"}, {"acme_exchange"})
+        prompts = random_prompts(4, 30, seed=9)
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+
+
+def test_why_its_experts_do_not_serve(acme: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe", hidden_act="gelu", **MIXTURE)
+    with pytest.raises(SelectionError, match=r"acme_experts: activation not supported \(wanted gelu_and_mul"):
+        small_llm(tmp_path, experts_backend="acme_experts")
+    with pytest.raises(SelectionError, match=r"acme_exchange: parallel not supported \(wanted none, supported ep"):
+        small_llm(tmp_path, all2all_backend="acme_exchange")
+    write_checkpoint(tmp_path, "qwen3_moe", **(MIXTURE | {"num_experts": 80}))
+    with pytest.raises(SelectionError, match=r"too many experts \(wanted 80, supported up to 64\)"):
+        small_llm(tmp_path, experts_backend="acme_experts")
+
+
+def test_its_experts_pass_the_kit(acme: Path) -> None:
+    plugins = discover()
+    offer = next(o for o in plugins.offers("experts") if o.contribution.name == "acme_experts")
+    trials = list(ExpertsTrials().trials(Subject.load(offer, Site.open(plugins, "cpu")), Plan()))
+    tried = [trial for trial in trials if trial.unsupported is None]
+    found = [finding for trial in tried for _, finding in trial.run()]
+    assert sum(finding.outcome == "passed" for finding in found) >= len(tried) > 8
+    assert not [str(fault) for finding in found for fault in finding.faults]

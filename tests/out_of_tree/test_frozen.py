@@ -75,6 +75,7 @@ def test_it_touches_everything_that_a_plugin_can(version: str, warehouse: dict[s
             "config.KEY": manifest["config"].values(),
             "device": manifest["device"],
             "contribution": contributions,
+            "namesake": manifest["namesake"],
         }.items()
         for t in tables
         for key in t

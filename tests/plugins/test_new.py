@@ -20,6 +20,7 @@ from tests.support.environment import Environment
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = ",".join(TEMPLATED)
+COMPILER = shutil.which("g++") or shutil.which("c++")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_plugin_of_every_family_serves_an_engine(environment: Environment, tmp
     assert "1 passed" in check(environment, project, "pytest -o addopts= -q")
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler")
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 def test_its_compiled_variant_serves_an_engine(environment: Environment, tmp_path: Path) -> None:
     project = install(environment, tmp_path, "compiled", ALL, "cpp")
     (library,) = (project / "src/hardpoint_compiled").glob("_kernels*.so")
@@ -139,6 +140,15 @@ def test_its_compiled_variant_serves_an_engine(environment: Environment, tmp_pat
     said = check(environment, project, f'python -c "{code}"').splitlines()
     assert said[0] == "expected 9 arguments, got 1"
     assert len(said) == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("language", ["torch", "cpp"])
+def test_every_kernel_of_it_conforms(environment: Environment, tmp_path: Path, language: str) -> None:
+    if language == "cpp" and not COMPILER:
+        pytest.skip("no C++ compiler")
+    project = install(environment, tmp_path, f"right{language}", ALL, language)
+    assert "checks passed, none failed" in check(environment, project, f"hardpoint conform right{language}")
 
 
 def test_the_wheels_hold_the_templates_and_the_frozen_versions(environment: Environment, tmp_path: Path) -> None:

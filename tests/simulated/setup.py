@@ -1,6 +1,6 @@
 """Builds the extension against the torch that is installed: pip install --no-build-isolation."""
 
-from setuptools import Extension, setup
+from setuptools import Extension, setup  # type: ignore[import-untyped]  # it ships no types
 from torch.utils.cpp_extension import include_paths, library_paths
 
 setup(

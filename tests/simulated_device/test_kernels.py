@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from hardpoint.ops import get, names
 from hardpoint.ops.base import functional_from_out
 from hardpoint.ops.judge import judge
 from hardpoint.ops.rms_norm import rms_norm
-from hardpoint_plugin_api import AttentionBackend, AttentionSpec, LinearWorkload
+from hardpoint_plugin_api import AttentionBackend, AttentionSpec, BuildContext, LinearWorkload
 from hardpoint_sim.attention import SimAttention
 from hardpoint_sim.linear import SimLinear
 from hardpoint_sim.norm import rms_norm_out
 from tests.support.attention import MIXED, Piece, brute_force, run_backend
 
 SIM = torch.device("sim", 0)
+NO_CONTEXT = cast(BuildContext, None)  # these kernels ask nothing of theirs
 SPEC = AttentionSpec(
     num_heads=4, num_kv_heads=2, head_size=16, scale=0.3, dtype="float32", kv_dtype="float32", block_size=16
 )
@@ -67,7 +69,7 @@ def test_the_layout_round_trips() -> None:
 @pytest.mark.parametrize("out_features", [16, 40])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_matmul(dtype: str, out_features: int) -> None:
-    kernel = SimLinear(None, LinearWorkload(dtype=dtype, in_features=32, out_features=out_features))
+    kernel = SimLinear(NO_CONTEXT, LinearWorkload(dtype=dtype, in_features=32, out_features=out_features))
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
         torch.randn(shape, generator=generator).to(getattr(torch, dtype))

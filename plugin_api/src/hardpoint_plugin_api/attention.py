@@ -32,7 +32,8 @@ class AttentionSpec:
     ``window`` and ``chunk`` are those of ``Span``. ``soft_cap`` c replaces scores s by c * tanh(s / c), before the
     mask. ``sinks`` says that each query head has an extra learned logit in its softmax's denominator; ``alibi`` that
     each has a slope m, which adds m * (key - query). Their values are given to ``set_head_constants``, since they are
-    weights.
+    weights. ``static_cache_scales`` says that a cache of 8-bit elements has one scale for keys and one for values, given
+    to ``set_cache_scales``; without them, the layout keeps a scale for each token and head.
     """
 
     num_heads: int
@@ -47,6 +48,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    static_cache_scales: bool = False
 
     @property
     def span(self) -> Span:
@@ -56,7 +58,7 @@ class AttentionSpec:
     @property
     def cache_spec(self) -> CacheSpec:
         """What this group caches per token."""
-        return CacheSpec(self.num_kv_heads, self.head_size, self.kv_dtype, self.span)
+        return CacheSpec(self.num_kv_heads, self.head_size, self.kv_dtype, self.span, self.static_cache_scales)
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -67,6 +69,7 @@ class AttentionSpec:
             (Feature.SOFT_CAP, self.soft_cap is not None),
             (Feature.SINKS, self.sinks),
             (Feature.ALIBI, self.alibi),
+            (Feature.STATIC_CACHE_SCALES, self.static_cache_scales),
         ]
         return frozenset(feature for feature, on in used if on)
 
@@ -169,6 +172,7 @@ class AttentionBackend(ABC):
         self.ctx, self.spec = ctx, spec
         self.sinks: torch.Tensor | None = None
         self.alibi_slopes: torch.Tensor | None = None
+        self.cache_scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     @classmethod
     def supports(cls, workload: AttentionWorkload, device: DeviceInfo) -> list[Reason]:
@@ -183,6 +187,10 @@ class AttentionBackend(ABC):
     def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
         """Take the per-head constants, each float32 [H], once weights are loaded."""
         self.sinks, self.alibi_slopes = sinks, alibi_slopes
+
+    def set_cache_scales(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Take the static scales of keys and values, each float32 [1]: cached is what they divide, rounded."""
+        self.cache_scales = k, v
 
     def step_limits(self) -> StepLimits:
         """What a step may hold with this backend."""

@@ -59,12 +59,14 @@ class CacheSpec:
     """What one layer caches per token: ``num_kv_heads`` keys and values of ``head_size`` elements of ``dtype``.
 
     ``span`` says how long they are needed: a page whose tokens no later query reads is given to somebody else.
+    ``static_scales``: see ``AttentionSpec``; a layout for 8-bit elements has no room for scales then.
     """
 
     num_kv_heads: int
     head_size: int
     dtype: str
     span: Span = Span()
+    static_scales: bool = False
 
 
 @dataclass(frozen=True)

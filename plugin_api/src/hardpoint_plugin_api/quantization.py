@@ -73,8 +73,8 @@ class CheckpointTensors(Protocol):
 class Module:
     """One matrix as the checkpoint knows it: ``name`` is its module's there, without the tensor's own name.
 
-    ``kind`` is ``linear`` (expert matrices included), ``lm_head`` for an output head that is not tied, or ``router`` for
-    what chooses among experts, and for the gate of a shared one.
+    ``kind`` is ``linear`` (expert matrices included), ``lm_head`` for an output head that is not tied, or ``router``
+    for what chooses among experts, and for the gate of a shared one.
     """
 
     name: str

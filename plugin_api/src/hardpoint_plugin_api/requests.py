@@ -24,7 +24,7 @@ class Feature(StrEnum):
     BATCH_INVARIANT is in the workloads of every numeric family where the user asks for it. It means that the bits of a
     result's row depend on that row of the inputs alone (in attention: on the query, its position, and the keys and
     values it reads), not on the other rows, their number, or the row's place among them. One implementation then serves
-    steps of every size and phase. SHARDED is in the workload of a ``linear`` layer whose arguments divide its weight.
+    steps of every size and phase. STATIC_CACHE_SCALES: the scales of an 8-bit cache are given. SHARDED is in the workload of a ``linear`` layer whose arguments divide its weight.
     """
 
     SLIDING_WINDOW = "sliding_window"
@@ -32,6 +32,7 @@ class Feature(StrEnum):
     SOFT_CAP = "soft_cap"
     ALIBI = "alibi"
     SINKS = "sinks"
+    STATIC_CACHE_SCALES = "static_cache_scales"
     NON_CAUSAL = "non_causal"
     BATCH_INVARIANT = "batch_invariant"
     SHARDED = "sharded"

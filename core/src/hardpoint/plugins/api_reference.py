@@ -53,9 +53,9 @@ def render() -> str:
     entries = describe_api().entries
     parts = [
         f"# The contract: reference of plugin API {API_VERSION}",
-        "What a plugin may rely on, and what is asked of it. Written by `hardpoint plugins api-reference`, which prints it "
-        "for the installed version; `hardpoint plugins api-diff` prints what changed since an earlier one. The tutorial "
-        "is `docs/write_a_plugin.md`.",
+        "What a plugin may rely on, and what is asked of it. Written by `hardpoint plugins api-reference`, which "
+        "prints it for the installed version; `hardpoint plugins api-diff` prints what changed since an earlier one. "
+        "The tutorial is `docs/write_a_plugin.md`.",
         "Within a major version the API only grows. A host of major N loads plugins of majors N and N-1.",
         *_manifest(),
         *_requirements(),
@@ -146,8 +146,8 @@ def _ops(entries: Mapping[str, Entry]) -> Iterator[str]:
 def _layers(entries: Mapping[str, Entry]) -> Iterator[str]:
     yield "## Layers"
     yield (
-        "A replacement subclasses `hardpoint.layers.PluggableLayer` and is constructed as `Layer(ctx, args)`. It declares "
-        "the slots of core's own, those of sub-layers under dotted names."
+        "A replacement subclasses `hardpoint.layers.PluggableLayer` and is constructed as `Layer(ctx, args)`. It "
+        "declares the slots of core's own, those of sub-layers under dotted names."
     )
     for name, cls in layer_classes().items():
         entry = entries[f"layer {name}"]

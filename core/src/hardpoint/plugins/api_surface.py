@@ -144,6 +144,7 @@ def kind_of(cls: type) -> str:
 def _member(cls: type, member: str, value: object) -> Entry:
     abstract = {"abstract": True} if getattr(value, "__isabstractmethod__", False) else {}
     if isinstance(value, property):
+        assert value.fget is not None
         return {"kind": "property", "type": _annotation(inspect.signature(value.fget).return_annotation), **abstract}
     function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
     if inspect.isfunction(function):
@@ -169,7 +170,8 @@ def call_of(signature: inspect.Signature) -> dict[str, Any]:
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
-    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
+    stars = "**" if parameter.kind is parameter.VAR_KEYWORD else stars
     text = stars + parameter.name
     if parameter.annotation is not parameter.empty:
         text += f": {_annotation(parameter.annotation)}"

@@ -72,7 +72,7 @@ class PluginSet:
         ]
 
     def identities(self) -> list[list[str | None]]:
-        """The usable plugins in their order, each as name, distribution, version and entry value: what ranks compare."""
+        """What ranks compare: the usable plugins in their order, each as name, distribution, version, entry value."""
         return [[r.name, r.distribution, r.version, r.entry_value] for r in self.records if r.is_usable]
 
     def names(self, family: str) -> list[str]:

@@ -1,3 +1,4 @@
+# ruff: noqa: N999 - an extension's module is called _C, as torch's own
 from typing import Any, TypedDict
 
 class MemoryStats(TypedDict):

@@ -9,9 +9,10 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from torch.utils.backend_registration import rename_privateuse1_backend
 
 from hardpoint_sim import _C
-from hardpoint_sim._C import current_device, device_count, reset_peak, set_device
+from hardpoint_sim._C import current_device, device_count, reset_peak
 
 __all__ = ["current_device", "device_count", "set_device"]
 
@@ -32,6 +33,10 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     return True
+
+
+def set_device(device: int) -> None:
+    _C.set_device(device)
 
 
 def get_device_name(device: int) -> str:
@@ -78,5 +83,5 @@ def manual_seed_all(seed: int) -> None:
     """The devices have no generators; torch.manual_seed asks for this function all the same."""
 
 
-torch.utils.rename_privateuse1_backend("sim")
+rename_privateuse1_backend("sim")
 torch._register_device_module("sim", sys.modules[__name__])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from hardpoint_plugin_api import GraphEngine, PlatformError
 from hardpoint_sim import _C
@@ -38,7 +38,7 @@ class RecordedLists(GraphEngine):
         """
         if len(self._alive) >= self.max_executables:
             raise PlatformError(f"{self.max_executables} recorded steps are kept already; drop one before {key!r}")
-        numbers: dict[str, Number] = {n: v for n, v in inputs.items() if type(v) in (int, float)}
+        numbers: dict[str, Number] = {n: v for n, v in inputs.items() if _is_number(v)}
         recording, result = self._record(key, fn, inputs)
         places = {}
         if numbers:
@@ -93,7 +93,7 @@ class RecordedList:
         if name not in self._numbers:
             kind = "a fixed buffer: write into it" if name in self._inputs else "no input"
             raise PlatformError(f"{name!r} is {kind}; host parameters are: {', '.join(self._numbers) or 'none'}")
-        if type(value) not in (int, float):
+        if not _is_number(value):
             raise PlatformError(f"host parameter {name!r} must be a number, got {value!r}")
         if value != self._numbers[name] and not self._places[name]:
             raise PlatformError(f"host parameter {name!r} reaches no operator, so {value!r} would change nothing")
@@ -103,6 +103,10 @@ class RecordedList:
             for node, argument in self._places[name]:
                 _C.rebind(self._recording, node, argument, value)
             self._bound[name] = value
+
+
+def _is_number(value: object) -> TypeGuard[Number]:
+    return type(value) in (int, float)  # a bool decides, and is none
 
 
 def _another(value: Number, index: int) -> Number:

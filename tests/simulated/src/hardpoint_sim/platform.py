@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hardpoint.platforms.torch_accelerator import DeviceModule, TorchAcceleratorPlatform, TorchMemory
 from hardpoint_plugin_api import (
@@ -97,7 +97,7 @@ class SimPlatform(TorchAcceleratorPlatform):
         """Register the device type with torch, and return its module."""
         import hardpoint_sim.device
 
-        return hardpoint_sim.device
+        return cast(DeviceModule, hardpoint_sim.device)  # torch calls some of it without an argument, too
 
     def new_memory(self, module: DeviceModule, index: int) -> SimMemory:
         """The memory of one device."""

@@ -17,6 +17,12 @@ def hardpoint_configure(config: Mapping[str, object], device: DeviceInfo) -> lis
 
 
 @hookimpl
+def hardpoint_conformance() -> list[object]:
+    """Add nothing to the conformance kit."""
+    return []
+
+
+@hookimpl
 def hardpoint_engine_started(engine: EngineInfo) -> None:
     """Listen."""
     HEARD.append(f"started {engine.device.platform} {bool(engine.model and engine.table_digest)}")
