@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint con
 PACKAGES := plugin_api core plugins/cpu plugins/cuda plugins/rocm plugins/xpu
 METADATA := constraints.txt $(PACKAGES:%=%/pyproject.toml)
 
-.PHONY: demo test lint nightly test-accelerator device-bundle clean
+.PHONY: demo test lint reference nightly test-accelerator device-bundle clean
 
 demo: $(STAMPS)/demo  ## generate text with the demo model on this machine's CPU
 	$(VENV)/bin/hardpoint generate --platform cpu --prompt "It is a truth" --temperature 0.8 --seed 1 --max-tokens 80
@@ -19,6 +19,9 @@ lint: $(STAMPS)/test  ## style, format and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+reference: $(STAMPS)/test  ## what is generated from the plugin API: docs/contract.md and its frozen draft
+	$(PY) scripts/freeze_api.py
 
 nightly: $(STAMPS)/test  ## the default suite and the long sweeps
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not accelerator"

@@ -25,12 +25,17 @@ SOURCE = ROOT / "tests" / "simulated"
 _PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
 
 
-def installed(cache: Path) -> Path:
+CACHE = Path.home() / ".cache" / "hardpoint-tests"
+"""Outlives sessions: building takes half a minute."""
+
+
+def installed(cache: Path = CACHE) -> Path:
     """A folder of packages with the simulated accelerator in it, below ``cache``; built where it is not there yet.
 
-    Building takes some ten seconds, so ``cache`` should outlive the session; sources, torch and Python are part of the
-    folder's name. Several processes may call this at once. Skips the test where nothing can be compiled.
+    Sources, torch and Python are part of the folder's name. Several processes may call this at once. Skips the test
+    where nothing can be compiled.
     """
+    cache.mkdir(parents=True, exist_ok=True)
     sources = sorted(p for p in SOURCE.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
     digest = hashlib.sha256(f"{torch.__version__} {sys.version} {sys.platform}".encode())
     for path in sources:

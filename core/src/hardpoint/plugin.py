@@ -9,8 +9,9 @@ from hardpoint_plugin_api import hookimpl
 def hardpoint_conformance() -> list[object]:
     """Core's own generators of conformance trials."""
     from hardpoint.conformance.families.attention import AttentionTrials
+    from hardpoint.conformance.families.experts import ExpertsTrials
     from hardpoint.conformance.families.layers import LayerTrials
     from hardpoint.conformance.families.ops import OpTrials
     from hardpoint.conformance.families.platform import PlatformTrials
 
-    return [PlatformTrials(), OpTrials(), LayerTrials(), AttentionTrials()]
+    return [PlatformTrials(), OpTrials(), LayerTrials(), AttentionTrials(), ExpertsTrials()]

@@ -1,0 +1,36 @@
+"""Core on a device that is neither a CPU nor CUDA: the simulated accelerator of tests/simulated, in a child process.
+
+Building it takes half a minute, once: see tests/support/simulated.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import simulated
+
+
+@pytest.fixture(scope="session")
+def site() -> Path:
+    return simulated.installed()
+
+
+def check(site: Path, scratch: Path, *arguments: str) -> None:
+    done = simulated.run_tests(site, scratch, *arguments)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_the_device_and_its_kernels(site: Path, tmp_path: Path) -> None:
+    check(site, tmp_path, "tests/simulated_device")
+
+
+def test_engines_run_on_it(site: Path, tmp_path: Path) -> None:
+    check(site, tmp_path, "tests/engine/test_generation.py")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tests", ["test_cache_groups.py", "test_token_equality.py"])
+def test_engines_run_on_it_however_they_schedule(site: Path, tmp_path: Path, tests: str) -> None:
+    check(site, tmp_path, f"tests/engine/{tests}")
