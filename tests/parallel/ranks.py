@@ -5,13 +5,14 @@ Sweeps over many engines run so, since a process takes seconds to start; tests o
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
+
+from torch._C._distributed_c10d import HashStore
 
 from hardpoint import LLM
 from hardpoint.engine import core
@@ -21,7 +22,7 @@ from hardpoint.engine.ranks import RanksExecutor
 from hardpoint.engine.torchrun_executor import ThreadRank
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.groups import Seat
-from hardpoint.parallel.process_group import LOOPBACK, Store, TCPStore
+from hardpoint.parallel.process_group import Store
 from tests.support.engines import small_llm
 
 T = TypeVar("T")
@@ -32,9 +33,8 @@ class ThreadsExecutor(RanksExecutor):
 
     def __init__(self, blueprint: Blueprint) -> None:
         config, choices = blueprint.config, Choices.of(blueprint)
-        self.store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        seats = [Seat(number, number) for number in range(config.tensor_parallel_size)]
-        self.threads = [ThreadRank(RankSpec(config, seat, choices), joined(self.store)) for seat in seats]
+        specs = [RankSpec(config, Seat(rank, rank), choices) for rank in range(config.tensor_parallel_size)]
+        self.threads = start_threads(specs)
         super().__init__(config, self.threads)
 
     @property
@@ -42,6 +42,12 @@ class ThreadsExecutor(RanksExecutor):
         """What each rank was built from."""
         found = [thread._rank.blueprint for thread in self.threads]
         return [blueprint for blueprint in found if blueprint is not None]
+
+
+def start_threads(specs: Sequence[RankSpec]) -> list[ThreadRank]:
+    """Ranks that meet each other."""
+    store = HashStore()
+    return [ThreadRank(spec, store) for spec in specs]
 
 
 @contextmanager
@@ -56,17 +62,6 @@ def ranks_in_threads(folder: Path | str, ranks: int, **settings: Any) -> Iterato
 
 def on_each(world: int, run: Callable[[int, Store], T]) -> list[T]:
     """What ``run`` returns on each of ``world`` ranks, given its number and what they meet at."""
-    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    start = threading.Barrier(world)
-
-    def one(rank: int) -> T:
-        start.wait()
-        return run(rank, joined(store))
-
+    store = HashStore()
     with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(one, range(world)))
-
-
-def joined(store: TCPStore) -> Store:
-    """The same store for another thread: one that waits for a key keeps others of the same client from setting it."""
-    return TCPStore(LOOPBACK, store.port, is_master=False)
+        return list(pool.map(lambda rank: run(rank, store), range(world)))

@@ -5,22 +5,24 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from hardpoint import LLM
 from hardpoint.config import EngineConfig
-from hardpoint.engine.blueprint import Blueprint, draw
+from hardpoint.engine.blueprint import Blueprint, _check_devices, draw
 from hardpoint.engine.rank_process import RankSpec
 from hardpoint.engine.ranks import RanksExecutor
 from hardpoint.engine.runner import Runner
-from hardpoint.engine.torchrun_executor import Launch, ThreadRank
+from hardpoint.engine.torchrun_executor import Launch
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.groups import Group, Seat
-from hardpoint.parallel.process_group import LOOPBACK, TCPStore
-from hardpoint_plugin_api import ConfigError, EngineDeadError, HardpointError
-from tests.parallel.ranks import ThreadsExecutor, joined, ranks_in_threads
+from hardpoint.resources import EngineResources
+from hardpoint_plugin_api import CapacityError, ConfigError, EngineDeadError, HardpointError
+from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads, start_threads
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import SMALL
 
@@ -38,9 +40,8 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
 
 def start(configs: list[EngineConfig], choices: Choices | None) -> RanksExecutor:
     """Ranks that were given a config each."""
-    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     specs = [RankSpec(each, Seat(rank, rank), choices) for rank, each in enumerate(configs)]
-    return RanksExecutor(configs[0], [ThreadRank(spec, joined(store)) for spec in specs])
+    return RanksExecutor(configs[0], start_threads(specs))
 
 
 def test_a_rank_that_would_choose_otherwise(folder: Path) -> None:
@@ -146,6 +147,36 @@ def test_sizes_that_do_not_divide(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "width", "llama", intermediate_size=97)
     with pytest.raises(ConfigError, match=r"intermediate size of 97 does not divide among 2 ranks; take one of 1$"):
         draw(config(tmp_path / "width"))
+
+
+def test_more_ranks_than_devices(folder: Path) -> None:
+    info = SimpleNamespace(accelerator=True, count=2, name="Acme 1")
+    platform = cast(Any, SimpleNamespace(name="acme", info=info))
+    _check_devices(config(folder), platform)
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 4: every rank needs .* acme has 2 here \(Acme 1\)"):
+        _check_devices(config(folder, tensor_parallel_size=4), platform)
+    with pytest.raises(ConfigError, match="acme has 1 here from device 1 on"):
+        _check_devices(config(folder, device_index=1), platform)
+
+
+def test_memory_of_collectives_comes_first_and_stays() -> None:
+    resources, device = EngineResources(), torch.device("cpu")
+    resources.declare("mine", 8)
+    resources.declare("shared", 8, scope="collective")
+    resources.allocate_collective(device)
+    address = resources.get("shared").data_ptr()
+    with pytest.raises(CapacityError, match="declared after the groups of ranks were joined"):
+        resources.declare("late", 8, scope="collective")
+    with pytest.raises(CapacityError, match="not allocated"):
+        resources.get("mine")
+    resources.declare("others", 8)
+    resources.allocate(device)
+    resources.drop()
+    assert resources.get("shared").data_ptr() == address
+    with pytest.raises(CapacityError, match="asleep"):
+        resources.get("mine")
+    resources.restore()
+    assert resources.get("mine").numel() == resources.get("others").numel() == 8
 
 
 def test_a_launch_of_another_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,8 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     dtype = _dtype(config, hf_config, platform)
     metrics = EngineMetrics()
     runs_here = preset is None and (seat is not None or config.tensor_parallel_size == 1)
+    if preset is None:
+        _check_devices(config, platform)
     groups = Groups.of(config, seat or Seat())
     ctx = (Context if preset is None else AbsentDeviceContext)(
         device=choice.device,
@@ -160,6 +162,17 @@ def _activate(platform: Platform, config: EngineConfig, seat: Seat) -> torch.dev
 
 def _settings(config: EngineConfig, quantization_method: str | None) -> Settings:
     return Settings(config.choices, config.custom_ops, frozenset(config.use), quantization_method is not None)
+
+
+def _check_devices(config: EngineConfig, platform: Platform) -> None:
+    """Raise ConfigError for more ranks than this host has devices for."""
+    info, first = platform.info, config.device_index
+    if info.accelerator and config.executor_kind == "mp" and first + config.tensor_parallel_size > info.count:
+        beyond = f" from device {first} on" if first else ""
+        raise ConfigError(
+            f"--tensor-parallel-size {config.tensor_parallel_size}: every rank needs a device of its own, and platform "
+            f"{platform.name} has {info.count - first} here{beyond} ({info.name})"
+        )
 
 
 def _check_slots(config: EngineConfig, plugins: PluginSet) -> None:

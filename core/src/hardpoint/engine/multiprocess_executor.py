@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Self
 
 from hardpoint.engine import child_process
@@ -15,7 +17,7 @@ from hardpoint.engine.rank_process import RankSpec, serve_rank
 from hardpoint.engine.ranks import RankLink, RanksExecutor
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.groups import Seat
-from hardpoint.parallel.process_group import LOOPBACK, TCPStore
+from hardpoint_plugin_api import EngineDeadError
 
 
 class MultiprocessExecutor(RanksExecutor):
@@ -24,18 +26,26 @@ class MultiprocessExecutor(RanksExecutor):
     def __init__(self, blueprint: Blueprint) -> None:
         """Start the ranks and wait until they are loaded. Raises what the first of them raises, and EngineDeadError."""
         config, choices = blueprint.config, Choices.of(blueprint)
-        # Kept while the ranks live: some collective libraries go back to it whenever a pair of ranks first talks.
-        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        # A file, and no port that others reach: and torch's TCP store asks the name server about each connection.
+        # Kept while the ranks live, since some collective libraries go back to it whenever two ranks first talk.
+        self._folder = TemporaryDirectory(prefix="hardpoint-ranks-", ignore_cleanup_errors=True)
         self.processes: list[ProcessRank] = []
         try:
             for number in range(config.tensor_parallel_size):
-                spec = RankSpec(config, Seat(number, number), choices, self._store.port)
+                spec = RankSpec(config, Seat(number, number), choices, str(Path(self._folder.name) / "store"))
                 self.processes.append(ProcessRank.start(spec))
         except BaseException:
             for rank in self.processes:
                 rank.end()
+            self._folder.cleanup()
             raise
         super().__init__(config, self.processes)
+
+    def give_up(self, reason: str) -> EngineDeadError:
+        """See RanksExecutor."""
+        lost = super().give_up(reason)
+        self._folder.cleanup()
+        return lost
 
     @property
     def pids(self) -> Sequence[int]:

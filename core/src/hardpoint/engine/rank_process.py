@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import threading
 from collections import deque
@@ -35,13 +36,13 @@ class RankSpec:
     """What a rank is built from. ``choices`` are the parent's, which every rank must come to as well; without any,
     all must come to the same.
 
-    ``port`` is that of the store, on this host, at which the ranks meet.
+    ``store`` is the file, in a folder of its own on this host, by which the ranks meet.
     """
 
     config: EngineConfig
     seat: Seat
     choices: Choices | None = None
-    port: int = 0
+    store: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,13 @@ RankReport = RankReady | RankFailed | StepOutput | Answer | Logged
 
 def serve_rank(connection: Connection, spec: RankSpec, levels: dict[str, int], parent: int) -> None:
     """What the process of a rank runs, until it is told to stop or its parent is gone."""
-    from hardpoint.parallel.process_group import LOOPBACK, TCPStore
+    from hardpoint.parallel.process_group import FileStore
 
     send = child_process.Sender(connection)
     child_process.settle_in(send, levels)
     rank = Rank(spec)
     end_with_parent(rank, connection, parent)
-    rank.run(lambda: TCPStore(LOOPBACK, spec.port, is_master=False), send)
+    rank.run(lambda: FileStore(spec.store, -1), send)
     # What holds anything was closed. Taking torch's modules apart would take a second more.
     logging.shutdown()
     sys.stderr.flush()
@@ -161,6 +162,8 @@ def end_with_parent(rank: Rank, connection: Connection, parent: int) -> None:
     def listen() -> None:
         child_process.listen(connection, parent, rank.commands.put)  # type: ignore[arg-type]  # nothing else is sent
         rank.commands.put(Stop())
+        if rank.spec.store:  # a parent that was killed has left it
+            shutil.rmtree(os.path.dirname(rank.spec.store), ignore_errors=True)
         if not rank.serving.is_set() or not rank.closed.wait(CLOSE_SECONDS):
             os._exit(1)
 

@@ -66,6 +66,8 @@ class Worker:
         """
         ctx, platform, config = blueprint.ctx, blueprint.platform, blueprint.config
         control = control or ControlGroup()
+        with control.together():
+            ctx.resources.allocate_collective(ctx.torch_device)
         if store is not None:
             blueprint.groups.open(store, control)
         limits = step_limits(blueprint)

@@ -204,8 +204,7 @@ class Groups:
             group.select(ctx)
 
     def open(self, store: Store, control: ControlGroup) -> None:
-        """Join all, in one order on every rank, once every rank has said that it can."""
-        control.vote()
+        """Join all, in one order on every rank, and go on where all have. Every rank has voted just before."""
         with control.together():
             for group in self._used:
                 group.open(store)

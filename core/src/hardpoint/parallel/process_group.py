@@ -6,11 +6,11 @@ from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them, but not for mypy
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store  # torch.distributed has them, but not for mypy
 
 from hardpoint_plugin_api import PlatformError
 
-__all__ = ["LOOPBACK", "PrefixStore", "Store", "TCPStore", "process_group"]
+__all__ = ["LOOPBACK", "FileStore", "PrefixStore", "Store", "process_group"]
 
 LOOPBACK = "127.0.0.1"
 

@@ -1,0 +1,58 @@
+"""Two ranks on two real devices, through the collectives that their platform prefers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.engine.multiprocess_executor import MultiprocessExecutor
+from hardpoint_plugin_api import EngineDeadError
+from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+
+pytestmark = pytest.mark.accelerator
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+MIXTURE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "settings"),
+    [
+        ("qwen3", {"vocab_size": 261}, {}),
+        ("qwen3", {"num_key_value_heads": 1}, {"communicator": "gather_and_sum"}),
+        ("qwen3_moe", MIXTURE, {"enable_expert_parallel": True}),
+        ("qwen3_moe", MIXTURE, {"enable_expert_parallel": True, "all2all_backend": "all_to_all"}),
+    ],
+)
+def test_two_devices(family: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    model = write_checkpoint(tmp_path, family, **changes)
+    prompts = random_prompts(8, 40, seed=1)
+    with LLM(str(tmp_path), tensor_parallel_size=2, kv_cache_memory="64MiB", max_num_seqs=16, **settings) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_on_a_device_that_is_gone(how: signal.Signals, tmp_path: Path) -> None:
+    """The other waits in a collective on its device, and is ended all the same."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    write_checkpoint(tmp_path, "qwen3", max_position_embeddings=16384)
+    with LLM(str(tmp_path), tensor_parallel_size=2, kv_cache_memory="64MiB", step_timeout=3) as llm:
+        executor = llm.core.executor
+        assert isinstance(executor, MultiprocessExecutor)
+        stream = llm.stream([1], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+        next(stream)
+        os.kill(executor.pids[1], how)
+        said = "rank 1 .* was ended by SIGKILL" if how == signal.SIGKILL else "a step did not end within 3 seconds"
+        with pytest.raises(EngineDeadError, match=said):
+            list(stream)
+        assert not any(rank.process.is_alive() for rank in executor.processes)
