@@ -43,4 +43,4 @@ def main(small: str, folder: str, settings: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], dict(pair.split("=", 1) for pair in sys.argv[3:]))
+    main(sys.argv[1], sys.argv[2], dict(pair.split("=", 1) for pair in sys.argv[3:]))

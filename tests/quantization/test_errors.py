@@ -106,6 +106,13 @@ CONFIGS = [
         r"group_0: weights: the format 'nvfp4-pack-quantized' is not supported; supported: pack-quantized",
     ),
     (
+        ct_config(
+            "int-quantized", ct_numbers(8, "int", "channel"), None, transform_config={"config_groups": {"R1": {}}}
+        ),
+        CheckpointError,
+        r"transform_config: 'config_groups' must be empty: rotations of weights are not supported",
+    ),
+    (
         ct_config("int-quantized", ct_numbers(8, "int", "channel"), ct_numbers(8, "int", "token")),
         CheckpointError,
         r"input_activations: 'dynamic' does not go with strategy 'token' of activations, got False",

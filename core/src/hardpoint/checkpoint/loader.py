@@ -283,16 +283,3 @@ class _Filling:
             outer = ".".join(elements[:cut])
             if outer in self._layers:
                 yield outer
-
-
-def expand_names(patterns: dict[str, str | None], num_layers: int) -> dict[str, str | None]:
-    """Expand ``{i}`` in both halves of each pattern to the layer numbers."""
-
-    def numbers(pattern: str) -> Iterable[int]:
-        return range(num_layers) if "{i}" in pattern else (0,)
-
-    return {
-        tensor.replace("{i}", str(i)): address and address.replace("{i}", str(i))
-        for tensor, address in patterns.items()
-        for i in numbers(tensor)
-    }

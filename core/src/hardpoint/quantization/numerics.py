@@ -154,13 +154,15 @@ def _blocks(part: torch.Tensor, n: int, k: int) -> torch.Tensor:
     rows, columns = part.shape
     wide = part.new_zeros(rows + -rows % n, columns + -columns % k, dtype=torch.float32)
     wide[:rows, :columns] = part
-    return wide.unflatten(1, (-1, k)).unflatten(0, (-1, n))
+    blocks: torch.Tensor = wide.unflatten(1, (-1, k)).unflatten(0, (-1, n))
+    return blocks
 
 
 def _fit(blocks: torch.Tensor, spec: QuantSpec, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The scales (and zero points) with which each block of float32 ``blocks`` just fits the element's range."""
     if not spec.zero_point:
-        return _scale(blocks.abs().amax(dims, keepdim=True), spec), None
+        top, bottom = blocks.amax(dims, keepdim=True), blocks.amin(dims, keepdim=True)
+        return _scale(torch.maximum(top, -bottom), spec), None
     low, high = _INTEGERS[spec.element]
     smallest = blocks.amin(dims, keepdim=True).clamp(max=0.0)  # zero stays exact
     scale = _or_one((blocks.amax(dims, keepdim=True).clamp(min=0.0) - smallest) / (high - low))

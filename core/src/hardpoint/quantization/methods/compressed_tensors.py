@@ -93,6 +93,9 @@ class CompressedTensors(QuantizationMethod):
         sparsity = settings.table("sparsity_config")
         if sparsity is not None and sparsity.names:
             sparsity.one_of("format", ("dense",), "dense")
+        transforms = settings.table("transform_config")
+        if transforms is not None and transforms.get("config_groups", None):
+            raise transforms.wrong("config_groups", "must be empty: rotations of weights are not supported")
         format_ = settings.get("format", None)
         groups = settings.table("config_groups")
         self._groups = [_read_group(groups, name, format_) for name in groups.names] if groups else []

@@ -1,0 +1,61 @@
+"""Memory while loading: a model that is quantized tensor by tensor never stands in memory twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.quantization.fixtures.base_model import CONFIG, write_tokenizer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+CONSTANT = 48 * 2**20
+"""What does not grow with the model: the mapped part of the file, a tensor's numbers, what the allocator keeps."""
+
+
+def write_model(folder: Path, hidden: int, intermediate: int, layers: int) -> Path:
+    """A Llama of bfloat16 numbers; what they are does not matter."""
+    folder.mkdir()
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "head_dim": 64}
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), hidden // 64)
+    (folder / "config.json").write_text(json.dumps(CONFIG | sizes | heads | {"torch_dtype": "bfloat16"}))
+    write_tokenizer(folder)
+    shapes = {"model.embed_tokens": (64, hidden), "lm_head": (64, hidden), "model.norm": (hidden,)}
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+        shapes |= {f"{layer}.mlp.{name}_proj": (intermediate, hidden) for name in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj": (hidden, intermediate)}
+        shapes |= {f"{layer}.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
+    tensors = {f"{name}.weight": torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def load(tmp_path: Path, model: Path, *settings: str) -> tuple[int, int]:
+    """Bytes that the model's slots hold in the end, and the rise of the peak while it loads."""
+    small = write_model(tmp_path / "small", 128, 128, 1)
+    command = [sys.executable, "-m", "tests.quantization.loading", str(small), str(model), *settings]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    found = json.loads(done.stdout)
+    return found["held"], found["peak"]
+
+
+def test_never_both_copies(tmp_path: Path) -> None:
+    held, peak = load(tmp_path, write_model(tmp_path / "model", 512, 1408, 24), "quantization=int8")
+    assert 70e6 < held < 90e6
+    assert peak < 1.2 * held + CONSTANT, "with the unquantized weights it would be three times as much"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("settings", "most"), [([], 1.2), (["quantization=int8"], 1.5)], ids=str)
+def test_of_a_larger_model(tmp_path: Path, settings: list[str], most: float) -> None:
+    """Of 600 MB and more. Quantizing takes more than 1.2: glibc keeps what its temporaries leave in the heap."""
+    held, peak = load(tmp_path, write_model(tmp_path / "model", 1024, 2816, 48), *settings)
+    assert held > 600e6
+    assert peak < most * held
