@@ -1,14 +1,73 @@
-"""One site for all planted faults: the CPU, with one thread."""
+"""One site for all planted faults: the CPU, with one thread. And a small plugin, really installed."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from hardpoint.conformance.site import Site
 from hardpoint.plugins import discover
+from tests.out_of_tree.build import Dist, install
+
+_KERNELS = """
+import os, time, torch
+
+def right(x, weight, out, *, eps):
+    wide = x.float()
+    out.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float())
+
+def wrong(x, weight, out, *, eps):
+    right(x, weight * 1.01, out, eps=eps)
+
+def crashes(x, weight, out, *, eps):
+    if x.shape[-1] == 129:
+        print("about to fall", flush=True)
+        os.abort()
+    right(x, weight, out, eps=eps)
+
+def hangs(x, weight, out, *, eps):
+    if x.shape[-1] == 129:
+        time.sleep(60)
+    right(x, weight, out, eps=eps)
+"""
+_MANIFEST = """
+schema = 1
+api = "0.1"
+[plugin]
+name = "tried"
+[config.speed]
+type = "int"
+default = 1
+help = "Nothing."
+""" + "".join(
+    f"""
+[[contribution]]
+family = "op"
+of = "rms_norm"
+name = "tried_{name}"
+target = "hp_tried.kernels:{name}"
+form = "out"
+platforms = ["cpu"]
+priority = {priority}
+summary = "A norm"
+requires = [{{ dtype = ["float32"] }}]
+"""
+    for name, priority in (("right", 5), ("wrong", 4), ("crashes", 3), ("hangs", 2), ("missing", 1))
+)
+TRIED = Dist(
+    "hp-tried",
+    {
+        "hp_tried/__init__.py": "",
+        "hp_tried/plugin.py": "",
+        "hp_tried/kernels.py": _KERNELS,
+        "hp_tried/hardpoint.toml": _MANIFEST,
+    },
+    {"tried": "hp_tried.plugin"},
+)
 
 
 @pytest.fixture(scope="module")
@@ -17,3 +76,18 @@ def site() -> Iterator[Site]:
     threads = torch.get_num_threads()
     yield Site.open(discover(), "cpu", {"cpu": {"threads": 1}})
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def _installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tried-site")
+    install([TRIED], folder, tmp_path_factory.mktemp("tried-wheel"))
+    return folder
+
+
+@pytest.fixture
+def tried_plugin(_installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The plugin ``tried`` is installed for the length of a test, here and in processes started by it."""
+    monkeypatch.syspath_prepend(str(_installed))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(_installed), os.environ.get("PYTHONPATH")])))
+    return _installed

@@ -104,7 +104,7 @@ class PastTheEndMasked(PastTheEnd):
 
 class ScaleIgnored(Simple):
     def scaled(self, scores: Tensor) -> Tensor:
-        return scores * self.spec.head_size**-0.5
+        return scores / math.sqrt(self.spec.head_size)
 
 
 class ScaleInverted(Simple):

@@ -71,7 +71,7 @@ class NamesPartsTheOtherWayRound(Healthy):
 
 
 class KeepsThePacked(Healthy):
-    """Packs weights once; what is loaded later, after a release, is never packed."""
+    """Packs weights once, gives the memory back, and never packs what is loaded later."""
 
     packed: Tensor | None = None
 
@@ -79,11 +79,11 @@ class KeepsThePacked(Healthy):
         super().prepare()
         if self.packed is None:
             self.packed = self.weights["down.weight"].clone()
-        self.weights["down.weight"] = self.weights["down.weight"] * (1 if self.packed is None else 1)
 
     def release(self) -> None:
         super().release()
-        self.packed = torch.zeros_like(self.packed) if self.packed is not None else None
+        assert self.packed is not None
+        self.packed.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = linear(x, self.weights["gate_up.weight"]).chunk(2, dim=-1)

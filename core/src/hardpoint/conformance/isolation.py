@@ -29,7 +29,8 @@ START_SECONDS = 300.0
 CASE_SECONDS = 120.0
 _MOST_DEATHS = 5
 _TAIL = 12
-"""Lines of standard error that a report shows of a process that died."""
+"""Lines of what a process wrote that a report shows once it died."""
+_FATAL = ("Fatal Python error", "Timeout (")
 
 
 @dataclass
@@ -238,7 +239,10 @@ class _Process:
     def _tail(self) -> str:
         self._errors.seek(0)
         lines = [line for line in self._errors.read().splitlines() if line.strip()]
-        return "\n".join(lines[-_TAIL:])
+        # What faulthandler writes begins with the frame that matters and ends with a list of every loaded module.
+        fatal = next((i for i, line in enumerate(lines) if line.startswith(_FATAL)), None)
+        shown = lines[-_TAIL:] if fatal is None else lines[max(0, fatal - _TAIL // 4) :][:_TAIL]
+        return "\n".join(shown)
 
 
 def run(

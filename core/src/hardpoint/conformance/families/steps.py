@@ -266,7 +266,7 @@ def expectations(
         )
         constants = (spec, sinks, alibi_slopes)
         truth = attend(request.q.double(), keys, values, *constants)
-        own = _worst(truth, [evaluated(request.q, keys, values, number) for number in range(_EVALUATIONS)])
+        own = worst(truth, [evaluated(request.q, keys, values, number) for number in range(_EVALUATIONS)])
         other = expectation(label, request, request.num_old) if stored > request.num_old and rounds else None
         return Expectation(label, own, truth, other)
 
@@ -290,7 +290,7 @@ def without_first_row(expectation: Expectation) -> Expectation:
     )
 
 
-def _worst(truth: torch.Tensor, evaluations: Sequence[torch.Tensor]) -> torch.Tensor:
+def worst(truth: torch.Tensor, evaluations: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of several evaluations, row by row the one that is furthest from the truth."""
     errors = torch.stack([(x.double() - truth).norm(dim=-1) for x in evaluations]).nan_to_num(0.0)
     index = errors.argmax(0)[None, ..., None].expand(1, *truth.shape)

@@ -1,0 +1,295 @@
+"""The kit as a whole: orders, processes, shards, certificates, the command line and the pytest plugin."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint.cli.main import run as hardpoint
+from hardpoint.config import EngineConfig
+from hardpoint.conformance.certificate import Certificate, Certificates, content_of, merge, read_certificate
+from hardpoint.conformance.certify import certify
+from hardpoint.conformance.kit import Order, Shard
+from hardpoint.conformance.plan import Level, Plan, covering_array
+from hardpoint.engine.explain import explain
+from hardpoint.plugins import PluginSet, discover
+from hardpoint_plugin_api import ConfigError, SelectionError, UnknownNameError
+
+ONE_THREAD = {"cpu": {"threads": 1}}
+
+
+def order(name: str, **changes: Any) -> Order:
+    return Order("tried", name=f"tried_{name}", settings=ONE_THREAD, **changes)
+
+
+def certified(name: str, level: Level = "quick", **changes: Any) -> Certificate:
+    return certify(discover(), order(name, level=level, **changes), isolated=False)
+
+
+def outcomes(certificate: Certificate) -> Counter[str]:
+    return Counter(result.outcome for result in certificate.results)
+
+
+# Plans.
+
+
+def test_a_covering_array_holds_every_pair_and_no_excluded_one() -> None:
+    factors = {"a": (1, 2, 3), "b": ("x", "y"), "c": (False, True), "d": ((1, 2), None)}
+    rows = covering_array(factors, 2, seed=3, excludes={("a", "b"): lambda a, b: (a, b) == (1, "x")})
+    pairs = {(m, row[m], n, row[n]) for row in rows for m in factors for n in factors if m < n}
+    wanted = {(m, i, n, j) for m in factors for n in factors if m < n for i in factors[m] for j in factors[n]}
+    assert wanted - pairs == {("a", 1, "b", "x")}
+    assert len(rows) < 3 * 2 * 2 * 2
+
+
+def test_levels_nest_and_seeds_differ() -> None:
+    factors = {name: tuple(range(3)) for name in "abcde"}
+    sizes = [len(list(Plan(level).combinations(factors))) for level in ("quick", "full", "exhaustive")]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 3**5
+    assert Plan(seed=1).seed_of("case") == Plan(seed=1).seed_of("case") != Plan(seed=2).seed_of("case")
+
+
+@pytest.mark.parametrize("text", ["", "3", "0/2", "3/2", "1/0", "a/b", "1/2/3"])
+def test_a_shard_that_does_not_exist(text: str) -> None:
+    with pytest.raises(ValueError, match=r"shard|invalid literal"):
+        Shard.parse(text)
+
+
+# Orders.
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"plugin": "tryed"}, "did you mean 'tried'"),
+        ({"family": "opp"}, "family"),
+        ({"family": "attention"}, "family with contributions of tried"),
+        ({"name": "tried_rigth"}, "tried_right"),
+        ({"platform": "gpu"}, "platform"),
+        ({"settings": {"tried": {"sped": 1}}}, "speed"),
+    ],
+)
+def test_what_does_not_exist_is_named_before_anything_runs(tried_plugin: Path, changes: Any, match: str) -> None:
+    with pytest.raises(UnknownNameError, match=match):
+        certify(discover(), Order(**{"plugin": "tried", **changes}))
+
+
+def test_a_right_kernel_passes_and_says_how_near_it_came(tried_plugin: Path) -> None:
+    found = certified("right")
+    assert not [str(fault) for r in found.results for fault in r.faults]
+    assert outcomes(found)["passed"] > 30
+    values = [r for r in found.results if r.check == "values" and r.measured]
+    assert all(error <= limit for r in values for error, limit in r.measured.values())
+    assert found.plugin["content_hash"] == content_of(discover().record("tried"))
+    assert (found.device["platform"], found.level, found.seed, found.is_complete) == ("cpu", "quick", 0, True)
+    assert {"torch", "hardpoint-core", "hp-tried"} <= found.libraries.keys()
+
+
+def test_equal_orders_find_the_same_and_a_seed_other_errors(tried_plugin: Path) -> None:
+    first, again, other = (certified("right", case="*/random", seed=seed) for seed in (1, 1, 2))
+    assert [r.to_json() for r in first.results] == [r.to_json() for r in again.results]
+    assert [r.case for r in first.results] == [r.case for r in other.results]
+    assert [r.measured for r in first.results] != [r.measured for r in other.results]
+
+
+# Processes.
+
+
+def test_a_crash_and_a_target_that_is_not_there_are_failures_and_the_rest_runs(tried_plugin: Path) -> None:
+    found = certify(discover(), order("crashes"))
+    failed = [r for r in found.results if r.outcome == "failed"]
+    assert [(r.case, r.check, sorted(r.codes)) for r in failed] == [("float32/odd", "process", ["crash"])]
+    assert "SIGABRT" in str(failed[0].faults[0])
+    assert "about to fall" in str(failed[0].faults[0])
+    assert {"float32/random", "float32/non_finite"} <= {r.case for r in found.results if r.outcome == "passed"}
+    missing = certify(discover(), order("missing"))
+    assert [(r.check, r.outcome, sorted(r.codes)) for r in missing.results] == [("load", "failed", ["load"])]
+    assert not missing.proves("op", "rms_norm", "tried_missing")
+
+
+def test_a_hang_is_a_failure(tried_plugin: Path) -> None:
+    found = certify(discover(), order("hangs", case="*/odd"), seconds=2)
+    assert [(r.case, r.outcome, sorted(r.codes)) for r in found.results] == [("float32/odd", "failed", ["hang"])]
+    assert "in hangs" in str(found.results[0].faults[0])
+
+
+# Certificates.
+
+
+def test_shards_merge_into_the_whole(tried_plugin: Path, tmp_path: Path) -> None:
+    whole = certified("right")
+    parts = [certified("right", shard=Shard(i, 3)) for i in (3, 1, 2)]
+    for i, part in enumerate(parts):
+        assert not part.is_complete
+        assert not part.proves("op", "rms_norm", "tried_right")
+        part.write(tmp_path / "new" / f"{i}.json")
+    merged = merge([read_certificate(tmp_path / "new" / f"{i}.json") for i in range(3)])
+    assert merged.proves("op", "rms_norm", "tried_right")
+    assert {(r.case, r.check) for r in merged.results} == {(r.case, r.check) for r in whole.results}
+    with pytest.raises(ConfigError, match="2 times"):
+        merge([parts[0], parts[0]])
+    with pytest.raises(ConfigError, match="seed is 0 in one, 7"):
+        merge([parts[0], replace(parts[1], seed=7)])
+    assert not merge(parts[:2]).is_complete
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": 2}', '{"schema": 1, "level": "best"}', '{"schema": 1}'])
+def test_a_file_that_is_no_certificate(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"c\.json"):
+        read_certificate(path)
+
+
+def standing(plugins: PluginSet, name: str, folder: Path | None) -> str:
+    offer = next(o for o in plugins.offers("op", "rms_norm") if o.contribution.name == name)
+    return str(Certificates(plugins, str(folder) if folder else None).standing(offer, _cpu(plugins)))
+
+
+def _cpu(plugins: PluginSet) -> Any:
+    offer = next(o for o in plugins.offers("platform") if o.contribution.name == "cpu")
+    platform: Any = plugins.load(offer)
+    return platform.detect()
+
+
+def test_a_certificate_counts_for_the_content_and_device_that_it_names(tried_plugin: Path, tmp_path: Path) -> None:
+    good, plugins = certified("right"), discover()
+    assert standing(plugins, "tried_right", tmp_path) == "no"
+    assert standing(plugins, "reference", tmp_path) == "reference"
+    others = {
+        "content": replace(good, plugin={**good.plugin, "content_hash": "0" * 64}),
+        "device": replace(good, device={**good.device, "arch": "other"}),
+        "shard": replace(good, num_shards=2),
+        "case": replace(good, scope={**good.scope, "case": "float32/*"}),
+        "failed": replace(good, results=(*good.results, replace(good.results[0], outcome="failed"))),
+    }
+    for name, other in others.items():
+        other.write(tmp_path / name / "c.json")
+        assert standing(plugins, "tried_right", tmp_path / name) == "no", name
+    good.write(tmp_path / "c.json")
+    assert standing(plugins, "tried_right", tmp_path) == f"quick, {good.created[:10]}"
+    with pytest.raises(ConfigError, match="no such folder"):
+        standing(plugins, "tried_right", tmp_path / "nowhere")
+
+
+def test_a_shipped_certificate_is_found_and_changes_no_hash(tried_plugin: Path) -> None:
+    before = content_of(discover().record("tried"))
+    shipped = tried_plugin / "hp_tried" / "certificates" / "cpu.json"
+    certified("right").write(shipped)
+    try:
+        assert content_of(discover().record("tried")) == before
+        assert standing(discover(), "tried_right", None).startswith("quick, ")
+        kernels = tried_plugin / "hp_tried" / "kernels.py"
+        text = kernels.read_text()
+        kernels.write_text(text + "\n")
+        assert standing(discover(), "tried_right", None) == "no"
+        kernels.write_text(text)
+    finally:
+        shipped.unlink()
+        shipped.parent.rmdir()
+
+
+def test_require_certified_refuses_the_rest_and_explain_says_why(tried_plugin: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"model": "demo", "platform": "cpu", "dtype": "float32", "certificates": str(tmp_path)}
+    free = explain(EngineConfig.create(**settings))
+    assert {r.certified for r in free.rows if r.chosen == "tried_right"} == {"no"}
+    assert {r.certified for r in free.rows if r.plugin == "core"} == {"reference"}
+    with pytest.raises(SelectionError, match="platform cpu cannot be used"):
+        explain(EngineConfig.create(**settings, require_certified=True))
+
+    certify(discover(), Order("cpu", "platform", level="full", settings=ONE_THREAD), isolated=False).write(
+        tmp_path / "cpu.json"
+    )
+    certified("right", level="quick").write(tmp_path / "quick.json")
+    refused = explain(EngineConfig.create(**settings, require_certified=True))
+    rows = [r for r in refused.rows if (r.family, r.of) == ("op", "rms_norm")]
+    assert {r.chosen for r in rows} == {"reference"}
+    reasons = {r.offer.contribution.name: r.reasons[0] for r in rows[0].rejected}
+    assert reasons["tried_right"].code == "not-certified"
+    assert (reasons["tried_right"].wanted, reasons["tried_right"].supported) == ("level full or better", "quick")
+    assert "hardpoint conform tried --family op --name tried_right --level full" in str(reasons["tried_right"].fix)
+    assert {r.plugin for r in refused.rows} == {"core", "cpu"}
+
+    certified("right", level="full").write(tmp_path / "full.json")
+    allowed = explain(EngineConfig.create(**settings, require_certified=True))
+    chosen = {(r.chosen, r.certified) for r in allowed.rows if (r.family, r.of) == ("op", "rms_norm")}
+    assert [name for name, _ in chosen] == ["tried_right"]
+    assert all(str(level).startswith("full, ") for _, level in chosen)
+
+
+# The command line.
+
+
+def test_the_command_reports_and_writes_a_certificate(
+    tried_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["conform", "tried", "--setting", "cpu.threads=1", "--in-process", "--case", "*/random"]
+    file = tmp_path / "c.json"
+    assert hardpoint([*arguments, "--name", "tried_wrong", "--json", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "tried_wrong" in out
+    assert "[gain]" in out
+    assert "failed: tried_wrong" in out
+    failed = [r for r in json.loads(file.read_text())["results"] if r["outcome"] == "failed"]
+    assert {fault["code"] for r in failed for fault in r["faults"]} >= {"gain"}
+    assert hardpoint([*arguments, "--name", "tried_right"]) == 0
+    assert "certifies nothing" in capsys.readouterr().out
+
+
+def test_shards_on_the_command_line(tried_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(tmp_path / f"{i}.json") for i in (1, 2)]
+    for i, file in enumerate(files, 1):
+        command = ["conform", "tried", "--name", "tried_right", "--shard", f"{i}/2", "--json", file, "--in-process"]
+        assert hardpoint([*command, "--setting", "cpu.threads=1"]) == 0
+    assert hardpoint(["merge-certificates", *files, "--json", str(tmp_path / "whole.json")]) == 0
+    assert json.loads((tmp_path / "whole.json").read_text())["complete"]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "unknown plugin 'nothing'"),
+        (["tried", "--family", "linear"], "known: op"),
+        (["tried", "--name", "tried_write"], "tried_"),
+        (["tried", "--shard", "3/2"], "write I/N"),
+        (["tried", "--level", "fast"], "'fast' is not one of"),
+        (["tried", "--setting", "speed=1"], "PLUGIN.KEY=VALUE"),
+        (["tried", "--json", "/nowhere/c.json"], "--json"),
+    ],
+)
+def test_bad_input_is_one_clear_error(
+    tried_plugin: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert hardpoint(["conform", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+# pytest.
+
+
+def test_the_pytest_plugin_collects_a_test_for_each_case(tried_plugin: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
+
+    def pytest_run(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--hardpoint-plugin", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    code, out = pytest_run("tried", "--hardpoint-name", "tried_wrong", "-k", "own or random or empty or zeros")
+    assert code == 1, out
+    assert "FAILED hardpoint::op/rms_norm/tried_wrong[float32/random]" in out
+    assert "PASSED hardpoint::op/rms_norm/tried_wrong[float32/zeros]" in out
+    assert "[gain]" in out
+    assert "test_own.py::test_own" in out
+    code, out = pytest_run("tryed")
+    assert code == 4
+    assert "did you mean 'tried'" in out
