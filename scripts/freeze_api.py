@@ -3,6 +3,8 @@
     make reference                            # the draft of the version in versions.py, as often as it changes
     python scripts/freeze_api.py --release    # for good: from now on a change needs a new version
 
+A draft is no promise: 0.1 is one until it is released, and freezing it again is no break.
+
 Writes ``names.py`` of the plugin in tests/out_of_tree/api_MAJOR_MINOR too. What else is new there is written by hand:
 tests/out_of_tree/test_frozen.py says what is missing. For a new version copy the newest of these folders and rename its
 package; the folders of released versions stay as they are.

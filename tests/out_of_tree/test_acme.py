@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.config import EngineConfig
 from hardpoint.conformance.families.experts import ExpertsTrials
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site, Subject
+from hardpoint.engine.blueprint import draw
 from hardpoint.ops.base import functional_from_out
 from hardpoint.ops.judge import judge
 from hardpoint.ops.rms_norm import rms_norm
@@ -238,3 +240,20 @@ def test_its_experts_pass_the_kit(acme: Path) -> None:
     found = [finding for trial in tried for _, finding in trial.run()]
     assert sum(finding.outcome == "passed" for finding in found) >= len(tried) > 8
     assert not [str(fault) for finding in found for fault in finding.faults]
+
+
+def test_its_communicator_by_flag(acme: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "llama", vocab_size=261)
+    with ranks_in_threads(tmp_path, 2) as llm:
+        assert served(llm)["communicator", None] == {"torch_distributed"}
+    with ranks_in_threads(tmp_path, 2, communicator="acme_mailbox") as llm:
+        assert served(llm)["communicator", None] == {"acme_mailbox"}
+        prompts = random_prompts(4, 30, seed=9)
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+    settings = {"platform": "cpu", "tensor_parallel_size": 2, "communicator": "acme_mailbox"}
+    explained = draw(EngineConfig.create(model=str(tmp_path), **settings)).table.to_json()
+    (row,) = (row for row in cast(Any, explained)["rows"] if row["family"] == "communicator")
+    assert (row["chosen"], row["plugin"], row["rule"]) == ("acme_mailbox", "acme", "flag")
+    with pytest.raises(SelectionError, match=r"acme_mailbox: parallel not supported \(wanted ep, supported tp\)"):
+        small_llm(tmp_path, tensor_parallel_size=2, communicator="acme_mailbox", enable_expert_parallel=True)

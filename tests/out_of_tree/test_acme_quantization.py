@@ -64,7 +64,8 @@ def test_while_loading(acme: Path, tmp_path: Path, method: str, group: int, kern
     def numbers(weight: torch.Tensor) -> torch.Tensor:
         blocks = weight.unflatten(-1, (-1, group or weight.shape[-1]))
         steps = blocks.abs().amax(-1, keepdim=True) / 127
-        return ((blocks / steps).round() * steps).flatten(-2)
+        dense: torch.Tensor = ((blocks / steps).round() * steps).flatten(-2)
+        return dense
 
     model = write_checkpoint(tmp_path, "llama")
     round_weights(model, numbers, None)

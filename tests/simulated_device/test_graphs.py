@@ -1,4 +1,4 @@
-"""Recorded lists, against the contract of graph engines and beyond it, up to a whole model."""
+"""Recorded lists against the contract of graph engines, and beyond it up to a whole model."""
 
 from __future__ import annotations
 

@@ -57,7 +57,13 @@ class Collectives(Protocol):
 
 
 class RankGroup(Collectives, Protocol):
-    """A group of ranks as layers see it. A group of one rank gives back what it is given."""
+    """A group of ranks as layers see it. A group of one rank gives back what it is given.
+
+    A layer keeps the group that it needs (``self._group = ctx.parallel.tp``) and calls it in ``forward``:
+    ``self._group.all_reduce(y)``. Every rank must make the call, one that has no rows too. Rows that differ by rank are
+    said on every rank alike: ``group.all_gather(x, rows=[2, 0, 3])``. ``all_to_all`` needs to know what comes; exchange
+    the numbers first.
+    """
 
     @property
     def name(self) -> str:
@@ -79,10 +85,10 @@ class RankGroup(Collectives, Protocol):
 class Parallel:
     """The groups that this rank is in.
 
-    ``tp`` is all ranks, and shares every layer. Mixtures of experts are shared by ``ep``, whose ranks hold whole experts
-    each, and these by ``expert_tp``, whose ranks hold a slice of each of the same experts: ``tp`` is the product of both.
-    ``backend`` is what the platform prefers among torch.distributed's backends; ``on_one_host`` says that no rank is on
-    another machine, and ``timeout`` after how many seconds a collective has failed.
+    ``tp`` is all ranks, and shares every layer. Mixtures of experts are shared by ``ep``, whose ranks hold whole
+    experts each, and these by ``expert_tp``, whose ranks hold a slice of each of the same experts: ``tp`` is the
+    product of both. ``backend`` is what the platform prefers among torch.distributed's backends; ``on_one_host`` says
+    that no rank is on another machine, and ``timeout`` after how many seconds a collective has failed.
     """
 
     tp: RankGroup
@@ -94,10 +100,18 @@ class Parallel:
 
 
 class Communicator(ABC):
-    """Collectives of one group. ``init`` is called on all its ranks at once, before anything else; then steps run.
+    """Collectives of one group, as a plugin provides them; layers call them through a RankGroup of ``ctx.parallel``.
 
-    The other methods are those of ``Collectives``; what is not overridden raises. ``capturable`` says whether they may be
-    recorded in graphs. A contribution declares the dtypes that it can sum (``dtype``); moving data is for every dtype.
+    It is constructed with the model, on every rank of its group in one order: declare there what memory it needs, as in
+    ``ctx.resources.declare("acme.all_reduce", nbytes, scope="collective")``. That memory is there when ``init`` is
+    called, on all ranks at once, before any step; nothing may be created later. ``close`` is called in reverse order,
+    and ``abort``, from another thread, where a rank has died: what is under way must then raise.
+
+    The other methods are those of ``Collectives``; what is not overridden raises, and what cannot be done must raise
+    too: none may hand data through. Raise RuntimeError, as torch.distributed does, where another rank broke off.
+    ``capturable`` says whether they may be recorded in graphs. A contribution declares the dtypes that it can sum
+    (``dtype``); moving data is for every dtype. Where contributions serve ranges of sizes (``tokens``), each has every
+    collective that the model uses.
     """
 
     capturable: ClassVar[bool] = False

@@ -118,4 +118,5 @@ class AcmeGroupsLinear(LinearKernel):
     def _numbers(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         codes, steps = weights["codes"], weights["steps"]
         numbers = codes.float().unflatten(0, (-1, GROUP)) * steps[:, None]
-        return numbers.flatten(0, 1).to(self._dtype)
+        dense: torch.Tensor = numbers.flatten(0, 1).to(self._dtype)
+        return dense
