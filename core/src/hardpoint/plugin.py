@@ -11,7 +11,8 @@ def hardpoint_conformance() -> list[object]:
     from hardpoint.conformance.families.attention import AttentionTrials
     from hardpoint.conformance.families.experts import ExpertsTrials
     from hardpoint.conformance.families.layers import LayerTrials
+    from hardpoint.conformance.families.linear import LinearTrials
     from hardpoint.conformance.families.ops import OpTrials
     from hardpoint.conformance.families.platform import PlatformTrials
 
-    return [PlatformTrials(), OpTrials(), LayerTrials(), AttentionTrials(), ExpertsTrials()]
+    return [PlatformTrials(), OpTrials(), LayerTrials(), AttentionTrials(), LinearTrials(), ExpertsTrials()]
