@@ -67,7 +67,11 @@ def test_explain_says_why_the_fast_ones_were_passed_over() -> None:
     (row,) = (row for row in explain(config(batch_invariant=True)).rows if row.family == "attention")
     assert row.chosen == "reference_batch_invariant"
     against = {r.offer.contribution.name: [reason.code for reason in r.reasons] for r in row.rejected}
-    assert against == {"cpu_paged": ["feature"], "reference": ["feature"]}
+    assert against == {
+        "cpu_paged": ["feature"],
+        "reference": ["feature"],
+        "reference_quantized_cache": ["kv-dtype", "feature"],
+    }
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ class AttentionSpec:
     ``window`` and ``chunk`` are those of ``Span``. ``soft_cap`` c replaces scores s by c * tanh(s / c), before the
     mask. ``sinks`` says that each query head has an extra learned logit in its softmax's denominator; ``alibi`` that
     each has a slope m, which adds m * (key - query). Their values are given to ``set_head_constants``, since they are
-    weights. ``static_cache_scales`` says that a cache of 8-bit elements has one scale for keys and one for values, given
-    to ``set_cache_scales``; without them, the layout keeps a scale for each token and head.
+    weights. ``static_cache_scales`` says that a cache of 8-bit elements has one scale for keys and one for values,
+    given to ``set_cache_scales``; without them, the layout keeps a scale for each token and head.
     """
 
     num_heads: int

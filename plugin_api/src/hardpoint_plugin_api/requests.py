@@ -24,7 +24,8 @@ class Feature(StrEnum):
     BATCH_INVARIANT is in the workloads of every numeric family where the user asks for it. It means that the bits of a
     result's row depend on that row of the inputs alone (in attention: on the query, its position, and the keys and
     values it reads), not on the other rows, their number, or the row's place among them. One implementation then serves
-    steps of every size and phase. STATIC_CACHE_SCALES: the scales of an 8-bit cache are given. SHARDED is in the workload of a ``linear`` layer whose arguments divide its weight.
+    steps of every size and phase. STATIC_CACHE_SCALES is in that of attention where the scales of an 8-bit cache are
+    given. SHARDED is in the workload of a ``linear`` layer whose arguments divide its weight.
     """
 
     SLIDING_WINDOW = "sliding_window"
