@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from hardpoint import LLM, AsyncEngine, RequestOutput, SamplingParams
-from hardpoint.engine.runner import Runner
+from hardpoint.engine.execution.runner import Runner
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import EngineError, RequestError
 from tests.support.checkpoints import random_prompts, write_checkpoint

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hardpoint import SamplingParams
 from hardpoint.attention.groups import group_size
-from hardpoint.engine.request import Request
+from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import Span
 from tests.out_of_tree.build import Dist, install
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint

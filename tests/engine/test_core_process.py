@@ -20,8 +20,8 @@ import pytest
 
 from hardpoint import LLM, AsyncEngine, SamplingParams
 from hardpoint.config import EngineConfig
-from hardpoint.engine.messages import Failure
-from hardpoint.engine.remote_core import RemoteCore
+from hardpoint.engine.processes.calls import Failure
+from hardpoint.engine.remote.remote_core import RemoteCore
 from hardpoint_plugin_api import (
     CapacityError,
     EngineDeadError,
@@ -216,7 +216,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint_plugin_api import EngineError
 
 def break_the_third_step():  # in the engine's process, which imports this file as well
-    from hardpoint.engine.runner import Runner
+    from hardpoint.engine.execution.runner import Runner
     steps, real = iter(range(10**6)), Runner.submit
     def submit(self, step):
         if next(steps) == 3:

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.engine.executor import InProcessExecutor
-from hardpoint.engine.prompts import Prompt
+from hardpoint.engine.execution.executor import InProcessExecutor
+from hardpoint.engine.frontend.prompts import Prompt
 from hardpoint_cpu.platform import CpuPlatform
 from hardpoint_plugin_api import ConfigError, ForwardStep, RequestError, StepLimits
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint

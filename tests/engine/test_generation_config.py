@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hardpoint import SamplingParams
-from hardpoint.engine.generation_config import GenerationConfig
+from hardpoint.engine.frontend.generation_config import GenerationConfig
 from hardpoint_plugin_api import CheckpointError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import small_llm

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint.engine.logits_state import LogitsState, SlotSets
-from hardpoint.engine.sampler import Sampled, Sampler, SamplingOps
-from hardpoint.engine.step import NewRequest, ScheduledRequest, SlotSampling
+from hardpoint.engine.execution.logits_state import LogitsState, SlotSets
+from hardpoint.engine.execution.sampler import Sampled, Sampler, SamplingOps
+from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest, SlotSampling
 from hardpoint.ops.apply_logit_bias import apply_logit_bias
 from hardpoint.ops.apply_penalties import apply_penalties
 from hardpoint.ops.mask_tokens import mask_tokens

@@ -12,10 +12,10 @@ import pytest
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.engine.conversation import bad_word_sequences
+from hardpoint.engine.frontend.conversation import bad_word_sequences
 from hardpoint.engine.outputs import PositionLogprobs
-from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import derived_seed
+from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import RequestError
 from tests.support.checkpoints import VOCABULARY, random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import small_llm

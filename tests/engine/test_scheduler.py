@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.engine.block_pool import BlockPool, hash_block, hash_salt
-from hardpoint.engine.paged_cache import CacheGeometry, PagedCache
-from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams
-from hardpoint.engine.scheduler import Scheduler, SchedulerArgs
-from hardpoint.engine.step import StepInput, StepOutput
+from hardpoint.engine.scheduling.block_pool import BlockPool, hash_block, hash_salt
+from hardpoint.engine.scheduling.paged_cache import CacheGeometry, PagedCache
+from hardpoint.engine.scheduling.request import Request
+from hardpoint.engine.scheduling.scheduler import Scheduler, SchedulerArgs
+from hardpoint.engine.scheduling.step import StepInput, StepOutput
 from hardpoint_plugin_api import NULL_PAGE, CapacityError, Span, StepLimits
 
 BLOCK = 4

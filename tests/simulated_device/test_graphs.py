@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hardpoint.engine.executor import InProcessExecutor
-from hardpoint.engine.paged_cache import Prefix
+from hardpoint.engine.execution.executor import InProcessExecutor
+from hardpoint.engine.scheduling.paged_cache import Prefix
 from hardpoint_plugin_api import AttentionBatch, Executable, ForwardStep, GraphEngine, PlatformError
 from hardpoint_sim import instruments
 from hardpoint_sim.graphs import RecordedLists

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from hardpoint import LLM
-from hardpoint.engine.executor import InProcessExecutor
-from hardpoint.engine.paged_cache import Prefix
-from hardpoint.engine.step import NewRequest, ScheduledRequest, SlotSampling, StepInput
+from hardpoint.engine.execution.executor import InProcessExecutor
+from hardpoint.engine.scheduling.paged_cache import Prefix
+from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest, SlotSampling, StepInput
 
 SMALL: dict[str, Any] = {
     "platform": "cpu",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hardpoint.engine.step import SlotSampling
+from hardpoint.engine.scheduling.step import SlotSampling
 
 
 def changed_logits(

@@ -19,12 +19,12 @@ from weakref import WeakValueDictionary
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import EngineStats, RequestOptions
 from hardpoint.engine.control import TAGS, MemoryReport, check_tags, sleep_tags
-from hardpoint.engine.frontend import connect
+from hardpoint.engine.frontend.frontend import connect
+from hardpoint.engine.frontend.prompts import Prompt
+from hardpoint.engine.frontend.streams import Mailbox, News, RequestStream
 from hardpoint.engine.outputs import RequestOutput
-from hardpoint.engine.prompts import Prompt
-from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams
-from hardpoint.engine.streams import Mailbox, News, RequestStream
+from hardpoint.engine.scheduling.request import Request
 from hardpoint.selection import SelectionTable
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import EngineDeadError, RequestError

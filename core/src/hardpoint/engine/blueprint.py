@@ -23,7 +23,7 @@ from hardpoint.conformance.certificate import Certificates
 from hardpoint.context import Context, load_target
 from hardpoint.dtypes import dtype_of
 from hardpoint.engine.absent_device import AbsentDeviceContext
-from hardpoint.engine.sampler import SamplingOps
+from hardpoint.engine.execution.sampler import SamplingOps
 from hardpoint.layers import CausalLM
 from hardpoint.metrics import EngineMetrics
 from hardpoint.ops.shadow_check import ShadowCheck

@@ -8,8 +8,8 @@ from typing import Protocol, TypedDict, Unpack
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.control import CoreControl
-from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.engine.scheduling.request import Request
 from hardpoint.selection import SelectionTable
 
 

@@ -11,23 +11,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Unpack, cast
 
-from hardpoint.engine.admission import Admission
-from hardpoint.engine.block_pool import BlockPool
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.client import CoreFacts, EngineStats, RequestOptions
 from hardpoint.engine.control import MemoryReport
 from hardpoint.engine.engine_metrics import StatsCollector, StepMetrics
-from hardpoint.engine.executor import Executor, InProcessExecutor, Pending
-from hardpoint.engine.holdings import Holdings
-from hardpoint.engine.multiprocess_executor import MultiprocessExecutor
-from hardpoint.engine.paged_cache import PagedCache
-from hardpoint.engine.request import Request
-from hardpoint.engine.runner import Model
+from hardpoint.engine.execution.executor import Executor, InProcessExecutor, Pending
+from hardpoint.engine.execution.holdings import Holdings
+from hardpoint.engine.execution.multiprocess_executor import MultiprocessExecutor
+from hardpoint.engine.execution.runner import Model
+from hardpoint.engine.execution.torchrun_executor import TorchrunExecutor
+from hardpoint.engine.execution.worker import Worker, cache_geometry, step_limits
 from hardpoint.engine.sampling_params import SamplingParams
-from hardpoint.engine.scheduler import Scheduler, SchedulerArgs
-from hardpoint.engine.step import StepInput
-from hardpoint.engine.torchrun_executor import TorchrunExecutor
-from hardpoint.engine.worker import Worker, cache_geometry, step_limits
+from hardpoint.engine.scheduling.admission import Admission
+from hardpoint.engine.scheduling.block_pool import BlockPool
+from hardpoint.engine.scheduling.paged_cache import PagedCache
+from hardpoint.engine.scheduling.request import Request
+from hardpoint.engine.scheduling.scheduler import Scheduler, SchedulerArgs
+from hardpoint.engine.scheduling.step import StepInput
 from hardpoint.metrics import MetricsSnapshot
 from hardpoint.selection import SelectionTable
 from hardpoint_plugin_api import (

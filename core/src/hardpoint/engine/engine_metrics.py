@@ -8,7 +8,7 @@ from prometheus_client import Counter, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from hardpoint.engine.client import EngineStats
-from hardpoint.engine.request import Request
+from hardpoint.engine.scheduling.request import Request
 from hardpoint.metrics import EngineMetrics
 from hardpoint.plugins.record import CORE
 

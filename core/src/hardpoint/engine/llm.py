@@ -14,12 +14,12 @@ from hardpoint.bench.stages import mark
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreClient, EngineStats, RequestOptions
 from hardpoint.engine.control import TAGS, MemoryReport, check_tags, sleep_tags
-from hardpoint.engine.conversation import Conversation
-from hardpoint.engine.frontend import Frontend, connect, serve_other_ranks
+from hardpoint.engine.frontend.conversation import Conversation
+from hardpoint.engine.frontend.frontend import Frontend, connect, serve_other_ranks
+from hardpoint.engine.frontend.prompts import Prompt, prompt_list
 from hardpoint.engine.outputs import RequestOutput
-from hardpoint.engine.prompts import Prompt, prompt_list
-from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.engine.scheduling.request import Request
 from hardpoint.selection import SelectionTable
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import EngineError, RequestError

@@ -12,14 +12,13 @@ from queue import Empty, SimpleQueue
 from typing import Protocol, Unpack
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine.admission import Admission
 from hardpoint.engine.client import CoreFacts, EngineStats, RequestOptions
-from hardpoint.engine.core_loop import run_core
-from hardpoint.engine.messages import (
+from hardpoint.engine.processes.calls import Answer, Answers, Stop
+from hardpoint.engine.remote.core_loop import run_core
+from hardpoint.engine.remote.messages import (
     Abort,
     Add,
     Advanced,
-    Answer,
     Command,
     Delta,
     Ended,
@@ -27,11 +26,11 @@ from hardpoint.engine.messages import (
     Ready,
     Report,
     StartFailed,
-    Stop,
 )
-from hardpoint.engine.remote_control import Answers, RemoteControl
-from hardpoint.engine.request import Request
+from hardpoint.engine.remote.remote_control import RemoteControl
 from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.engine.scheduling.admission import Admission
+from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import EngineDeadError, EngineError, RequestError
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
 
-from hardpoint.engine import child_process
 from hardpoint.engine.blueprint import Blueprint
-from hardpoint.engine.rank_process import RankSpec, serve_rank
-from hardpoint.engine.ranks import RankLink, RanksExecutor
+from hardpoint.engine.execution.rank_process import RankSpec, serve_rank
+from hardpoint.engine.execution.ranks import RankLink, RanksExecutor
+from hardpoint.engine.processes import child_process
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.groups import Seat
 from hardpoint_plugin_api import EngineDeadError

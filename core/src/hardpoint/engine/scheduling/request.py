@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hardpoint.engine.block_pool import BlockHash, hash_block, hash_salt
 from hardpoint.engine.outputs import FinishReason
-from hardpoint.engine.paged_cache import HeldPages
 from hardpoint.engine.sampling_params import SamplingParams
-from hardpoint.engine.step import PromptLogprobs, SlotSampling, TokenLogprobs
+from hardpoint.engine.scheduling.block_pool import BlockHash, hash_block, hash_salt
+from hardpoint.engine.scheduling.paged_cache import HeldPages
+from hardpoint.engine.scheduling.step import PromptLogprobs, SlotSampling, TokenLogprobs
 from hardpoint_plugin_api import EngineError
 
 

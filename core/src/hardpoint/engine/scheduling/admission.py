@@ -10,8 +10,8 @@ from numbers import Integral, Real
 from typing import Unpack
 
 from hardpoint.engine.client import RequestOptions
-from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import EngineError, MemoryTag, RequestError
 
 

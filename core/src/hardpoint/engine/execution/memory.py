@@ -8,7 +8,7 @@ import math
 import torch
 
 from hardpoint.attention.groups import AttentionLayers
-from hardpoint.engine.paged_cache import CacheGeometry
+from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint_plugin_api import CapacityError
 
 logger = logging.getLogger(__name__)

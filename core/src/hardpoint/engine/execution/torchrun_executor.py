@@ -17,10 +17,10 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Self
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine import child_process
-from hardpoint.engine.messages import Stop
-from hardpoint.engine.rank_process import Rank, RankFailed, RankSpec, end_with_parent
-from hardpoint.engine.ranks import RankLink, RanksExecutor
+from hardpoint.engine.execution.rank_process import Rank, RankFailed, RankSpec, end_with_parent
+from hardpoint.engine.execution.ranks import RankLink, RanksExecutor
+from hardpoint.engine.processes import child_process
+from hardpoint.engine.processes.calls import Stop
 from hardpoint.parallel.groups import Seat
 from hardpoint.parallel.process_group import LOOPBACK, PrefixStore, Store
 from hardpoint_plugin_api import ConfigError, EngineDeadError

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hardpoint.engine.step import NewRequest, PromptLogprobs, ScheduledRequest, TokenLogprobs
+from hardpoint.engine.scheduling.step import NewRequest, PromptLogprobs, ScheduledRequest, TokenLogprobs
 
 Ints = npt.NDArray[np.int32]
 RankTokens = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

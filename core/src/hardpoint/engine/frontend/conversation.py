@@ -9,11 +9,11 @@ from typing import TypeVar, Unpack
 
 from hardpoint.bench.stages import mark
 from hardpoint.engine.client import CoreClient, RequestOptions
+from hardpoint.engine.frontend.prompts import TokenizedPrompt
 from hardpoint.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from hardpoint.engine.prompts import TokenizedPrompt
-from hardpoint.engine.request import Request
 from hardpoint.engine.sampling_params import SamplingParams, derived_seed
-from hardpoint.engine.step import TokenLogprobs
+from hardpoint.engine.scheduling.request import Request
+from hardpoint.engine.scheduling.step import TokenLogprobs
 from hardpoint.tokenizer import Detokenizer, Tokenizer
 
 T = TypeVar("T")

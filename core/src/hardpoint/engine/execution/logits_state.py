@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from hardpoint.engine.step import NewRequest, ScheduledRequest
+from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest
 from hardpoint_plugin_api import Resources
 
 ALWAYS = 2**62

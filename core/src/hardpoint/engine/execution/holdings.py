@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
-from hardpoint.engine.tagged_memory import TaggedMemory
+from hardpoint.engine.execution.tagged_memory import TaggedMemory
 from hardpoint_plugin_api import CapacityError, HardpointError, MemoryTag
 
 logger = logging.getLogger(__name__)

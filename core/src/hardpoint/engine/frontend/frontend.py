@@ -9,11 +9,11 @@ from typing import Any, Unpack
 from hardpoint.checkpoint.source import resolve_model, resolve_tokenizer
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreClient, RequestOptions
-from hardpoint.engine.conversation import Conversation
-from hardpoint.engine.core_process import ProcessLink
-from hardpoint.engine.generation_config import GenerationConfig
-from hardpoint.engine.prompts import Prompt, TokenizedPrompt
-from hardpoint.engine.remote_core import RemoteCore, ThreadLink
+from hardpoint.engine.frontend.conversation import Conversation
+from hardpoint.engine.frontend.generation_config import GenerationConfig
+from hardpoint.engine.frontend.prompts import Prompt, TokenizedPrompt
+from hardpoint.engine.remote.core_process import ProcessLink
+from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.tokenizer import ChatTemplate, Tokenizer
 
@@ -90,6 +90,6 @@ def connect(config: EngineConfig, *, own_process: bool) -> tuple[Frontend, Remot
 def serve_other_ranks(config: EngineConfig) -> None:
     """Return where an engine is to be built. A process that torchrun started for another rank than 0 never does."""
     if config.executor_kind == "torchrun":
-        from hardpoint.engine.torchrun_executor import serve_unless_first
+        from hardpoint.engine.execution.torchrun_executor import serve_unless_first
 
         serve_unless_first(config)

@@ -13,9 +13,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from hardpoint.engine.outputs import FinishReason
-from hardpoint.engine.paged_cache import PagedCache, Prefix
-from hardpoint.engine.request import Request
-from hardpoint.engine.step import NewRequest, ScheduledRequest, StepInput, StepOutput
+from hardpoint.engine.scheduling.paged_cache import PagedCache, Prefix
+from hardpoint.engine.scheduling.request import Request
+from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest, StepInput, StepOutput
 from hardpoint_plugin_api import CapacityError, StepLimits
 
 

@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine import child_process
-from hardpoint.engine.core_loop import run_core
-from hardpoint.engine.messages import Answer, Command, Ended, Logged, Ready, Report, Stop
-from hardpoint.engine.remote_control import Answers
-from hardpoint.engine.remote_core import CLOSE_SECONDS
+from hardpoint.engine.processes import child_process
+from hardpoint.engine.processes.calls import Answer, Answers, Logged, Stop
+from hardpoint.engine.remote.core_loop import run_core
+from hardpoint.engine.remote.messages import Command, Ended, Ready, Report
+from hardpoint.engine.remote.remote_core import CLOSE_SECONDS
 from hardpoint_plugin_api import EngineDeadError
 
 

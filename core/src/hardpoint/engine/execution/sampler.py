@@ -11,9 +11,16 @@ from dataclasses import dataclass
 import torch
 
 from hardpoint.context import Context
-from hardpoint.engine.logits_state import AllowedTokens, LogitsPart, LogitsState, Penalties, TokenBias, needed_parts
-from hardpoint.engine.logprobs import DeviceLogprobs, RankTokens
-from hardpoint.engine.step import NewRequest, ScheduledRequest
+from hardpoint.engine.execution.logits_state import (
+    AllowedTokens,
+    LogitsPart,
+    LogitsState,
+    Penalties,
+    TokenBias,
+    needed_parts,
+)
+from hardpoint.engine.execution.logprobs import DeviceLogprobs, RankTokens
+from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest
 from hardpoint.ops.apply_logit_bias import apply_logit_bias
 from hardpoint.ops.apply_penalties import apply_penalties
 from hardpoint.ops.mask_tokens import mask_tokens

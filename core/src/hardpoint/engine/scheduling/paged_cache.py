@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hardpoint.engine.block_pool import BlockHash, BlockPool
+from hardpoint.engine.scheduling.block_pool import BlockHash, BlockPool
 from hardpoint_plugin_api import NULL_PAGE, Span
 
 Pages = list[list[int]]

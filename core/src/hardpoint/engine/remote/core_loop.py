@@ -13,24 +13,21 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine.messages import (
+from hardpoint.engine.processes.calls import Answer, Call, Failure, Stop
+from hardpoint.engine.remote.messages import (
     Abort,
     Add,
     Advanced,
-    Answer,
-    Call,
     Command,
     Delta,
     Ended,
     Failed,
-    Failure,
     Ready,
     Report,
     StartFailed,
-    Stop,
     Wake,
 )
-from hardpoint.engine.request import Request
+from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import EngineDeadError
 
 if TYPE_CHECKING:

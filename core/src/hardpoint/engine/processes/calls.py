@@ -1,32 +1,17 @@
-"""What passes between a front end and a core that runs elsewhere. Plain, picklable, no torch."""
+"""Calls between processes: what passes, and who waits for an answer. Plain, picklable, no torch."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
+import threading
 import traceback
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hardpoint.engine.client import CoreFacts, EngineStats
-from hardpoint.engine.outputs import FinishReason
-from hardpoint.engine.step import TokenLogprobs
 from hardpoint_plugin_api import EngineDeadError, EngineError, HardpointError
-
-
-@dataclass(frozen=True)
-class Add:
-    """Queue a request. ``request`` is a pickled Request: one that cannot be read fails alone."""
-
-    number: int
-    request: bytes
-
-
-@dataclass(frozen=True)
-class Abort:
-    """End a request; its end is reported like any other."""
-
-    number: int
 
 
 @dataclass(frozen=True)
@@ -41,15 +26,6 @@ class Call:
 @dataclass(frozen=True)
 class Stop:
     """Close the core; no report follows."""
-
-
-@dataclass(frozen=True)
-class Wake:
-    """Look whether what runs the steps is still there; put by the core's own process."""
-
-
-Command = Add | Abort | Call | Stop | Wake
-"""From the front end to the core."""
 
 
 @dataclass(frozen=True)
@@ -92,52 +68,6 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """The core is loaded and takes requests."""
-
-    facts: CoreFacts
-    stats: EngineStats
-
-
-@dataclass(frozen=True)
-class StartFailed:
-    """The core could not be built; nothing follows."""
-
-    failure: Failure
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What a request got since the last time. ``prompt_logprobs`` come once, whole, with the first token."""
-
-    number: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    num_cached_tokens: int
-    num_preemptions: int
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-
-
-@dataclass(frozen=True)
-class Advanced:
-    """What came of a step, or of commands."""
-
-    deltas: tuple[Delta, ...]
-    stats: EngineStats
-
-
-@dataclass(frozen=True)
-class Failed:
-    """These requests were ended by a failure, which the core survived."""
-
-    numbers: tuple[int, ...]
-    failure: Failure
-    stats: EngineStats
-
-
-@dataclass(frozen=True)
 class Answer:
     """What came of a Call: its result, or its failure. Goes to the caller, not among the reports."""
 
@@ -147,18 +77,43 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The core is gone: closed, or lost as ``error`` says. Comes last, from the link itself."""
-
-    error: EngineDeadError
-
-
-@dataclass(frozen=True)
 class Logged:
     """A log record of the core's process, for the front end's own handlers."""
 
     record: logging.LogRecord
 
 
-Report = Ready | StartFailed | Advanced | Failed | Ended
-"""From the core to the front end."""
+class Answers:
+    """Calls under way. A link's reader takes what comes back."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Future[object]] = {}
+        self._numbers, self._lock = itertools.count(), threading.Lock()
+        self._lost: EngineDeadError | None = None
+
+    def expect(self) -> tuple[int, Future[object]]:
+        """A number for a call, and what will become of it. Raises EngineDeadError once the core is gone."""
+        with self._lock:
+            if self._lost is not None:
+                raise EngineDeadError(str(self._lost))
+            number = next(self._numbers)
+            future: Future[object] = Future()
+            self._waiting[number] = future
+        return number, future
+
+    def take(self, answer: Answer) -> None:
+        """Hand ``answer`` to whoever waits for it."""
+        with self._lock:
+            future = self._waiting.pop(answer.number)
+        if answer.failure is None:
+            future.set_result(answer.result)
+        else:
+            future.set_exception(answer.failure.original())
+
+    def lose(self, error: EngineDeadError) -> None:
+        """The core is gone: nobody waits any longer."""
+        with self._lock:
+            self._lost = error
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            future.set_exception(EngineDeadError(str(error)))

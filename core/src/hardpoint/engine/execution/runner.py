@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 
 from hardpoint.context import Context
-from hardpoint.engine.logits_state import LogitsState
-from hardpoint.engine.logprobs import DeviceLogprobs, DevicePromptLogprobs, PromptScorer
-from hardpoint.engine.sampler import Sampler, SamplingOps
-from hardpoint.engine.staging import Staging
-from hardpoint.engine.step import StepInput, StepOutput
+from hardpoint.engine.execution.logits_state import LogitsState
+from hardpoint.engine.execution.logprobs import DeviceLogprobs, DevicePromptLogprobs, PromptScorer
+from hardpoint.engine.execution.sampler import Sampler, SamplingOps
+from hardpoint.engine.execution.staging import Staging
+from hardpoint.engine.scheduling.step import StepInput, StepOutput
 from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, AttentionMetadata, ForwardStep, Platform
 
 Ints = npt.NDArray[np.int32]

@@ -23,13 +23,12 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine import child_process
-from hardpoint.engine.executor import Pending
-from hardpoint.engine.messages import Answer, Call, Failure, Logged, Stop
-from hardpoint.engine.rank_process import RankFailed, RankReady, RankReport
-from hardpoint.engine.remote_control import Answers
-from hardpoint.engine.step import StepInput, StepOutput
-from hardpoint.engine.worker import WorkerFacts
+from hardpoint.engine.execution.executor import Pending
+from hardpoint.engine.execution.rank_process import RankFailed, RankReady, RankReport
+from hardpoint.engine.execution.worker import WorkerFacts
+from hardpoint.engine.processes import child_process
+from hardpoint.engine.processes.calls import Answer, Answers, Call, Failure, Logged, Stop
+from hardpoint.engine.scheduling.step import StepInput, StepOutput
 from hardpoint.parallel.control import RankLostError
 from hardpoint_plugin_api import EngineDeadError, HardpointError
 

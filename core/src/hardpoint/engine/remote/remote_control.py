@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Collection, Iterable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from hardpoint.engine.admission import Admission
 from hardpoint.engine.control import MemoryReport
-from hardpoint.engine.messages import Answer, Call, Command
-from hardpoint_plugin_api import ConfigError, EngineDeadError, MemoryTag
+from hardpoint.engine.processes.calls import Answers, Call
+from hardpoint.engine.remote.messages import Command
+from hardpoint.engine.scheduling.admission import Admission
+from hardpoint_plugin_api import ConfigError, MemoryTag
 
 if TYPE_CHECKING:
     import torch
 
     from hardpoint.metrics import MetricsSnapshot
-
-
-class Answers:
-    """Calls under way. A link's reader takes what comes back."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, Future[object]] = {}
-        self._numbers, self._lock = itertools.count(), threading.Lock()
-        self._lost: EngineDeadError | None = None
-
-    def expect(self) -> tuple[int, Future[object]]:
-        """A number for a call, and what will become of it. Raises EngineDeadError once the core is gone."""
-        with self._lock:
-            if self._lost is not None:
-                raise EngineDeadError(str(self._lost))
-            number = next(self._numbers)
-            future: Future[object] = Future()
-            self._waiting[number] = future
-        return number, future
-
-    def take(self, answer: Answer) -> None:
-        """Hand ``answer`` to whoever waits for it."""
-        with self._lock:
-            future = self._waiting.pop(answer.number)
-        if answer.failure is None:
-            future.set_result(answer.result)
-        else:
-            future.set_exception(answer.failure.original())
-
-    def lose(self, error: EngineDeadError) -> None:
-        """The core is gone: nobody waits any longer."""
-        with self._lock:
-            self._lost = error
-            waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            future.set_exception(EngineDeadError(str(error)))
 
 
 class CallLink(Protocol):

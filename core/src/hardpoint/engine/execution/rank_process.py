@@ -15,16 +15,16 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine import child_process
-from hardpoint.engine.messages import Answer, Call, Failure, Logged, Stop
-from hardpoint.engine.step import StepInput, StepOutput
+from hardpoint.engine.processes import child_process
+from hardpoint.engine.processes.calls import Answer, Call, Failure, Logged, Stop
+from hardpoint.engine.scheduling.step import StepInput, StepOutput
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.groups import Seat
 
 if TYPE_CHECKING:
     from hardpoint.engine.blueprint import Blueprint
-    from hardpoint.engine.runner import Ticket
-    from hardpoint.engine.worker import Worker, WorkerFacts
+    from hardpoint.engine.execution.runner import Ticket
+    from hardpoint.engine.execution.worker import Worker, WorkerFacts
     from hardpoint.parallel.process_group import Store
 
 CLOSE_SECONDS = 2.0
@@ -104,7 +104,7 @@ class Rank:
     def _start(self, store: Store) -> Worker:
         """See that all ranks chose alike, and load."""
         from hardpoint.engine.blueprint import draw
-        from hardpoint.engine.worker import Worker
+        from hardpoint.engine.execution.worker import Worker
         from hardpoint.parallel.choices import check_equal, check_same_config
         from hardpoint.parallel.control import ControlGroup
 

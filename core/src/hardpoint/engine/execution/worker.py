@@ -12,13 +12,13 @@ from hardpoint.bench.stages import mark
 from hardpoint.checkpoint.source import resolve_model
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.control import MemoryReport
-from hardpoint.engine.holdings import Holdings
-from hardpoint.engine.logits_state import LogitsState
-from hardpoint.engine.memory import CacheMemory, place_bytes
-from hardpoint.engine.paged_cache import CacheGeometry
-from hardpoint.engine.runner import Model, Runner, RunnerArgs
-from hardpoint.engine.tagged_memory import TaggedMemory
-from hardpoint.engine.weights import ModelWeights, Tensors
+from hardpoint.engine.execution.holdings import Holdings
+from hardpoint.engine.execution.logits_state import LogitsState
+from hardpoint.engine.execution.memory import CacheMemory, place_bytes
+from hardpoint.engine.execution.runner import Model, Runner, RunnerArgs
+from hardpoint.engine.execution.tagged_memory import TaggedMemory
+from hardpoint.engine.execution.weights import ModelWeights, Tensors
+from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint.metrics import MetricsSnapshot
 from hardpoint.parallel.control import ControlGroup
 from hardpoint_plugin_api import CheckpointError, ConfigError, EngineInfo, MemoryTag, RunnerWorkload, StepLimits

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hardpoint.engine.runner import Runner, Ticket
-from hardpoint.engine.step import StepInput, StepOutput
+from hardpoint.engine.execution.runner import Runner, Ticket
+from hardpoint.engine.scheduling.step import StepInput, StepOutput
 
 if TYPE_CHECKING:
-    from hardpoint.engine.worker import Worker, WorkerFacts
+    from hardpoint.engine.execution.worker import Worker, WorkerFacts
 
 
 class Pending(Protocol):

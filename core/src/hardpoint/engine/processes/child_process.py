@@ -19,7 +19,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from hardpoint.engine.messages import Logged
+from hardpoint.engine.processes.calls import Logged
 from hardpoint_plugin_api import HardpointError
 
 GUARD = 'if __name__ == "__main__":'

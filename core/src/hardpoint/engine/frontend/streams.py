@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from hardpoint.engine.conversation import Conversation
+from hardpoint.engine.frontend.conversation import Conversation
 from hardpoint.engine.outputs import RequestOutput
-from hardpoint.engine.request import Request
+from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import EngineError, HardpointError
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Between text and tokens: prompts, conversations, streams."""

@@ -1,0 +1,1 @@
+"""Processes of the engine's own, and the calls that pass between them."""

@@ -1,0 +1,92 @@
+"""What passes between a front end and a core that runs elsewhere. Plain, picklable, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hardpoint.engine.client import CoreFacts, EngineStats
+from hardpoint.engine.outputs import FinishReason
+from hardpoint.engine.processes.calls import Call, Failure, Stop
+from hardpoint.engine.scheduling.step import TokenLogprobs
+from hardpoint_plugin_api import EngineDeadError
+
+
+@dataclass(frozen=True)
+class Add:
+    """Queue a request. ``request`` is a pickled Request: one that cannot be read fails alone."""
+
+    number: int
+    request: bytes
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End a request; its end is reported like any other."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Wake:
+    """Look whether what runs the steps is still there; put by the core's own process."""
+
+
+Command = Add | Abort | Call | Stop | Wake
+"""From the front end to the core."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The core is loaded and takes requests."""
+
+    facts: CoreFacts
+    stats: EngineStats
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    """The core could not be built; nothing follows."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a request got since the last time. ``prompt_logprobs`` come once, whole, with the first token."""
+
+    number: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    num_cached_tokens: int
+    num_preemptions: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """What came of a step, or of commands."""
+
+    deltas: tuple[Delta, ...]
+    stats: EngineStats
+
+
+@dataclass(frozen=True)
+class Failed:
+    """These requests were ended by a failure, which the core survived."""
+
+    numbers: tuple[int, ...]
+    failure: Failure
+    stats: EngineStats
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The core is gone: closed, or lost as ``error`` says. Comes last, from the link itself."""
+
+    error: EngineDeadError
+
+
+Report = Ready | StartFailed | Advanced | Failed | Ended
+"""From the core to the front end."""
