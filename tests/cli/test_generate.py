@@ -21,14 +21,6 @@ from hardpoint.selection import SelectionTable
 from hardpoint_plugin_api import MemorySnapshot
 
 
-class Letters:
-    """A tokenizer of one token per letter."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        assert not add_special_tokens
-        return [ord(letter) for letter in text]
-
-
 class Echo:
     """An engine whose output is the prompt in capitals, a letter at a time."""
 
@@ -36,7 +28,7 @@ class Echo:
 
     def __init__(self, config: EngineConfig) -> None:
         Echo.last = self
-        self.config, self.tokenizer = config, Letters()
+        self.config = config
         self.prompts: list[Any] = []
         self.params: list[SamplingParams] = []
         self.closed = False
@@ -55,8 +47,8 @@ class Echo:
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.7, top_p=0.9)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        return "".join(f"[{message['role']}]{message['content']}" for message in messages)
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        return {"prompt": "".join(f"[{message['role']}]{message['content']}" for message in messages)}
 
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
         self.prompts.append(prompt)
@@ -106,10 +98,16 @@ def test_the_prompt_can_come_from_stdin(
     assert capsys.readouterr().out == "PIPED\n"
 
 
-def test_chat_renders_the_template_and_adds_no_special_tokens() -> None:
+def test_chat_prompts_are_messages() -> None:
     assert run(["generate", "--chat", "--system", "be kind", "--prompt", "hi", "--quiet"]) == 0
-    rendered = "[system]be kind[user]hi"
-    assert Echo.last.prompts == [{"prompt": rendered, "prompt_token_ids": [ord(letter) for letter in rendered]}]
+    assert Echo.last.prompts == [{"prompt": "[system]be kind[user]hi"}]
+
+
+@pytest.mark.parametrize("flags", [["--temperature", "-1"], ["--top-p", "2"], ["--max-tokens", "0"]])
+def test_bad_sampling_is_refused_before_anything_loads(flags: list[str]) -> None:
+    Echo.last = earlier = Echo(EngineConfig.create(model="demo"))
+    assert run(["generate", "--prompt", "abc", *flags]) == 2
+    assert Echo.last is earlier
 
 
 def test_flags_change_the_models_own_sampling() -> None:

@@ -22,7 +22,7 @@ KEYS = {
 
 @pytest.fixture(autouse=True)
 def _acme(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "plugin_keys", lambda: KEYS)
+    monkeypatch.setattr(options, "plugin_keys", lambda quiet: KEYS)
 
 
 def parse(*args: str) -> EngineConfig:

@@ -14,7 +14,7 @@ from hardpoint.plugins import discover
 from tests.out_of_tree.build import Dist, install
 
 _KERNELS = """
-import os, time, torch
+import os, pathlib, signal, subprocess, sys, time, torch
 
 def right(x, weight, out, *, eps):
     wide = x.float()
@@ -31,9 +31,24 @@ def crashes(x, weight, out, *, eps):
 
 def hangs(x, weight, out, *, eps):
     if x.shape[-1] == 129:
-        time.sleep(60)
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        if "TRIED_MARKS" in os.environ:
+            pathlib.Path(os.environ["TRIED_MARKS"], str(os.getpid())).touch()
+        time.sleep(600)
+    right(x, weight, out, eps=eps)
+
+WAYS = {
+    129: lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    8192: lambda: os._exit(3),
+    128: lambda: os._exit(0),
+    512: lambda: sys.exit(4),
+}
+
+def falls(x, weight, out, *, eps):
+    WAYS.get(x.shape[-1], lambda: None)()
     right(x, weight, out, eps=eps)
 """
+TRIED_KERNELS = ("right", "wrong", "crashes", "hangs", "missing", "falls")
 _MANIFEST = """
 schema = 1
 api = "0.1"
@@ -56,7 +71,7 @@ priority = {priority}
 summary = "A norm"
 requires = [{{ dtype = ["float32"] }}]
 """
-    for name, priority in (("right", 5), ("wrong", 4), ("crashes", 3), ("hangs", 2), ("missing", 1))
+    for priority, name in enumerate(reversed(TRIED_KERNELS), 1)
 )
 TRIED = Dist(
     "hp-tried",

@@ -232,7 +232,7 @@ def test_the_command_reports_and_writes_a_certificate(
     tried_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["conform", "tried", "--setting", "cpu.threads=1", "--in-process", "--case", "*/random"]
-    file = tmp_path / "c.json"
+    file = tmp_path / "new" / "c.json"
     assert hardpoint([*arguments, "--name", "tried_wrong", "--json", str(file)]) == 1
     out = capsys.readouterr().out
     assert "tried_wrong" in out
@@ -263,7 +263,8 @@ def test_shards_on_the_command_line(tried_plugin: Path, tmp_path: Path, capsys: 
         (["tried", "--shard", "3/2"], "write I/N"),
         (["tried", "--level", "fast"], "'fast' is not one of"),
         (["tried", "--setting", "speed=1"], "PLUGIN.KEY=VALUE"),
-        (["tried", "--json", "/nowhere/c.json"], "--json"),
+        (["tried", "--json", "/proc/nowhere/c.json"], "--json"),
+        (["tried", "--json", "/dev"], "--json: cannot write /dev: Is a directory"),
     ],
 )
 def test_bad_input_is_one_clear_error(

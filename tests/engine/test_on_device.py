@@ -14,11 +14,15 @@ from tests.support.engines import prompt_logits
 
 pytestmark = pytest.mark.accelerator
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "mistral-window": ("mistral", {"sliding_window": 13}),
     "qwen2": ("qwen2", {}),
     "qwen3-head128": ("qwen3", {"head_dim": 128}),
+    "mixtral": ("mixtral", {"num_local_experts": 8}),
+    "qwen2-moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "qwen3-moe": ("qwen3_moe", EXPERTS),
 }
 LOGIT_TOLERANCE = 1e-4
 
@@ -37,6 +41,35 @@ def test_logits_and_greedy_tokens_match_transformers_on_the_host(shape: str, tmp
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         check_tokens_equal(model, prompt, output.outputs[0].token_ids, LOGIT_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization": "fp8"},
+        {"quantization": "fp8", "quantization_options": ["scales=block"]},
+        {"quantization": "int8"},
+        {"quantization": "int4", "quantization_options": ["group_size=32"]},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"kv_cache_dtype": "int8"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+@pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("qwen3_moe", EXPERTS)])
+def test_quantized_logits_are_those_of_the_host(
+    family: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Numbers that the device rounds the other way move logits by little, or a token to another expert now and then.
+
+    A wrong scale moves nearly all of them far.
+    """
+    write_checkpoint(tmp_path, family, hidden_size=128, **changes)
+    (prompt,) = random_prompts(1, 90, seed=1, shortest=90)
+    logits = []
+    for platform in (None, "cpu"):
+        with LLM(str(tmp_path), platform=platform, kv_cache_memory="64MiB", **settings) as llm:
+            logits.append(prompt_logits(llm, prompt).cpu())
+    assert (torch.nn.functional.cosine_similarity(*logits, dim=-1) > 0.999).float().mean() > 0.9
 
 
 def test_seeded_sampling_draws_the_same_tokens_as_on_the_host(tmp_path: Path) -> None:

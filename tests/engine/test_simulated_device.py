@@ -27,7 +27,7 @@ def test_the_device_and_its_kernels(site: Path, tmp_path: Path) -> None:
 
 
 def test_engines_run_on_it(site: Path, tmp_path: Path) -> None:
-    check(site, tmp_path, "tests/engine/test_generation.py")
+    check(site, tmp_path, *(f"tests/engine/test_{part}.py" for part in ("generation", "sampler", "sleep")))
 
 
 @pytest.mark.nightly

@@ -264,6 +264,7 @@ def test_a_platform_that_suspends_keeps_addresses(llm: LLM) -> None:
     addresses = [buffer.data_ptr() for buffer in cache._buffers]
     llm.sleep()
     assert memory.calls == [("suspend", ["kv"])]
+    assert llm.memory_report().by_tag["kv"] == 0
     llm.wake_up()
     assert memory.calls[1:] == [("resume", ["kv"])]
     assert [buffer.data_ptr() for buffer in cache._buffers] == addresses

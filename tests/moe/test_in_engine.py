@@ -360,6 +360,13 @@ def test_a_missing_scale_is_named(tmp_path: Path) -> None:
         small_llm(tmp_path)
 
 
+def test_experts_whose_rows_the_blocks_of_scales_do_not_divide(mixture: tuple[Path, PreTrainedModel]) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"gate and up share one matrix.* blocks of 128 rows do not divide the 32"
+    ):
+        small_llm(mixture[0], quantization="fp8", quantization_options=["scales=block"])
+
+
 def test_experts_that_are_quantized_unlike_each_other(tmp_path: Path) -> None:
     write_mixture(tmp_path, "qwen3_moe")
 

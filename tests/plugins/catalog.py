@@ -155,6 +155,16 @@ BROKEN = [
         method="from hardpoint_plugin_api import FromTheFuture as METHOD\n",
     ),
     plugin(
+        "fails_in_steps",
+        contribution("op", "failing", of="rms_norm", target="hp_fails_in_steps.ops:norm", priority=1000),
+        ops="def norm(x, weight, *, eps):\n    raise ValueError('not a multiple of 16')\n",
+    ),
+    plugin(
+        "wrong_signature",
+        contribution("op", "wrong", of="rms_norm", target="hp_wrong_signature.ops:norm", priority=1000),
+        ops="def norm(x): return x\n",
+    ),
+    plugin(
         "targets",
         contribution("linear", "no_module", target="hp_targets.nowhere:Method"),
         contribution("linear", "no_attribute", target="hp_targets.methods:Methods.fastt"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any, cast
 
 import pytest
 import torch
 
+from hardpoint import LLM
 from hardpoint.attention.build import attention_backend
 from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.layers import PluggableLayer
@@ -23,7 +25,9 @@ from hardpoint_plugin_api import (
     PluginLoadError,
     WeightSlot,
 )
+from tests.plugins.conftest import Installer
 from tests.selection.fakes import offer, select
+from tests.support.engines import SMALL
 
 SPEC = AttentionSpec(4, 2, 8, 0.2, "float32", "float32", 16)
 
@@ -134,3 +138,25 @@ def test_slots_that_are_none_are_blamed_by_name(answer: object, fact: str) -> No
 
 def test_a_sound_replacement_is_built() -> None:
     assert isinstance(build("layer", declaring({"weight": WeightSlot((4,), "float32")})), PluggableLayer)
+
+
+@pytest.mark.parametrize("own_process", [False, True])
+def test_what_a_kernel_raises_in_a_step(
+    installed: Installer, own_process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = installed("fails_in_steps")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    with (
+        LLM(**SMALL, plugins=["cpu", "fails_in_steps"], core_process=own_process) as llm,
+        pytest.raises(Exception, match="not a multiple of 16") as caught,
+    ):
+        llm.generate([1, 2])
+    said = "".join(traceback.format_exception(caught.value))
+    assert "Raised in plugin fails_in_steps (fails-in-steps-hardpoint 1.0), hp_fails_in_steps/ops.py, line 2." in said
+
+
+def test_a_kernel_that_does_not_take_what_the_op_does(installed: Installer) -> None:
+    installed("wrong_signature")
+    fact = r"plugin wrong_signature: .*cannot be called as rms_norm\(x, weight, \*, eps\)"
+    with pytest.raises(PluginLoadError, match=fact):
+        LLM(**SMALL, plugins=["cpu", "wrong_signature"])

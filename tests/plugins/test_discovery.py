@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hardpoint.cli.main import run
 from hardpoint.plugins import PluginSet, discover
 from hardpoint_plugin_api import ManifestError, PluginLoadError, UnknownNameError
 from tests.plugins.catalog import SOUND, UNREADABLE
@@ -152,3 +153,25 @@ def test_nothing_to_hash(installed: Installer) -> None:
     installed("object")
     with pytest.raises(PluginLoadError, match="no package folder"):
         discover().record("object").content_hash()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--plugins", "newer_api"], "newer_api"),
+        (["--platform", "absent"], "plugin newer_api"),
+        (["--newer_api.fast", "1"], "plugin newer_api"),
+    ],
+    ids=["asked for", "passed over", "a flag of it"],
+)
+def test_a_command_says_once_what_is_not_used(
+    installed: Installer,
+    args: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    installed("newer_api")
+    assert run(["explain", "demo", *args]) == 2
+    lines = [*caplog.messages, *capsys.readouterr().err.splitlines()]
+    assert len([line for line in lines if said in line and "9.1" in line]) == 1, lines

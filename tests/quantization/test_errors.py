@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from hardpoint.checkpoint import safetensors_files
-from hardpoint_plugin_api import CheckpointError, ConfigError, HardpointError, UnknownNameError
+from hardpoint.quantization.methods.online import Int8Online
+from hardpoint_plugin_api import (
+    CheckpointError,
+    ConfigError,
+    HardpointError,
+    QuantSpec,
+    Scale,
+    SelectionError,
+    UnknownNameError,
+)
 from tests.quantization.formats import FORMATS, change_config, change_tensors, ct_config, ct_numbers, write_quantized
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import small_llm
@@ -177,3 +186,22 @@ def test_symmetric_weights_with_other_zero_points(tmp_path: Path) -> None:
     change_tensors(tmp_path, lambda tensors: tensors[f"{MODULE}.qzeros"].add_(1))
     with pytest.raises(CheckpointError, match=r"up_proj.qzeros': zero points are not all 8, and the config says"):
         small_llm(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "kernels", "part"), [("qwen3", "linear", "mlp"), ("mixtral", "experts", "experts")])
+def test_elements_that_nothing_can_read(
+    tmp_path: Path, no_reading: None, monkeypatch: pytest.MonkeyPatch, family: str, kernels: str, part: str
+) -> None:
+    """A plugin's method may know formats for which this device has no kernel, and that the emulation does not know."""
+    unknown = QuantSpec("float6_e3m2", scales=(Scale("float32", (1, -1)),))
+    known = Int8Online.specs
+    monkeypatch.setattr(
+        Int8Online, "specs", lambda self, m: (unknown, self.plain) if part in m.name else known(self, m)
+    )
+    write_checkpoint(tmp_path, family)
+    with pytest.raises(SelectionError, match=rf"nothing can serve {kernels} \(.*float6_e3m2.*\) on ") as caught:
+        small_llm(tmp_path, quantization="int8")
+    reasons = caught.value.rejected
+    assert all(reasons.values()), "every kernel says why not"
+    (emulation,) = (r for name in ("emulated", "reference") for r in reasons.get(name, []) if r.code == "spec")
+    assert (emulation.wanted, "int8" in str(emulation.supported)) == ("float6_e3m2", True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hardpoint.context import load_target
 from hardpoint.plugins import Offer, PluginSet
@@ -108,10 +108,11 @@ def selector(
     custom_ops: tuple[str, ...] = ("all",),
     tuning: TuningFile | None = None,
     device: DeviceInfo = TOY,
+    asked: Sequence[str] = (),
 ) -> Selector:
     """A selector that loads as an engine's does."""
     settings = Settings(dict(choices or {}), custom_ops)
-    return Selector(plugins, device, settings, tuning, load=lambda offer: load_target(plugins, offer))
+    return Selector(plugins, device, settings, tuning, load=lambda offer: load_target(plugins, offer), asked=asked)
 
 
 def select(*offers: Offer, workload: Workload = MATMUL, choice: str | None = None, tuned: str | None = None) -> Plan:

@@ -11,7 +11,7 @@ from tests.selection.fakes import MATMUL, TOY, VETO, Answers, FakePlugins, offer
 
 LOW, HIGH, ALSO_HIGH = offer("low", priority=1), offer("b_high", priority=5), offer("a_high", priority=5)
 NORM = OpWorkload(of="norm", dtype="float32")
-NORMS = [offer("reference", family="op", of="norm"), offer("fast", family="op", of="norm", priority=5)]
+NORMS = [offer("reference", family="op", of="norm", plugin="core"), offer("fast", family="op", of="norm", priority=5)]
 
 
 @pytest.mark.parametrize(
@@ -203,11 +203,19 @@ def test_what_cannot_serve_replaces_nothing(how: str) -> None:
         (("all", "+norm"), "fast"),
     ],
 )
-def test_custom_ops_switch_off_all_but_the_reference(custom_ops: tuple[str, ...], winner: str) -> None:
+def test_custom_ops_switch_off_plugins_kernels(custom_ops: tuple[str, ...], winner: str) -> None:
     plan = selector(FakePlugins(NORMS), custom_ops=custom_ops).select(NORM)
     assert served(plan) == [("any", winner)]
     loser, code = ("fast", "custom-op-off") if winner == "reference" else ("reference", "lower-rank")
     assert reasons(plan) == {loser: [code]}
+
+
+def test_custom_ops_leave_core_all_its_forms() -> None:
+    """The reference of an op fits one cache layout alone; what core composes of others fits any."""
+    composed = offer("composed", family="op", of="norm", priority=1, plugin="core")
+    plan = selector(FakePlugins([*NORMS, composed]), custom_ops=("none",)).select(NORM)
+    assert served(plan) == [("any", "composed")]
+    assert reasons(plan) == {"fast": ["custom-op-off"], "reference": ["lower-rank"]}
 
 
 @pytest.mark.parametrize("custom_ops", [("none",), ("all", "-norm")])

@@ -144,7 +144,10 @@ def test_all_winners_share_the_layout_of_the_best() -> None:
     assert plan.layout == "tiled"
     assert reasons(plan) == {"plain_best": ["layout"], "any": ["layout"]}
     (first, _) = plan.rejected
-    assert (first.reasons[0].wanted, first.reasons[0].supported) == ("tiled", "plain")
+    assert (first.reasons[0].wanted, first.reasons[0].supported) == (
+        "layout tiled, or priority above 50",
+        "layout plain, priority 0",
+    )
 
 
 def test_a_layout_that_leaves_steps_unserved_loses() -> None:

@@ -7,13 +7,18 @@ import pytest
 from tests.support import engines
 
 _BYTES = "it counts the bytes of another layout's pages"
+_LIMITS = "it counts by the limits of the CPU's platform; this one has its own"
 NOT_FOR_IT = {
     "test_a_request_that_can_never_fit": _BYTES,
     "test_layers_of_all_groups_share_the_pool": _BYTES,
     "test_windows_free_their_pages": _BYTES,
-    "test_a_platforms_step_limits_are_kept": "it sets limits of the CPU's platform; this one has its own",
+    "test_a_platforms_step_limits_are_kept": _LIMITS,
+    "test_memory_that_is_gone": "it makes tensors that cannot be allocated; here the device takes a tag's memory back",
+    "test_the_engine_counts_what_it_does": _BYTES,
+    "test_padding_is_reported": _LIMITS,
+    "test_a_plugin_counts_and_marks": _LIMITS,
+    "test_nothing_is_marked_while": "it watches the CPU's platform",
     "test_leaving_a_stream_frees_its_pages": "a page stays until the step that is under way has ended",
-    "'custom_ops': 'none'": "core's own store knows no other layout than its own; the error says what to switch on",
 }
 """Part of a test's id -> why the test says nothing about this device."""
 

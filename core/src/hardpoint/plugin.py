@@ -8,11 +8,24 @@ from hardpoint_plugin_api import hookimpl
 @hookimpl
 def hardpoint_conformance() -> list[object]:
     """Core's own generators of conformance trials."""
+    from hardpoint.conformance.families.all2all import All2AllTrials
     from hardpoint.conformance.families.attention import AttentionTrials
+    from hardpoint.conformance.families.communicator import CommunicatorTrials
     from hardpoint.conformance.families.experts import ExpertsTrials
     from hardpoint.conformance.families.layers import LayerTrials
     from hardpoint.conformance.families.linear import LinearTrials
     from hardpoint.conformance.families.ops import OpTrials
     from hardpoint.conformance.families.platform import PlatformTrials
+    from hardpoint.conformance.families.quantization import QuantizationTrials
 
-    return [PlatformTrials(), OpTrials(), LayerTrials(), AttentionTrials(), LinearTrials(), ExpertsTrials()]
+    return [
+        PlatformTrials(),
+        OpTrials(),
+        LayerTrials(),
+        AttentionTrials(),
+        LinearTrials(),
+        ExpertsTrials(),
+        CommunicatorTrials(),
+        All2AllTrials(),
+        QuantizationTrials(),
+    ]

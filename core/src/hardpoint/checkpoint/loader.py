@@ -224,12 +224,18 @@ class _Filling:
                 self._layers[path].prepare()
 
     def take(self, name: str, tensor: torch.Tensor, place: _Place) -> None:
-        """Copy one checkpoint tensor, or what its reading makes of it, into slots."""
+        """Copy one checkpoint tensor, or what its reading makes of it, into slots.
+
+        Slots are allocated before anything is read into them: of what lives on, nothing then lies behind what goes, and
+        an allocator that returns memory from one end alone (glibc's) loses none.
+        """
         self._plan.check(name, TensorInfo(tuple(tensor.shape), dtype_name(tensor.dtype)), place, self._title)
         if place.reading is None:
             (target,) = place.targets.values()
             self._copy(name, tensor, target)
             return
+        for target in place.targets.values():
+            self._allocated(target)
         try:
             made = place.reading.stored.read(place.reading.cut(tensor, self._device))
         except CheckpointError as error:
@@ -250,12 +256,7 @@ class _Filling:
         pieces = slot.pieces(target.part)
         if any((target.layer, target.slot, piece) not in self._left for piece in pieces):
             raise CheckpointError(f"{self._title}: tensor {name!r} is there twice")
-        weights = self._layers[target.layer].weights
-        if target.slot not in weights:
-            padded = any(plan.has_padding for plan in slot.shards)
-            make = torch.zeros if padded else torch.empty
-            weights[target.slot] = make(slot.shape, dtype=dtype_of(slot.dtype), device=self._device)
-        filled, shard = weights[target.slot][slot.part_index(target.part)], slot.shard(target.part)
+        filled, shard = self._allocated(target)[slot.part_index(target.part)], slot.shard(target.part)
         if is_cut or shard is None:
             filled.copy_(tensor)
         else:
@@ -269,6 +270,14 @@ class _Filling:
                 self._open[path] -= 1
                 if self._open[path] == 0:
                     self._layers[path].prepare()
+
+    def _allocated(self, target: _Target) -> torch.Tensor:
+        """The whole of a slot, allocated when its first part comes."""
+        weights, slot = self._layers[target.layer].weights, self._slots[target.layer, target.slot]
+        if target.slot not in weights:
+            make = torch.zeros if any(plan.has_padding for plan in slot.shards) else torch.empty
+            weights[target.slot] = make(slot.shape, dtype=dtype_of(slot.dtype), device=self._device)
+        return weights[target.slot]
 
     def check_full(self) -> None:
         """Raise CheckpointError if any part of a slot was not filled."""

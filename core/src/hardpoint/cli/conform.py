@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from hardpoint.cli.output import check_writable, print_json, print_table, write_text
+from hardpoint.cli.output import check_writable, make_folder, print_json, print_table, write_text
 from hardpoint.conformance.kit import Order, Shard
 from hardpoint.conformance.plan import Level
 from hardpoint.plugins import discover
@@ -76,9 +76,14 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
 @click.option("--json", "json_file", metavar="FILE", help="Write the certificate; - is stdout.")
 @click.option("--in-process", is_flag=True, help="Run everything in this process, for a debugger.")
 @click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Contributions to try at once; by default one for each core, and on a device other than the host one.",
+)
+@click.option(
     "--timeout", type=click.IntRange(min=1), default=120, show_default=True, help="Seconds that one case may take."
 )
-def conform(plugin: str, json_file: str | None, in_process: bool, timeout: int, **order: Any) -> int:
+def conform(plugin: str, json_file: str | None, in_process: bool, jobs: int | None, timeout: int, **order: Any) -> int:
     """Run the contributions of PLUGIN on the inputs that break kernels, against references in higher precision.
 
     What a contribution claims is tried; what it does not claim is recorded as unsupported. The exit code is 1 if
@@ -87,15 +92,18 @@ def conform(plugin: str, json_file: str | None, in_process: bool, timeout: int, 
     from hardpoint.conformance.certify import certify
 
     wanted, plugins = Order(plugin, **order), discover()
-    check_writable("--json", json_file)
-    with _Progress() as progress:
-        certificate = certify(plugins, wanted, progress, isolated=not in_process, seconds=timeout)
+    _require_writable(json_file)
+    try:
+        with _Progress() as progress:
+            certificate = certify(plugins, wanted, progress, isolated=not in_process, seconds=timeout, jobs=jobs)
+    except KeyboardInterrupt:
+        click.echo("hardpoint: interrupted; nothing is certified", err=True)
+        return 130
     if json_file == "-":
         print_json(certificate.to_json())
     else:
         _print(certificate)
         if json_file:
-            Path(json_file).parent.mkdir(parents=True, exist_ok=True)
             write_text(json_file, json.dumps(certificate.to_json(), indent=1) + "\n")
             click.echo(f"certificate written to {json_file}")
     return _exit_code(certificate)
@@ -118,6 +126,13 @@ def merge_certificates(files: Sequence[Path], json_file: str) -> int:
     if json_file != "-":
         _print(whole)
     return _exit_code(whole)
+
+
+def _require_writable(json_file: str | None) -> None:
+    """Raise ConfigError where the certificate could not be written; the folder that it belongs in is made."""
+    if json_file and json_file != "-":
+        make_folder("--json", str(Path(json_file).parent))
+    check_writable("--json", json_file)
 
 
 def _exit_code(certificate: Certificate) -> int:

@@ -18,11 +18,10 @@ from hardpoint.cli.output import check_writable, make_folder, print_table, show_
 from hardpoint.config import EngineConfig
 
 if TYPE_CHECKING:
+    from hardpoint.engine.frontend.prompts import Prompt
     from hardpoint.engine.llm import LLM
     from hardpoint.engine.outputs import RequestOutput
     from hardpoint.engine.sampling_params import SamplingParams
-
-Prompt = str | Mapping[str, Any]
 
 
 @click.command(cls=EngineCommand, short_help="Continue prompts with a model.")
@@ -66,10 +65,14 @@ def generate(
     if stream and len(texts) > 1:
         raise click.UsageError("--stream goes with one prompt; leave it out for several")
     show_log(logging.WARNING if quiet else logging.INFO)
+    settings = {"max_tokens": max_tokens, "stop": stop} | {k: v for k, v in sampling.items() if v is not None}
+    if "seed" in config.explicit:
+        settings["seed"] = config.seed  # of every request alike
+    _check_sampling(settings)
     llm = _load(config)
     try:
-        params = _sampling_params(llm, config, sampling, max_tokens=max_tokens, stop=stop)
-        inputs = [_chat_prompt(llm, text, system) if chat else text for text in texts]
+        params = replace(llm.default_sampling_params(), **settings)
+        inputs: list[Prompt] = [_chat_prompt(llm, text, system) if chat else text for text in texts]
         to_stdout = json_file != "-"
         if profile is not None:
             llm.start_profile(profile, layers=True)
@@ -110,24 +113,24 @@ def _read_prompts(prompts: Sequence[str]) -> list[str]:
     if prompts.count("-") > 1:
         raise click.UsageError("--prompt - can be given once: there is one stdin")
     try:
-        return [sys.stdin.read() if text == "-" else text for text in texts]
+        read = [sys.stdin.read() if text == "-" else text for text in texts]
     except (OSError, UnicodeDecodeError) as error:
         raise click.UsageError(f"stdin cannot be read as text: {error}; give --prompt TEXT") from error
+    if not prompts and not read[0]:
+        raise click.UsageError("nothing to continue: stdin is empty; give --prompt TEXT, or pipe a text in")
+    return read
 
 
-def _sampling_params(llm: LLM, config: EngineConfig, sampling: Mapping[str, Any], **fixed: Any) -> SamplingParams:
-    """The model's own sampling, changed by flags. --seed seeds every request alike."""
-    given = {name: value for name, value in sampling.items() if value is not None}
-    if "seed" in config.explicit:
-        given["seed"] = config.seed
-    return replace(llm.default_sampling_params(), **given, **fixed)
+def _check_sampling(settings: Mapping[str, Any]) -> None:
+    """Raise RequestError for what is wrong with the flags, before the model is loaded for nothing."""
+    from hardpoint.engine.sampling_params import SamplingParams
+
+    SamplingParams(**settings)
 
 
 def _chat_prompt(llm: LLM, text: str, system: str | None) -> Prompt:
     messages = [{"role": "system", "content": system}] if system is not None else []
-    rendered = llm.render_chat([*messages, {"role": "user", "content": text}])
-    ids = llm.tokenizer.encode(rendered, add_special_tokens=False)  # the template wrote them
-    return {"prompt": rendered, "prompt_token_ids": ids}
+    return llm.chat_prompt([*messages, {"role": "user", "content": text}])
 
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool) -> RequestOutput:

@@ -31,7 +31,11 @@ class EngineCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, then turn what describes an engine into ``config``. Raises ConfigError."""
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.UsageError:
+            plugin_keys(quiet=False)  # a flag may be unknown because its plugin is not used
+            raise
         flags = {key: ctx.params.pop(str(param.name)) for key, param in self._flags.items()}
         flags["use"] = flags["use"] or None  # a repeatable option that was not given is ()
         named = ctx.params.pop("model_argument")
@@ -58,7 +62,7 @@ class EngineCommand(click.Command):
 
     @cached_property
     def _plugin_keys(self) -> PluginKeys:
-        return plugin_keys()
+        return plugin_keys(quiet=True)  # the engine says what is not used
 
     @cached_property
     def _flags(self) -> dict[str, click.Option]:
@@ -83,11 +87,11 @@ class EngineCommand(click.Command):
         return [option for key, option in self._flags.items() if "." in key]
 
 
-def plugin_keys() -> PluginKeys:
-    """The keys of every installed plugin; runs none of their code."""
+def plugin_keys(*, quiet: bool) -> PluginKeys:
+    """The keys of every installed plugin, with a warning of each that is not used; runs none of their code."""
     from hardpoint.plugins import discover
 
-    keys: Mapping[str, Mapping[str, ConfigKey]] = discover().config_keys()
+    keys: Mapping[str, Mapping[str, ConfigKey]] = discover(quiet=quiet).config_keys()
     return keys
 
 

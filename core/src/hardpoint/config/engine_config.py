@@ -62,7 +62,7 @@ class EngineConfig(BaseModel):
     linear_backend: Text | None = Field(None, description="The matmul kernels behind linear layers.")
     experts_backend: Text | None = Field(None, description="The kernels of a mixture of experts.")
     all2all_backend: Text | None = Field(None, description="What exchanges tokens between the ranks of experts.")
-    custom_ops: CustomOps = Field(("all",), description="Which ops use kernels: all or none, then +name and -name.")
+    custom_ops: CustomOps = Field(("all",), description="Ops with plugins' kernels: all or none, then +name and -name.")
     use: Use = Field(default_factory=dict, description="Choose an implementation, as in op.rms_norm=NAME; repeatable.")
     quantization: Text | None = Field(None, description="Quantize while loading, by this method: fp8, int8, int4.")
     quantization_options: Options = Field((), description="How it quantizes (KEY=VALUE,KEY=VALUE).")
@@ -101,7 +101,7 @@ class EngineConfig(BaseModel):
     )
     step_timeout: Count = Field(300, description="Seconds after which a step on several ranks counts as hung.")
     seed: Seed = Field(0, description="Seed of everything random.")
-    tuning_file: Text | None = Field(None, description="Measured winners, as written by 'hardpoint tune'.")
+    tuning_file: Text | None = Field(None, description="Measured winners, which come before priorities.")
     plugin_config: dict[str, dict[str, ConfigValue]] = Field(
         default_factory=dict, description="The plugins' own settings, by plugin and key."
     )

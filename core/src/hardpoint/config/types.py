@@ -108,7 +108,8 @@ def check_use(choices: dict[str, str]) -> dict[str, str]:
     for slot in choices:
         name, dot, of = slot.partition(".")
         if name not in FAMILIES:
-            raise ValueError(str(UnknownNameError("family", name, FAMILIES)))
+            hint = f"Where it is an op, write op.{slot}." if not dot else ""
+            raise ValueError(str(UnknownNameError("family", name, FAMILIES, hint)))
         if FAMILIES[name].has_of and not of:
             raise ValueError(f"family {name!r} has many things to choose for: say which, as in {name}.NAME")
         if dot and not FAMILIES[name].has_of:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, Protocol
 
 from hardpoint.config import EngineConfig
@@ -41,8 +42,9 @@ def certify(
     *,
     isolated: bool = True,
     seconds: float = CASE_SECONDS,
+    jobs: int | None = None,
 ) -> Certificate:
-    """Run ``order`` and return what came out, failures and all.
+    """Run ``order`` and return what came out, failures and all; ``jobs`` contributions at once, see ``isolation.run``.
 
     Raises UnknownNameError for a plugin, family, contribution, platform or setting that does not exist, ConfigError for
     a setting's bad value, and the plugin's own error where it cannot be used at all; then nothing has run.
@@ -53,14 +55,16 @@ def certify(
     device: Mapping[str, Any] = {}
     results: list[Result] = []
     listed: list[tuple[Contribution, Sequence[str]]] = []
-    for number, (runner, listing, found) in enumerate(run(plugins, order, isolated=isolated, seconds=seconds)):
-        first = sum(len(cases) for _, cases in listed[:number])
-        watcher.begins(runner.offer, listing, len(list(order.cases(listing.cases, first))))
-        listed.append((runner.offer.contribution, listing.cases))
-        device = device or listing.device
-        for result in found:
-            results.append(result)
-            watcher.found(runner.offer, result)
+    with closing(run(plugins, order, isolated=isolated, seconds=seconds, jobs=jobs)) as contributions:
+        first = 0
+        for runner, listing, found in contributions:
+            watcher.begins(runner.offer, listing, len(list(order.cases(listing.cases, first))))
+            first += len(listing.cases)
+            listed.append((runner.offer.contribution, listing.cases))
+            device = device or listing.device
+            for result in found:
+                results.append(result)
+                watcher.found(runner.offer, result)
     return Certificate(
         plugin=described,
         device=device,

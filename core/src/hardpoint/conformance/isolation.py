@@ -1,45 +1,47 @@
 """Running trials so that a crash or a hang of one kernel loses nothing of the report.
 
-Each contribution is tried in a process of its own. Where that dies or runs out of time, the case in hand has failed, a
-new process goes on with the next, and after a few of these the rest is failed unrun.
+Each contribution is tried in a process of its own, several at once where they run on the host. Where a process dies or
+runs out of time, the case in hand has failed, a new process goes on with the next, and after a few of these the rest is
+failed unrun.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import selectors
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hardpoint.conformance.kit import Order, platform_for
 from hardpoint.conformance.plan import Plan
+from hardpoint.conformance.processes import DeathError, Nursery, TrialProcess
 from hardpoint.conformance.trials import Result
 from hardpoint.ops.error_model import Fault
+from hardpoint.platforms.host import available_cores
 from hardpoint.plugins import Offer, PluginSet
+
+if TYPE_CHECKING:
+    from hardpoint.conformance.worker import Bench
 
 START_SECONDS = 300.0
 CASE_SECONDS = 120.0
 _MOST_DEATHS = 5
-_TAIL = 12
-"""Lines of what a process wrote that a report shows once it died."""
-_FATAL = ("Fatal Python error", "Timeout (")
 
 
 @dataclass
 class Listing:
-    """What a contribution's trials are. ``unfit`` is the one result where there are none."""
+    """What a contribution's trials are. ``unfit`` is the one result where there are none.
+
+    ``on_host`` says that they run on the host itself, where several processes may run trials at once.
+    """
 
     cases: Sequence[str]
     device: Mapping[str, Any]
     unfit: Result | None = None
+    on_host: bool = False
 
 
 class Runner(Protocol):
@@ -59,21 +61,34 @@ class Runner(Protocol):
         """End what was started."""
         ...
 
+    def stop(self) -> None:
+        """End at once what another thread waits for."""
+        ...
 
-def runner_for(plugins: PluginSet, order: Order, offer: Offer, *, isolated: bool, seconds: float) -> Runner:
-    """The runner of one of the order's contributions."""
+
+def runner_for(
+    plugins: PluginSet, order: Order, offer: Offer, *, seconds: float, nursery: Nursery | None = None
+) -> Runner:
+    """The runner of one of the order's contributions: in a process from ``nursery``, without one in this process."""
     platform = platform_for(plugins, order.offers(plugins), order.platform)
-    return (Isolated if isolated else InProcess)(plugins, order, offer, platform, seconds)
+    if nursery is None:
+        return InProcess(plugins, order, offer, platform)
+    return Isolated(nursery, order, offer, platform, seconds)
 
 
 class InProcess:
     """Runs trials in this process: for debuggers. A crash takes the run down."""
 
-    def __init__(self, plugins: PluginSet, order: Order, offer: Offer, platform: str | None, seconds: float) -> None:
+    def __init__(self, plugins: PluginSet, order: Order, offer: Offer, platform: str | None) -> None:
+        self.offer = offer
+        self._plugins, self._order, self._platform = plugins, order, platform
+
+    @cached_property
+    def _bench(self) -> Bench:
         from hardpoint.conformance.worker import Bench
 
-        self.offer = offer
-        self._bench = Bench(plugins, offer, platform, Plan(order.level, order.seed), order.settings)
+        order = self._order
+        return Bench(self._plugins, self.offer, self._platform, Plan(order.level, order.seed), order.settings)
 
     def list(self) -> Listing:
         """See Runner."""
@@ -86,25 +101,20 @@ class InProcess:
     def close(self) -> None:
         """Nothing to end."""
 
-
-class _DeathError(Exception):
-    """The process died or was killed; the message says how."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+    def stop(self) -> None:
+        """Nothing to end."""
 
 
 @dataclass
 class Isolated:
     """Runs trials in a process of its own, which is started when it is first needed, and again after each death."""
 
-    plugins: PluginSet
+    nursery: Nursery
     order: Order
     offer: Offer
     platform: str | None
     seconds: float = CASE_SECONDS
-    _process: _Process | None = None
+    _process: TrialProcess | None = None
     _listing: Listing | None = None
     _deaths: int = 0
 
@@ -113,7 +123,7 @@ class Isolated:
         if self._listing is None:
             try:
                 self._start()
-            except _DeathError as death:
+            except DeathError as death:
                 self._listing = Listing([], {}, self._failed("all", "load", death))
         assert self._listing is not None
         return self._listing
@@ -121,14 +131,14 @@ class Isolated:
     def run(self, case: str) -> Iterator[Result]:
         """See Runner."""
         if self._deaths >= _MOST_DEATHS:
-            fault = _DeathError("not-run", f"the process died {_MOST_DEATHS} times before; the rest is not tried")
+            fault = DeathError("not-run", f"the process died {_MOST_DEATHS} times before; the rest is not tried")
             yield self._failed(case, "process", fault)
             return
         try:
             process = self._process or self._start()
             for answer in process.ask(case, self.seconds):
                 yield Result.from_json(answer)
-        except _DeathError as death:
+        except DeathError as death:
             self._deaths += 1
             self.close()
             yield self._failed(case, "process", death)
@@ -139,9 +149,14 @@ class Isolated:
             self._process.close()
             self._process = None
 
-    def _start(self) -> _Process:
+    def stop(self) -> None:
+        """See Runner."""
+        if process := self._process:
+            process.kill()
+
+    def _start(self) -> TrialProcess:
         c = self.offer.contribution
-        self._process = _Process(
+        self._process = self.nursery.start(
             {
                 "plugin": self.offer.plugin,
                 "family": c.family,
@@ -156,111 +171,115 @@ class Isolated:
         first = self._process.read(START_SECONDS)
         if "error" in first:
             self.close()
-            raise _DeathError("load", first["error"])
+            raise DeathError("load", first["error"])
         unfit = Result.from_json(first["unfit"]) if first["unfit"] else None
-        self._listing = Listing(first["cases"], first["device"], unfit)
+        self._listing = Listing(first["cases"], first["device"], unfit, first["on_host"])
         return self._process
 
-    def _failed(self, case: str, check: str, death: _DeathError) -> Result:
+    def _failed(self, case: str, check: str, death: DeathError) -> Result:
         c = self.offer.contribution
         return Result(c.family, c.of, c.name, case, check, "failed", (Fault(death.code, "the process", str(death)),))
 
 
-class _Process:
-    """The other end of ``worker.serve``."""
-
-    def __init__(self, order: Mapping[str, Any]) -> None:
-        questions, self._ask = os.pipe()
-        self._answers, answers = os.pipe()
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # as long as the process
-        code = f"import sys; sys.path[:] = {sys.path!r}; from hardpoint.conformance.worker import main; main()"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps({**order, "questions": questions, "answers": answers})],
-            stdin=subprocess.DEVNULL,
-            stdout=self._errors,
-            stderr=self._errors,
-            pass_fds=(questions, answers),
-            start_new_session=True,  # so that what a kernel starts is ended with it
-        )
-        os.close(questions)
-        os.close(answers)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._answers, selectors.EVENT_READ)
-        self._buffer = b""
-
-    def ask(self, case: str, seconds: float) -> Iterator[Mapping[str, Any]]:
-        """Have one case run; yields its results as plain data. Raises _DeathError."""
-        with suppress(BrokenPipeError):  # it died since; reading says how
-            os.write(self._ask, (json.dumps({"case": case, "seconds": seconds}) + "\n").encode())
-        deadline = time.monotonic() + seconds
-        while True:
-            answer = self.read(deadline - time.monotonic())
-            if "done" in answer:
-                return
-            yield answer["result"]
-
-    def read(self, seconds: float) -> dict[str, Any]:
-        """The next answer. Raises _DeathError where none comes in time, or none will come."""
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._buffer:
-            if not self._selector.select(max(0.0, deadline - time.monotonic())):
-                self._kill()
-                raise _DeathError("hang", f"no result within the time limit; it was here:\n{self._tail()}")
-            chunk = os.read(self._answers, 1 << 16)
-            if not chunk:
-                raise _DeathError("crash", f"the process ended ({self._end()}):\n{self._tail()}")
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        """End the process and everything that it started."""
-        with suppress(OSError):
-            os.close(self._ask)
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._kill()
-        with suppress(OSError):
-            os.close(self._answers)
-        self._selector.close()
-        self._errors.close()
-
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def _end(self) -> str:
-        code = self._process.wait()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def _tail(self) -> str:
-        self._errors.seek(0)
-        lines = [line for line in self._errors.read().splitlines() if line.strip()]
-        # What faulthandler writes begins with the frame that matters and ends with a list of every loaded module.
-        fatal = next((i for i, line in enumerate(lines) if line.startswith(_FATAL)), None)
-        shown = lines[-_TAIL:] if fatal is None else lines[max(0, fatal - _TAIL // 4) :][:_TAIL]
-        return "\n".join(shown)
-
-
 def run(
-    plugins: PluginSet, order: Order, *, isolated: bool = True, seconds: float = CASE_SECONDS
-) -> Iterator[tuple[Runner, Listing, Iterator[Result]]]:
-    """Yield each contribution of the order with its listing and its results, which are made as they are read.
+    plugins: PluginSet, order: Order, *, isolated: bool = True, seconds: float = CASE_SECONDS, jobs: int | None = None
+) -> Generator[tuple[Runner, Listing, Iterator[Result]]]:
+    """Yield each contribution of the order with its listing and its results; closed early, it ends what runs.
 
-    Raises UnknownNameError and the plugin's own error before anything is run.
+    Each result has to be read before the next contribution is asked for. ``jobs`` contributions are tried at once,
+    each in its process: by default as many as there are cores where trials run on the host, and one where they run on
+    a device, whose memory is measured. Raises UnknownNameError and the plugin's own error before anything is run.
     """
-    number = 0
-    for offer in order.offers(plugins):
-        runner = runner_for(plugins, order, offer, isolated=isolated, seconds=seconds)
+    offers = order.offers(plugins)
+    if not isolated:
+        yield from _one_by_one([runner_for(plugins, order, offer, seconds=seconds) for offer in offers], order)
+        return
+    with closing(Nursery()) as nursery:
+        runners = [runner_for(plugins, order, offer, seconds=seconds, nursery=nursery) for offer in offers]
         try:
-            listing = runner.list()
-            yield runner, listing, _results(runner, listing, order, number)
+            if (jobs or _jobs(runners)) == 1:
+                yield from _one_by_one(runners, order)
+            else:
+                yield from _at_once(runners, order, jobs or available_cores())
         finally:
-            runner.close()
+            for runner in runners:  # those that are done are closed
+                runner.stop()
+                runner.close()
+
+
+def _jobs(runners: Sequence[Runner]) -> int:
+    """How many contributions to try at once, as the first says that can be opened."""
+    listings = (runner.list() for runner in runners)
+    first = next((listing for listing in listings if listing.device), None)
+    return available_cores() if first and first.on_host and len(runners) > 1 else 1
+
+
+def _one_by_one(runners: Sequence[Runner], order: Order) -> Iterator[tuple[Runner, Listing, Iterator[Result]]]:
+    number = 0
+    for runner in runners:
+        listing = runner.list()
+        yield runner, listing, _results(runner, listing, order, number)
+        runner.close()
         number += len(listing.cases)
+
+
+def _at_once(runners: Sequence[Runner], order: Order, jobs: int) -> Iterator[tuple[Runner, Listing, Iterator[Result]]]:
+    """Contributions begin in order, and what they find is yielded in order."""
+    tasks = [_Task(runner) for runner in runners]
+    with ThreadPoolExecutor(min(jobs, len(runners))) as pool:
+        try:
+            for before, task in zip([None, *tasks], tasks, strict=False):
+                pool.submit(task.work, order, before)
+            for task in tasks:
+                listing, _ = task.listed.result()
+                yield task.runner, listing, task.results()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for task in tasks:
+                task.stop()
+
+
+class _Task:
+    """One contribution that is tried in a thread of its own."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.listed = Future[tuple[Listing, int]]()
+        """Its listing, and how many cases were listed up to its last."""
+        self._found = SimpleQueue[Result | None]()
+        self._error: BaseException | None = None
+        self._stopped = False
+
+    def work(self, order: Order, before: _Task | None) -> None:
+        """List and run it; ``before``, the contribution before it, has begun earlier."""
+        try:
+            listing = self.runner.list()
+            number = before.listed.result()[1] if before else 0
+            self.listed.set_result((listing, number + len(listing.cases)))
+            for result in _results(self.runner, listing, order, number):
+                self._found.put(result)
+                if self._stopped:
+                    break
+        except BaseException as error:  # for the thread that waits
+            self._error = error
+            if not self.listed.done():
+                self.listed.set_exception(error)
+        finally:
+            self.runner.close()
+            self._found.put(None)
+
+    def results(self) -> Iterator[Result]:
+        """What it finds, as it comes."""
+        while (result := self._found.get()) is not None:
+            yield result
+        if self._error:
+            raise self._error
+
+    def stop(self) -> None:
+        """End it where it stands, if it has not ended."""
+        self._stopped = True
+        self.listed.cancel()
+        self.runner.stop()
 
 
 def _results(runner: Runner, listing: Listing, order: Order, number: int) -> Iterator[Result]:

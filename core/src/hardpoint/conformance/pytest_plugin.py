@@ -14,9 +14,11 @@ from hardpoint.conformance.plan import LEVELS
 
 if TYPE_CHECKING:
     from hardpoint.conformance.isolation import Runner
+    from hardpoint.conformance.processes import Nursery
     from hardpoint.conformance.trials import Result
 
 _RUNNERS = pytest.StashKey[list["Runner"]]()
+_NURSERY: pytest.StashKey[Nursery] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,12 +44,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """End the processes in which contributions were tried."""
     for runner in config.stash.get(_RUNNERS, []):
         runner.close()
+    if nursery := config.stash.get(_NURSERY, None):
+        nursery.close()
 
 
 def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.Item]:
     from hardpoint.conformance.certify import check
     from hardpoint.conformance.isolation import runner_for
     from hardpoint.conformance.kit import Order
+    from hardpoint.conformance.processes import Nursery
     from hardpoint.plugins import discover
     from hardpoint_plugin_api import HardpointError
 
@@ -65,10 +70,12 @@ def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.
         check(plugins, order)
     except HardpointError as error:
         raise pytest.UsageError(str(error)) from error
+    nursery = config.stash.setdefault(_NURSERY, Nursery())
     for offer in order.offers(plugins):
-        runner = runner_for(plugins, order, offer, isolated=True, seconds=config.getoption("hardpoint_timeout"))
+        runner = runner_for(plugins, order, offer, seconds=config.getoption("hardpoint_timeout"), nursery=nursery)
         runners.append(runner)
         c, listing = offer.contribution, runner.list()
+        runner.close()  # its process is started again when its first case runs
         title = "/".join(part for part in (c.family, c.of, c.name) if part)
         if listing.unfit:
             yield ConformanceItem.from_parent(session, name=f"{title}[all]", runner=runner, done=listing.unfit)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -75,6 +74,11 @@ class Bench:
         return {key: getattr(self.device, key) for key in keys} if self.device else {}
 
     @property
+    def on_host(self) -> bool:
+        """Whether trials run on the host itself, which several processes may share."""
+        return self.device is not None and self.device.torch_type == "cpu"
+
+    @property
     def cases(self) -> list[str]:
         """The cases, in order."""
         return list(self._trials)
@@ -95,7 +99,7 @@ def offer_of(plugins: PluginSet, plugin: str, family: str, of: str | None, name:
 def serve(order: Mapping[str, Any]) -> None:
     """Answer on the descriptor ``order["answers"]`` what is asked on ``order["questions"]``, until that is closed."""
     faulthandler.enable()
-    answers = os.fdopen(order["answers"], "w", encoding="utf-8", buffering=1)
+    answers = os.fdopen(order["answers"], "w", encoding="utf-8")
 
     def answer(**data: Any) -> None:
         answers.write(json.dumps(data) + "\n")
@@ -113,6 +117,7 @@ def serve(order: Mapping[str, Any]) -> None:
         cases=bench.cases,
         unfit=bench.unfit.to_json() if bench.unfit else None,
         device=bench.described,
+        on_host=bench.on_host,
     )
     with os.fdopen(order["questions"], encoding="utf-8") as questions:
         for line in questions:
@@ -125,7 +130,7 @@ def serve(order: Mapping[str, Any]) -> None:
             answer(done=question["case"])
 
 
-def main() -> None:
-    """Serve the order that stands in the first argument."""
+def main(order: Mapping[str, Any]) -> None:
+    """Serve an order in a process that was made for it."""
     torch.set_grad_enabled(False)
-    serve(json.loads(sys.argv[1]))
+    serve(order)

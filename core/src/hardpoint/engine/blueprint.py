@@ -113,6 +113,7 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
         tuning,
         load=(lambda offer: None) if preset is not None else (lambda offer: load_target(plugins, offer)),
         refuses=_refusals(config, plugins, choice),
+        asked=config.plugins or (),
     )
     dtype = _dtype(config, hf_config, platform)
     metrics = EngineMetrics()

@@ -29,6 +29,7 @@ from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.scheduler import Scheduler, SchedulerArgs
 from hardpoint.engine.scheduling.step import StepInput
 from hardpoint.metrics import MetricsSnapshot
+from hardpoint.plugins.blame import name_culprit
 from hardpoint.selection import SelectionTable
 from hardpoint_plugin_api import (
     ConfigError,
@@ -152,7 +153,8 @@ class EngineCore:
         try:
             with self.blueprint.ctx.range("step"):
                 return self._step()
-        except BaseException:
+        except BaseException as error:
+            name_culprit(error, self.blueprint.plugins)
             self._abandon_submitted()
             self.scheduler.abandon()
             raise

@@ -147,6 +147,10 @@ class LLM:
         """The text of a conversation as the model expects it; raises RequestError for messages the template refuses."""
         return self._frontend.render_chat(messages, **options)
 
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
+        """A conversation as a prompt; ``options`` are those of ``render_chat``."""
+        return self._frontend.chat_prompt(messages, **options)
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yield the growing output of one prompt, once per step that adds to it."""
         with self._opened() as run:

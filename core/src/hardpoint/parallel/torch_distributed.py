@@ -20,14 +20,23 @@ class TorchDistributed(Communicator):
 
     def init(self, store: Store, rank: int, world: int, group: str) -> None:
         facts = self.ctx.parallel
-        self._group = process_group(facts.backend, store, rank, world, facts.timeout, on_one_host=facts.on_one_host)
-        self._rank, self._world = rank, world
+        self._joined = process_group(facts.backend, store, rank, world, facts.timeout, on_one_host=facts.on_one_host)
+        self._rank, self._world, self._has_left = rank, world, False
 
     def close(self) -> None:
-        self._group.shutdown()
+        self._has_left = True
+        self._joined.shutdown()
 
     def abort(self) -> None:
-        self._group.abort()
+        self._has_left = True
+        self._joined.abort()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        """The group. gloo itself would go on serving who has left it."""
+        if self._has_left:
+            raise RuntimeError("this rank has left its group")
+        return self._joined
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._group.allreduce([x]).wait()

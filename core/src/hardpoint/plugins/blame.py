@@ -1,14 +1,19 @@
-"""Whose fault it is: what a plugin's code does wrong while an engine is built is an error that names the plugin."""
+"""Whose fault it is: what a plugin's code does wrong is an error that names the plugin."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from hardpoint.plugins.loading import describe
 from hardpoint.plugins.record import Offer
 from hardpoint_plugin_api import HardpointError, PluginLoadError
+
+if TYPE_CHECKING:
+    from hardpoint.plugins.registry import PluginSet
 
 T = TypeVar("T")
 
@@ -35,6 +40,19 @@ def misbehaved(offer: Offer, fact: str) -> PluginLoadError:
         "fix: choose another implementation with --use, leave the plugin out with --plugins, or report this to its "
         "author"
     )
+
+
+def name_culprit(error: BaseException, plugins: PluginSet) -> None:
+    """Note on ``error``, which a step raised, from which plugin's code it came, if from any but core's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for record in plugins.records:
+            if record.folder and not record.is_core and Path(frame.filename).is_relative_to(record.folder):
+                where = Path(frame.filename).relative_to(record.folder.parent)
+                error.add_note(
+                    f"Raised in plugin {record.title}, {where}, line {frame.lineno}. Choose another implementation "
+                    "with --use, leave the plugin out with --plugins, or report this to its author."
+                )
+                return
 
 
 class BelongsToPlugin(Protocol):

@@ -26,13 +26,14 @@ logger = logging.getLogger(__name__)
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 
-def discover(allow: Sequence[str] | None = None, lock: LockFile | None = None) -> PluginSet:
+def discover(allow: Sequence[str] | None = None, lock: LockFile | None = None, *, quiet: bool = False) -> PluginSet:
     """Return the installed plugins; with ``allow``, only core and the plugins of these names are used, with ``lock``
     only what is to the byte as the lock file says.
 
     Raises the error of the first name in ``allow`` that is not usable: UnknownNameError where none has it, else
     ManifestError, PluginConflictError or PluginLoadError with the reason and its fix; and PluginLoadError where core
-    is not as ``lock`` says. Else nothing raises: a plugin that cannot be used is logged, and stands in the records.
+    is not as ``lock`` says. Else nothing raises: a plugin that cannot be used is logged (unless ``quiet``, for a look
+    ahead of the real one), and stands in the records.
     """
     records = list(_installed())
     for record in records:
@@ -49,6 +50,8 @@ def discover(allow: Sequence[str] | None = None, lock: LockFile | None = None) -
     plugins = PluginSet(load_order(records))
     if allow is not None:
         plugins.require(allow)
+    if quiet:
+        return plugins
     if lock is not None:
         _warn_of_missing(lock, records)
     for record in plugins.records:
@@ -126,7 +129,8 @@ def _read(record: PluginRecord, distribution: Distribution, entry: EntryPoint) -
     try:
         record.manifest = read_manifest(place / MANIFEST_NAME)
     except ManifestError as error:
-        fix = f"pip install --upgrade hardpoint-core {record.distribution}"
+        newer = f"pip install --upgrade hardpoint-core {record.distribution}"
+        fix = f"correct {place / MANIFEST_NAME}" if record.editable else f"{newer}, or tell its author"
         record.refuse(Reason("manifest", str(error), fix=fix))
         return
     record.name = record.manifest.name

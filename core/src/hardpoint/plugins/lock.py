@@ -166,10 +166,12 @@ class LockFile:
     def compare(self, record: PluginRecord) -> list[Difference]:
         """How ``record`` differs from what the file says of it, which must be something."""
         locked = self.plugins[record.distribution, record.entry_value]
-        fix = (
-            f"pip install --force-reinstall --no-deps {locked.distribution}=={locked.version}, or if you trust what is "
-            f"there: {_relock(self.path)}"
+        restore = (
+            "restore its source tree"
+            if record.editable
+            else f"pip install --force-reinstall --no-deps {locked.distribution}=={locked.version}"
         )
+        fix = f"{restore}, or if you trust what is there: {_relock(self.path)}"
         found = []
         if record.version != locked.version:
             detail = f"its version is {record.version}, the locked one is {locked.version}"

@@ -93,6 +93,12 @@ class Quantization:
             schemes = [self._scheme(key, rows, args, dtype) for key, (_, rows) in zip(keys, args.parts, strict=True)]
             whole = merge_schemes(schemes, [rows for _, rows in args.own_parts])
             first = first or whole
+            if whole is None and all(scheme == schemes[0] for scheme in schemes):
+                raise CheckpointError(
+                    f"layer {path!r}: an expert's {' and '.join(part for part, _ in args.parts)} share one matrix, and "
+                    f"the scales' blocks of {max(s.block[0] for s in schemes[0].weight.scales)} rows do not divide the "
+                    f"{args.own_parts[0][1]} rows that each has here; quantize these experts with other scales"
+                )
             if whole is None or first is None or whole.pair != first.pair:
                 raise CheckpointError(
                     f"layer {path!r}: the matrices of expert {number} are quantized unlike each other, or unlike those "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from hardpoint.plugins import Offer, PluginSet
+from hardpoint.plugins import Offer, PluginRecord, PluginSet
 from hardpoint.selection.plan import Plan, PlanEntry, Rejection, Rule, StepRange
 from hardpoint.selection.settings import Settings
 from hardpoint_plugin_api import (
@@ -61,7 +61,7 @@ def choose_platform(plugins: PluginSet, settings: Settings) -> PlatformChoice:
             f"--platform {choice.name}: it cannot be used here",
             {o.contribution.name: [reason] for o, reason in refused.items()},
         )
-    winner = _automatic(found, refused)
+    winner = _automatic(plugins, found, refused)
     rule: Rule = "flag" if choice else "only candidate" if len(offers) == 1 else "priority"
     rejected = [Rejection(o, (reason,)) for o, reason in refused.items()]
     if choice:
@@ -135,7 +135,7 @@ def _ask(plugins: PluginSet, offer: Offer) -> tuple[type[Platform], DeviceInfo] 
     return next((reason for reason in reasons if reason), answer)
 
 
-def _automatic(found: dict[Offer, DeviceInfo], refused: dict[Offer, Reason]) -> Offer:
+def _automatic(plugins: PluginSet, found: dict[Offer, DeviceInfo], refused: dict[Offer, Reason]) -> Offer:
     """The winner among what was found, by the rules at the top of this file."""
     accelerators = [o for o, info in found.items() if info.accelerator]
     if len(accelerators) > 1:
@@ -154,8 +154,15 @@ def _automatic(found: dict[Offer, DeviceInfo], refused: dict[Offer, Reason]) -> 
         )
     if best is None:
         lines = "\n".join(f"  {o.contribution.name}: {reason}" for o, reason in refused.items())
-        raise PlatformError(
-            "no platform can be used here; install one, for example: pip install hardpoint-cpu"
-            + (f"\n{lines}" if lines else "")
+        left_out = [r.name for r in plugins.records if r.status == "not-selected" and _has_platform(r)]
+        remedy = (
+            f"--plugins leaves out {', '.join(left_out)}; add the one to use"
+            if left_out
+            else "install one, for example: pip install hardpoint-cpu"
         )
+        raise PlatformError(f"no platform can be used here; {remedy}" + (f"\n{lines}" if lines else ""))
     return best
+
+
+def _has_platform(record: PluginRecord) -> bool:
+    return any(c.family == "platform" for c in record.contributions)

@@ -7,11 +7,15 @@ automatic choice may pass over a candidate, and keeps the trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
+from hardpoint.logs import log_once
 from hardpoint.plugins import Offer, PluginSet
+from hardpoint.plugins.blame import blame, misbehaved
+from hardpoint.plugins.record import CORE
 from hardpoint.selection.adapters import AdaptedOffer, adapted_offers
 from hardpoint.selection.plan import Plan, PlanEntry, Rejection, Rule, StepRange
 from hardpoint.selection.settings import Choice, Settings
@@ -19,6 +23,7 @@ from hardpoint.selection.tuning import TuningFile
 from hardpoint_plugin_api import (
     CheckContext,
     DeviceInfo,
+    HardpointError,
     Phase,
     PluginError,
     Reason,
@@ -29,7 +34,8 @@ from hardpoint_plugin_api import (
     Workload,
 )
 
-_REFERENCE = "reference"
+logger = logging.getLogger(__name__)
+
 _PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 
@@ -37,7 +43,9 @@ class Selector:
     """Answers requests for one engine: one device, one set of plugins, one user's settings.
 
     ``load`` imports an offer's target (used for winners only, to ask their own ``supports``). ``refuses`` says why the
-    user wants an offer in no case, whatever the workload; a generated adapter is as good as what it adapts.
+    user wants an offer in no case, whatever the workload; a generated adapter is as good as what it adapts. ``asked``
+    are the plugins that the user named: a winner of theirs that is broken is an error, another plugin's is passed over
+    with a warning.
     """
 
     def __init__(
@@ -49,8 +57,9 @@ class Selector:
         *,
         load: Callable[[Offer], object],
         refuses: Callable[[Offer], Reason | None] = lambda offer: None,
+        asked: Collection[str] = (),
     ) -> None:
-        self._refuses = refuses
+        self._refuses, self._asked = refuses, frozenset(asked)
         self.device, self.settings = device, settings
         self._plugins, self._tuning = plugins, tuning or TuningFile()
         self._load = load
@@ -83,7 +92,7 @@ class Selector:
                     supported=", ".join(contribution.platforms),
                 )
             )
-        if contribution.family == "op" and contribution.name != _REFERENCE:
+        if contribution.family == "op" and offer.plugin != CORE:
             switched_off = self.settings.op_switched_off(str(contribution.of))
             reasons += [switched_off] if switched_off else []
         refused = self._refuses(offer.inner if isinstance(offer, AdaptedOffer) else offer)
@@ -92,17 +101,29 @@ class Selector:
         return reasons + [r for requirement in contribution.requirements if (r := requirement.check(context))]
 
     def _dynamic_reasons(self, offer: Offer, workload: Workload) -> list[Reason]:
-        """What the target itself says after import: it cannot be loaded, or does not support the workload."""
+        """What the target itself says after import: it cannot be loaded, or does not support the workload.
+
+        Raises PluginError where the target of a plugin that was asked for is broken.
+        """
         try:
-            supports = getattr(self._load(offer), "supports", None)
-            found = supports(workload, self.device) if supports else []
+            target = self._load(offer)
         except PluginError as error:
-            return [Reason("load-failed", str(error), fix="hardpoint plugins list")]
-        except Exception as error:  # a plugin's own bug must not stop the others
-            return [Reason("supports-failed", f"its supports() raised {type(error).__name__}: {error}")]
-        if not isinstance(found, list) or not all(isinstance(r, Reason) for r in found):
-            return [Reason("supports-failed", f"its supports() must return a list of Reason, got {found!r}")]
+            return [self._broken(offer, "load-failed", error)]
+        try:
+            with blame(offer):
+                supports = getattr(target, "supports", None)
+                found = supports(workload, self.device) if supports else []
+            if not isinstance(found, list) or not all(isinstance(r, Reason) for r in found):
+                raise misbehaved(offer, f"must return a list of Reason from supports(), got {found!r}")
+        except HardpointError as error:
+            return [self._broken(offer, "supports-failed", error)]
         return found
+
+    def _broken(self, offer: Offer, code: str, error: HardpointError) -> Reason:
+        if offer.plugin in self._asked:
+            raise error
+        log_once(logger, logging.WARNING, str(error), f"passed over: {error}", self)
+        return Reason(code, str(error))
 
 
 @dataclass
@@ -243,7 +264,14 @@ def _outdone(offer: Offer, entries: Sequence[PlanEntry], choice: Choice | None) 
     """Why ``offer``, which could serve, wins no range."""
     c, layout = offer.contribution, entries[0].offer.contribution.layout
     if c.layout != layout:
-        return Reason("layout", "another layout was chosen", wanted=layout, supported=c.layout)
+        best = max((e.offer.contribution for e in entries), key=lambda winner: winner.priority)
+        why = f"{choice.flag} asks for {choice.name}" if choice else f"{best.name} comes before it"
+        return Reason(
+            "layout",
+            f"{why}, and all that serve together share a layout",
+            wanted=f"layout {layout}" + ("" if choice else f", or priority above {best.priority}"),
+            supported=f"layout {c.layout}, priority {c.priority}",
+        )
     if choice:
         return Reason("not-asked-for", f"{choice.flag} asks for {choice.name}")
     ahead = [e for e in entries if _overlap(_tokens(offer), e.range)]

@@ -20,9 +20,10 @@ class Choice:
 class Settings:
     """The user's choices: by family (``"attention"``) or slot (``"op.rms_norm"``), and which custom ops are on.
 
-    ``custom_ops`` holds at most one of ``all`` and ``none``, and ``+name`` and ``-name``; an op that is off runs its
-    reference. ``by_use`` are those of the choices that were written as ``--use``, for messages. Where the model is
-    ``quantized``, the choice for ``linear`` holds for its quantized matrices, and others are chosen for automatically.
+    ``custom_ops`` holds at most one of ``all`` and ``none``, and ``+name`` and ``-name``; an op that is off runs in
+    core's own form: its reference, row by row where batches must not matter, or composed of other ops. ``by_use`` are
+    those of the choices that were written as ``--use``, for messages. Where the model is ``quantized``, the choice for
+    ``linear`` holds for its quantized matrices, and others are chosen for automatically.
     """
 
     choices: Mapping[str, str] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Settings:
         return None
 
     def op_switched_off(self, op: str) -> Reason | None:
-        """Say why implementations of ``op`` other than its reference are switched off, or None where they are on."""
+        """Say why plugins' kernels for ``op`` are switched off, or None where they are on."""
         on = "none" not in self.custom_ops
         if f"+{op}" in self.custom_ops:
             on = True
@@ -56,7 +57,7 @@ class Settings:
             return None
         return Reason(
             "custom-op-off",
-            f"op {op} is switched off, its reference runs",
+            f"kernels for op {op} are switched off, core's own form of it runs",
             supported=f"--custom-ops {','.join(self.custom_ops)}",
             fix=f"--custom-ops +{op}",
         )

@@ -71,6 +71,15 @@ def reset_peak_memory_stats(device: int) -> None:
     reset_peak(device)
 
 
+def current_stream(device: int | None = None) -> torch.Stream:
+    return torch.accelerator.current_stream(current_device() if device is None else device)
+
+
+def set_sync_debug_mode(mode: str) -> None:
+    """With "error", what makes the host wait raises RuntimeError, in this thread; with "default" nothing does."""
+    _C.forbid_waits(mode == "error")
+
+
 def empty_cache() -> None:
     """Nothing is cached."""
 

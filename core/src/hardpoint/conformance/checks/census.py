@@ -40,8 +40,9 @@ def streams(probe: Probe, seed: int) -> Finding:
         return Finding.not_claimed("no-streams", f"{site.device.type} has no streams")
     call = probe.call(seed)
     run(call)
-    call.before()
-    call.plan()
+    with torch.inference_mode():
+        call.before()
+        call.plan()
     site.platform.synchronize()
     before = current()
     with torch.inference_mode():

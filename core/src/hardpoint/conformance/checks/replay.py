@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hardpoint.conformance.probe import Probe, refill, run
+from hardpoint.conformance.site import Site
 from hardpoint.conformance.trials import Finding
 from hardpoint.ops.judge import Call, judge_call
 
@@ -35,7 +36,9 @@ def replay(probe: Probe, seed: int) -> Finding:
         other = probe.call(seed + number)
         if not refill(call, other):
             return Finding.not_claimed("shapes-vary", "this case draws other shapes for each seed")
-        if call.plan() != token:
+        with torch.inference_mode():
+            replanned = call.plan()
+        if replanned != token:
             return Finding.not_claimed("token", "the plan of fresh inputs asks for another recording")
         finding = Finding.of(judge_call(replace(call, expect=other.expect), executable.run))
         if finding.faults:
@@ -55,7 +58,8 @@ def host_sync(probe: Probe, seed: int) -> Finding:
         return Finding.not_claimed("cannot-tell", f"{site.device.type} cannot tell when the host waits")
     call = probe.call(seed)
     run(call)
-    call.plan()
+    with torch.inference_mode():
+        call.plan()
     site.platform.synchronize()
     switch("error")
     try:
@@ -70,14 +74,13 @@ def host_sync(probe: Probe, seed: int) -> Finding:
 
 def allocation(probe: Probe, seed: int) -> Finding:
     """``allocation``: memory does not grow from call to call; where addresses are recorded, none is taken at all."""
-    call = probe.call(seed)
+    call, site = probe.call(seed), probe.subject.site
     for _ in range(_WARM_UP):
         run(call)
-    _taken(call, 1)  # from here on the profiler knows the size of what stands from one call to the next, such as a plan
-    grown = _taken(call, _RUNS)
+    _taken(call, 1, site)  # from here on the profiler knows the size of what stands between calls, such as a plan
+    grown = _taken(call, _RUNS, site)
     if grown > 0:
         return Finding.failed("memory-growth", "the call", f"{grown:,} bytes more are held after {_RUNS} calls")
-    site = probe.subject.site
     if probe.allocates or not site.records_graphs:
         return Finding()
     memory = site.platform.memory
@@ -92,19 +95,33 @@ def allocation(probe: Probe, seed: int) -> Finding:
     return Finding()
 
 
-def _taken(call: Call, calls: int) -> int:
-    """Bytes that torch's allocators have given out and not got back after ``calls``, as its profiler counts."""
+def _taken(call: Call, calls: int, site: Site) -> int:
+    """Bytes that are held after ``calls`` and were not before, by torch's profiler, and by the device's own count."""
     from torch.profiler import ProfilerActivity, profile
 
+    before = _held(site)
     with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         for _ in range(calls):
             call.plan()
             outputs = call.run()
             del outputs
+        site.platform.synchronize()  # what a copy under way reads from is held until then
         gc.collect(1)  # what a call leaves in cycles is young; a full collection would cost more than the check
     # The raw events: building the profiler's own tables of them takes seconds where a kernel calls many operators.
     raw: Any = profiled.profiler
-    return int(sum(event.nbytes() for event in raw.kineto_results.events() if event.name() == "[memory]"))
+    profiled_bytes = sum(event.nbytes() for event in raw.kineto_results.events() if event.name() == "[memory]")
+    return max(int(profiled_bytes), _held(site) - before)
+
+
+def _held(site: Site) -> int:
+    """What this process holds of a device's memory: a peak that was just reset. The host's includes others' and is 0.
+
+    Not every device's allocator reports to the profiler.
+    """
+    if site.device.type == "cpu":
+        return 0
+    site.platform.memory.reset_peak()
+    return site.platform.memory.snapshot().peak
 
 
 def _device_module(device: torch.device) -> Any:

@@ -15,6 +15,7 @@ import torch
 from hardpoint.attention.phases import sub_batch
 from hardpoint.conformance.checks import kernel_checks
 from hardpoint.conformance.families.cache_layout import layout_trials
+from hardpoint.conformance.families.scaled_cache import cache_dtypes, clash, scalings, set_scales
 from hardpoint.conformance.families.steps import (
     Piece,
     Request,
@@ -76,7 +77,10 @@ class AttentionTrials:
         yield Trial("declared", (Check("conventions", partial(conventions, subject), decisive=True),))
         yield from layout_trials(subject, plan, _block_sizes(subject), _head_sizes(subject))
         nothing_is_left: Exclusions = {("batch", "values"): lambda batch, values: (batch, values) == ("one", "nan")}
-        rows = plan.combinations(_factors(subject), nothing_is_left)
+        factors, excludes = _factors(subject), {**nothing_is_left}
+        if True in scalings(subject):
+            factors["static_scales"], excludes["kv_dtype", "static_scales"] = scalings(subject), clash
+        rows = plan.combinations(factors, excludes)
         # Spans in blocks and in tokens may come to the same.
         situations = {situation.title: situation for situation in map(Situation.of, rows)}
         for number, situation in enumerate(situations.values()):
@@ -96,7 +100,7 @@ def _factors(subject: Subject) -> dict[str, Sequence[Any]]:
         spans += [("chunk", 7), ("chunk blocks", 1), ("chunk", 40)]
     return {
         "dtype": subject.dtypes(),
-        "kv_dtype": subject.dtypes("kv_dtype"),
+        "kv_dtype": cache_dtypes(subject),
         "heads": _HEADS,
         "head_size": _head_sizes(subject),
         "block_size": _block_sizes(subject),
@@ -173,6 +177,7 @@ class Situation:
             soft_cap=2.0 if row["soft_cap"] else None,
             sinks=row["sinks"],
             alibi=row["alibi"],
+            static_cache_scales=row.get("static_scales", False),
         )
         return cls(spec, row["batch"], row["values"], row["shared"], row["padding"], row["slack"])
 
@@ -182,6 +187,7 @@ class Situation:
         spec = self.spec
         parts = [spec.dtype, f"kv-{spec.kv_dtype}", f"heads-{spec.num_heads}x{spec.num_kv_heads}"]
         parts += [f"size-{spec.head_size}", f"block-{spec.block_size}"]
+        parts += ["static"] if spec.static_cache_scales else []
         parts += [f"window-{spec.window}"] if spec.window else []
         parts += [f"chunk-{spec.chunk}"] if spec.chunk else []
         parts += [f.value for f in (Feature.SOFT_CAP, Feature.SINKS, Feature.ALIBI) if f in spec.features]
@@ -264,7 +270,8 @@ class AttentionProbe:
             "tuple[AttentionBackend, AttentionBackend]", tuple(self.subject.target(ctx, self.spec) for _ in range(2))
         )
         self.context.resources.allocate(self.subject.site.device)
-        for layer, constants in zip(made, self.constants, strict=True):
+        for number, (layer, constants) in enumerate(zip(made, self.constants, strict=True)):
+            set_scales(layer, self.subject.site.device, number)
             layer.set_head_constants(*(None if x is None else x.to(self.subject.site.device) for x in constants))
         return made
 
@@ -365,7 +372,7 @@ class AttentionProbe:
 
         def expect() -> Expected:
             if drawn not in self._expected:  # most checks of a trial draw the same inputs
-                first, *rest = expectations(self.spec, requests, self.pieces, *self.constants[layer])
+                first, *rest = expectations(self.spec, requests, self.pieces, *self.constants[layer], step.held)
                 first = without_first_row(first) if self.first_is_undefined else first
                 self._expected[drawn] = Expected((first, *rest))
             return self._expected[drawn]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, cast
@@ -10,6 +11,18 @@ from typing import Any, cast
 import torch
 
 from hardpoint.conformance.checks import kernel_checks
+from hardpoint.conformance.families.scaled_cache import (
+    ERRORS,
+    WIDE,
+    cache_dtypes,
+    clash,
+    is_scaled,
+    rounded,
+    scalings,
+    set_scales,
+    spread,
+    static_scales,
+)
 from hardpoint.conformance.memory import (
     POISON,
     Placement,
@@ -18,13 +31,14 @@ from hardpoint.conformance.memory import (
     place,
     place_far,
 )
-from hardpoint.conformance.plan import Plan, Row
+from hardpoint.conformance.plan import Exclusions, Plan, Row
 from hardpoint.conformance.site import Subject, TrialResources
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_of
-from hardpoint.ops.error_model import ErrorModel
+from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.ops.judge import Call, Expectation, Expected, Input
+from hardpoint.quantization.numerics import round_to
 from hardpoint_plugin_api import NULL_PAGE, AttentionBackend, AttentionSpec, CacheLayout, CacheSpec, Region
 
 _PAGES = 7
@@ -36,24 +50,26 @@ def layout_trials(
 ) -> Iterator[Trial]:
     """The layout on its own, then ``store``, in each claimed dtype and with each claimed size."""
     factors: dict[str, Sequence[Any]] = {
-        "kv_dtype": subject.dtypes("kv_dtype"),
+        "kv_dtype": cache_dtypes(subject),
         "head_size": head_sizes,
         "block_size": block_sizes,
         "kv_heads": (1, 2, 5),
         "slack": (0, 3),
     }
-    for row in plan.combinations(factors):
+    excludes: Exclusions = {}
+    if True in scalings(subject):
+        factors["static_scales"], excludes = scalings(subject), {("kv_dtype", "static_scales"): clash}
+    for row in plan.combinations(factors, excludes):
         yield _layout_trial(subject, row, plan)
     more = {"dtype": subject.dtypes(), "tokens": tuple(_TOKENS), "padding": (0, 4)}
-    for number, row in enumerate(plan.combinations(factors | more)):
+    for number, row in enumerate(plan.combinations(factors | more, excludes)):
         yield _store_trial(StoreProbe(subject, row), plan, number)
 
 
 def _layout_trial(subject: Subject, row: Row, plan: Plan) -> Trial:
     title = f"layout/{row['kv_dtype']}/heads-{row['kv_heads']}/size-{row['head_size']}/block-{row['block_size']}"
-    title += f"/slack-{row['slack']}" if row["slack"] else ""
-    spec = CacheSpec(row["kv_heads"], row["head_size"], row["kv_dtype"])
-    workload = AttentionSpec(
+    title += (f"/slack-{row['slack']}" if row["slack"] else "") + ("/static" if row.get("static_scales") else "")
+    attention = AttentionSpec(
         row["kv_heads"],
         row["kv_heads"],
         row["head_size"],
@@ -61,9 +77,11 @@ def _layout_trial(subject: Subject, row: Row, plan: Plan) -> Trial:
         next(iter(subject.dtypes())),
         row["kv_dtype"],
         row["block_size"],
-    ).workload()
-    if reason := subject.refuses(workload):
+        static_cache_scales=row.get("static_scales", False),
+    )
+    if reason := subject.refuses(attention.workload()):
         return Trial(title, unsupported=reason)
+    spec = attention.cache_spec
     checks = (
         Check("regions", partial(regions, subject, spec, row["block_size"]), decisive=True),
         Check(
@@ -114,7 +132,10 @@ def _misplaced(region: Region, page_bytes: int) -> str | None:
 
 
 def round_trip(subject: Subject, spec: CacheSpec, block_size: int, slack: int, seed: int) -> Finding:
-    """``round-trip``: what ``from_logical`` writes, ``to_logical`` reads, and no other page and no gap is touched."""
+    """``round-trip``: what ``from_logical`` writes, ``to_logical`` reads, and no other page and no gap is touched.
+
+    Where each token's head has a scale, values are rounded on the way: by no more than such elements must.
+    """
     layout, device = _layout(subject), subject.site.device
     size = layout.page_bytes(spec, block_size) + slack * max(layout.alignment, 16)
     generator = torch.Generator().manual_seed(seed)
@@ -125,10 +146,15 @@ def round_trip(subject: Subject, spec: CacheSpec, block_size: int, slack: int, s
             return Finding.failed("views", name, f"is no view of the buffer's {_PAGES} pages, shape {list(view.shape)}")
     pages = torch.randperm(_PAGES, generator=generator)[:3]
     shape = (3, block_size, spec.num_kv_heads, spec.head_size)
-    k, v = (torch.randn(shape, generator=generator).to(dtype_of(spec.dtype)).to(device) for _ in range(2))
+    k, v = (_logical(shape, spec, generator).to(device) for _ in range(2))
     layout.from_logical(views, pages.to(device), k, v)
     for name, wanted, got in zip("kv", (k, v), layout.to_logical(views, pages.to(device)), strict=True):
-        if got.shape != wanted.shape or not torch.equal(got, wanted):
+        if is_scaled(spec.dtype) and not spec.static_scales:
+            host = wanted.cpu()
+            truth, own = host.double(), rounded(host, spec.dtype)
+            if (found := compare(name, got.float(), own, truth, ERRORS, device)).faults:
+                return Finding.of(found)
+        elif got.shape != wanted.shape or not torch.equal(got, wanted):
             return Finding.failed("round-trip", name, f"to_logical gives other values than from_logical took: {shape}")
         if got.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
             return Finding.failed("round-trip", name, "to_logical returns a view of the cache, and must return a copy")
@@ -141,8 +167,27 @@ def round_trip(subject: Subject, spec: CacheSpec, block_size: int, slack: int, s
     return Finding()
 
 
+def _logical(shape: Sequence[int], spec: CacheSpec, generator: torch.Generator) -> torch.Tensor:
+    """Keys or values that a layout can hold: to the bit, unless each token's head has a scale."""
+    x = torch.randn(*shape, generator=generator)
+    if not is_scaled(spec.dtype):
+        return x.to(dtype_of(spec.dtype))
+    return round_to(x * 30, spec.dtype).float() if spec.static_scales else spread(x, spec, generator, WIDE)
+
+
 def _layout(subject: Subject) -> CacheLayout:
     return cast("type[AttentionBackend]", subject.target).layout
+
+
+def _stored(x: torch.Tensor, spec: CacheSpec, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a cache holds of ``x`` [T, K, D], less a static ``scale``: as its elements can, and the truth in float64."""
+    if not is_scaled(spec.dtype):
+        own = x.to(dtype_of(spec.dtype))
+        return own, own
+    if scale is None:
+        return rounded(x, spec.dtype), x.double()
+    elements = x.float() / scale
+    return round_to(elements, spec.dtype).float(), elements.double()
 
 
 class StoreProbe:
@@ -153,10 +198,12 @@ class StoreProbe:
     def __init__(self, subject: Subject, row: Row) -> None:
         self.subject, self._row = subject, row
         heads, size, block = row["kv_heads"], row["head_size"], row["block_size"]
-        self.spec = AttentionSpec(heads, heads, size, size**-0.5, row["dtype"], row["kv_dtype"], block)
+        spec = AttentionSpec(heads, heads, size, size**-0.5, row["dtype"], row["kv_dtype"], block)
+        self.spec = replace(spec, static_cache_scales=row.get("static_scales", False))
         self.num_tokens = min(_TOKENS[row["tokens"]], (_PAGES - 1) * block)
         self.title = f"store/{row['dtype']}/kv-{row['kv_dtype']}/heads-{heads}/size-{size}/block-{block}/"
         self.title += row["tokens"] + ("/padding" if row["padding"] else "") + ("/slack" if row["slack"] else "")
+        self.title += "/static" if self.spec.static_cache_scales else ""
 
     @cached_property
     def context(self) -> Context:
@@ -171,6 +218,7 @@ class StoreProbe:
             AttentionBackend, self.subject.target(self.context.for_plugin(self.subject.offer.plugin), self.spec)
         )
         self.context.resources.allocate(self.subject.site.device)
+        set_scales(made, self.subject.site.device)
         return made
 
     def call(
@@ -194,34 +242,44 @@ class StoreProbe:
             [pages[slots // block] * block + slots % block, torch.zeros(self._row["padding"], dtype=torch.int64)]
         )
         shape = (rows, self.spec.num_kv_heads, self.spec.head_size)
-        k, v = (torch.randn(shape, generator=generator).to(dtype_of(self.spec.dtype)) for _ in range(2))
+        drawn = (spread(torch.randn(shape, generator=generator), spec, generator) for _ in range(2))
+        k, v = (x.to(dtype_of(self.spec.dtype)) for x in drawn)
         if order is not None:
             k, v, where = (x[torch.tensor(order)] for x in (k, v, where))
         logical = (len(pages), block, spec.num_kv_heads, spec.head_size)
-        old_k, old_v = (torch.randn(logical, generator=generator).to(dtype_of(spec.dtype)) for _ in range(2))
+        old_k, old_v = (_logical(logical, spec, generator) for _ in range(2))
         if far == "cache":
             buffer = empty(count * size, torch.uint8, device, free)
         else:
             buffer = place(torch.zeros(count * size, dtype=torch.uint8), device)
         views = layout.views(buffer, count, spec, block, size)
         layout.from_logical(views, pages.to(device), old_k.to(device), old_v.to(device))
+        if is_scaled(spec.dtype):  # what stays is what was there, rounded
+            old_k, old_v = (x.float().cpu() for x in layout.to_logical(views, pages.to(device)))
         placed_k = place_far(k, device, free) if far == "k" else place(k, device, placement)
         placed_v, placed_slots = place(v, device, placement), place(where.to(torch.int32), device)
 
+        scales = static_scales() if spec.static_scales else (None, None)
+
         def state() -> Sequence[torch.Tensor]:
-            return self.backend.layout.to_logical(views, pages.to(device))
+            content = self.backend.layout.to_logical(views, pages.to(device))
+            return [x.float() for x in content] if is_scaled(spec.dtype) else content
 
         def expect() -> Expected:
             wanted = []
-            for name, old, new in (("keys", old_k, k), ("values", old_v, v)):
-                content = old.flatten(0, 1).clone()
-                used = where[where != NULL_PAGE].long()
-                index = torch.searchsorted(pages, used // block) * block + used % block
+            used = where[where != NULL_PAGE].long()
+            index = torch.searchsorted(pages, used // block) * block + used % block
+            for name, old, new, scale in (("keys", old_k, k, scales[0]), ("values", old_v, v, scales[1])):
                 stored = new[: len(used)] if order is None else new[where != NULL_PAGE]
+                own, truth = _stored(stored, spec, scale)
                 size = self.spec.head_size  # an adapter may store wider heads
-                content[index, :, :size] = stored.to(old.dtype)
-                content[index, :, size:] = 0
-                wanted.append(Expectation(name, content.view(old.shape), content.view(old.shape)))
+                contents = []
+                for x in (own, truth):
+                    content = old.flatten(0, 1).to(x.dtype)
+                    content[index, :, :size] = x
+                    content[index, :, size:] = 0
+                    contents.append(content.view(old.shape))
+                wanted.append(Expectation(name, contents[0], contents[1]))
             return Expected((), tuple(wanted))
 
         inputs = {"k": placed_k, "v": placed_v, "slot_mapping": placed_slots}
@@ -231,7 +289,7 @@ class StoreProbe:
             run=lambda: self.backend.store(placed_k, placed_v, views, placed_slots),
             state=state,
             expect=expect,
-            errors=ErrorModel(exact=True),
+            errors=ERRORS if is_scaled(spec.dtype) else ErrorModel(exact=True),
             before=cast(TrialResources, self.context.resources).spoil,
             mutates=frozenset({"cache"}),
         )

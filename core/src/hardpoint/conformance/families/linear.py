@@ -55,6 +55,7 @@ _SPECS: dict[str, tuple[QuantSpec, QuantSpec | None]] = {
         QuantSpec("float8_e4m3fn", scales=_ROWS, static=False),
     ),
     "fp8-tiles": (QuantSpec("float8_e4m3fn", scales=(Scale("float32", (128, 128)),)), None),
+    "int8-groups": (QuantSpec("int8", scales=(Scale("float32", (1, 32)),)), None),
     "uint4-groups": (QuantSpec("uint4", scales=(Scale("float32", (1, 32)),), zero_point=True), None),
 }
 """Weights, and activations where these are not plain."""

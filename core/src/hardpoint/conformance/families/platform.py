@@ -31,6 +31,8 @@ _DETECT_SECONDS = 2.0
 """The contract says milliseconds; this much is wrong on any machine."""
 _DETECT_TIMEOUT = 60
 _MIB = 2**20
+_SUSPENDED = 64 * _MIB
+"""As much as stands out from what a machine's other processes take and give back meanwhile."""
 
 _DETECT = """
 import json, os, sys, threading, time
@@ -177,25 +179,43 @@ def memory(subject: Subject) -> Finding:
 
 
 def pools(subject: Subject) -> Finding:
-    """``pools``: memory can be taken under every tag; what can be suspended comes back at its address."""
+    """``pools``: memory can be taken under every tag; what is suspended is given back, and comes back in its place."""
     platform, device = _platform(subject), subject.site.device
     for tag in get_args(MemoryTag):
         with platform.memory.pool(tag):
             held = torch.full((_MIB,), 7, dtype=torch.uint8, device=device)
         if int(held[-1]) != 7:
             return Finding.failed("pools", tag, "memory taken under this tag does not hold what is written to it")
-        address = held.data_ptr()
         if tag not in platform.memory.suspendable:
             if _accepts(platform.memory.suspend, [tag]):
                 return Finding.failed("pools", tag, "suspend() accepts a tag that is not suspendable")
             continue
-        platform.memory.suspend([tag])
-        platform.memory.resume([tag])
-        held.fill_(5)
-        platform.synchronize()
-        if held.data_ptr() != address or int(held[0]) != 5:
-            return Finding.failed("pools", tag, "memory is not usable at its address after suspend and resume")
+        if fault := _suspended(subject, tag):
+            return Finding.failed("pools", tag, fault)
     return Finding()
+
+
+def _suspended(subject: Subject, tag: MemoryTag) -> str | None:
+    """What is wrong with suspending and resuming what is allocated under ``tag``."""
+    platform, device = _platform(subject), subject.site.device
+    kept = torch.full((_MIB,), 9, dtype=torch.uint8, device=device)
+    with platform.memory.pool(tag):
+        held = torch.full((_SUSPENDED,), 7, dtype=torch.uint8, device=device)
+    platform.synchronize()
+    address, before = held.data_ptr(), platform.memory.snapshot().free
+    platform.memory.suspend([tag])
+    given_back = platform.memory.snapshot().free - before
+    platform.memory.resume([tag])
+    not_taken = platform.memory.snapshot().free - before
+    if given_back < _SUSPENDED:
+        return f"suspend() gives back {given_back:,} of {_SUSPENDED:,} bytes"
+    if not_taken >= _SUSPENDED:
+        return f"resume() does not take the {_SUSPENDED:,} bytes again"
+    held.fill_(5)
+    platform.synchronize()
+    if held.data_ptr() != address or not bool((held == 5).all()):
+        return "memory is not usable at its address after suspend and resume"
+    return None if bool((kept == 9).all()) else "memory that was not taken under this tag has lost its content"
 
 
 def _accepts(function: Callable[..., object], *args: object) -> bool:

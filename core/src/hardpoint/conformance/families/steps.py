@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 
 from hardpoint.attention.reference import attend
+from hardpoint.conformance.families.scaled_cache import is_scaled, spread
 from hardpoint.conformance.memory import POISON, Placement, empty, far_pages, place, place_far
 from hardpoint.dtypes import dtype_of
 from hardpoint.ops.judge import Expectation
@@ -84,8 +85,8 @@ def draw_requests(
     for piece in pieces:
         q, k, v = (
             (draw(piece.query, spec.num_heads) * scale).to(dtype),
-            draw(piece.total, spec.num_kv_heads).to(dtype),
-            draw(piece.total, spec.num_kv_heads).to(dtype),
+            spread(draw(piece.total, spec.num_kv_heads), spec.cache_spec, generator).to(dtype),
+            spread(draw(piece.total, spec.num_kv_heads), spec.cache_spec, generator).to(dtype),
         )
         if values == "large":  # the same for every query and key, so that nothing changes but the scores' height
             q[..., 0] = k[..., 0] = (_HIGH_SCORE / spec.scale) ** 0.5
@@ -143,7 +144,8 @@ def draw_tables(
 class Step:
     """A step in memory: tensors on the device between guard bands, the cache filled as ``store`` fills it.
 
-    ``q``, ``k``, ``v`` and ``out`` have ``padding`` rows more than the batch has tokens.
+    ``q``, ``k``, ``v`` and ``out`` have ``padding`` rows more than the batch has tokens. ``held`` are the keys and
+    values [S, K, D] that the cache holds of each request, on the host, where scales make them the layout's own affair.
     """
 
     q: torch.Tensor
@@ -153,6 +155,7 @@ class Step:
     buffer: torch.Tensor
     cache: dict[str, torch.Tensor]
     batch: AttentionBatch
+    held: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def outputs(self) -> tuple[torch.Tensor, ...]:
         """The part of each request in ``out``."""
@@ -211,7 +214,26 @@ def lay_out(
                 backend.store(request.k[old].to(device), request.v[old].to(device), cache, where)
         backend.store(placed_k, placed_v, cache, batch.slot_mapping)
     out = place(torch.full_like(q, float("nan")), device)
-    return Step(placed_q, placed_k, placed_v, out, buffer, cache, batch)
+    held = [_held(backend, r, cache, tables, i) for i, r in enumerate(requests)] if is_scaled(spec.kv_dtype) else None
+    return Step(placed_q, placed_k, placed_v, out, buffer, cache, batch, held)
+
+
+def _held(
+    backend: AttentionBackend, request: Request, cache: dict[str, torch.Tensor], tables: Tables, row: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a request in float64, as the layout reads them; as they were drawn where none is stored."""
+    spec, length = backend.spec, request.k.shape[0]
+    first = spec.span.first(request.num_old) // spec.block_size
+    device = next(iter(cache.values())).device
+    pages = tables.blocks[row, first : -(-length // spec.block_size)].long()
+    found = []
+    for x, scale, read in zip(
+        (request.k, request.v), backend.cache_scales, backend.layout.to_logical(cache, pages.to(device)), strict=True
+    ):
+        start, numbers = first * spec.block_size, read.cpu().double().flatten(0, 1)[..., : spec.head_size]
+        numbers = numbers if scale is None else numbers * scale.cpu().double()
+        found.append(torch.cat([x[:start].double(), numbers[: length - start]]))
+    return found[0], found[1]
 
 
 def _keys_and_values(requests: Sequence[Request]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -250,8 +272,11 @@ def expectations(
     pieces: Sequence[Piece],
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
+    held: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> tuple[Expectation, ...]:
     """What each request's part of the output should be: attention over keys and values as the cache's dtype holds them.
+
+    ``held`` says how, where it is not by rounding alone.
 
     A backend may also take this step's own keys and values as they are, before they are rounded to that dtype. The
     reference's own error is the worst of several evaluations that differ in the order of summation alone: how far one
@@ -260,14 +285,15 @@ def expectations(
     kv_dtype = dtype_of(spec.kv_dtype)
     orders = [torch.randperm(spec.head_size, generator=torch.Generator().manual_seed(i)) for i in range(_EVALUATIONS)]
 
-    def expectation(label: str, request: Request, stored: int) -> Expectation:
+    def expectation(label: str, request: Request, cached: Sequence[torch.Tensor], stored: int) -> Expectation:
+        exact = (request.k, request.v)
         keys, values = (
-            torch.cat([x[:stored].to(kv_dtype).double(), x[stored:].double()]) for x in (request.k, request.v)
+            torch.cat([c[:stored].double(), x[stored:].double()]) for c, x in zip(cached, exact, strict=True)
         )
         constants = (spec, sinks, alibi_slopes)
         truth = attend(request.q.double(), keys, values, *constants)
         own = worst(truth, [evaluated(request.q, keys, values, number) for number in range(_EVALUATIONS)])
-        other = expectation(label, request, request.num_old) if stored > request.num_old and rounds else None
+        other = expectation(label, request, cached, request.num_old) if stored > request.num_old and rounds else None
         return Expectation(label, own, truth, other)
 
     def evaluated(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, number: int) -> torch.Tensor:
@@ -279,7 +305,10 @@ def expectations(
 
     rounds = kv_dtype != dtype_of(spec.dtype)
     titles = [f"request {i} ({piece.query} of {piece.total})" for i, piece in enumerate(pieces)]
-    return tuple(expectation(title, r, r.k.shape[0]) for title, r in zip(titles, requests, strict=True))
+    caches = held or [(r.k.to(kv_dtype), r.v.to(kv_dtype)) for r in requests]
+    return tuple(
+        expectation(title, r, cached, r.k.shape[0]) for title, r, cached in zip(titles, requests, caches, strict=True)
+    )
 
 
 def without_first_row(expectation: Expectation) -> Expectation:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from hardpoint.engine.execution.tagged_memory import TaggedMemory
-from hardpoint_plugin_api import CapacityError, HardpointError, MemoryTag
+from hardpoint_plugin_api import CapacityError, HardpointError, MemoryTag, PlatformError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Holdings:
         before = self.memory.report()
         for tag in [tag for tag in tags if tag not in self._asleep]:
             if self._is_suspendable(tag):
-                self.memory.memory.suspend([tag])
+                self.memory.suspend(tag)
             else:
                 self._holder(tag).drop()
                 if tag != "weights" and (kept := self.memory.held(tag)):
@@ -68,7 +68,10 @@ class Holdings:
         """
         for tag in [tag for tag in ("weights", *self._in_place) if tag in tags and tag in self._asleep]:
             if self._is_suspendable(tag):
-                self.memory.memory.resume([tag])
+                try:
+                    self.memory.resume(tag)
+                except PlatformError as error:
+                    raise _still_taken(tag, error) from error
                 self._in_place[tag].clear()
                 del self._asleep[tag]
             else:
@@ -87,9 +90,7 @@ class Holdings:
             self._holder(tag).drop()
             if isinstance(error, HardpointError) or not isinstance(error, RuntimeError | MemoryError):
                 raise
-            raise CapacityError(  # torch's errors for want of memory are RuntimeErrors of one kind or another
-                f"the memory of {tag} cannot be taken again: {error}; free memory on the device, then wake up again"
-            ) from error
+            raise _still_taken(tag, error) from error  # torch's errors for want of memory are RuntimeErrors of a kind
         del self._asleep[tag]
 
     def drop_all(self) -> None:
@@ -103,3 +104,9 @@ class Holdings:
 
     def _is_suspendable(self, tag: MemoryTag) -> bool:
         return tag in self._in_place and tag in self.memory.memory.suspendable
+
+
+def _still_taken(tag: MemoryTag, error: Exception) -> CapacityError:
+    return CapacityError(
+        f"the memory of {tag} cannot be taken again: {error}; free memory on the device, then wake up again"
+    )

@@ -20,6 +20,7 @@ from hardpoint.engine.processes.calls import Answer, Call, Failure, Logged, Stop
 from hardpoint.engine.scheduling.step import StepInput, StepOutput
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.groups import Seat
+from hardpoint.plugins.blame import name_culprit
 
 if TYPE_CHECKING:
     from hardpoint.engine.blueprint import Blueprint
@@ -98,6 +99,8 @@ class Rank:
             serve(worker, self.commands, send if self.spec.seat.rank == 0 else None, send)
             worker.close()
         except Exception as error:
+            if self.blueprint is not None:
+                name_culprit(error, self.blueprint.plugins)
             send(RankFailed(Failure.of(error)))
         self.closed.set()
 

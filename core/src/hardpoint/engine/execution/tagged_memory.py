@@ -26,6 +26,7 @@ class TaggedMemory:
     def __init__(self, memory: Memory, device: torch.device) -> None:
         self.memory, self._device = memory, device
         self._storages: dict[int, tuple[MemoryTag, StorageWeakRef]] = {}
+        self._suspended: set[MemoryTag] = set()
 
     @contextmanager
     def pool(self, tag: MemoryTag) -> Iterator[None]:
@@ -37,8 +38,20 @@ class TaggedMemory:
             if not reference.expired():
                 self._storages.setdefault(key, (tag, reference))
 
+    def suspend(self, tag: MemoryTag) -> None:
+        """Have the platform take the memory of ``tag`` away under tensors that stay. Raises PlatformError."""
+        self.memory.suspend([tag])
+        self._suspended.add(tag)
+
+    def resume(self, tag: MemoryTag) -> None:
+        """The inverse; contents are undefined. Raises PlatformError, and the tag stays suspended."""
+        self.memory.resume([tag])
+        self._suspended.discard(tag)
+
     def held(self, tag: MemoryTag) -> int:
         """Bytes that are held under ``tag`` now."""
+        if tag in self._suspended:
+            return 0
         self._forget_dead()
         return sum(_nbytes(reference) for name, reference in self._storages.values() if name == tag)
 

@@ -25,6 +25,7 @@ from hardpoint_plugin_api import (
     StoredTensor,
 )
 
+_SCALES = ("float16", "bfloat16", "float32")
 _PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of its word holds each of eight neighbours."""
 
@@ -66,7 +67,7 @@ class Awq(QuantizationMethod):
                 ("weight_zero_point",),
                 lambda words: {"weight_zero_point": _in_order(words).t()},
             ),
-            StoredTensor("scales", (groups, Dim("out")), (dtype,), ("weight_scale",), _scales),
+            StoredTensor("scales", (groups, Dim("out")), _SCALES, ("weight_scale",), _scales),
         )
         return Scheme(spec, QuantSpec(self._dtype), stored)
 

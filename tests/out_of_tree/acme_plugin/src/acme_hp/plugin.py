@@ -13,3 +13,12 @@ logger = logging.getLogger(__name__)
 def hardpoint_engine_started(engine: EngineInfo) -> None:
     """Say hello."""
     logger.info("Acme serves %s on %s", engine.model, engine.device.name)
+
+
+@hookimpl
+def hardpoint_conformance() -> list[object]:
+    """Samples of Acme's checkpoint format, for core's trials of methods that read one."""
+    from acme_hp.samples import SAMPLES
+    from hardpoint.conformance.families.quantization import QuantizationTrials
+
+    return [QuantizationTrials(SAMPLES)]

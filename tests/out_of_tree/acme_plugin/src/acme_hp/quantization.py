@@ -14,6 +14,7 @@ from hardpoint_plugin_api import (
     BuildContext,
     CheckpointError,
     ConfigError,
+    DeviceInfo,
     Dim,
     LinearKernel,
     LinearWorkload,
@@ -21,6 +22,7 @@ from hardpoint_plugin_api import (
     Module,
     QuantizationMethod,
     QuantSpec,
+    Reason,
     Scale,
     Scheme,
     StoredTensor,
@@ -94,6 +96,16 @@ class AcmeGroupsLinear(LinearKernel):
     """For Acme's groups alone, in a layout of its own: codes [K, N] and scales [G, N]."""
 
     layout = "acme_columns"
+
+    @classmethod
+    def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse a last group that is smaller than the others."""
+        columns = workload.in_features or 0
+        if columns % GROUP == 0:
+            return []
+        return [
+            Reason("groups", "columns must be whole groups", wanted=str(columns), supported=f"multiples of {GROUP}")
+        ]
 
     def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
         super().__init__(ctx, workload)

@@ -1,0 +1,483 @@
+"""Trials of quantization methods: what they make of a checkpoint, loaded as the engine loads it.
+
+Methods that read checkpoints are given samples of their formats: core's own in ``quantization_samples.py``; a plugin
+that brings a format returns ``QuantizationTrials`` with its own samples from ``hardpoint_conformance``. Methods that
+quantize while loading are given plain weights, and held to what rounding by their spec can cost at most.
+
+Axes: N rows (out), K columns (in).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from hardpoint.conformance.families.quantization_samples import SAMPLES, Sample
+from hardpoint.conformance.plan import Plan
+from hardpoint.conformance.site import Subject
+from hardpoint.conformance.trials import Check, Finding, Trial
+from hardpoint.dtypes import dtype_name, dtype_of
+from hardpoint.ops.error_model import Fault
+from hardpoint_plugin_api import (
+    CheckpointError,
+    Contribution,
+    Dim,
+    HardpointError,
+    MethodRequest,
+    Module,
+    QuantizationMethod,
+    QuantizationWorkload,
+    QuantSpec,
+    Scheme,
+    StoredTensor,
+    TensorInfo,
+    dequantize,
+    weight_slots,
+)
+
+_ONLINE = "_online"
+_NAME = "model.layers.0.mlp.up_proj"
+_PLAIN = ("float32", "float16", "bfloat16", "float64")
+_WEIGHTS = ((96, 64), (33, 192), (256, 128), (5, 384))
+_TOPS = {"int8": 127.0, "int4": 7.0}
+_STEPS = {"uint8": 255.0, "uint4": 15.0, "int8": 255.0, "int4": 15.0}
+
+
+class QuantizationTrials:
+    """The generator of the family ``quantization``. ``samples`` are by the name that a config gives the method."""
+
+    family = "quantization"
+
+    def __init__(self, samples: Mapping[str, Sequence[Sample]] = SAMPLES) -> None:
+        self._samples = samples
+
+    def serves(self, contribution: Contribution) -> bool:
+        """Whether there are samples of the format, or it needs none."""
+        return contribution.of in self._samples or str(contribution.of).endswith(_ONLINE)
+
+    def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
+        """Each sample in each shape and dtype; of what quantizes while loading, each set of options instead."""
+        if reason := subject.refuses(QuantizationWorkload(of=subject.offer.contribution.of)):
+            yield Trial("method", unsupported=reason)
+            return
+        dtypes = [dtype for dtype in _PLAIN if dtype in subject.site.platform.info.dtypes]
+        if getattr(subject.target, "online", False):
+            for options, (rows, columns), dtype in itertools.product(_options(subject), _WEIGHTS, dtypes):
+                named = ",".join(f"{k}={v}" for k, v in options.items()) or "no-options"
+                probe = OnlineProbe(subject, plan, f"{named}/{rows}x{columns}/{dtype}", options, (rows, columns), dtype)
+                yield Trial(probe.title, probe.checks())
+            return
+        for sample in self._samples[str(subject.offer.contribution.of)]:
+            for (rows, columns), dtype in itertools.product(sample.shapes, dtypes):
+                stored = StoredProbe(
+                    subject, plan, f"{sample.name}/{rows}x{columns}/{dtype}", sample, (rows, columns), dtype
+                )
+                yield Trial(stored.title, stored.checks())
+
+
+def _options(subject: Subject) -> list[dict[str, str]]:
+    """All sets of options, as far as the class says which it knows (``known``, see OnlineMethod)."""
+    known: Mapping[str, Sequence[str]] = getattr(subject.target, "known", {})
+    valued = {key: values for key, values in known.items() if values}
+    return [dict(zip(valued, chosen, strict=True)) for chosen in itertools.product(*valued.values())]
+
+
+@dataclass
+class HeldTensors:
+    """A checkpoint in memory, CheckpointTensors. ``was_read`` are the names that ``read`` was asked for."""
+
+    tensors: dict[str, torch.Tensor]
+    title: str = "the sample"
+    was_read: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+        return frozenset(self.tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and dtype of a tensor."""
+        return TensorInfo(tuple(self.tensors[name].shape), dtype_name(self.tensors[name].dtype))
+
+    def read(self, name: str) -> torch.Tensor:
+        """A copy of one tensor."""
+        self.was_read.append(name)
+        return self.tensors[name].clone()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is known of a matrix before weights stream: the scheme, None where it is plain."""
+
+    scheme: Scheme | None
+    held: HeldTensors
+
+    @classmethod
+    def of(cls, subject: Subject, request: MethodRequest, module: Module, held: HeldTensors) -> Planned:
+        """Ask a method, and compare names and headers with what it declares, as the engine's loader does.
+
+        Raises CheckpointError for what is missing, left over, or of another shape or dtype.
+        """
+        method: QuantizationMethod = subject.target(request)
+        scheme = method.scheme(module)
+        stored = scheme.stored if scheme else (_plain_weight(),)
+        expected = {f"{module.name}.{tensor.name}": tensor for tensor in stored}
+        if missing := expected.keys() - held.names:
+            raise CheckpointError(f"missing tensors: {', '.join(sorted(missing))}")
+        if extra := held.names - expected.keys():
+            raise CheckpointError(f"tensors that the model has no place for: {', '.join(sorted(extra))}")
+        for name, tensor in expected.items():
+            info, shape = held.info(name), tensor.shape(module.out_features, module.in_features)
+            if info.shape != shape:
+                raise CheckpointError(f"tensor {name!r} has shape {list(info.shape)}, expected {list(shape)}")
+            if info.dtype not in tensor.dtypes:
+                raise CheckpointError(f"tensor {name!r} is {info.dtype}, expected {' or '.join(tensor.dtypes)}")
+        return cls(scheme, held)
+
+    def slots(self, module: Module) -> dict[str, torch.Tensor]:
+        """Stream the weights: the slots as they are filled. Raises CheckpointError for two that fill one."""
+        filled: dict[str, torch.Tensor] = {}
+        for tensor in self.scheme.stored if self.scheme else (_plain_weight(),):
+            found = tensor.read(self.held.tensors[f"{module.name}.{tensor.name}"])
+            if set(found) != set(tensor.fills):
+                raise CheckpointError(f"{tensor.name} fills {sorted(found)}, and says {sorted(tensor.fills)}")
+            if twice := filled.keys() & found.keys():
+                raise CheckpointError(f"{', '.join(sorted(twice))}: filled twice")
+            filled |= found
+        return filled
+
+
+def _plain_weight() -> StoredTensor:
+    return StoredTensor("weight", (Dim("out"), Dim("in")), _PLAIN, ("weight",), lambda x: {"weight": x})
+
+
+class _Probe:
+    """One matrix. ``title`` is the case."""
+
+    def __init__(self, subject: Subject, plan: Plan, title: str, shape: tuple[int, int], dtype: str) -> None:
+        self.subject, self.title, self.dtype = subject, title, dtype
+        self.module = Module(_NAME, *shape)
+        self._generator_seed = plan.seed_of(f"{subject.offer.contribution}/{title}")
+
+    @property
+    def generator(self) -> torch.Generator:
+        """A fresh one, in the same state each time."""
+        return torch.Generator().manual_seed(self._generator_seed)
+
+    def request(
+        self, held: HeldTensors, config: Mapping[str, object] | None, options: Mapping[str, str]
+    ) -> MethodRequest:
+        """What the method is built with."""
+        info = self.subject.site.platform.info
+        return MethodRequest(config, options, held, self.dtype, info, "config.json of the sample")
+
+    def planned(self, held: HeldTensors) -> Planned:
+        """What the method says of this module in a checkpoint that holds ``held``."""
+        raise NotImplementedError
+
+    @cached_property
+    def drawn(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The tensors by their names behind the module's, and the numbers that they mean."""
+        raise NotImplementedError
+
+    def held(self, **changes: torch.Tensor | None) -> HeldTensors:
+        """The checkpoint, with some tensors replaced, or (None) taken away."""
+        tensors = {**self.drawn[0], **changes}
+        return HeldTensors({f"{_NAME}.{name}": x.clone() for name, x in tensors.items() if x is not None})
+
+    def scheme(self) -> Finding:
+        """``scheme``: there is one; nothing is missing, left over or misdeclared; no weight was read for it."""
+        held = self.held()
+        try:
+            planned = self.planned(held)
+        except HardpointError as error:
+            return Finding.failed("refused", "scheme", f"a right checkpoint is refused: {error}")
+        if not isinstance(planned.scheme, Scheme):
+            return Finding.failed("scheme", "scheme", f"must be a Scheme for {_NAME!r}, got {planned.scheme!r:.80}")
+        weights = {f"{_NAME}.{tensor.name}" for tensor in planned.scheme.stored if "weight" in tensor.fills}
+        if bad := sorted(weights.intersection(held.was_read)):
+            return Finding.failed("reads-weights", "scheme", f"reads {', '.join(bad)} before weights stream")
+        weight, activation = planned.scheme.pair
+        if weight.is_plain:
+            return Finding.failed("scheme", "scheme", "the spec of the weight has no scales, so it is not quantized")
+        wrong = [s.format for spec in (weight, activation) for s in spec.scales if not _is_dtype(s.format)]
+        if wrong:
+            return Finding.failed("scheme", "scheme", f"scales of unknown formats: {', '.join(wrong)}")
+        return Finding()
+
+    @cached_property
+    def _loaded(self) -> tuple[Scheme, dict[str, torch.Tensor]]:
+        planned = self.planned(self.held())
+        assert planned.scheme is not None
+        return planned.scheme, planned.slots(self.module)
+
+    def slots(self) -> Finding:
+        """``slots``: those that the specs ask for are filled, each with its shape and dtype."""
+        scheme, filled = self._loaded
+        wanted = weight_slots(scheme, [("", self.module.out_features)], self.module.in_features)
+        faults = [Fault("slots", name, "is not filled") for name in wanted.keys() - filled.keys()]
+        faults += [Fault("slots", name, "is no slot of these specs") for name in filled.keys() - wanted.keys()]
+        for name in wanted.keys() & filled.keys():
+            slot, got = wanted[name], filled[name]
+            if not _fits(tuple(got.shape), slot.shape) or not _holds(got.dtype, slot.dtype):
+                text = (
+                    f"is {dtype_name(got.dtype)} {list(got.shape)}, the specs ask for {slot.dtype} {list(slot.shape)}"
+                )
+                faults.append(Fault("slots", name, text))
+        return Finding(tuple(faults))
+
+    def inputs(self) -> Finding:
+        """``inputs``: reading changes nothing of what is stored."""
+        held = self.held()
+        before = {name: x.clone() for name, x in held.tensors.items()}
+        self.planned(held).slots(self.module)
+        changed = [name for name, x in held.tensors.items() if not _same(x, before[name])]
+        return Finding.failed("mutated", ", ".join(changed), "has changed") if changed else Finding()
+
+    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [N, K] that was loaded."""
+        scheme, filled = self._loaded
+        wanted = weight_slots(scheme, [("", self.module.out_features)], self.module.in_features)
+        slots = {name: x.to(dtype_of(wanted[name].dtype)).expand(wanted[name].shape) for name, x in filled.items()}
+        if "weight_group_index" in slots:  # one for each of the modules that are merged
+            slots["weight_group_index"] = slots["weight_group_index"][0]
+        return dequantize(slots, scheme.weight, dtype)
+
+    def missing(self) -> Finding:
+        """``missing``: without one of its tensors, the checkpoint is refused before weights stream, or reads alike."""
+        faults = []
+        for name in self.drawn[0]:
+            faults += self._refused("missing", name, self.held(**{name: None}), optional=True)
+        return Finding(tuple(faults))
+
+    def shape(self) -> Finding:
+        """``shape``: a tensor that is longer or shorter along an axis is refused before weights stream."""
+        faults = []
+        for name, x in self.drawn[0].items():
+            wrong = [torch.cat([x, x.narrow(axis, 0, 1)], axis) for axis in range(x.dim())]
+            wrong += [x.narrow(axis, 0, n - 1) for axis, n in enumerate(x.shape) if n > 1]
+            wrong += [x.expand(2).contiguous()] if not x.dim() else []
+            for changed in wrong:
+                where = f"{name} {list(changed.shape)}"
+                faults += self._refused("shape", where, self.held(**{name: changed.contiguous()}))
+        return Finding(tuple(faults))
+
+    def stored_dtype(self) -> Finding:
+        """``dtype``: a tensor of a dtype that means something else is refused before weights stream."""
+        faults = []
+        for name, x in self.drawn[0].items():
+            other = torch.int64 if x.dtype.is_floating_point else torch.float64
+            changed = torch.zeros(x.shape, dtype=other)
+            faults += self._refused("dtype", f"{name} {dtype_name(other)}", self.held(**{name: changed}))
+        return Finding(tuple(faults))
+
+    def _refused(self, code: str, where: str, held: HeldTensors, optional: bool = False) -> list[Fault]:
+        try:
+            planned = self.planned(held)
+        except CheckpointError:
+            return []
+        except Exception as error:  # the plugin's: whatever it raises is to be told
+            return [Fault(code, where, f"must raise CheckpointError, raised {type(error).__name__}: {error}")]
+        if optional and planned.scheme == self._loaded[0]:
+            found = planned.slots(self.module)
+            if found.keys() == self._loaded[1].keys() and all(_same(x, self._loaded[1][n]) for n, x in found.items()):
+                return []
+        return [Fault(code, where, "is accepted; it must raise CheckpointError before weights stream")]
+
+
+class StoredProbe(_Probe):
+    """One sample of a format."""
+
+    def __init__(
+        self, subject: Subject, plan: Plan, title: str, sample: Sample, shape: tuple[int, int], dtype: str
+    ) -> None:
+        super().__init__(subject, plan, title, shape, dtype)
+        self._sample = sample
+
+    @cached_property
+    def drawn(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """See _Probe."""
+        return self._sample.write(self.module.out_features, self.module.in_features, self.generator)
+
+    def planned(self, held: HeldTensors) -> Planned:
+        """See _Probe."""
+        return Planned.of(self.subject, self.request(held, self._sample.config, {}), self.module, held)
+
+    def checks(self) -> list[Check]:
+        """All of them."""
+        return [
+            Check("scheme", self.scheme, decisive=True),
+            Check("slots", self.slots, decisive=True),
+            Check("values", self.values),
+            Check("inputs", self.inputs),
+            Check("missing", self.missing),
+            Check("shape", self.shape),
+            Check("dtype", self.stored_dtype),
+            Check("config", self.config),
+        ]
+
+    def values(self) -> Finding:
+        """``values``: the numbers that the slots mean are those that were stored, to the bit."""
+        got, wanted = self.numbers(torch.float32), self.drawn[1].float()
+        if got.shape != wanted.shape:
+            return Finding.failed("values", "weight", f"is {list(got.shape)}, expected {list(wanted.shape)}")
+        wrong = got != wanted
+        if not wrong.any():
+            return Finding()
+        row, column = (int(i) for i in wrong.nonzero()[0])
+        text = f"at [{row}, {column}] expected {wanted[row, column]:.6g}, got {got[row, column]:.6g}"
+        return Finding.failed("values", "weight", f"{text}; {int(wrong.sum())} of {wrong.numel()} differ")
+
+    def config(self) -> Finding:
+        """``config``: with a key missing, or of another type, it is read, or refused by an error of Hardpoint's."""
+        faults = []
+        for key, config in _spoilt(self._sample.config):
+            held = self.held()
+            try:
+                Planned.of(self.subject, self.request(held, config, {}), self.module, held)
+            except HardpointError:
+                continue
+            except Exception as error:  # the plugin's: whatever it raises is to be told
+                faults.append(
+                    Fault("config", key, f"must raise CheckpointError, raised {type(error).__name__}: {error}")
+                )
+        return Finding(tuple(faults))
+
+
+def _spoilt(config: Mapping[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
+    for key in config:
+        if key != "quant_method":
+            yield f"without {key!r}", {k: v for k, v in config.items() if k != key}
+            for bad in (None, -7, "?", ["?"], {"?": 0}):
+                yield f"{key} = {bad!r}", {**config, key: bad}
+
+
+class OnlineProbe(_Probe):
+    """One plain weight, quantized while it loads."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        plan: Plan,
+        title: str,
+        options: Mapping[str, str],
+        shape: tuple[int, int],
+        dtype: str,
+    ) -> None:
+        super().__init__(subject, plan, title, shape, dtype)
+        self._options = options
+
+    @cached_property
+    def drawn(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Rows of unlike size, one of zeros, one of positive numbers alone."""
+        rows, columns = self.module.out_features, self.module.in_features
+        weight = torch.randn(rows, columns, generator=self.generator) * torch.logspace(-2, 1, rows)[:, None]
+        weight[0], weight[1] = 0, weight[1].abs() + 1
+        weight = weight.to(dtype_of(self.dtype))
+        return {"weight": weight}, weight.double()
+
+    def planned(self, held: HeldTensors) -> Planned:
+        """See _Probe."""
+        return Planned.of(self.subject, self.request(held, None, self._options), self.module, held)
+
+    def checks(self) -> list[Check]:
+        """All of them."""
+        made: list[tuple[str, Callable[[], Finding]]] = [
+            ("values", self.values),
+            ("inputs", self.inputs),
+            ("missing", self.missing),
+            ("shape", self.shape),
+            ("dtype", self.stored_dtype),
+            ("kinds", self.kinds),
+            ("options", self.options),
+        ]
+        decisive = [Check("scheme", self.scheme, decisive=True), Check("slots", self.slots, decisive=True)]
+        return decisive + [Check(name, run) for name, run in made]
+
+    def values(self) -> Finding:
+        """``values``: no number is further off than rounding by the spec, with scales that just fit, can take it."""
+        weight, spec = self.drawn[1], self._loaded[0].weight
+        limit = rounding_bound(weight, spec)
+        if limit is None:
+            return Finding.not_claimed("bound", f"the kit knows no bound for {spec}")
+        error = (self.numbers(torch.float64) - weight).abs()
+        ratio = torch.where(error == 0, 0.0, error / limit)
+        worst = float(ratio.max())
+        if worst <= 1:
+            return Finding(measured={"rounding": (worst, 1.0)})
+        row, column = (int(i) for i in (ratio == ratio.max()).nonzero()[0])
+        text = f"at [{row}, {column}] {weight[row, column]:.6g} is {worst:.3g} times as far off as {spec} allows"
+        return Finding.failed("rounding", "weight", text)
+
+    def kinds(self) -> Finding:
+        """``kinds``: output heads, routers and the gates of shared experts are left as they are."""
+        held = self.held()
+        method: QuantizationMethod = self.subject.target(self.request(held, None, self._options))
+        rows, columns = self.module.out_features, self.module.in_features
+        heads = [Module(_NAME, rows, columns, "lm_head"), Module(_NAME, rows, columns, "router")]
+        taken = [module.kind for module in heads if method.scheme(module) is not None]
+        return Finding.failed("kinds", ", ".join(taken), "must not be quantized") if taken else Finding()
+
+    def options(self) -> Finding:
+        """``options``: one that there is not is refused by an error of Hardpoint's."""
+        try:
+            self.subject.target(self.request(self.held(), None, {"no_such_option": "1"}))
+        except HardpointError:
+            return Finding()
+        return Finding.failed("options", "no_such_option", "is accepted; it must raise ConfigError or UnknownNameError")
+
+
+def rounding_bound(weight: torch.Tensor, spec: QuantSpec) -> torch.Tensor | None:
+    """How far [N, K] each number of ``weight`` [N, K], float64, may be off: rounded to nearest, with the finest scale.
+
+    That scale maps the largest magnitude of a block to the largest element, or with a zero point the block's range,
+    with zero in it, to that of the elements. Half a step is lost by rounding; half another where a zero point is
+    rounded too; and what rounding the scale itself to its format shifts. None for specs of more than one level.
+    """
+    if len(spec.scales) != 1 or spec.permuted:
+        return None
+    scale, (rows, columns) = spec.scales[0], weight.shape
+    n, k = rows if scale.block[0] == -1 else scale.block[0], columns if scale.block[1] == -1 else scale.block[1]
+    limit = torch.empty_like(weight)
+    lost = torch.finfo(dtype_of(scale.format)).eps if _is_dtype(scale.format) else 0.0
+    for top, left in itertools.product(range(0, rows, n), range(0, columns, k)):
+        block = weight[top : top + n, left : left + k]
+        most = block.abs().max()
+        if spec.element.startswith("float8"):
+            facts = torch.finfo(dtype_of(spec.element))
+            finest = facts.smallest_normal * most / facts.max
+            step = facts.eps * torch.maximum(block.abs() * (1 + lost), finest)
+        elif spec.zero_point and spec.element in _STEPS:
+            step = 2 * (block.max().clamp(min=0) - block.min().clamp(max=0)) / _STEPS[spec.element]
+        elif spec.element in _TOPS:
+            step = most / _TOPS[spec.element]
+        else:
+            return None
+        limit[top : top + n, left : left + k] = (0.5 * step + lost * most) * (1 + 2**-10) + 1e-12
+    return limit
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def _fits(got: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether it is of the shape, or broadcasts to it by having one row."""
+    return len(got) == len(wanted) and got[1:] == wanted[1:] and got[:1] in (wanted[:1], (1,))
+
+
+def _holds(got: torch.dtype, wanted: str) -> bool:
+    """Whether a copy to the slot keeps the meaning."""
+    name = dtype_name(got)
+    return name == wanted or (name in _PLAIN and wanted in _PLAIN)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal to the bit."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))

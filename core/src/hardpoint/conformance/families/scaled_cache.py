@@ -1,0 +1,76 @@
+"""Caches of 8-bit elements: what a trial draws for them, and what they may hold.
+
+Keys and values do not fit such elements as they are: they are divided by a scale first, one for each token and head
+where the layout keeps them, or one that the checkpoint gives for all. How scales are rounded, and in which order one
+divides, is the layout's own; so what it may hold is judged by the error of the plainest way, and what attention makes
+of it by what is held, in the layout's own words.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hardpoint.conformance.site import Subject
+from hardpoint.dtypes import dtype_of
+from hardpoint.ops.error_model import ErrorModel
+from hardpoint.quantization.numerics import largest, round_to
+from hardpoint_plugin_api import AttentionBackend, CacheSpec, Feature
+
+ERRORS = ErrorModel(scale="row")
+NEAR, WIDE = 3.0, 12.0
+"""Tokens' magnitudes lie between 2**-3 and 2**3: then a neighbour's scale is good enough for nobody's values. Between
+2**-12 and 2**12 no one scale is good enough for all."""
+_STATIC = (0.06, 0.11)
+"""Of keys and of values: elements up to 127 and more then hold what is drawn."""
+
+
+def is_scaled(kv_dtype: str) -> bool:
+    """Whether a cache of such elements has scales."""
+    return dtype_of(kv_dtype).itemsize == 1
+
+
+def cache_dtypes(subject: Subject) -> tuple[str, ...]:
+    """The cache dtypes to try: of those that are claimed, the device's, and 8-bit elements, which are for storing."""
+    claimed = tuple(map(str, subject.claimed("kv_dtype") or ()))
+    return (*subject.dtypes("kv_dtype"), *(name for name in claimed if _only_stored(subject, name)))
+
+
+def _only_stored(subject: Subject, name: str) -> bool:
+    return is_scaled(name) and name not in subject.site.platform.info.dtypes
+
+
+def scalings(subject: Subject) -> tuple[bool, ...]:
+    """Whether scales are static: both ways where that is claimed."""
+    return (False, True) if Feature.STATIC_CACHE_SCALES in subject.features else (False,)
+
+
+def clash(kv_dtype: str, static: bool) -> bool:
+    """Only 8-bit elements have scales."""
+    return static and not is_scaled(kv_dtype)
+
+
+def spread(x: torch.Tensor, spec: CacheSpec, generator: torch.Generator, reach: float = NEAR) -> torch.Tensor:
+    """``x`` [..., K, D], with a magnitude of its own, up to 2**reach, for each token and head that has a scale."""
+    if not is_scaled(spec.dtype) or spec.static_scales:
+        return x
+    return x * ((torch.rand(*x.shape[:-1], 1, generator=generator) * 2 - 1) * reach).exp2()
+
+
+def static_scales(layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of keys and of values, each float32 [1] on the host; other ones for each layer."""
+    k, v = (torch.tensor([scale * (1 + layer)]) for scale in _STATIC)
+    return k, v
+
+
+def set_scales(backend: AttentionBackend, device: torch.device, layer: int = 0) -> None:
+    """Give a backend its static scales, where it has some."""
+    if backend.spec.static_cache_scales:
+        k, v = static_scales(layer)
+        backend.set_cache_scales(k.to(device), v.to(device))
+
+
+def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The numbers that elements of ``dtype`` hold for ``x`` [..., D], with a scale for each row; float32."""
+    scale = x.float().abs().amax(-1, keepdim=True) / largest(dtype)
+    scale = torch.where(scale == 0, 1.0, scale)
+    return round_to(x.float() / scale, dtype).float() * scale

@@ -1,0 +1,157 @@
+"""Several ranks in threads of the trial's process: nothing in an engine is global, so a thread is as good as a process.
+
+Each rank has a device of its own, but on the host, which all share.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import TypeVar, cast
+
+import torch
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but not for mypy
+
+from hardpoint.conformance.plan import Plan
+from hardpoint.conformance.site import Site, Subject, TrialResources
+from hardpoint.conformance.trials import Finding
+from hardpoint.context import Context
+from hardpoint.parallel.groups import alone
+from hardpoint.parallel.process_group import PrefixStore
+from hardpoint_plugin_api import Communicator, CommunicatorWorkload
+
+SECONDS = 20.0
+"""How long what ranks do together in one trial may take before it counts as hung."""
+
+_GRACE = 5.0
+"""How long ranks may take to come back once their communicators are told to leave."""
+
+T = TypeVar("T")
+
+
+class HungError(Exception):
+    """Ranks wait for each other in vain."""
+
+
+def worlds(plan: Plan) -> tuple[int, ...]:
+    """How many ranks are tried. A group of one rank has no communicator."""
+    return (2, 3) if plan.level == "quick" else (2, 3, 4)
+
+
+def too_few_devices(site: Site, world: int) -> Finding | None:
+    """The finding where a group of ``world`` ranks cannot be made here."""
+    info = site.platform.info
+    if site.device.type == "cpu" or info.count >= world:
+        return None
+    return Finding(skipped=f"{world} ranks take as many devices, and there are {info.count}")
+
+
+def device_of(site: Site, rank: int) -> torch.device:
+    """The device of a rank, made active for the calling thread."""
+    return site.device if site.device.type == "cpu" else site.platform.activate(rank)
+
+
+def together(
+    world: int, run: Callable[[int], T], break_off: Callable[[], None], seconds: float | None = None
+) -> list[T]:
+    """What ``run`` returns on each rank. ``break_off`` is called where one raises, or where time is up.
+
+    Raises the first rank's error, and HungError.
+    """
+    seconds = seconds or SECONDS
+    ended: SimpleQueue[tuple[int, T | None, BaseException | None]] = SimpleQueue()
+
+    def one(rank: int) -> None:
+        try:
+            with torch.inference_mode():
+                ended.put((rank, run(rank), None))
+        except BaseException as error:  # whatever it is, the trial's own thread is to know
+            ended.put((rank, None, error))
+
+    for rank in range(world):
+        threading.Thread(target=one, args=(rank,), name=f"rank {rank}", daemon=True).start()
+    results: dict[int, T | None] = {}
+    first: BaseException | None = None
+    deadline, is_broken = time.monotonic() + seconds, False
+    while len(results) < world:
+        try:
+            rank, result, error = ended.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            if is_broken:
+                break
+            first = first or HungError(
+                f"the ranks {[r for r in range(world) if r not in results]} of {world} did not come back in {seconds} s"
+            )
+        else:
+            results[rank], first = result, first or error
+        if first and not is_broken:
+            is_broken, deadline = True, time.monotonic() + _GRACE
+            break_off()
+    if first:
+        raise first
+    return [cast(T, results[rank]) for rank in range(world)]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a group: its communicator, and where its tensors are."""
+
+    rank: int
+    world: int
+    communicator: Communicator
+    device: torch.device
+    context: Context
+
+
+@dataclass(frozen=True)
+class CommunicatorGroup:
+    """Groups of ``workload.ranks`` ranks that are served by communicators of class ``kind``, a contribution's."""
+
+    subject: Subject
+    kind: type[Communicator]
+    workload: CommunicatorWorkload
+    timeout: float | None = None
+    """What a collective is told to fail after, in seconds; by default, long after the trial has."""
+
+    def context(self, device: torch.device) -> Context:
+        """A build context of one rank."""
+        site = self.subject.site
+        parallel = replace(alone(), backend=site.platform.collectives, timeout=self.timeout or 4 * SECONDS)
+        made = replace(site.context(self.workload.dtype or "float32", device=device), parallel=parallel)
+        return made.for_plugin(self.subject.offer.plugin)
+
+    def run(self, act: Callable[[Member], T], *, close: bool = True, seconds: float | None = None) -> list[T]:
+        """Construct, join, act and leave, on every rank at once, as an engine does."""
+        world = self.workload.ranks or 1
+        store, constructed = HashStore(), threading.Barrier(world)
+        joined: list[Communicator] = []
+
+        def one(rank: int) -> T:
+            device = device_of(self.subject.site, rank)
+            context = self.context(device)
+            made = self.kind(context, self.workload)
+            resources = cast(TrialResources, context.resources)
+            resources.allocate_collective(device)
+            resources.allocate(device)
+            constructed.wait()
+            joined.append(made)
+            made.init(PrefixStore("trial", store), rank, world, self.workload.parallel or "tp")
+            result = act(Member(rank, world, made, device, context))
+            if close:
+                made.close()
+            return result
+
+        def break_off() -> None:
+            constructed.abort()
+            abort(joined)
+
+        return together(world, one, break_off, seconds)
+
+
+def abort(communicators: Sequence[Communicator]) -> None:
+    """Have all leave at once, whatever comes of it."""
+    for communicator in communicators:
+        threading.Thread(target=communicator.abort, daemon=True).start()

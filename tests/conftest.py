@@ -1,0 +1,18 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+import pytest
+
+from hardpoint.plugins import discover
+
+OURS = {"core", "cpu", "cuda", "rocm", "xpu", "sim"}  # sim: the simulated accelerator, in child processes
+
+
+def pytest_configure() -> None:
+    """Refuse an environment with other plugins in it: the tests say which kernels win, and those would change that."""
+    others = sorted(record.name for record in discover(quiet=True).records if record.name not in OURS)
+    if others:
+        raise pytest.UsageError(
+            f"other plugins are installed in this environment: {', '.join(others)}; run the tests in one without them"
+        )
