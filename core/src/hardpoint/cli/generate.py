@@ -65,7 +65,9 @@ def generate(
     if stream and len(texts) > 1:
         raise click.UsageError("--stream goes with one prompt; leave it out for several")
     show_log(logging.WARNING if quiet else logging.INFO)
-    settings = {"max_tokens": max_tokens, "stop": stop} | {k: v for k, v in sampling.items() if v is not None}
+    settings: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop} | {
+        k: v for k, v in sampling.items() if v is not None
+    }
     if "seed" in config.explicit:
         settings["seed"] = config.seed  # of every request alike
     _check_sampling(settings)
