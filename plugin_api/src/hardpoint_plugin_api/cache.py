@@ -84,7 +84,7 @@ class CacheLayout(ABC):
     """How a backend lays a page out. Stateless; ``name`` is what manifests refer to as ``layout``.
 
     Invariant, which conformance checks: ``to_logical`` after ``from_logical`` on the same views and pages returns the
-    same values.
+    same values, as precisely as the layout's elements and scales hold them.
     """
 
     name: str

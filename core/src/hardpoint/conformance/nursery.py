@@ -21,7 +21,7 @@ from functools import partial
 # What checks would otherwise import in each process again, a second or two for each. Making a fake tensor here would
 # import it as well, but asks whether CUDA is there, and no process forked after that question can use it.
 import covertable  # type: ignore[import-untyped]  # noqa: F401  # it ships no types
-import torch._dynamo  # type: ignore[import-untyped]
+import torch._dynamo
 import torch.fx.experimental.symbolic_shapes
 import torch.profiler  # noqa: F401
 
