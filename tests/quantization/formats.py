@@ -37,9 +37,9 @@ class Format:
         return self.name
 
 
-def write_quantized(folder: Path, form: Format, family: str = "qwen2") -> PreTrainedModel:
+def write_quantized(folder: Path, form: Format, family: str = "qwen2", **changes: int) -> PreTrainedModel:
     """Write a small random model in ``form`` and return it as Transformers' own, with the numbers that were stored."""
-    model = write_checkpoint(folder, family, **form.model)
+    model = write_checkpoint(folder, family, **{**form.model, **changes})
     file = folder / "model.safetensors"
     tensors = load_file(file)
     weights = dict(model.named_parameters())

@@ -131,12 +131,15 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group in order; every rank does."""
+        """Leave the group in order; every rank does. Collectives raise RuntimeError from now on."""
         self._refuse("close")
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave at once, whatever is under way, without the others; called where a rank has died."""
+        """Leave at once, whatever is under way, without the others; called where a rank has died.
+
+        Collectives raise RuntimeError from now on, those under way too, at the latest when their time is up.
+        """
         self._refuse("abort")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from hardpoint.quantization.methods.fp8 import (
+    column,
     copied,
     single,
     single_value,
@@ -244,7 +245,7 @@ class _ModuleReader:
             stored_scale.dims,
             ("int8",),
             ("weight_zero_point",),
-            lambda z: {"weight_zero_point": _unsigned(z).reshape(scale.shape(*self._size))},
+            lambda z: {"weight_zero_point": column(_unsigned(z))},
         )
         return integer_spec(8, False, scale), (unsigned, stored_scale, zero_point), None
 
@@ -273,7 +274,7 @@ class _ModuleReader:
         return -(-self.module.in_features * bits // 8)
 
     def _weight_scale(self) -> tuple[Scale, StoredTensor]:
-        block, (rows, columns) = self.group.weights.block, self._size
+        block, (_, columns) = self.group.weights.block, self._size
         if block[0] == 1:
             check_groups(self.tensors, self.module, block[1])
         if self.group.format == _PACKED and columns * self.group.weights.bits % 8:
@@ -287,9 +288,8 @@ class _ModuleReader:
             dims = (_ONE,) * (len(info.shape) if info else 1)
         elif info and len(info.shape) == 1 and block == (1, -1):
             dims = (_OUT,)
-        shape = scale.shape(rows, columns)
         return scale, StoredTensor(
-            "weight_scale", dims, _SCALES, ("weight_scale",), lambda x: {"weight_scale": x.reshape(shape)}
+            "weight_scale", dims, _SCALES, ("weight_scale",), lambda x: {"weight_scale": column(x)}
         )
 
     def _weight_shape(self) -> StoredTensor:
@@ -301,12 +301,11 @@ class _ModuleReader:
         return StoredTensor("weight_shape", (Dim(None, 2),), ("int64", "int32"), (), read)
 
     def _packed_zero_points(self, scale: Scale, bits: int) -> StoredTensor:
-        rows, columns = self._size
-        shape = scale.shape(rows, columns)
+        rows = self.module.out_features
         groups = Dim("in", scale.block[1]) if scale.block[1] != -1 else _ONE
 
         def read(words: torch.Tensor) -> Mapping[str, torch.Tensor]:
-            return {"weight_zero_point": unpacked(words.t(), bits)[:, :rows].t().reshape(shape)}
+            return {"weight_zero_point": unpacked(words.t(), bits)[:, :rows].t()}
 
         dims = (Dim("out", 32 // bits), groups)
         return StoredTensor("weight_zero_point", dims, ("int32",), ("weight_zero_point",), read)

@@ -89,10 +89,12 @@ class Fp8(QuantizationMethod):
             )
         block, dims = shapes[info.shape]
         scale = Scale(info.dtype, block)
-        shape = scale.shape(rows, columns)
-        return scale, StoredTensor(
-            name, dims, _SCALE_DTYPES, ("weight_scale",), lambda x: {"weight_scale": x.reshape(shape)}
-        )
+        return scale, StoredTensor(name, dims, _SCALE_DTYPES, ("weight_scale",), lambda x: {"weight_scale": column(x)})
+
+
+def column(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of rows as a matrix of one column; a matrix, or a rank's slice of one, is what it is."""
+    return scales if scales.ndim == 2 else scales.reshape(-1, 1)
 
 
 def copied(name: str, dims: tuple[Dim, ...], dtype: str, slot: str) -> StoredTensor:

@@ -1,0 +1,54 @@
+"""Each format on two ranks: each reads its share of every tensor, and together they compute what one rank does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hardpoint import LLM, SamplingParams
+from hardpoint_plugin_api import ConfigError
+from tests.parallel.ranks import ranks_in_threads
+from tests.quantization.formats import FORMATS, Format, write_quantized
+from tests.support.checkpoints import random_prompts
+from tests.support.engines import small_llm
+
+DIVISIBLE = {"intermediate_size": 128, "num_key_value_heads": 4}
+REFUSED = {
+    "fp8-block-apart": "quantized in blocks of 128, and ranks would have 32 of its 64 rows each",
+    "gptq-4-desc-act": r"in groups that are no neighbours \(act-order\), which cannot be divided",
+    "gptq-8": r"in groups that are no neighbours \(act-order\)",
+    "ct-w4a16-actorder": r"in groups that are no neighbours \(act-order\)",
+}
+"""What cannot be divided -> the error, which comes before weights are read."""
+
+
+def prompt_scores(llm: LLM) -> torch.Tensor:
+    """The log-probability of each token of some prompts."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    prompts = random_prompts(3, 30, seed=4, shortest=20)
+    scores = []
+    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        assert output.prompt_logprobs is not None
+        found = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+        scores += [entry[token].logprob for token, entry in found if entry is not None]
+    return torch.tensor(scores)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_two_ranks_compute_what_one_does(tmp_path: Path, form: Format) -> None:
+    write_quantized(tmp_path, form, "qwen2", **DIVISIBLE)
+    if form.name in REFUSED:
+        with pytest.raises(ConfigError, match=REFUSED[form.name]), ranks_in_threads(tmp_path, 2):
+            pass
+        return
+    with small_llm(tmp_path) as llm:
+        alone = prompt_scores(llm)
+    with ranks_in_threads(tmp_path, 2) as llm:
+        together = prompt_scores(llm)
+    difference = (together - alone).abs()
+    if form.inputs is None:
+        assert difference.max() < 2e-4
+    else:  # activations are rounded by what each rank has of them
+        assert difference.median() < 0.1
