@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 
 # What checks would otherwise import in each process again, a second or two for each. Making a fake tensor here would
-# import it as well, but asks whether CUDA is there, and no process forked after that question can use it.
+# import it as well, but asks for devices, and a process that is forked after that question may not be able to use one.
 import covertable  # type: ignore[import-untyped]  # noqa: F401  # it ships no types
 import torch._dynamo
 import torch.fx.experimental.symbolic_shapes

@@ -86,17 +86,31 @@ def _trial(probe: OpProbe, case: Case, plan: Plan, number: int) -> Trial:
     if probe.op.allocate is not None:
         checks.append(Check("fake", partial(fake, probe, seed)))
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
-        checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed)))
+        alike = OpProbe(probe.subject, probe.op, probe.dtype, case, probe.layout, batch_invariant=True)
+        checks.append(Check("batch-invariant", partial(batch_invariant, alike, seed)))
     return Trial(probe.title, checks)
 
 
 class OpProbe:
-    """One implementation of an op, on one case of it. ``layout`` names the cache layout of ops that write a cache."""
+    """One implementation of an op, on one case of it. ``layout`` names the cache layout of ops that write a cache.
+
+    With ``batch_invariant``, a factory's parts are those of a batch-invariant engine.
+    """
 
     allocates = True
 
-    def __init__(self, subject: Subject, op: CustomOp[..., Any], dtype: str, case: Case, layout: str = _PLAIN) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        op: CustomOp[..., Any],
+        dtype: str,
+        case: Case,
+        layout: str = _PLAIN,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         self.subject, self.op, self.dtype, self.layout, self._name = subject, op, dtype, layout, case.name
+        self._batch_invariant = batch_invariant
         self.title = f"{dtype}/{case.name}" + (f"/{layout}" if layout != _PLAIN else "")
         more: dict[str, Any] = {"layout": layout} if op.mutates else {}
         self.workload = OpWorkload(of=op.name, dtype=dtype, **more, **case.workload)
@@ -214,7 +228,7 @@ class OpProbe:
 
     @cached_property
     def _context(self) -> Any:
-        return self.subject.site.context(self.dtype)
+        return self.subject.site.context(self.dtype, batch_invariant=self._batch_invariant)
 
     @cached_property
     def _kernel(self) -> Callable[..., Any]:

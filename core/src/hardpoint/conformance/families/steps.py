@@ -297,10 +297,16 @@ def expectations(
         return Expectation(label, own, truth, other)
 
     def evaluated(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, number: int) -> torch.Tensor:
-        """In float32: the elements of a head in another order each time, every other time with q scaled beforehand."""
-        order, scale = orders[number], spec.scale if number % 2 else 1.0
+        """In float32: the elements of a head in another order each time, every other time with q scaled beforehand.
+
+        The first two are summed one by one, as a kernel may whose threads have a score each: that loses most.
+        """
+        order, scale = orders[number] if number else torch.arange(spec.head_size), spec.scale if number % 2 else 1.0
         one = replace(spec, scale=spec.scale / scale)
-        y = attend(q.float()[..., order] * scale, keys[..., order].float(), values.float(), one, sinks, alibi_slopes)
+        first, second = q.float()[..., order] * scale, keys[..., order].float()
+        if number < 2:
+            first, second = summed_one_by_one(first, second)
+        y = attend(first, second, values.float(), one, sinks, alibi_slopes)
         return y.to(q.dtype)
 
     rounds = kv_dtype != dtype_of(spec.dtype)
@@ -309,6 +315,17 @@ def expectations(
     return tuple(
         expectation(title, r, cached, r.k.shape[0]) for title, r, cached in zip(titles, requests, caches, strict=True)
     )
+
+
+def summed_one_by_one(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Other queries [T, H, S] and keys [S, K, S], whose scores are exactly those of q [T, H, D] and k [S, K, D]
+    where each product is added to the sum of those before it.
+    """
+    by_head = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(0, 1)  # [H, S, D]
+    scores = torch.zeros(q.shape[0], q.shape[1], k.shape[0])
+    for element in range(q.shape[-1]):
+        scores += q[:, :, None, element] * by_head[None, :, :, element]
+    return scores, torch.eye(k.shape[0])[:, None, :].expand(-1, k.shape[1], -1)
 
 
 def without_first_row(expectation: Expectation) -> Expectation:
