@@ -17,6 +17,7 @@ import torch
 
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
 from hardpoint.conformance.families.ops import batch_invariant
+from hardpoint.conformance.families.specs import pair_of, unclaimed
 from hardpoint.conformance.memory import POISON, Placement, place, soil_allocator
 from hardpoint.conformance.plan import Exclusions, Plan, Row
 from hardpoint.conformance.site import Subject, TrialResources
@@ -32,16 +33,12 @@ from hardpoint.ops.judge import Call, Expectation, Expected, Input
 from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_plugin_api import (
     All2AllWorkload,
-    CheckContext,
     Contribution,
     ExpertsWorkload,
     Feature,
     QuantSpec,
-    Reason,
-    Request,
     Scale,
 )
-from hardpoint_plugin_api.requirements import SpecRequirement
 
 ERRORS = ErrorModel(finest=2.0**-20)
 """Hardware approximates the exponentials of activations."""
@@ -77,7 +74,7 @@ class ExpertsTrials:
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """Combinations of what is claimed and what every kernel must cope with."""
-        claims = {spec: _unclaimed(subject, spec) for spec in ("plain", *_SPECS)}
+        claims = {spec: unclaimed(subject, _SPECS, spec, ExpertsWorkload) for spec in ("plain", *_SPECS)}
         for spec, reason in claims.items():
             if reason is not None:
                 yield Trial(f"spec/{spec}", unsupported=reason)
@@ -94,25 +91,6 @@ class ExpertsTrials:
         }
         for number, row in enumerate(plan.combinations(factors, few)):
             yield _trial(ExpertsProbe(subject, row), plan, number)
-
-
-def _pair(spec: str, dtype: str) -> tuple[QuantSpec, QuantSpec]:
-    plain = QuantSpec(dtype)
-    weight, activation = _SPECS.get(spec, (plain, plain))
-    return weight, activation or plain
-
-
-def _unclaimed(subject: Subject, spec: str) -> Reason | None:
-    """Why the manifest claims a spec in none of the dtypes."""
-    needs = [r for r in subject.offer.contribution.requires if isinstance(r, SpecRequirement)]
-    reason = None
-    for dtype in subject.dtypes():
-        request = Request(subject.site.platform.info, ExpertsWorkload(spec=_pair(spec, dtype)))
-        found = [need.check(CheckContext(request, subject.offer.api)) for need in needs]
-        reason = next((r for r in found if r is not None), None)
-        if reason is None:
-            return None
-    return reason
 
 
 def _trial(probe: ExpertsProbe, plan: Plan, number: int) -> Trial:
@@ -147,7 +125,7 @@ class ExpertsProbe:
         self._hidden, self._width = _WIDTHS[row["widths"]]
         self.workload = ExpertsWorkload(
             dtype=row["dtype"],
-            spec=_pair(row["spec"], row["dtype"]),
+            spec=pair_of(_SPECS, row["spec"], row["dtype"]),
             activation=row["activation"],
             routing="topk_softmax",
             parallel="none" if row["absent"] == "here" else "ep",

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
 from hardpoint.conformance.families.ops import batch_invariant
+from hardpoint.conformance.families.specs import pair_of, unclaimed
 from hardpoint.conformance.families.steps import worst
 from hardpoint.conformance.memory import Placement, place, place_far, soil_allocator
 from hardpoint.conformance.plan import Exclusions, Plan, Row
@@ -27,18 +28,14 @@ from hardpoint.ops.error_model import Comparison, ErrorModel, compare
 from hardpoint.ops.judge import Call, Expectation, Expected, Input
 from hardpoint.quantization.numerics import fake_quantize, quantize_weight
 from hardpoint_plugin_api import (
-    CheckContext,
     Contribution,
     Feature,
     LinearKernel,
     LinearWorkload,
     QuantSpec,
-    Reason,
-    Request,
     Scale,
     dequantize,
 )
-from hardpoint_plugin_api.requirements import SpecRequirement
 
 ERRORS = ErrorModel()
 
@@ -72,7 +69,7 @@ class LinearTrials:
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """Combinations of what is claimed and what every kernel must cope with."""
-        claims = {spec: _unclaimed(subject, spec) for spec in ("plain", *_SPECS)}
+        claims = {spec: unclaimed(subject, _SPECS, spec, LinearWorkload) for spec in ("plain", *_SPECS)}
         for spec, reason in claims.items():
             if reason is not None:
                 yield Trial(f"spec/{spec}", unsupported=reason)
@@ -86,25 +83,6 @@ class LinearTrials:
         halves: Exclusions = {("spec", "widths"): lambda spec, widths: (spec, widths) == ("uint4-groups", "odd")}
         for number, row in enumerate(plan.combinations(factors, halves)):
             yield _trial(LinearProbe(subject, row), plan, number)
-
-
-def _pair(spec: str, dtype: str) -> tuple[QuantSpec, QuantSpec]:
-    plain = QuantSpec(dtype)
-    weight, activation = _SPECS.get(spec, (plain, plain))
-    return weight, activation or plain
-
-
-def _unclaimed(subject: Subject, spec: str) -> Reason | None:
-    """Why the manifest claims a spec in none of the dtypes."""
-    needs = [r for r in subject.offer.contribution.requires if isinstance(r, SpecRequirement)]
-    reason = None
-    for dtype in subject.dtypes():
-        request = Request(subject.site.platform.info, LinearWorkload(spec=_pair(spec, dtype)))
-        found = [need.check(CheckContext(request, subject.offer.api)) for need in needs]
-        reason = next((r for r in found if r is not None), None)
-        if reason is None:
-            return None
-    return reason
 
 
 def _trial(probe: LinearProbe, plan: Plan, number: int) -> Trial:
@@ -128,7 +106,7 @@ class LinearProbe:
         self.subject, self._row = subject, row
         self.title = "/".join(str(value) for value in row.values())
         self.num_tokens = _TOKENS[row["tokens"]]
-        self.pair = _pair(row["spec"], row["dtype"])
+        self.pair = pair_of(_SPECS, row["spec"], row["dtype"])
         self.dtype = dtype_of(row["dtype"])
         out_features, in_features = _WIDTHS[row["widths"]]
         self.workload = LinearWorkload(
