@@ -38,7 +38,7 @@ requires = [{ package = "absent-acme-kernels>=2" }]
 def _acme(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two plugins: one whose code is not there, one that is refused."""
 
-    def discover() -> PluginSet:
+    def discover(**options: object) -> PluginSet:
         good = PluginRecord("acme", "hardpoint-acme", "1.2", "absent_acme", manifest=parse_manifest(MANIFEST, "acme"))
         bad = PluginRecord("old", "hardpoint-old", "0.1", "absent_old")
         bad.refuse(Reason("api-too-old", "built for another API", fix="upgrade the plugin"))

@@ -250,7 +250,8 @@ def _conclusion(certificate: Certificate, failures: Sequence[Result]) -> str:
         bad = list(dict.fromkeys(r.name for r in failures))
         return f"{checks}, {len(failures)} failed: {', '.join(bad)}"
     if not counts["passed"]:
-        return "nothing was proved: no case could be tried here"
+        why = "could be tried here" if certificate.results else "has such a name; --json of a run lists the names"
+        return f"nothing was proved: no case {why}"
     if not certificate.is_complete:
         return f"{checks}, none failed; this is a part of a run and certifies nothing by itself"
     return f"{checks}, none failed"

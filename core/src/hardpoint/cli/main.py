@@ -23,7 +23,7 @@ _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF
 COMMANDS = {
     "generate": Lazy("hardpoint.cli.generate:generate", "Continue prompts with a model."),
     "explain": Lazy("hardpoint.cli.explain:explain", "Show which implementation serves what, and why not the others."),
-    "plugins": Lazy("hardpoint.cli.plugins:plugins", "List the installed plugins, broken ones too."),
+    "plugins": Lazy("hardpoint.cli.plugins:plugins", "List plugins; check, lock, write and compare them."),
     "ops": Lazy("hardpoint.cli.ops:ops", "List ops and their implementations."),
     "conform": Lazy("hardpoint.cli.conform:conform", "Prove a plugin's kernels, case by case."),
     "merge-certificates": Lazy("hardpoint.cli.conform:merge_certificates", "Join the certificates of a run's shards."),

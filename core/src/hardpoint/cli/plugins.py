@@ -13,7 +13,7 @@ from hardpoint.cli.plugin_operators import doctor, lock, verify
 from hardpoint.plugins import PluginRecord, discover
 
 
-@click.group(short_help="List the installed plugins, broken ones too.")
+@click.group(short_help="List plugins; check, lock, write and compare them.")
 def plugins() -> None:
     """Plugins are code that runs in this process; listing them runs none of it."""
 
@@ -26,7 +26,7 @@ for command in (lock, verify, doctor, new, api_diff, api_reference):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_plugins(as_json: bool) -> None:
     """List every installed plugin, with what is wrong with it and how to mend it."""
-    rows = [describe(record) for record in discover().records]
+    rows = [describe(record) for record in discover(quiet=True).records]
     if as_json:
         print_json(rows)
         return
