@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.support.checkpoints import check_tokens_equal, random_prompts, write_
 from tests.support.engines import SMALL, small_llm, until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+NIGHTLY = pytest.mark.nightly
 ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 """Thousands of tokens: nothing in these tests waits for its end."""
 
@@ -96,6 +98,33 @@ def test_every_rank_is_told_what_there_is_to_do(
     (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     check_tokens_equal(checkpoint[1], [1, 2, 3], output.outputs[0].token_ids)
     assert llm.metrics.value("hardpoint_padding_tokens_total") == 0, "what rank 0's runner counts arrives here"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "ranks", "layout"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32}, 4, {"expert_parallel_size": 2}),
+        pytest.param("mixtral", {"num_local_experts": 4}, 2, {"enable_expert_parallel": True}, marks=NIGHTLY),
+        pytest.param(
+            "qwen2_moe",
+            {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+            4,
+            {"enable_expert_parallel": True, "all2all_backend": "all_to_all"},
+            marks=NIGHTLY,
+        ),
+    ],
+    ids=["tp2-ep2", "ep2", "ep4"],
+)
+def test_experts_in_processes(
+    tmp_path: Path, family: str, changes: dict[str, Any], ranks: int, layout: dict[str, Any]
+) -> None:
+    """The prompts are of few tokens, so that ranks have none of some steps."""
+    model = write_checkpoint(tmp_path, family, num_experts_per_tok=2, **changes)
+    prompts = [[5], [6, 7, 8], [9] * 30]
+    with small_llm(tmp_path, tensor_parallel_size=ranks, **layout) as llm:
+        assert len({*pids(llm)}) == ranks
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
 
 
 def test_a_rank_that_hangs(llm: LLM) -> None:
