@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "core" / "src" / "hardpoint"
 NAMES = re.compile(r"\b(cuda|hip|rocm|xpu|nvidia|amd|intel|aiter|flashinfer|nccl|rccl)\b", re.IGNORECASE)
-SOURCES = [path for path in sorted(CORE.rglob("*")) if path.suffix in {".py", ".toml"}]
+SOURCES = [path for path in sorted(CORE.rglob("*")) if path.suffix in {".py", ".toml", ".jinja"}]
 
 
 def test_core_names_no_device_or_vendor() -> None:

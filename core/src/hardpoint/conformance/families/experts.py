@@ -17,7 +17,7 @@ import torch
 
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
 from hardpoint.conformance.families.ops import batch_invariant
-from hardpoint.conformance.families.specs import pair_of, unclaimed
+from hardpoint.conformance.families.specs import SPECS, Specs, pair_of, unclaimed
 from hardpoint.conformance.memory import POISON, Placement, place, soil_allocator
 from hardpoint.conformance.plan import Exclusions, Plan, Row
 from hardpoint.conformance.site import Subject, TrialResources
@@ -50,17 +50,10 @@ _WIDTHS = {"even": (64, 32), "odd": (34, 58), "wide": (160, 144)}
 _ABSENT = {"here": 0.0, "some-elsewhere": 0.4, "all-elsewhere": 1.0}
 """How many of a token's experts are on other ranks."""
 
-_ROWS = (Scale("float32", (1, -1)),)
-_SPECS: dict[str, tuple[QuantSpec, QuantSpec | None]] = {
-    "int8-rows": (QuantSpec("int8", scales=_ROWS), None),
-    "int8-dynamic": (QuantSpec("int8", scales=_ROWS), QuantSpec("int8", scales=_ROWS, static=False)),
-    "fp8-tiles": (
-        QuantSpec("float8_e4m3fn", scales=(Scale("float32", (128, 128)),)),
-        None,
-    ),
-    "uint4-groups": (QuantSpec("uint4", scales=(Scale("float32", (1, 2)),), zero_point=True), None),
+_SPECS: Specs = {name: SPECS[name] for name in ("int8-rows", "int8-dynamic", "fp8-tiles")} | {
+    "uint4-groups": (QuantSpec("uint4", scales=(Scale("float32", (1, 2)),), zero_point=True), None)
 }
-"""Weights, and activations where these are not plain. Groups are small, since they divide every width."""
+"""Groups are small, since they divide every width."""
 
 
 class ExpertsTrials:

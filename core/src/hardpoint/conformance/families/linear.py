@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
 from hardpoint.conformance.families.ops import batch_invariant
-from hardpoint.conformance.families.specs import pair_of, unclaimed
+from hardpoint.conformance.families.specs import SPECS, pair_of, unclaimed
 from hardpoint.conformance.families.steps import worst
 from hardpoint.conformance.memory import Placement, place, place_far, soil_allocator
 from hardpoint.conformance.plan import Exclusions, Plan, Row
@@ -32,8 +32,6 @@ from hardpoint_plugin_api import (
     Feature,
     LinearKernel,
     LinearWorkload,
-    QuantSpec,
-    Scale,
     dequantize,
 )
 
@@ -42,20 +40,6 @@ ERRORS = ErrorModel()
 _TOKENS = {"one": 1, "few": 7, "many": 130, "none": 0}
 _WIDTHS = {"even": (96, 64), "odd": (57, 33), "odd-out": (57, 34), "narrow": (3, 64), "wide": (160, 384)}
 _EVALUATIONS = 8
-_ROWS = (Scale("float32", (1, -1)),)
-_SPECS: dict[str, tuple[QuantSpec, QuantSpec | None]] = {
-    "int8-rows": (QuantSpec("int8", scales=_ROWS), None),
-    "int8-dynamic": (QuantSpec("int8", scales=_ROWS), QuantSpec("int8", scales=_ROWS, static=False)),
-    "fp8-tensor": (QuantSpec("float8_e4m3fn", scales=(Scale("float32", (-1, -1)),)), None),
-    "fp8-rows-dynamic": (
-        QuantSpec("float8_e4m3fn", scales=_ROWS),
-        QuantSpec("float8_e4m3fn", scales=_ROWS, static=False),
-    ),
-    "fp8-tiles": (QuantSpec("float8_e4m3fn", scales=(Scale("float32", (128, 128)),)), None),
-    "int8-groups": (QuantSpec("int8", scales=(Scale("float32", (1, 32)),)), None),
-    "uint4-groups": (QuantSpec("uint4", scales=(Scale("float32", (1, 32)),), zero_point=True), None),
-}
-"""Weights, and activations where these are not plain."""
 
 
 class LinearTrials:
@@ -69,7 +53,7 @@ class LinearTrials:
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """Combinations of what is claimed and what every kernel must cope with."""
-        claims = {spec: unclaimed(subject, _SPECS, spec, LinearWorkload) for spec in ("plain", *_SPECS)}
+        claims = {spec: unclaimed(subject, SPECS, spec, LinearWorkload) for spec in ("plain", *SPECS)}
         for spec, reason in claims.items():
             if reason is not None:
                 yield Trial(f"spec/{spec}", unsupported=reason)
@@ -106,7 +90,7 @@ class LinearProbe:
         self.subject, self._row = subject, row
         self.title = "/".join(str(value) for value in row.values())
         self.num_tokens = _TOKENS[row["tokens"]]
-        self.pair = pair_of(_SPECS, row["spec"], row["dtype"])
+        self.pair = pair_of(SPECS, row["spec"], row["dtype"])
         self.dtype = dtype_of(row["dtype"])
         out_features, in_features = _WIDTHS[row["widths"]]
         self.workload = LinearWorkload(

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from hardpoint.conformance.site import Subject
-from hardpoint_plugin_api import CheckContext, QuantSpec, Reason, Request, Workload
+from hardpoint_plugin_api import CheckContext, QuantSpec, Reason, Request, Scale, Workload
 from hardpoint_plugin_api.requirements import SpecRequirement
 
 Specs = Mapping[str, tuple[QuantSpec, QuantSpec | None]]
 """By name: the spec of weights, and that of activations; None is the dtype as it is."""
+
+_ROWS = (Scale("float32", (1, -1)),)
+SPECS: Specs = {
+    "int8-rows": (QuantSpec("int8", scales=_ROWS), None),
+    "int8-dynamic": (QuantSpec("int8", scales=_ROWS), QuantSpec("int8", scales=_ROWS, static=False)),
+    "fp8-tensor": (QuantSpec("float8_e4m3fn", scales=(Scale("float32", (-1, -1)),)), None),
+    "fp8-rows-dynamic": (
+        QuantSpec("float8_e4m3fn", scales=_ROWS),
+        QuantSpec("float8_e4m3fn", scales=_ROWS, static=False),
+    ),
+    "fp8-tiles": (QuantSpec("float8_e4m3fn", scales=(Scale("float32", (128, 128)),)), None),
+    "int8-groups": (QuantSpec("int8", scales=(Scale("float32", (1, 32)),)), None),
+    "uint4-groups": (QuantSpec("uint4", scales=(Scale("float32", (1, 32)),), zero_point=True), None),
+}
 
 
 def pair_of(specs: Specs, name: str, dtype: str) -> tuple[QuantSpec, QuantSpec]:
