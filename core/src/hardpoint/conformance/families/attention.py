@@ -17,6 +17,7 @@ from hardpoint.conformance.checks import kernel_checks
 from hardpoint.conformance.families.cache_layout import layout_trials
 from hardpoint.conformance.families.scaled_cache import cache_dtypes, clash, scalings, set_scales
 from hardpoint.conformance.families.steps import (
+    HIGH_SCORE,
     Piece,
     Request,
     Step,
@@ -55,6 +56,8 @@ from hardpoint_plugin_api.requirements import HeadMultipleRequirement
 
 ERRORS = ErrorModel(scale="row", finest=2.0**-20)
 """The exponentials of vector units, torch's own on CPUs among them, are good to 20 bits or a few more."""
+HIGH_SCORE_ERRORS = replace(ERRORS, finest=HIGH_SCORE * 2.0**-24)
+"""A score of this height, rounded to float32 once, changes its weight by as much."""
 
 _ANY_HEAD_SIZE = (16, 33, 64, 80, 128, 256)
 _ANY_BLOCK_SIZE = (1, 5, 16, 32, 128)
@@ -391,7 +394,7 @@ class AttentionProbe:
             idle=outputs,
             before=before,
             expect=expect,
-            errors=ERRORS,
+            errors=HIGH_SCORE_ERRORS if self.situation.values == "large" else ERRORS,
             mutates=frozenset({"out"}),
             aliases=frozenset((i, "out") for i in range(len(self.pieces))),
         )

@@ -19,7 +19,7 @@ from hardpoint.ops.judge import Expectation
 from hardpoint_plugin_api import NULL_PAGE, AttentionBackend, AttentionBatch, AttentionSpec, CacheLayout, CacheSpec
 
 _EVALUATIONS = 8
-_HIGH_SCORE = 100.0
+HIGH_SCORE = 100.0
 """Float32 exponentials overflow at 88.7."""
 
 
@@ -89,7 +89,7 @@ def draw_requests(
             spread(draw(piece.total, spec.num_kv_heads), spec.cache_spec, generator).to(dtype),
         )
         if values == "large":  # the same for every query and key, so that nothing changes but the scores' height
-            q[..., 0] = k[..., 0] = (_HIGH_SCORE / spec.scale) ** 0.5
+            q[..., 0] = k[..., 0] = (HIGH_SCORE / spec.scale) ** 0.5
         if shared and piece.total - piece.query >= shared:
             prefix = prefix or (k[:shared].clone(), v[:shared].clone())
             k[:shared], v[:shared] = prefix
