@@ -93,7 +93,7 @@ class LockFile:
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            hint = "; write it with: hardpoint plugins lock" if isinstance(error, FileNotFoundError) else ""
+            hint = f"; write it with: {_relock(path)}" if isinstance(error, FileNotFoundError) else ""
             raise ConfigError(f"lock file {path} cannot be read: {error}{hint}") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"lock file {path} is not valid TOML: {error}; write it anew: {_relock(path)}") from error
