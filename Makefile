@@ -49,6 +49,7 @@ $(STAMPS)/test: $(STAMPS)/demo
 	$(PIP) --editable plugins/cuda --editable plugins/rocm --editable plugins/xpu \
 	    pytest pytest-xdist hypothesis sybil ruff mypy setuptools wheel openai anthropic schemathesis \
 	    matplotlib selenium
+	$(PIP) --no-deps triton  # its interpreter and its cross-compilers; torch for CPUs does not bring it along
 	@touch $@
 
 clean:

@@ -1,5 +1,6 @@
 #!/bin/sh
-# On the accelerator machine: install the wheels of device-bundle/ beside the machine's own packages and run a command.
+# On the accelerator machine: install the wheels of device-bundle/ beside the machine's own packages, FlashInfer's kernels
+# where there are some, and run a command.
 #   scripts/device_run.sh python3 -m pytest -m accelerator tests
 #   scripts/device_run.sh hardpoint generate --platform cuda --prompt "Hello"
 # Override: BUNDLE.
@@ -19,4 +20,10 @@ site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
     --target "$site" "$bundle"/*.whl
+for library in "$bundle"/flashinfer_kernels/*.so; do # where FlashInfer looks for what was compiled ahead of time
+    [ -e "$library" ] || continue
+    name=$(basename "$library" .so)
+    mkdir -p "$site/flashinfer/data/aot/$name"
+    cp "$library" "$site/flashinfer/data/aot/$name/"
+done
 PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH" "$@"

@@ -1,6 +1,12 @@
 #!/bin/sh
 # Run the CPU plugin's tests with kernels built for a sanitizer: scripts/sanitize_cpu.sh address,undefined|thread [LEVELS]
 # LEVELS are those to build besides plain (all that the compiler knows). First the sanitizer must find planted mistakes.
+#
+# Tile instructions are emulated: so it is seen what they read and write, on any processor.
+#
+# For races it is enough what runs on several threads: test_team.py has every kind of kernel that threads share out, each
+# with the fewest chunks that let them meet, and test_recorded_list.py lists, recorded and replayed, by several engines
+# at once. The other tests call the same few kernels with other numbers, and most of them on one thread.
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -38,15 +44,20 @@ done
 
 cp -R plugins/cpu "$folder/cpu"
 rm -rf "$folder/cpu/build" "$folder"/cpu/src/*.egg-info "$folder"/cpu/src/hardpoint_cpu/_native*.so
-[ -z "$levels" ] || printf '[build_ext]\nlevels = %s\n' "$levels" >"$folder/cpu/setup.cfg"
+printf '[build_ext]\nemulate_tiles = 1\n' >"$folder/cpu/setup.cfg"
+[ -z "$levels" ] || printf 'levels = amx,%s\n' "$levels" >>"$folder/cpu/setup.cfg"
 HARDPOINT_CPU_SANITIZE=$sanitizer "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps \
     --no-build-isolation --wheel-dir "$folder/wheel" "$folder/cpu"
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder/site" "$folder"/wheel/*.whl
 
 # libstdc++ beside them: loaded later, its exceptions would not be caught by the sanitizer's wrappers.
+tests=tests/cpu
 case $sanitizer in
-    thread) preload=$(library libtsan.so) ;;
+    thread)
+        preload=$(library libtsan.so)
+        tests="tests/cpu/test_team.py tests/cpu/test_recorded_list.py"
+        ;;
     *) preload="$(library libasan.so) $(library libubsan.so)" ;;
 esac
 env LD_PRELOAD="$preload $(library libstdc++.so)" PYTHONPATH="$folder/site" PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
-    $exec_plainly "$python" -m pytest -q -p no:cacheprovider tests/cpu -m "not nightly"
+    $exec_plainly "$python" -m pytest -q -p no:cacheprovider $tests -m "not nightly"

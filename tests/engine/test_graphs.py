@@ -139,12 +139,13 @@ def test_what_is_drawn_at_random_or_penalised_is_as_without_graphs(
 def test_listed_sizes_are_prepared_ahead_and_padded_to(
     plain: tuple[Path, PreTrainedModel], recording: RecordedCalls, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recording.batch_sizes = (2, 4, 32, 64)
+    recording.batch_sizes, recording.max_executables = (2, 4, 32, 64), None
     with caplog.at_level(logging.INFO, "hardpoint"), engine(plain[0], max_num_seqs=3) as llm:
-        assert [key[0] for key in recording.keys] == [4, 2], "nothing larger than what holds all requests"  # type: ignore[index]
+        keys = [(size, draw) for size in (4, 2) for draw in ("greedy", None)]  # core's own sampling asks for a value
+        assert [key[:2] for key in recording.keys] == keys, "nothing larger than what holds all requests"  # type: ignore[index]
         assert "preparing decode steps of 4 requests (1 of 2)" in caplog.text
         generate(llm, random_prompts(3, 8, seed=2))
-        assert recording.keys[2:] == [(4, (2,))], "longer sequences ask for another"
+        assert recording.keys[4:] == [(4, "greedy", (2,))], "longer sequences ask for another"
         found = counted(llm)
         # Of three requests, of which one is padding, that are at the same length all the time.
         assert (found["graph_replays_total"], found["prefill"], found["padding_tokens_total"]) == (23, 1, 23)
@@ -267,7 +268,7 @@ def test_ranks_replay_together(plain: tuple[Path, PreTrainedModel], monkeypatch:
         assert counted(llm)["graph_replays_total"] == 23
     first, second = (graphs.keys for graphs in engines if graphs.keys)
     assert first == second
-    assert len(first) == 4
+    assert len(first) == 6
 
 
 def test_communicators_that_cannot_be_captured(
@@ -285,9 +286,9 @@ def test_the_cache_leaves_room_for_executables(
 ) -> None:
     recording.batch_sizes, recording.bytes_per_executable = (1, 2, 4), PAGE_BYTES
     monkeypatch.setattr(CpuPlatform, "kv_cache_budget", lambda platform: 3 * 20 * PAGE_BYTES)
-    for eager, pages in ((True, 20), (False, 19)):
+    for eager, pages in ((True, 20), (False, 18)):
         with engine(plain[0], kv_cache_memory=None, enforce_eager=eager) as llm:
-            assert llm.core.executor.facts.num_pages == pages, "three executables take as much as a page"
+            assert llm.core.executor.facts.num_pages == pages, "three sizes, greedy and at random, take as much as two pages"
 
 
 @pytest.mark.parametrize(
@@ -316,6 +317,6 @@ def test_sizes_that_contradict_the_engines_own_limit(
     plain: tuple[Path, PreTrainedModel], recording: RecordedCalls
 ) -> None:
     recording.batch_sizes = (1, 2, 4)
-    recording.max_executables = 2
-    with pytest.raises(PlatformError, match=r"keeps 2 executables asks for 3 sizes: \(1, 2, 4\)"), engine(plain[0]):
+    recording.max_executables = 5
+    with pytest.raises(PlatformError, match=r"keeps 5 executables asks for 3 sizes, .*: \(1, 2, 4\)"), engine(plain[0]):
         pass

@@ -185,7 +185,7 @@ def test_a_launch_of_another_size(folder: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="torchrun started 4 processes; one is needed for each rank"):
         Launch.read(config(folder))
-    assert Launch.read(config(folder, tensor_parallel_size=4)).seat == Seat(0, 0, on_one_host=False)
+    assert Launch.read(config(folder, tensor_parallel_size=4)).seat == Seat(0, 0, on_one_host=False, local_ranks=2)
 
 
 def test_explain_leaves_the_device_alone(folder: Path) -> None:

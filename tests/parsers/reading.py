@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -52,7 +51,7 @@ def read(parser: OutputParser, pieces: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def joined(events: Sequence[ParserEvent]) -> list[tuple[str, ...]]:
-    """``events`` with neighbouring deltas joined; checks that calls are well formed and counted."""
+    """``events`` with neighbouring deltas joined; checks that calls are counted, and one is open at a time."""
     found: list[tuple[str, ...]] = []
     ids: set[str] = set()
     is_open = False
@@ -74,10 +73,13 @@ def joined(events: Sequence[ParserEvent]) -> list[tuple[str, ...]]:
                 found.append(("call", name, ""))
                 is_open = True
             case ToolCallDelta(_, arguments):
+                assert arguments
+                assert is_open
                 found[-1] = ("call", found[-1][1], found[-1][2] + arguments)
             case ToolCallEnd():
+                assert is_open
                 is_open = False
-                assert isinstance(json.loads(found[-1][2]), dict)
+                assert found[-1][2].startswith("{")
                 found[-1][1].encode()
     assert not is_open
     return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parsers.reading import opened, read
+from hardpoint_plugin_api import ToolCallDelta, ToolCallEnd
+from tests.parsers.reading import joined, opened, read
 
 ARGUMENTS = '{"city": "Paris", "days": 2}'
 WEATHER, CLOCK = ("call", "weather", ARGUMENTS), ("call", "clock", "{}")
@@ -89,10 +90,18 @@ NO_CALLS = {
     "arguments that are no object": ("hermes", '<tool_call>{"name": "clock", "arguments": [1]}</tool_call>'),
     "members that would be lost": ("hermes", '<tool_call>{"name": "clock", "note": "keep me"}</tool_call>'),
     "cut off": ("hermes", '<tool_call>\n{"name": "clock", "argum'),
-    "not a number in JSON": ("hermes", '<tool_call>{"name": "clock", "arguments": {"x": NaN}}</tool_call>'),
+    "not a number in JSON": ("hermes", '<tool_call>{"arguments": {"x": NaN}, "name": "clock"}</tool_call>'),
     "a lone surrogate": ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
-    "deep": ("hermes", '<tool_call>{"name": "clock", "arguments": ' + '{"x":' * 5000),
+    "deep": ("hermes", '<tool_call>{"x": ' + '{"x":' * 5000),
+    "members that would be lost, and arguments": (
+        "hermes",
+        '<tool_call>{"name": "clock", "note": "keep me", "arguments": {}}</tool_call>',
+    ),
     "an object that names no tool": ("llama3_json", '{"name": "Bob", "parameters": {}}'),
+    "an object that names no tool, with a call in it": (
+        "llama3_json",
+        '{"name": "Bob", "parameters": {"x": "<|python_tag|>{\\"name\\": \\"clock\\"}"}}',
+    ),
     "an object in prose": ("llama3_json", 'It is {"name": "clock", "parameters": {}}'),
     "a built-in tool": ("llama3_json", '<|python_tag|>brave_search.call(query="x")'),
     "a link": ("pythonic", "[weather](https://example.org) says so"),
@@ -138,6 +147,52 @@ def test_arguments_stay_as_written_where_that_is_json() -> None:
     }.items():
         call = f'<tool_call>{{"name": "clock", "arguments": {written}}}</tool_call>'
         assert read(opened("hermes"), [call]) == [("call", "clock", sent)]
+
+
+BEGUN = '<tool_call>{"name": "clock", "arguments": '
+MALFORMED = {
+    "not a number in JSON": ('{"x": NaN}}</tool_call>', '{"x": NaN}', ""),
+    "Python": ("{'x': None}}</tool_call>", "{'x': None}", ""),
+    "cut off": ('{"x": [1, "tw', '{"x": [1, "tw', ""),
+    "cut off at once": ("{", "{", ""),
+    "brackets that do not fit": ('{"x": [1}}</tool_call>', '{"x": [1', "}}</tool_call>"),
+    "deep": ('{"x":' * 300, '{"x":' * 199 + '{"x":', '{"x":' * 100),
+    "members that would be lost": ('{}, "note": "keep me"}</tool_call>', "{}", ', "note": "keep me"}</tool_call>'),
+    "a bracket is missing": ("{}</tool_call>", "{}", "</tool_call>"),
+    "something behind it": ('{}}<|im_end|>", {}', "{}", '<|im_end|>", {}'),
+}
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+@pytest.mark.parametrize(("text", "arguments", "content"), MALFORMED.values(), ids=MALFORMED)
+def test_arguments_are_passed_on_as_the_model_writes_them(text: str, arguments: str, content: str, size: int) -> None:
+    pieces = [(BEGUN + text)[i : i + size] for i in range(0, len(BEGUN + text), size)]
+    wanted = [("call", "clock", arguments), *([("content", content)] if content else [])]
+    assert read(opened("hermes"), pieces) == wanted
+
+
+PIECEWISE = {
+    "hermes": ("hermes", '<tool_call>\n{"name": "weather", "arguments": '),
+    "hermes, with an id": ("hermes", '<tool_call>\n{"id": "a", "type": "function", "name":"weather","arguments" :'),
+    "llama": ("llama3_json", '{"name": "weather", "parameters": '),
+    "llama, with a type": ("llama3_json", '<|python_tag|>{"type": "function", "name": "weather", "parameters": '),
+    "mistral, array": ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": '),
+    "mistral, since v11": ("mistral", "[TOOL_CALLS]weather[ARGS]"),
+    "deepseek v3.1": ("deepseek", f"{BEGIN}{CALL}weather{SEP}"),
+    "harmony": ("harmony", "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"),
+}
+
+
+@pytest.mark.parametrize(("parser", "head"), PIECEWISE.values(), ids=PIECEWISE)
+def test_arguments_come_as_they_are_written(parser: str, head: str) -> None:
+    reader = opened(parser)
+    events = reader.feed(head)
+    for char in ARGUMENTS:
+        more = reader.feed(char)
+        assert ToolCallDelta(0, char) in more
+        events += more
+    assert events[-1] == ToolCallEnd(0)
+    assert joined([*events, *reader.finish()]) == [WEATHER]
 
 
 def test_glm_takes_the_types_of_values_from_the_tools() -> None:

@@ -232,3 +232,10 @@ def test_torch_without_cuda(tmp_path: Path) -> None:
 def test_nvml_is_always_shut_down(tmp_path: Path, nvml: FakeNvml) -> None:
     describe(tmp_path, {}, nvml, CUDA_BUILD)
     assert nvml.running == 0
+
+
+def test_sizes_of_graphs_come_as_a_list() -> None:
+    assert parse_sizes("8, 1,2,2") == (1, 2, 8)
+    for wrong in ("", "1,two", "0", "-4", "1.5"):
+        with pytest.raises(ConfigError, match=r"cuda.graph_batch_sizes must be .*--enforce-eager"):
+            parse_sizes(wrong)

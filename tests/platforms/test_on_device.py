@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hardpoint_cuda.platform import CudaPlatform
-from hardpoint_plugin_api import DeviceInfo, PlatformError
+from hardpoint_plugin_api import DeviceInfo, GraphEngine, PlatformError
+from tests.support.graph_contract import RecordingContract
 from tests.support.traces import trace_events
 
 pytestmark = pytest.mark.accelerator
@@ -111,3 +112,30 @@ def test_trim_returns_memory_to_the_driver(platform: CudaPlatform) -> None:
 def test_a_device_too_many(platform: CudaPlatform) -> None:
     with pytest.raises(PlatformError, match=f"no device {platform.info.count}"):
         platform.activate(platform.info.count)
+
+
+class TestCudaGraphs(RecordingContract):
+    """CUDA graphs keep to what every graph engine keeps to."""
+
+    @pytest.fixture
+    def device(self, platform: CudaPlatform) -> torch.device:
+        return platform.activate(0)
+
+    @pytest.fixture
+    def graphs(self, platform: CudaPlatform, device: torch.device) -> GraphEngine:
+        return platform.graph_engine()
+
+
+def test_a_copy_to_the_host_waits_for_nothing_later(platform: CudaPlatform) -> None:
+    device = platform.activate(0)
+    values, busy = torch.arange(5, device=device), torch.randn(8192, 8192, device=device)
+    platform.synchronize()
+    arrived = platform.to_host(values)
+    for _ in range(40):
+        busy = busy @ busy
+    last = torch.cuda.Event()
+    last.record()
+    values.zero_()
+    assert arrived().tolist() == [0, 1, 2, 3, 4]
+    assert not last.query(), "what was submitted later still runs"
+    platform.synchronize()

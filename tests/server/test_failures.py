@@ -33,7 +33,7 @@ def text_of(stream: Stream) -> str:
 
 
 def test_requests_outlive_the_engine_until_it_is_given_up() -> None:
-    with running_server("--max-engine-restarts", "1", *EXACT) as server:
+    with running_server("--max-engine-restarts", "1", "--max-concurrent-requests", "3", *EXACT) as server:
         greedy, drawn = BODY | {"temperature": 0}, BODY | {"temperature": 0.9, "seed": 7}
         expected = [server.post("/v1/completions", body).json()["choices"][0]["text"] for body in (greedy, drawn)]
         streams = [Stream(server, **body) for body in (greedy, drawn)]
@@ -47,6 +47,10 @@ def test_requests_outlive_the_engine_until_it_is_given_up() -> None:
         assert f"the engine's process ({first}) was ended by SIGKILL" in said["why"]
         assert server.get("/ready").status_code == 503
         waiting = Stream(server, **greedy)
+        until(lambda: server.sample("hardpoint_http_open_requests") == 4)
+        refused = server.post("/v1/completions", greedy)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "restarting"
         until(lambda: server.get("/health").status_code == 200, 60)
         assert [text_of(stream) for stream in [*streams, waiting]] == [*expected, expected[0]]
         assert core_of(server) != first

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain, cycle
 from typing import Any
 
 import httpx2 as httpx
@@ -207,6 +210,8 @@ def test_abrupt_ends_leave_nothing_behind(server: RunningServer, num_clients: in
 def strict() -> Iterator[RunningServer]:
     flags = ["--api-key", "one", "--api-key", "two", "--max-body-bytes", "2000", "--max-concurrent-requests", "2"]
     flags += [
+        "--head-timeout",
+        "0.5",
         "--body-timeout",
         "0.5",
         "--write-timeout",
@@ -265,9 +270,53 @@ def test_slow_bodies(strict: RunningServer) -> None:
     head += b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", strict.port), timeout=60) as connection:
         connection.sendall(head)
-        answer = b"".join(iter(lambda: connection.recv(10000), b""))  # until the server closes it
+        answer = received(connection)
     assert answer.startswith(b"HTTP/1.1 408 "), answer
     assert b"within 0.5 seconds" in answer
+
+
+def received(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection, whatever is still on the way to it."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := connection.recv(10_000):
+            answer += more
+    return answer
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("first", [b"", HEALTH])
+@pytest.mark.parametrize("piece", [b"GET /health HTTP/1.1\r\n", b"\r\n", b""])
+def test_slow_heads(strict: RunningServer, first: bytes, piece: bytes) -> None:
+    """Each byte comes long before the limit, and the last never; behind an answer as in front of the first one."""
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=60) as connection:
+        connection.sendall(first)
+        sending = threading.Thread(target=trickle, args=(connection, piece))
+        sending.start()
+        answer = received(connection)
+        sending.join()
+    assert answer.count(b"HTTP/1.1 200 ") == bool(first)
+    assert answer.count(b"HTTP/1.1 408 ") == bool(piece)
+
+
+def trickle(connection: socket.socket, piece: bytes) -> None:
+    """Send a piece byte by byte, and then bytes of a header, until the server closes the connection."""
+    with contextlib.suppress(OSError):
+        for byte in chain(piece, cycle(b"x") if piece.startswith(b"GET") else cycle(piece)):
+            connection.sendall(bytes([byte]))
+            time.sleep(0.02)
+
+
+def test_large_heads(strict: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=60) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nx: ")
+        with contextlib.suppress(OSError):  # it does not wait for the rest
+            for _ in range(100):
+                connection.sendall(b"y" * 10_000)
+        assert received(connection).startswith(b"HTTP/1.1 431 ")
+    assert strict.get("/health").status_code == 200
 
 
 def test_who_reads_nothing_is_left(strict: RunningServer) -> None:

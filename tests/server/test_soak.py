@@ -14,6 +14,13 @@ from tests.support.engines import until
 from tests.support.serving import RunningServer, running_server
 
 STREAMS = 64
+WARM_UPS = 3
+"""Each fills the cache's pages (48 MiB, some 6 s of load) and ends with fewer and fewer streams, so that steps of every
+size are recorded. The engine keeps the 32 recordings that were used last; which ones, and the gaps that the others left
+in the heap, change with the load. By then the heap has room for any of them, and what is allocated in it stays the same
+to a few kilobytes: counted by mallinfo2 over 11,000 requests."""
+GROWTH = {"server": 2, "engine": 4}
+"""Most MiB that a process may grow by afterwards: gaps in its heap."""
 MIB = 2**20
 
 
@@ -29,9 +36,8 @@ def apply(server: RunningServer, seconds: float) -> list[Timing]:
 def test_two_minutes_of_64_streams() -> None:
     flags = ("--max-num-seqs", str(STREAMS), "--cpu.threads", "1", "--max-concurrent-requests", str(STREAMS))
     with running_server(*flags) as server:
-        assert not [
-            timing.error for timing in apply(server, 20) if timing.error
-        ]  # warm: caches are as large as they get
+        for _ in range(WARM_UPS):
+            assert not [timing.error for timing in apply(server, 10) if timing.error]
         server.wait_until_idle()
         tasks = server.sample("hardpoint_server_tasks")
         before = sample_processes(server.process.pid)
@@ -46,7 +52,7 @@ def test_two_minutes_of_64_streams() -> None:
         assert before.keys() == after.keys()
         for pid, old in before.items():
             grown = (after[pid].resident_bytes - old.resident_bytes) / MIB
-            assert grown < 8, f"{old.name} grew by {grown:.1f} MiB"
+            assert grown < GROWTH[old.name], f"{old.name} grew by {grown:.1f} MiB"
             assert after[pid].num_threads <= old.num_threads + 2, old.name
             assert after[pid].num_descriptors <= old.num_descriptors + 2, old.name
         assert "Traceback" not in "".join(server.log)

@@ -140,7 +140,7 @@ def test_an_engine_decodes_from_recorded_lists(
     params = [SamplingParams(temperature=0, max_tokens=8 + 3 * i, ignore_eos=True) for i in range(16)]
     with small_llm(tmp_path) as llm:
         prepared = llm.metrics.value("hardpoint_graph_executables")
-        assert prepared == (0 if sizes is None else 2)
+        assert prepared == (0 if sizes is None else 4), "two sizes, greedy and without a draw"
         for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
             check_tokens_equal(model, prompt, output.outputs[0].token_ids)
         replays = llm.metrics.value("hardpoint_graph_replays_total")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 
+from hardpoint.resources import EngineResources
 from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, BuildContext, ConfigValue
 
 
@@ -25,9 +26,10 @@ MIXED = (Piece(1, 1), Piece(1, 37), Piece(1, 16), Piece(1, 5), Piece(9, 9), Piec
 
 @dataclass(frozen=True)
 class PluginConfigOnly:
-    """As much of a build context as backends ask for outside an engine: the plugins' settings."""
+    """As much of a build context as backends ask for outside an engine: the plugins' settings, and scratch memory."""
 
     sections: Mapping[str, Mapping[str, ConfigValue]]
+    resources: EngineResources = field(default_factory=EngineResources)
 
     def plugin_config(self, plugin: str) -> Mapping[str, ConfigValue]:
         return self.sections[plugin]
@@ -54,7 +56,9 @@ def run_backend(
     def draw(tokens: int, heads: int) -> torch.Tensor:
         return torch.randn(tokens, heads, spec.head_size, generator=generator).to(dtype)
 
-    backend = backend_class(cast(BuildContext, PluginConfigOnly(plugin_config or {})), spec)
+    ctx = PluginConfigOnly(plugin_config or {})
+    backend = backend_class(cast(BuildContext, ctx), spec)
+    ctx.resources.allocate(torch.device(device))
     backend.set_head_constants(sinks, alibi_slopes)
     widths = [-(-piece.total // spec.block_size) for piece in pieces]
     pages = sum(widths) + 1

@@ -25,7 +25,7 @@ from hardpoint_plugin_api import (
     PlatformError,
 )
 
-CALLS_OF_THE_HOST = {"aten::_local_scalar_dense", "aten::nonzero"}
+CALLS_OF_THE_HOST = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero"}
 """Operators whose results decide about others."""
 
 _RECORDING = threading.local()

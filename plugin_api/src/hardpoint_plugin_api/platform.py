@@ -178,6 +178,13 @@ class Platform(ABC):
     def memory(self) -> Memory:
         """The memory of the device in use."""
 
+    def share_host(self, rank: int, ranks: int) -> None:  # noqa: B027  # most have a device for each rank
+        """Tell that this process is number ``rank`` of ``ranks`` of one engine on this host; before ``activate``.
+
+        For a platform whose device is the host itself: all ranks activate the same index, and this says which part of
+        the host is whose. Default: nothing.
+        """
+
     @abstractmethod
     def activate(self, index: int) -> torch.device:
         """Make device ``index`` current for this process and return it. The first call that may create a context."""
@@ -213,6 +220,15 @@ class Platform(ABC):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor`` (host memory) in memory that the device copies from asynchronously, where there is such."""
         return tensor
+
+    def to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start copying ``tensor`` to the host, behind all that is submitted so far.
+
+        The returned function waits for the copy and returns it. ``tensor`` may be written to by whatever is submitted
+        after this call. Default: nothing starts, and the function waits for all that was submitted until it is called;
+        to be overridden where devices work on while the host goes on.
+        """
+        return tensor.clone().cpu
 
     def range(self, name: str) -> AbstractContextManager[None]:
         """Mark a profiling range."""

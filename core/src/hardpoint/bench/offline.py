@@ -16,7 +16,7 @@ from hardpoint.bench.registry import BenchResult, BenchRow, Curve, benchmark
 from hardpoint.config import EngineConfig
 from hardpoint_plugin_api import ConfigError
 
-_ROOFLINE = "every weight is read once in each step, as fast as torch sums as many bytes on this device"
+ROOFLINE = "every weight is read once in each step, as fast as torch sums as many bytes on this device"
 
 
 @click.option("--requests", default=64, show_default=True, type=click.IntRange(min=1), help="All at once.")
@@ -33,18 +33,18 @@ def throughput(
     LENGTHS is N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST], in tokens. One run before is not counted.
     """
     inputs, outputs = Lengths.parse(input_len, "--input-len"), Lengths.parse(output_len, "--output-len")
-    _check_here(config)
+    check_here(config)
     with LLM.from_config(config) as llm, progress_bar("runs", repeat + 1) as advance:
         times = []
         for number in range(repeat + 1):
             # new prompts for each run: the prefix cache holds the last one's
-            data = synthetic_requests(requests, inputs, outputs, _alphabet(llm), data_seed + number)
+            data = synthetic_requests(requests, inputs, outputs, alphabet(llm), data_seed + number)
             times.append(
                 (generate(llm, data), sum(r.num_output_tokens for r in data), sum(len(r.prompt) for r in data))
             )
             advance()
         running = min(requests, config.max_num_seqs)
-        most = running / _read_seconds(llm)
+        most = running / read_seconds(llm)
     measured = times[1:]
     rates = {
         "output throughput": [out / seconds for seconds, out, _ in measured],
@@ -62,7 +62,7 @@ def throughput(
         )
         for name, values in rates.items()
     ]
-    return BenchResult("throughput", tuple(rows), roofline=f"{_ROOFLINE}, for {running} sequences")
+    return BenchResult("throughput", tuple(rows), roofline=f"{ROOFLINE}, for {running} sequences")
 
 
 @click.option("--batch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Requests at a time.")
@@ -78,7 +78,7 @@ def latency(
 
     The time per token is that of the steps without prompts, divided by their number. One pair before is not counted.
     """
-    _check_here(config)
+    check_here(config)
     first: list[float] = []
     token: list[float] = []
     whole: list[float] = []
@@ -87,7 +87,7 @@ def latency(
 
         def batch(length: int, number: int) -> float:
             lengths = prompts, Lengths.parse(str(length), "--output-len")
-            return 1e3 * generate(llm, synthetic_requests(batch_size, *lengths, _alphabet(llm), data_seed + number))
+            return 1e3 * generate(llm, synthetic_requests(batch_size, *lengths, alphabet(llm), data_seed + number))
 
         for number in range(0, 2 * repeat + 2, 2):  # new prompts each time, which no cache holds
             first.append(batch(1, number))
@@ -95,7 +95,7 @@ def latency(
             whole.append(batch(output_len, number + 1))
             token.append(1e3 * (llm.stats.decode_seconds - before) / (output_len - 1))
             advance()
-        floor = 1e3 * _read_seconds(llm)
+        floor = 1e3 * read_seconds(llm)
     first, token, whole = first[1:], token[1:], whole[1:]
     values = {"time to first token": (first, floor), "time per token": (token, floor)}
     values["end to end"] = (whole, floor * output_len)
@@ -105,7 +105,7 @@ def latency(
         Curve(name, "ms", "share of batches at most that long", tuple(percentiles(times, range(101))), shares)
         for name, (times, _) in values.items()
     ]
-    return BenchResult("latency", tuple(rows), roofline=_ROOFLINE, curves=tuple(curves))
+    return BenchResult("latency", tuple(rows), roofline=ROOFLINE, curves=tuple(curves))
 
 
 def generate(llm: LLM, data: Sequence[SyntheticRequest]) -> float:
@@ -116,7 +116,12 @@ def generate(llm: LLM, data: Sequence[SyntheticRequest]) -> float:
     return time.perf_counter() - began
 
 
-def _check_here(config: EngineConfig) -> None:
+_LARGEST_READ = 2**30
+"""Bytes: the cache leaves little memory beside it."""
+
+
+def check_here(config: EngineConfig) -> None:
+    """Raise ConfigError for an engine whose core is elsewhere."""
     if config.core_process or config.tensor_parallel_size > 1:
         raise ConfigError(
             "this measures an engine of one rank in this process; leave out --core-process and "
@@ -124,22 +129,24 @@ def _check_here(config: EngineConfig) -> None:
         )
 
 
-def _alphabet(llm: LLM) -> list[int]:
+def alphabet(llm: LLM) -> list[int]:
+    """Tokens that synthetic prompts are drawn from."""
     return sorted(set(llm.tokenizer.encode(SAMPLE_TEXT)) - set(llm.tokenizer.special_ids))
 
 
-def _read_seconds(llm: LLM, repeat: int = 30) -> float:
+def read_seconds(llm: LLM, repeat: int = 30) -> float:
     """How long torch takes to sum as many bytes as the weights have, where they are: no step can be shorter.
 
     The weights of a mixture of experts are not all read for a few tokens: there this is no bound.
     """
     import torch
 
-    nbytes = llm.memory_report().by_tag["weights"]
-    values = torch.ones(max(1, nbytes // 4), dtype=torch.float32, device=llm.core.blueprint.ctx.torch_device)
+    nbytes = max(4, llm.memory_report().by_tag["weights"])
+    part = min(nbytes, _LARGEST_READ)
+    values = torch.ones(part // 4, dtype=torch.float32, device=llm.core.blueprint.ctx.torch_device)
     times = []
     for _ in range(repeat):
         began = time.perf_counter()
         values.sum().item()  # item waits for the device
         times.append(time.perf_counter() - began)
-    return min(times)
+    return min(times) * nbytes / part

@@ -29,6 +29,7 @@ COMMANDS = {
     "conform": Lazy("hardpoint.cli.conform:conform", "Prove a plugin's kernels, case by case."),
     "merge-certificates": Lazy("hardpoint.cli.conform:merge_certificates", "Join the certificates of a run's shards."),
     "bench": Lazy("hardpoint.cli.bench:bench", "Measure, beside the roofline and a peer."),
+    "tune": Lazy("hardpoint.cli.tune:tune", "Measure what is fastest on this device, and write it down."),
     "env": Lazy("hardpoint.cli.env:env", "Report versions, devices and what is missing."),
 }
 

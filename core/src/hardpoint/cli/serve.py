@@ -42,6 +42,9 @@ from hardpoint.config import EngineConfig
     help="Seconds that open requests have once the server is told to stop.",
 )
 @click.option(
+    "--head-timeout", type=float, default=20.0, show_default=True, help="Seconds in which a head must have arrived."
+)
+@click.option(
     "--body-timeout", type=float, default=60.0, show_default=True, help="Seconds in which a body must have arrived."
 )
 @click.option(

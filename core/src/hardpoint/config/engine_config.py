@@ -19,6 +19,7 @@ from hardpoint.config.types import (
     Deny,
     ExecutorKind,
     Index,
+    LoadFormat,
     Names,
     NumSeqs,
     NumTokens,
@@ -49,6 +50,9 @@ class EngineConfig(BaseModel):
     model: Text = Field(description="The model: a folder, a hub id, or 'demo' for the built-in one.")
     tokenizer: Text | None = Field(None, description="Folder or hub id of the tokenizer, where it is not the model's.")
     hub_revision: Text | None = Field(None, description="Branch, tag or commit of a model from the hub.")
+    chat_template: Text | None = Field(
+        None, description="File of a Jinja template for chats, in place of the checkpoint's."
+    )
     platform: Text | None = Field(None, description="The kind of device to run on.")
     device_index: Index = Field(0, description="Which device of the platform.")
     dtype: AnyDtype = Field("auto", description="Data type of weights and activations; auto: the checkpoint's.")
@@ -74,6 +78,9 @@ class EngineConfig(BaseModel):
     custom_ops: CustomOps = Field(("all",), description="Ops with plugins' kernels: all or none, then +name and -name.")
     use: Use = Field(default_factory=dict, description="Choose an implementation, as in op.rms_norm=NAME; repeatable.")
     deny: Deny = Field((), description="Implementations that are never chosen (op.rms_norm=NAME,...).")
+    load_format: LoadFormat = Field(
+        "auto", description="Where weights come from: the checkpoint (auto), or random, to measure a shape."
+    )
     quantization: Text | None = Field(None, description="Quantize while loading, by this method: fp8, int8, int4.")
     quantization_options: Options = Field((), description="How it quantizes (KEY=VALUE,KEY=VALUE).")
     kv_cache_dtype: CacheDtype = Field("auto", description="Data type of the KV cache (fp8_e4m3, int8); auto: model's.")

@@ -18,6 +18,7 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 KVDtype = Literal["auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "int8"]
 
 ExecutorKind = Literal["inproc", "mp", "torchrun"]
+LoadFormat = Literal["auto", "random"]
 OnFailure = Literal["fail", "restart"]
 
 _DTYPE_ALIASES = {"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"}

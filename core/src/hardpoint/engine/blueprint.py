@@ -23,12 +23,11 @@ from hardpoint.conformance.certificate import Certificates
 from hardpoint.context import Context, load_target
 from hardpoint.dtypes import dtype_of
 from hardpoint.engine.absent_device import AbsentDeviceContext
-from hardpoint.engine.execution.sampler import SamplingOps
+from hardpoint.engine.execution.runner import StepOps
 from hardpoint.layers import CausalLM
 from hardpoint.metrics import EngineMetrics
 from hardpoint.ops.call_names import CallNames
 from hardpoint.ops.shadow_check import ShadowCheck
-from hardpoint.ops.slot_mapping import slot_mapping
 from hardpoint.parallel.groups import Groups, Seat
 from hardpoint.plugins import LockFile, Offer, PluginSet, discover
 from hardpoint.plugins.culprits import KERNELS, Suspect, code_spans
@@ -73,8 +72,7 @@ class Blueprint:
     platform: Platform
     ctx: Context
     model: CausalLM
-    sampling_ops: SamplingOps
-    slot_mapping: Callable[..., torch.Tensor]
+    ops: StepOps
     groups: Groups
 
     @property
@@ -146,8 +144,8 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     ctx = replace(ctx, quantization=choose_quantization(ctx, hf_config, method))
     groups.select(ctx)
     model = _build_model(ctx, hf_config)
-    sampling_ops, store_at = SamplingOps.bind(ctx), slot_mapping.bind(ctx)
-    return Blueprint(config, folder, hf_config, plugins, choice, platform, ctx, model, sampling_ops, store_at, groups)
+    ops = StepOps.bind(ctx)
+    return Blueprint(config, folder, hf_config, plugins, choice, platform, ctx, model, ops, groups)
 
 
 def _refusals(config: EngineConfig, plugins: PluginSet, choice: PlatformChoice) -> Callable[[Offer], Reason | None]:
@@ -196,6 +194,7 @@ def suspects(blueprint: Blueprint) -> tuple[Suspect, ...]:
 
 def _activate(platform: Platform, config: EngineConfig, seat: Seat) -> torch.device:
     """The device of a rank. Ranks of a platform whose device is the host itself share it."""
+    platform.share_host(seat.local_rank, seat.local_ranks)
     return platform.activate(config.device_index + (seat.local_rank if platform.info.accelerator else 0))
 
 

@@ -26,7 +26,7 @@ class CompletionOutput:
     """One continuation. ``stop_reason`` is the text or token id that ended it, or None for the model's own end.
 
     Where they were asked for, ``logprobs`` has an entry for each of ``token_ids``, and ``cumulative_logprob`` is the
-    sum over those tokens.
+    sum over those tokens. ``text_ends`` says for each of ``token_ids`` how long ``text`` was once it was taken.
     """
 
     index: int
@@ -36,6 +36,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
+    text_ends: list[int] = field(default_factory=list, repr=False)
 
     def finished(self) -> bool:
         """True once nothing more will come."""

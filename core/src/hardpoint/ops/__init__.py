@@ -25,6 +25,7 @@ _HOMES = {
     "apply_logit_bias": "apply_logit_bias",
     "apply_penalties": "apply_penalties",
     "argmax_tokens": "sampling",
+    "decode_inputs": "decode_inputs",
     "embedding_lookup": "embedding_lookup",
     "grouped_topk": "grouped_topk",
     "mask_tokens": "mask_tokens",

@@ -34,11 +34,12 @@ _PATIENCE = 30.0
 
 @dataclass(frozen=True)
 class Seat:
-    """This process's place among the ranks of one engine; ``local_rank`` counts those of this host."""
+    """This process's place among the ranks of one engine: ``local_rank`` of the ``local_ranks`` of this host."""
 
     rank: int = 0
     local_rank: int = 0
     on_one_host: bool = True
+    local_ranks: int = 1
 
 
 @dataclass

@@ -16,7 +16,8 @@ def _refuse(constant: str) -> NoReturn:
 _READ = json.JSONDecoder(strict=False, parse_constant=_refuse)
 """Takes line breaks within texts, which models write; not NaN, which clients cannot read."""
 _ARGUMENTS = {"arguments", "parameters"}
-_MEMBERS = {"name", "id", "type"} | _ARGUMENTS
+_SILENT = {"id", "type"}
+_MEMBERS = {"name"} | _SILENT | _ARGUMENTS
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
@@ -43,31 +44,37 @@ def read_call(text: str) -> Call | None:
     return call_of(name, written)
 
 
-def read_calls(text: str) -> list[Call] | None:
-    """One such object, or an array of at least one; None for anything else."""
-    if text.startswith("{"):
-        call = read_call(text)
-        return None if call is None else [call]
-    try:
-        items, end = _READ.raw_decode(text)
-        calls = [read_call(span) for span in _spans(text)]
-    except (ValueError, RecursionError):
+def name_before_arguments(head: str) -> str | None:
+    """The name in such an object's beginning, up to where its arguments' own object begins; None for anything else."""
+    members = _members(head + "{}}")
+    if not members or "name" not in members or not members.keys() <= _MEMBERS or members.keys() >= _ARGUMENTS:
         return None
-    found = [call for call in calls if call is not None]
-    return found if items and end == len(text) and len(found) == len(items) else None
+    return function_name(members["name"][0]) if list(members)[-1] in _ARGUMENTS else None
+
+
+def says_nothing(tail: str) -> bool:
+    """Whether what follows a call's arguments, the object's last bracket included, has members that say nothing."""
+    members = _members("{" + tail)
+    return members is not None and members.keys() <= _SILENT
+
+
+def function_name(name: object) -> str | None:
+    """``name`` as a function's; None for what can be none, such as a text with a lone surrogate."""
+    try:
+        return name.encode().decode().strip() or None if isinstance(name, str) else None
+    except UnicodeEncodeError:
+        return None
 
 
 def call_of(name: object, arguments: str) -> Call | None:
     """A call, if ``name`` can be one's and ``arguments`` are an object; what is not quite JSON is written anew."""
+    known = function_name(name)
     try:
         value, end = _READ.raw_decode(arguments, _skip(arguments, 0))
-        if not isinstance(name, str) or not name.strip() or not isinstance(value, dict):
+        if known is None or not isinstance(value, dict) or _skip(arguments, end) != len(arguments):
             return None
-        if _skip(arguments, end) != len(arguments):
-            return None
-        name.encode()
-        return Call(name.strip(), _as_json(value, arguments.strip()))
-    except (ValueError, RecursionError):  # among them: a lone surrogate in the name
+        return Call(known, _as_json(value, arguments.strip()))
+    except (ValueError, RecursionError):
         return None
 
 
@@ -115,17 +122,6 @@ def _members(text: str) -> dict[str, tuple[Any, str]] | None:
         return members if text[pos:] == "}" else None
     except (ValueError, IndexError, RecursionError):
         return None
-
-
-def _spans(text: str) -> list[str]:
-    """The elements of a JSON array as they are written."""
-    spans, pos = [], _skip(text, 1)
-    while text[pos] != "]":
-        _, end = _READ.raw_decode(text, pos)
-        spans.append(text[pos:end])
-        pos = _skip(text, end)
-        pos = _skip(text, pos + 1) if text[pos] == "," else pos
-    return spans
 
 
 def _skip(text: str, pos: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hardpoint_plugin_api import ContentDelta, ParserEvent, ReasoningParser, ToolParser
+from hardpoint_plugin_api import ContentDelta, ParserEvent, ReasoningDelta, ReasoningParser, ToolParser
 
 
 class OutputParser:
@@ -10,12 +10,24 @@ class OutputParser:
 
     def __init__(self, reasoning: ReasoningParser | None, tool: ToolParser | None) -> None:
         self._reasoning, self._tool = reasoning, tool
+        self.is_reasoning: bool | None = None
+        """Whether what came last is reasoning; None as long as nothing has come, and without a reasoning parser."""
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """True where reasoning is told from the answer."""
+        return self._reasoning is not None
 
     def feed(self, delta: str) -> list[ParserEvent]:
         """Take more text; return what is certain now."""
         if not delta:
             return []
-        return self._through_tool(self._reasoning.feed(delta) if self._reasoning else [ContentDelta(delta)])
+        if self._reasoning is None:
+            return self._through_tool([ContentDelta(delta)])
+        events = self._reasoning.feed(delta)
+        if events:
+            self.is_reasoning = isinstance(events[-1], ReasoningDelta)
+        return self._through_tool(events)
 
     def finish(self) -> list[ParserEvent]:
         """The output has ended: return everything held back."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hardpoint.parsers.calls import Call, call_of
-from hardpoint.parsers.marked import Block, MarkedToolParser
+from hardpoint.parsers.marked import Block, MarkedToolParser, named_call
 from hardpoint.parsers.steps import Literal, Short, Until
 from hardpoint_plugin_api import ToolParserWorkload
 
@@ -38,16 +38,20 @@ class DeepSeekToolParser(MarkedToolParser):
             yield Literal(_CALL)
         while True:
             kind = yield Short(_SEP, forbidden=[_BEGIN, _CALL, _CALL_END, _END])
-            call = _read(kind, (yield Until(_CALL_END)))
-            if call is None:
-                return False
-            yield [call]
+            if kind.strip() == "function":
+                call = _read((yield Until(_CALL_END)))
+                if call is None:
+                    return False
+                yield [call]
+            else:
+                if not (yield from named_call(kind)):
+                    return False
+                yield Literal(_CALL_END)
+                yield []
             if (yield Literal(_CALL, _END)) == _END:
                 return True
 
 
-def _read(kind: str, text: str) -> Call | None:
-    if kind.strip() != "function":
-        return call_of(kind, text)
+def _read(text: str) -> Call | None:
     name, _, fenced = text.rstrip().partition(f"{_FENCE}json")
     return call_of(name, fenced.removesuffix(_FENCE)) if fenced.endswith(_FENCE) else None

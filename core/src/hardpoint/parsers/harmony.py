@@ -16,10 +16,9 @@ from dataclasses import replace
 from typing import ClassVar
 from typing import Literal as OneOf
 
-from hardpoint.parsers.calls import call_of
 from hardpoint.parsers.lark import functions_of, grammar, json_of, literal, parameters, quoted
-from hardpoint.parsers.marked import Block, MarkedToolParser
-from hardpoint.parsers.steps import Brackets, Literal, Short, any_of, begun_mark
+from hardpoint.parsers.marked import Block, MarkedToolParser, named_call
+from hardpoint.parsers.steps import Literal, Short, any_of, begun_mark
 from hardpoint_plugin_api import (
     ContentDelta,
     ParserArgs,
@@ -64,12 +63,8 @@ class HarmonyToolParser(MarkedToolParser):
             header = yield Literal("to=")
         header += yield Short(_MESSAGE, forbidden=_ENDS, limit=_LONGEST_HEADER)
         recipient = _RECIPIENT.search(header)
-        if recipient is None:
+        if recipient is None or not (yield from named_call(recipient[1].removeprefix("functions."))):
             return False
-        call = call_of(recipient[1].removeprefix("functions."), (yield Brackets("{")))
-        if call is None:
-            return False
-        yield [call]
         yield Literal(*_ENDS)
         return True
 

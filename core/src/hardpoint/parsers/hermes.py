@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hardpoint.parsers.calls import read_call
 from hardpoint.parsers.lark import call_schema, functions_of, grammar, json_of, literal
-from hardpoint.parsers.marked import Block, MarkedToolParser
-from hardpoint.parsers.steps import Brackets, Literal
+from hardpoint.parsers.marked import Block, MarkedToolParser, object_call
+from hardpoint.parsers.steps import Literal
 from hardpoint_plugin_api import StructuredOutput, ToolParserWorkload
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -30,10 +29,8 @@ class HermesToolParser(MarkedToolParser):
         return _OPEN in template and "<arg_key>" not in template and "<function=" not in template
 
     def block(self, opening: str) -> Block:
-        call = read_call((yield Brackets("{")))
-        if call is None:
+        if not (yield from object_call()):
             return False
-        yield [call]
         yield Literal(_CLOSE)
         return True
 

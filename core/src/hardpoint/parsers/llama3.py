@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hardpoint.parsers.calls import read_call
 from hardpoint.parsers.lark import call_schema, functions_of
-from hardpoint.parsers.marked import Block, MarkedToolParser
-from hardpoint.parsers.steps import Brackets, Literal
+from hardpoint.parsers.marked import Block, MarkedToolParser, object_call
+from hardpoint.parsers.steps import Literal
 from hardpoint_plugin_api import StructuredOutput, ToolParserWorkload
 
 
@@ -32,10 +31,8 @@ class Llama3ToolParser(MarkedToolParser):
     def block(self, opening: str) -> Block:
         known = self.args.functions
         while True:
-            call = read_call((yield Brackets("{")))
-            if call is None or not (opening or call.name in known):
+            if not (yield from object_call(lambda name: bool(opening) or name in known)):
                 return False
-            yield [call]
             yield Literal(";")
 
     def constraint(self, name: str | None = None, *, parallel: bool = True) -> StructuredOutput | None:

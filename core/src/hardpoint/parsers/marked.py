@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import ClassVar
 
-from hardpoint.parsers.calls import Call
-from hardpoint.parsers.steps import Look, Step, any_of, begun_mark
+from hardpoint.parsers.calls import Call, function_name, read_call, says_nothing
+from hardpoint.parsers.steps import Arguments, Brackets, CallHead, Literal, Look, Step, any_of, begun_mark
 from hardpoint_plugin_api import (
     ContentDelta,
     ParserArgs,
@@ -22,17 +22,50 @@ from hardpoint_plugin_api import (
 Block = Generator[Step | Sequence[Call], str, bool]
 """A call being read: it yields the steps to take and is sent their values, and yields the calls once they are certain.
 
-It returns whether the text taken since the last calls belongs to them; text that does not is content, as is the text of
-a step that does not come to its end.
+The step Arguments is a call of its own, which begins with the step and ends with it. The block returns whether the text
+taken since the last call belongs to it, and may say so earlier with an empty list; text that does not is content, as is
+the text of a step that does not come to its end.
 """
+
+
+def object_call(is_known: Callable[[str], bool] = lambda name: True) -> Block:
+    """A JSON object with ``name`` and ``arguments``, in this order passed on as they come; see read_call.
+
+    What ``is_known`` knows by its name is a call.
+    """
+    head = CallHead()
+    text = yield head
+    if head.name is None:
+        call = read_call(text)
+        if call is None or not is_known(call.name):
+            return False
+        yield [call]
+        return True
+    if not is_known(head.name):
+        yield Brackets(opened="{")
+        return False
+    yield Arguments(head.name)
+    if (yield Literal("}", ",")) == "," and not says_nothing((yield Brackets(opened="{"))):
+        return False
+    yield []
+    return True
+
+
+def named_call(name: str) -> Block:
+    """The JSON object of the arguments of a call of ``name``, passed on as it comes."""
+    known = function_name(name)
+    if known is None or (yield Look()) != "{":
+        return False
+    yield Arguments(known)
+    return True
 
 
 class MarkedToolParser(ToolParser):
     """A tool parser that says with ``block`` how a call goes on behind one of its ``openings``.
 
     A call may also begin with a character of ``bare``, at the beginning of the output and behind another call. Blanks
-    next to a call are dropped, unless there is content on their other side. A call is reported when all of it is read:
-    one that breaks off is content.
+    next to a call are dropped, unless there is content on their other side. A call is reported when all of it is read,
+    and one that breaks off is content; but from Arguments on it is reported as it comes, and may break off.
     """
 
     openings: ClassVar[tuple[str, ...]]
@@ -47,6 +80,7 @@ class MarkedToolParser(ToolParser):
         self._raw: list[str] = []
         self._events: list[ParserEvent] = []
         self._num_calls = 0
+        self._is_calling = False
         self._is_fresh = True
         self._is_bare = False
         self._blanks: list[str] = []
@@ -106,7 +140,10 @@ class MarkedToolParser(ToolParser):
     def _inside(self, text: str, pos: int) -> tuple[str, int]:
         """Let the block's step take text; returns the text and where it is read on."""
         end, done = self._step.feed(text, pos)
-        if end < 0:  # the step gives back what came with an earlier piece
+        if isinstance(self._step, Arguments):
+            if more := self._step.take():
+                self._events.append(ToolCallDelta(self._num_calls - 1, more))
+        elif end < 0:  # the step gives back what came with an earlier piece
             assert pos == 0, "a step that began in this piece gives back no more than it took"
             raw = "".join(self._raw)
             self._raw = [raw[:end]]
@@ -123,6 +160,7 @@ class MarkedToolParser(ToolParser):
     def _go_on(self, value: str | None, failed: bool = False) -> None:
         """Send the block its value and take what it yields, up to the next step."""
         assert self._block is not None
+        self._end_call()
         if failed:
             self._give_up()
             return
@@ -130,9 +168,14 @@ class MarkedToolParser(ToolParser):
             wanted = next(self._block) if value is None else self._block.send(value)
             while isinstance(wanted, Sequence):
                 for call in wanted:
-                    self._call(call)
+                    self._begin_call(call.name)
+                    self._events.append(ToolCallDelta(self._num_calls - 1, call.arguments))
+                    self._end_call()
                 self._raw.clear()
                 wanted = next(self._block)
+            if isinstance(wanted, Arguments):
+                self._begin_call(wanted.name)
+                self._raw.clear()
             self._step = wanted
         except StopIteration as returned:
             if returned.value:
@@ -141,20 +184,22 @@ class MarkedToolParser(ToolParser):
 
     def _give_up(self) -> None:
         """Leave the block; what it took is content. What is no call where it could be one without a mark never is."""
+        self._end_call()
         self._block = None
         self._is_fresh, self._is_bare = self._is_fresh and not self._is_bare, False
         raw, self._raw = "".join(self._raw), []
         self._content(raw)
 
-    def _call(self, call: Call) -> None:
-        index, self._num_calls = self._num_calls, self._num_calls + 1
+    def _begin_call(self, name: str) -> None:
         self._blanks.clear()
         self._is_fresh, self._is_bare = True, False
-        self._events += [
-            ToolCallStart(index, self.make_id(), call.name),
-            ToolCallDelta(index, call.arguments),
-            ToolCallEnd(index),
-        ]
+        self._events.append(ToolCallStart(self._num_calls, self.make_id(), name))
+        self._num_calls, self._is_calling = self._num_calls + 1, True
+
+    def _end_call(self) -> None:
+        if self._is_calling:
+            self._events.append(ToolCallEnd(self._num_calls - 1))
+            self._is_calling = False
 
     def _content(self, text: str) -> None:
         if self._is_fresh and (not text or text.isspace()):

@@ -13,10 +13,9 @@ import secrets
 import string
 from typing import ClassVar
 
-from hardpoint.parsers.calls import call_of, read_calls
 from hardpoint.parsers.lark import call_schema, functions_of, grammar, json_of, literal, parameters, quoted
-from hardpoint.parsers.marked import Block, MarkedToolParser
-from hardpoint.parsers.steps import Brackets, Literal, Look, Short
+from hardpoint.parsers.marked import Block, MarkedToolParser, named_call, object_call
+from hardpoint.parsers.steps import Literal, Look, Short
 from hardpoint_plugin_api import StructuredOutput, ToolParserWorkload
 
 _OPEN, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -35,23 +34,24 @@ class MistralToolParser(MarkedToolParser):
         return _OPEN in (workload.chat_template or "")
 
     def block(self, opening: str) -> Block:
-        if (yield Look()) in "[{":
-            calls = read_calls((yield Brackets("[{")))
-        else:
-            head = Short(_ARGS, _ID, "{", forbidden=[_OPEN, "\n"], keep=True)
-            name = yield head
-            if not _NAME.fullmatch(name):
-                return False
-            if head.mark != "{":
-                yield Literal(head.mark)
-            if head.mark == _ID:
-                yield Short(_ARGS, forbidden=[_OPEN, "{"])
-            call = call_of(name, (yield Brackets("{")))
-            calls = None if call is None else [call]
-        if calls is None:
+        start = yield Look()
+        if start == "[":
+            yield Literal("[")
+            while (yield from object_call()):
+                if (yield Literal(",", "]")) == "]":
+                    return True
             return False
-        yield calls
-        return True
+        if start == "{":
+            return (yield from object_call())
+        head = Short(_ARGS, _ID, "{", forbidden=[_OPEN, "\n"], keep=True)
+        name = yield head
+        if not _NAME.fullmatch(name):
+            return False
+        if head.mark != "{":
+            yield Literal(head.mark)
+        if head.mark == _ID:
+            yield Short(_ARGS, forbidden=[_OPEN, "{"])
+        return (yield from named_call(name))
 
     def constraint(self, name: str | None = None, *, parallel: bool = True) -> StructuredOutput | None:
         functions, mark = functions_of(self.args, name), literal(self.args, _OPEN)

@@ -10,9 +10,12 @@ Whether and where a step is done depends on the text alone, not on its pieces. E
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
+
+from hardpoint.parsers.calls import name_before_arguments
 
 Fed = tuple[int, bool | None]
 
@@ -137,17 +140,19 @@ class Until:
 class Brackets:
     """Skips blanks, then takes brackets with all between them, the ``value``: those that ``opened`` has, or new ones.
 
-    ``starts`` are the brackets it may begin with, where none is open. Brackets within quotes do not count.
+    ``starts`` are the brackets it may begin with, where none is open. Brackets within quotes do not count. With
+    ``escapes`` line breaks and the like within quotes, which models write and JSON does not have, are escaped.
     """
 
     _CLOSERS: ClassVar[dict[str, str]] = {"{": "}", "[": "]", "(": ")"}
 
-    def __init__(self, starts: str = "", *, opened: str = "", quotes: str = '"') -> None:
+    def __init__(self, starts: str = "", *, opened: str = "", quotes: str = '"', escapes: bool = False) -> None:
         self._starts, self._pieces, self.value = starts, list[str](), ""
         self._stack = [self._CLOSERS[bracket] for bracket in opened]
         self._kinds = "{}[]()" if "(" in opened + starts else "{}[]"
         self._outside = re.compile(f"[{re.escape(self._kinds + quotes)}]")
-        self._inside = {quote: re.compile(rf"[{quote}\\]") for quote in quotes}
+        controls = r"\x00-\x1f" if escapes else ""
+        self._inside = {quote: re.compile(rf"[{quote}\\{controls}]") for quote in quotes}
         self._quote, self._is_escaped = "", False
 
     def feed(self, text: str, pos: int) -> Fed:
@@ -167,17 +172,64 @@ class Brackets:
                 self._pieces.append(text[start:])
                 return len(text), None
             pos, char = hit.end(), hit[0]
-            if self._quote:
+            if self._quote and char < " ":
+                self._pieces += [text[start : pos - 1], json.dumps(char)[1:-1]]
+                start = pos
+            elif self._quote:
                 self._is_escaped = char == "\\"
                 self._quote = self._quote if self._is_escaped else ""
             elif char in self._inside:
                 self._quote = char
             elif char in self._CLOSERS:
+                is_done = self._is_done_before(char, text[start : pos - 1])
+                if is_done or len(self._stack) == _MAX_DEPTH:
+                    self._pieces.append(text[start : pos - 1])
+                    return pos - 1, is_done
                 self._stack.append(self._CLOSERS[char])
-                if len(self._stack) > _MAX_DEPTH:
-                    return pos, False
             elif self._stack.pop() != char:
-                return pos, False
+                self._pieces.append(text[start : pos - 1])
+                return pos - 1, False
             elif not self._stack:
-                self.value = "".join(self._pieces) + text[start:pos]
+                self._pieces.append(text[start:pos])
+                self.value = "".join(self._pieces)
                 return pos, True
+
+    def _is_done_before(self, bracket: str, piece: str) -> bool:
+        """Whether the step ends before an opening ``bracket``, which follows ``piece`` of the text being taken."""
+        return False
+
+
+class CallHead(Brackets):
+    """Takes a call's JSON object up to where the object of its arguments begins; ``name`` is the function's.
+
+    An object that does not begin so is taken whole, the ``value``, and ``name`` is None.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("{")
+        self.name: str | None = None
+        self._is_known = False
+
+    def _is_done_before(self, bracket: str, piece: str) -> bool:
+        if self._is_known or not self._stack:
+            return False
+        self._is_known = True
+        self.name = name_before_arguments("".join([*self._pieces, piece])) if bracket == "{" else None
+        return self.name is not None
+
+
+class Arguments(Brackets):
+    """The JSON object of the arguments of a call of ``name``, to be begun where it begins, and passed on as it comes.
+
+    It ends with its last bracket, or before one that does not fit. Mistakes in it are the model's, and stay.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__("{", escapes=True)
+        self.name = name
+
+    def take(self) -> str:
+        """What has come since the last time."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        return text

@@ -6,6 +6,7 @@ otherwise. Torch is imported by ``activate``, never by importing this module: de
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -129,6 +130,23 @@ class TorchAcceleratorPlatform(Platform):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a page-locked copy of ``tensor``, or ``tensor`` itself where the devices cannot use one."""
         return tensor.pin_memory() if "pinned_memory" in self.info.features else tensor
+
+    def to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start a copy to page-locked memory, and an event behind it, which alone is waited for."""
+        if "pinned_memory" not in self.info.features:
+            return super().to_host(tensor)
+        import torch
+
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.Event(tensor.device)
+        event.record()
+
+        def wait() -> torch.Tensor:
+            event.synchronize()
+            return host
+
+        return wait
 
     def range(self, name: str) -> AbstractContextManager[None]:
         """Mark a range that torch's profiler shows."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from hardpoint_plugin_api import ContentDelta, ParserEvent, ToolCallDelta, ToolCallEnd, ToolCallStart, ToolParser
+from hardpoint.parsers.marked import Block, MarkedToolParser, object_call
+from hardpoint_plugin_api import ParserEvent, ToolCallDelta, ToolCallEnd, ToolCallStart, ToolParser
 
 
 class OneCall(ToolParser):
@@ -36,24 +36,14 @@ class OneCall(ToolParser):
         return [ToolCallStart(0, self.make_id(), self.name)]
 
 
-class AnyCall(ToolParser):
-    """The output is ``{"name": ..., "arguments": {...}}``. One that was cut off is content."""
+class AnyCall(MarkedToolParser):
+    """The output is ``{"name": ..., "arguments": {...}}``. One that was cut off before its arguments is content."""
 
-    def __init__(self, args: Any) -> None:
-        super().__init__(args)
-        self._text = ""
+    openings: ClassVar[tuple[str, ...]] = ()
+    bare: ClassVar[str] = "{"
 
-    def feed(self, delta: str) -> list[ParserEvent]:
-        self._text += delta
-        return []
-
-    def finish(self) -> list[ParserEvent]:
-        try:
-            call = json.loads(self._text)
-            name, arguments = str(call["name"]), json.dumps(call["arguments"], ensure_ascii=False)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return [ContentDelta(self._text)] if self._text else []
-        return [ToolCallStart(0, self.make_id(), name), ToolCallDelta(0, arguments), ToolCallEnd(0)]
+    def block(self, opening: str) -> Block:
+        return (yield from object_call())
 
 
 def any_call_schema(functions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -59,11 +59,7 @@ class Gate:
                 self._service.host.check_admits()
                 _check_length(headers, settings.max_body_bytes)
                 if self._num_posts >= settings.max_concurrent_requests:
-                    raise ApiError(
-                        429,
-                        f"{self._num_posts} requests are being answered, the most that this server takes; try again",
-                        code="too_many_requests",
-                    )
+                    raise self._too_many()
         except ApiError as error:
             await error_response(scope["path"], error)(scope, receive, send)
             return
@@ -76,6 +72,20 @@ class Gate:
             await self._app(scope, body.receive, send)
         finally:
             self._num_posts -= 1
+
+    def _too_many(self) -> ApiError:
+        if self._service.host.state == "restarting":  # the server's fault, and not the clients'
+            return ApiError(
+                503,
+                f"the engine is being built again, and {self._num_posts} requests wait for it, the most that this "
+                "server takes; try again",
+                code="restarting",
+            )
+        return ApiError(
+            429,
+            f"{self._num_posts} requests are being answered, the most that this server takes; try again",
+            code="too_many_requests",
+        )
 
     def _check_key(self, headers: Headers) -> None:
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")

@@ -42,11 +42,15 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens that one HTTP request took, of all its prompts and completions."""
+    """Tokens that one HTTP request took, of all its prompts and completions.
+
+    ``reasoning_tokens`` of the completions' were drawn before the answer began, where the two are told apart.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0
 
 
 class Generation:
@@ -58,6 +62,7 @@ class Generation:
     def __init__(self, request: GenerationRequest, host: EngineHost, metrics: ServerMetrics) -> None:
         self.outputs: list[RequestOutput | None] = [None] * len(request.prompts)
         self._host, self._metrics, self._began = host, metrics, time.perf_counter()
+        self._num_choices = request.params.n
         self._streams: list[RequestStream] = []
         self._exits = AsyncExitStack()
         self._last: float | None = None
@@ -101,6 +106,11 @@ class Generation:
             sum(output.num_cached_tokens for output in outputs),
             sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
         )
+
+    def stop(self, choice: int) -> None:
+        """End a choice, of which there is some output already, as one that has come to its own end."""
+        number, index = divmod(choice, self._num_choices)
+        self._streams[number].stop(index)
 
     async def grown(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield each prompt's number and its output, grown, until all are finished.
@@ -175,11 +185,15 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int,
 
 @dataclass(slots=True)
 class Delta:
-    """What a completion has got since the last time. ``start`` is where ``text`` stands in the whole text."""
+    """What a completion has got since the last time.
+
+    ``start`` is where ``text`` stands in the whole text, and ``text_ends`` where the text of each token ends there.
+    """
 
     text: str
     start: int
     token_ids: list[int]
+    text_ends: list[int]
     logprobs: list[PositionLogprobs] | None
     finish_reason: str | None
     stop_reason: str | int | None
@@ -202,6 +216,7 @@ class Cursor:
             output.text[self.num_chars :],
             self.num_chars,
             output.token_ids[self.num_tokens :],
+            output.text_ends[self.num_tokens :],
             None if output.logprobs is None else output.logprobs[self.num_tokens :],
             output.finish_reason,
             output.stop_reason,

@@ -27,6 +27,7 @@ class _Ways:
 
     parsers: Parsers
     special_tokens: Mapping[str, int]
+    default_params: SamplingParams
 
 
 class EngineHost:
@@ -123,8 +124,7 @@ class EngineHost:
 
         A temperature of 1, the protocols' own default, where it asks for none: greedy is what a client says with 0.
         """
-        params = self.engine.default_sampling_params()
-        return replace(params, temperature=1.0) if params.temperature == 0 else params
+        return self._loaded_ways.default_params
 
     def stop_admission(self) -> None:
         """Take no more requests."""
@@ -140,4 +140,6 @@ class EngineHost:
 def _ways(engine: AsyncEngine) -> _Ways:
     tokenizer = engine.tokenizer
     special = {tokenizer.decode([number], skip_special_tokens=False): number for number in tokenizer.special_ids}
-    return _Ways(engine.choose_parsers(), special)
+    params = engine.default_sampling_params()
+    drawn = replace(params, temperature=1.0) if params.temperature == 0 else params
+    return _Ways(engine.choose_parsers(), special, drawn)

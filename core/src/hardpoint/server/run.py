@@ -15,6 +15,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.parsers import choose_parsers
 from hardpoint.server.app import create_app
 from hardpoint.server.host import EngineHost
+from hardpoint.server.protocol import TimedProtocol
 from hardpoint.server.service import Service
 from hardpoint.server.settings import ServerSettings
 from hardpoint_plugin_api import ConfigChange, ConfigError, EngineDeadError
@@ -48,7 +49,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 create_app(self.service),
                 loop="asyncio",
-                http="httptools",
+                http=TimedProtocol.within(settings.head_timeout),
                 ws="none",
                 lifespan="off",
                 log_config=None,

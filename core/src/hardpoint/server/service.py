@@ -45,7 +45,7 @@ class Service:
         return replace(self.host.default_params(), **own)
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # async: FastAPI calls a plain function in another thread
     return cast(Service, request.app.state.service)
 
 

@@ -17,9 +17,9 @@ class ServerSettings:
 
     ``port`` 0 lets the system choose. Without ``api_keys`` everybody is served. ``served_model_names`` are what clients
     may call the model; the first is what answers carry. Of ``max_concurrent_requests`` requests each holds a
-    connection and perhaps several sequences of the engine. Times are in seconds: a request's body must have arrived
-    after ``body_timeout``; a client that takes nothing of its answer is given up after ``write_timeout``; requests that
-    run when the server is told to stop have ``shutdown_deadline`` to end.
+    connection and perhaps several sequences of the engine. Times are in seconds: a request's head must have arrived
+    after ``head_timeout``, and its body after ``body_timeout`` more; a client that takes nothing of its answer is given
+    up after ``write_timeout``; requests that run when the server is told to stop have ``shutdown_deadline`` to end.
 
     Raises ConfigError, naming the flag.
     """
@@ -32,6 +32,7 @@ class ServerSettings:
     max_body_bytes: int = 8 * 2**20
     cors_origins: tuple[str, ...] = ()
     shutdown_deadline: float = 30.0
+    head_timeout: float = 20.0
     body_timeout: float = 60.0
     write_timeout: float = 60.0
     access_log: bool = False
@@ -42,6 +43,7 @@ class ServerSettings:
             ("--max-concurrent-requests", self.max_concurrent_requests, 1, 10**6),
             ("--max-body-bytes", self.max_body_bytes, 1, 2**40),
             ("--shutdown-deadline", self.shutdown_deadline, 0, 86400),
+            ("--head-timeout", self.head_timeout, 0.001, 86400),
             ("--body-timeout", self.body_timeout, 0.001, 86400),
             ("--write-timeout", self.write_timeout, 0.001, 86400),
         ):

@@ -119,7 +119,7 @@ class Step:
 class Turn:
     """An admitted turn, as an async context manager: leaving it ends what still runs."""
 
-    def __init__(self, generation: Generation, readers: Sequence[_Reader]) -> None:
+    def __init__(self, generation: Generation, readers: Sequence[Reader]) -> None:
         self._generation, self._readers = generation, readers
 
     @classmethod
@@ -148,7 +148,7 @@ class Turn:
         )
         is_parsed = parsers.tool is not None or parsers.reasoning is not None
         readers = [
-            _Reader(parsers.open(args) if is_parsed else None, parallel=request.tool_choice.parallel)
+            Reader(parsers.open(args) if is_parsed else None, parallel=request.tool_choice.parallel)
             for _ in range(params.n)
         ]
         return cls(generation, readers)
@@ -164,7 +164,8 @@ class Turn:
     @property
     def usage(self) -> Usage:
         """The tokens so far."""
-        return self._generation.usage
+        reasoning = sum(reader.num_reasoning_tokens for reader in self._readers)
+        return replace(self._generation.usage, reasoning_tokens=reasoning)
 
     @property
     def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
@@ -189,6 +190,8 @@ class Turn:
             delta = reader.cursor.take(completion)
             if delta is not None:
                 steps.append(Step(completion.index, reader.read(delta), delta, reader.finish_reason(delta)))
+                if reader.has_enough and delta.finish_reason is None:
+                    self._generation.stop(completion.index)
         return steps
 
     async def messages(self) -> list[Message]:
@@ -201,33 +204,62 @@ class Turn:
         return messages
 
 
-class _Reader:
-    """Parses one completion's text."""
+class Reader:
+    """Parses one completion's text. Without ``parallel`` the output ends, for its readers, before a second call."""
 
-    __slots__ = ("_has_calls", "_parallel", "_parser", "cursor")
+    __slots__ = ("_has_calls", "_num_undecided", "_parallel", "_parser", "cursor", "has_enough", "num_reasoning_tokens")
 
     def __init__(self, parser: OutputParser | None, *, parallel: bool) -> None:
         """Without ``parser`` text is content."""
         self.cursor = Cursor()
         self._parser, self._parallel, self._has_calls = parser, parallel, False
+        self.has_enough = False
+        self.num_reasoning_tokens = self._num_undecided = 0
 
     def read(self, delta: Delta) -> list[ParserEvent]:
         """The events of ``delta``, and of the output's end where that is it."""
         if self._parser is None:
             return [ContentDelta(delta.text)] if delta.text else []
-        events = self._parser.feed(delta.text)
+        if self.has_enough:
+            return []
+        events = self._read_by_token(delta) if self._parser.tells_reasoning else self._parser.feed(delta.text)
         if delta.finish_reason is not None:
             events = events + self._parser.finish()
-        self._has_calls = self._has_calls or any(isinstance(event, ToolCallStart) for event in events)
-        return events if self._parallel else [event for event in events if _index(event) == 0]
+        for place, event in enumerate(events):
+            if isinstance(event, ToolCallStart):
+                if self._has_calls and not self._parallel:
+                    self.has_enough = True
+                    return events[:place]
+                self._has_calls = True
+        return events
 
     def finish_reason(self, delta: Delta) -> str | None:
         """``tool_calls`` where an output that ended by itself holds calls."""
         return "tool_calls" if delta.finish_reason == "stop" and self._has_calls else delta.finish_reason
 
+    def _read_by_token(self, delta: Delta) -> list[ParserEvent]:
+        """Parse and count by token, so that the count does not depend on how many tokens come at once."""
+        assert self._parser is not None
+        if len(delta.token_ids) == 1:
+            events = self._parser.feed(delta.text)
+            self._count()
+            return events
+        events, place = list[ParserEvent](), 0
+        for end in delta.text_ends:
+            events += self._parser.feed(delta.text[place : end - delta.start])
+            place = end - delta.start
+            self._count()
+        return events + self._parser.feed(delta.text[place:])
 
-def _index(event: ParserEvent) -> int:
-    return getattr(event, "index", 0)
+    def _count(self) -> None:
+        """Count a token as reasoning if the answer has not begun behind it; an opening tag, if reasoning follows."""
+        assert self._parser is not None
+        is_reasoning = self._parser.is_reasoning
+        if is_reasoning is None:
+            self._num_undecided += 1
+        elif is_reasoning:
+            self.num_reasoning_tokens += 1 + self._num_undecided
+            self._num_undecided = 0
 
 
 def _how_to_call(

@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hardpoint.checkpoint.json_object import read_json
-from hardpoint_plugin_api import CheckpointError, RequestError, UnknownNameError
+from hardpoint_plugin_api import CheckpointError, ConfigError, RequestError, UnknownNameError
 
 Message = Mapping[str, Any]
 """``role``, ``content`` (a text, or a list of parts), and whatever else the template knows, such as ``tool_calls``."""
@@ -61,6 +61,23 @@ class ChatTemplate:
             if found:
                 return cls(_named(found, folder / name), special_tokens)
         return cls({}, special_tokens)
+
+    @classmethod
+    def of_file(cls, file: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        """The template in ``file``, which the user gives in place of a checkpoint's.
+
+        Raises ConfigError where it cannot be read or compiled: before a model is loaded for nothing.
+        """
+        try:
+            text = file.read_text(encoding="utf-8")
+            _environment().from_string(text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat-template {file}: it cannot be read: {error}") from None
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"--chat-template {file}, line {error.lineno}: it is no Jinja template: {error.message}"
+            ) from None
+        return cls({"default": text}, special_tokens)
 
     def render(
         self,

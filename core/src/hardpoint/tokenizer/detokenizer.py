@@ -116,6 +116,8 @@ class _StopScanner:
 
     def add(self, piece: str) -> tuple[str, str | None]:
         """Return the text that is certain, and the stop text found in it, if one was."""
+        if not self._stop:
+            return piece, None
         text = self._held + piece
         hits = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if hits:

@@ -14,7 +14,7 @@ from hardpoint.platforms.torch_accelerator import DeviceModule, TorchAccelerator
 from hardpoint.platforms.torch_build import TorchBuild, torch_build, torch_reason
 from hardpoint_cuda import nvml
 from hardpoint_cuda.nvml import Gpu, Nvml
-from hardpoint_plugin_api import NO_DEVICE, DeviceInfo, Fp8Format, Reason
+from hardpoint_plugin_api import NO_DEVICE, ConfigError, DeviceInfo, Fp8Format, GraphEngine, Reason
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -126,8 +126,22 @@ def _unusable(root: Path, code: str, problem: str, fix: str) -> Reason:
     return Reason(code, f"{len(fields)} GPU(s) are present ({names}), but {problem}" if names else problem, fix=fix)
 
 
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Numbers from a list such as "1,2,4,8", ascending. Raises ConfigError for anything else."""
+    try:
+        sizes = sorted({int(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        sizes = [0]
+    if not sizes or sizes[0] < 1:
+        raise ConfigError(
+            f"cuda.graph_batch_sizes must be auto or positive numbers with commas between them, got {text!r}; to run "
+            "without graphs use --enforce-eager"
+        )
+    return tuple(sizes)
+
+
 class CudaPlatform(TorchAcceleratorPlatform):
-    """NVIDIA GPUs. Steps run without graphs so far."""
+    """NVIDIA GPUs. Decode steps are captured as CUDA graphs."""
 
     name = "cuda"
     collectives = "nccl"
@@ -140,6 +154,16 @@ class CudaPlatform(TorchAcceleratorPlatform):
     def is_described(self, module: DeviceModule, index: int) -> bool:
         """Compare names: NVML counts in PCI order, CUDA by default with the fastest first."""
         return module.get_device_name(index) == self.info.name
+
+    def graph_engine(self) -> GraphEngine:
+        """CUDA graphs for the numbers of requests that ``cuda.graph_batch_sizes`` lists. Raises ConfigError for it."""
+        import torch
+
+        from hardpoint_cuda.graphs import BATCH_SIZES, CudaGraphs
+
+        listed = str(self.config.get("graph_batch_sizes", "auto"))
+        sizes = BATCH_SIZES if listed == "auto" else parse_sizes(listed)
+        return CudaGraphs(torch.device(self.info.torch_type, self.memory.index), sizes)
 
     @contextmanager
     def profile(self, folder: Path) -> Iterator[None]:

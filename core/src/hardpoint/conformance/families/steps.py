@@ -43,7 +43,7 @@ def batches(block: int) -> dict[str, tuple[Piece, ...]]:
         "prefill": (Piece(b, b), Piece(b + 1, b + 1), Piece(3, 3)),
         "decode": decodes,
         "alike": (Piece(1, b + 3), Piece(1, b + 1), Piece(1, b + 2)),
-        "chunked": (Piece(4, b + 4), Piece(b, 2 * b), Piece(5, 3 * b + 4)),
+        "chunked": (Piece(b, 2 * b), Piece(4, b + 4), Piece(5, 3 * b + 4)),  # where b is 1, the first is a decode
         "mixed": (*decodes, Piece(2 * b + 1, 2 * b + 1), Piece(7, 2 * b + 5)),
         "speculative": tuple(Piece(4, total) for total in (4, b + 3, 2 * b + 2, 3 * b + 4)),
         "one": (Piece(1, 1),),
@@ -202,6 +202,7 @@ def lay_out(
         query_start_host=tuple(starts.tolist()),
         seq_lens_host=tuple(totals.tolist()),
         num_decodes=sum(piece.query == 1 for piece in pieces),
+        graph_key=len(pieces) if all(piece.query == 1 for piece in pieces) else None,  # as the engine records it
     )
     placed_q = place_far(q, device, free_bytes) if far == "q" else place(q, device, placement)
     placed_k, placed_v = (place(x, device, placement) for x in (k, v))

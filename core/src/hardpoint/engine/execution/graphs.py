@@ -1,8 +1,9 @@
 """Decode steps from prepared executables: what the engine does with a platform's graph engine.
 
 A step in which every request has one token and samples has the same shape whenever it has as many requests, so the
-model and its logits can be recorded or captured once over fixed buffers, and replayed. What comes before (the step's
-arrays, attention's plan) writes those buffers; sampling reads the logits where the executable leaves them.
+model, its logits and the drawing of tokens can be recorded or captured once over fixed buffers, and replayed. What
+comes before (the op decode_inputs, attention's plan) writes those buffers. Where tokens take more than temperature and
+truncation (penalties, structures, log-probabilities) the executable ends with logits, which the sampler reads.
 
 Every rank of an engine decides by the step alone, so all of them replay, prepare or run eagerly together. What cannot
 be prepared on one rank cannot on any: all have the same choices, and compare them before the first step.
@@ -16,13 +17,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Protocol, get_args
 
 import torch
 
 from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward
+from hardpoint.engine.execution.sampler import PlainDraw
 from hardpoint.engine.scheduling.step import StepInput
 from hardpoint.layers.moe import Experts
+from hardpoint.ops.decode_inputs import allocate_step
 from hardpoint_plugin_api import (
     NULL_PAGE,
     AttentionBatch,
@@ -38,18 +42,28 @@ logger = logging.getLogger(__name__)
 
 MOST_EXECUTABLES = 32
 """How many are kept for an engine that sets no limit; the one that was least recently used goes first."""
+_DRAWS = len(get_args(PlainDraw))
+"""How many are prepared ahead for each size."""
+
+
+class Draw(Protocol):
+    """Draws a token for each row: see Sampler.draw."""
+
+    def __call__(
+        self, how: PlainDraw, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class DecodeBuffers:
-    """The fixed buffers of all steps of ``size`` requests: ids and positions int64 [size], a batch per cache group.
+    """The fixed buffers of all steps of ``size`` requests: what the op decode_inputs fills, as it names them.
 
-    Buffers of a smaller size are the first rows of those of a larger one.
+    ``batches`` are the same as attention sees them, one for each cache group. Buffers of a smaller size are the first
+    rows of those of a larger one.
     """
 
     size: int
-    ids: torch.Tensor
-    positions: torch.Tensor
+    step: dict[str, torch.Tensor]
     batches: tuple[AttentionBatch, ...]
 
     @classmethod
@@ -57,79 +71,56 @@ class DecodeBuffers:
         cls, size: int, num_groups: int, max_pages: int, block_size: int, device: torch.device
     ) -> DecodeBuffers:
         """Buffers of the largest size, full of padding."""
+        step = allocate_step(num_groups, size, max_pages, device)
+        buffers = cls._over(step, torch.arange(size + 1, dtype=torch.int32, device=device))
+        buffers.clear(block_size, 0)
+        return buffers
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        query_start, seq_lens = torch.arange(size + 1, dtype=torch.int32, device=device), zeros(size)
+    @classmethod
+    def _over(cls, step: dict[str, torch.Tensor], query_start: torch.Tensor) -> DecodeBuffers:
+        size = step["ids"].shape[0]
         batches = tuple(
             AttentionBatch(
                 query_start=query_start,
-                seq_lens=seq_lens,
-                block_table=zeros(size, max_pages),
-                slot_mapping=zeros(size),
+                seq_lens=step["seq_lens"],
+                block_table=block_table,
+                slot_mapping=slot_mapping,
                 query_start_host=tuple(range(size + 1)),
                 seq_lens_host=(1,) * size,
                 num_decodes=size,
                 graph_key=size,
             )
-            for _ in range(num_groups)
+            for block_table, slot_mapping in zip(step["block_table"], step["slot_mapping"], strict=True)
         )
-        buffers = cls(size, zeros(size, dtype=torch.int64), zeros(size, dtype=torch.int64), batches)
-        buffers.clear(block_size)
-        return buffers
+        return cls(size, step, batches)
 
     def first(self, size: int) -> DecodeBuffers:
         """The buffers of the first ``size`` rows."""
-        batches = tuple(
-            AttentionBatch(
-                query_start=batch.query_start[: size + 1],
-                seq_lens=batch.seq_lens[:size],
-                block_table=batch.block_table[:size],
-                slot_mapping=batch.slot_mapping[:size],
-                query_start_host=batch.query_start_host[: size + 1],
-                seq_lens_host=batch.seq_lens_host[:size],
-                num_decodes=size,
-                graph_key=size,
-            )
-            for batch in self.batches
-        )
-        return DecodeBuffers(size, self.ids[:size], self.positions[:size], batches)
+        rows = {name: x[:, :size] if name in _BY_GROUP else x[:size] for name, x in self.step.items()}
+        return self._over(rows, self.batches[0].query_start[: size + 1])
 
-    def clear(self, block_size: int) -> None:
-        """Make every row padding: the first token of a sequence in the null page."""
-        self.ids.zero_()
-        self.positions.zero_()
-        for batch in self.batches:
-            batch.seq_lens.fill_(1)
-            batch.block_table.fill_(NULL_PAGE)
-            batch.slot_mapping.fill_(NULL_PAGE * block_size)
+    def clear(self, block_size: int, slot: int) -> None:
+        """Make every row padding: the first token of a sequence in the null page, of the request in ``slot``."""
+        values = {"slots": slot, "seq_lens": 1, "block_table": NULL_PAGE, "slot_mapping": NULL_PAGE * block_size}
+        for name, x in self.step.items():
+            x.fill_(values.get(name, 0))
 
-    def load(
-        self, ids: torch.Tensor, positions: torch.Tensor, batches: Sequence[AttentionBatch]
-    ) -> list[AttentionBatch]:
-        """Copy a step's arrays into the buffers; returns its batches over them."""
-        self.ids.copy_(ids)
-        self.positions.copy_(positions)
-        self.batches[0].seq_lens.copy_(batches[0].seq_lens)  # one array for all groups
-        for fixed, batch in zip(self.batches, batches, strict=True):
-            fixed.block_table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
-            fixed.slot_mapping.copy_(batch.slot_mapping)
-        return [replace(fixed, seq_lens_host=batches[0].seq_lens_host) for fixed in self.batches]
+    def lasting(self, seq_lens_host: tuple[int, ...]) -> list[AttentionBatch]:
+        """The batches of a step whose requests have these lengths."""
+        return [replace(batch, seq_lens_host=seq_lens_host) for batch in self.batches]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name."""
-        first = self.batches[0]
-        named = {"ids": self.ids, "positions": self.positions, "query_start": first.query_start}
-        named["seq_lens"] = first.seq_lens
-        for number, batch in enumerate(self.batches):
-            named |= {f"block_table_{number}": batch.block_table, f"slot_mapping_{number}": batch.slot_mapping}
-        return named
+        return self.step | {"query_start": self.batches[0].query_start}
+
+
+_BY_GROUP = ("block_table", "slot_mapping")
+"""Arrays whose first axis is the cache group."""
 
 
 class DecodeGraphs:
-    """One rank's executables, by number of rows and compatibility tokens.
+    """One rank's executables, by number of rows, how they draw and compatibility tokens.
 
     ``sizes`` are the numbers of rows that are prepared ahead and padded to; None: any number as it is, prepared when
     it is first met. Without graphs, ``size`` answers None for every step.
@@ -140,6 +131,7 @@ class DecodeGraphs:
         ctx: Context,
         new_engine: Callable[[], GraphEngine],
         forward: Forward,
+        draw: Draw,
         limits: StepLimits,
         pool: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -148,12 +140,12 @@ class DecodeGraphs:
         Raises PlatformError for a graph engine whose data contradict each other.
         """
         assert limits.max_requests is not None
-        self._new_engine, self._forward, self._pool = new_engine, forward, pool
+        self._new_engine, self._forward, self._draw, self._pool = new_engine, forward, draw, pool
         self._engine = engine = new_engine()
         self._block_size, self._profiler = ctx.block_size, ctx.profiler
         self._off = self._why_off(ctx)
-        self._limit = most_executables(engine)
         self._buckets, self.sizes = sorted(limits.token_buckets), _sizes(engine, limits)
+        self._limit, self._padding_slot = most_executables(engine, self.sizes), limits.max_requests
         self.most_rows = 0 if self._off else max(self.sizes or (self._padded(limits.max_requests),))
         self._executables: OrderedDict[Hashable, Executable] = OrderedDict()
         self._buffers: dict[int, DecodeBuffers] = {}
@@ -163,6 +155,7 @@ class DecodeGraphs:
                 self.most_rows, num_groups, max_pages, ctx.block_size, ctx.torch_device
             )
         self._unrecordable: set[int] = set()
+        self._undrawable: set[PlainDraw] = set()
         metrics = ctx.metrics
         self._replays = metrics.counter("graph_replays", "Steps that were replayed by a prepared executable.")
         self._eager = metrics.counter("eager_steps", "Steps that ran without one, by reason.", ["reason"])
@@ -187,21 +180,28 @@ class DecodeGraphs:
             return None
         return size
 
-    def load(
-        self, size: int, ids: torch.Tensor, positions: torch.Tensor, batches: Sequence[AttentionBatch]
-    ) -> list[AttentionBatch]:
-        """Write a step of ``size`` rows to the fixed buffers; returns its batches over them, to be planned."""
-        return self._buffers_of(size).load(ids, positions, batches)
+    def buffers(self, size: int) -> DecodeBuffers:
+        """The fixed buffers of steps of ``size`` rows."""
+        if size not in self._buffers:
+            self._buffers[size] = self._buffers[self.most_rows].first(size)
+        return self._buffers[size]
 
-    def logits(self, size: int, metadata: Sequence[AttentionMetadata]) -> torch.Tensor:
-        """Run the step that ``load`` wrote, as it was planned: logits [size, vocab], valid until the next step."""
-        executable = self._executable(size, metadata)
+    def run(
+        self, size: int, metadata: Sequence[AttentionMetadata], draw: PlainDraw | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Run the step that stands in the buffers, as it was planned.
+
+        Returns tokens int64 [size], or logits [size, vocab] where ``draw`` is None or cannot be part of an executable;
+        valid until the next step.
+        """
+        executable = self._drawing(size, metadata, draw) if draw else None
+        executable = executable or self._executable(size, metadata, None)
         if executable is None:
             self._eager.labels("unrecordable").inc()
-            return self._step(metadata)(**self._buffers_of(size).tensors)
+            return self._step(metadata, None)(**self.buffers(size).tensors)
         self._replays.inc()
-        logits: torch.Tensor = executable.run()
-        return logits
+        result: tuple[torch.Tensor | None, torch.Tensor | None] = executable.run()
+        return result
 
     @torch.inference_mode()
     def prepare_ahead(self) -> None:
@@ -211,9 +211,12 @@ class DecodeGraphs:
         began = time.perf_counter()
         for number, size in enumerate(sorted(self.sizes, reverse=True), 1):
             logger.info("preparing decode steps of %d requests (%d of %d)", size, number, len(self.sizes))
-            buffers = self._buffers_of(size)
-            buffers.clear(self._block_size)  # what an earlier step left there names pages that are others' now
-            self._executable(size, self._forward.plan(buffers.batches))
+            buffers = self.buffers(size)
+            buffers.clear(self._block_size, self._padding_slot)  # what a step left names pages that are others' now
+            metadata = self._forward.plan(buffers.batches)
+            drawing = [self._drawing(size, metadata, draw) for draw in get_args(PlainDraw)]
+            if None in drawing:
+                self._executable(size, metadata, None)
         logger.info("%d decode steps prepared in %.1f s", len(self._executables), time.perf_counter() - began)
 
     def drop(self) -> None:
@@ -230,20 +233,34 @@ class DecodeGraphs:
     def _padded(self, rows: int) -> int:
         return next((bucket for bucket in self._buckets if bucket >= rows), rows)
 
-    def _buffers_of(self, size: int) -> DecodeBuffers:
-        if size not in self._buffers:
-            self._buffers[size] = self._buffers[self.most_rows].first(size)
-        return self._buffers[size]
-
-    def _step(self, metadata: Sequence[AttentionMetadata]) -> Callable[..., torch.Tensor]:
-        def decode(ids: torch.Tensor, positions: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
-            return self._forward.model.logits(self._forward.hidden(ids, positions, metadata))
+    def _step(
+        self, metadata: Sequence[AttentionMetadata], draw: PlainDraw | None
+    ) -> Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]:
+        def decode(
+            ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, **_: torch.Tensor
+        ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            logits = self._forward.model.logits(self._forward.hidden(ids, positions, metadata))
+            if draw is None:
+                return logits, None
+            # Logits are no result here: memory for all sizes' would be held at once.
+            return None, self._draw(draw, logits, slots, positions + 1 if draw == "random" else positions)
 
         return decode
 
-    def _executable(self, size: int, metadata: Sequence[AttentionMetadata]) -> Executable | None:
+    def _drawing(self, size: int, metadata: Sequence[AttentionMetadata], draw: PlainDraw) -> Executable | None:
+        """The one that draws, too; None where that cannot be part of any."""
+        if draw in self._undrawable:
+            return None
+        executable = self._executable(size, metadata, draw)
+        if executable is None:
+            self._undrawable.add(draw)
+        return executable
+
+    def _executable(
+        self, size: int, metadata: Sequence[AttentionMetadata], draw: PlainDraw | None
+    ) -> Executable | None:
         """The one for ``size`` rows and the tokens of ``metadata``, prepared where it is new; None where that fails."""
-        key = (size, self._forward.tokens(metadata))
+        key = (size, draw, self._forward.tokens(metadata))
         if key in self._executables:
             self._executables.move_to_end(key)
             return self._executables[key]
@@ -252,8 +269,11 @@ class DecodeGraphs:
         began = time.perf_counter()
         try:
             with self._pool():
-                prepared = self._engine.prepare(key, self._step(metadata), self._buffers_of(size).tensors)
+                prepared = self._engine.prepare(key, self._step(metadata, draw), self.buffers(size).tensors)
         except PlatformError as error:
+            if draw is not None:
+                logger.info("tokens are drawn behind the prepared steps, not within: %s", error)
+                return None
             if not self._unrecordable:
                 logger.warning("decode steps of %d requests run eagerly: %s", size, error)
             self._unrecordable.add(size)
@@ -299,12 +319,14 @@ def uncapturable(ctx: Context, engine: GraphEngine, forward: Forward) -> Iterato
 def graph_bytes(engine: GraphEngine, limits: StepLimits) -> int:
     """Bytes that executables may take, by what the engine says of one."""
     sizes = _sizes(engine, limits)
-    return engine.bytes_per_executable * (most_executables(engine) if sizes is None else len(sizes))
+    return engine.bytes_per_executable * (most_executables(engine, None) if sizes is None else _DRAWS * len(sizes))
 
 
-def most_executables(engine: GraphEngine) -> int:
-    """How many are kept at once."""
-    return MOST_EXECUTABLES if engine.max_executables is None else engine.max_executables
+def most_executables(engine: GraphEngine, sizes: Sequence[int] | None) -> int:
+    """How many are kept at once: for each of ``sizes`` at least one of each kind."""
+    if engine.max_executables is not None:
+        return engine.max_executables
+    return max(MOST_EXECUTABLES, (_DRAWS + 1) * len(sizes or ()))
 
 
 def _sizes(engine: GraphEngine, limits: StepLimits) -> tuple[int, ...] | None:
@@ -318,8 +340,9 @@ def _sizes(engine: GraphEngine, limits: StepLimits) -> tuple[int, ...] | None:
     padded = sorted({next((b for b in buckets if b >= size), size) for size in engine.batch_sizes})
     enough = next((size for size in padded if size >= limits.max_requests), padded[-1])
     sizes = tuple(size for size in padded if size <= min(enough, limits.max_tokens or enough))
-    if engine.max_executables is not None and len(sizes) > engine.max_executables:
+    if engine.max_executables is not None and _DRAWS * len(sizes) > engine.max_executables:
         raise PlatformError(
-            f"a graph engine that keeps {engine.max_executables} executables asks for {len(sizes)} sizes: {sizes}"
+            f"a graph engine that keeps {engine.max_executables} executables asks for {len(sizes)} sizes, with "
+            f"{_DRAWS} for each: {sizes}"
         )
     return sizes

@@ -31,8 +31,10 @@ class MultiprocessExecutor(RanksExecutor):
         self._folder = TemporaryDirectory(prefix="hardpoint-ranks-", ignore_cleanup_errors=True)
         self.processes: list[ProcessRank] = []
         try:
-            for number in range(config.tensor_parallel_size):
-                spec = RankSpec(config, Seat(number, number), choices, str(Path(self._folder.name) / "store"))
+            ranks = config.tensor_parallel_size
+            for number in range(ranks):
+                seat = Seat(number, number, local_ranks=ranks)
+                spec = RankSpec(config, seat, choices, str(Path(self._folder.name) / "store"))
                 self.processes.append(ProcessRank.start(spec))
         except BaseException:
             for rank in self.processes:

@@ -15,25 +15,41 @@ import torch
 
 from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward
-from hardpoint.engine.execution.graphs import DecodeGraphs
-from hardpoint.engine.execution.logits_state import LogitsState
+from hardpoint.engine.execution.graphs import DecodeBuffers, DecodeGraphs
 from hardpoint.engine.execution.logprobs import DeviceLogprobs, DevicePromptLogprobs, PromptScorer
-from hardpoint.engine.execution.sampler import Sampler, SamplingOps
+from hardpoint.engine.execution.sampler import Sampled, Sampler, SamplingOps
 from hardpoint.engine.execution.staging import Staging
-from hardpoint.engine.scheduling.step import StepInput, StepOutput
+from hardpoint.engine.scheduling.step import ScheduledRequest, StepInput, StepOutput
+from hardpoint.ops.decode_inputs import LAST_DRAWN, NUM_FIXED_ROWS, decode_inputs
+from hardpoint.ops.slot_mapping import slot_mapping
 from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, AttentionMetadata, Platform
 
 Ints = npt.NDArray[np.int32]
-SlotMapping = Callable[..., torch.Tensor]
-"""The op of that name, bound."""
+
+
+@dataclass(frozen=True)
+class StepOps:
+    """The ops around the model, bound with it so that the selection table holds them."""
+
+    slot_mapping: Callable[..., torch.Tensor]
+    decode_inputs: Callable[..., None]
+    sampling: SamplingOps
+
+    @classmethod
+    def bind(cls, ctx: Context) -> StepOps:
+        """Select the implementations."""
+        return cls(slot_mapping.bind(ctx), decode_inputs.bind(ctx), SamplingOps.bind(ctx))
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A submitted step: its number and, on the device, the tokens it draws (int64 [N]) and what is asked about them."""
+    """A submitted step: its number, the tokens it draws, and what is asked about them, which is on the device.
+
+    ``tokens`` waits for them, and for nothing that was submitted later: int64 [N], on the host.
+    """
 
     number: int
-    tokens: torch.Tensor
+    tokens: Callable[[], torch.Tensor]
     logprobs: DeviceLogprobs | None
     prompt_logprobs: DevicePromptLogprobs | None
 
@@ -59,9 +75,10 @@ class RunnerArgs:
     platform: Platform
     forward: Forward
     graphs: DecodeGraphs
-    sampling_ops: SamplingOps
-    slot_mapping: SlotMapping
-    logits_state: LogitsState
+    sampler: Sampler
+    ops: StepOps
+    num_slots: int
+    vocab_size: int
     max_step_tokens: int
     token_buckets: tuple[int, ...] = ()
 
@@ -70,10 +87,10 @@ class Runner:
     """Runs the model over a step's tokens, then samples."""
 
     def __init__(self, args: RunnerArgs) -> None:
-        ctx, num_slots = args.ctx, args.logits_state.num_slots
+        ctx, num_slots = args.ctx, args.num_slots
         self._ctx, self._forward, self._graphs = ctx, args.forward, args.graphs
         self._device, self._block_size = ctx.torch_device, ctx.block_size
-        self._slot_mapping = args.slot_mapping
+        self._platform, self._ops = args.platform, args.ops
         self._buckets = sorted(args.token_buckets)
         self._max_pages = -(-ctx.max_model_len // ctx.block_size)
         # The slot behind all others is that of requests which are mere padding: one token, all pages the null page.
@@ -85,9 +102,9 @@ class Runner:
             (num_groups, rows, self._max_pages), NULL_PAGE, dtype=torch.int32, device=self._device
         )
         self._num_blocks: Ints = np.zeros(rows, np.int32)
-        self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=self._device)
-        self._sampler = Sampler(args.sampling_ops, args.logits_state, self._device)
-        self._prompts = PromptScorer(args.sampling_ops.rank, args.forward.model.logits, args.logits_state.vocab_size)
+        self._last_token = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        self._sampler = args.sampler
+        self._prompts = PromptScorer(args.ops.sampling.rank, args.forward.model.logits, args.vocab_size)
         self._padding_tokens = ctx.metrics.counter("padding_tokens", "Tokens that ran as mere padding of steps.")
         new_pages = num_groups * num_slots * self._max_pages
         most_requests = max(num_slots, args.graphs.most_rows)
@@ -100,24 +117,48 @@ class Runner:
     def submit(self, step: StepInput) -> Ticket:
         """Take the delta, run the model over the step's tokens, draw a token for each slot that samples."""
         shares = [s for s in step.scheduled if s.samples]
-        size, prompts = self._graphs.size(step), None
+        size = self._graphs.size(step)
         if size is not None:
-            arrays = self._plan(step, size)
-            with self._ctx.range("model"):
-                logits = self._graphs.logits(size, arrays.metadata)[: len(shares)]
-            positions = arrays.positions[: len(shares)]
-        else:
-            hidden, arrays = self.forward(step)
-            prompts = self._prompts.score(step.scheduled, hidden, arrays.staged)
-            if not shares:
-                return Ticket(step.number, torch.empty(0, dtype=torch.int64, device=self._device), None, prompts)
-            last = arrays.staged["sample_rows"].long()
-            logits, positions = self._forward.model.logits(hidden[last]), arrays.positions[last]
+            return self._replay(step, size)
+        hidden, arrays = self.forward(step)
+        prompts = self._prompts.score(step.scheduled, hidden, arrays.staged)
+        if not shares:  # still to be waited for: its arrays travel from memory that a later step overwrites
+            return Ticket(step.number, self._platform.to_host(self._last_token[:0]), None, prompts)
+        last, slots = arrays.staged["sample_rows"].long(), arrays.staged["sample_slots"].long()
+        logits, positions = self._forward.model.logits(hidden[last]), arrays.positions[last]
+        return self._sample(step, logits, shares, slots, positions, prompts)
+
+    def _replay(self, step: StepInput, size: int) -> Ticket:
+        """Run a decode step through the prepared executable of ``size`` rows."""
+        shares = step.scheduled
+        with self._ctx.range("plan"):
+            buffers, metadata = self._plan_decodes(step, size)
+        with self._ctx.range("model"):
+            logits, tokens = self._graphs.run(size, metadata, self._sampler.plain_draw(shares))
+        slots, positions = (buffers.step[name][: len(shares)] for name in ("slots", "positions"))
+        if tokens is None:
+            assert logits is not None
+            return self._sample(step, logits[: len(shares)], shares, slots, positions)
+        return self._drawn(step, slots, Sampled(tokens[: len(shares)], None))
+
+    def _sample(
+        self,
+        step: StepInput,
+        logits: torch.Tensor,
+        shares: Sequence[ScheduledRequest],
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        prompts: DevicePromptLogprobs | None = None,
+    ) -> Ticket:
         with self._ctx.range("sample"):
-            slots = arrays.staged["sample_slots"].long()
-            drawn = self._sampler.sample(logits, shares, slots, positions + 1)
-            self._last_token[slots] = drawn.tokens
-        return Ticket(step.number, drawn.tokens, drawn.logprobs, prompts)
+            return self._drawn(step, slots, self._sampler.sample(logits, shares, slots, positions + 1), prompts)
+
+    def _drawn(
+        self, step: StepInput, slots: torch.Tensor, drawn: Sampled, prompts: DevicePromptLogprobs | None = None
+    ) -> Ticket:
+        """Keep the tokens for the next step, and send them to the host."""
+        self._last_token[slots] = drawn.tokens
+        return Ticket(step.number, self._platform.to_host(drawn.tokens), drawn.logprobs, prompts)
 
     def forward(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
         """Take the delta and run the model eagerly; returns hidden states [T, hidden] beside the step's arrays."""
@@ -125,34 +166,64 @@ class Runner:
         with self._ctx.range("model"):
             return self._forward.hidden(arrays.ids, arrays.positions, arrays.metadata), arrays
 
-    def _plan(self, step: StepInput, size: int | None = None) -> StepArrays:
-        """Take the delta, bring the step's arrays to the device and have attention plan it.
-
-        A step that is to be replayed gets as many requests as ``size`` says, and the fixed buffers of that size.
-        """
+    def _plan(self, step: StepInput) -> StepArrays:
+        """Take the delta, bring the step's arrays to the device and have attention plan it."""
         with self._ctx.range("plan"):
-            batches, staged = self._batches(step, self._take(step), size)
+            self._take_new(step)
+            batches, staged = self._batches(step, self._take_pages(step))
             ids, positions = staged["ids"].long(), staged["positions"]
             if "gather_rows" in staged:
                 ids[staged["gather_rows"].long()] = self._last_token[staged["gather_slots"].long()]
-            if size is not None:
-                batches = self._graphs.load(size, ids, positions, batches)
             return StepArrays(ids, positions, self._forward.plan(batches), staged)
 
+    def _plan_decodes(self, step: StepInput, size: int) -> tuple[DecodeBuffers, Sequence[AttentionMetadata]]:
+        """The same for a step of one token for each request, in the fixed buffers of ``size`` rows."""
+        self._take_new(step)
+        shares, block_size = step.scheduled, self._block_size
+        rows = np.full((NUM_FIXED_ROWS + len(self._block_tables), size), NULL_PAGE, np.int32)
+        rows[0, len(shares) :], rows[1, len(shares) :], rows[2, len(shares) :] = self._padding_slot, 1, 0
+        arrays = {"rows": rows}
+        if any(len(s.new_pages[0]) > (s.start % block_size == 0) for s in shares):
+            arrays |= self._take_pages(step)  # a prefix that was found in the cache
+        else:
+            for row, share in enumerate(shares):
+                if share.new_pages[0]:
+                    rows[NUM_FIXED_ROWS:, row] = [pages[0] for pages in share.new_pages]
+                    self._num_blocks[share.slot] += 1
+        slots = [s.slot for s in shares]
+        starts = np.array([s.start for s in shares], np.int32)
+        rows[0, : len(shares)] = slots
+        rows[1, : len(shares)] = starts + 1
+        known = starts < self._num_known[slots]
+        rows[2, : len(shares)] = np.where(known, self._tokens[slots, starts], LAST_DRAWN)
+        if size > len(shares):
+            self._padding_tokens.inc(size - len(shares))
+        staged = self._staging.stage(arrays)
+        self._place_pages(staged)
+        buffers = self._graphs.buffers(size)
+        self._ops.decode_inputs(
+            staged["rows"], self._last_token, self._block_tables, buffers.step, block_size=block_size
+        )
+        return buffers, self._forward.plan(buffers.lasting(tuple(rows[1].tolist())))
+
+    @torch.inference_mode()
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for the tokens of ``ticket``, and for what was asked about them."""
         logprobs = ticket.logprobs.to_host() if ticket.logprobs else ()
         prompts = ticket.prompt_logprobs.to_host() if ticket.prompt_logprobs else ()
-        return StepOutput(ticket.number, tuple(ticket.tokens.tolist()), logprobs, prompts)
+        return StepOutput(ticket.number, tuple(ticket.tokens().tolist()), logprobs, prompts)
 
-    def _take(self, step: StepInput) -> dict[str, Ints]:
-        """Apply the delta: fill new slots; returns the new pages, and their places in the flattened block tables."""
+    def _take_new(self, step: StepInput) -> None:
+        """Fill new slots."""
         for new in step.new:
             count = len(new.token_ids)
             self._tokens[new.slot, :count] = new.token_ids
             self._num_known[new.slot], self._num_blocks[new.slot] = count, 0
             self._sampler.set_slot(new)
             self._prompts.set_slot(new)
+
+    def _take_pages(self, step: StepInput) -> dict[str, Ints]:
+        """The step's new pages, and their places in the flattened block tables."""
         places: list[int] = []
         pages: list[int] = []
         num_slots = len(self._num_blocks)
@@ -168,22 +239,26 @@ class Runner:
             return {}
         return {"new_page_places": np.array(places, np.int32), "new_pages": np.array(pages, np.int32)}
 
+    def _place_pages(self, staged: dict[str, torch.Tensor]) -> None:
+        """Write what ``_take_pages`` found to the block tables on the device."""
+        if "new_pages" in staged:
+            self._block_tables.view(-1)[staged["new_page_places"].long()] = staged["new_pages"]
+
     def _padded(self, rows: Ints) -> Ints:
         """Pad one value per token up to the platform's next bucket; zeros store to the null page and are never read."""
         size = next((bucket for bucket in self._buckets if bucket >= rows.size), rows.size)
         return rows if size == rows.size else np.pad(rows, (0, size - rows.size))
 
     def _batches(
-        self, step: StepInput, new_pages: dict[str, Ints], size: int | None
+        self, step: StepInput, new_pages: dict[str, Ints]
     ) -> tuple[list[AttentionBatch], dict[str, torch.Tensor]]:
         """The step's arrays, on the device: what each cache group's attention sees, and ids, positions, rows by name.
 
-        Block tables stay on the device; each step brings the ``new_pages`` alone. Requests are padded up to ``size``.
+        Block tables stay on the device; each step brings the ``new_pages`` alone.
         """
-        num_padding = 0 if size is None else size - len(step.scheduled)
-        slots = np.array([s.slot for s in step.scheduled] + [self._padding_slot] * num_padding, np.int32)
-        starts = np.array([s.start for s in step.scheduled] + [0] * num_padding, np.int32)
-        counts = np.array([s.count for s in step.scheduled] + [1] * num_padding, np.int32)
+        slots = np.array([s.slot for s in step.scheduled], np.int32)
+        starts = np.array([s.start for s in step.scheduled], np.int32)
+        counts = np.array([s.count for s in step.scheduled], np.int32)
         query_start = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
         seq_lens = starts + counts
         token_slots = np.repeat(slots, counts)
@@ -196,18 +271,17 @@ class Runner:
             "positions": self._padded(positions),
         }
         arrays |= self._prompts.arrays(step.scheduled, query_start, self._tokens)
-        samples = np.array([s.samples for s in step.scheduled] + [False] * num_padding)
+        samples = np.array([s.samples for s in step.scheduled])
         if samples.any():
             arrays |= {"sample_rows": query_start[1:][samples] - 1, "sample_slots": slots[samples]}
         drawn = np.nonzero(positions >= self._num_known[token_slots])[0].astype(np.int32)
         if drawn.size:
             arrays |= {"gather_rows": drawn, "gather_slots": token_slots[drawn]}
-        if padding := arrays["ids"].size - positions.size + num_padding:
+        if padding := arrays["ids"].size - positions.size:
             self._padding_tokens.inc(padding)
         staged = self._staging.stage(arrays)
         staged["positions"] = positions_long = staged["positions"].long()
-        if new_pages:
-            self._block_tables.view(-1)[staged["new_page_places"].long()] = staged["new_pages"]
+        self._place_pages(staged)
         width = int(-(-seq_lens.max() // self._block_size))
         table_rows = staged["slots"].long()
         batches = [
@@ -215,7 +289,7 @@ class Runner:
                 query_start=staged["query_start"],
                 seq_lens=staged["seq_lens"],
                 block_table=tables[table_rows, :width],
-                slot_mapping=self._slot_mapping(
+                slot_mapping=self._ops.slot_mapping(
                     positions_long,
                     staged["slots"],
                     staged["query_start"],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from hardpoint.ops.sampling import argmax_tokens, philox_uniform, sample_tokens
 from hardpoint.ops.token_logprobs import token_logprobs
 
 Op = Callable[..., torch.Tensor]
+PlainDraw = Literal["greedy", "random"]
+"""How all of a step's tokens may be drawn where nothing but temperature and truncation has a say."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Sampler:
 
     def __init__(self, ops: SamplingOps, state: LogitsState, device: torch.device) -> None:
         def column(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(state.num_slots, dtype=dtype, device=device)
+            return torch.zeros(state.num_slots + 1, dtype=dtype, device=device)  # the last is that of padding
 
         self._temperature, self._top_p, self._min_p = (column(torch.float32) for _ in range(3))
         self._top_k, self._seed = column(torch.int32), column(torch.int64)
@@ -122,6 +125,26 @@ class Sampler:
             part.record(slots, tokens)
         return Sampled(tokens, self._logprobs(logits, tokens, shares) if self._top_n else None)
 
+    def plain_draw(self, shares: Sequence[ScheduledRequest]) -> PlainDraw | None:
+        """How ``draw`` draws all of ``shares``' tokens; None where some take more than that: see ``sample``."""
+        if self._top_n and any(share.slot in self._top_n for share in shares):
+            return None
+        if any(share.allowed is not None for share in shares) or needed_parts(self._parts, shares):
+            return None
+        return "greedy" if self._random_slots.isdisjoint(share.slot for share in shares) else "random"
+
+    def draw(self, how: PlainDraw, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Draw tokens int64 [N] from logits [N, V], by what the device knows of ``slots`` alone.
+
+        ``slots`` and ``positions`` as in ``sample``; a greedy draw looks at neither. The slot behind all others is
+        that of padding, and greedy.
+        """
+        if how == "greedy":
+            return self._ops.argmax(logits)
+        uniform = self._ops.uniform(self._seed[slots], positions)
+        columns = (self._temperature[slots], self._top_k[slots], self._top_p[slots], self._min_p[slots])
+        return self._ops.sample(logits, *columns, uniform)
+
     def _structured(self, logits: torch.Tensor, shares: Sequence[ScheduledRequest]) -> torch.Tensor:
         """logits with what the shares' structures forbid masked out, in a new tensor where there is any."""
         rows = [row for row, share in enumerate(shares) if share.allowed is not None]
@@ -137,11 +160,8 @@ class Sampler:
     def _draw(
         self, logits: torch.Tensor, shares: Sequence[ScheduledRequest], slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        if self._random_slots.isdisjoint(share.slot for share in shares):
-            return self._ops.argmax(logits)
-        uniform = self._ops.uniform(self._seed[slots], positions)
-        columns = (self._temperature[slots], self._top_k[slots], self._top_p[slots], self._min_p[slots])
-        return self._ops.sample(logits, *columns, uniform)
+        greedy = self._random_slots.isdisjoint(share.slot for share in shares)
+        return self.draw("greedy" if greedy else "random", logits, slots, positions)
 
     def _logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, shares: Sequence[ScheduledRequest]

@@ -65,7 +65,7 @@ class Launch:
     @property
     def seat(self) -> Seat:
         """This process's place."""
-        return Seat(self.rank, self.local_rank, self.world == self.local_world)
+        return Seat(self.rank, self.local_rank, self.world == self.local_world, self.local_world)
 
     def store(self) -> Store:
         """What all processes of the launch share; waits for rank 0's host."""

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.checkpoint.loader import GivenTensors, check_weights, load_weights
+from hardpoint.checkpoint.loader import GivenTensors, TensorSource, check_weights, load_weights
+from hardpoint.checkpoint.random_weights import RandomTensors
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
+from hardpoint.context import Context
 from hardpoint.layers import CausalLM
 from hardpoint_plugin_api import CheckpointError, EngineError
 
@@ -26,14 +28,21 @@ _FREE_KEYS = frozenset(
 class ModelWeights:
     """The weights of ``model``, from the checkpoint whose config is ``hf_config``."""
 
-    def __init__(self, model: CausalLM, hf_config: HFConfig, device: torch.device) -> None:
-        self._model, self._hf_config, self._device = model, hf_config, device
+    def __init__(self, model: CausalLM, hf_config: HFConfig, ctx: Context) -> None:
+        self._model, self._hf_config, self._device = model, hf_config, ctx.torch_device
+        self._seed = ctx.config.seed if ctx.config.load_format == "random" else None
+        self._dtype = ctx.dtype
         self._folder: Path | None = hf_config.folder
 
     def load(self) -> None:
         """Read the weights, prepare and bind the layers. Raises CheckpointError."""
         assert self._folder is not None
-        load_weights(self._model, self._model.weight_names, SafetensorsFiles(self._folder), self._device)
+        source: TensorSource = (
+            SafetensorsFiles(self._folder)
+            if self._seed is None
+            else RandomTensors(self._folder, self._device, self._dtype, self._seed)
+        )
+        load_weights(self._model, self._model.weight_names, source, self._device)
 
     def drop(self) -> None:
         """Give the memory back."""
@@ -63,7 +72,7 @@ class ModelWeights:
         """
         self.drop()
         if isinstance(source, Path):
-            self._folder = source
+            self._folder, self._seed = source, None
             self.load()
         else:
             self._folder = None

@@ -18,6 +18,7 @@ from hardpoint.engine.execution.holdings import Holdings
 from hardpoint.engine.execution.logits_state import LogitsState
 from hardpoint.engine.execution.memory import CacheMemory, place_bytes
 from hardpoint.engine.execution.runner import Runner, RunnerArgs
+from hardpoint.engine.execution.sampler import Sampler
 from hardpoint.engine.execution.tagged_memory import TaggedMemory
 from hardpoint.engine.execution.weights import ModelWeights, Tensors
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
@@ -85,7 +86,7 @@ class Worker:
         assert limits.max_tokens is not None
         assert limits.max_requests is not None
         memory = TaggedMemory(platform.memory, ctx.torch_device)
-        weights = ModelWeights(blueprint.model, blueprint.hf_config, ctx.torch_device)
+        weights = ModelWeights(blueprint.model, blueprint.hf_config, ctx)
         with control.together():
             with memory.pool("weights"):
                 weights.load()
@@ -108,7 +109,8 @@ class Worker:
             cache = CacheMemory(ctx.attention_layers, geometry, budget, ctx.torch_device)
         max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
         forward = Forward(model or blueprint.model, ctx.attention_layers, cache.views)
-        graphs = DecodeGraphs(ctx, graph_engine, forward, limits, lambda: memory.pool("graphs"))
+        sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
+        graphs = DecodeGraphs(ctx, graph_engine, forward, sampler.draw, limits, lambda: memory.pool("graphs"))
         runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
         runner = runner_class(
             RunnerArgs(
@@ -116,9 +118,10 @@ class Worker:
                 platform=platform,
                 forward=forward,
                 graphs=graphs,
-                sampling_ops=blueprint.sampling_ops,
-                slot_mapping=blueprint.slot_mapping,
-                logits_state=logits_state,
+                sampler=sampler,
+                ops=blueprint.ops,
+                vocab_size=vocab_size,
+                num_slots=limits.max_requests,
                 max_step_tokens=limits.max_tokens,
                 token_buckets=limits.token_buckets,
             )

@@ -26,6 +26,7 @@ class _Completion:
     request: Request
     output: CompletionOutput
     detokenizer: Detokenizer
+    is_enough: bool = False
 
 
 class Conversation:
@@ -82,7 +83,7 @@ class Conversation:
         copied.metrics = _copied(copied.metrics)
         copied.outputs = [_copied(output) for output in copied.outputs]
         for output in copied.outputs:
-            output.token_ids = list(output.token_ids)
+            output.token_ids, output.text_ends = list(output.token_ids), list(output.text_ends)
             output.logprobs = None if output.logprobs is None else list(output.logprobs)
         return copied
 
@@ -90,6 +91,12 @@ class Conversation:
         """End what has not ended."""
         for request in self._completions:
             self._core.abort(request)
+
+    def stop(self, index: int) -> None:
+        """End a completion as one that has come to its own end. May be called in any thread."""
+        completion = list(self._completions.values())[index]
+        completion.is_enough = True
+        self._core.abort(completion.request)
 
     def advance(self, request: Request) -> bool:
         """Take what ``request`` has got since the last time into ``output``; False where nobody wants it any more."""
@@ -123,8 +130,9 @@ class Conversation:
             is_stop = ended == "stop" and request.stop_reason is not None and index == len(fresh) - 1
             if not is_stop:  # a stop token is no text; a structure that is complete ends with one that is
                 detokenizer.add([token])
-                if detokenizer.stop_text is not None:
-                    break
+            output.text_ends.append(len(detokenizer.text))
+            if detokenizer.stop_text is not None:
+                break
         else:
             if ended is not None:
                 detokenizer.flush()
@@ -137,7 +145,7 @@ class Conversation:
             self._core.abort(request)
             output.finish_reason, output.stop_reason = "stop", detokenizer.stop_text
         elif ended is not None:
-            output.finish_reason = ended
+            output.finish_reason = "stop" if ended == "abort" and completion.is_enough else ended
             by_user = request.stop_reason in ("deadline", *(request.params.stop_token_ids or ()))
             output.stop_reason = request.stop_reason if by_user else None
 

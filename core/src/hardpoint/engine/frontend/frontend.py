@@ -23,17 +23,30 @@ from hardpoint.tokenizer import ChatTemplate, Tokenizer
 class Frontend:
     """A checkpoint's tokenizer, chat template and defaults. Several threads may use it."""
 
-    def __init__(self, tokenizer_folder: Path, tokenizer: Tokenizer, generation: GenerationConfig) -> None:
+    def __init__(
+        self,
+        tokenizer_folder: Path,
+        tokenizer: Tokenizer,
+        generation: GenerationConfig,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        """Without ``chat_template`` the folder's own counts, read when it is first asked for."""
         self.tokenizer = tokenizer
         self._folder, self._generation = tokenizer_folder, generation
-        self._chat_template: ChatTemplate | None = None
+        self._chat_template = chat_template
         self._trials = Trials(tokenizer)
 
     @classmethod
     def load(cls, config: EngineConfig, folder: Path) -> Frontend:
-        """Read what the checkpoint in ``folder`` has beside its weights. Raises CheckpointError."""
+        """Read what the checkpoint in ``folder`` has beside its weights, and the user's chat template.
+
+        Raises CheckpointError, and ConfigError for that template.
+        """
         tokenizer_folder = resolve_tokenizer(config.tokenizer) if config.tokenizer else folder
-        return cls(tokenizer_folder, Tokenizer.load(tokenizer_folder), GenerationConfig.read(folder))
+        tokenizer = Tokenizer.load(tokenizer_folder)
+        own = config.chat_template
+        template = None if own is None else ChatTemplate.of_file(Path(own).expanduser(), tokenizer.special_tokens)
+        return cls(tokenizer_folder, tokenizer, GenerationConfig.read(folder), template)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json asks for; greedy where it asks for nothing."""

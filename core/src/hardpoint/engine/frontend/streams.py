@@ -34,7 +34,7 @@ class RequestStream:
         self._closed = self._aborted = self._complete = False
         self._error: HardpointError | None = None
         self._news: News | None = None
-        self._arrived = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # an Event would cost every token twice as much
 
     def __aiter__(self) -> Self:
         return self
@@ -42,8 +42,8 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         """The output as it is now, once it has grown. Raises EngineError where the engine failed to serve it."""
         while self._news is None and not (self._closed or self._complete):
-            await self._arrived.wait()
-            self._arrived.clear()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         news, self._news = self._news, None
         if news is None:
             raise StopAsyncIteration
@@ -58,10 +58,15 @@ class RequestStream:
         if self._conversation is not None:
             self._conversation.abort()
 
+    def stop(self, index: int) -> None:
+        """End one completion, of which there is some output already, as one that has come to its own end."""
+        if self._conversation is not None:
+            self._conversation.stop(index)
+
     def close(self) -> None:
         """End the request, whose output nobody wants any more. To be called in the stream's event loop."""
         self.abandon()
-        self._arrived.set()
+        self._wake()
 
     async def __aenter__(self) -> Self:
         return self
@@ -109,7 +114,11 @@ class RequestStream:
     def receive(self, news: News) -> None:
         """Wake the reader. For its event loop alone."""
         self._news = news
-        self._arrived.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def abandon(self) -> None:
         """End the request where nobody can be waiting."""

@@ -203,6 +203,12 @@ def _chunk(choice: int, event: ParserEvent) -> bytes:
     if type(event) is ContentDelta:
         text = quoted(event.text)
         return f'{{"index":{choice},"delta":{{"content":{text}}},"logprobs":null,"finish_reason":null}}'.encode()
+    if type(event) is ToolCallDelta:
+        text = quoted(event.arguments)
+        return (
+            f'{{"index":{choice},"delta":{{"tool_calls":[{{"index":{event.index},"function":{{"arguments":{text}}}}}]}},'
+            '"logprobs":null,"finish_reason":null}'
+        ).encode()
     delta = _delta(event)
     return _full_chunk(choice, delta) if delta else b""
 

@@ -1,0 +1,75 @@
+"""How long the device takes for something, as its own clock has it: what the host does meanwhile is not counted."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hardpoint_plugin_api import Platform
+
+Run = Callable[[], object]
+
+
+class DeviceTimer:
+    """Times calls on the device in use.
+
+    On accelerators by its events, behind work that keeps it busy while the host submits: what is measured is neither the
+    host's time per call nor a gap between calls. On the host by its clock.
+    """
+
+    def __init__(self, platform: Platform, device: torch.device, working_set: int) -> None:
+        """``working_set``: bytes to go through before anything is read again, more than caches hold."""
+        self._platform, self._device = platform, device
+        self.working_set = working_set
+        self._memory = torch.zeros(working_set // 4, device=device)
+        self._factor = torch.randn(_SIZE, _SIZE, device=device).bfloat16()
+        self._events = platform.info.accelerator and device.type != "cpu"
+
+    def seconds(self, runs: Sequence[Run], rounds: int) -> float:
+        """The median of ``rounds`` of one of ``runs``, which do the same on different memory."""
+        host = self._host_seconds(runs)  # which warms up
+        measured = [
+            self._device_seconds(runs, host) if self._events else self._host_seconds(runs) for _ in range(rounds)
+        ]
+        return statistics.median(measured) / len(runs)
+
+    def read_speed(self, rounds: int) -> float:
+        """Bytes per second of torch's sum over as many as the working set."""
+        return self.working_set / self.seconds([self._read], rounds)
+
+    def product_speed(self, rounds: int) -> float:
+        """Operations per second of torch's product of two bfloat16 matrices of this size."""
+        return 2 * _SIZE**3 / self.seconds([self._multiply], rounds)
+
+    def _host_seconds(self, runs: Sequence[Run]) -> float:
+        self._platform.synchronize()
+        began = time.perf_counter()
+        for run in runs:
+            run()
+        self._platform.synchronize()
+        return time.perf_counter() - began
+
+    def _device_seconds(self, runs: Sequence[Run], host_seconds: float) -> float:
+        first, last = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        for _ in range(1 + int(2 * host_seconds / _DELAY)):
+            self._multiply()
+        first.record()
+        for run in runs:
+            run()
+        last.record()
+        self._platform.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+    def _read(self) -> torch.Tensor:
+        return self._memory.sum()
+
+    def _multiply(self) -> torch.Tensor:
+        return self._factor @ self._factor
+
+
+_SIZE = 2048
+_DELAY = 20e-6
+"""Seconds that the fastest device needs for a product of matrices of this size, or less."""

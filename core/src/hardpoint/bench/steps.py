@@ -1,0 +1,115 @@
+"""How fast the engine decodes and reads prompts, by number of requests, and which kernels the time goes to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+import click
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.bench.lengths import Lengths, SyntheticRequest, synthetic_requests
+from hardpoint.bench.offline import ROOFLINE, alphabet, check_here, generate, read_seconds
+from hardpoint.bench.progress import progress_bar
+from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
+from hardpoint.config import EngineConfig
+from hardpoint_plugin_api import ConfigError
+
+_PROFILED_STEPS = 20
+
+
+@click.option("--decode", "decodes", default="1,32,256", show_default=True, metavar="N,N", help="Requests at once.")
+@click.option("--prefill", "prefills", default="1,32", show_default=True, metavar="N,N", help="Prompts at once.")
+@click.option("--input-len", default=512, show_default=True, type=click.IntRange(min=1), help="Tokens of a prompt.")
+@click.option("--output-len", default=129, show_default=True, type=click.IntRange(min=2), help="Tokens of an output.")
+@click.option("--repeat", default=3, show_default=True, type=click.IntRange(min=1), help="Measured runs (median).")
+@click.option(
+    "--kernels", default=0, show_default=True, type=click.IntRange(min=0), help="List so many kernels of each, by time."
+)
+@benchmark("steps", "Decode and prefill rates of the engine in process, at stated numbers of requests.")
+def steps(
+    config: EngineConfig, decodes: str, prefills: str, input_len: int, output_len: int, repeat: int, kernels: int
+) -> BenchResult:
+    """Have random prompts continued greedily, so many at once.
+
+    The decode rate is the tokens behind each first one over the time that they add: the difference of two runs, one
+    with all tokens and one with a single token, so that it holds all that the engine does for a token. The prefill rate
+    is prompt tokens over the time of a run with one token. One run before each is not counted. With --kernels, further
+    steps are profiled: the time that kernels take of one, in all and by name.
+    """
+    check_here(config)
+    sizes = {"decode": _numbers(decodes, "--decode"), "prefill": _numbers(prefills, "--prefill")}
+    prompts, seeds = Lengths.parse(str(input_len), "--input-len"), count()
+    rows = []
+    with LLM.from_config(config) as llm, progress_bar("sizes", sum(map(len, sizes.values()))) as advance:
+        read = read_seconds(llm)
+
+        def requests(size: int, length: int) -> list[SyntheticRequest]:
+            lengths = prompts, Lengths.parse(str(length), "--output-len")
+            return synthetic_requests(size, *lengths, alphabet(llm), next(seeds))
+
+        def seconds(size: int, length: int) -> float:
+            return generate(llm, requests(size, length))
+
+        for kind, numbers in sizes.items():
+            for size in numbers:
+                firsts = [seconds(size, 1) for _ in range(repeat + 1)][1:]
+                tokens, roofline = size * input_len, None
+                times = firsts
+                if kind == "decode":
+                    first = statistics.median(firsts)
+                    times = [seconds(size, output_len) - first for _ in range(repeat + 1)][1:]
+                    tokens, roofline = size * (output_len - 1), size / read
+                rates = [tokens / x for x in times]
+                note = f"from {min(rates):,.0f} to {max(rates):,.0f}"
+                if kind == "decode":
+                    note += f"; {1e3 * statistics.median(times) / (output_len - 1):.3f} ms a step"
+                name = f"{kind}, {size} x {input_len}"
+                rows.append(BenchRow(name, statistics.median(rates), "tokens/s", roofline, better="higher", note=note))
+                if kernels:
+                    rows += _kernel_rows(llm, requests(size, 1), kind, kernels)
+                advance()
+        rows.append(BenchRow("load", llm.stats.load_seconds, "s"))
+    return BenchResult("steps", tuple(rows), roofline=ROOFLINE)
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    """A list such as "1,32". Raises ConfigError."""
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        numbers = [0]
+    if any(number < 1 for number in numbers):
+        raise ConfigError(f"{flag} must be positive numbers with commas between them, got {text!r}")
+    return numbers
+
+
+def _kernel_rows(llm: LLM, data: Sequence[SyntheticRequest], kind: str, most: int) -> Iterator[BenchRow]:
+    """What kernels take in a step, in all and the longest ones; nothing where torch cannot see the device's."""
+    from torch.profiler import profile, supported_activities
+
+    params = SamplingParams(temperature=0, max_tokens=_PROFILED_STEPS + 2, ignore_eos=True)
+    core, num_steps = llm.core, 0
+    requests = [core.add_request(request.prompt, params, frozenset()) for request in data]
+    while kind == "decode" and not all(request.output_token_ids for request in requests):
+        core.step()
+    with profile(activities=supported_activities()) as profiler:
+        while num_steps < _PROFILED_STEPS if kind == "decode" else not all(r.output_token_ids for r in requests):
+            core.step()
+            num_steps += 1
+        llm.core.blueprint.platform.synchronize()
+    for request in requests:
+        core.abort(request)
+    found: dict[str, tuple[float, int]] = {}
+    for event in profiler.events() or ():
+        if event.device_type.name != "CPU" and not event.is_user_annotation:
+            time, times = found.get(event.name, (0.0, 0))
+            found[event.name] = time + event.device_time, times + 1
+    if not found:
+        return
+    whole, times = (sum(column) for column in zip(*found.values(), strict=True))
+    yield BenchRow("  kernels", whole / num_steps / 1e3, "ms", share=1.0, note=f"{times / num_steps:.1f} a step")
+    for name, (time, times) in sorted(found.items(), key=lambda entry: -entry[1][0])[:most]:
+        note = f"{times / num_steps:.1f} x {time / times:.1f} us"
+        yield BenchRow(f"    {name[:60]}", time / num_steps / 1e3, "ms", share=time / whole, note=note)

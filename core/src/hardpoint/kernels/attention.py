@@ -1,0 +1,279 @@
+"""Paged attention in Triton: backends over the kernels of attention_decode.py and attention_prefill.py.
+
+Requests with one query go through the one kernel, all others through the other, in the same step. Both find lengths and
+pages in the batch's own arrays, so nothing is planned on the host, and a recorded step serves any lengths.
+
+Axes: T tokens, N requests, H query heads, K KV heads, G = H / K, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import triton
+
+from hardpoint.attention.quantized_cache import ScaledLayout
+from hardpoint.attention.reference import PlainLayout
+from hardpoint.dtypes import dtype_of
+from hardpoint.kernels.attention_decode import decode_attention
+from hardpoint.kernels.attention_prefill import prefill_attention
+from hardpoint.kernels.attention_store import store_keys_and_values
+from hardpoint.quantization.numerics import largest
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionMetadata,
+    AttentionSpec,
+    AttentionWorkload,
+    BuildContext,
+    CacheLayout,
+    CaptureGrade,
+    DeviceInfo,
+    Reason,
+)
+
+_LOG2_E = 1.4426950408889634
+_MOST_HEAD_SIZE = 256
+_AMPLITUDES = {"int8": 2.0**7, "float8_e4m3fn": 2.0**9, "float8_e5m2": 2.0**16}
+"""About the largest element: what a token's scale is times that is as large as its values are."""
+_MOST_MERGED = 128
+"""Splits of one request: as many as a tile of their sums has rows."""
+
+_Cache = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel is cut: ``rows`` of queries and heads, and as many keys as take ``key_bytes``; powers of two."""
+
+    rows: int
+    key_bytes: int
+    num_warps: int
+    num_stages: int
+
+    def num_keys(self, block_d: int, itemsize: int) -> int:
+        """Keys of one tile."""
+        return min(128, max(16, self.key_bytes // (block_d * itemsize)))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Everything about the kernels that changes speed alone.
+
+    ``programs``: about how many programs long contexts are split over, two or so for each processor of a large device;
+    ``min_chunk``: the fewest tokens of a split, no fewer than a tile of keys has, which are 128 at most.
+    ``decode.rows``: the most query heads of one program. ``prefill``: tiles in ascending order of rows. Wide ones are
+    for products in float32, which run on ordinary multipliers: code and registers grow with the tile.
+    """
+
+    programs: int = 256
+    min_chunk: int = 128
+    decode: Tiles = Tiles(rows=32, key_bytes=16384, num_warps=4, num_stages=3)
+    prefill: tuple[Tiles, ...] = (
+        Tiles(rows=16, key_bytes=16384, num_warps=4, num_stages=3),
+        Tiles(rows=64, key_bytes=16384, num_warps=4, num_stages=3),
+        Tiles(rows=128, key_bytes=16384, num_warps=8, num_stages=3),
+    )
+    wide_decode: Tiles = Tiles(rows=32, key_bytes=8192, num_warps=4, num_stages=3)
+    wide_prefill: tuple[Tiles, ...] = (Tiles(rows=32, key_bytes=8192, num_warps=8, num_stages=3),)
+
+
+@dataclass
+class TritonMetadata(AttentionMetadata):
+    """``prefill`` is the number of the tiling of those requests that have several queries; None where none has."""
+
+    prefill: int | None = None
+
+
+class TritonAttention(AttentionBackend):
+    """See the top of this file. The cache has elements of 16 or 32 bits."""
+
+    layout: ClassVar[CacheLayout] = PlainLayout()
+    capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
+    tuning: ClassVar[Tuning] = Tuning()
+
+    def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
+        super().__init__(ctx, spec)
+        tuning, group = self.tuning, spec.num_heads // spec.num_kv_heads
+        self._group = group
+        # Where one of two dtypes may not hold the other's numbers, products are in float32.
+        wide = dtype_of(spec.kv_dtype).itemsize > 1 and spec.kv_dtype != spec.dtype
+        itemsize = 4 if wide else dtype_of(spec.dtype).itemsize
+        decode, self._prefill = (
+            (tuning.wide_decode, tuning.wide_prefill) if itemsize == 4 else (tuning.decode, tuning.prefill)
+        )
+        block_d = max(16, triton.next_power_of_2(spec.head_size))
+        heads = min(decode.rows, triton.next_power_of_2(group))
+        self._head_blocks = spec.num_kv_heads * -(-group // heads)
+        self._splits = max(2, tuning.programs // self._head_blocks)
+        capped = spec.soft_cap is not None
+        self._factors = (
+            (2 * _LOG2_E * spec.scale / spec.soft_cap, _LOG2_E * spec.soft_cap)
+            if spec.soft_cap is not None
+            else (_LOG2_E * spec.scale, 0.0)
+        )
+        scales = "none"
+        if dtype_of(spec.kv_dtype).itemsize == 1:
+            scales = "static" if spec.static_cache_scales else "token"
+        alike: dict[str, Any] = {
+            "NUM_HEADS": spec.num_heads,
+            "NUM_KV_HEADS": spec.num_kv_heads,
+            "HEAD_SIZE": spec.head_size,
+            "BLOCK_SIZE": spec.block_size,
+            "WINDOW": spec.window,
+            "CHUNK": spec.chunk,
+            "CAPPED": capped,
+            "SCALES": scales,
+            "AMPLITUDE": _AMPLITUDES.get(spec.kv_dtype, 1.0),
+            "WIDE": wide,
+            "BLOCK_D": block_d,
+        }
+        self.decode_constants = {
+            **alike,
+            "SPLITS": self._splits,
+            "MOST_SPLITS": min(_MOST_MERGED, triton.next_power_of_2(self._splits + 1) // 2),
+            "MIN_CHUNK": tuning.min_chunk,
+            "BLOCK_M": max(16, heads),
+            "BLOCK_MERGE": heads,
+            **_cut(decode, block_d, itemsize),
+        }
+        self.prefill_constants = [
+            {**alike, "SCAN": 32, "BLOCK_M": tiles.rows, **_cut(tiles, block_d, itemsize)} for tiles in self._prefill
+        ]
+        element = spec.kv_dtype if scales != "none" else None
+        self._store_constants: dict[str, Any] = {
+            "NUM_KV_HEADS": spec.num_kv_heads,
+            "HEAD_SIZE": spec.head_size,
+            "BLOCK_SIZE": spec.block_size,
+            "SCALES": scales,
+            "LOWEST": (-largest(element) - (element == "int8")) if element else 0.0,
+            "LARGEST": largest(element) if element else 0.0,
+            "BLOCK_D": block_d,
+            "ROWS": max(1, 1024 // block_d),
+        }
+        size = f"{spec.num_heads}x{spec.head_size}_{self._splits}x{self._head_blocks}"
+        self._partial_key, self._counters_key = f"triton_paged_partial_{size}", f"triton_paged_counters_{size}"
+        ctx.resources.declare(self._partial_key, 4 * self._splits * spec.num_heads * (spec.head_size + 2), scope="step")
+        ctx.resources.declare(self._counters_key, 4 * self._splits * self._head_blocks)
+
+    @classmethod
+    def supports(cls, workload: AttentionWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse heads whose tiles would not fit, and elements that the device cannot convert."""
+        if workload.head_size is not None and workload.head_size > _MOST_HEAD_SIZE:
+            most = f"up to {_MOST_HEAD_SIZE}"
+            return [Reason("head-size", "heads are too large", wanted=str(workload.head_size), supported=most)]
+        if workload.kv_dtype is not None and workload.kv_dtype.startswith("float8") and device.fp8 is None:
+            return [Reason("kv-dtype", "the device has no 8-bit floats", wanted=workload.kv_dtype)]
+        return []
+
+    def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
+        """See AttentionBackend."""
+        super().set_head_constants(
+            *(None if x is None else x.to(torch.float32).contiguous() for x in (sinks, alibi_slopes))
+        )
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, cache: _Cache, slot_mapping: torch.Tensor) -> None:
+        """See AttentionBackend."""
+        rows = slot_mapping.shape[0] * self.spec.num_kv_heads
+        if not rows:
+            return
+        k, v = _with_adjacent_elements(k), _with_adjacent_elements(v)
+        store_keys_and_values[(-(-rows // self._store_constants["ROWS"]), 2)](
+            k,
+            k.stride(0),
+            k.stride(1),
+            v,
+            v.stride(0),
+            v.stride(1),
+            *self._pages(cache),
+            slot_mapping,
+            rows,
+            **self._store_constants,
+            num_warps=4,
+        )
+
+    def plan(self, batch: AttentionBatch) -> TritonMetadata:
+        """See AttentionBackend. The token says how many requests have one query, and how large the others' tiles are.
+
+        Under a graph's key every request has one query, so there is one token for each.
+        """
+        starts = batch.query_start_host
+        first = batch.num_decodes
+        if first == batch.num_requests:
+            return TritonMetadata(batch, token=first)
+        rows = self._group * max(b - a for a, b in zip(starts[first:], starts[first + 1 :], strict=False))
+        tiling = next((i for i, tiles in enumerate(self._prefill) if tiles.rows >= rows), len(self._prefill) - 1)
+        return TritonMetadata(batch, token=(first, starts[first], starts[-1], tiling), prefill=tiling)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: _Cache,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """See AttentionBackend. Raises for heads whose elements do not lie one by one."""
+        assert isinstance(metadata, TritonMetadata)
+        assert q.stride(2) == out.stride(2) == 1 or q.shape[2] == 1, "heads' elements must be adjacent"
+        batch = metadata.batch
+        alike = (q, q.stride(0), q.stride(1), out, out.stride(0), out.stride(1), *self._pages(cache))
+        alike += (batch.block_table, batch.block_table.stride(0), batch.seq_lens)
+        if batch.num_decodes:
+            resources = self.ctx.resources
+            decode_attention[((self._splits + batch.num_decodes) * self._head_blocks,)](
+                *alike,
+                batch.num_decodes,
+                self.sinks,
+                self.alibi_slopes,
+                resources.get(self._partial_key).view(torch.float32),
+                resources.get(self._counters_key).view(torch.int32),
+                *self._factors,
+                **self.decode_constants,
+                SCAN=32 if batch.num_decodes <= 32 else 256,
+            )
+        if metadata.prefill is not None:
+            constants = self.prefill_constants[metadata.prefill]
+            first, starts = batch.num_decodes, batch.query_start_host
+            tiles = (starts[-1] - starts[first]) * self._group // constants["BLOCK_M"] + batch.num_requests - first
+            prefill_attention[(tiles * self.spec.num_kv_heads,)](
+                *alike,
+                batch.query_start,
+                first,
+                batch.num_requests,
+                tiles,
+                self.sinks,
+                self.alibi_slopes,
+                *self._factors,
+                **constants,
+            )
+
+    def _pages(self, cache: _Cache) -> tuple[Any, ...]:
+        """Elements and scales of keys and of values, and the strides from page to page."""
+        k_scales, v_scales = self.cache_scales
+        if k_scales is None and "k_scale" in cache:
+            k_scales, v_scales = cache["k_scale"], cache["v_scale"]
+        stride = 0 if k_scales is None else k_scales.stride(0)
+        return cache["k"], cache["v"], k_scales, v_scales, cache["k"].stride(0), stride
+
+
+class TritonQuantizedCacheAttention(TritonAttention):
+    """The same over 8-bit elements, with scales from the checkpoint or for each token and head."""
+
+    layout: ClassVar[CacheLayout] = ScaledLayout()
+
+
+def _cut(tiles: Tiles, block_d: int, itemsize: int) -> dict[str, Any]:
+    return {
+        "BLOCK_N": tiles.num_keys(block_d, itemsize),
+        "STAGES": tiles.num_stages,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+def _with_adjacent_elements(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

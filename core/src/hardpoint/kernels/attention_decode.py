@@ -1,0 +1,275 @@
+"""Paged attention of requests with one query each, long contexts cut into splits.
+
+One program takes one split of one request, for query heads that share a KV head. How a batch is cut, each program finds
+in the sequence lengths, so the grid follows from the number of requests alone: contexts are cut so that all of
+them together make about ``SPLITS`` splits for each block of heads, none shorter than ``MIN_CHUNK`` tokens, and requests
+shorter than two of those stay whole. The first ``SPLITS`` places of the grid are for splits, whatever requests they
+belong to, and the rest for a whole request each. Places that nothing falls to leave at once.
+
+Splits are merged by the program that comes last, which it sees from a counter that it sets back to zero: no second
+kernel is launched.
+
+Axes: N requests, H query heads, K KV heads, D head size, M query heads of a program.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hardpoint.kernels.attention_tile import LOG2_E, attend, num_read
+
+
+@triton.jit(do_not_specialize=["num_requests", "block_table_stride"])
+def decode_attention(
+    q,
+    q_token_stride,
+    q_head_stride,
+    out,
+    out_token_stride,
+    out_head_stride,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    page_stride,
+    scale_page_stride,
+    block_table,
+    block_table_stride,
+    seq_lens,
+    num_requests,
+    sinks,
+    slopes,
+    partial,
+    counters,
+    score_factor,
+    cap_factor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SCALES: tl.constexpr,
+    AMPLITUDE: tl.constexpr,
+    WIDE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    SCAN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_MERGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid: (``SPLITS`` + N) x blocks of heads. ``SCALES``: "none", "static" or "token".
+
+    ``partial`` float32 [SPLITS, H, D] and then [SPLITS, H, 2]: each split's sum of values, its highest score and sum of
+    weights. ``counters`` int32 [SPLITS, blocks of heads], zero before and after.
+    """
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    BLOCKS: tl.constexpr = (GROUP + BLOCK_MERGE - 1) // BLOCK_MERGE  # of heads that share a KV head
+    head_block = tl.program_id(0) % (NUM_KV_HEADS * BLOCKS)
+    place = tl.program_id(0) // (NUM_KV_HEADS * BLOCKS)
+
+    tokens = 0
+    for start in range(0, num_requests, SCAN):
+        numbers = start + tl.arange(0, SCAN)
+        lengths = tl.load(seq_lens + numbers, mask=numbers < num_requests, other=0)
+        tokens += tl.sum(num_read(lengths, WINDOW, CHUNK))
+    chunk = tl.maximum(MIN_CHUNK, tl.cdiv(tokens, SPLITS))
+
+    request = place - SPLITS
+    split = place * 0
+    first_place = place * 0
+    if place < SPLITS:
+        request = place * 0 - 1
+        taken = place * 0
+        for start in range(0, num_requests, SCAN):
+            numbers = start + tl.arange(0, SCAN)
+            lengths = tl.load(seq_lens + numbers, mask=numbers < num_requests, other=0)
+            counts = _num_splits(num_read(lengths, WINDOW, CHUNK), chunk, MOST_SPLITS, BLOCK_N)
+            ends = taken + tl.cumsum(counts, 0)
+            here = (place < ends) & (place >= ends - counts)
+            request = tl.maximum(request, tl.max(tl.where(here, numbers, -1)))
+            first_place = tl.maximum(first_place, tl.max(tl.where(here, ends - counts, 0)))
+            taken += tl.sum(counts)
+        if request < 0:
+            return
+        split = place - first_place
+
+    seq_len = tl.load(seq_lens + request)
+    count = num_read(seq_len, WINDOW, CHUNK)
+    splits = _num_splits(count, chunk, MOST_SPLITS, BLOCK_N)
+    begin = seq_len - count
+    end = seq_len
+    if place < SPLITS:
+        length = _split_length(count, splits, BLOCK_N)
+        begin += split * length
+        end = tl.minimum(begin + length, seq_len)
+    elif splits > 0:
+        return
+
+    kv_head = head_block // BLOCKS
+    in_block = tl.arange(0, BLOCK_M)
+    in_group = head_block % BLOCKS * BLOCK_MERGE + in_block
+    real = (in_block < BLOCK_MERGE) & (in_group < GROUP)
+    heads = kv_head * GROUP + in_group
+    columns = tl.arange(0, BLOCK_D)
+    whole = real[:, None] & (columns[None, :] < HEAD_SIZE)
+    queries = tl.load(
+        q + request.to(tl.int64) * q_token_stride + heads[:, None] * q_head_stride + columns[None, :],
+        mask=whole,
+        other=0.0,
+    )
+    if WIDE:
+        queries = queries.to(tl.float32)
+    row_slopes = tl.zeros([BLOCK_M], tl.float32)
+    if slopes is not None:
+        row_slopes = tl.load(slopes + heads, mask=real, other=0.0) * LOG2_E
+    if SCALES == "static":
+        score_factor *= tl.load(k_scales)
+
+    accumulated, total, highest = attend(
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        queries,
+        tl.zeros([BLOCK_M], tl.int32) + (seq_len - 1),
+        row_slopes,
+        begin,
+        end,
+        k_cache + kv_head * HEAD_SIZE,
+        v_cache + kv_head * HEAD_SIZE,
+        k_scales + kv_head if SCALES == "token" else None,
+        v_scales + kv_head if SCALES == "token" else None,
+        page_stride,
+        scale_page_stride,
+        block_table + request.to(tl.int64) * block_table_stride,
+        score_factor,
+        cap_factor,
+        HEAD_SIZE,
+        BLOCK_SIZE,
+        NUM_KV_HEADS * HEAD_SIZE,
+        NUM_KV_HEADS,
+        AMPLITUDE,
+        WINDOW,
+        CHUNK,
+        CAPPED,
+        SCALES == "token",
+        slopes is not None,
+        "end",
+        BLOCK_N,
+        BLOCK_D,
+        STAGES,
+    )
+    value_factor = 1.0
+    if SCALES == "static":
+        value_factor = tl.load(v_scales)
+    if SCALES == "token":
+        value_factor = 1.0 / AMPLITUDE
+    out += request.to(tl.int64) * out_token_stride
+    if place >= SPLITS:
+        if sinks is not None:
+            accumulated, total = _with_sink(accumulated, total, highest, sinks + heads, real)
+        result = accumulated * (value_factor / total)[:, None]
+        tl.store(out + heads[:, None] * out_head_stride + columns[None, :], result.to(out.dtype.element_ty), mask=whole)
+        return
+
+    sums = partial + SPLITS * NUM_HEADS * HEAD_SIZE
+    row = place * NUM_HEADS + heads
+    tl.store(partial + row[:, None] * HEAD_SIZE + columns[None, :], accumulated * value_factor, mask=whole)
+    tl.store(sums + row * 2, highest, mask=real)
+    tl.store(sums + row * 2 + 1, total, mask=real)
+    tl.debug_barrier()  # all threads' stores come before the one thread's atomic operation, which publishes them
+    counter = counters + first_place * (NUM_KV_HEADS * BLOCKS) + head_block
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        tl.store(counter, 0)
+        _merge(
+            out,
+            out_head_stride,
+            partial,
+            sums,
+            sinks,
+            first_place,
+            splits,
+            kv_head * GROUP,
+            head_block % BLOCKS * BLOCK_MERGE,
+            NUM_HEADS,
+            GROUP,
+            HEAD_SIZE,
+            MOST_SPLITS,
+            BLOCK_MERGE,
+            BLOCK_D,
+        )
+
+
+@triton.jit
+def _merge(
+    out,
+    out_head_stride,
+    partial,
+    sums,
+    sinks,
+    first_place,
+    splits,
+    first_head,
+    first_in_group,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    BLOCK_MERGE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge one request's splits, from ``first_place`` on. Loads pass by the first cache: others wrote what is read."""
+    in_group = first_in_group + tl.arange(0, BLOCK_MERGE)
+    real = in_group < GROUP
+    heads = first_head + in_group
+    columns = tl.arange(0, BLOCK_D)
+    whole = real[:, None] & (columns[None, :] < HEAD_SIZE)
+    numbers = tl.arange(0, MOST_SPLITS)
+    rows = (first_place + numbers[:, None]) * NUM_HEADS + heads[None, :]
+    there = (numbers[:, None] < splits) & real[None, :]
+    each_highest = tl.load(sums + rows * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+    each_total = tl.load(sums + rows * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+    highest = tl.where(real, tl.max(each_highest, 0), 0.0)
+    total = tl.sum(each_total * tl.exp2(each_highest - highest[None, :]), 0)
+    merged = tl.zeros([BLOCK_MERGE, BLOCK_D], tl.float32)
+    for start in range(0, splits, 4):
+        for i in tl.static_range(4):  # loads that do not wait for each other
+            row = (first_place + start + i) * NUM_HEADS + heads
+            here = real & (start + i < splits)
+            one_highest = tl.load(sums + row * 2, mask=here, other=float("-inf"), cache_modifier=".cg")
+            at = partial + row[:, None] * HEAD_SIZE + columns[None, :]
+            one = tl.load(at, mask=here[:, None] & whole, other=0.0, cache_modifier=".cg")
+            merged += one * tl.exp2(one_highest - highest)[:, None]
+    if sinks is not None:
+        merged, total = _with_sink(merged, total, highest, sinks + heads, real)
+    result = (merged / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + heads[:, None] * out_head_stride + columns[None, :], result, mask=whole)
+
+
+@triton.jit
+def _num_splits(count, chunk, MOST_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Into how many splits ``count`` tokens are cut; 0: they stay whole. No split is empty."""
+    splits = tl.minimum(count // chunk, MOST_SPLITS)
+    length = _split_length(count, tl.maximum(splits, 1), BLOCK_N)
+    return tl.where(splits > 1, tl.cdiv(count, tl.maximum(length, 1)), 0)
+
+
+@triton.jit
+def _split_length(count, splits, BLOCK_N: tl.constexpr):
+    """Tokens of each split but the last, in whole tiles. Rounding makes fewer of them, for which it gives the same."""
+    return tl.cdiv(tl.cdiv(count, splits), BLOCK_N) * BLOCK_N
+
+
+@triton.jit
+def _with_sink(accumulated, total, highest, sinks, real):
+    """Let each head's sink join the denominator; rescaled where the sink is above every score."""
+    sink = tl.load(sinks, mask=real, other=0.0) * LOG2_E
+    new_highest = tl.maximum(highest, sink)
+    decay = tl.exp2(highest - new_highest)
+    return accumulated * decay[:, None], total * decay + tl.exp2(sink - new_highest)

@@ -1,0 +1,188 @@
+"""Finds the tiles in which the experts' matmuls are fastest on a device, by measuring.
+
+One setting is changed after the other, and kept where that is faster, until none is: first for the matmul before the
+activation, then for the one behind it, for each number of rows that is worth a try.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import triton
+
+from hardpoint.context import Context
+from hardpoint.kernels.experts_tiling import HEIGHTS, MatmulShape, Tiling, by_rule, of_height
+from hardpoint.kernels.grouped_matmul import TritonGroupedExperts
+from hardpoint_plugin_api import ExpertsWorkload, Platform, PlatformError
+
+_CHOICES = {
+    "columns": (16, 32, 64, 128, 256),
+    "depth": (32, 64, 128, 256),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3, 4, 5),
+    "described": (False, True),
+}
+_MOST_ON_CHIP = 224 * 1024
+"""Bytes of one tile's operands in all stages: more fits no device's shared memory."""
+_WORTH_IT = 0.99
+"""Of the time before; less may be chance."""
+_RECORDED, _RUNS = 8, 5
+"""Steps of one recording, each with ids of its own, and how often it is run."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The fastest tiling found for a number of tokens.
+
+    ``seconds`` are of one step in it, ``seconds_by_rule`` in the tiles of the rule, and ``seconds_of_matmuls`` of
+    torch's matmuls of as many rows with one expert's matrices. ``num_active`` experts had any token, and were read.
+    """
+
+    tokens: int
+    tiling: Tiling
+    seconds: float
+    seconds_by_rule: float
+    seconds_of_matmuls: float
+    num_active: int
+
+
+class Tuner:
+    """One layer's experts with random weights, on a platform's active device."""
+
+    def __init__(self, platform: Platform, ctx: Context, workload: ExpertsWorkload) -> None:
+        self._platform, self._ctx = platform, ctx
+        self._kernel = TritonGroupedExperts(ctx, workload)
+        experts, hidden = workload.num_experts, workload.hidden_size
+        width, top_k = workload.intermediate_size, workload.top_k
+        assert experts is not None
+        assert hidden is not None
+        assert width is not None
+        assert top_k is not None
+        self.experts, self.hidden, self.width, self.top_k = experts, hidden, width, top_k
+        rows = self._kernel.rows_of_w13
+        self._w = {
+            "w13.weight": torch.randn(experts, rows, hidden, dtype=ctx.dtype, device=ctx.torch_device),
+            "w2.weight": torch.randn(experts, hidden, width, dtype=ctx.dtype, device=ctx.torch_device),
+        }
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Of both matrices."""
+        return sum(w[0].nbytes for w in self._w.values())
+
+    def tune(self, tokens: int, tried: Callable[[], None] = lambda: None) -> Measured:
+        """Measure steps of ``tokens``; ``tried`` is called after each measurement."""
+        pairs, itemsize = tokens * self.top_k, self._ctx.dtype.itemsize
+        rule = by_rule(pairs, self.experts, self.width, self.hidden, itemsize)
+        steps = self._steps(tokens)
+
+        known: dict[Tiling, float] = {}
+
+        def measured(tiling: Tiling) -> float:
+            if tiling not in known:
+                known[tiling] = self._seconds(tiling, steps)
+                tried()
+            return known[tiling]
+
+        best = rule
+        for rows in heights(pairs / self.experts):
+            start = of_height(rows, pairs, self.experts, self.width, self.hidden, itemsize)
+            for tiling in dict.fromkeys((start, narrower(start))):
+                best = min(best, self._search(tiling, measured), key=measured)
+        active = len(steps[0][1].unique())
+        return Measured(tokens, best, measured(best), measured(rule), self._seconds_of_matmuls(pairs), active)
+
+    def _search(self, best: Tiling, measured: Callable[[Tiling], float]) -> Tiling:
+        for name in ("w13", "w2"):
+            is_better = True
+            while is_better:
+                is_better = False
+                for tiling in list(self._neighbours(best, name)):
+                    if measured(tiling) < _WORTH_IT * measured(best):
+                        best, is_better = tiling, True
+        return best
+
+    def _neighbours(self, tiling: Tiling, name: str) -> Iterator[Tiling]:
+        shape: MatmulShape = getattr(tiling, name)
+        operands = 2 if name == "w13" and self._kernel.rows_of_w13 == 2 * self.width else 1
+        for setting, values in _CHOICES.items():
+            at = values.index(getattr(shape, setting))
+            for value in values[max(at - 1, 0) : at] + values[at + 1 : at + 2]:
+                other = MatmulShape(**(asdict(shape) | {setting: value}))
+                elements = (tiling.rows + operands * other.columns) * other.depth * other.num_stages
+                sums = tiling.rows * operands * other.columns // (32 * other.num_warps)
+                if elements * self._ctx.dtype.itemsize <= _MOST_ON_CHIP and sums <= 160:
+                    yield replace(tiling, w13=other) if name == "w13" else replace(tiling, w2=other)
+
+    def _steps(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Tokens, their experts and weights, of each step of a recording."""
+        generator, device = torch.Generator().manual_seed(0), self._ctx.torch_device
+        steps = []
+        for _ in range(_RECORDED):
+            x = torch.randn(tokens, self.hidden, generator=generator).to(device, self._ctx.dtype)
+            ids = torch.rand(tokens, self.experts, generator=generator).argsort(-1)[:, : self.top_k]
+            weights = torch.rand(tokens, self.top_k, generator=generator)
+            steps.append((x, ids.int().to(device), weights.to(device)))
+        return steps
+
+    def _seconds(self, tiling: Tiling, steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> float:
+        """Of one step; infinite where the device has no room for the tiles."""
+        tokens = len(steps[0][0])
+        scratch = torch.empty(self._kernel.workspace_bytes(tokens), dtype=torch.uint8, device=self._ctx.torch_device)
+        out = torch.empty_like(steps[0][0])
+
+        def run(**_: object) -> torch.Tensor:
+            for x, ids, weights in steps:
+                self._kernel.run(tiling, x, ids, weights, self._w, out, scratch)
+            return out
+
+        try:
+            return self._recorded(run) / len(steps)
+        except triton.runtime.errors.OutOfResources:
+            return float("inf")
+
+    def _seconds_of_matmuls(self, rows: int) -> float:
+        x, middle = (
+            torch.randn(rows, width, dtype=self._ctx.dtype, device=self._ctx.torch_device)
+            for width in (self.hidden, self.width)
+        )
+        w13, w2 = (w[0].t() for w in self._w.values())
+
+        def run(**_: object) -> tuple[torch.Tensor, torch.Tensor]:
+            return x @ w13, middle @ w2
+
+        return self._recorded(run)
+
+    def _recorded(self, run: Callable[..., object]) -> float:
+        """The seconds that ``run`` takes, recorded by the platform's graph engine."""
+        run()
+        replay: Callable[[], object] = run
+        # What cannot be recorded is called.
+        with suppress(PlatformError):
+            replay = self._platform.graph_engine().prepare("tune", run, {}).run
+        return min(self._timed(replay) for _ in range(_RUNS))
+
+    def _timed(self, run: Callable[[], object]) -> float:
+        self._platform.synchronize()
+        began = time.perf_counter()
+        run()
+        self._platform.synchronize()
+        return time.perf_counter() - began
+
+
+def narrower(tiling: Tiling) -> Tiling:
+    """Tiles of half the columns, of which two run where one did: no single change leads from one to the other."""
+    w13, w2 = (
+        replace(shape, columns=shape.columns // 2, num_warps=4, num_stages=3) if shape.columns > 64 else shape
+        for shape in (tiling.w13, tiling.w2)
+    )
+    return replace(tiling, w13=w13, w2=w2)
+
+
+def heights(rows_each: float) -> list[int]:
+    """Heights of tiles that are worth a try where experts have so many rows on average."""
+    return [rows for rows in HEIGHTS if rows == HEIGHTS[0] or rows <= 4 * rows_each][-2:]

@@ -1,0 +1,41 @@
+"""What linear kernels share that multiply by rounded activations, and so round what comes plain.
+
+Axes: T tokens, K columns (in).
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from hardpoint.context import Context
+from hardpoint.ops.quantize_rows import quantize_rows
+from hardpoint.quantization import numerics
+from hardpoint_plugin_api import BuildContext, LinearKernel, LinearWorkload, QuantSpec
+
+
+class RoundingLinear(LinearKernel):
+    """Wants its input as its activations' spec says, where that can be written in passing.
+
+    ``activation`` is that spec, None where activations stay plain.
+    """
+
+    activation: QuantSpec | None = None
+
+    def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
+        super().__init__(ctx, workload)
+        assert workload.spec is not None
+        spec = workload.spec[1]
+        self.activation = None if spec.is_plain else spec
+        if self.activation is not None and not spec.static:
+            self.input_spec = spec
+            self._round = quantize_rows.bind(cast(Context, ctx), spec=spec)
+
+    def rounded(self, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x`` [T, K] as elements of the spec, and float32 scales: [T, 1], [T, K / k], or [1, 1] of a static spec."""
+        assert self.activation is not None
+        if self.activation.static:
+            rounded = numerics.quantize_rows(x, self.activation, weights)
+            return rounded.codes, rounded.scale
+        return self._round(x, spec=self.activation)

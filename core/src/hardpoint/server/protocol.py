@@ -1,0 +1,73 @@
+"""HTTP on one connection: uvicorn's protocol, with limits on how long a request's head may take and how large it is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 2**16
+
+
+class TimedProtocol(HttpToolsProtocol):
+    """Closes a connection that brings no whole head within ``head_timeout`` seconds of its beginning.
+
+    On a connection that is kept, the time begins with the end of the last answer; uvicorn closes it earlier where
+    nothing comes at all.
+    """
+
+    head_timeout: ClassVar[float]
+
+    @classmethod
+    def within(cls, head_timeout: float) -> type[TimedProtocol]:
+        """The protocol with that time limit."""
+        return type("TimedProtocol", (cls,), {"head_timeout": head_timeout})
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._timer: asyncio.TimerHandle | None = None  # while a head is waited for
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._timer is not None and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large")
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():  # else the next one is under way
+            self._wait_for_head()
+
+    def _wait_for_head(self) -> None:
+        self._stop_waiting()
+        self._timer, self._head_bytes = self.loop.call_later(self.head_timeout, self._give_up), 0
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        if self._head_bytes:
+            self._refuse(b"408 Request Timeout")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: bytes) -> None:
+        self._stop_waiting()
+        self.transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        self.transport.close()

@@ -1,0 +1,268 @@
+"""What FlashInfer needs on this machine, found without importing it, and its kernels, built or loaded at start.
+
+FlashInfer's attention kernels come one library for each dtype, head size and set of features. A library is found ahead
+of time (in the package ``flashinfer-jit-cache``, or under ``data/aot`` of FlashInfer's own), or compiled with nvcc and
+ninja when it is first wanted, and then kept in the user's cache. Written from the sources of 0.6.14 and 0.6.18.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.metadata
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hardpoint.dtypes import dtype_of
+from hardpoint_plugin_api import PlatformError, Reason
+from hardpoint_plugin_api.distributions import locate_module
+
+logger = logging.getLogger(__name__)
+
+DISTRIBUTION = "flashinfer-python"
+_PREBUILT = "flashinfer-jit-cache"
+_COMPANIONS = ("flashinfer-cubin", _PREBUILT)
+"""Packages that FlashInfer refuses when it is imported, unless they are of its own version."""
+
+_DECODE_PLAN = "self indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size"
+_DECODE_PLAN_OPTIONS = (
+    "pos_encoding_mode window_left logits_soft_cap q_data_type kv_data_type o_data_type data_type sm_scale rope_scale "
+    "rope_theta non_blocking block_tables seq_lens fixed_split_size disable_split_kv q_len_per_req"
+)
+_FAST_PLAN = (
+    f"{_DECODE_PLAN} pos_encoding_mode window_left logits_soft_cap q_data_type kv_data_type data_type sm_scale "
+    "rope_scale rope_theta non_blocking fixed_split_size disable_split_kv"
+)
+_DECODE_RUN = (
+    "self q paged_kv_cache *args q_scale k_scale v_scale out lse return_lse enable_pdl window_left sinks q_len_per_req "
+    "skip_softmax_threshold_scale_factor kv_cache_sf"
+)
+_PREFILL_RUN = (
+    "self q paged_kv_cache *args q_scale k_scale v_scale out lse return_lse enable_pdl window_left sinks kv_cache_sf "
+    "skip_softmax_threshold_scale_factor"
+)
+SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    "decode.py:BatchDecodeWithPagedKVCacheWrapper.__init__": (
+        "self float_workspace_buffer kv_layout use_cuda_graph use_tensor_cores paged_kv_indptr_buffer "
+        "paged_kv_indices_buffer paged_kv_last_page_len_buffer backend jit_args",
+    ),
+    "decode.py:BatchDecodeWithPagedKVCacheWrapper.plan": (
+        f"{_DECODE_PLAN} {_DECODE_PLAN_OPTIONS}",
+        f"{_DECODE_PLAN} *deprecated_positional_args **kwargs",  # since 0.6.18, the options by name
+    ),
+    "decode.py:BatchDecodeWithPagedKVCacheWrapper.run": (_DECODE_RUN,),
+    "decode.py:BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer": (
+        "self float_workspace_buffer int_workspace_buffer",
+    ),
+    "decode.py:fast_decode_plan": (
+        f"{_FAST_PLAN} global_override_indptr_cpu",
+        f"{_FAST_PLAN} q_len_per_req global_override_indptr_cpu",
+    ),
+    "prefill.py:BatchPrefillWithPagedKVCacheWrapper.__init__": (
+        "self float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf "
+        "paged_kv_last_page_len_buf custom_mask_buf mask_indptr_buf backend jit_args jit_kwargs",
+    ),
+    "prefill.py:BatchPrefillWithPagedKVCacheWrapper.plan": (
+        "self qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads head_dim_qk "
+        "page_size head_dim_vo custom_mask packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction sm_scale "
+        "window_left logits_soft_cap rope_scale rope_theta q_data_type kv_data_type o_data_type non_blocking "
+        "prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len max_item_len_ptr seq_lens seq_lens_q "
+        "block_tables max_token_per_sequence max_sequence_kv fixed_split_size disable_split_kv",
+    ),
+    "prefill.py:BatchPrefillWithPagedKVCacheWrapper.run": (
+        _PREFILL_RUN,
+        f"{_PREFILL_RUN} use_fp16_softmax uses_spcompress",
+    ),
+    "prefill.py:BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer": (
+        "self float_workspace_buffer int_workspace_buffer",
+    ),
+    "jit/attention/modules.py:gen_batch_prefill_module": (
+        "backend dtype_q dtype_kv dtype_o dtype_idx head_dim_qk head_dim_vo pos_encoding_mode use_sliding_window "
+        "use_logits_soft_cap use_fp16_qk_reduction",
+    ),
+}
+"""What is called, by file and name, and the parameters that it was called with: one line for each form known."""
+
+_SHORT = {"float16": "f16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One library: ``backend`` is ``fa2`` (any architecture from sm_80 on) or ``fa3`` (sm_90)."""
+
+    backend: str
+    dtype: str
+    head_size: int
+    window: bool
+    soft_cap: bool
+
+    @property
+    def name(self) -> str:
+        """What FlashInfer calls it; its file is ``NAME/NAME.so``."""
+        short, size = _SHORT[self.dtype], self.head_size
+        return (
+            f"batch_prefill_with_kv_cache_dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}_dtype_idx_i32_"
+            f"head_dim_qk_{size}_head_dim_vo_{size}_posenc_0_use_swa_{self.window}_use_logits_cap_{self.soft_cap}_"
+            f"f16qk_False{'_sm90' if self.backend == 'fa3' else ''}"
+        )
+
+    def load(self) -> None:
+        """Build it where it is not built yet, which takes a minute or so, and load it.
+
+        Raises PlatformError with the end of what the compiler says.
+        """
+        _load(self)
+
+
+def reasons(kernels: frozenset[Kernel]) -> list[Reason]:
+    """Why FlashInfer, which is installed in a suitable version, would fail here when ``kernels`` are wanted."""
+    distribution = importlib.metadata.distribution(DISTRIBUTION)
+    package = locate_module(distribution, "flashinfer")
+    if isinstance(package, Reason):
+        return [package]
+    found = list(_companions(distribution.version))
+    if difference := signature_differences(package):
+        found.append(
+            Reason(
+                "signature",
+                f"{DISTRIBUTION} {distribution.version} has other functions than this adapter was written for: "
+                + "; ".join(difference),
+                fix=f"pip install '{DISTRIBUTION}==0.6.14', or update hardpoint-cuda",
+            )
+        )
+    absent = [kernel.name for kernel in kernels if not _is_built(kernel, package)]
+    if absent and (lacking := list(_lacking_tools())):
+        found.append(
+            Reason(
+                "flashinfer-kernels",
+                f"FlashInfer has no compiled {min(absent)}, and cannot compile it without {' and '.join(lacking)}",
+                fix=f"install a CUDA toolkit and ninja, or the package {_PREBUILT} of version {distribution.version}",
+            )
+        )
+    return found
+
+
+def _companions(version: str) -> Iterator[Reason]:
+    for name in _COMPANIONS:
+        try:
+            other = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if other.partition("+")[0] != version:
+            message = f"{name} is of another version than {DISTRIBUTION}, which refuses it"
+            yield Reason("version-mismatch", message, wanted=version, supported=other, fix=f"pip uninstall {name}")
+
+
+@functools.cache
+def signature_differences(package: Path) -> tuple[str, ...]:
+    """How the sources in ``package`` differ from SIGNATURES, a text for each function that does.
+
+    The sources are parsed, not imported: FlashInfer opens the device when it is imported.
+    """
+    texts = []
+    for key, known in SIGNATURES.items():
+        file, _, name = key.partition(":")
+        parameters = _parameters(package / file, name)
+        if parameters is None:
+            texts.append(f"{name} is missing")
+        elif all(parameters != form.split() for form in known):
+            form = known[0].split()
+            lacks = ", ".join(p for p in form if p not in parameters)
+            new = ", ".join(p for p in parameters if p not in form)
+            texts.append(f"{name} lacks {lacks or 'nothing'}, and has {new or 'another order'} in addition")
+    return tuple(texts)
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text() if path.is_file() else "")
+
+
+def _parameters(path: Path, name: str) -> list[str] | None:
+    """Names of a function's parameters, the starred ones with their stars; the last of several definitions counts."""
+    body: list[ast.stmt] = _tree(path).body
+    *outer, own = name.split(".")
+    for part in outer:
+        classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name == part]
+        body = classes[-1].body if classes else []
+    functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == own]
+    if not functions:
+        return None
+    arguments = functions[-1].args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    names += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
+    names += [argument.arg for argument in arguments.kwonlyargs]
+    return names + ([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])
+
+
+def _is_built(kernel: Kernel, package: Path) -> bool:
+    """Whether the library is there ahead of time. One in the user's cache is none: FlashInfer has ninja look at it."""
+    roots = [package / "data"]
+    try:
+        prebuilt = locate_module(importlib.metadata.distribution(_PREBUILT), "flashinfer_jit_cache")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    else:
+        roots += [] if isinstance(prebuilt, Reason) else [prebuilt]
+    return any((folder / kernel.name / f"{kernel.name}.so").is_file() for root in roots for folder in _folders(root))
+
+
+def _folders(root: Path) -> list[Path]:
+    return [root / "aot", root / "jit_cache", root]
+
+
+def _lacking_tools() -> Iterator[str]:
+    """What of a compiler FlashInfer would not find, looking where it looks."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    if not (os.environ.get("FLASHINFER_NVCC") or shutil.which("nvcc") or (Path(home) / "bin" / "nvcc").is_file()):
+        yield "nvcc"
+    if not shutil.which("ninja"):
+        yield "ninja"
+    if not shutil.which(os.environ.get("CXX") or "c++"):
+        yield "a C++ compiler"
+
+
+def module(name: str) -> Any:
+    """Import a module of FlashInfer. Raises PlatformError with what its import says, for which nothing is known."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # its import looks at devices, compilers, caches and other packages
+        raise PlatformError(
+            f"FlashInfer is installed and cannot be imported: {type(error).__name__}: {error}; "
+            "see its own documentation, or choose another attention backend"
+        ) from error
+
+
+@functools.cache
+def _load(kernel: Kernel) -> None:
+    jit, dtype = module("flashinfer.jit"), dtype_of(kernel.dtype)
+    try:
+        spec = jit.gen_batch_prefill_module(
+            backend=kernel.backend,
+            dtype_q=dtype,
+            dtype_kv=dtype,
+            dtype_o=dtype,
+            dtype_idx=torch.int32,
+            head_dim_qk=kernel.head_size,
+            head_dim_vo=kernel.head_size,
+            pos_encoding_mode=0,
+            use_sliding_window=kernel.window,
+            use_logits_soft_cap=kernel.soft_cap,
+            use_fp16_qk_reduction=False,
+        )
+        if not spec.is_compiled:
+            logger.info("FlashInfer compiles %s, which takes a minute or so and is kept", kernel.name)
+        spec.build_and_load()
+    except Exception as error:  # compilers fail in many ways
+        raise PlatformError(
+            f"FlashInfer cannot build {kernel.name}: {str(error)[-1500:]}; choose another attention backend, or "
+            f"install the package {_PREBUILT}"
+        ) from error

@@ -1,0 +1,119 @@
+"""CUDA graphs as a graph engine: a step is captured once on a stream of its own and replayed by one launch.
+
+All graphs of an engine share one memory pool, so that what lies between their kernels is taken once, as much as the
+largest needs. So no two may run at the same time, and a result is valid until another graph of the engine runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+
+from hardpoint_plugin_api import GraphEngine, PlatformError
+
+BATCH_SIZES = (
+    *(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128),
+    *(160, 192, 224, 256, 320, 384, 448, 512),
+)
+"""Steps are padded by at most a quarter, small ones hardly at all."""
+
+
+class CudaGraphs(GraphEngine):
+    """The graph engine of NVIDIA GPUs."""
+
+    collectives_allowed = True
+    host_sync_allowed = False
+    bytes_per_executable = 8 * 2**20
+    """Nodes and their parameters: about 30 KB a kernel on an H200, some 250 kernels in a step."""
+
+    def __init__(self, device: torch.device, batch_sizes: tuple[int, ...] = BATCH_SIZES) -> None:
+        """``batch_sizes`` ascend."""
+        self.batch_sizes, self._device = batch_sizes, device
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> CudaGraph:
+        """Run ``fn(**inputs)`` once, so that kernels are compiled and libraries have what they need, then capture it.
+
+        Numbers among ``inputs`` are part of the capture; a run with others calls ``fn`` anew. Raises PlatformError for
+        a step that waits for the device; ``fn``'s own errors come through.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+            self._pool = torch.cuda.graph_pool_handle()
+        held = {name: x.clone() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+        try:
+            self._warm_up(fn, inputs)
+            for name, x in held.items():  # what ``fn`` finds must be valid when it is captured, too
+                inputs[name].copy_(x)  # type: ignore[attr-defined]  # a tensor, see above
+            return CudaGraph(fn, dict(inputs), *self._capture(key, fn, inputs))
+        finally:
+            for name, x in held.items():
+                inputs[name].copy_(x)  # type: ignore[attr-defined]  # a tensor, see above
+
+    def _warm_up(self, fn: Callable[..., Any], inputs: Mapping[str, object]) -> None:
+        stream, current = self._stream, torch.cuda.current_stream(self._device)
+        assert stream is not None
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            fn(**inputs)
+        current.wait_stream(stream)
+
+    def _capture(
+        self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]
+    ) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph, failure = torch.cuda.CUDAGraph(), None
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                try:
+                    result = fn(**inputs)
+                except Exception as error:  # named below, whatever the end of the capture says
+                    failure = error
+                    raise
+        except Exception as error:
+            self._pool, self._stream = None, None  # a failed capture may leave either unusable
+            cause = failure or error
+            if not _is_cuda_error(cause):
+                raise cause from None
+            raise PlatformError(
+                f"step {key!r} cannot be captured as a CUDA graph: it waits for the device, or does something else that "
+                f"a capture does not allow: {str(cause).splitlines()[0]}"
+            ) from cause
+        return graph, result
+
+
+class CudaGraph:
+    """An Executable. It keeps its function, inputs and results alive."""
+
+    def __init__(
+        self, fn: Callable[..., Any], inputs: dict[str, object], graph: torch.cuda.CUDAGraph, result: Any
+    ) -> None:
+        self._fn, self._inputs, self._graph, self._result = fn, inputs, graph, result
+
+    def run(self, update: Mapping[str, object] | None = None) -> Any:
+        """Replay on the current stream; results are where they were. With other numbers ``fn`` itself runs.
+
+        Raises PlatformError for an update of what is not a number.
+        """
+        if update and self._is_other(update):
+            return self._fn(**(self._inputs | dict(update)))
+        self._graph.replay()
+        return self._result
+
+    def _is_other(self, update: Mapping[str, object]) -> bool:
+        """Whether ``update`` changes a host parameter."""
+        numbers = {name: value for name, value in self._inputs.items() if isinstance(value, int | float)}
+        for name in update:
+            if name not in numbers:
+                kind = "a fixed buffer: write into it" if name in self._inputs else "no input"
+                raise PlatformError(f"{name!r} is {kind}; host parameters are: {', '.join(numbers) or 'none'}")
+        return any(value != numbers[name] for name, value in update.items())
+
+
+def _is_cuda_error(error: Exception) -> bool:
+    """Whether CUDA refused, and not ``fn`` itself."""
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and "captur" in str(error).casefold()
+    )

@@ -1,0 +1,145 @@
+"""Kernels compiled for devices that are not here, by the compiler that Triton brings along.
+
+The compiler may abort its process, or take minutes, so it runs in a child with a time limit, which never sees the
+interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
+PAIRS_OF_TARGETS = [
+    pytest.param(("sm_90", "gfx942"), id="sm_90-gfx942"),
+    pytest.param(("sm_100", "gfx950"), id="sm_100-gfx950", marks=pytest.mark.nightly),
+]
+"""Parameters for a test: of each maker's targets one by default, the other in the long sweeps."""
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One variant of a kernel, ``module:function``, for one target.
+
+    ``signature`` says of what type each parameter is that is no constexpr, as Triton writes it ("*bf16", "i64",
+    "fp32"), and constexprs by name what they are. An argument whose type ends in ":16" is a multiple of 16; pointers
+    always are, unless they end in ":1". None as a pointer stands among the constexprs.
+    """
+
+    kernel: str
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    target: str = "sm_90"
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What came of a job: vector registers, bytes that did not fit them per thread, bytes of shared memory.
+
+    ``assembly`` is PTX or AMDGCN; ``instructions`` counts its mnemonics.
+    """
+
+    job: Job
+    registers: int
+    spilled: int
+    shared: int
+    assembly: str = field(repr=False)
+
+    def count(self, mnemonic: str) -> int:
+        """How many instructions begin with ``mnemonic``."""
+        return len(re.findall(rf"^\s+(?:@!?%p\d+\s+)?{re.escape(mnemonic)}", self.assembly, re.MULTILINE))
+
+
+def compile_kernels(jobs: Sequence[Job], seconds: float = 120.0) -> list[Compiled]:
+    """Compile ``jobs`` one after the other in one child process.
+
+    Raises AssertionError with the compiler's own words where one does not compile, and subprocess.TimeoutExpired.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.kernels.compiling"],
+            input=json.dumps([asdict(job) for job in jobs]),
+            env={**environment, "TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": "1"},
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(results) == len(jobs), f"{jobs[len(results)]}\n{done.stderr[-6000:]}"
+    return [Compiled(job, **result) for job, result in zip(jobs, results, strict=True)]
+
+
+def _compile(job: Job) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, _, name = job.kernel.partition(":")
+    kernel = getattr(importlib.import_module(module), name)
+    signature, attributes = {}, {}
+    for number, parameter in enumerate(kernel.arg_names):
+        if parameter in job.constexprs:
+            signature[parameter] = "constexpr"
+            continue
+        kind, _, divisor = job.signature[parameter].partition(":")
+        signature[parameter] = kind
+        if divisor == "16" or (kind.startswith("*") and not divisor):
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    nvidia = job.target.startswith("sm_")
+    target = GPUTarget("cuda", int(job.target[3:]), 32) if nvidia else GPUTarget("hip", job.target, 64)
+    compiled = triton.compile(
+        ASTSource(kernel, signature, dict(job.constexprs), attributes),
+        target=target,
+        options={"num_warps": job.num_warps, "num_stages": job.num_stages},
+    )
+    assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
+    measured = _of_cubin(compiled.asm["cubin"]) if nvidia else _of_amdgcn(assembly)
+    return {**measured, "shared": compiled.metadata.shared, "assembly": assembly}
+
+
+def _of_cubin(cubin: bytes) -> dict[str, int]:
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(cuobjdump), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = dict(re.findall(r"(REG|STACK):(\d+)", usage))
+    return {"registers": int(numbers["REG"]), "spilled": int(numbers["STACK"])}
+
+
+def _of_amdgcn(assembly: str) -> dict[str, int]:
+    numbers = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", assembly))
+    return {"registers": int(numbers["vgpr_count"]), "spilled": 4 * int(numbers["vgpr_spill_count"])}
+
+
+def main() -> None:
+    """Read jobs from standard input, write a line of JSON for each."""
+    jobs = [Job(**job) for job in json.load(sys.stdin)]
+    for job in jobs:
+        with contextlib.redirect_stdout(sys.stderr):
+            result = _compile(job)
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

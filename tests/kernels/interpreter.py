@@ -1,0 +1,85 @@
+"""Triton's interpreter, switched on for this process alone, and what it gets wrong put right.
+
+Triton asks ``TRITON_INTERPRET`` when it defines a kernel, its own functions among them, and hands the variable on to
+child processes. Neither suits a test process, in which torch may have imported Triton long before. So here kernels that
+were defined to be compiled are interpreted when they are called.
+
+In 3.7.1 the interpreter holds bfloat16 and 8-bit floats as integers of their bits, and multiplies those in ``tl.dot``;
+it takes integers to bfloat16 by their bits too; and it cuts off where devices round to the nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.language import core
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+_TORCH = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "fp8e4b8": torch.float8_e4m3fnuz,
+    "fp8e5b16": torch.float8_e5m2fnuz,
+}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AS_BITS = ("bf16", "fp8e4nv", "fp8e5", "fp8e4b8", "fp8e5b16")
+"""The types whose elements the interpreter holds as integers."""
+
+_convert_float = interpreter._convert_float
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def interpret() -> None:
+    """From now on this process interprets kernels, on tensors of the host."""
+    triton.knobs.propagate_env = False
+    triton.knobs.runtime.interpret = True
+    triton.knobs.propagate_env = True
+    JITFunction.run = lambda self, *args, **kwargs: _interpreted(self.fn).run(*args, **kwargs)
+    JITFunction.__call__ = lambda self, *args, **kwargs: _interpreted(self.fn)(*args, **kwargs)
+    # The interpreter replaces the language's functions before each call of a function, and puts them back after a
+    # kernel, which takes most of its time. Here they may stay.
+    interpreter._patch_lang(lambda: (tl, core))
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    interpreter._convert_float = _converted
+    interpreter.InterpreterBuilder.cast_impl = _cast
+    interpreter.InterpreterBuilder.create_dot = _dot
+
+
+@functools.cache
+def _interpreted(function: Callable[..., Any]) -> Any:
+    return interpreter.InterpretedFunction(function)
+
+
+def _converted(bits: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """Rounds as torch does: what is too large for an 8-bit float becomes NaN, so that a missing clamp shows."""
+    if rounding not in (None, interpreter._ir.ROUNDING_MODE.RTNE):
+        return _convert_float(bits, source, target, rounding)
+    numbers = torch.from_numpy(np.array(bits)).view(_TORCH[source.name])
+    found = numbers.to(_TORCH[target.name])
+    return found.view(_BITS[found.element_size()]).numpy().view(f"uint{8 * found.element_size()}")
+
+
+def _cast(builder: Any, source: Any, target: Any) -> Any:
+    of, to = source.dtype.scalar, target.scalar
+    data = source.data
+    if of.name in _AS_BITS:
+        data = _converted(data, of, tl.float32, None).view(np.float32)
+    if to.name in _AS_BITS:
+        data = _converted(data.astype(np.float32), tl.float32, to, None)
+    return interpreter.TensorHandle(data.astype(interpreter._get_np_dtype(target)), to)
+
+
+def _dot(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+    a, b = (_cast(builder, x, tl.float32) if x.dtype.scalar.name in _AS_BITS else x for x in (a, b))
+    return _create_dot(builder, a, b, d, *precision)

@@ -1,0 +1,258 @@
+"""Paged attention in Triton, interpreted: against the reference, on batches that meet every branch of the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from hardpoint.attention.quantized_cache import QuantizedCacheAttention
+from hardpoint.attention.reference import ReferenceAttention
+from hardpoint.conformance.families.attention import AttentionTrials
+from hardpoint.conformance.plan import Plan
+from hardpoint.conformance.site import Site
+from hardpoint.kernels.attention import Tiles, TritonAttention, TritonQuantizedCacheAttention, Tuning
+from hardpoint.plugins import discover
+from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, BuildContext, CaptureGrade
+from tests.conformance.trying import subject
+from tests.kernels.compiling import TARGETS, Job, compile_kernels
+from tests.support.attention import MIXED, Piece, PluginConfigOnly, run_backend
+
+PLAIN = AttentionSpec(4, 2, 64, 0.125, "bfloat16", "bfloat16", 16)
+SPECS = {
+    "plain": PLAIN,
+    "float16": replace(PLAIN, dtype="float16", kv_dtype="float16", head_size=80),
+    "other cache": replace(PLAIN, kv_dtype="float32", block_size=5),
+    "odd head, window": replace(PLAIN, dtype="float32", kv_dtype="float32", head_size=33, window=7),
+    "chunk, one page each": replace(PLAIN, num_heads=8, num_kv_heads=1, block_size=1, chunk=7),
+    "cap": replace(PLAIN, soft_cap=2.0, head_size=128),
+    "sinks, slopes": replace(PLAIN, sinks=True, alibi=True, num_heads=10),
+    "int8": replace(PLAIN, kv_dtype="int8"),
+    "float8": replace(PLAIN, kv_dtype="float8_e4m3fn", window=40),
+    "float8_e5m2": replace(PLAIN, dtype="float32", kv_dtype="float8_e5m2", head_size=33),
+}
+SPLIT = (Piece(1, 300), Piece(1, 70), Piece(20, 90))
+"""Decodes of which one is long enough for several splits, beside a chunk of a prompt."""
+SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
+"""Of a row's norm: a few roundings of a dtype's size."""
+FEW = Tuning(
+    programs=16,
+    min_chunk=48,
+    decode=Tiles(rows=2, key_bytes=4096, num_warps=4, num_stages=3),
+    wide_decode=Tiles(rows=2, key_bytes=8192, num_warps=4, num_stages=3),
+)
+"""The interpreter takes one program after the other."""
+SIGNATURE = {
+    **dict.fromkeys(("q_token_stride", "q_head_stride", "out_token_stride", "out_head_stride"), "i32:16"),
+    **dict.fromkeys(("page_stride", "scale_page_stride"), "i32:16"),
+    **dict.fromkeys(("block_table", "seq_lens", "query_start", "counters"), "*i32"),
+    **dict.fromkeys(("block_table_stride", "first_request", "num_requests", "num_tiles"), "i32"),
+    **dict.fromkeys(("k_scales", "v_scales", "sinks", "slopes", "partial"), "*fp32"),
+    **dict.fromkeys(("score_factor", "cap_factor"), "fp32"),
+}
+TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "i8", "float8_e4m3fn": "fp8e4nv"}
+LARGE = AttentionSpec(32, 8, 128, 0.1, "bfloat16", "bfloat16", 16)
+COMPILED = {
+    "plain": LARGE,
+    "head size 64, window": replace(LARGE, head_size=64, window=1024),
+    "head size 96": replace(LARGE, head_size=96),
+    "head size 256": replace(LARGE, head_size=256),
+    "float32": replace(LARGE, dtype="float32", kv_dtype="float32"),
+    "float8": replace(LARGE, kv_dtype="float8_e4m3fn"),
+    "all features": replace(LARGE, chunk=8192, soft_cap=30.0, sinks=True, alibi=True),
+}
+TWO_STAGES = Tuning(
+    decode=replace(Tuning().decode, num_stages=2),
+    prefill=tuple(replace(tiles, num_stages=2) for tiles in Tuning().prefill),
+    wide_decode=replace(Tuning().wide_decode, num_stages=2),
+    wide_prefill=tuple(replace(tiles, num_stages=2) for tiles in Tuning().wide_prefill),
+)
+SHARED = 227 * 1024
+"""Bytes of shared memory that a program may have on sm_90."""
+
+
+class Attention(TritonAttention):
+    tuning = FEW
+
+
+class QuantizedCache(TritonQuantizedCacheAttention):
+    tuning = FEW
+
+
+def kinds(spec: AttentionSpec) -> tuple[type[AttentionBackend], type[AttentionBackend]]:
+    if spec.kv_dtype in SCALED:
+        return QuantizedCache, QuantizedCacheAttention
+    return Attention, ReferenceAttention
+
+
+def errors(
+    spec: AttentionSpec, kind: type[AttentionBackend], pieces: tuple[Piece, ...], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Each head's error beside its norm."""
+    sinks = torch.randn(spec.num_heads, generator=torch.Generator().manual_seed(1)) if spec.sinks else None
+    slopes = torch.linspace(0.01, 0.3, spec.num_heads) if spec.alibi else None
+    here = [None if x is None else x.to(device) for x in (sinks, slopes)]
+    ours, _ = run_backend(kind, spec, pieces, sinks=here[0], alibi_slopes=here[1], device=device)
+    reference, _ = run_backend(kinds(spec)[1], spec, pieces, sinks=sinks, alibi_slopes=slopes)
+    found: torch.Tensor = (ours.double() - reference.double()).norm(dim=-1) / reference.double().norm(dim=-1)
+    return found
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("pieces", [MIXED, SPLIT], ids=["mixed", "split"])
+def test_computes_what_the_reference_does(name: str, pieces: tuple[Piece, ...]) -> None:
+    spec = SPECS[name]
+    assert errors(spec, kinds(spec)[0], pieces).max() < TOLERANCE[spec.dtype]
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("name", SPECS)
+def test_computes_what_the_reference_does_on_the_device(name: str) -> None:
+    spec = SPECS[name]
+    kind = TritonQuantizedCacheAttention if spec.kv_dtype in SCALED else TritonAttention
+    pieces = (*MIXED[:4], *(Piece(1, total) for total in (300, 9000, 1, 20000)), *MIXED[4:], Piece(700, 1500))
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    assert errors(spec, kind, pieces, device).max() < TOLERANCE[spec.dtype]
+
+
+STORED = [(dtype, False) for dtype in ("float32", "float16", "bfloat16", *SCALED)] + [(dtype, True) for dtype in SCALED]
+
+
+@pytest.mark.parametrize(("kv_dtype", "static"), STORED)
+def test_stores_what_the_reference_does(kv_dtype: str, static: bool) -> None:
+    spec = replace(PLAIN, dtype="float32", kv_dtype=kv_dtype, head_size=33, static_cache_scales=static)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 40, spec.num_kv_heads, spec.head_size, generator=generator)
+    x *= torch.tensor([1e-9, 1e-3, 1.0, 1e3]).repeat(10)[:, None, None]
+    x[0, 0], x[1, 1] = 0, x[1, 1].round()
+    slots = torch.arange(16, 56, dtype=torch.int32)
+    caches = []
+    for kind in kinds(spec):
+        backend = kind(cast(BuildContext, PluginConfigOnly({})), spec)
+        if static:
+            backend.set_cache_scales(torch.tensor([0.06]), torch.tensor([0.11]))
+        buffer = torch.zeros(4 * backend.layout.page_bytes(backend.cache_spec, 16), dtype=torch.uint8)
+        backend.store(x[0], x[1], backend.layout.views(buffer, 4, backend.cache_spec, 16), slots)
+        caches.append(buffer)
+    assert torch.equal(*caches)
+
+
+def test_one_plan_serves_other_lengths_and_pages() -> None:
+    """As a recorded step: nothing of the host's numbers is used but how many requests there are."""
+    generator = torch.Generator().manual_seed(0)
+    ctx = PluginConfigOnly({})
+    backend = Attention(cast(BuildContext, ctx), PLAIN)
+    ctx.resources.allocate(torch.device("cpu"))
+    pages, block = 31, PLAIN.block_size
+    buffer = torch.zeros(pages * backend.layout.page_bytes(backend.cache_spec, block), dtype=torch.uint8)
+    cache = backend.layout.views(buffer, pages, backend.cache_spec, block)
+    for view in cache.values():
+        view.copy_(torch.randn(view.shape, generator=generator))
+        view[0] = float("nan")  # what padding wrote to the null page
+    batch = AttentionBatch(
+        query_start=torch.arange(4, dtype=torch.int32),
+        seq_lens=torch.ones(3, dtype=torch.int32),
+        block_table=torch.zeros(3, 30, dtype=torch.int32),
+        slot_mapping=torch.zeros(3, dtype=torch.int32),
+        query_start_host=(0, 1, 2, 3),
+        seq_lens_host=(1, 1, 1),
+        num_decodes=3,
+        graph_key=3,
+    )
+    q = torch.randn(3, PLAIN.num_heads, PLAIN.head_size, generator=generator).bfloat16()
+    k = v = torch.empty(3, PLAIN.num_kv_heads, PLAIN.head_size, dtype=torch.bfloat16)
+    metadata = backend.plan(batch)
+    for lengths in ((5, 17, 1), (480, 1, 1), (200, 333, 1)):
+        batch.seq_lens.copy_(torch.tensor(lengths))
+        batch.block_table[:2] = (torch.rand(2, 30, generator=generator).argsort(-1) + 1).int()
+        assert backend.plan(replace(batch, seq_lens_host=lengths)).token == metadata.token
+        out, expected = torch.empty_like(q), torch.empty_like(q)
+        backend.forward(q, k, v, cache, metadata, out)
+        reference = ReferenceAttention(cast(BuildContext, ctx), PLAIN)
+        reference.forward(q, k, v, cache, reference.plan(replace(batch, seq_lens_host=lengths)), expected)
+        torch.testing.assert_close(out[:2], expected[:2], rtol=0.02, atol=0.01)
+
+
+def jobs(spec: AttentionSpec, target: str) -> list[Job]:
+    """The decode kernel, and the prefill kernel with each of its tiles, as the backend would call them."""
+    scaled = spec.kv_dtype in SCALED
+    kind: Any = TritonQuantizedCacheAttention if scaled else TritonAttention
+    if not target.startswith("sm_"):  # which have a third of the shared memory
+        kind = type(kind.__name__, (kind,), {"tuning": TWO_STAGES})
+    backend = kind(cast(BuildContext, PluginConfigOnly({})), spec)
+    absent = {"sinks": spec.sinks, "slopes": spec.alibi, "k_scales": scaled, "v_scales": scaled}
+    types = {"q": spec.dtype, "out": spec.dtype, "k_cache": spec.kv_dtype, "v_cache": spec.kv_dtype}
+    signature = {**SIGNATURE, **{name: f"*{TYPES[dtype]}" for name, dtype in types.items()}}
+    found = []
+    for kernel, constants in (
+        ("decode", {**backend.decode_constants, "SCAN": 32}),
+        *(("prefill", constants) for constants in backend.prefill_constants),
+    ):
+        constants = {**constants, **{name: None for name, given in absent.items() if not given}}
+        launch = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        module = f"hardpoint.kernels.attention_{kernel}:{kernel}_attention"
+        found.append(Job(module, signature, constants, target, **launch))
+    return found
+
+
+def check(compiled: list[Any]) -> None:
+    for one in compiled:
+        assert one.spilled <= 64, one
+        assert one.shared <= (SHARED if one.job.target.startswith("sm_") else 64 * 1024), one
+
+
+def test_compiled_for_a_large_device() -> None:
+    compiled = compile_kernels(jobs(LARGE, "sm_90"))
+    check(compiled)
+    decode, *prefill = compiled
+    assert decode.registers <= 128, "four programs share a processor"
+    assert decode.count("mma.sync") > 0 < decode.count("cp.async.cg.shared")
+    assert prefill[-1].count("wgmma.mma_async") > 0 < prefill[-1].count("cp.async.cg.shared")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_for_every_target(name: str, target: str) -> None:
+    check(compile_kernels(jobs(COMPILED[name], target), seconds=400))
+
+
+class NotRecorded(Attention):
+    capture = CaptureGrade.NEVER
+
+
+class QuantizedCacheNotRecorded(QuantizedCache):
+    capture = CaptureGrade.NEVER
+
+
+FEATURES = ["sliding_window", "chunked_local", "soft_cap", "alibi", "sinks"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scaled", [False, True])
+def test_conforms(scaled: bool) -> None:
+    """The values of every trial; the other checks are for devices."""
+    kv_dtypes = SCALED if scaled else ("float32", "float16", "bfloat16")
+    tried = subject(
+        Site.open(discover(), "cpu", {"cpu": {"threads": 1}}),
+        QuantizedCacheNotRecorded if scaled else NotRecorded,
+        "attention",
+        name="reference_quantized_cache" if scaled else "reference",
+        requires=[
+            {"dtype": ["float32", "float16", "bfloat16"]},
+            {"kv_dtype": list(kv_dtypes)},
+            {"feature": [*FEATURES, "static_cache_scales"] if scaled else FEATURES},
+        ],
+    )
+    faults = [
+        f"{trial.case}: {fault}"
+        for trial in AttentionTrials().trials(tried, Plan())
+        for check in trial.checks
+        if check.name in ("values", "group")
+        for fault in check.run().faults
+    ]
+    assert not faults, "\n".join(faults)

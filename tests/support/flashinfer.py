@@ -1,0 +1,39 @@
+"""What the FlashInfer backend is built with outside an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from hardpoint.resources import EngineResources
+from hardpoint_cuda.flashinfer_attention import FlashInferAttention
+from hardpoint_cuda.platform import describe_arch
+from hardpoint_plugin_api import AttentionBackend, AttentionSpec, BuildContext, DeviceInfo
+
+needs_flashinfer = pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed"
+)
+
+
+@dataclass
+class WithDevice:
+    """A build context as far as the backend asks; by default for an H200."""
+
+    resources: EngineResources = field(default_factory=EngineResources)
+    workspace_mib: int = 32
+    device: DeviceInfo = field(default_factory=lambda: describe_arch("H200", (9, 0)))
+
+    def plugin_config(self, plugin: str) -> dict[str, int]:
+        return {"flashinfer_workspace_mib": self.workspace_mib}
+
+
+def backend_class(**context: Any) -> type[AttentionBackend]:
+    """For ``run_backend``: the backend in a context of its own, over the resources of the one that it is given."""
+
+    def build(ctx: Any, spec: AttentionSpec) -> FlashInferAttention:
+        return FlashInferAttention(cast(BuildContext, WithDevice(ctx.resources, **context)), spec)
+
+    return cast(type[AttentionBackend], build)
