@@ -59,7 +59,11 @@ def build(kernel: Kernel, folder: Path) -> str:
     """Build one and copy it; returns a line about it."""
     began = time.perf_counter()
     kernel.load()
-    library = module("flashinfer.jit.env").FLASHINFER_JIT_DIR / kernel.name / f"{kernel.name}.so"
+    places = module("flashinfer.jit.env")
+    ahead, built = (
+        x / kernel.name / f"{kernel.name}.so" for x in (places.FLASHINFER_AOT_DIR, places.FLASHINFER_JIT_DIR)
+    )
+    library = ahead if ahead.is_file() else built
     shutil.copy(library, folder)
     return f"{kernel.name}: {library.stat().st_size / 2**20:.1f} MiB in {time.perf_counter() - began:.0f} s"
 

@@ -2,11 +2,11 @@
 # Run the CPU plugin's tests with kernels built for a sanitizer: scripts/sanitize_cpu.sh address,undefined|thread [LEVELS]
 # LEVELS are those to build besides plain (all that the compiler knows). First the sanitizer must find planted mistakes.
 #
-# Tile instructions are emulated: so it is seen what they read and write, on any processor.
+# Tile instructions are emulated: so what they read and write is seen, on any processor.
 #
-# For races it is enough what runs on several threads: test_team.py has every kind of kernel that threads share out, each
-# with the fewest chunks that let them meet, and test_recorded_list.py lists, recorded and replayed, by several engines
-# at once. The other tests call the same few kernels with other numbers, and most of them on one thread.
+# Races need threads: test_team.py has a kernel of each kind that threads share out, each with the fewest chunks that
+# let them meet, and test_recorded_list.py has lists, recorded and replayed, by several engines at once. The other tests
+# call these kernels with other numbers, and the thread sanitizer runs those two alone.
 set -eu
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -51,13 +51,15 @@ HARDPOINT_CPU_SANITIZE=$sanitizer "$python" -m pip wheel --quiet --disable-pip-v
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder/site" "$folder"/wheel/*.whl
 
 # libstdc++ beside them: loaded later, its exceptions would not be caught by the sanitizer's wrappers.
-tests=tests/cpu
 case $sanitizer in
     thread)
         preload=$(library libtsan.so)
-        tests="tests/cpu/test_team.py tests/cpu/test_recorded_list.py"
+        tests="team recorded_list"
         ;;
-    *) preload="$(library libasan.so) $(library libubsan.so)" ;;
+    *)
+        preload="$(library libasan.so) $(library libubsan.so)"
+        tests="linear attention ops team recorded_list"
+        ;;
 esac
 env LD_PRELOAD="$preload $(library libstdc++.so)" PYTHONPATH="$folder/site" PYTHONMALLOC=malloc OMP_NUM_THREADS=2 \
-    $exec_plainly "$python" -m pytest -q -p no:cacheprovider $tests -m "not nightly"
+    $exec_plainly "$python" -m pytest -q -p no:cacheprovider -m "not nightly" $(printf ' tests/cpu/test_%s.py' $tests)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from hardpoint.attention.reference import ReferenceAttention
-from hardpoint_cuda.flashinfer_attention import FlashInferAttention
 from hardpoint_cuda.platform import CudaPlatform
-from hardpoint_plugin_api import AttentionBatch, AttentionSpec, BuildContext, DeviceInfo
+from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, BuildContext, DeviceInfo
 from tests.support.attention import MIXED, Piece, run_backend
 from tests.support.flashinfer import WithDevice, backend_class, needs_flashinfer
 
@@ -45,9 +44,9 @@ class Machine:
     platform: CudaPlatform
     device: torch.device
 
-    def build(self, spec: AttentionSpec) -> FlashInferAttention:
-        ctx = WithDevice(device=self.platform.info, workspace_mib=256)
-        backend = FlashInferAttention(cast(BuildContext, ctx), spec)
+    def build(self, spec: AttentionSpec) -> AttentionBackend:
+        ctx: Any = WithDevice(device=self.platform.info, workspace_mib=256)
+        backend = backend_class(device=self.platform.info, workspace_mib=256)(ctx, spec)
         ctx.resources.allocate(self.device)
         backend.set_head_constants(None, None)
         return backend

@@ -99,6 +99,10 @@ def test_parameters_mean_the_same(engine: AsyncEngine, llm: LLM, changes: dict[s
     (wanted,) = llm.generate(["abc"], params, use_tqdm=False)
     found = run(last_of(engine.generate("abc", params)))
     assert (found.prompt, found.outputs) == (wanted.prompt, wanted.outputs)
+    for output in found.outputs:
+        assert len(output.text_ends) == len(output.token_ids)
+        assert output.text_ends == sorted(output.text_ends)
+        assert 0 < output.text_ends[-1] <= len(output.text)
 
 
 def test_logprobs(engine: AsyncEngine, llm: LLM) -> None:

@@ -21,7 +21,7 @@ from tests.parallel.ranks import ranks_in_threads
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 from tests.support.graph_contract import RecordingContract
-from tests.support.recorder import RecordableAttention, RecordedCalls, recordable
+from tests.support.recorder import RecordableAnyAttention, RecordableAttention, RecordedCalls, recordable
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 WINDOWS: dict[str, Any] = {
@@ -202,7 +202,7 @@ def test_a_backend_that_cannot_be_captured(
     with caplog.at_level(logging.INFO, "hardpoint"), engine(plain[0]) as llm:
         generate(llm, [[1, 2, 3]])
         assert counted(llm)["not_capturable"] == llm.stats.num_steps
-    assert "decode steps run eagerly: attention backend RecordableAttention cannot be captured" in caplog.text
+    assert "steps run eagerly: attention backend RecordableAttention cannot be captured" in caplog.text
     assert not recording.keys
 
 
@@ -288,7 +288,9 @@ def test_the_cache_leaves_room_for_executables(
     monkeypatch.setattr(CpuPlatform, "kv_cache_budget", lambda platform: 3 * 20 * PAGE_BYTES)
     for eager, pages in ((True, 20), (False, 18)):
         with engine(plain[0], kv_cache_memory=None, enforce_eager=eager) as llm:
-            assert llm.core.executor.facts.num_pages == pages, "three sizes, greedy and at random, take as much as two pages"
+            assert llm.core.executor.facts.num_pages == pages, (
+                "three sizes, greedy and at random, take as much as two pages"
+            )
 
 
 @pytest.mark.parametrize(
@@ -306,7 +308,7 @@ def test_a_dense_decode_step_is_nothing_but_kernels(
     with small_llm(tmp_path, quantization=quantization) as llm:
         generate(llm, random_prompts(3, 20, seed=4))
         assert isinstance(llm.core.executor, InProcessExecutor)
-        executables = list(llm.core.executor.worker.graphs._executables.values())
+        executables = llm.core.executor.worker.graphs.executables.kept
     assert executables
     for executable in executables:
         assert isinstance(executable, RecordedList)
@@ -320,3 +322,58 @@ def test_sizes_that_contradict_the_engines_own_limit(
     recording.max_executables = 5
     with pytest.raises(PlatformError, match=r"keeps 5 executables asks for 3 sizes, .*: \(1, 2, 4\)"), engine(plain[0]):
         pass
+
+
+class TestPrompts:
+    """Steps with prompts, too, where the engine lists numbers of tokens and attention can."""
+
+    @pytest.fixture
+    def any_shape(self, recording: RecordedCalls, monkeypatch: pytest.MonkeyPatch) -> RecordedCalls:
+        monkeypatch.setattr("hardpoint.attention.reference.ReferenceAttention", RecordableAnyAttention)
+        recording.token_sizes, recording.max_executables = (8, 48, 64), None
+        return recording
+
+    @pytest.mark.parametrize("ahead", [False, True])
+    def test_the_tokens_stay(
+        self, checkpoint: tuple[Path, PreTrainedModel], any_shape: RecordedCalls, ahead: bool
+    ) -> None:
+        """Prompts come in chunks, beside decodes, and some begin in the cache."""
+        folder, model = checkpoint
+        prompts = random_prompts(6, 60, seed=3)
+        with engine(folder, async_scheduling=ahead, max_num_batched_tokens=48, max_num_seqs=4) as llm:
+            for _ in range(2):
+                for prompt, drawn in zip(prompts, generate(llm, prompts), strict=True):
+                    check_tokens_equal(model, prompt, drawn)
+            found = counted(llm)
+            assert found["graph_replays_total"] == llm.stats.num_steps
+            assert "prefill" not in found
+        assert [key[1] for key in any_shape.keys if key[0] == "tokens"] == [48, 8], "no more than a step's tokens"  # type: ignore[index]
+
+    def test_larger_steps_and_scored_prompts_are_eager(
+        self, plain: tuple[Path, PreTrainedModel], any_shape: RecordedCalls
+    ) -> None:
+        with engine(plain[0], enable_prefix_caching=False) as llm:
+            generate(llm, random_prompts(1, 65, seed=1, shortest=65))
+            assert counted(llm)["prefill"] == 1
+            params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+            generate(llm, [[5, 6, 7]], params)
+            assert counted(llm)["prefill"] == 2
+
+    def test_more_requests_than_a_step_holds_are_eager(
+        self, plain: tuple[Path, PreTrainedModel], any_shape: RecordedCalls
+    ) -> None:
+        any_shape.requests_per_token_size = 2
+        folder, model = plain
+        prompts = random_prompts(3, 6, seed=4, shortest=4)
+        with engine(folder) as llm:
+            for prompt, drawn in zip(prompts, generate(llm, prompts), strict=True):
+                check_tokens_equal(model, prompt, drawn)
+            assert counted(llm)["prefill"] == 1
+
+    def test_attention_that_needs_the_host_takes_no_part(
+        self, plain: tuple[Path, PreTrainedModel], recording: RecordedCalls
+    ) -> None:
+        recording.token_sizes = (8, 64)
+        with engine(plain[0]) as llm:
+            generate(llm, [[5, 6, 7]])
+            assert counted(llm)["prefill"] == 1

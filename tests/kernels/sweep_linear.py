@@ -15,6 +15,7 @@ from typing import Any
 import click
 import torch
 
+from hardpoint.kernels import weight_only
 from hardpoint.kernels.gemm import GemmConfiguration, gemm, gemm_configuration
 from hardpoint.kernels.gemv import GemvConfiguration, Scales, gemv, gemv_configuration
 from hardpoint.kernels.weight_only import int4_gemm, int4_gemm_configuration, int4_gemv
@@ -68,7 +69,7 @@ def _weights(family: str, n: int, k: int) -> list[dict[str, torch.Tensor]]:
         if family == "fp8":
             weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
             return {"weight": weight, "weight_scale": torch.rand(n, 1, device="cuda")}
-        groups = (n, k // 128)
+        groups = (k // 128, n)
         return {
             "weight": torch.randint(-(2**31), 2**31, (n, k // 8), device="cuda").int(),
             "weight_scale": torch.rand(groups, device="cuda").bfloat16(),
@@ -86,7 +87,7 @@ def _calls(
     x, dtype = torch.randn(num_rows, k, device="cuda", dtype=torch.bfloat16), torch.bfloat16
     vector_cuts, tile_cuts = list(_vector_cuts(num_rows)), list(_tile_cuts(num_rows, n))
     if family == "int4":
-        vector = gemv_configuration(num_rows, n, k // 2, 512)
+        vector = gemv_configuration(num_rows, n, k // 2, weight_only._PROGRAMS, weight_only._MOST_SUMS)
         tiles = int4_gemm_configuration(num_rows, 2)
 
         def int4_vector(cut: GemvConfiguration) -> Call:

@@ -14,15 +14,17 @@ from hardpoint.cli.main import run
 from hardpoint.conformance.families.experts import ERRORS, ExpertsProbe
 from hardpoint.conformance.plan import Row
 from hardpoint.conformance.site import Site, Subject
+from hardpoint.dtypes import dtype_name
 from hardpoint.experts.middle import names
 from hardpoint.experts.reference import ReferenceExperts
 from hardpoint.kernels import experts_tiling, experts_tuning, grouped_matmul
-from hardpoint.kernels.experts_tiling import MatmulShape, Tiling, TilingTable
-from hardpoint.kernels.grouped_matmul import TritonGroupedExperts
+from hardpoint.kernels.experts import TritonGroupedExperts
+from hardpoint.kernels.experts_tiling import LayerShape, MatmulShape, Tiling, TilingTable
 from hardpoint.ops.error_model import compare
 from hardpoint.ops.judge import judge_call
 from hardpoint.plugins import discover
-from hardpoint_plugin_api import ConfigError, ExpertsKernel, ExpertsWorkload
+from hardpoint.quantization.numerics import quantize_weight
+from hardpoint_plugin_api import ConfigError, ExpertsKernel, ExpertsWorkload, QuantSpec, Scale
 from tests.kernels.compiling import TARGETS, Compiled, Job, compile_kernels
 
 ROW: Row = {
@@ -41,9 +43,14 @@ ROWS: list[Row] = [
     ROW | {"batch": "one", "mixture": "60x4", "activation": "relu2"},
     ROW | {"dtype": "float16", "mixture": "5x5", "widths": "wide", "absent": "all-elsewhere"},
     ROW | {"batch": "none", "mixture": "1x1", "activation": "swiglu_oai"},
-    ROW | {"dtype": "bfloat16", "batch": "many", "mixture": "5x5", "widths": "odd", "activation": "gelu_tanh_and_mul"},
+    ROW | {"dtype": "bfloat16", "mixture": "5x5", "widths": "odd", "activation": "gelu_tanh_and_mul"},
+    ROW | {"spec": "int8-rows", "mixture": "5x5", "widths": "odd", "activation": "relu2"},
+    ROW | {"spec": "int8-dynamic", "dtype": "bfloat16"},
+    ROW | {"spec": "fp8-tiles", "dtype": "bfloat16", "widths": "wide"},
+    ROW | {"spec": "uint4-groups", "dtype": "float16", "absent": "here"},
 ]
-LATER = ("sm_100", "gfx950")
+MIXTRAL, QWEN3 = LayerShape(8, 14336, 4096, 2, "bfloat16"), LayerShape(128, 768, 2048, 2, "bfloat16")
+LATER = ("sm_100", "gfx942", "gfx950")
 """Targets that the nightly tests compile for."""
 
 
@@ -75,11 +82,18 @@ class Layer:
         hidden: int = 48,
         width: int = 32,
         device: torch.device | None = None,
+        specs: tuple[QuantSpec, QuantSpec] | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.dtype, self.ctx = dtype, site.context(dtype)
         self.workload = ExpertsWorkload(
-            activation=activation, num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=width
+            dtype=dtype_name(dtype),
+            spec=specs,
+            activation=activation,
+            num_experts=experts,
+            top_k=top_k,
+            hidden_size=hidden,
+            intermediate_size=width,
         )
         rows = width * 2 if activation.endswith(("_and_mul", "_oai")) else width
         self.x = torch.randn(tokens, hidden, generator=generator).to(device, dtype)
@@ -87,7 +101,10 @@ class Layer:
         self.weights = torch.rand(tokens, top_k, generator=generator).to(device)
         w13 = torch.randn(experts, rows, hidden, generator=generator) * hidden**-0.5
         w2 = torch.randn(experts, hidden, width, generator=generator) * width**-0.5
-        self.w = {"w13.weight": w13.to(device, dtype), "w2.weight": w2.to(device, dtype)}
+        self.w: dict[str, torch.Tensor] = {}
+        for name, matrices in (("w13", w13), ("w2", w2)):
+            each = [quantize_weight(m, specs[0]) if specs else {"weight": m.to(dtype)} for m in matrices]
+            self.w |= {f"{name}.{slot}": torch.stack([one[slot] for one in each]).to(device) for slot in each[0]}
 
     def faults(self, tiling: Tiling | None = None) -> str:
         """What is wrong with the kernel's results, in the given tiles."""
@@ -98,7 +115,7 @@ class Layer:
             kernel.apply(self.x, *given)
         else:
             kernel.run(tiling, self.x, *given)
-        wide = {name: w.double() for name, w in self.w.items()}
+        wide = self.w if self.workload.spec else {name: w.double() for name, w in self.w.items()}
         own, truth = (self.run(ReferenceExperts, x, w) for x, w in ((self.x, self.w), (self.x.double(), wide)))
         return "\n".join(map(str, compare("out", out, own, truth, ERRORS, out.device).faults))
 
@@ -139,6 +156,41 @@ def test_pairs_of_many_programs_keep_their_order(site: Site) -> None:
 @pytest.mark.parametrize("activation", list(names()))
 def test_every_activation(site: Site, activation: str) -> None:
     assert not Layer(site, 3, 4, 2, activation=activation).faults()
+
+
+def scaled(element: str, rows: int, columns: int, static: bool = True) -> QuantSpec:
+    return QuantSpec(element, scales=(Scale("float32", (rows, columns)),), static=static)
+
+
+FP8 = "float8_e4m3fn"
+BFLOAT16 = QuantSpec("bfloat16")
+SPECS = {
+    "fp8 rows, rounded": (scaled(FP8, 1, -1), scaled(FP8, 1, -1, static=False)),
+    "fp8 tiles, rounded by groups": (scaled(FP8, 32, 32), scaled(FP8, 1, 32, static=False)),
+    "fp8 tensor": (scaled(FP8, -1, -1), BFLOAT16),
+    "int8 groups": (scaled("int8", 1, 32), BFLOAT16),
+    "int4 rows": (scaled("int4", 1, -1), BFLOAT16),
+    "int4 groups": (scaled("int4", 1, 16), BFLOAT16),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_specs_that_the_kit_does_not_try(site: Site, name: str) -> None:
+    layer = Layer(site, 2, 3, 2, dtype=torch.bfloat16, hidden=96, width=80, specs=SPECS[name])
+    assert not TritonGroupedExperts.supports(layer.workload, site.platform.info)
+    assert not layer.faults()
+
+
+def test_what_it_cannot_multiply_is_refused(site: Site) -> None:
+    rounded = scaled(FP8, 1, -1, static=False)
+    for specs, dtype, wanted in (
+        ((scaled("uint4", 1, 2), BFLOAT16), "bfloat16", "2"),
+        ((scaled(FP8, 1, 16), rounded), "bfloat16", "16"),
+        ((scaled("int8", 1, 48), BFLOAT16), "bfloat16", "48"),
+        ((scaled(FP8, 1, -1), rounded), "float32", "float32"),
+    ):
+        (reason,) = TritonGroupedExperts.supports(ExpertsWorkload(dtype=dtype, spec=specs), site.platform.info)
+        assert reason.wanted == wanted
 
 
 def test_weights_beyond_32_bits(site: Site) -> None:
@@ -184,17 +236,17 @@ def test_tuned_tiles_are_those_of_the_exact_device_and_shape(
     monkeypatch.setattr(experts_tiling, "DIRECTORY", tmp_path)
     ctx = site.context(torch.bfloat16)
     few, many = (Tiling(rows, shape(64, 64), shape(32, 128)) for rows in (16, 64))
-    name = experts_tiling.file_name(ctx.device.name, 8, 768, torch.bfloat16)
+    name = experts_tiling.file_name(ctx.device.name, MIXTRAL)
     experts_tiling.write(tmp_path / name, {64: few, 4096: many})
     with caplog.at_level(logging.INFO):
-        table = TilingTable.of(ctx, 8, 768, 2048)
+        table = TilingTable.of(ctx, MIXTRAL)
         assert not caplog.records
         assert [table.of_pairs(n) for n in (1, 64, 500, 600, 10**6)] == [few, few, few, many, many]
         for _ in range(2):
-            other = TilingTable.of(ctx, 8, 769, 2048)
+            other = TilingTable.of(ctx, replace(MIXTRAL, width=1792))
         (record,) = caplog.records
-    assert name.replace("768", "769") in record.getMessage()
-    assert other.of_pairs(64) == experts_tiling.by_rule(64, 8, 769, 2048, 2)
+    assert name.replace("14336", "1792") in record.getMessage()
+    assert other.of_pairs(64) == experts_tiling.by_rule(64, replace(MIXTRAL, width=1792))
 
 
 @pytest.mark.parametrize(
@@ -211,10 +263,10 @@ def test_a_file_that_is_not_right_is_named(
 ) -> None:
     monkeypatch.setattr(experts_tiling, "DIRECTORY", tmp_path)
     ctx = site.context(torch.bfloat16)
-    path = tmp_path / experts_tiling.file_name(ctx.device.name, 8, 768, torch.bfloat16)
+    path = tmp_path / experts_tiling.file_name(ctx.device.name, MIXTRAL)
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as raised:
-        TilingTable.of(ctx, 8, 768, 2048)
+        TilingTable.of(ctx, MIXTRAL)
     assert str(path) in str(raised.value)
 
 
@@ -240,12 +292,17 @@ def test_tuning_writes_the_fastest_that_it_found(
 # Compiled for other devices
 
 
-def tile_job(target: str, tiling: Tiling, *, gated: bool, lanes: int = 0) -> Job:
+def tile_job(target: str, tiling: Tiling, *, gated: bool, lanes: int = 0, **form: Any) -> Job:
+    """``form``: the pointers to weights and activations, and constexprs, of a pair of specs."""
     chosen = tiling.w13 if gated else tiling.w2
     pointers: dict[str, str] = dict.fromkeys(("x", "weight", "out"), "*bf16") | {"ids": "*i32", "listed": "*i32"}
+    if chosen.described:
+        pointers["weight"] = f"tensordesc<bf16[{chosen.columns},{chosen.depth}]>"
     constexprs: dict[str, Any] = {
         "ACTIVATION": "silu" if gated else None,
         "GATED": gated,
+        **dict.fromkeys(("x_scale", "weight_scale", "zero_point")),
+        **dict.fromkeys(("SCALE_ROWS", "GROUP", "X_GROUP", "NIBBLES", "FLIP"), 0),
         "LISTED_IN_PLACE": lanes,
         "DESCRIBED": chosen.described,
         "WHOLE_DEPTH": True,
@@ -254,17 +311,18 @@ def tile_job(target: str, tiling: Tiling, *, gated: bool, lanes: int = 0) -> Job
         "COLUMNS": chosen.columns,
         "DEPTH": chosen.depth,
     }
-    if chosen.described:
-        pointers["weight"] = f"tensordesc<bf16[{chosen.columns},{chosen.depth}]>"
+    for name, value in form.items():
+        (pointers if isinstance(value, str) else constexprs)[name] = value
+    constexprs = {name: value for name, value in constexprs.items() if name not in pointers}
     numbers = {"num_pairs": "i32", "columns": "i32:16", "depth": "i32:16", "divisor": "i32"}
-    name = f"{grouped_matmul.__name__}:_expert_tiles"
+    name = f"{grouped_matmul.__name__}:expert_tiles"
     return Job(name, pointers | numbers, constexprs, target, chosen.num_warps, chosen.num_stages)
 
 
 @pytest.mark.parametrize("target", [pytest.param(t, marks=pytest.mark.nightly if t in LATER else ()) for t in TARGETS])
 def test_compiles(target: str) -> None:
     """Qwen3-30B-A3B's experts at 8 and at 32768 pairs, and the lists of many."""
-    few, many = (experts_tiling.by_rule(pairs, 128, 768, 2048, 2) for pairs in (8, 32768))
+    few, many = (experts_tiling.by_rule(pairs, QWEN3) for pairs in (8, 32768))
     described = Tiling(128, *(replace(shape, described=True) for shape in (many.w13, many.w2)))
     lists = {"ids": "*i32", "counts": "*i32", "listed": "*i32", "num_pairs": "i32", "size": "i32"}
     sizes = {"PAIRS": 512, "EXPERTS": 128}
@@ -273,8 +331,8 @@ def test_compiles(target: str) -> None:
         [
             *(tile_job(target, few, gated=gated, lanes=8) for gated in (True, False)),
             *(tile_job(target, many, gated=gated) for gated in (True, False)),
-            Job(f"{module}:_count_pairs", lists, sizes, target),
-            Job(f"{module}:_place_pairs", lists, sizes | {"ROWS": 128, "COUNTS": 16}, target, 8),
+            Job(f"{module}:count_pairs", lists, sizes, target),
+            Job(f"{module}:place_pairs", lists, sizes | {"ROWS": 128, "COUNTS": 16}, target, 8),
             *(tile_job(target, described, gated=gated) for gated in (True, False) if target.startswith("sm_")),
         ]
     )
@@ -283,6 +341,28 @@ def test_compiles(target: str) -> None:
         assert [uses(compiled, "wgmma.mma_async") for compiled in found[:4]] == [False, False, True, True]
         assert all(uses(compiled, "cp.async") for compiled in found[:4])
         assert all(uses(compiled, "cp.async.bulk.tensor") for compiled in found[6:])
+
+
+FP8_TILES: dict[str, Any] = {"weight": "*fp8e4nv", "weight_scale": "*fp32", "SCALE_ROWS": 128, "GROUP": 128}
+FORMS: dict[str, dict[str, Any]] = {
+    "fp8 tiles": FP8_TILES,
+    "fp8 tiles, rounded by groups": FP8_TILES | {"x": "*fp8e4nv", "x_scale": "*fp32", "X_GROUP": 128},
+    "int8 rows": {"weight": "*i8", "weight_scale": "*fp32", "SCALE_ROWS": 1},
+    "int8 rows, rounded": {"weight": "*i8", "weight_scale": "*fp32", "SCALE_ROWS": 1, "x": "*i8", "x_scale": "*fp32"},
+    "uint4 groups": FP8_TILES | {"weight": "*u8", "zero_point": "*u8", "SCALE_ROWS": 1, "NIBBLES": True},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", FORMS)
+def test_quantized_forms_compile(form: str) -> None:
+    layer = replace(QWEN3, by_round=True)
+    jobs = [
+        tile_job("sm_90", experts_tiling.by_rule(pairs, layer), gated=gated, lanes=lanes, **FORMS[form])
+        for pairs, lanes in ((256, 256), (32768, 0))
+        for gated in (True, False)
+    ]
+    assert not [compiled for compiled in compile_kernels(jobs) if compiled.spilled]
 
 
 def uses(compiled: Compiled, mnemonic: str) -> bool:

@@ -23,6 +23,7 @@ from hardpoint_cuda import flashinfer_library, flashinfer_plan
 from hardpoint_cuda.flashinfer_attention import FlashInferAttention, FlashInferMetadata
 from hardpoint_cuda.flashinfer_plan import Paging, decode_tiles
 from hardpoint_plugin_api import AttentionBatch, AttentionSpec, BuildContext, CapacityError, Span
+from tests.kernels.compiling import PAIRS_OF_TARGETS, Job, compile_kernels
 from tests.support.attention import MIXED, Piece, run_backend
 from tests.support.flashinfer import WithDevice, backend_class, needs_flashinfer
 
@@ -74,6 +75,14 @@ def test_page_indices(counts: list[int]) -> None:
     page_indices(table, starts, first, max(counts), out)
     expected = torch.cat([row[f : f + n] for row, f, n in zip(table, first, counts, strict=True)])
     assert torch.equal(out, torch.cat([expected, torch.tensor([-1, -1], dtype=torch.int32)]))
+
+
+@pytest.mark.parametrize("targets", PAIRS_OF_TARGETS)
+def test_page_indices_compiles(targets: tuple[str, ...]) -> None:
+    signature = dict.fromkeys(("table_ptr", "starts_ptr", "first_ptr", "out_ptr"), "*i32:1") | {"table_stride": "i32"}
+    kernel = "hardpoint.kernels.page_indices:_page_indices"
+    jobs = [Job(kernel, signature, {"PAGES": 1024}, target) for target in targets]
+    assert all(found.spilled == 0 for found in compile_kernels(jobs))
 
 
 class Compiled:
@@ -175,7 +184,8 @@ def decode_batch(lengths: Sequence[int], table: torch.Tensor) -> AttentionBatch:
 
 @needs_flashinfer
 @pytest.mark.parametrize("window", [None, 33])
-def test_what_was_captured_serves_later_lengths(compiled: dict[str, Compiled], window: int | None) -> None:
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_steps_of_growing_lengths(compiled: dict[str, Compiled], is_captured: bool, window: int | None) -> None:
     """Steps of two sizes take turns; what a graph holds on to is the first metadata of its size."""
     spec, generator = replace(SPEC, window=window), torch.Generator().manual_seed(0)
     ctx = WithDevice()
@@ -196,16 +206,16 @@ def test_what_was_captured_serves_later_lengths(compiled: dict[str, Compiled], w
         for row, length in zip(table, lengths, strict=True):
             row[: spec.span.first(length - 1) // 16] = FOREIGN
             row[-(-length // 16) :] = FOREIGN
-        batch = decode_batch(lengths, table)
+        batch = replace(decode_batch(lengths, table), graph_key=n if is_captured else None)
         planned = backend.plan(batch)
-        metadata = captured.setdefault(n, planned)
+        metadata = captured.setdefault(n, planned) if is_captured else planned
         assert planned.token == metadata.token
         q = torch.randn(n, spec.num_heads, spec.head_size, generator=generator).bfloat16()
         out, expected = torch.empty_like(q), torch.empty_like(q)
         backend.forward(q, q, q, cache, metadata, out)
         reference.forward(q, q, q, cache, reference.plan(batch), expected)
         torch.testing.assert_close(out, expected)
-    assert all(plan[11] for plan in compiled["fa2"].plans), "all were planned to be captured"
+    assert {plan[11] for plan in compiled["fa2"].plans} == {is_captured}, "planned to be captured, or not"
 
 
 @needs_flashinfer

@@ -33,7 +33,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's time goes by programs, so they are large here."""
     few = partial(gemv_configuration, programs=8)
     monkeypatch.setattr(gemv_module, "gemv_configuration", few)
-    monkeypatch.setattr(weight_only, "gemv_configuration", lambda rows, n, row_bytes, _: few(rows, n, row_bytes))
+    monkeypatch.setattr(weight_only, "gemv_configuration", lambda rows, n, row_bytes, *_: few(rows, n, row_bytes))
 
 
 def _probe(site: Site, name: str, **row: str) -> LinearProbe:

@@ -137,6 +137,31 @@ def test_long_outputs(text: str) -> None:
     long_output(text, 1)
 
 
+LONG_ARGUMENTS = {
+    "texts": ('{"x": "', "y"),
+    "line breaks": ('{"x": "', "\n"),
+    "objects": ('{"x": [', "{},"),
+    "a member behind them": ('{}, "id": "', "y"),
+}
+
+
+@pytest.mark.parametrize(("head", "rest"), LONG_ARGUMENTS.values(), ids=LONG_ARGUMENTS)
+def test_long_calls(head: str, rest: str) -> None:
+    long = f'<tool_call>{{"name": "clock", "arguments": {head}' + rest * 50_000
+    for size in (50, len(long)):
+        found = read(opened("hermes"), [long[i : i + size] for i in range(0, len(long), size)])
+        assert found[0][:2] == ("call", "clock")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("head", "rest"), LONG_ARGUMENTS.values(), ids=LONG_ARGUMENTS)
+def test_very_long_calls(head: str, rest: str) -> None:
+    """Work that grew with the square of the length would take ten minutes: the copies of 160,000 alone took 0.5 s."""
+    parser = opened("hermes")
+    parser.feed(f'<tool_call>{{"name": "clock", "arguments": {head}' + rest * 5_000_000)
+    parser.finish()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG)
 def test_very_long_outputs(text: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hardpoint.platforms.testing import write_tree
-from hardpoint_cuda.platform import describe
-from hardpoint_plugin_api import NO_DEVICE, DeviceInfo, Fp8Format, NumaNode, Reason
+from hardpoint_cuda.platform import describe, parse_sizes
+from hardpoint_plugin_api import NO_DEVICE, ConfigError, DeviceInfo, Fp8Format, NumaNode, Reason
 
 GIB = 2**30
 CUDA_BUILD = {"__version__": "2.11.0+cu130", "cuda": "13.0"}
@@ -235,7 +235,8 @@ def test_nvml_is_always_shut_down(tmp_path: Path, nvml: FakeNvml) -> None:
 
 
 def test_sizes_of_graphs_come_as_a_list() -> None:
-    assert parse_sizes("8, 1,2,2") == (1, 2, 8)
-    for wrong in ("", "1,two", "0", "-4", "1.5"):
+    assert parse_sizes("8, 1,2,2", "graph_batch_sizes") == (1, 2, 8)
+    assert parse_sizes("none", "graph_token_sizes") == ()
+    for wrong in ("", "1,two", "0", "-4", "1.5", "none"):
         with pytest.raises(ConfigError, match=r"cuda.graph_batch_sizes must be .*--enforce-eager"):
-            parse_sizes(wrong)
+            parse_sizes(wrong, "graph_batch_sizes")

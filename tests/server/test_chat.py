@@ -151,7 +151,7 @@ def test_a_call_is_forced(client: openai.OpenAI, stream: bool, choice: Any, tool
 def test_the_model_calls_by_itself(client: openai.OpenAI) -> None:
     """The demo model knows no calls: a pattern makes it write one, in the syntax that the parser reads."""
     pattern = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "(Paris|Oslo)"\}\}\n</tool_call>'
-    options = {
+    options: dict[str, Any] = {
         "tools": [WEATHER],
         "extra_body": {"response_format": {"type": "regex", "pattern": pattern}},
         "max_tokens": 100,
@@ -160,6 +160,13 @@ def test_the_model_calls_by_itself(client: openai.OpenAI) -> None:
     (call,) = answer.message.tool_calls
     assert json.loads(call.function.arguments)["city"] in ("Paris", "Oslo")
     assert (call.function.name, answer.finish_reason, answer.message.content) == ("get_weather", "tool_calls", None)
+
+    with client.chat.completions.stream(model="demo", messages=HELLO, temperature=0, **options) as events:
+        pieces = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+        (streamed,) = list(events.get_final_completion().choices[0].message.tool_calls or ())
+    assert len(pieces) > 2, "they come as they are written"
+    assert "".join(piece.arguments_delta for piece in pieces) == call.function.arguments
+    assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
     history: Any = [
         *HELLO,
         answer.message.model_dump() | {"content": ""},

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import openai
 import pytest
 
-from hardpoint import LLM
-from hardpoint_plugin_api import ConfigError
+from hardpoint.checkpoint.source import resolve_model
+from hardpoint.config import EngineConfig
+from hardpoint.engine.frontend.frontend import Frontend
+from hardpoint_plugin_api import ConfigError, RequestError
 from tests.support.serving import RunningServer, running_server
 
 TEMPLATE = """
@@ -89,6 +90,11 @@ def test_without_parallel_calls_the_output_ends_before_the_second(thinking: Runn
     assert thinking.get("/health").status_code == 200
 
 
+def frontend(template: Path) -> Frontend:
+    """The text side of an engine with ``template``, without the engine."""
+    return Frontend.load(EngineConfig.create(model="demo", chat_template=str(template)), resolve_model("demo"))
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [(None, "cannot be read"), ("{% for %}", "line 1: it is no Jinja template")]
 )
@@ -97,13 +103,11 @@ def test_a_template_that_is_none(tmp_path: Path, text: str | None, message: str)
     if text is not None:
         file.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        LLM("demo", platform="cpu", chat_template=str(file))
+        frontend(file)
 
 
 def test_it_cannot_leave_its_sandbox(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages.__class__.__mro__ }}")
-    with running_server("--chat-template", str(file)) as server:
-        answer = httpx.post(server.url + "/v1/chat/completions", json=CHAT, timeout=60)
-        assert answer.status_code == 400
-        assert "sandbox" in answer.json()["error"]["message"]
+    with pytest.raises(RequestError, match="sandbox"):
+        frontend(file).render_chat(CHAT["messages"])

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 
 from hardpoint.resources import EngineResources
-from hardpoint_cuda.flashinfer_attention import FlashInferAttention
 from hardpoint_cuda.platform import describe_arch
 from hardpoint_plugin_api import AttentionBackend, AttentionSpec, BuildContext, DeviceInfo
 
@@ -32,8 +31,9 @@ class WithDevice:
 
 def backend_class(**context: Any) -> type[AttentionBackend]:
     """For ``run_backend``: the backend in a context of its own, over the resources of the one that it is given."""
+    from hardpoint_cuda.flashinfer_attention import FlashInferAttention  # it imports Triton
 
-    def build(ctx: Any, spec: AttentionSpec) -> FlashInferAttention:
+    def build(ctx: Any, spec: AttentionSpec) -> AttentionBackend:
         return FlashInferAttention(cast(BuildContext, WithDevice(ctx.resources, **context)), spec)
 
     return cast(type[AttentionBackend], build)

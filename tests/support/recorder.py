@@ -158,3 +158,34 @@ class RecordableAttention(ReferenceAttention):
         scores = torch.einsum("nkgd,nskd->nkgs", queries, keys) * self.spec.scale
         weights = torch.softmax(scores.masked_fill(hidden[:, None, None], float("-inf")), -1)
         out.copy_(torch.einsum("nkgs,nskd->nkgd", weights, values).flatten(1, 2))
+
+
+class RecordableAnyAttention(RecordableAttention):
+    """The same for steps of any shape: every token looks for its request, and over all of that one's positions."""
+
+    capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: dict[str, torch.Tensor],
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        batch = metadata.batch
+        if not batch.any_shape:
+            super().forward(q, k, v, cache, metadata, out)
+            return
+        token = torch.arange(q.shape[0], dtype=torch.int32)
+        request = torch.bucketize(token, batch.query_start[1:], right=True).clamp(max=batch.num_requests - 1)
+        keys, values = (cache[name][batch.block_table.long()].flatten(1, 2)[request].float() for name in ("k", "v"))
+        ends, lengths = batch.query_start[1:][request].long(), batch.seq_lens[request].long()
+        query_at = (lengths - ends + token)[:, None]
+        hidden = self.spec.span.hides(query_at, torch.arange(keys.shape[1]))  # [T, S]
+        keys, values = (x.masked_fill(hidden[..., None, None], 0.0) for x in (keys, values))
+        queries = q.float().unflatten(1, (self.spec.num_kv_heads, -1))
+        scores = torch.einsum("tkgd,tskd->tkgs", queries, keys) * self.spec.scale
+        weights = torch.softmax(scores.masked_fill(hidden[:, None, None], float("-inf")), -1)
+        out.copy_(torch.einsum("tkgs,tskd->tkgd", weights, values).flatten(1, 2))

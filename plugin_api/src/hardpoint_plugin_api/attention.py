@@ -19,7 +19,7 @@ from hardpoint_plugin_api.context import BuildContext
 from hardpoint_plugin_api.device import DeviceInfo
 from hardpoint_plugin_api.platform import StepLimits
 from hardpoint_plugin_api.reasons import Reason
-from hardpoint_plugin_api.requests import AttentionWorkload, Feature
+from hardpoint_plugin_api.requests import AttentionWorkload, Feature, Phase
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +100,11 @@ class AttentionBatch:
     ``graph_key`` names the executable that the step is for: batches of equal key have the same arrays at the same
     addresses, one query for each request, and a block table as wide as the longest sequence. Requests that are mere
     padding stand last: their one token is the first of a sequence in the null page. None: a step that runs eagerly.
+
+    ``any_shape`` batches, which have a key, too, hold any prompts and decodes: what they hold stands in the device's
+    arrays alone. Those of the host describe one request with all T tokens, which takes as many launches and as large
+    ones as any. T includes tokens behind the last request, whose results nobody reads, and N requests without a token,
+    behind the others. Only backends of the grade ANY are given one.
     """
 
     query_start: torch.Tensor
@@ -110,6 +115,7 @@ class AttentionBatch:
     seq_lens_host: tuple[int, ...]
     num_decodes: int
     graph_key: Hashable = None
+    any_shape: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -123,7 +129,10 @@ class AttentionBatch:
 
 
 class CaptureGrade(IntEnum):
-    """What batches a backend's ``forward`` may be captured for."""
+    """What batches a backend's ``forward`` may be captured for: none, one query for each request, equally many, any.
+
+    ANY means ``any_shape`` batches: which queries are whose is read on the device.
+    """
 
     NEVER = 0
     SINGLE_TOKEN = 1
@@ -189,6 +198,10 @@ class AttentionBackend(ABC):
     def cache_spec(self) -> CacheSpec:
         """What the layout is asked to store; an adapter that pads heads stores more than the model's own spec."""
         return self.spec.cache_spec
+
+    def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
+        """What may be captured of steps of this phase and size. Default: ``capture``, for all of them."""
+        return self.capture
 
     def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
         """Take the per-head constants, each float32 [H], once weights are loaded."""

@@ -46,7 +46,10 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of the call's arguments: together they are the text of a JSON object."""
+    """More of the call's arguments: together they are the text of a JSON object.
+
+    A parser may pass them on as the model writes them: then they may break off, and hold the model's mistakes.
+    """
 
     index: int
     arguments: str

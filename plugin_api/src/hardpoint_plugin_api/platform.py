@@ -80,7 +80,8 @@ class GraphEngine(ABC):
 
     ``batch_sizes`` says for how many requests decode steps are prepared. None, where preparing is cheap: for exactly
     as many as a step has, when it is first met. Otherwise for these numbers, ahead, when the engine starts; steps are
-    padded to the next of them, and steps of more requests run eagerly.
+    padded to the next of them, and steps of more requests run eagerly. ``token_sizes`` says for how many tokens other
+    steps are prepared ahead, of up to ``requests_per_token_size`` requests, whatever prompts and decodes they hold.
     """
 
     max_executables: int | None = None
@@ -88,6 +89,8 @@ class GraphEngine(ABC):
     collectives_allowed: bool = True
     host_sync_allowed: bool = True
     batch_sizes: tuple[int, ...] | None = None
+    token_sizes: tuple[int, ...] = ()
+    requests_per_token_size: int = 16
 
     @abstractmethod
     def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> Executable:

@@ -41,6 +41,9 @@ class PhasedBackend(AttentionBackend):
         # What may be captured beyond single tokens would be the prefills' to say as well.
         self.capture = min(CaptureGrade.SINGLE_TOKEN, *decodes)  # type: ignore[misc]  # known only here
 
+    def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
+        return self._backend(phase, tokens).grade(phase, tokens)
+
     @property
     def backends(self) -> list[AttentionBackend]:
         """The backends in use, each once."""

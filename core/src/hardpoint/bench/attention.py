@@ -31,7 +31,7 @@ from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec
 _PIECE = re.compile(r"(?P<count>\d*)q(?P<query>\d+k?)(?:s(?P<total>\d+k?))?")
 _WORKING_SET = 256 * 2**20
 _MOST_RUNS = 64
-"""Batches that are gone through in turn: those of a few tokens would take very many to exceed the caches."""
+"""Layers that are gone through in turn: with a batch of a few tokens, it would take very many to exceed the caches."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def attention(
     kv_dtype = kv_cache_dtype or dtype
     spec = AttentionSpec(heads, kv_heads, head_size, head_size**-0.5, dtype, kv_dtype, block_size, window)
     ctx, timer = blueprint.ctx, DeviceTimer(blueprint.platform, blueprint.ctx.torch_device, _WORKING_SET)
-    parsed = {text: parse_batch(text) for text in batches or ("q1s512", "8q1s4k", "64q1s2k", "2q512", "q4k")}
+    parsed = {text: parse_batch(text) for text in batches or ("q1s512", "8q1s4k", "64q1s2k", "32q512", "q4k")}
     rows = []
     with torch.inference_mode():
         ceilings = timer.read_speed(rounds), timer.product_speed(rounds)
@@ -123,7 +123,7 @@ def attention(
             work = _Work.of(spec, requests)
             peer = timer.seconds(_dense(spec, requests, ctx.torch_device, work.copies), rounds) if not window else None
             for candidate in backends:
-                runs = _runs(candidate, spec, requests, ctx.torch_device, work.copies)
+                runs = _runs(candidate.backend, spec, requests, ctx.torch_device, work.copies)
                 seconds = timer.seconds(runs, rounds)
                 rows.append(work.row(f"{text} {candidate.name}", seconds, ceilings, peer))
                 del runs
@@ -213,58 +213,44 @@ def _variants(offer: Offer, ctx: Context, spec: AttentionSpec) -> Iterator[_Cand
 
 
 def _runs(
-    candidate: _Candidate, spec: AttentionSpec, batch: Sequence[Requests], device: torch.device, copies: int
+    backend: AttentionBackend, spec: AttentionSpec, batch: Sequence[Requests], device: torch.device, copies: int
 ) -> list[Run]:
-    """Calls of ``forward`` on as many batches of equal shape, whose pages lie everywhere in one cache."""
-    backend, block = candidate.backend, spec.block_size
+    """Calls of ``forward`` as a step makes them: planned once, and for each of ``copies`` layers with its own cache."""
     each = [(one.query, one.total) for one in batch for _ in range(one.count)]
-    width = max(-(-total // block) for _, total in each)
+    block, dtype = spec.block_size, dtype_of(spec.dtype)
     needed = [-(-total // block) for _, total in each]
-    pages = copies * sum(needed) + 1
-    size = backend.layout.page_bytes(backend.cache_spec, block)
-    buffer = torch.randint(0, 60, (pages * size,), dtype=torch.uint8, device=device)  # numbers near zero in any dtype
-    cache = backend.layout.views(buffer, pages, backend.cache_spec, block)
-    ids = (torch.randperm(pages - 1) + 1).int()
+    table, at = torch.zeros(len(each), max(needed), dtype=torch.int32), 0
+    ids = (torch.randperm(sum(needed)) + 1).int()
+    for row, count in zip(table, needed, strict=True):
+        row[:count] = ids[at : at + count]
+        at += count
     starts = torch.tensor([0, *(query for query, _ in each)]).cumsum(0)
     totals = torch.tensor([total for _, total in each])
-    tokens = int(starts[-1])
-    dtype = dtype_of(spec.dtype)
-    q, k, v = (
-        torch.randn(tokens, heads, spec.head_size, device=device).to(dtype)
-        for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    )
-    out = torch.empty_like(q)
-    runs: list[Run] = []
-    for number in range(copies):
-        table, at = torch.zeros(len(each), width, dtype=torch.int32), number * sum(needed)
-        for row, count in zip(table, needed, strict=True):
-            row[:count] = ids[at : at + count]
-            at += count
-        made = AttentionBatch(
+    metadata = backend.plan(
+        AttentionBatch(
             query_start=starts.int().to(device),
             seq_lens=totals.int().to(device),
             block_table=table.to(device),
-            slot_mapping=_slots(table, each, block).to(device),
+            slot_mapping=(slots := _slots(table, each, block).to(device)),
             query_start_host=tuple(starts.tolist()),
             seq_lens_host=tuple(totals.tolist()),
             num_decodes=sum(query == 1 for query, _ in each),
         )
-        backend.store(k, v, cache, made.slot_mapping)
-        runs.append(partial(_planned, backend, q, k, v, cache, made, out))
+    )
+    q, k, v = (
+        torch.randn(len(slots), heads, spec.head_size, device=device).to(dtype)
+        for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    )
+    out = torch.empty_like(q)
+    pages = sum(needed) + 1
+    size = backend.layout.page_bytes(backend.cache_spec, block)
+    runs: list[Run] = []
+    for _ in range(copies):
+        buffer = torch.randint(0, 60, (pages * size,), dtype=torch.uint8, device=device)  # near zero in any dtype
+        cache = backend.layout.views(buffer, pages, backend.cache_spec, block)
+        backend.store(k, v, cache, slots)
+        runs.append(partial(backend.forward, q, k, v, cache, metadata, out))
     return runs
-
-
-def _planned(
-    backend: AttentionBackend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache: dict[str, torch.Tensor],
-    batch: AttentionBatch,
-    out: torch.Tensor,
-) -> None:
-    """A plan is for a whole step's layers; it holds until the next, so each call of another batch makes its own."""
-    backend.forward(q, k, v, cache, backend.plan(batch), out)
 
 
 def _slots(table: torch.Tensor, each: Sequence[tuple[int, int]], block: int) -> torch.Tensor:

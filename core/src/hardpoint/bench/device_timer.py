@@ -16,8 +16,8 @@ Run = Callable[[], object]
 class DeviceTimer:
     """Times calls on the device in use.
 
-    On accelerators by its events, behind work that keeps it busy while the host submits: what is measured is neither the
-    host's time per call nor a gap between calls. On the host by its clock.
+    On accelerators by its events, behind work that keeps it busy while the host submits: neither the host's time per
+    call is measured, nor a gap between calls. On the host by its clock.
     """
 
     def __init__(self, platform: Platform, device: torch.device, working_set: int) -> None:

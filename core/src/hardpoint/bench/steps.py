@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 
@@ -89,11 +90,17 @@ def _kernel_rows(llm: LLM, data: Sequence[SyntheticRequest], kind: str, most: in
     """What kernels take in a step, in all and the longest ones; nothing where torch cannot see the device's."""
     from torch.profiler import profile, supported_activities
 
-    params = SamplingParams(temperature=0, max_tokens=_PROFILED_STEPS + 2, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=2 * _PROFILED_STEPS + 3, ignore_eos=True)
     core, num_steps = llm.core, 0
     requests = [core.add_request(request.prompt, params, frozenset()) for request in data]
     while kind == "decode" and not all(request.output_token_ids for request in requests):
         core.step()
+    if kind == "decode":
+        began = time.perf_counter()
+        for _ in range(_PROFILED_STEPS):
+            core.step()
+        wall = 1e3 * (time.perf_counter() - began) / _PROFILED_STEPS
+        yield BenchRow("  step", wall, "ms", note="by the host's clock, not profiled")
     with profile(activities=supported_activities()) as profiler:
         while num_steps < _PROFILED_STEPS if kind == "decode" else not all(r.output_token_ids for r in requests):
             core.step()
@@ -104,12 +111,12 @@ def _kernel_rows(llm: LLM, data: Sequence[SyntheticRequest], kind: str, most: in
     found: dict[str, tuple[float, int]] = {}
     for event in profiler.events() or ():
         if event.device_type.name != "CPU" and not event.is_user_annotation:
-            time, times = found.get(event.name, (0.0, 0))
-            found[event.name] = time + event.device_time, times + 1
+            busy, times = found.get(event.name, (0.0, 0))
+            found[event.name] = busy + event.device_time, times + 1
     if not found:
         return
     whole, times = (sum(column) for column in zip(*found.values(), strict=True))
     yield BenchRow("  kernels", whole / num_steps / 1e3, "ms", share=1.0, note=f"{times / num_steps:.1f} a step")
-    for name, (time, times) in sorted(found.items(), key=lambda entry: -entry[1][0])[:most]:
-        note = f"{times / num_steps:.1f} x {time / times:.1f} us"
-        yield BenchRow(f"    {name[:60]}", time / num_steps / 1e3, "ms", share=time / whole, note=note)
+    for name, (busy, times) in sorted(found.items(), key=lambda entry: -entry[1][0])[:most]:
+        note = f"{times / num_steps:.1f} x {busy / times:.1f} us"
+        yield BenchRow(f"    {name[:60]}", busy / num_steps / 1e3, "ms", share=busy / whole, note=note)

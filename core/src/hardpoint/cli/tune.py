@@ -70,7 +70,7 @@ def experts(
     with torch.inference_mode(), progress_bar("tiles tried", None) as tried:
         tuner = Tuner(site.platform, ctx, workload)
         found = [tuner.tune(count, tried) for count in tokens or _TOKENS]
-    path = folder / experts_tiling.file_name(ctx.device.name, experts, intermediate_size, ctx.dtype)
+    path = folder / experts_tiling.file_name(ctx.device.name, tuner.shape)
     experts_tiling.write(path, {measured.tokens * top_k: measured.tiling for measured in found})
     flops = 2 * top_k * tuner.bytes_per_expert / ctx.dtype.itemsize
     print_table(

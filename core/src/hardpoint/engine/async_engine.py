@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, Unpack
@@ -203,8 +202,9 @@ class AsyncEngine:
         params = self.default_sampling_params() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, got {params!r:.80}")
-        if params.seed is None:  # drawn here: in the order of calls, not in that of tokenizing
-            params = replace(params, seed=self.client.draw_seed())
+        seed = params.seed
+        if seed is None:  # drawn here: in the order of calls, not in that of tokenizing
+            seed = self.client.draw_seed()
         loop = asyncio.get_running_loop()
         if (mailbox := self._mailboxes.get(loop)) is None:
             mailbox = self._mailboxes[loop] = Mailbox(loop)
@@ -216,7 +216,7 @@ class AsyncEngine:
                 raise RequestError(f"request_id {request_id!r} is that of an open request; give another one")
             self._streams[stream.request_id] = stream
         try:
-            await loop.run_in_executor(self._readers, self._open, stream, prompt, params, options)
+            await loop.run_in_executor(self._readers, self._open, stream, prompt, params, seed, options)
         except BaseException:
             stream.close()
             raise
@@ -294,6 +294,7 @@ class AsyncEngine:
         stream: RequestStream,
         prompt: Prompt | Callable[[], Prompt],
         params: SamplingParams,
+        seed: int,
         options: RequestOptions,
     ) -> None:
         """Tokenize and queue a prompt, unless nobody wants it any more."""
@@ -303,7 +304,9 @@ class AsyncEngine:
             if self._dead is not None:
                 raise EngineDeadError(str(self._dead))
             if not stream.is_closed:
-                conversation = self._frontend.converse(self.client, tokenized, params, stream.request_id, **options)
+                conversation = self._frontend.converse(
+                    self.client, tokenized, params, stream.request_id, seed, **options
+                )
                 self._by_request |= dict.fromkeys(conversation.requests, stream)
                 stream.begin(conversation)
 

@@ -123,6 +123,8 @@ _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 def _is_a(value: object, kind: type) -> bool:
+    if type(value) is int or (type(value) is float and kind is Real):  # nearly always; ABCs take ten times as long
+        return True
     return isinstance(value, kind) and not isinstance(value, bool)
 
 

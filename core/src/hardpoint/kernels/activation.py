@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint.kernels.quantize import empty_rounded, rounding, store_rounded, whole_rows
 from hardpoint.ops.act_and_mul import GATED, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 from hardpoint.ops.activation import ACTIVATIONS
@@ -88,6 +89,9 @@ def act_and_mul_quantized_kernel(
     store_rounded(y, codes_ptr, scale_ptr, rows, num_rows, n, LARGEST, GROUP, ROWS, BLOCK)
 
 
+_activation, _act_and_mul_quantized = Launcher(activation_kernel), Launcher(act_and_mul_quantized_kernel)
+
+
 def act_and_mul(x: torch.Tensor, *, activation: str) -> torch.Tensor:
     """See core's op. Raises UnknownNameError for an activation, ConfigError for rows of odd width."""
     n = _gate_columns("act_and_mul", x, activation)
@@ -111,20 +115,11 @@ def act_and_mul_quantized(x: torch.Tensor, *, activation: str, spec: QuantSpec) 
     count = x.shape[0]
     if codes.numel():
         rows, block, warps = whole_rows(n, group)
-        act_and_mul_quantized_kernel[(triton.cdiv(count, rows),)](
-            x,
-            codes,
-            scales,
-            count,
-            n,
-            x.stride(0),
-            activation,
-            most,
-            group,
-            rows,
-            block,
-            num_warps=warps,
-            num_stages=1,
+        stride = x.stride(0)
+        key = (x.dtype, dtype, n, stride, activation, group, x.get_device()) if aligned(x, codes, scales) else None
+        grid = (-(-count // rows), 1, 1)
+        _act_and_mul_quantized(
+            key, grid, warps, x, codes, scales, count, n, stride, activation, most, group, rows, block
         )
     return codes, scales
 
@@ -142,8 +137,8 @@ def _launch(x: torch.Tensor, out: torch.Tensor, activation: str, gate: bool) -> 
     if count:
         if x.ndim != 2 or x.stride(1) != 1:
             x = x.reshape(-1, x.shape[-1]).contiguous()
-        grid = (count // n, triton.cdiv(n, _BLOCK))
-        activation_kernel[grid](
-            x, out, n, x.stride(0), activation, gate, min(_BLOCK, triton.next_power_of_2(n)), num_warps=_WARPS
-        )
+        stride, block = x.stride(0), min(_BLOCK, triton.next_power_of_2(n))
+        key = (x.dtype, n, stride, activation, gate, x.get_device()) if aligned(x, out) else None
+        grid = (count // n, -(-n // block), 1)
+        _activation(key, grid, _WARPS, x, out, n, stride, activation, gate, block)
     return out

@@ -8,8 +8,9 @@ Axes: T tokens, N requests, H query heads, K KV heads, G = H / K, D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 import triton
@@ -20,6 +21,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.attention_decode import decode_attention
 from hardpoint.kernels.attention_prefill import prefill_attention
 from hardpoint.kernels.attention_store import store_keys_and_values
+from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint.quantization.numerics import largest
 from hardpoint_plugin_api import (
     AttentionBackend,
@@ -36,10 +38,15 @@ from hardpoint_plugin_api import (
 
 _LOG2_E = 1.4426950408889634
 _MOST_HEAD_SIZE = 256
-_AMPLITUDES = {"int8": 2.0**7, "float8_e4m3fn": 2.0**9, "float8_e5m2": 2.0**16}
-"""About the largest element: what a token's scale is times that is as large as its values are."""
+_AMPLITUDES = {"int8": 2.0**6, "float8_e4m3fn": 2.0**8, "float8_e5m2": 2.0**15}
+"""Half the largest element or more: a token's scale times that is about as large as its values, and no larger."""
 _MOST_MERGED = 128
 """Splits of one request: as many as a tile of their sums has rows."""
+
+_SCANNED = (1, 32, 256)
+_MOST_PREFILLS = 32
+"""More requests with several queries than this in one step are unusual."""
+_STORE_WARPS = 4
 
 _Cache = dict[str, torch.Tensor]
 
@@ -64,7 +71,8 @@ class Tuning:
 
     ``programs``: about how many programs long contexts are split over, two or so for each processor of a large device;
     ``min_chunk``: the fewest tokens of a split, no fewer than a tile of keys has, which are 128 at most.
-    ``decode.rows``: the most query heads of one program. ``prefill``: tiles in ascending order of rows. Wide ones are
+    ``decode.rows``: the most query heads of one program. ``prefill``: tiles in ascending order of rows; a step takes
+    the largest with which it still makes so many programs, and none larger than what a request fills. The wide ones are
     for products in float32, which run on ordinary multipliers: code and registers grow with the tile.
     """
 
@@ -78,6 +86,30 @@ class Tuning:
     )
     wide_decode: Tiles = Tiles(rows=32, key_bytes=8192, num_warps=4, num_stages=3)
     wide_prefill: tuple[Tiles, ...] = (Tiles(rows=32, key_bytes=8192, num_warps=8, num_stages=3),)
+
+
+_DEFAULT = Tuning()
+_LARGE, _MEDIUM = Tiles(128, 16384, num_warps=8, num_stages=3), Tiles(64, 16384, num_warps=4, num_stages=3)
+_VARIANTS = {
+    "decode 2 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_stages=2)),
+    "decode 4 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_stages=4)),
+    "decode 8 KiB": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=4)),
+    "decode 8 KiB, 2 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_warps=2)),
+    "decode 32 KiB, 2 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=32768, num_stages=2)),
+    "decode 32 KiB, 8 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=32768, num_warps=8)),
+    "decode over 128": replace(_DEFAULT, programs=128),
+    "decode over 512": replace(_DEFAULT, programs=512),
+    "decode over 512 of 256": replace(_DEFAULT, programs=512, min_chunk=256),
+    "prefill 64": replace(_DEFAULT, prefill=(_MEDIUM,)),
+    "prefill 64, 2 stages": replace(_DEFAULT, prefill=(replace(_MEDIUM, num_stages=2),)),
+    "prefill 64, 8 KiB": replace(_DEFAULT, prefill=(replace(_MEDIUM, key_bytes=8192),)),
+    "prefill 64, 32 KiB, 2 stages": replace(_DEFAULT, prefill=(replace(_MEDIUM, key_bytes=32768, num_stages=2),)),
+    "prefill 128": replace(_DEFAULT, prefill=(_LARGE,)),
+    "prefill 128, 2 stages": replace(_DEFAULT, prefill=(replace(_LARGE, num_stages=2),)),
+    "prefill 128, 32 KiB, 2 stages": replace(_DEFAULT, prefill=(replace(_LARGE, key_bytes=32768, num_stages=2),)),
+    "prefill 128, 32 KiB": replace(_DEFAULT, prefill=(replace(_LARGE, key_bytes=32768),)),
+}
+"""Worth trying on a device that these have not been measured on."""
 
 
 @dataclass
@@ -101,11 +133,11 @@ class TritonAttention(AttentionBackend):
         # Where one of two dtypes may not hold the other's numbers, products are in float32.
         wide = dtype_of(spec.kv_dtype).itemsize > 1 and spec.kv_dtype != spec.dtype
         itemsize = 4 if wide else dtype_of(spec.dtype).itemsize
-        decode, self._prefill = (
+        self.decode_tiles, self.prefill_tiles = (
             (tuning.wide_decode, tuning.wide_prefill) if itemsize == 4 else (tuning.decode, tuning.prefill)
         )
         block_d = max(16, triton.next_power_of_2(spec.head_size))
-        heads = min(decode.rows, triton.next_power_of_2(group))
+        heads = min(self.decode_tiles.rows, triton.next_power_of_2(group))
         self._head_blocks = spec.num_kv_heads * -(-group // heads)
         self._splits = max(2, tuning.programs // self._head_blocks)
         capped = spec.soft_cap is not None
@@ -137,10 +169,18 @@ class TritonAttention(AttentionBackend):
             "MIN_CHUNK": tuning.min_chunk,
             "BLOCK_M": max(16, heads),
             "BLOCK_MERGE": heads,
-            **_cut(decode, block_d, itemsize),
+            "BLOCK_N": self.decode_tiles.num_keys(block_d, itemsize),
+            "STAGES": self.decode_tiles.num_stages,
         }
         self.prefill_constants = [
-            {**alike, "SCAN": 32, "BLOCK_M": tiles.rows, **_cut(tiles, block_d, itemsize)} for tiles in self._prefill
+            {
+                **alike,
+                "SCAN": _scan(_MOST_PREFILLS),
+                "BLOCK_M": tiles.rows,
+                "BLOCK_N": tiles.num_keys(block_d, itemsize),
+                "STAGES": tiles.num_stages,
+            }
+            for tiles in self.prefill_tiles
         ]
         element = spec.kv_dtype if scales != "none" else None
         self._store_constants: dict[str, Any] = {
@@ -153,6 +193,14 @@ class TritonAttention(AttentionBackend):
             "BLOCK_D": block_d,
             "ROWS": max(1, 1024 // block_d),
         }
+        self._decode = Launcher(decode_attention, self.decode_tiles.num_stages)
+        self._decode_arguments = {
+            scan: _in_order(decode_attention, {**self.decode_constants, "SCAN": scan}) for scan in map(_scan, _SCANNED)
+        }
+        self._prefill = [Launcher(prefill_attention, tiles.num_stages) for tiles in self.prefill_tiles]
+        self._prefill_arguments = [_in_order(prefill_attention, constants) for constants in self.prefill_constants]
+        self._store = Launcher(store_keys_and_values)
+        self._store_arguments = _in_order(store_keys_and_values, self._store_constants)
         size = f"{spec.num_heads}x{spec.head_size}_{self._splits}x{self._head_blocks}"
         self._partial_key, self._counters_key = f"triton_paged_partial_{size}", f"triton_paged_counters_{size}"
         ctx.resources.declare(self._partial_key, 4 * self._splits * spec.num_heads * (spec.head_size + 2), scope="step")
@@ -168,6 +216,11 @@ class TritonAttention(AttentionBackend):
             return [Reason("kv-dtype", "the device has no 8-bit floats", wanted=workload.kv_dtype)]
         return []
 
+    @classmethod
+    def variants(cls) -> dict[str, type[Self]]:
+        """Backends with other tunings, by what is changed: for benchmarks, which say which is best on a device."""
+        return {name: type(cls.__name__, (cls,), {"tuning": tuning}) for name, tuning in _VARIANTS.items()}
+
     def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
         """See AttentionBackend."""
         super().set_head_constants(
@@ -180,18 +233,19 @@ class TritonAttention(AttentionBackend):
         if not rows:
             return
         k, v = _with_adjacent_elements(k), _with_adjacent_elements(v)
-        store_keys_and_values[(-(-rows // self._store_constants["ROWS"]), 2)](
+        pages, strides = self._pages(cache), (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+        self._store(
+            (*strides, *pages[4:]) if aligned(k, v, *pages[:4]) else None,
+            (-(-rows // self._store_constants["ROWS"]), 2, 1),
+            _STORE_WARPS,
             k,
-            k.stride(0),
-            k.stride(1),
+            *strides[:2],
             v,
-            v.stride(0),
-            v.stride(1),
-            *self._pages(cache),
+            *strides[2:],
+            *pages,
             slot_mapping,
             rows,
-            **self._store_constants,
-            num_warps=4,
+            *self._store_arguments,
         )
 
     def plan(self, batch: AttentionBatch) -> TritonMetadata:
@@ -203,9 +257,15 @@ class TritonAttention(AttentionBackend):
         first = batch.num_decodes
         if first == batch.num_requests:
             return TritonMetadata(batch, token=first)
-        rows = self._group * max(b - a for a, b in zip(starts[first:], starts[first + 1 :], strict=False))
-        tiling = next((i for i, tiles in enumerate(self._prefill) if tiles.rows >= rows), len(self._prefill) - 1)
-        return TritonMetadata(batch, token=(first, starts[first], starts[-1], tiling), prefill=tiling)
+        longest = self._group * max(b - a for a, b in zip(starts[first:], starts[first + 1 :], strict=False))
+        rows = self._group * (starts[-1] - starts[first]) * self.spec.num_kv_heads
+        sizes, tiling = self.prefill_tiles, 0
+        while tiling + 1 < len(sizes) and (
+            sizes[tiling].rows < longest and rows >= self.tuning.programs * sizes[tiling + 1].rows
+        ):
+            tiling += 1
+        token = (first, batch.num_requests, starts[-1] - starts[first], tiling)
+        return TritonMetadata(batch, token=token, prefill=tiling)
 
     def forward(
         self,
@@ -219,36 +279,45 @@ class TritonAttention(AttentionBackend):
         """See AttentionBackend. Raises for heads whose elements do not lie one by one."""
         assert isinstance(metadata, TritonMetadata)
         assert q.stride(2) == out.stride(2) == 1 or q.shape[2] == 1, "heads' elements must be adjacent"
-        batch = metadata.batch
-        alike = (q, q.stride(0), q.stride(1), out, out.stride(0), out.stride(1), *self._pages(cache))
-        alike += (batch.block_table, batch.block_table.stride(0), batch.seq_lens)
+        batch, pages = metadata.batch, self._pages(cache)
+        strides = (q.stride(0), q.stride(1), out.stride(0), out.stride(1))
+        alike = (q, *strides[:2], out, *strides[2:], *pages, batch.block_table, batch.block_table.stride(0))
+        # Whatever else decides a kernel's variant stays as it is for a layer.
+        known = aligned(q, out, *pages[:4], self.sinks, self.alibi_slopes)
+        key = (*strides, *pages[4:], self.sinks is None, self.alibi_slopes is None) if known else None
         if batch.num_decodes:
-            resources = self.ctx.resources
-            decode_attention[((self._splits + batch.num_decodes) * self._head_blocks,)](
+            resources, scan = self.ctx.resources, _scan(batch.num_decodes)
+            self._decode(
+                key and (scan, *key),
+                ((self._splits + batch.num_decodes) * self._head_blocks, 1, 1),
+                self.decode_tiles.num_warps,
                 *alike,
+                batch.seq_lens,
                 batch.num_decodes,
                 self.sinks,
                 self.alibi_slopes,
                 resources.get(self._partial_key).view(torch.float32),
                 resources.get(self._counters_key).view(torch.int32),
                 *self._factors,
-                **self.decode_constants,
-                SCAN=32 if batch.num_decodes <= 32 else 256,
+                *self._decode_arguments[scan],
             )
         if metadata.prefill is not None:
-            constants = self.prefill_constants[metadata.prefill]
-            first, starts = batch.num_decodes, batch.query_start_host
-            tiles = (starts[-1] - starts[first]) * self._group // constants["BLOCK_M"] + batch.num_requests - first
-            prefill_attention[(tiles * self.spec.num_kv_heads,)](
+            tiles, first, starts = self.prefill_tiles[metadata.prefill], batch.num_decodes, batch.query_start_host
+            num_tiles = (starts[-1] - starts[first]) * self._group // tiles.rows + batch.num_requests - first
+            self._prefill[metadata.prefill](
+                key,
+                (num_tiles * self.spec.num_kv_heads, 1, 1),
+                tiles.num_warps,
                 *alike,
+                batch.seq_lens,
                 batch.query_start,
                 first,
                 batch.num_requests,
-                tiles,
+                num_tiles,
                 self.sinks,
                 self.alibi_slopes,
                 *self._factors,
-                **constants,
+                *self._prefill_arguments[metadata.prefill],
             )
 
     def _pages(self, cache: _Cache) -> tuple[Any, ...]:
@@ -266,13 +335,14 @@ class TritonQuantizedCacheAttention(TritonAttention):
     layout: ClassVar[CacheLayout] = ScaledLayout()
 
 
-def _cut(tiles: Tiles, block_d: int, itemsize: int) -> dict[str, Any]:
-    return {
-        "BLOCK_N": tiles.num_keys(block_d, itemsize),
-        "STAGES": tiles.num_stages,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-    }
+def _in_order(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The last of a kernel's arguments."""
+    return tuple(constants[name] for name in kernel.arg_names[-len(constants) :])
+
+
+def _scan(num_requests: int) -> int:
+    """How many lengths a program looks at at once: of one request there is nothing to sum up, and few fit a warp."""
+    return next(most for most in _SCANNED if num_requests <= most or most == _SCANNED[-1])
 
 
 def _with_adjacent_elements(x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,10 @@ import triton.language as tl
 from hardpoint.kernels.attention_tile import LOG2_E, attend, num_read
 
 
-@triton.jit(do_not_specialize=["num_requests", "block_table_stride"])
+@triton.jit(
+    do_not_specialize=["num_requests", "block_table_stride"],
+    do_not_specialize_on_alignment=["block_table", "seq_lens"],  # which may be parts of a batch's
+)
 def decode_attention(
     q,
     q_token_stride,

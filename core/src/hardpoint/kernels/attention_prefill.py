@@ -15,7 +15,10 @@ import triton.language as tl
 from hardpoint.kernels.attention_tile import LOG2_E, attend, first_read
 
 
-@triton.jit(do_not_specialize=["num_requests", "first_request", "num_tiles", "block_table_stride"])
+@triton.jit(
+    do_not_specialize=["num_requests", "first_request", "num_tiles", "block_table_stride"],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start"],  # which may be parts of a batch's
+)
 def prefill_attention(
     q,
     q_token_stride,

@@ -9,20 +9,36 @@ Axes: M rows of x, N rows of the weight (out), K columns (in).
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
+from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.gemm import gemm
-from hardpoint.kernels.gemv import Scales, gemv
+from hardpoint.kernels.gemv import LARGEST, Scales, gemv, rounded_to
 from hardpoint.quantization.rounding_linear import RoundingLinear
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearWorkload, Quantized, QuantSpec, Reason
 
 _SMALLEST_GROUP = 32
 """Columns: what 8-bit matrix units take at a time."""
 
+_ROUNDED_AT_ONCE = 2048
 _ROUNDED_WITHIN = 2
 """Rows of activations that every program of a product may as well round for itself: that costs less than a launch."""
 
 
-class ScaledLinear(RoundingLinear):
+class TritonRoundingLinear(RoundingLinear):
+    """Rounds by a scale of the checkpoint in one pass."""
+
+    def rounded(self, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = self.activation
+        assert spec is not None
+        if not spec.static or spec.zero_point:
+            return super().rounded(x, weights)
+        scale = weights["input_scale"].view(1, 1)
+        return round_by(x, scale, dtype_of(spec.element)), scale
+
+
+class ScaledLinear(TritonRoundingLinear):
     """8-bit weights as they stand in the checkpoint: what the products share."""
 
     @classmethod
@@ -101,3 +117,24 @@ def _block(spec: QuantSpec) -> tuple[int, int]:
 
 def _fits(group: int) -> bool:
     return group % 128 == 0 or (group >= _SMALLEST_GROUP and not group & (group - 1))
+
+
+def round_by(x: torch.Tensor, scale: torch.Tensor, element: torch.dtype) -> torch.Tensor:
+    """``x`` [M, K] over ``scale`` (float32, of one element), as the nearest ``element``: a new [M, K]."""
+    num_rows, k = x.shape
+    out = torch.empty(num_rows, k, dtype=element, device=x.device)
+    if num_rows:
+        grid = num_rows, triton.cdiv(k, _ROUNDED_AT_ONCE)
+        _round[grid](
+            x, scale, out, k, x.stride(0), x.stride(1), LARGEST[element], _ROUNDED_AT_ONCE, num_warps=4, num_stages=1
+        )
+    return out
+
+
+@triton.jit
+def _round(x_ptr, scale_ptr, out_ptr, K, stride_m, stride_k, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    m = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + m * stride_m + k.to(tl.int64) * stride_k, mask=k < K, other=0.0).to(tl.float32)
+    nearest = rounded_to(x, tl.load(scale_ptr), LARGEST, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + m * K + k, nearest.to(out_ptr.dtype.element_ty), mask=k < K)

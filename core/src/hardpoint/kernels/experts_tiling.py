@@ -1,10 +1,10 @@
 """In what tiles the experts' matmuls run: as measured for one device and shape, or else by rule.
 
 What was measured stands in JSON files in the directory ``tuned`` beside this module, one for each number of experts,
-width, device and dtype: ``E=128,N=768,device_name=NAME,dtype=bfloat16.json``, where N is the experts' width and NAME
-the device's name with underscores for spaces, matched exactly. Such a file is ``{"schema": 1, "tilings": {"PAIRS":
-{"rows": 16, "w13": {"columns": 64, "depth": 128, "num_warps": 4, "num_stages": 4}, "w2": {...}}, ...}}``, PAIRS being
-a number of pairs of a token and an expert in a step; of a step's neighbours the nearer, by ratio, is taken.
+width, device and element of weights: ``E=128,N=768,device_name=NAME,dtype=bfloat16.json``, where N is the experts'
+width and NAME the device's name with underscores for spaces, matched exactly. Such a file is ``{"schema": 1, "tilings":
+{"PAIRS": {"rows": 16, "w13": {"columns": 64, "depth": 128, "num_warps": 4, "num_stages": 4}, "w2": {...}}, ...}}``,
+PAIRS being a number of pairs of a token and an expert in a step; of a step's neighbours the nearer, by ratio, is taken.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hardpoint.dtypes import dtype_name
 from hardpoint.logs import log_once
 from hardpoint_plugin_api import BuildContext, ConfigError
 
@@ -55,26 +52,41 @@ HEIGHTS = (16, 32, 64, 128)
 """Rows that tiles may have."""
 
 
-def by_rule(pairs: int, experts: int, width: int, hidden: int, itemsize: int) -> Tiling:
+@dataclass(frozen=True)
+class LayerShape:
+    """What tiles depend on, beside the number of pairs. ``itemsize`` is that of activations, ``element`` the weights'.
+
+    ``by_round`` says that each round's products are scaled before they are added, which takes twice the registers.
+    """
+
+    experts: int
+    width: int
+    hidden: int
+    itemsize: int
+    element: str
+    by_round: bool = False
+
+
+def by_rule(pairs: int, layer: LayerShape) -> Tiling:
     """Tiles about as high as an expert has rows on average."""
-    rows_each = pairs / experts
-    height = next((rows for rows in HEIGHTS if rows_each <= 1.5 * rows), HEIGHTS[-1])
-    return of_height(height, pairs, experts, width, hidden, itemsize)
+    rows_each = pairs / layer.experts
+    return of_height(next((rows for rows in HEIGHTS if rows_each <= 1.5 * rows), HEIGHTS[-1]), pairs, layer)
 
 
-def of_height(rows: int, pairs: int, experts: int, width: int, hidden: int, itemsize: int) -> Tiling:
+def of_height(rows: int, pairs: int, layer: LayerShape) -> Tiling:
     """Tiles of ``rows``. Where there are few of them they are narrow, so that there are enough."""
-    if itemsize == 4:
+    if layer.itemsize == 4:
         shape = MatmulShape(32, 32, 4, 2)
         return Tiling(min(rows, 32), shape, shape)
     if rows == 16:
-        active = min(pairs, experts)
-        return Tiling(rows, *(MatmulShape(_columns_of_few(active, n), 128, 4, 4) for n in (width, hidden)))
+        active = min(pairs, layer.experts)
+        widths = (layer.width, layer.hidden)
+        return Tiling(rows, *(MatmulShape(_columns_of_few(active, n), 128, 4, 4) for n in widths))
     if rows == 32:
         return Tiling(rows, MatmulShape(64, 64, 4, 4), MatmulShape(128, 64, 4, 4))
-    if rows == 64:
-        return Tiling(rows, MatmulShape(128, 64, 4, 4), MatmulShape(256, 64, 4, 4))
-    return Tiling(rows, MatmulShape(128, 64, 8, 4), MatmulShape(256, 64, 8, 4))
+    columns = 64 if layer.by_round else 128
+    num_warps = rows // 16
+    return Tiling(rows, MatmulShape(columns, 64, num_warps, 4), MatmulShape(2 * columns, 64, num_warps, 4))
 
 
 _ENOUGH_PROGRAMS = 256
@@ -93,33 +105,34 @@ class TilingTable:
 
     most_rows = HEIGHTS[-1]
 
-    def __init__(self, tuned: Mapping[int, Tiling], experts: int, width: int, hidden: int, itemsize: int) -> None:
-        self._tuned, self._shape = dict(sorted(tuned.items())), (experts, width, hidden, itemsize)
+    def __init__(self, tuned: Mapping[int, Tiling], layer: LayerShape) -> None:
+        self._tuned, self._layer = dict(sorted(tuned.items())), layer
         self._known: dict[int, Tiling] = {}
 
     @classmethod
-    def of(cls, ctx: BuildContext, experts: int, width: int, hidden: int) -> TilingTable:
+    def of(cls, ctx: BuildContext, layer: LayerShape) -> TilingTable:
         """Those in the directory, or none, which is logged once. Raises ConfigError for a file that is not right."""
-        path = DIRECTORY / file_name(ctx.device.name, experts, width, ctx.dtype)
+        path = DIRECTORY / file_name(ctx.device.name, layer)
         if not path.is_file():
             message = (
                 f"experts run in tiles that follow a rule: none are tuned for this shape and device ({path.name}), "
                 "which hardpoint tune experts does"
             )
             log_once(logger, logging.INFO, path.name, message, scope=ctx.resources)
-        return cls(read(path) if path.is_file() else {}, experts, width, hidden, ctx.dtype.itemsize)
+        return cls(read(path) if path.is_file() else {}, layer)
 
     def of_pairs(self, pairs: int) -> Tiling:
         """The tiling for a step of so many pairs."""
         if pairs not in self._known:
             nearest = min(self._tuned, key=lambda n: max(n / pairs, pairs / n), default=None)
-            self._known[pairs] = by_rule(pairs, *self._shape) if nearest is None else self._tuned[nearest]
+            self._known[pairs] = by_rule(pairs, self._layer) if nearest is None else self._tuned[nearest]
         return self._known[pairs]
 
 
-def file_name(device: str, experts: int, width: int, dtype: torch.dtype) -> str:
-    """What the file for a shape on a device is called."""
-    return f"E={experts},N={width},device_name={device.replace(' ', '_')},dtype={dtype_name(dtype)}.json"
+def file_name(device: str, layer: LayerShape) -> str:
+    """What the file for a layer's shape on a device is called."""
+    shape = f"E={layer.experts},N={layer.width}"
+    return f"{shape},device_name={device.replace(' ', '_')},dtype={layer.element}.json"
 
 
 @lru_cache

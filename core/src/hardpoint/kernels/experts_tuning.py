@@ -1,7 +1,7 @@
 """Finds the tiles in which the experts' matmuls are fastest on a device, by measuring.
 
-One setting is changed after the other, and kept where that is faster, until none is: first for the matmul before the
-activation, then for the one behind it, for each number of rows that is worth a try.
+Of some tiles unlike each other the fastest are taken. Then one setting is changed after the other, and kept where that
+is faster, until none is: first for the matmul before the activation, then for the one behind it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 import torch
-import triton
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from hardpoint.context import Context
+from hardpoint.kernels.experts import TritonGroupedExperts
 from hardpoint.kernels.experts_tiling import HEIGHTS, MatmulShape, Tiling, by_rule, of_height
-from hardpoint.kernels.grouped_matmul import TritonGroupedExperts
 from hardpoint_plugin_api import ExpertsWorkload, Platform, PlatformError
 
 _CHOICES = {
@@ -56,14 +57,9 @@ class Tuner:
     def __init__(self, platform: Platform, ctx: Context, workload: ExpertsWorkload) -> None:
         self._platform, self._ctx = platform, ctx
         self._kernel = TritonGroupedExperts(ctx, workload)
-        experts, hidden = workload.num_experts, workload.hidden_size
-        width, top_k = workload.intermediate_size, workload.top_k
-        assert experts is not None
-        assert hidden is not None
-        assert width is not None
-        assert top_k is not None
-        self.experts, self.hidden, self.width, self.top_k = experts, hidden, width, top_k
-        rows = self._kernel.rows_of_w13
+        assert workload.top_k is not None
+        self.shape, self.top_k = self._kernel.shape, workload.top_k
+        experts, hidden, width, rows = self.shape.experts, self.shape.hidden, self.shape.width, self._kernel.rows_of_w13
         self._w = {
             "w13.weight": torch.randn(experts, rows, hidden, dtype=ctx.dtype, device=ctx.torch_device),
             "w2.weight": torch.randn(experts, hidden, width, dtype=ctx.dtype, device=ctx.torch_device),
@@ -76,10 +72,8 @@ class Tuner:
 
     def tune(self, tokens: int, tried: Callable[[], None] = lambda: None) -> Measured:
         """Measure steps of ``tokens``; ``tried`` is called after each measurement."""
-        pairs, itemsize = tokens * self.top_k, self._ctx.dtype.itemsize
-        rule = by_rule(pairs, self.experts, self.width, self.hidden, itemsize)
-        steps = self._steps(tokens)
-
+        pairs, steps = tokens * self.top_k, self._steps(tokens)
+        rule = by_rule(pairs, self.shape)
         known: dict[Tiling, float] = {}
 
         def measured(tiling: Tiling) -> float:
@@ -88,11 +82,10 @@ class Tuner:
                 tried()
             return known[tiling]
 
-        best = rule
-        for rows in heights(pairs / self.experts):
-            start = of_height(rows, pairs, self.experts, self.width, self.hidden, itemsize)
-            for tiling in dict.fromkeys((start, narrower(start))):
-                best = min(best, self._search(tiling, measured), key=measured)
+        starts = [of_height(rows, pairs, self.shape) for rows in heights(pairs / self.shape.experts)]
+        starts += [narrower(start) for start in starts]
+        starts += [described(start) for start in starts]
+        best = self._search(min((rule, *starts), key=measured), measured)
         active = len(steps[0][1].unique())
         return Measured(tokens, best, measured(best), measured(rule), self._seconds_of_matmuls(pairs), active)
 
@@ -108,7 +101,7 @@ class Tuner:
 
     def _neighbours(self, tiling: Tiling, name: str) -> Iterator[Tiling]:
         shape: MatmulShape = getattr(tiling, name)
-        operands = 2 if name == "w13" and self._kernel.rows_of_w13 == 2 * self.width else 1
+        operands = 2 if name == "w13" and self._kernel.rows_of_w13 == 2 * self.shape.width else 1
         for setting, values in _CHOICES.items():
             at = values.index(getattr(shape, setting))
             for value in values[max(at - 1, 0) : at] + values[at + 1 : at + 2]:
@@ -123,14 +116,14 @@ class Tuner:
         generator, device = torch.Generator().manual_seed(0), self._ctx.torch_device
         steps = []
         for _ in range(_RECORDED):
-            x = torch.randn(tokens, self.hidden, generator=generator).to(device, self._ctx.dtype)
-            ids = torch.rand(tokens, self.experts, generator=generator).argsort(-1)[:, : self.top_k]
+            x = torch.randn(tokens, self.shape.hidden, generator=generator).to(device, self._ctx.dtype)
+            ids = torch.rand(tokens, self.shape.experts, generator=generator).argsort(-1)[:, : self.top_k]
             weights = torch.rand(tokens, self.top_k, generator=generator)
             steps.append((x, ids.int().to(device), weights.to(device)))
         return steps
 
     def _seconds(self, tiling: Tiling, steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> float:
-        """Of one step; infinite where the device has no room for the tiles."""
+        """Of one step; infinite where the device has no room for the tiles, or the compiler no way to make them."""
         tokens = len(steps[0][0])
         scratch = torch.empty(self._kernel.workspace_bytes(tokens), dtype=torch.uint8, device=self._ctx.torch_device)
         out = torch.empty_like(steps[0][0])
@@ -142,13 +135,17 @@ class Tuner:
 
         try:
             return self._recorded(run) / len(steps)
-        except triton.runtime.errors.OutOfResources:
+        except (OutOfResources, PTXASError, CompilationError):
+            return float("inf")
+        except RuntimeError as error:
+            if "PassManager" not in str(error):
+                raise
             return float("inf")
 
     def _seconds_of_matmuls(self, rows: int) -> float:
         x, middle = (
             torch.randn(rows, width, dtype=self._ctx.dtype, device=self._ctx.torch_device)
-            for width in (self.hidden, self.width)
+            for width in (self.shape.hidden, self.shape.width)
         )
         w13, w2 = (w[0].t() for w in self._w.values())
 
@@ -181,6 +178,11 @@ def narrower(tiling: Tiling) -> Tiling:
         for shape in (tiling.w13, tiling.w2)
     )
     return replace(tiling, w13=w13, w2=w2)
+
+
+def described(tiling: Tiling) -> Tiling:
+    """Tiles with weights read through descriptors."""
+    return replace(tiling, w13=replace(tiling.w13, described=True), w2=replace(tiling.w2, described=True))
 
 
 def heights(rows_each: float) -> list[int]:

@@ -38,8 +38,8 @@ def gemm_configuration(num_rows: int, n: int, itemsize: int, group: int = 0) -> 
         return GemmConfiguration(32, 32, 32, 4, 2)
     block_k = min(128, group or 128)
     if num_rows <= 32:
-        block_n, num_stages = (32, 6) if n < 16384 else (64, 4)
-        return GemmConfiguration(16 if num_rows <= 16 else 32, block_n, block_k, 4, num_stages)
+        block_n, num_warps, num_stages = (16, 2, 6) if n < 4096 else (32, 4, 6) if n < 16384 else (64, 4, 4)
+        return GemmConfiguration(16 if num_rows <= 16 else 32, block_n, block_k, num_warps, num_stages)
     if num_rows <= 128:
         return GemmConfiguration(64, 64, block_k, 4, 4)
     return GemmConfiguration(128, 128, block_k, 8, 3)

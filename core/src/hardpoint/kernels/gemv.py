@@ -9,6 +9,7 @@ Axes: M rows of x, N rows of the weight (out), K columns (in). A *vector* is the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,8 @@ import triton.language as tl
 from hardpoint_plugin_api import LinearKernel
 
 _READ_BYTES = 16
-_MOST_SUMS = 16
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""The greatest magnitudes that symmetric scales map to."""
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def _row_scale(row_ptr, stride, K, there, columns, BLOCK: tl.constexpr, LARGEST:
 
 
 @triton.jit
-def _rounded(x, scale, LARGEST: tl.constexpr, ELEMENT: tl.constexpr):
+def rounded_to(x, scale, LARGEST: tl.constexpr, ELEMENT: tl.constexpr):
     """What the nearest element to ``x / scale`` is, in float32."""
     x = x * (1.0 / scale)
     if ELEMENT == tl.int8:  # noqa: SIM300  # a parameter
@@ -71,11 +72,14 @@ def _gemv(
     VECTOR: tl.constexpr,
     VECTORS: tl.constexpr,
     UNROLL: tl.constexpr,
+    WAIT: tl.constexpr,
+    RELEASE: tl.constexpr,
 ):
     """ROWS rows of x times BLOCK_N rows of the weight.
 
     Groups are the columns that share a scale, 0 where all of a row do; a null pointer is no scales at all. With
-    ROUND_X, x is rounded to the weight's elements, by the scales given, or by those that its rows ask for.
+    ROUND_X, x is rounded to the weight's elements, by the scales given, or by those that its rows ask for. WAIT and
+    RELEASE are those of an Overlap, or None: before the wait, nothing but weights is touched.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first_row = tl.program_id(1) * ROWS
@@ -84,6 +88,11 @@ def _gemv(
     weight_scale_ptrs = weight_scale_ptr
     if weight_scale_ptr is not None:
         weight_scale_ptrs = weight_scale_ptr + (n // WEIGHT_TILE_ROWS).to(tl.int64) * weight_scale_stride_n
+    block: tl.constexpr = VECTORS * VECTOR
+    if WAIT is not None:
+        RELEASE()
+        ahead = tl.load(weight_ptrs, mask=(n < N)[:, None] & (columns < K)[None, :], other=0.0)
+        WAIT()
     x_scales = (1.0,) * ROWS
     if ROUND_X or (x_scale_ptr is not None and X_GROUP == 0):
         x_scales = ()
@@ -92,14 +101,17 @@ def _gemv(
             if x_scale_ptr is not None:
                 x_scale = tl.load(x_scale_ptr + m * x_scale_stride_m, mask=m < num_rows, other=1.0)
             else:
-                x_scale = _row_scale(
-                    x_ptr + m * x_stride_m, x_stride_k, K, m < num_rows, columns, VECTORS * VECTOR, LARGEST
-                )
+                x_scale = _row_scale(x_ptr + m * x_stride_m, x_stride_k, K, m < num_rows, columns, block, LARGEST)
             x_scales = x_scales + (x_scale,)  # noqa: RUF005  # as Triton reads it
     sums = (tl.zeros([BLOCK_N, VECTORS], tl.float32),) * ROWS
-    for start in tl.range(0, K, VECTORS * VECTOR, loop_unroll_factor=UNROLL):
+    for start in tl.range(0, K, block, loop_unroll_factor=UNROLL):
         k = start + columns
-        weight = tl.load(weight_ptrs + start, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+        if WAIT is not None:
+            weight = ahead
+            there = (n < N)[:, None] & (k + block < K)[None, :]
+            ahead = tl.load(weight_ptrs + start + block, mask=there, other=0.0)
+        else:
+            weight = tl.load(weight_ptrs + start, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
         weight = weight.to(tl.float32).reshape(BLOCK_N, VECTORS, VECTOR)
         group_start = start + tl.arange(0, VECTORS) * VECTOR
         if WEIGHT_GROUP != 0:
@@ -115,7 +127,7 @@ def _gemv(
                 x_ptr + m * x_stride_m + k.to(tl.int64) * x_stride_k, mask=(m < num_rows) & (k < K), other=0.0
             ).to(tl.float32)
             if ROUND_X:
-                x = _rounded(x, x_scales[row], LARGEST, weight_ptr.dtype.element_ty)
+                x = rounded_to(x, x_scales[row], LARGEST, weight_ptr.dtype.element_ty)
             product = tl.sum(weight * x.reshape(1, VECTORS, VECTOR), 2)
             if WEIGHT_GROUP != 0:
                 product = product * weight_scale
@@ -140,6 +152,20 @@ def _gemv(
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """How a kernel begins before those that it depends on have ended, on devices that can launch it so.
+
+    ``wait`` and ``release`` are functions for kernels: the first returns when all that came before has ended and can be
+    read, the second lets the next kernel begin. ``options`` are a launch's. Whatever is read before the wait must have
+    been written long ago, as weights are.
+    """
+
+    wait: object
+    release: object
+    options: Mapping[str, object]
+
+
+@dataclass(frozen=True)
 class GemvConfiguration:
     """How a product is cut: the rows of x and of the weight that a program has, its warps, and reads ahead."""
 
@@ -149,15 +175,23 @@ class GemvConfiguration:
     unroll: int = 1
 
 
-def gemv_configuration(num_rows: int, n: int, row_bytes: int, programs: int = 1024) -> GemvConfiguration:
+def gemv_configuration(
+    num_rows: int, n: int, row_bytes: int, programs: int = 1024, most_sums: int = 16
+) -> GemvConfiguration:
     """The cut for ``num_rows`` rows of x and a weight of ``n`` rows, each of ``row_bytes``.
 
     Rows of the weight share what is loaded of x, so a program takes as many as leave ``programs``, of which every
-    multiprocessor shall hold several, and as few as leave sums in registers. Threads span as much of a row as it has.
+    multiprocessor shall hold several, and as few as leave a thread ``most_sums``. Threads span as much of a row as it
+    has. For one row, as measured on an H200 (docs/measurements/h200.md): long rows of the weight each by a program of
+    its own, with two reads on their way.
     """
+    if num_rows == 1:
+        if row_bytes >= 4096:
+            return GemvConfiguration(1, 1, 4, 2)
+        return GemvConfiguration(1, 2, 4, 2) if n < 5000 else GemvConfiguration(1, 4, 1, 2)
     rows = min(triton.next_power_of_2(num_rows), 8)
     block_n = 8
-    while block_n > 1 and (block_n * programs > n or block_n * rows > _MOST_SUMS):
+    while block_n > 1 and (block_n * programs > n or block_n * rows > most_sums):
         block_n //= 2
     vectors = row_bytes // _READ_BYTES
     num_warps = 4 if vectors >= 128 else 2 if vectors >= 64 else 1
@@ -191,6 +225,7 @@ def gemv(
     *,
     round_x: bool = False,
     configuration: GemvConfiguration | None = None,
+    overlap: Overlap | None = None,
 ) -> torch.Tensor:
     """``x`` [M, K] times ``weight`` [N, K] (columns one by one), plus ``bias`` [N]: a new [M, N] in ``dtype``.
 
@@ -218,7 +253,7 @@ def gemv(
         x_scales.stride if x_scales else 0,
         weight_scales.stride if weight_scales else 0,
         ROUND_X=round_x,
-        LARGEST=_LARGEST.get(weight.dtype, 0.0),
+        LARGEST=LARGEST.get(weight.dtype, 0.0),
         X_GROUP=x_scales.group if x_scales else 0,
         WEIGHT_TILE_ROWS=(weight_scales and weight_scales.tile_rows) or 1,
         WEIGHT_GROUP=weight_scales.group if weight_scales else 0,
@@ -227,8 +262,11 @@ def gemv(
         VECTOR=_READ_BYTES // weight.element_size(),
         VECTORS=32 * cut.num_warps,
         UNROLL=cut.unroll,
+        WAIT=overlap and overlap.wait,
+        RELEASE=overlap and overlap.release,
         num_warps=cut.num_warps,
         num_stages=1,
+        **(overlap.options if overlap else {}),
     )
     return out
 
@@ -236,7 +274,9 @@ def gemv(
 class TritonGemv(LinearKernel):
     """Plain weights as they stand in the checkpoint, for a few rows of activations."""
 
+    overlap: Overlap | None = None
+
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         weight = weights["weight"]
-        y = gemv(x.reshape(-1, x.shape[-1]), weight, bias, x.dtype)
+        y = gemv(x.reshape(-1, x.shape[-1]), weight, bias, x.dtype, overlap=self.overlap)
         return y.view(*x.shape[:-1], weight.shape[0])

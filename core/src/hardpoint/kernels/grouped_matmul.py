@@ -1,4 +1,4 @@
-"""Experts over plain weights: pairs of a token and an expert, brought together by expert in tiles of one matmul.
+"""Experts: pairs of a token and an expert, brought together by expert in tiles of one matmul.
 
 Rows are never copied into order. A tile is a list of pairs of one expert; the first matmul gathers their tokens, and
 each result is stored where its pair stands, so that summing a token's results needs no list. Behind the first matmul
@@ -13,167 +13,14 @@ Axes: T tokens, K experts of a token, P = T * K pairs, E experts, H hidden, I wi
 
 from __future__ import annotations
 
-import math
-
-import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hardpoint.experts.middle import is_gated
 from hardpoint.kernels.activation import activate, gated
-from hardpoint.kernels.experts_tiling import MatmulShape, Tiling, TilingTable
-from hardpoint_plugin_api import BuildContext, ExpertsKernel, ExpertsWorkload
-
-_MOST_LISTED_IN_PLACE = 512
-"""Pairs that every program reads; more are listed once."""
-_ROWS_LISTED_IN_PLACE = 16
-_COUNTED_AT_ONCE = 512
-"""Pairs of one program of the two launches that list many."""
-_LEAST_HALVED = 128
-"""Rows of tiles of which half as many are still worth the whole width of a matrix unit."""
-_ALIGNMENT = 256
-
-
-class TritonGroupedExperts(ExpertsKernel):
-    """Plain weights as they are. Tiles are those tuned for the device and the experts' shape, or chosen by rule.
-
-    ``rows_of_w13`` are an expert's.
-    """
-
-    def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
-        super().__init__(ctx, workload)
-        assert workload.num_experts is not None
-        assert workload.top_k is not None
-        assert workload.activation is not None
-        assert workload.hidden_size is not None
-        assert workload.intermediate_size is not None
-        self._experts, self._top_k = workload.num_experts, workload.top_k
-        self._hidden, self._width = workload.hidden_size, workload.intermediate_size
-        self._activation, self._gated = workload.activation.removesuffix("_and_mul"), is_gated(workload.activation)
-        self._descriptions: dict[tuple[int, MatmulShape], TensorDescriptor] = {}
-        self.rows_of_w13 = self._width * (2 if self._gated else 1)
-        self._tilings = TilingTable.of(ctx, self._experts, self._width, self._hidden)
-
-    def workspace_bytes(self, rows: int) -> int:
-        """For both matmuls' results, and the list of pairs by expert with the counts that it is made from."""
-        return sum(map(_aligned, self._sizes(rows * self._top_k)))
-
-    def _sizes(self, pairs: int) -> tuple[int, int, int]:
-        """Bytes of the first matmul's results, of the second's, and of lists (at their longest)."""
-        itemsize = self.ctx.dtype.itemsize
-        listed = pairs + min(self._experts, pairs) * self._tilings.most_rows
-        counts = triton.cdiv(pairs, _COUNTED_AT_ONCE) * triton.next_power_of_2(self._experts)
-        return pairs * self._width * itemsize, pairs * self._hidden * itemsize, 4 * (listed + counts)
-
-    def apply(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        workspace: torch.Tensor,
-        *,
-        scales: torch.Tensor | None = None,
-    ) -> None:
-        tokens, top_k = ids.shape
-        if not tokens:
-            return
-        self.run(self._tilings.of_pairs(tokens * top_k), x, ids, weights, w, out, workspace)
-
-    def run(
-        self,
-        tiling: Tiling,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        workspace: torch.Tensor,
-    ) -> None:
-        """``apply`` in the given tiles, of at least one token."""
-        tokens, top_k = ids.shape
-        pairs, width, hidden = tokens * top_k, self._width, self._hidden
-        first, second, lists = workspace.split_with_sizes(_padded(self._sizes(pairs), workspace.numel()))[:3]
-        middle = first.view(x.dtype)[: pairs * width]
-        results = second.view(x.dtype)[: pairs * hidden]
-        rows = tiling.rows
-        in_place = pairs <= _MOST_LISTED_IN_PLACE and rows <= _ROWS_LISTED_IN_PLACE
-        if in_place:
-            listed, tiles, listed_size = ids, pairs, triton.next_power_of_2(pairs)
-        else:
-            tiles, listed_size = (pairs + min(self._experts, pairs) * (rows - 1)) // rows, 0
-            listed = lists.view(torch.int32)
-            self._list(ids, listed, tiles * rows, rows)
-        for name, shape, source, divisor, target, columns, depth in (
-            ("w13", tiling.w13, x, top_k, middle, width, hidden),
-            ("w2", tiling.w2, middle, 1, results, hidden, width),
-        ):
-            is_first, weight = name == "w13", w[f"{name}.weight"]
-            described = shape.described and _can_be_described(weight)
-            _expert_tiles[tiles * triton.cdiv(columns, shape.columns),](
-                source,
-                self._description(weight, shape) if described else weight,
-                target,
-                ids,
-                listed,
-                pairs,
-                columns,
-                depth,
-                divisor,
-                self._activation if is_first else None,
-                is_first and self._gated,
-                listed_size,
-                described,
-                depth % shape.depth == 0,
-                rows >= _LEAST_HALVED,
-                rows,
-                shape.columns,
-                shape.depth,
-                num_warps=shape.num_warps,
-                num_stages=shape.num_stages,
-            )
-        block = min(triton.next_power_of_2(hidden), 1024 if tokens >= 64 else 256)
-        _sum_of_results[tokens, triton.cdiv(hidden, block)](
-            results, ids, weights, out, hidden, top_k, block, num_warps=4
-        )
-
-    def _description(self, weight: torch.Tensor, shape: MatmulShape) -> TensorDescriptor:
-        """All experts' rows as one matrix, read in blocks. Made once for each place in memory."""
-        key = weight.data_ptr(), shape
-        if key not in self._descriptions:
-            block = [shape.columns, shape.depth]
-            self._descriptions[key] = TensorDescriptor.from_tensor(weight.flatten(0, 1), block)
-        return self._descriptions[key]
-
-    def _list(self, ids: torch.Tensor, listed: torch.Tensor, size: int, rows: int) -> None:
-        """Write ``size`` places of ``listed``: pairs by expert, each expert's rounded up to whole tiles; counts go
-        behind them."""
-        pairs, experts = ids.numel(), triton.next_power_of_2(self._experts)
-        programs = triton.cdiv(pairs, _COUNTED_AT_ONCE)
-        counts = listed[size:]
-        _count_pairs[programs,](ids, counts, listed, pairs, size, _COUNTED_AT_ONCE, experts, num_warps=4)
-        _place_pairs[programs,](ids, counts, listed, pairs, rows, _COUNTED_AT_ONCE, experts, 16, num_warps=8)
-
-
-def _can_be_described(weight: torch.Tensor) -> bool:
-    """Whether rows begin where descriptors want them."""
-    return weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.itemsize % 16 == 0
-
-
-def _aligned(size: int) -> int:
-    return math.ceil(size / _ALIGNMENT) * _ALIGNMENT
-
-
-def _padded(sizes: tuple[int, ...], total: int) -> list[int]:
-    """Sizes rounded up, and what remains of ``total``."""
-    aligned = [_aligned(size) for size in sizes]
-    return [*aligned, total - sum(aligned)]
 
 
 @triton.jit(do_not_specialize=["num_pairs", "size"])
-def _count_pairs(
+def count_pairs(
     ids,
     counts,
     listed,
@@ -194,7 +41,7 @@ def _count_pairs(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _place_pairs(
+def place_pairs(
     ids,
     counts,
     listed,
@@ -232,9 +79,12 @@ def _place_pairs(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _expert_tiles(
+def expert_tiles(
     x,
+    x_scale,
     weight,
+    weight_scale,
+    zero_point,
     out,
     ids,
     listed,
@@ -244,6 +94,11 @@ def _expert_tiles(
     divisor,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    NIBBLES: tl.constexpr,
+    FLIP: tl.constexpr,
     LISTED_IN_PLACE: tl.constexpr,
     DESCRIBED: tl.constexpr,
     WHOLE_DEPTH: tl.constexpr,
@@ -256,13 +111,19 @@ def _expert_tiles(
 
     weight is [E, columns, depth], or [E, 2 * columns, depth] with ``GATED``. ``LISTED_IN_PLACE`` is 0 where ``listed``
     holds a tile's pairs, and as many lanes as hold all pairs where there is no list. With ``HALF_ROWS`` an expert's
-    last tile is half as high where that is enough: at two tiles an expert, whole ones would waste a quarter. With
-    ``DESCRIBED`` weight is a tensor descriptor, of blocks [COLUMNS, DEPTH] of all experts' rows. Such blocks may reach
+    last tile is half as high where that is enough: at two tiles an expert, whole ones would waste a quarter.
+
+    Pointers to scales and zero points are None where there are none. A scale of weights is for SCALE_ROWS rows and
+    GROUP columns, one of x for a row and X_GROUP columns; 0 is all of them. ``NIBBLES``: two columns are in a byte, as
+    codes of which FLIP is the bit that is a sign, if any.
+
+    With ``DESCRIBED`` weight is a tensor descriptor, of blocks of COLUMNS of all experts' rows. Such blocks may reach
     into the next expert's rows, and nothing of that is stored.
     """
     blocks = tl.cdiv(columns, COLUMNS)
     tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     rows = tl.arange(0, ROWS)
+    is_half = False
     if LISTED_IN_PLACE:
         expert = tl.load(ids + tile)
         if expert < 0:
@@ -274,9 +135,50 @@ def _expert_tiles(
             return
         ranks = tl.where(is_alike, tl.cumsum(is_alike.to(tl.int32), axis=0) - 1 - rank, -1)
         pairs = tl.min(tl.where(ranks[None, :] == rows[:, None], lanes[None, :], num_pairs), axis=1)
+    else:
+        mine = listed + tile.to(tl.int64) * ROWS
+        first = tl.load(mine)
+        if first >= num_pairs:
+            return
+        expert = tl.load(ids + first)
+        pairs = tl.load(mine + rows)
+        if HALF_ROWS:
+            is_half = tl.load(mine + ROWS // 2) >= num_pairs
+    if HALF_ROWS and is_half:
         _multiply(
             x,
+            x_scale,
             weight,
+            weight_scale,
+            zero_point,
+            out,
+            tl.load(mine + tl.arange(0, ROWS // 2)),
+            expert,
+            block,
+            num_pairs,
+            columns,
+            depth,
+            divisor,
+            ACTIVATION,
+            GATED,
+            SCALE_ROWS,
+            GROUP,
+            X_GROUP,
+            NIBBLES,
+            FLIP,
+            DESCRIBED,
+            WHOLE_DEPTH,
+            ROWS // 2,
+            COLUMNS,
+            DEPTH,
+        )
+    else:
+        _multiply(
+            x,
+            x_scale,
+            weight,
+            weight_scale,
+            zero_point,
             out,
             pairs,
             expert,
@@ -287,64 +189,26 @@ def _expert_tiles(
             divisor,
             ACTIVATION,
             GATED,
+            SCALE_ROWS,
+            GROUP,
+            X_GROUP,
+            NIBBLES,
+            FLIP,
             DESCRIBED,
             WHOLE_DEPTH,
             ROWS,
             COLUMNS,
             DEPTH,
         )
-    else:
-        mine = listed + tile.to(tl.int64) * ROWS
-        first = tl.load(mine)
-        if first >= num_pairs:
-            return
-        expert = tl.load(ids + first)
-        if HALF_ROWS and tl.load(mine + ROWS // 2) >= num_pairs:
-            _multiply(
-                x,
-                weight,
-                out,
-                tl.load(mine + tl.arange(0, ROWS // 2)),
-                expert,
-                block,
-                num_pairs,
-                columns,
-                depth,
-                divisor,
-                ACTIVATION,
-                GATED,
-                DESCRIBED,
-                WHOLE_DEPTH,
-                ROWS // 2,
-                COLUMNS,
-                DEPTH,
-            )
-        else:
-            _multiply(
-                x,
-                weight,
-                out,
-                tl.load(mine + rows),
-                expert,
-                block,
-                num_pairs,
-                columns,
-                depth,
-                divisor,
-                ACTIVATION,
-                GATED,
-                DESCRIBED,
-                WHOLE_DEPTH,
-                ROWS,
-                COLUMNS,
-                DEPTH,
-            )
 
 
 @triton.jit
 def _multiply(
     x,
+    x_scale,
     weight,
+    weight_scale,
+    zero_point,
     out,
     pairs,
     expert,
@@ -355,6 +219,11 @@ def _multiply(
     divisor,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    NIBBLES: tl.constexpr,
+    FLIP: tl.constexpr,
     DESCRIBED: tl.constexpr,
     WHOLE_DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -365,36 +234,54 @@ def _multiply(
     is_row = pairs < num_pairs
     sources = tl.where(is_row, pairs, 0) // divisor
     at = block * COLUMNS + tl.arange(0, COLUMNS)
-    inner = tl.arange(0, DEPTH)
+    row = at % columns  # behind the last column the first ones are read again, without a mask; nothing is stored there
+    height = columns * 2 if GATED else columns
+    inner, per_byte = tl.arange(0, DEPTH), 2 if NIBBLES else 1
+    stored = tl.arange(0, DEPTH // 2) if NIBBLES else inner
     x_at = x + sources.to(tl.int64)[:, None] * depth + inner[None, :]
-    first_row = expert * columns * (2 if GATED else 1) + block * COLUMNS
-    if not DESCRIBED:
-        # Behind the last column the first ones are read again, which needs no mask; nothing is stored there.
-        matrix = weight + expert.to(tl.int64) * columns * depth * (2 if GATED else 1)
-        w_at = matrix + (at % columns)[:, None] * depth + inner[None, :]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    first_row = expert * height + block * COLUMNS
+    if DESCRIBED:
+        w_at = None
+        up_at = None
+    else:
+        w_at = weight + (expert.to(tl.int64) * height + row)[:, None] * (depth // per_byte) + stored[None, :]
+        up_at = w_at + columns * (depth // per_byte)
+    groups = tl.cdiv(depth, GROUP) if GROUP else 1
+    scales = expert.to(tl.int64) * (tl.cdiv(height, SCALE_ROWS) if SCALE_ROWS else 1) * groups
+    scale_at = scales + (row // SCALE_ROWS * groups if SCALE_ROWS else row * 0)
+    up_scale_at = scales + ((row + columns) // SCALE_ROWS * groups if SCALE_ROWS else row * 0)
+    # Scales that change on the way are applied to each round's products. Sums of products of 8-bit floats are added up
+    # round by round too: matrix units may keep few of their bits.
+    IS_ROUNDED: tl.constexpr = x_scale is not None
+    BY_ROUND: tl.constexpr = GROUP > 0 or X_GROUP > 0 or (IS_ROUNDED and x.dtype.element_ty != tl.int8)
+    SUMS: tl.constexpr = tl.int32 if IS_ROUNDED and not BY_ROUND else tl.float32
+    total = tl.zeros([ROWS, COLUMNS], SUMS)
+    up = tl.zeros([ROWS, COLUMNS], SUMS)
     for start in range(0, depth, DEPTH):
-        is_inside = (start + inner < depth)[None, :]
         if WHOLE_DEPTH:
             a = tl.load(x_at + start)
         else:
-            a = tl.load(x_at + start, mask=is_inside, other=0.0)
-        if DESCRIBED:
-            b = weight.load([first_row, start])
-        elif WHOLE_DEPTH:
-            b = tl.load(w_at + start)
-        else:
-            b = tl.load(w_at + start, mask=is_inside, other=0.0)
-        total = tl.dot(a, b.T, total, input_precision="ieee")
+            a = tl.load(x_at + start, mask=(start + inner < depth)[None, :], other=0.0)
+        is_stored = (start // per_byte + stored < depth // per_byte)[None, :]
+        group = start // GROUP if GROUP else 0
+        factor = None
+        if X_GROUP:
+            of_x = tl.load(x_scale + sources.to(tl.int64) * tl.cdiv(depth, X_GROUP) + start // X_GROUP)
+            factor = of_x[:, None]
+        b = _stored(weight, w_at, first_row, start // per_byte, is_stored, DESCRIBED, WHOLE_DEPTH)
+        b = _numbers(b, zero_point, scale_at + group, a.dtype, NIBBLES, FLIP, COLUMNS, DEPTH)
+        total = _add_products(total, a, b, factor, weight_scale, scale_at + group, BY_ROUND)
         if GATED:
-            if DESCRIBED:
-                c = weight.load([first_row + columns, start])
-            elif WHOLE_DEPTH:
-                c = tl.load(w_at + columns * depth + start)
-            else:
-                c = tl.load(w_at + columns * depth + start, mask=is_inside, other=0.0)
-            up = tl.dot(a, c.T, up, input_precision="ieee")
+            c = _stored(weight, up_at, first_row + columns, start // per_byte, is_stored, DESCRIBED, WHOLE_DEPTH)
+            c = _numbers(c, zero_point, up_scale_at + group, a.dtype, NIBBLES, FLIP, COLUMNS, DEPTH)
+            up = _add_products(up, a, c, factor, weight_scale, up_scale_at + group, BY_ROUND)
+    if weight_scale is not None and GROUP == 0 and not BY_ROUND:
+        total = total.to(tl.float32) * tl.load(weight_scale + scale_at).to(tl.float32)[None, :]
+        up = up.to(tl.float32) * tl.load(weight_scale + up_scale_at).to(tl.float32)[None, :] if GATED else up
+    if IS_ROUNDED and X_GROUP == 0:
+        of_row = tl.load(x_scale + sources)[:, None]
+        total = total * of_row
+        up = up * of_row if GATED else up
     dtype = out.dtype.element_ty
     result = total.to(dtype)
     if GATED:
@@ -406,7 +293,55 @@ def _multiply(
 
 
 @triton.jit
-def _sum_of_results(
+def _stored(weight, at, row, column, is_stored, DESCRIBED: tl.constexpr, WHOLE_DEPTH: tl.constexpr):
+    """A block of a matrix as it is stored."""
+    if DESCRIBED:
+        found = weight.load([row, column])
+    elif WHOLE_DEPTH:
+        found = tl.load(at + column)
+    else:
+        found = tl.load(at + column, mask=is_stored, other=0.0)
+    return found
+
+
+@triton.jit
+def _numbers(
+    stored,
+    zero_point,
+    scale_at,
+    dtype: tl.constexpr,
+    NIBBLES: tl.constexpr,
+    FLIP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """What a block's elements are, before any scale, [COLUMNS, DEPTH] in ``dtype``."""
+    if NIBBLES:
+        codes = tl.join(stored & 0xF, stored >> 4).reshape(COLUMNS, DEPTH)
+        numbers = ((codes ^ FLIP).to(tl.int32) - FLIP).to(tl.float32)
+    else:
+        numbers = stored
+    if zero_point is not None:
+        numbers = numbers.to(tl.float32) - tl.load(zero_point + scale_at).to(tl.float32)[:, None]
+    return numbers.to(dtype)
+
+
+@triton.jit
+def _add_products(sums, a, b, factor, weight_scale, scale_at, BY_ROUND: tl.constexpr):
+    """Sums [ROWS, COLUMNS] with another round's products added, times their scales where those are the round's."""
+    if BY_ROUND:
+        products = tl.dot(a, b.T, input_precision="ieee").to(tl.float32)
+        products *= tl.load(weight_scale + scale_at).to(tl.float32)[None, :]
+        if factor is not None:
+            products *= factor
+        found = sums + products
+    else:
+        found = tl.dot(a, b.T, sums, input_precision="ieee", out_dtype=sums.dtype)
+    return found
+
+
+@triton.jit
+def sum_of_results(
     results,
     ids,
     weights,

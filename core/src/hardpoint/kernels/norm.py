@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint.kernels.quantize import empty_rounded, rounding, store_rounded, whole_rows
 from hardpoint_plugin_api import QuantSpec
 
@@ -66,6 +67,9 @@ def rms_norm_kernel(
     else:
         y = y.to(tl.float32)
         store_rounded(y, out_ptr, scale_ptr, rows, num_rows, n, LARGEST, GROUP, ROWS, BLOCK)
+
+
+_rms_norm = Launcher(rms_norm_kernel)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -135,7 +139,12 @@ def _launch(
     added = 0 if residual is None else residual.stride(0)
     rows, block, warps = whole_rows(n, group)
     num_rows = count // n
-    rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+    dtypes = (x.dtype, weight.dtype, out.dtype, None if residual is None else residual.dtype)
+    key = (dtypes, n, heads, stride, head_stride, added, group, x.get_device())
+    _rms_norm(
+        key if aligned(x, residual, weight, out, scales) else None,
+        (-(-num_rows // rows), 1, 1),
+        warps,
         x,
         residual,
         weight,
@@ -149,12 +158,10 @@ def _launch(
         head_stride,
         added,
         added,
-        eps,
+        float(eps),
         residual is not None,
         most,
         group,
         rows,
         block,
-        num_warps=warps,
-        num_stages=1,
     )

@@ -13,7 +13,11 @@ _PAGES = 1024
 """Pages that a program copies."""
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+# One variant for all: parts of packed arrays are now aligned, now not, and nothing is to be compiled between steps.
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "starts_ptr", "first_ptr", "out_ptr"],
+)
 def _page_indices(table_ptr, table_stride, starts_ptr, first_ptr, out_ptr, PAGES: tl.constexpr):
     request = tl.program_id(0)
     start = tl.load(starts_ptr + request)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from hardpoint.dtypes import dtype_of
+from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint.quantization.numerics import largest
 from hardpoint_plugin_api import QuantSpec
 
@@ -106,6 +107,9 @@ def quantize_rows_kernel(
     store_rounded(x, codes_ptr, scale_ptr, rows, num_rows, n, LARGEST, GROUP, ROWS, BLOCK)
 
 
+_quantize_rows = Launcher(quantize_rows_kernel)
+
+
 @functools.cache
 def whole_rows(n: int, group: int = 0) -> tuple[int, int, int]:
     """(ROWS, BLOCK, warps) for tiles of whole rows of n columns.
@@ -141,8 +145,8 @@ def quantize_rows(x: torch.Tensor, *, spec: QuantSpec) -> tuple[torch.Tensor, to
     codes, scales = empty_rounded(x, n, dtype, group)
     if codes.numel():
         rows, block, warps = whole_rows(n, group)
-        grid = (triton.cdiv(count, rows),)
-        quantize_rows_kernel[grid](
-            x, codes, scales, count, n, x.stride(0), most, group, rows, block, num_warps=warps, num_stages=1
-        )
+        stride = x.stride(0)
+        key = (x.dtype, dtype, n, stride, group, x.get_device()) if aligned(x, codes, scales) else None
+        grid = (-(-count // rows), 1, 1)
+        _quantize_rows(key, grid, warps, x, codes, scales, count, n, stride, most, group, rows, block)
     return codes, scales

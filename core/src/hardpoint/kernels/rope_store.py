@@ -10,13 +10,14 @@ Axes: T tokens, H query heads, K KV heads, D head size, R rotated elements, P ta
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
+from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint.kernels.quantize import magnitude, round_block, rounding_scale
 from hardpoint.quantization.numerics import largest
 from hardpoint_plugin_api import NULL_PAGE, ConfigError, OpWorkload, PluginLoadError
@@ -246,6 +247,9 @@ def qk_norm_rope_store_kernel(
                 )
 
 
+_qk_norm_rope_store = Launcher(qk_norm_rope_store_kernel)
+
+
 @functools.cache
 def _tile(size: int, rotary: int) -> tuple[int, int, int]:
     """(HEADS, PAIRS, STILL): 1,024 elements, so that each of two warps' threads reads 16 bytes of each 2-byte half."""
@@ -368,7 +372,23 @@ def _launch(
     v_at = k_at
     if k_cache is not None and v_cache is not None:
         k_at, v_at = k_cache.stride(), v_cache.stride()
-    qk_norm_rope_store_kernel[(tokens, q_programs + kv_programs)](
+    strides = (*q.stride()[:2], *k.stride()[:2], *((0, 0) if v is None else v.stride()[:2]))
+    table_stride = 0 if cos_sin is None else cos_sin.stride(0)
+    position_stride, slot_stride = positions.stride(0), 0 if slots is None else slots.stride(0)
+    block_size, cache_dtype = (1, None) if k_cache is None else (k_cache.shape[1], k_cache.dtype)
+    scales_at = (0, 0) if k_scales is None else k_scales.stride()[:2]
+    key: Hashable = None
+    if aligned(q, k, v, cos_sin, k_cache, v_cache, k_scales, v_scales, q_weight, k_weight):
+        key = (
+            (q.dtype, k.dtype, v is None or v.dtype, cos_sin is None or cos_sin.dtype, positions.dtype, cache_dtype),
+            (q_weight is None or q_weight.dtype, k_weight is None or k_weight.dtype, interleaved, q.get_device()),
+            (size, num_heads, num_kv_heads, rotary),
+            (strides, table_stride, position_stride, slot_stride, block_size, k_at, v_at, scales_at),
+        )
+    _qk_norm_rope_store(
+        key,
+        (tokens, q_programs + kv_programs, 1),
+        _WARPS,
         q,
         k,
         v,
@@ -381,25 +401,15 @@ def _launch(
         slots,
         q_weight,
         k_weight,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        0 if v is None else v.stride(0),
-        0 if v is None else v.stride(1),
-        0 if cos_sin is None else cos_sin.stride(0),
-        positions.stride(0),
-        0 if slots is None else slots.stride(0),
-        1 if k_cache is None else k_cache.shape[1],
-        k_at[0],
-        k_at[1],
-        k_at[2],
-        v_at[0],
-        v_at[1],
-        v_at[2],
-        0 if k_scales is None else k_scales.stride(0),
-        0 if k_scales is None else k_scales.stride(1),
-        eps,
+        *strides,
+        table_stride,
+        position_stride,
+        slot_stride,
+        block_size,
+        *k_at[:3],
+        *v_at[:3],
+        *scales_at,
+        float(eps),
         num_heads,
         num_kv_heads,
         size,
@@ -411,8 +421,6 @@ def _launch(
         heads,
         pairs,
         still,
-        num_warps=_WARPS,
-        num_stages=1,
     )
     return q, k
 

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint.ops.routing import SCORINGS, Routed, check_bias
 from hardpoint_plugin_api import ConfigError, UnknownNameError
 
@@ -178,6 +179,10 @@ def unpermute_rows_kernel(
     tl.store(out_ptr + token * H + column, total, mask=column < H)
 
 
+_route_rows, _sort_pairs = Launcher(route_kernel), Launcher(sort_pairs_kernel)
+_permute_rows, _unpermute_rows = Launcher(permute_rows_kernel), Launcher(unpermute_rows_kernel)
+
+
 def topk_softmax(
     logits: torch.Tensor, bias: torch.Tensor | None = None, *, top_k: int, renormalize: bool, scaling: float
 ) -> Routed:
@@ -249,25 +254,23 @@ def _route(
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     if ids.numel():
-        route_kernel[(tokens,)](
+        stride = logits.stride(0)
+        made = (experts, top_k, number, kept, groups is not None, scoring == "sigmoid", renormalize)
+        key = (logits.dtype, stride, bias is None, made, logits.get_device())
+        _route_rows(
+            key if aligned(logits, bias, ids, weights) else None,
+            (tokens, 1, 1),
+            1,
             logits,
             bias,
             ids,
             weights,
-            logits.stride(0),
-            scaling,
-            experts,
-            top_k,
-            number,
-            kept,
-            groups is not None,
-            scoring == "sigmoid",
-            renormalize,
+            stride,
+            float(scaling),
+            *made,
             triton.next_power_of_2(number),
             triton.next_power_of_2(experts // number),
             triton.next_power_of_2(top_k),
-            num_warps=1,
-            num_stages=1,
         )
     return ids, weights
 
@@ -284,20 +287,22 @@ def sort_pairs(
     starts = torch.empty(num_experts + 1, dtype=torch.int64, device=ids.device)
     places = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
     block = _FEW_PAIRS if count <= _FEW_PAIRS else _MANY_PAIRS
-    sort_pairs_kernel[(num_experts + 1,)](
+    top_k, strides = ids.shape[1], ids.stride()
+    key = (ids.dtype, expert_map is None, strides, num_experts, top_k, block, ids.get_device())
+    _sort_pairs(
+        key if aligned(ids, expert_map, order, starts, places) else None,
+        (num_experts + 1, 1, 1),
+        max(1, block // 256),
         ids,
         expert_map,
         order,
         starts,
         places,
         count,
-        ids.stride(0),
-        ids.stride(1),
+        *strides,
         num_experts,
-        ids.shape[1],
+        top_k,
         block,
-        num_warps=max(1, block // 256),
-        num_stages=1,
     )
     return order, starts, places
 
@@ -313,9 +318,10 @@ def moe_permute(
     rows = torch.empty((count, size), dtype=x.dtype, device=x.device)
     if rows.numel():
         block = min(_ELEMENTS, triton.next_power_of_2(size))
-        permute_rows_kernel[(count, triton.cdiv(size, block))](
-            x, order, starts, rows, size, x.stride(0), num_experts, ids.shape[1], block, num_warps=4, num_stages=1
-        )
+        stride, top_k = x.stride(0), ids.shape[1]
+        key = (x.dtype, size, stride, num_experts, top_k, x.get_device()) if aligned(x, order, starts, rows) else None
+        grid = (count, -(-size // block), 1)
+        _permute_rows(key, grid, 4, x, order, starts, rows, size, stride, num_experts, top_k, block)
     return rows, starts, places
 
 
@@ -328,16 +334,20 @@ def moe_unpermute(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tenso
     out = torch.empty((tokens, size), dtype=rows.dtype, device=rows.device)
     if out.numel():
         block = min(_ELEMENTS, triton.next_power_of_2(size))
-        unpermute_rows_kernel[(tokens, triton.cdiv(size, block))](
+        places, weights, stride = places.contiguous(), weights.contiguous(), rows.stride(0)
+        key = (rows.dtype, weights.dtype, size, stride, top_k, rows.get_device())
+        grid = (tokens, -(-size // block), 1)
+        _unpermute_rows(
+            key if aligned(rows, places, weights, out) else None,
+            grid,
+            4,
             rows,
-            places.contiguous(),
-            weights.contiguous(),
+            places,
+            weights,
             out,
             size,
-            rows.stride(0),
+            stride,
             top_k,
             block,
-            num_warps=4,
-            num_stages=1,
         )
     return out

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint.ops.decode_inputs import LAST_DRAWN, NUM_FIXED_ROWS
 from hardpoint_plugin_api import NULL_PAGE
 
@@ -119,6 +120,10 @@ def embedding_lookup_kernel(ids_ptr, weight_ptr, out_ptr, H, weight_stride, BLOC
     tl.store(out_ptr + token * H + column, x, mask=column < H)
 
 
+_slot_mapping, _decode_inputs = Launcher(slot_mapping_kernel), Launcher(decode_inputs_kernel)
+_embedding_lookup = Launcher(embedding_lookup_kernel)
+
+
 def slot_mapping(
     positions: torch.Tensor,
     request_index: torch.Tensor,
@@ -132,21 +137,11 @@ def slot_mapping(
     slots = torch.empty(count, dtype=torch.int32, device=positions.device)
     if count:
         parts = min(triton.cdiv(count, _TOKENS), _MOST_PARTS)
-        slot_mapping_kernel[(requests + 1, parts)](
-            positions,
-            request_index,
-            query_start,
-            block_tables,
-            slots,
-            count,
-            requests,
-            parts,
-            block_tables.stride(0),
-            block_size,
-            _TOKENS,
-            num_warps=4,
-            num_stages=1,
-        )
+        stride, dtypes = block_tables.stride(0), (positions.dtype, request_index.dtype, query_start.dtype)
+        key = (dtypes, stride, block_size, positions.get_device()) if aligned(block_tables) else None
+        grid = (requests + 1, parts, 1)
+        inputs = (positions, request_index, query_start, block_tables)
+        _slot_mapping(key, grid, 4, *inputs, slots, count, requests, parts, stride, block_size, _TOKENS)
     return slots
 
 
@@ -163,26 +158,21 @@ def decode_inputs(
     if not count:
         return
     block_table, mapping = step["block_table"], step["slot_mapping"]
-    decode_inputs_kernel[(count, block_tables.shape[0])](
+    buffers = (last_tokens, block_tables, step["ids"], step["positions"], step["slots"], step["seq_lens"])
+    strides = (*block_tables.stride()[:2], *block_table.stride()[:2])
+    _decode_inputs(
+        (strides, block_size, rows.get_device()) if aligned(*buffers) else None,
+        (count, block_tables.shape[0], 1),
+        4,
         rows,
-        last_tokens,
-        block_tables,
-        step["ids"],
-        step["positions"],
-        step["slots"],
-        step["seq_lens"],
+        *buffers,
         block_table,
         mapping,
         rows.stride(0),
-        block_tables.stride(0),
-        block_tables.stride(1),
-        block_table.stride(0),
-        block_table.stride(1),
+        *strides,
         mapping.stride(0),
         block_size,
         _BLOCKS,
-        num_warps=4,
-        num_stages=1,
     )
 
 
@@ -194,6 +184,8 @@ def embedding_lookup(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty((ids.shape[0], size), dtype=weight.dtype, device=weight.device)
     if out.numel():
         block = min(_ELEMENTS, triton.next_power_of_2(size))
-        grid = (ids.shape[0], triton.cdiv(size, block))
-        embedding_lookup_kernel[grid](ids, weight, out, size, weight.stride(0), block, num_warps=4, num_stages=1)
+        stride = weight.stride(0)
+        key = (ids.dtype, weight.dtype, size, stride, ids.get_device()) if aligned(weight, out) else None
+        grid = (ids.shape[0], -(-size // block), 1)
+        _embedding_lookup(key, grid, 4, ids, weight, out, size, stride, block)
     return out

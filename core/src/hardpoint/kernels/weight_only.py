@@ -5,7 +5,8 @@ column ``32 j + i``. So what is unpacked at a time by one shift are neighbours, 
 and a group of 32, 64 or 128 columns is a whole number of nibbles' places.
 
 A code becomes a number without a conversion: put into the mantissa of 1.0, it makes ``1 + code * 2 ** -s``. Activations
-are multiplied by ``2 ** s`` beforehand, and what the ones add up to is taken off at the end.
+are multiplied by ``2 ** s`` beforehand, and what the ones add up to is taken off at the end (which makes NaN of
+infinite activations). For float32, in whose last bits that would show, codes are converted.
 
 Axes: M rows of x, N rows of the weight (out), K columns (in), W words of a row, G groups of a row.
 """
@@ -26,6 +27,7 @@ _TILE = 256
 _WORDS = tl.constexpr(32)
 _PROGRAMS = 512
 """Fewer than for wider elements: what is done to x is more beside what is done to a row of the weight."""
+_MOST_SUMS = 8
 
 
 class Int4Linear(LinearKernel):
@@ -53,31 +55,40 @@ class Int4Linear(LinearKernel):
         self.flip = 8 if self.spec.element == "int4" else 0
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``weight``: int32 [N, W]; ``weight_scale`` [N, G]; ``weight_zero_point``: uint8 [N, G], if any."""
+        """``weight``: int32 [N, W]; ``weight_scale`` [G, N]; ``weight_zero_point``: uint8 [G, N], if any.
+
+        Groups come first, so that one read brings the scales of all rows that a thread works on.
+        """
         stored = weights["weight"]
         codes = torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)[:, : self.columns] ^ self.flip
         places = pad(codes, (0, -self.columns % _TILE)).unflatten(1, (-1, 4, 2, _TILE // 8))
         octets = places[:, :, :, 0] | (places[:, :, :, 1] << 4)
         packed = {
             "weight": octets.transpose(2, 3).contiguous().view(torch.int32).flatten(1),
-            "weight_scale": weights["weight_scale"].contiguous(),
+            "weight_scale": weights["weight_scale"].t().contiguous(),
         }
         if self.spec.zero_point:
-            packed["weight_zero_point"] = (weights["weight_zero_point"].short() + self.flip).to(torch.uint8)
+            zero_points = (weights["weight_zero_point"].short() + self.flip).to(torch.uint8)
+            packed["weight_zero_point"] = zero_points.t().contiguous()
         return packed
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._numbers(weights)
 
     def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-        return self._numbers({name: value[ids] for name, value in weights.items()})
+        return self._numbers(
+            {name: value[ids] if name == "weight" else value[:, ids] for name, value in weights.items()}
+        )
 
     def _numbers(self, packed: dict[str, torch.Tensor]) -> torch.Tensor:
         octets = packed["weight"].view(torch.uint8).unflatten(1, (-1, _TILE // 8, 4)).transpose(2, 3)
         codes = torch.stack((octets & 0xF, octets >> 4), dim=3).flatten(1)[:, : self.columns]
-        slots = {**packed, "weight": pack_nibbles(pad(codes, (0, self.columns % 2)) ^ self.flip)}
+        slots = {
+            "weight": pack_nibbles(pad(codes, (0, self.columns % 2)) ^ self.flip),
+            "weight_scale": packed["weight_scale"].t(),
+        }
         if self.spec.zero_point:
-            slots["weight_zero_point"] = packed["weight_zero_point"].short() - self.flip
+            slots["weight_zero_point"] = packed["weight_zero_point"].t().short() - self.flip
         return dequantize(slots, self.spec, self.ctx.dtype)[:, : self.columns]
 
 
@@ -114,7 +125,7 @@ def int4_gemv(
     out = x.new_empty(num_rows, n)
     if not num_rows:
         return out
-    cut = configuration or gemv_configuration(num_rows, n, 4 * words.shape[1], _PROGRAMS)
+    cut = configuration or gemv_configuration(num_rows, n, 4 * words.shape[1], _PROGRAMS, _MOST_SUMS)
     _int4_gemv[-(-n // cut.block_n), -(-num_rows // cut.rows)](
         x,
         words,
@@ -126,7 +137,7 @@ def int4_gemv(
         n,
         k,
         words.shape[1],
-        weights["weight_scale"].shape[1],
+        weights["weight_scale"].shape[0],
         x.stride(0),
         x.stride(1),
         GROUP=group,
@@ -177,7 +188,7 @@ def int4_gemm(
         n,
         k,
         words.shape[1],
-        weights["weight_scale"].shape[1],
+        weights["weight_scale"].shape[0],
         x.stride(0),
         x.stride(1),
         GROUP=group,
@@ -240,7 +251,6 @@ def _int4_gemv(
     vector = tl.arange(0, VECTORS)
     word = tl.arange(0, VECTORS * 4)
     words_ptrs = words_ptr + n.to(tl.int64)[:, None] * W + word[None, :]
-    group_ptrs = n.to(tl.int64) * G
     groups: tl.constexpr = 1 if GROUP == 0 or GROUP > 256 else 256 // GROUP
     sums = (tl.zeros([BLOCK_N, VECTORS], tl.float32),) * ROWS
     for start in tl.range(0, W, VECTORS * 4, loop_unroll_factor=UNROLL):
@@ -252,12 +262,12 @@ def _int4_gemv(
             group = tile * groups + part if GROUP <= 256 else tile // (GROUP // 256)
             if GROUP == 0:
                 group = tile * 0
+            of_group = group.to(tl.int64)[None, :] * N + n[:, None]
             there = (n < N)[:, None] & (group < G)[None, :]
-            scale = tl.load(scale_ptr + group_ptrs[:, None] + group[None, :], mask=there, other=0.0).to(tl.float32)
+            scale = tl.load(scale_ptr + of_group, mask=there, other=0.0).to(tl.float32)
             zero_point = tl.full([BLOCK_N, VECTORS], ZERO_POINT, tl.float32)
             if zero_point_ptr is not None:
-                zero_point = tl.load(zero_point_ptr + group_ptrs[:, None] + group[None, :], mask=there, other=0)
-                zero_point = zero_point.to(tl.float32)
+                zero_point = tl.load(zero_point_ptr + of_group, mask=there, other=0).to(tl.float32)
             added = ()
             for row in tl.static_range(ROWS):
                 m = (first_row + row).to(tl.int64)
@@ -322,7 +332,6 @@ def _int4_gemm(
     word = tl.arange(0, _WORDS)
     x_ptrs = x_ptr + m.to(tl.int64)[None, :] * x_stride_m + word.to(tl.int64)[:, None] * x_stride_k
     words_ptrs = words_ptr + n.to(tl.int64)[:, None] * W + word[None, :]
-    group_ptrs = n.to(tl.int64) * G
     groups: tl.constexpr = 1 if GROUP == 0 or GROUP > 256 else 256 // GROUP
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile in tl.range(0, W // _WORDS):
@@ -330,12 +339,13 @@ def _int4_gemm(
         for part in tl.static_range(groups):
             group = tile * groups + part if GROUP <= 256 else tile // (GROUP // 256)
             if GROUP == 0:
-                group = 0
+                group = tile * 0
+            of_group = tl.cast(group, tl.int64) * N + n
             there = (n < N) & (group < G)
-            scale = tl.load(scale_ptr + group_ptrs + group, mask=there, other=0.0).to(tl.float32)
+            scale = tl.load(scale_ptr + of_group, mask=there, other=0.0).to(tl.float32)
             zero_point = tl.full([BLOCK_N], ZERO_POINT, tl.float32)
             if zero_point_ptr is not None:
-                zero_point = tl.load(zero_point_ptr + group_ptrs + group, mask=there, other=0).to(tl.float32)
+                zero_point = tl.load(zero_point_ptr + of_group, mask=there, other=0).to(tl.float32)
             for place in tl.static_range(part * (8 // groups), (part + 1) * (8 // groups)):
                 unit = _unit(place, EXACT)
                 if EXACT:

@@ -181,7 +181,7 @@ class Brackets:
             elif char in self._inside:
                 self._quote = char
             elif char in self._CLOSERS:
-                is_done = self._is_done_before(char, text[start : pos - 1])
+                is_done = self._is_done_before(text, start, pos - 1)
                 if is_done or len(self._stack) == _MAX_DEPTH:
                     self._pieces.append(text[start : pos - 1])
                     return pos - 1, is_done
@@ -194,8 +194,8 @@ class Brackets:
                 self.value = "".join(self._pieces)
                 return pos, True
 
-    def _is_done_before(self, bracket: str, piece: str) -> bool:
-        """Whether the step ends before an opening ``bracket``, which follows ``piece`` of the text being taken."""
+    def _is_done_before(self, text: str, start: int, bracket: int) -> bool:
+        """Whether the step ends before an opening bracket; of ``text`` it has taken what is from ``start`` on."""
         return False
 
 
@@ -210,11 +210,12 @@ class CallHead(Brackets):
         self.name: str | None = None
         self._is_known = False
 
-    def _is_done_before(self, bracket: str, piece: str) -> bool:
+    def _is_done_before(self, text: str, start: int, bracket: int) -> bool:
         if self._is_known or not self._stack:
             return False
         self._is_known = True
-        self.name = name_before_arguments("".join([*self._pieces, piece])) if bracket == "{" else None
+        if text[bracket] == "{":
+            self.name = name_before_arguments("".join([*self._pieces, text[start:bracket]]))
         return self.name is not None
 
 

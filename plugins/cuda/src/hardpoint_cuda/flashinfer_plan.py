@@ -158,6 +158,7 @@ class StepPlanner:
         index = torch.empty(_INDEX_BYTES, dtype=torch.uint8, device=self._device)
         self._decode_index = index
         self._decodes = [self._decode_wrapper(use_cuda_graph=False) for _ in self._turns]
+        self._decoded: set[int] = set()
         self._prefills = [self._prefill_wrapper(prefill.backend) for _ in self._turns]
         self._no_prefill_splits = {
             "disable_split_kv": partial_bytes(spec, self._split_tiles, _PREFILL_ROWS) > self._nbytes
@@ -182,11 +183,9 @@ class StepPlanner:
         wrapper = graph.wrappers[self._turn]
         named = {"indptr": starts, "indices": graph.indices[: paging.total], "last_page_len": last}
         if self._turn in graph.ready:
-            self._decode_module.fast_decode_plan(
-                wrapper, **named, head_dim=self._spec.head_size, **self._alike, global_override_indptr_cpu=starts
-            )
+            self._plan_again(wrapper, starts, **named)
         else:
-            wrapper.plan(**named, head_dim=self._spec.head_size, **self._alike, **self._out)
+            self._plan_first(wrapper, **named)
             graph.ready.add(self._turn)
         turn.close()
         return wrapper, tuple(map(int, wrapper._plan_info))
@@ -208,16 +207,15 @@ class StepPlanner:
         cut, parts = int(paging.starts[split]), []
         if split:
             decode = self._decodes[self._turn]
-            decode.plan(
-                indptr=all_starts[: split + 1],
-                indices=indices[:cut],
-                last_page_len=last[:split],
-                seq_lens=lengths[:split],
-                head_dim=spec.head_size,
-                **self._alike,
-                **self._out,
-                **self._no_decode_splits,
-            )
+            device_starts, _, device_last = arrays[: 3 * n + 1].split([n + 1, n, n])
+            named = {"indices": indices[:cut], "last_page_len": last[:split], **self._no_decode_splits}
+            if self._turn in self._decoded:
+                self._plan_again(decode, all_starts[: split + 1], indptr=device_starts[: split + 1], **named)
+                # It takes what it is given for the device's as well, where a graph's wrapper keeps its own.
+                decode._paged_kv_last_page_len_buf = device_last[:split]
+            else:
+                self._plan_first(decode, indptr=all_starts[: split + 1], **named)
+                self._decoded.add(self._turn)
             parts.append((decode, slice(0, split)))
         if split < n:
             prefill = self._prefills[self._turn]
@@ -237,6 +235,16 @@ class StepPlanner:
             parts.append((prefill, slice(starts[split], starts[-1])))
         turn.close()
         return parts
+
+    def _plan_first(self, decode: Any, **named: Any) -> None:
+        """The first plan of a decode wrapper says all about its kernel."""
+        decode.plan(**named, head_dim=self._spec.head_size, **self._alike, **self._out)
+
+    def _plan_again(self, decode: Any, starts: torch.Tensor, **named: Any) -> None:
+        """FlashInfer's shorter way: no copies, and no loop over requests in Python. ``starts`` are on the host."""
+        self._decode_module.fast_decode_plan(
+            decode, **named, head_dim=self._spec.head_size, **self._alike, global_override_indptr_cpu=starts
+        )
 
     def _paging(self, batch: AttentionBatch) -> Paging:
         return Paging.of(batch.query_start_host, batch.seq_lens_host, self._spec.span, self._spec.block_size)

@@ -18,6 +18,8 @@ BATCH_SIZES = (
     *(160, 192, 224, 256, 320, 384, 448, 512),
 )
 """Steps are padded by at most a quarter, small ones hardly at all."""
+TOKEN_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Of steps with prompts: larger ones keep an H200 busier than the host."""
 
 
 class CudaGraphs(GraphEngine):
@@ -28,9 +30,14 @@ class CudaGraphs(GraphEngine):
     bytes_per_executable = 8 * 2**20
     """Nodes and their parameters: about 30 KB a kernel on an H200, some 250 kernels in a step."""
 
-    def __init__(self, device: torch.device, batch_sizes: tuple[int, ...] = BATCH_SIZES) -> None:
-        """``batch_sizes`` ascend."""
-        self.batch_sizes, self._device = batch_sizes, device
+    def __init__(
+        self,
+        device: torch.device,
+        batch_sizes: tuple[int, ...] = BATCH_SIZES,
+        token_sizes: tuple[int, ...] = TOKEN_SIZES,
+    ) -> None:
+        """Sizes ascend."""
+        self.batch_sizes, self.token_sizes, self._device = batch_sizes, token_sizes, device
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -78,8 +85,8 @@ class CudaGraphs(GraphEngine):
             if not _is_cuda_error(cause):
                 raise cause from None
             raise PlatformError(
-                f"step {key!r} cannot be captured as a CUDA graph: it waits for the device, or does something else that "
-                f"a capture does not allow: {str(cause).splitlines()[0]}"
+                f"step {key!r} cannot be captured as a CUDA graph: it waits for the device, or does something "
+                f"else that a capture does not allow: {str(cause).splitlines()[0]}"
             ) from cause
         return graph, result
 

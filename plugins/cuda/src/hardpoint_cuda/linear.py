@@ -1,4 +1,4 @@
-"""Linear kernels of NVIDIA's libraries, by torch's own calls.
+"""Linear kernels of NVIDIA's libraries, by torch's own calls; activations are rounded by core's kernels.
 
 Axes: M rows of x, N rows of the weight (out), K columns (in).
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from hardpoint.quantization.rounding_linear import RoundingLinear
+from hardpoint.kernels.block_scaled import TritonRoundingLinear
 from hardpoint_plugin_api import DeviceInfo, LinearWorkload, Quantized, Reason
 
 
-class Fp8ScaledMatmul(RoundingLinear):
+class Fp8ScaledMatmul(TritonRoundingLinear):
     """cuBLAS's product of 8-bit floats, with scales for rows of both operands, or one each."""
 
     @classmethod
@@ -41,7 +41,7 @@ class Fp8ScaledMatmul(RoundingLinear):
         return torch._scaled_mm(codes, weight, scale, weight_scale, bias=bias, out_dtype=self.ctx.dtype)
 
 
-class Int8Matmul(RoundingLinear):
+class Int8Matmul(TritonRoundingLinear):
     """cuBLAS's product of int8, which is exact; scales and bias in a pass of their own."""
 
     @classmethod

@@ -126,15 +126,17 @@ def _unusable(root: Path, code: str, problem: str, fix: str) -> Reason:
     return Reason(code, f"{len(fields)} GPU(s) are present ({names}), but {problem}" if names else problem, fix=fix)
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Numbers from a list such as "1,2,4,8", ascending. Raises ConfigError for anything else."""
+def parse_sizes(text: str, key: str) -> tuple[int, ...]:
+    """Numbers from a list such as "1,2,4,8", ascending; none for "none". Raises ConfigError for anything else."""
+    if text == "none" and key == "graph_token_sizes":
+        return ()
     try:
         sizes = sorted({int(part) for part in text.split(",") if part.strip()})
     except ValueError:
         sizes = [0]
     if not sizes or sizes[0] < 1:
         raise ConfigError(
-            f"cuda.graph_batch_sizes must be auto or positive numbers with commas between them, got {text!r}; to run "
+            f"cuda.{key} must be auto or positive numbers with commas between them, got {text!r}; to run "
             "without graphs use --enforce-eager"
         )
     return tuple(sizes)
@@ -156,14 +158,16 @@ class CudaPlatform(TorchAcceleratorPlatform):
         return module.get_device_name(index) == self.info.name
 
     def graph_engine(self) -> GraphEngine:
-        """CUDA graphs for the numbers of requests that ``cuda.graph_batch_sizes`` lists. Raises ConfigError for it."""
+        """CUDA graphs of the sizes that the configuration lists. Raises ConfigError for such a list."""
         import torch
 
-        from hardpoint_cuda.graphs import BATCH_SIZES, CudaGraphs
+        from hardpoint_cuda.graphs import BATCH_SIZES, TOKEN_SIZES, CudaGraphs
 
-        listed = str(self.config.get("graph_batch_sizes", "auto"))
-        sizes = BATCH_SIZES if listed == "auto" else parse_sizes(listed)
-        return CudaGraphs(torch.device(self.info.torch_type, self.memory.index), sizes)
+        sizes = []
+        for key, default in (("graph_batch_sizes", BATCH_SIZES), ("graph_token_sizes", TOKEN_SIZES)):
+            listed = str(self.config.get(key, "auto"))
+            sizes.append(default if listed == "auto" else parse_sizes(listed, key))
+        return CudaGraphs(torch.device(self.info.torch_type, self.memory.index), *sizes)
 
     @contextmanager
     def profile(self, folder: Path) -> Iterator[None]:

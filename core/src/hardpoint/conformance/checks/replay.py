@@ -81,7 +81,7 @@ def allocation(probe: Probe, seed: int) -> Finding:
     grown = _taken(call, _RUNS, site)
     if grown > 0:
         return Finding.failed("memory-growth", "the call", f"{grown:,} bytes more are held after {_RUNS} calls")
-    if probe.allocates or not site.records_graphs:
+    if probe.allocates or not site.records_graphs or probe.not_recorded():
         return Finding()
     memory = site.platform.memory
     memory.reset_peak()

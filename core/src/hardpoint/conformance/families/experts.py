@@ -227,7 +227,8 @@ class ExpertsProbe:
 
     @cached_property
     def _context(self) -> Context:
-        return self.subject.site.context(self._row["dtype"])
+        alike = Feature.BATCH_INVARIANT in self.workload.features  # and then the kernel's middle has to be as well
+        return self.subject.site.context(self._row["dtype"], batch_invariant=alike)
 
     @cached_property
     def _kernel(self) -> AnyExpertsKernel:

@@ -1,130 +1,21 @@
-"""Decode steps from prepared executables: what the engine does with a platform's graph engine.
-
-A step in which every request has one token and samples has the same shape whenever it has as many requests, so the
-model, its logits and the drawing of tokens can be recorded or captured once over fixed buffers, and replayed. What
-comes before (the op decode_inputs, attention's plan) writes those buffers. Where tokens take more than temperature and
-truncation (penalties, structures, log-probabilities) the executable ends with logits, which the sampler reads.
-
-Every rank of an engine decides by the step alone, so all of them replay, prepare or run eagerly together. What cannot
-be prepared on one rank cannot on any: all have the same choices, and compare them before the first step.
-"""
+"""Steps from prepared executables: what the engine does with a platform's graph engine."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Protocol, get_args
-
-import torch
 
 from hardpoint.context import Context
+from hardpoint.engine.execution.decode_graphs import NUM_DRAWS, DecodeGraphs, Draw, decode_sizes, is_decode
+from hardpoint.engine.execution.executables import MOST_EXECUTABLES, Executables
 from hardpoint.engine.execution.forward import Forward
-from hardpoint.engine.execution.sampler import PlainDraw
+from hardpoint.engine.execution.prompt_graphs import PromptGraphs, prompt_sizes
 from hardpoint.engine.scheduling.step import StepInput
-from hardpoint.layers.moe import Experts
-from hardpoint.ops.decode_inputs import allocate_step
-from hardpoint_plugin_api import (
-    NULL_PAGE,
-    AttentionBatch,
-    AttentionMetadata,
-    CaptureGrade,
-    Executable,
-    GraphEngine,
-    PlatformError,
-    StepLimits,
-)
-
-logger = logging.getLogger(__name__)
-
-MOST_EXECUTABLES = 32
-"""How many are kept for an engine that sets no limit; the one that was least recently used goes first."""
-_DRAWS = len(get_args(PlainDraw))
-"""How many are prepared ahead for each size."""
+from hardpoint_plugin_api import GraphEngine, StepLimits
 
 
-class Draw(Protocol):
-    """Draws a token for each row: see Sampler.draw."""
-
-    def __call__(
-        self, how: PlainDraw, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True)
-class DecodeBuffers:
-    """The fixed buffers of all steps of ``size`` requests: what the op decode_inputs fills, as it names them.
-
-    ``batches`` are the same as attention sees them, one for each cache group. Buffers of a smaller size are the first
-    rows of those of a larger one.
-    """
-
-    size: int
-    step: dict[str, torch.Tensor]
-    batches: tuple[AttentionBatch, ...]
-
-    @classmethod
-    def allocate(
-        cls, size: int, num_groups: int, max_pages: int, block_size: int, device: torch.device
-    ) -> DecodeBuffers:
-        """Buffers of the largest size, full of padding."""
-        step = allocate_step(num_groups, size, max_pages, device)
-        buffers = cls._over(step, torch.arange(size + 1, dtype=torch.int32, device=device))
-        buffers.clear(block_size, 0)
-        return buffers
-
-    @classmethod
-    def _over(cls, step: dict[str, torch.Tensor], query_start: torch.Tensor) -> DecodeBuffers:
-        size = step["ids"].shape[0]
-        batches = tuple(
-            AttentionBatch(
-                query_start=query_start,
-                seq_lens=step["seq_lens"],
-                block_table=block_table,
-                slot_mapping=slot_mapping,
-                query_start_host=tuple(range(size + 1)),
-                seq_lens_host=(1,) * size,
-                num_decodes=size,
-                graph_key=size,
-            )
-            for block_table, slot_mapping in zip(step["block_table"], step["slot_mapping"], strict=True)
-        )
-        return cls(size, step, batches)
-
-    def first(self, size: int) -> DecodeBuffers:
-        """The buffers of the first ``size`` rows."""
-        rows = {name: x[:, :size] if name in _BY_GROUP else x[:size] for name, x in self.step.items()}
-        return self._over(rows, self.batches[0].query_start[: size + 1])
-
-    def clear(self, block_size: int, slot: int) -> None:
-        """Make every row padding: the first token of a sequence in the null page, of the request in ``slot``."""
-        values = {"slots": slot, "seq_lens": 1, "block_table": NULL_PAGE, "slot_mapping": NULL_PAGE * block_size}
-        for name, x in self.step.items():
-            x.fill_(values.get(name, 0))
-
-    def lasting(self, seq_lens_host: tuple[int, ...]) -> list[AttentionBatch]:
-        """The batches of a step whose requests have these lengths."""
-        return [replace(batch, seq_lens_host=seq_lens_host) for batch in self.batches]
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
-        return self.step | {"query_start": self.batches[0].query_start}
-
-
-_BY_GROUP = ("block_table", "slot_mapping")
-"""Arrays whose first axis is the cache group."""
-
-
-class DecodeGraphs:
-    """One rank's executables, by number of rows, how they draw and compatibility tokens.
-
-    ``sizes`` are the numbers of rows that are prepared ahead and padded to; None: any number as it is, prepared when
-    it is first met. Without graphs, ``size`` answers None for every step.
-    """
+class Graphs:
+    """One rank's prepared steps: ``decodes``, and ``prompts``, which are all others that are small enough."""
 
     def __init__(
         self,
@@ -139,210 +30,37 @@ class DecodeGraphs:
 
         Raises PlatformError for a graph engine whose data contradict each other.
         """
-        assert limits.max_requests is not None
-        self._new_engine, self._forward, self._draw, self._pool = new_engine, forward, draw, pool
-        self._engine = engine = new_engine()
-        self._block_size, self._profiler = ctx.block_size, ctx.profiler
-        self._off = self._why_off(ctx)
-        self._buckets, self.sizes = sorted(limits.token_buckets), _sizes(engine, limits)
-        self._limit, self._padding_slot = most_executables(engine, self.sizes), limits.max_requests
-        self.most_rows = 0 if self._off else max(self.sizes or (self._padded(limits.max_requests),))
-        self._executables: OrderedDict[Hashable, Executable] = OrderedDict()
-        self._buffers: dict[int, DecodeBuffers] = {}
-        if self.most_rows:
-            num_groups, max_pages = len(ctx.attention_layers.cache_groups()), -(-ctx.max_model_len // ctx.block_size)
-            self._buffers[self.most_rows] = DecodeBuffers.allocate(
-                self.most_rows, num_groups, max_pages, ctx.block_size, ctx.torch_device
-            )
-        self._unrecordable: set[int] = set()
-        self._undrawable: set[PlainDraw] = set()
-        metrics = ctx.metrics
-        self._replays = metrics.counter("graph_replays", "Steps that were replayed by a prepared executable.")
-        self._eager = metrics.counter("eager_steps", "Steps that ran without one, by reason.", ["reason"])
-        self._seconds = metrics.counter("graph_preparation_seconds", "Time that preparing executables took.")
-        self._kept = metrics.gauge("graph_executables", "Executables that are kept.")
+        self.executables = Executables(ctx, new_engine, forward, pool)
+        self.decodes = DecodeGraphs(ctx, self.executables, forward, draw, limits)
+        self.prompts = PromptGraphs(ctx, self.executables, forward, limits)
 
-    def size(self, step: StepInput) -> int | None:
-        """How many rows ``step`` has, padding included, if it is to be replayed; None: it runs eagerly, counted."""
-        reason, size = self._off, None
-        if not reason:
-            size = self._row_count(len(step.scheduled))
-            if not step.scheduled or not all(share.count == 1 and share.samples for share in step.scheduled):
-                reason = "prefill"
-            elif self._profiler.marks_layers:
-                reason = "layer_profile"
-            elif size is None:
-                reason = "too_large"
-            elif size in self._unrecordable:
-                reason = "unrecordable"
-        if reason:
-            self._eager.labels(reason).inc()
-            return None
-        return size
+    @property
+    def most_rows(self) -> int:
+        """The most tokens, and the most requests, that a step is padded to."""
+        return max(self.decodes.most_rows, self.prompts.most_rows)
 
-    def buffers(self, size: int) -> DecodeBuffers:
-        """The fixed buffers of steps of ``size`` rows."""
-        if size not in self._buffers:
-            self._buffers[size] = self._buffers[self.most_rows].first(size)
-        return self._buffers[size]
+    def count_eager(self, step: StepInput) -> None:
+        """Count a step that neither kind takes; of those that are of a kind, it counts them itself."""
+        if self.executables.off:
+            self.executables.count_eager(self.executables.off)
+        elif not is_decode(step):
+            self.executables.count_eager("prefill")
 
-    def run(
-        self, size: int, metadata: Sequence[AttentionMetadata], draw: PlainDraw | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run the step that stands in the buffers, as it was planned.
-
-        Returns tokens int64 [size], or logits [size, vocab] where ``draw`` is None or cannot be part of an executable;
-        valid until the next step.
-        """
-        executable = self._drawing(size, metadata, draw) if draw else None
-        executable = executable or self._executable(size, metadata, None)
-        if executable is None:
-            self._eager.labels("unrecordable").inc()
-            return self._step(metadata, None)(**self.buffers(size).tensors)
-        self._replays.inc()
-        result: tuple[torch.Tensor | None, torch.Tensor | None] = executable.run()
-        return result
-
-    @torch.inference_mode()
     def prepare_ahead(self) -> None:
-        """Prepare what is listed, largest first so that memory which is shared is taken once."""
-        if self._off or not self.sizes:
-            return
-        began = time.perf_counter()
-        for number, size in enumerate(sorted(self.sizes, reverse=True), 1):
-            logger.info("preparing decode steps of %d requests (%d of %d)", size, number, len(self.sizes))
-            buffers = self.buffers(size)
-            buffers.clear(self._block_size, self._padding_slot)  # what a step left names pages that are others' now
-            metadata = self._forward.plan(buffers.batches)
-            drawing = [self._drawing(size, metadata, draw) for draw in get_args(PlainDraw)]
-            if None in drawing:
-                self._executable(size, metadata, None)
-        logger.info("%d decode steps prepared in %.1f s", len(self._executables), time.perf_counter() - began)
+        """Prepare what is listed."""
+        self.decodes.prepare_ahead()
+        self.prompts.prepare_ahead()
 
     def drop(self) -> None:
         """Forget every executable, since what they read is about to move, and the engine with the memory they share."""
-        self._executables.clear()
-        self._engine = self._new_engine()
-        self._kept.set(0)
-
-    def _row_count(self, num_requests: int) -> int | None:
-        if self.sizes is None:
-            return self._padded(num_requests)
-        return next((size for size in self.sizes if size >= num_requests), None)
-
-    def _padded(self, rows: int) -> int:
-        return next((bucket for bucket in self._buckets if bucket >= rows), rows)
-
-    def _step(
-        self, metadata: Sequence[AttentionMetadata], draw: PlainDraw | None
-    ) -> Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]:
-        def decode(
-            ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, **_: torch.Tensor
-        ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            logits = self._forward.model.logits(self._forward.hidden(ids, positions, metadata))
-            if draw is None:
-                return logits, None
-            # Logits are no result here: memory for all sizes' would be held at once.
-            return None, self._draw(draw, logits, slots, positions + 1 if draw == "random" else positions)
-
-        return decode
-
-    def _drawing(self, size: int, metadata: Sequence[AttentionMetadata], draw: PlainDraw) -> Executable | None:
-        """The one that draws, too; None where that cannot be part of any."""
-        if draw in self._undrawable:
-            return None
-        executable = self._executable(size, metadata, draw)
-        if executable is None:
-            self._undrawable.add(draw)
-        return executable
-
-    def _executable(
-        self, size: int, metadata: Sequence[AttentionMetadata], draw: PlainDraw | None
-    ) -> Executable | None:
-        """The one for ``size`` rows and the tokens of ``metadata``, prepared where it is new; None where that fails."""
-        key = (size, draw, self._forward.tokens(metadata))
-        if key in self._executables:
-            self._executables.move_to_end(key)
-            return self._executables[key]
-        while len(self._executables) >= self._limit:
-            self._executables.popitem(last=False)
-        began = time.perf_counter()
-        try:
-            with self._pool():
-                prepared = self._engine.prepare(key, self._step(metadata, draw), self.buffers(size).tensors)
-        except PlatformError as error:
-            if draw is not None:
-                logger.info("tokens are drawn behind the prepared steps, not within: %s", error)
-                return None
-            if not self._unrecordable:
-                logger.warning("decode steps of %d requests run eagerly: %s", size, error)
-            self._unrecordable.add(size)
-            return None
-        finally:
-            self._seconds.inc(time.perf_counter() - began)
-            self._kept.set(len(self._executables))
-        self._executables[key] = prepared
-        self._kept.set(len(self._executables))
-        logger.debug("decode steps of %d requests were prepared: %s", size, key)
-        return prepared
-
-    def _why_off(self, ctx: Context) -> str | None:
-        """Why no step at all is replayed, as the metric's reason."""
-        if ctx.config.enforce_eager:
-            return "enforce_eager"
-        if self._engine.max_executables == 0:
-            return "no_graph_engine"
-        if blockers := list(dict.fromkeys(uncapturable(ctx, self._engine, self._forward))):
-            logger.info("decode steps run eagerly: %s", "; ".join(blockers))
-            return "not_capturable"
-        return None
-
-
-def uncapturable(ctx: Context, engine: GraphEngine, forward: Forward) -> Iterator[str]:
-    """What of a model's decode step cannot be prepared by ``engine``, a line each."""
-    if ctx.parallel.tp.size > 1 and not engine.collectives_allowed:
-        yield "the platform's graph engine allows no collectives between ranks"
-    for layer in ctx.attention_layers.layers:
-        if layer.backend.capture < CaptureGrade.SINGLE_TOKEN:
-            yield f"attention backend {type(layer.backend).__name__} cannot be captured"
-    for module in getattr(forward.model, "modules", list)():
-        if isinstance(module, Experts):
-            for kernel in module.kernels:
-                if not kernel.capturable:
-                    yield f"experts kernel {type(kernel).__name__} cannot be captured"
-    for plan in ctx.selector.plans:
-        for entry in plan.entries if plan.workload.family != "experts" else ():
-            if not getattr(ctx.load(entry.offer), "capturable", True):
-                yield f"{plan.workload.family} {entry.offer.contribution.name} cannot be captured"
+        self.executables.drop()
 
 
 def graph_bytes(engine: GraphEngine, limits: StepLimits) -> int:
     """Bytes that executables may take, by what the engine says of one."""
-    sizes = _sizes(engine, limits)
-    return engine.bytes_per_executable * (most_executables(engine, None) if sizes is None else _DRAWS * len(sizes))
-
-
-def most_executables(engine: GraphEngine, sizes: Sequence[int] | None) -> int:
-    """How many are kept at once: for each of ``sizes`` at least one of each kind."""
-    if engine.max_executables is not None:
-        return engine.max_executables
-    return max(MOST_EXECUTABLES, (_DRAWS + 1) * len(sizes or ()))
-
-
-def _sizes(engine: GraphEngine, limits: StepLimits) -> tuple[int, ...] | None:
-    """Numbers of rows to prepare ahead, ascending, none larger than it takes to hold all requests; None: any."""
-    if engine.batch_sizes is None:
-        return None
-    assert limits.max_requests is not None
-    if not engine.batch_sizes or min(engine.batch_sizes) < 1:
-        raise PlatformError(f"a graph engine's batch_sizes must be positive numbers, got {engine.batch_sizes}")
-    buckets = sorted(limits.token_buckets)
-    padded = sorted({next((b for b in buckets if b >= size), size) for size in engine.batch_sizes})
-    enough = next((size for size in padded if size >= limits.max_requests), padded[-1])
-    sizes = tuple(size for size in padded if size <= min(enough, limits.max_tokens or enough))
-    if engine.max_executables is not None and _DRAWS * len(sizes) > engine.max_executables:
-        raise PlatformError(
-            f"a graph engine that keeps {engine.max_executables} executables asks for {len(sizes)} sizes, with "
-            f"{_DRAWS} for each: {sizes}"
-        )
-    return sizes
+    sizes = decode_sizes(engine, limits)
+    if sizes is not None:
+        number = NUM_DRAWS * len(sizes) + len(prompt_sizes(engine, limits))
+    else:
+        number = MOST_EXECUTABLES if engine.max_executables is None else engine.max_executables
+    return engine.bytes_per_executable * number

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hardpoint.engine.scheduling.step import NewRequest, PromptLogprobs, ScheduledRequest, TokenLogprobs
+from hardpoint.engine.scheduling.step import NewRequest, PromptLogprobs, ScheduledRequest, StepInput, TokenLogprobs
 
 Ints = npt.NDArray[np.int32]
 RankTokens = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -86,6 +86,10 @@ class PromptScorer:
         self._wanted.pop(new.slot, None)
         if top_n is not None and len(new.token_ids) == new.num_prompt_tokens:
             self._wanted[new.slot] = new.num_prompt_tokens, self._vocab_size if top_n == -1 else top_n
+
+    def wants(self, step: StepInput) -> bool:
+        """Whether a request of ``step`` asks for what the step reads of its prompt."""
+        return bool(self._chunks(step.scheduled))
 
     def arrays(self, scheduled: Sequence[ScheduledRequest], query_start: Ints, tokens: Ints) -> dict[str, Ints]:
         """What ``score`` needs on the device, by name, int32 each; nothing where no slot asks.

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from hardpoint.context import Context
+from hardpoint.engine.execution.decode_graphs import DecodeBuffers
 from hardpoint.engine.execution.forward import Forward
-from hardpoint.engine.execution.graphs import DecodeBuffers, DecodeGraphs
+from hardpoint.engine.execution.graphs import Graphs
 from hardpoint.engine.execution.logprobs import DeviceLogprobs, DevicePromptLogprobs, PromptScorer
 from hardpoint.engine.execution.sampler import Sampled, Sampler, SamplingOps
 from hardpoint.engine.execution.staging import Staging
@@ -74,7 +75,7 @@ class RunnerArgs:
     ctx: Context
     platform: Platform
     forward: Forward
-    graphs: DecodeGraphs
+    graphs: Graphs
     sampler: Sampler
     ops: StepOps
     num_slots: int
@@ -110,20 +111,23 @@ class Runner:
         most_requests = max(num_slots, args.graphs.most_rows)
         # A step of fewer tokens may be padded beyond them.
         most_rows = max([args.max_step_tokens, args.graphs.most_rows, *self._buckets])
-        capacity = 6 * most_rows + 5 * most_requests + 1 + 2 * new_pages
+        capacity = 6 * most_rows + 6 * most_requests + 1 + 2 * new_pages
         self._staging = Staging(capacity, self._device, args.platform.pin)
 
     @torch.inference_mode()
     def submit(self, step: StepInput) -> Ticket:
         """Take the delta, run the model over the step's tokens, draw a token for each slot that samples."""
+        self._take_new(step)
         shares = [s for s in step.scheduled if s.samples]
-        size = self._graphs.size(step)
-        if size is not None:
+        if (size := self._graphs.decodes.size(step)) is not None:
             return self._replay(step, size)
-        hidden, arrays = self.forward(step)
+        if (size := self._graphs.prompts.size(step)) is not None and not self._prompts.wants(step):
+            return self._replay_prompts(step, shares, size)
+        self._graphs.count_eager(step)
+        hidden, arrays = self._run_eagerly(step)
         prompts = self._prompts.score(step.scheduled, hidden, arrays.staged)
-        if not shares:  # still to be waited for: its arrays travel from memory that a later step overwrites
-            return Ticket(step.number, self._platform.to_host(self._last_token[:0]), None, prompts)
+        if not shares:
+            return self._nothing_drawn(step, prompts)
         last, slots = arrays.staged["sample_rows"].long(), arrays.staged["sample_slots"].long()
         logits, positions = self._forward.model.logits(hidden[last]), arrays.positions[last]
         return self._sample(step, logits, shares, slots, positions, prompts)
@@ -134,12 +138,31 @@ class Runner:
         with self._ctx.range("plan"):
             buffers, metadata = self._plan_decodes(step, size)
         with self._ctx.range("model"):
-            logits, tokens = self._graphs.run(size, metadata, self._sampler.plain_draw(shares))
+            logits, tokens = self._graphs.decodes.run(size, metadata, self._sampler.plain_draw(shares))
         slots, positions = (buffers.step[name][: len(shares)] for name in ("slots", "positions"))
         if tokens is None:
             assert logits is not None
             return self._sample(step, logits[: len(shares)], shares, slots, positions)
         return self._drawn(step, slots, Sampled(tokens[: len(shares)], None))
+
+    def _replay_prompts(self, step: StepInput, shares: Sequence[ScheduledRequest], size: int) -> Ticket:
+        """Run a step with prompts through the prepared executable of ``size`` tokens."""
+        graphs = self._graphs.prompts
+        with self._ctx.range("plan"):
+            batches, staged = self._batches(step, size, graphs.num_requests)
+            ids = self._with_last_tokens(staged)
+        with self._ctx.range("model"):
+            logits = graphs.run(size, ids, staged["positions"], batches)
+        if not shares:
+            return self._nothing_drawn(step)
+        if len(shares) < len(step.scheduled):
+            logits = logits[staged["sample_requests"].long()]
+        slots, positions = staged["sample_slots"].long(), staged["positions"][staged["sample_rows"].long()]
+        return self._sample(step, logits[: len(shares)], shares, slots, positions)
+
+    def _nothing_drawn(self, step: StepInput, prompts: DevicePromptLogprobs | None = None) -> Ticket:
+        """Still to be waited for: the step's arrays travel from memory that a later step overwrites."""
+        return Ticket(step.number, self._platform.to_host(self._last_token[:0]), None, prompts)
 
     def _sample(
         self,
@@ -162,23 +185,30 @@ class Runner:
 
     def forward(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
         """Take the delta and run the model eagerly; returns hidden states [T, hidden] beside the step's arrays."""
+        self._take_new(step)
+        return self._run_eagerly(step)
+
+    def _run_eagerly(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
         arrays = self._plan(step)
         with self._ctx.range("model"):
             return self._forward.hidden(arrays.ids, arrays.positions, arrays.metadata), arrays
 
     def _plan(self, step: StepInput) -> StepArrays:
-        """Take the delta, bring the step's arrays to the device and have attention plan it."""
+        """Bring the step's arrays to the device and have attention plan it."""
         with self._ctx.range("plan"):
-            self._take_new(step)
-            batches, staged = self._batches(step, self._take_pages(step))
-            ids, positions = staged["ids"].long(), staged["positions"]
-            if "gather_rows" in staged:
-                ids[staged["gather_rows"].long()] = self._last_token[staged["gather_slots"].long()]
-            return StepArrays(ids, positions, self._forward.plan(batches), staged)
+            batches, staged = self._batches(step)
+            ids = self._with_last_tokens(staged)
+            return StepArrays(ids, staged["positions"], self._forward.plan(batches), staged)
+
+    def _with_last_tokens(self, staged: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The step's ids, int64 [T], with the tokens that the device alone knows so far."""
+        ids = staged["ids"].long()
+        if "gather_rows" in staged:
+            ids[staged["gather_rows"].long()] = self._last_token[staged["gather_slots"].long()]
+        return ids
 
     def _plan_decodes(self, step: StepInput, size: int) -> tuple[DecodeBuffers, Sequence[AttentionMetadata]]:
         """The same for a step of one token for each request, in the fixed buffers of ``size`` rows."""
-        self._take_new(step)
         shares, block_size = step.scheduled, self._block_size
         rows = np.full((NUM_FIXED_ROWS + len(self._block_tables), size), NULL_PAGE, np.int32)
         rows[0, len(shares) :], rows[1, len(shares) :], rows[2, len(shares) :] = self._padding_slot, 1, 0
@@ -200,7 +230,7 @@ class Runner:
             self._padding_tokens.inc(size - len(shares))
         staged = self._staging.stage(arrays)
         self._place_pages(staged)
-        buffers = self._graphs.buffers(size)
+        buffers = self._graphs.decodes.buffers(size)
         self._ops.decode_inputs(
             staged["rows"], self._last_token, self._block_tables, buffers.step, block_size=block_size
         )
@@ -244,21 +274,27 @@ class Runner:
         if "new_pages" in staged:
             self._block_tables.view(-1)[staged["new_page_places"].long()] = staged["new_pages"]
 
-    def _padded(self, rows: Ints) -> Ints:
-        """Pad one value per token up to the platform's next bucket; zeros store to the null page and are never read."""
-        size = next((bucket for bucket in self._buckets if bucket >= rows.size), rows.size)
+    def _padded(self, rows: Ints, size: int | None) -> Ints:
+        """Pad one value per token to ``size``, or to the platform's next bucket.
+
+        Zeros store to the null page and are never read.
+        """
+        if size is None:
+            size = next((bucket for bucket in self._buckets if bucket >= rows.size), rows.size)
         return rows if size == rows.size else np.pad(rows, (0, size - rows.size))
 
     def _batches(
-        self, step: StepInput, new_pages: dict[str, Ints]
+        self, step: StepInput, size: int | None = None, num_requests: int = 0
     ) -> tuple[list[AttentionBatch], dict[str, torch.Tensor]]:
-        """The step's arrays, on the device: what each cache group's attention sees, and ids, positions, rows by name.
+        """The step's arrays, on the device: what attention sees, and ids, positions, rows by name.
 
-        Block tables stay on the device; each step brings the ``new_pages`` alone.
+        There is a batch for each cache group. Block tables stay on the device; a step brings its new pages alone.
+        Tokens are padded to ``size``, and requests, without tokens, to ``num_requests``.
         """
-        slots = np.array([s.slot for s in step.scheduled], np.int32)
-        starts = np.array([s.start for s in step.scheduled], np.int32)
-        counts = np.array([s.count for s in step.scheduled], np.int32)
+        new_pages, num_padding = self._take_pages(step), max(0, num_requests - len(step.scheduled))
+        slots = np.array([s.slot for s in step.scheduled] + [self._padding_slot] * num_padding, np.int32)
+        starts = np.array([s.start for s in step.scheduled] + [1] * num_padding, np.int32)
+        counts = np.array([s.count for s in step.scheduled] + [0] * num_padding, np.int32)
         query_start = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
         seq_lens = starts + counts
         token_slots = np.repeat(slots, counts)
@@ -267,13 +303,14 @@ class Runner:
             "query_start": query_start,
             "seq_lens": seq_lens,
             "slots": slots,
-            "ids": self._padded(self._tokens[token_slots, positions]),
-            "positions": self._padded(positions),
+            "ids": self._padded(self._tokens[token_slots, positions], size),
+            "positions": self._padded(positions, size),
         }
         arrays |= self._prompts.arrays(step.scheduled, query_start, self._tokens)
-        samples = np.array([s.samples for s in step.scheduled])
-        if samples.any():
+        samples = np.nonzero([s.samples for s in step.scheduled])[0].astype(np.int32)
+        if samples.size:
             arrays |= {"sample_rows": query_start[1:][samples] - 1, "sample_slots": slots[samples]}
+            arrays |= {"sample_requests": samples}
         drawn = np.nonzero(positions >= self._num_known[token_slots])[0].astype(np.int32)
         if drawn.size:
             arrays |= {"gather_rows": drawn, "gather_slots": token_slots[drawn]}

@@ -13,7 +13,7 @@ from hardpoint.checkpoint.source import resolve_model
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.control import MemoryReport
 from hardpoint.engine.execution.forward import Forward, Model
-from hardpoint.engine.execution.graphs import DecodeGraphs, graph_bytes
+from hardpoint.engine.execution.graphs import Graphs, graph_bytes
 from hardpoint.engine.execution.holdings import Holdings
 from hardpoint.engine.execution.logits_state import LogitsState
 from hardpoint.engine.execution.memory import CacheMemory, place_bytes
@@ -56,7 +56,7 @@ class Worker:
 
     blueprint: Blueprint
     runner: Runner
-    graphs: DecodeGraphs
+    graphs: Graphs
     holdings: Holdings
     facts: WorkerFacts
     _weights: ModelWeights
@@ -110,7 +110,7 @@ class Worker:
         max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
         forward = Forward(model or blueprint.model, ctx.attention_layers, cache.views)
         sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
-        graphs = DecodeGraphs(ctx, graph_engine, forward, sampler.draw, limits, lambda: memory.pool("graphs"))
+        graphs = Graphs(ctx, graph_engine, forward, sampler.draw, limits, lambda: memory.pool("graphs"))
         runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
         runner = runner_class(
             RunnerArgs(

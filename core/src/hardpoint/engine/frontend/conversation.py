@@ -40,15 +40,19 @@ class Conversation:
         params: SamplingParams,
         eos_token_ids: frozenset[int],
         request_id: str | None = None,
+        seed: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> None:
         """Queue the requests of ``prompt``; its output carries ``request_id``, or the first request's own.
+
+        Without ``seed`` that of ``params`` counts, or else one is drawn.
 
         Raises RequestError, CapacityError or EngineDeadError, with none of them queued.
         """
         self._core, self._tokenizer, self._began = core, tokenizer, time.perf_counter()
         bad_words = bad_word_sequences(tokenizer, params.bad_words or ())
-        seed = core.draw_seed() if params.seed is None else params.seed
+        if seed is None:
+            seed = core.draw_seed() if params.seed is None else params.seed
         self._completions: dict[Request, _Completion] = {}
         for index in range(params.n):
             own = replace(

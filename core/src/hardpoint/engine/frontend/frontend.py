@@ -89,12 +89,13 @@ class Frontend:
         prompt: TokenizedPrompt,
         params: SamplingParams,
         request_id: str | None = None,
+        seed: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Conversation:
         """Queue ``prompt``; see Conversation."""
         if prompt.cache_salt:
             options["cache_salt"] = prompt.cache_salt
-        return Conversation(core, self.tokenizer, prompt, params, self._eos_token_ids, request_id, **options)
+        return Conversation(core, self.tokenizer, prompt, params, self._eos_token_ids, request_id, seed, **options)
 
     @property
     def _eos_token_ids(self) -> frozenset[int]:

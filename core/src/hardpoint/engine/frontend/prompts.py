@@ -52,6 +52,8 @@ def prompt_list(prompts: object) -> list[Prompt]:
 
 
 def _token_ids(ids: object) -> list[int]:
+    if isinstance(ids, list | tuple) and set(map(type, ids)) == {int}:
+        return list(ids)  # the common case: thousands of ids, each of which would take a microsecond below
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or not all(_is_token_id(i) for i in ids):
         raise RequestError(f"{_FORMS}, got {ids!r:.80}")
     return [int(i) for i in ids]

@@ -1,0 +1,116 @@
+"""Prepared steps: what every kind of them needs of a platform's graph engine.
+
+Every rank of an engine decides by the step alone, so all of them replay, prepare or run eagerly together. What cannot
+be prepared on one rank cannot on any: all have the same choices, and compare them before the first step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+
+from hardpoint.context import Context
+from hardpoint.engine.execution.forward import Forward
+from hardpoint.layers.moe import Experts
+from hardpoint_plugin_api import CaptureGrade, Executable, GraphEngine
+
+logger = logging.getLogger(__name__)
+
+MOST_EXECUTABLES = 32
+"""How many are kept for an engine that sets no limit; the one that was least recently used goes first."""
+
+
+class Executables:
+    """One rank's executables by key, kept as long as there is room. Memory is allocated within ``pool()``.
+
+    ``off`` says why there are none at all, as the metric's reason; ``at_once`` how many are prepared ahead.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        new_engine: Callable[[], GraphEngine],
+        forward: Forward,
+        pool: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._new_engine, self._pool = new_engine, pool
+        self.engine = new_engine()
+        self.off = self._why_off(ctx, forward)
+        self.at_once = 0
+        self._kept: OrderedDict[Hashable, Executable] = OrderedDict()
+        metrics = ctx.metrics
+        self._replays = metrics.counter("graph_replays", "Steps that were replayed by a prepared executable.")
+        self._eager = metrics.counter("eager_steps", "Steps that ran without one, by reason.", ["reason"])
+        self._seconds = metrics.counter("graph_preparation_seconds", "Time that preparing executables took.")
+        self._number = metrics.gauge("graph_executables", "Executables that are kept.")
+
+    @property
+    def kept(self) -> list[Executable]:
+        """All of them, the least recently used first."""
+        return list(self._kept.values())
+
+    def count_eager(self, reason: str) -> None:
+        """Count a step that runs without an executable."""
+        self._eager.labels(reason).inc()
+
+    def count_replay(self) -> None:
+        """Count a step that is replayed."""
+        self._replays.inc()
+
+    def get(self, key: Hashable, step: Callable[..., object], tensors: Mapping[str, torch.Tensor]) -> Executable:
+        """The one of ``key``; where it is new, ``step(**tensors)`` is prepared. Raises PlatformError if that fails."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        limit = self.engine.max_executables
+        while len(self._kept) >= (max(MOST_EXECUTABLES, self.at_once + self.at_once // 2) if limit is None else limit):
+            self._kept.popitem(last=False)
+        began = time.perf_counter()
+        try:
+            with self._pool():
+                prepared = self.engine.prepare(key, step, tensors)
+            self._kept[key] = prepared
+        finally:
+            self._seconds.inc(time.perf_counter() - began)
+            self._number.set(len(self._kept))
+        logger.debug("step %s was prepared", key)
+        return prepared
+
+    def drop(self) -> None:
+        """Forget every executable, since what they read is about to move, and the engine with the memory they share."""
+        self._kept.clear()
+        self.engine = self._new_engine()
+        self._number.set(0)
+
+    def _why_off(self, ctx: Context, forward: Forward) -> str | None:
+        if ctx.config.enforce_eager:
+            return "enforce_eager"
+        if self.engine.max_executables == 0:
+            return "no_graph_engine"
+        if blockers := list(dict.fromkeys(uncapturable(ctx, self.engine, forward))):
+            logger.info("steps run eagerly: %s", "; ".join(blockers))
+            return "not_capturable"
+        return None
+
+
+def uncapturable(ctx: Context, engine: GraphEngine, forward: Forward) -> Iterator[str]:
+    """What of a model's steps cannot be prepared by ``engine``, a line each."""
+    if ctx.parallel.tp.size > 1 and not engine.collectives_allowed:
+        yield "the platform's graph engine allows no collectives between ranks"
+    for layer in ctx.attention_layers.layers:
+        if layer.backend.capture < CaptureGrade.SINGLE_TOKEN:
+            yield f"attention backend {type(layer.backend).__name__} cannot be captured"
+    for module in getattr(forward.model, "modules", list)():
+        if isinstance(module, Experts):
+            for kernel in module.kernels:
+                if not kernel.capturable:
+                    yield f"experts kernel {type(kernel).__name__} cannot be captured"
+    for plan in ctx.selector.plans:
+        for entry in plan.entries if plan.workload.family != "experts" else ():
+            if not getattr(ctx.load(entry.offer), "capturable", True):
+                yield f"{plan.workload.family} {entry.offer.contribution.name} cannot be captured"

@@ -1,0 +1,241 @@
+"""Experts by grouped_matmul.py: what is launched for a step, and in what tiles.
+
+Weights are plain, or of 8 or 4 bits with scales for rows, groups of columns or tiles of both. Activations are plain, or
+rounded to 8 bits token by token, before either matmul.
+
+Axes: T tokens, K experts of a token, P = T * K pairs, E experts, H hidden, I width of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hardpoint.experts.middle import is_gated
+from hardpoint.kernels.experts_tiling import LayerShape, Tiling, TilingTable
+from hardpoint.kernels.grouped_matmul import count_pairs, expert_tiles, place_pairs, sum_of_results
+from hardpoint.kernels.quantize import quantize_rows
+from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsKernel, ExpertsWorkload, QuantSpec, Reason
+
+_MOST_LISTED_IN_PLACE = 512
+"""Pairs that every program reads; more are listed once."""
+_ROWS_LISTED_IN_PLACE = 16
+_COUNTED_AT_ONCE = 512
+"""Pairs of one program of the two launches that list many."""
+_LEAST_HALVED = 128
+"""Rows of tiles of which half as many are still worth the whole width of a matrix unit."""
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a pair of specs has weights stored, as the kernel is told, and by which spec activations are rounded."""
+
+    element: str
+    scale_rows: int = 0
+    group: int = 0
+    nibbles: bool = False
+    flip: int = 0
+    rounding: QuantSpec | None = None
+    x_group: int = 0
+
+    @classmethod
+    def of(cls, workload: ExpertsWorkload) -> _Form:
+        """Of plain weights, if the workload says nothing else."""
+        if workload.spec is None or workload.spec[0].is_plain:
+            return cls(str(workload.dtype))
+        weight, activation = workload.spec
+        rows, group = (max(size, 0) for size in weight.scales[0].block)
+        return cls(
+            weight.element,
+            rows,
+            group,
+            weight.packing == "nibbles",
+            8 if weight.element == "int4" else 0,
+            None if activation.is_plain else activation,
+            0 if activation.is_plain else max(activation.scales[0].block[1], 0),
+        )
+
+    @property
+    def by_round(self) -> bool:
+        """Whether more is done to each round's operands or products than to add them."""
+        return self.nibbles or self.group > 0 or self.rounding is not None
+
+    def depth(self, wanted: int) -> int:
+        """How far one round goes, which a group's end must end, too."""
+        return min(wanted, self.group or wanted, self.x_group or wanted)
+
+
+class TritonGroupedExperts(ExpertsKernel):
+    """Weights as they are stored. Tiles are those tuned for the device and the experts' shape, or chosen by rule.
+
+    ``shape`` is what its tiles depend on, and ``rows_of_w13`` are an expert's.
+    """
+
+    def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
+        super().__init__(ctx, workload)
+        assert workload.num_experts is not None
+        assert workload.top_k is not None
+        assert workload.activation is not None
+        assert workload.hidden_size is not None
+        assert workload.intermediate_size is not None
+        self._experts, self._top_k = workload.num_experts, workload.top_k
+        self._hidden, self._width = workload.hidden_size, workload.intermediate_size
+        self._form = _Form.of(workload)
+        self._activation, self._gated = workload.activation.removesuffix("_and_mul"), is_gated(workload.activation)
+        self._descriptions: dict[tuple[int, int, int], TensorDescriptor] = {}
+        form = self._form
+        self.shape = LayerShape(
+            self._experts, self._width, self._hidden, ctx.dtype.itemsize, form.element, form.by_round
+        )
+        self.rows_of_w13 = self._width * (2 if self._gated else 1)
+        self._tilings = TilingTable.of(ctx, self.shape)
+
+    @classmethod
+    def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse groups that rounds cannot end with, and 8-bit products for results that are more exact than those."""
+        if workload.spec is None:
+            return []
+        groups = [scale.block[1] for spec in workload.spec for scale in spec.scales]
+        least = 16 if workload.spec[1].is_plain else 32
+        reasons = [
+            Reason("group", "groups of columns", wanted=str(group), supported=f"powers of two from {least} on")
+            for group in groups
+            if group != -1 and (group < least or group & (group - 1))
+        ]
+        if workload.dtype == "float32" and workload.spec[1].element.startswith("float8"):
+            supported = "float16, bfloat16"
+            reasons.append(Reason("dtype", "sums of products of 8-bit floats", wanted="float32", supported=supported))
+        return reasons
+
+    def workspace_bytes(self, rows: int) -> int:
+        """For both matmuls' results, and the list of pairs by expert with the counts that it is made from."""
+        return sum(map(_aligned, self._sizes(rows * self._top_k)))
+
+    def _sizes(self, pairs: int) -> tuple[int, int, int]:
+        """Bytes of the first matmul's results, of the second's, and of lists (at their longest)."""
+        itemsize = self.ctx.dtype.itemsize
+        listed = pairs + min(self._experts, pairs) * self._tilings.most_rows
+        counts = triton.cdiv(pairs, _COUNTED_AT_ONCE) * triton.next_power_of_2(self._experts)
+        return pairs * self._width * itemsize, pairs * self._hidden * itemsize, 4 * (listed + counts)
+
+    def apply(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w: dict[str, torch.Tensor],
+        out: torch.Tensor,
+        workspace: torch.Tensor,
+        *,
+        scales: torch.Tensor | None = None,
+    ) -> None:
+        tokens, top_k = ids.shape
+        if not tokens:
+            return
+        self.run(self._tilings.of_pairs(tokens * top_k), x, ids, weights, w, out, workspace)
+
+    def run(
+        self,
+        tiling: Tiling,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w: dict[str, torch.Tensor],
+        out: torch.Tensor,
+        workspace: torch.Tensor,
+    ) -> None:
+        """``apply`` in the given tiles, of at least one token."""
+        tokens, top_k = ids.shape
+        pairs, width, hidden = tokens * top_k, self._width, self._hidden
+        first, second, lists = workspace.split_with_sizes(_padded(self._sizes(pairs), workspace.numel()))[:3]
+        middle = first.view(x.dtype)[: pairs * width]
+        results = second.view(x.dtype)[: pairs * hidden]
+        rows = tiling.rows
+        in_place = pairs <= _MOST_LISTED_IN_PLACE and rows <= _ROWS_LISTED_IN_PLACE
+        if in_place:
+            listed, tiles, listed_size = ids, pairs, triton.next_power_of_2(pairs)
+        else:
+            tiles, listed_size = (pairs + min(self._experts, pairs) * (rows - 1)) // rows, 0
+            listed = lists.view(torch.int32)
+            self._list(ids, listed, tiles * rows, rows)
+        form = self._form
+        for name, shape, source, divisor, target, columns, depth in (
+            ("w13", tiling.w13, x, top_k, middle, width, hidden),
+            ("w2", tiling.w2, middle.view(pairs, width), 1, results, hidden, width),
+        ):
+            is_first, weight, x_scale = name == "w13", w[f"{name}.weight"], None
+            if form.rounding is not None:
+                source, x_scale = quantize_rows(source, spec=form.rounding)
+            round_depth = form.depth(shape.depth)
+            described = shape.described and _can_be_described(weight)
+            expert_tiles[tiles * triton.cdiv(columns, shape.columns),](
+                source,
+                x_scale,
+                self._description(weight, shape.columns, round_depth) if described else weight,
+                w.get(f"{name}.weight_scale"),
+                w.get(f"{name}.weight_zero_point"),
+                target,
+                ids,
+                listed,
+                pairs,
+                columns,
+                depth,
+                divisor,
+                self._activation if is_first else None,
+                is_first and self._gated,
+                form.scale_rows,
+                form.group,
+                form.x_group,
+                form.nibbles,
+                form.flip,
+                listed_size,
+                described,
+                depth % round_depth == 0,
+                rows >= _LEAST_HALVED,
+                rows,
+                shape.columns,
+                round_depth,
+                num_warps=shape.num_warps,
+                num_stages=shape.num_stages,
+            )
+        block = min(triton.next_power_of_2(hidden), 1024 if tokens >= 64 else 256)
+        sum_of_results[tokens, triton.cdiv(hidden, block)](
+            results, ids, weights, out, hidden, top_k, block, num_warps=4
+        )
+
+    def _description(self, weight: torch.Tensor, columns: int, depth: int) -> TensorDescriptor:
+        """All experts' rows as one matrix, read in blocks. Made once for each place in memory."""
+        key = weight.data_ptr(), columns, depth
+        if key not in self._descriptions:
+            block = [columns, depth // 2 if self._form.nibbles else depth]
+            self._descriptions[key] = TensorDescriptor.from_tensor(weight.flatten(0, 1), block)
+        return self._descriptions[key]
+
+    def _list(self, ids: torch.Tensor, listed: torch.Tensor, size: int, rows: int) -> None:
+        """Write ``size`` places of ``listed``: pairs by expert, each expert's rounded up to whole tiles; counts go
+        behind them."""
+        pairs, experts = ids.numel(), triton.next_power_of_2(self._experts)
+        programs = triton.cdiv(pairs, _COUNTED_AT_ONCE)
+        counts = listed[size:]
+        count_pairs[programs,](ids, counts, listed, pairs, size, _COUNTED_AT_ONCE, experts, num_warps=4)
+        place_pairs[programs,](ids, counts, listed, pairs, rows, _COUNTED_AT_ONCE, experts, 16, num_warps=8)
+
+
+def _can_be_described(weight: torch.Tensor) -> bool:
+    """Whether rows begin where descriptors want them."""
+    return weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.itemsize % 16 == 0
+
+
+def _aligned(size: int) -> int:
+    return math.ceil(size / _ALIGNMENT) * _ALIGNMENT
+
+
+def _padded(sizes: tuple[int, ...], total: int) -> list[int]:
+    """Sizes rounded up, and what remains of ``total``."""
+    aligned = [_aligned(size) for size in sizes]
+    return [*aligned, total - sum(aligned)]

@@ -1,0 +1,94 @@
+"""The launcher takes the variant that Triton itself would take, whatever the arguments are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from hardpoint import ops
+from hardpoint.conformance.memory import Placement
+from hardpoint.kernels.launch import Launcher, aligned
+from tests.kernels.judged import DTYPES
+from tests.kernels.op_kernels import KERNELS, MODULES, placed
+
+
+class Variants:
+    """In place of a kernel: says which variant Triton would compile, and runs nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        compiled = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+        self._bind = create_function_from_signature(
+            compiled.signature, compiled.params, make_backend(GPUTarget("cuda", 90, 32))
+        )
+        self.launched_again = 0
+
+    def variant(self, *args: Any) -> object:
+        _, specialisation, _ = self._bind(*args, debug=False)
+        return str(specialisation)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Variant]:
+        assert len(grid) == 3
+
+        def compile_(*args: Any, num_warps: int, num_stages: int) -> Variant:
+            return Variant(self, self.variant(*args))
+
+        return compile_
+
+
+class Variant:
+    """In place of a compiled kernel: launched with arguments that it was not compiled for, it fails."""
+
+    def __init__(self, kernel: Variants, variant: object) -> None:
+        self.kernel, self.variant = kernel, variant
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any) -> None:
+            assert self.kernel.variant(*args) == self.variant
+            self.kernel.launched_again += 1
+
+        return launch
+
+
+@pytest.fixture
+def launchers(monkeypatch: pytest.MonkeyPatch) -> list[Variants]:
+    found = []
+    for module in MODULES:
+        for launcher in launchers_of(module):
+            monkeypatch.setattr(launcher, "_kernel", Variants(launcher._kernel))
+            monkeypatch.setattr(launcher, "_compiled", {})
+            found.append(launcher._kernel)
+    return found
+
+
+def launchers_of(module: ModuleType) -> list[Launcher]:
+    return [x for x in vars(module).values() if isinstance(x, Launcher)]
+
+
+@pytest.mark.parametrize(("name", "kernel"), KERNELS, ids=[name for name, _ in KERNELS])
+def test_a_key_means_one_variant(name: str, kernel: Any, launchers: list[Variants]) -> None:
+    op: Any = ops.get(name)
+    for dtype in DTYPES:
+        for placement in Placement.AS_DRAWN, Placement.OFFSET, Placement.APART:
+            for case in op.cases(torch.Generator().manual_seed(0), dtype, torch.device("cpu")):
+                lying = placed(op, case, placement)
+                kernel(*lying.args, **lying.kwargs)
+                kernel(*lying.args, **lying.kwargs)
+    assert sum(launcher.launched_again for launcher in launchers) > 10
+
+
+def test_every_launcher_is_tried() -> None:
+    assert len([x for module in MODULES for x in launchers_of(module)]) == 12
+
+
+def test_alignment_is_that_of_all() -> None:
+    x = torch.zeros(64)
+    assert aligned(x, None, x[4:])
+    assert not aligned(x, x[1:])
+    assert aligned()

@@ -1,0 +1,59 @@
+"""Linear kernels on real hardware, with matrices of a model's sizes: what conformance's small ones cannot show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hardpoint.conformance.families.specs import SPECS, pair_of
+from hardpoint.conformance.site import Site, Subject
+from hardpoint.ops.error_model import ErrorModel, compare
+from hardpoint.plugins import discover
+from hardpoint.quantization.numerics import fake_quantize, quantize_weight
+from hardpoint_plugin_api import LinearKernel, LinearWorkload, dequantize
+
+pytestmark = pytest.mark.accelerator
+
+_KERNELS = {
+    "triton_gemv": ("plain",),
+    "cuda_overlapped_gemv": ("plain",),
+    "triton_gemm": ("plain",),
+    "triton_fp8_gemv": ("fp8-tensor", "fp8-rows-dynamic", "fp8-tiles"),
+    "triton_fp8_gemm": ("fp8-tensor", "fp8-rows-dynamic", "fp8-tiles"),
+    "cuda_fp8_scaled_mm": ("fp8-rows-dynamic",),
+    "triton_int8_gemv": ("int8-rows", "int8-dynamic", "int8-groups"),
+    "triton_int8_gemm": ("int8-rows", "int8-dynamic", "int8-groups"),
+    "cuda_int8_mm": ("int8-dynamic",),
+    "triton_int4_gemv": ("uint4-groups",),
+    "triton_int4_gemm": ("uint4-groups",),
+}
+
+
+@pytest.fixture(scope="module")
+def site() -> Site:
+    return Site.open(discover(), "cuda")
+
+
+@pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, specs in _KERNELS.items() for spec in specs])
+@pytest.mark.parametrize("shape", [(6144, 4096), (1024, 3072), (4096, 14336)])
+def test_large_matrices(site: Site, name: str, spec: str, shape: tuple[int, int]) -> None:
+    offer = next(o for o in site.plugins.offers("linear") if o.contribution.name == name)
+    n, k = shape
+    pair = pair_of(SPECS, spec, "bfloat16")
+    workload = LinearWorkload(dtype="bfloat16", in_features=k, out_features=n, spec=pair)
+    subject = Subject.load(offer, site)
+    assert subject.refuses(workload) is None
+    kernel = subject.target(site.context("bfloat16"), workload)
+    assert isinstance(kernel, LinearKernel)
+    generator = torch.Generator(site.device).manual_seed(0)
+    drawn = torch.randn(shape, generator=generator, device=site.device) * k**-0.5
+    slots = {"weight": drawn.bfloat16()} if pair[0].is_plain else quantize_weight(drawn, pair[0])
+    plain = slots["weight"] if pair[0].is_plain else dequantize(slots, pair[0], torch.bfloat16)
+    exact = plain.double() if pair[0].is_plain else dequantize(slots, pair[0], torch.float64)
+    weights = kernel.prepack(slots)
+    for num_rows in (1, 3, 8, 17, 33, 100, 300):
+        x = torch.randn(num_rows, k, generator=generator, device=site.device).bfloat16()
+        truth = fake_quantize(x.double(), pair[1], {}) @ exact.T
+        own = torch.nn.functional.linear(fake_quantize(x, pair[1], {}), plain)
+        found = compare(str(num_rows), kernel.apply(x, weights, None), own.cpu(), truth.cpu(), ErrorModel(), x.device)
+        assert not found.faults, found.faults
