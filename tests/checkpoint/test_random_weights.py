@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     [("llama", {}), ("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", {}), ("mixtral", {})],
     ids=["llama", "tied", "qwen3_moe", "mixtral"],
 )
-def test_a_config_is_enough(tmp_path: Path, family: str, changes: dict[str, object]) -> None:
+def test_a_config_is_enough(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     write_checkpoint(tmp_path, family, **changes)
     for file in tmp_path.glob("*.safetensors*"):
         file.unlink()

@@ -97,8 +97,9 @@ class Decoding:
     def load(self, lengths: list[int]) -> AttentionBatch:
         """Fresh queries, pages and lengths in the fixed arrays; pages that are not read are the null page."""
         self.q.normal_()
-        self.lengths.copy_(torch.tensor(lengths))
-        self.table.copy_(torch.rand(self.n, PAGES - 1).argsort(-1)[:, :WIDTH] + 1)
+        tables = (torch.rand(self.n, PAGES - 1).argsort(-1)[:, :WIDTH] + 1).int()
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32).pin_memory(), non_blocking=True)
+        self.table.copy_(tables.pin_memory(), non_blocking=True)
         for row, length in zip(self.table, lengths, strict=True):
             row[: self.spec.span.first(length - 1) // self.spec.block_size] = 0
             row[-(-length // self.spec.block_size) :] = 0

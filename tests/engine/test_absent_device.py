@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -24,7 +25,10 @@ def test_every_preset_is_answered(preset: str) -> None:
     assert (platform.family, platform.chosen, platform.rule) == ("platform", device.platform, "flag")
     assert {row.family for row in rest} >= {"attention", "linear", "op", "layer", "model", "scheduler", "runner"}
     attention = next(row for row in rest if row.family == "attention")
-    assert attention.chosen == ("cpu_native" if device.platform == "cpu" else "reference")
+    chosen = {"cpu": "cpu_native"}
+    if find_spec("triton"):
+        chosen["cuda"] = "triton_paged_short_prompts"
+    assert attention.chosen == chosen.get(device.platform, "reference")
 
 
 def offer_of_a_missing_library(family: str, form: Form = "functional") -> Offer:

@@ -17,6 +17,7 @@ from hardpoint.engine.blueprint import draw
 from hardpoint.ops import get, names
 from hardpoint.ops.act_and_mul import GATED
 from hardpoint.ops.activation import ACTIVATIONS
+from hardpoint.ops.decode_inputs import allocate_step
 from hardpoint.quantization import batch_invariant_linear
 from hardpoint.quantization.batch_invariant_linear import BatchInvariantLinear, rows_are_alike
 from hardpoint_plugin_api import BuildContext, LinearWorkload, QuantSpec, Scale
@@ -174,6 +175,20 @@ def use_slot_mapping(i: Inputs) -> Use:
     return decodes, (i.integers(0, 8 * BLOCK, i.count), i.distinct(40, i.count).int())
 
 
+def use_decode_inputs(i: Inputs) -> Use:
+    op, tables = get("decode_inputs").bind(i.ctx), i.integers(1, 99, 2, 41, 8).int()
+    last = i.integers(0, 1000, 41)
+
+    def decodes(lengths: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        no_page = torch.zeros_like(slots)
+        step = allocate_step(2, len(slots), 8, slots.device)
+        rows = torch.stack([slots, lengths, tokens, no_page, no_page]).int()
+        op(rows, last, tables.clone(), step, block_size=BLOCK)
+        return torch.stack([step["ids"], step["positions"], *step["slot_mapping"].long()], -1)
+
+    return decodes, (i.integers(1, 8 * BLOCK, i.count), i.distinct(40, i.count), i.integers(-1, 9, i.count))
+
+
 def use_apply_logit_bias(i: Inputs) -> Use:
     tokens = torch.stack([i.distinct(i.width, 5) for _ in range(i.count)])
     return get("apply_logit_bias").bind(i.ctx), (i.normal(i.count, i.width), tokens, i.floats(i.count, 5))
@@ -270,6 +285,7 @@ USES: dict[str, Callable[[Inputs], Use]] = {
     "apply_logit_bias": use_apply_logit_bias,
     "apply_penalties": use_apply_penalties,
     "argmax_tokens": use_argmax_tokens,
+    "decode_inputs": use_decode_inputs,
     "embedding_lookup": use_embedding_lookup,
     "grouped_topk": use_grouped_topk,
     "mask_tokens": use_mask_tokens,
