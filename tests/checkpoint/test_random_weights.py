@@ -41,5 +41,5 @@ def test_a_quantized_checkpoint_has_no_random_form(tmp_path: Path) -> None:
     config = json.loads(path.read_text())
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     path.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="no random weights can be made .* its weights are quantized"):
+    with pytest.raises(CheckpointError, match=r"no random weights can be made .* its weights are quantized"):
         small_llm(tmp_path, load_format="random")
