@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import tempfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -22,58 +24,96 @@ HEADERS = [*SOURCES.glob("*.h"), *SOURCES.glob("kernels/*.h")]
 KERNELS = sorted(SOURCES.glob("kernels/*.cpp"))
 FLAGS = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 
+
+class Level(NamedTuple):
+    """The compiler's flags for a level; where only some families are compiled for it, the level that has the others."""
+
+    flags: list[str]
+    families: frozenset[str] | None = None
+    others: str = ""
+
+
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 _VNNI = [*_AVX512, "-mavx512vnni"]
+_BF16 = [*_VNNI, "-mavx512bf16"]
+_TILED = frozenset({"experts", "linear", "linear_int4", "linear_int8"})
+_AMX = ["-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 LEVELS = {
     "x86_64": {
-        "avx512_bf16": [*_VNNI, "-mavx512bf16"],
-        "avx512_vnni": _VNNI,
-        "avx512": _AVX512,
-        "avx2": _AVX2,
-        "plain": [],
+        "amx": Level([*_BF16, *_AMX], _TILED, "avx512_bf16"),
+        "avx512_bf16": Level(_BF16),
+        "avx512_vnni": Level(_VNNI),
+        "avx512": Level(_AVX512),
+        "avx2": Level(_AVX2),
+        "plain": Level([]),
     }
 }
 """By machine, best first: what csrc/levels.cpp knows how to recognise. Others have ``plain`` alone."""
+
+EMULATED = Level(["-DHARDPOINT_EMULATE_TILES"], _TILED, "plain")
+"""The level ``amx`` as any machine can run it, for tests; see csrc/kernels/tiles.h."""
 
 
 class BuildKernels(build_ext):
     """Compiles csrc/kernels/*.cpp once for each level, where they changed, and links all into one extension."""
 
-    user_options: ClassVar = [*build_ext.user_options, ("levels=", None, "levels to build besides plain (all)")]
+    user_options: ClassVar = [
+        *build_ext.user_options,
+        ("levels=", None, "levels to build besides plain (all)"),
+        ("emulate-tiles", None, "build the level amx with its instructions emulated, for tests"),
+    ]
+    boolean_options: ClassVar = [*build_ext.boolean_options, "emulate-tiles"]
 
     def initialize_options(self) -> None:
         super().initialize_options()
         self.levels: str | None = None
+        self.emulate_tiles = False
 
     def build_extension(self, ext: Extension) -> None:
         machine = {"amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
-        levels = LEVELS.get(machine, {"plain": []})
-        chosen = self.levels.split(",") if self.levels else levels
-        known = [name for name, flags in levels.items() if name == "plain" or (name in chosen and self._knows(flags))]
-        files = [(level, source) for level in known for source in KERNELS]
+        levels = LEVELS.get(machine, {"plain": Level([])})
+        if self.emulate_tiles:
+            levels = {"amx": EMULATED, **{name: level for name, level in levels.items() if name != "amx"}}
+        known = self._chosen(levels)
+        made = {name: self._made_for(name, level) for name, level in known.items()}
+        files = sorted({file for families in made.values() for file in families})
         with ThreadPoolExecutor(self.parallel or os.cpu_count()) as pool:
-            objects = list(pool.map(lambda file: self._compile(*file, levels[file[0]]), files))
-        families = " ".join(f"F(level, {source.stem})" for source in KERNELS)
+            objects = list(pool.map(lambda file: self._compile(*file, levels[file[0]].flags), files))
+        listed = {
+            name: " ".join(f"F({level}, {source.stem})" for level, source in families)
+            for name, families in made.items()
+        }
         ext.define_macros += [
-            ("HARDPOINT_LEVELS", " ".join(f"X({name})" for name in known)),
-            ("HARDPOINT_FAMILIES(level)", families),
+            ("HARDPOINT_LEVELS", " ".join(f"X({name}, {families})" for name, families in listed.items())),
+            *([("HARDPOINT_EMULATE_TILES", None)] if self.emulate_tiles else []),
         ]
         ext.extra_objects = objects
         super().build_extension(ext)
 
+    def _chosen(self, levels: dict[str, Level]) -> dict[str, Level]:
+        """The levels to build: those that were asked for, what they need, and ``plain``; as the compiler allows."""
+        wanted = {"plain", *(self.levels.split(",") if self.levels else levels)}
+        wanted |= {level.others for name, level in levels.items() if name in wanted}
+        known = {name: level for name, level in levels.items() if name in wanted and self._knows(level.flags)}
+        return {name: level for name, level in known.items() if not level.others or level.others in known}
+
+    def _made_for(self, name: str, level: Level) -> list[tuple[str, Path]]:
+        """For each family of a level, the level that it is compiled for, and its source."""
+        own = KERNELS if level.families is None else [s for s in KERNELS if s.stem in level.families]
+        return [(name if source in own else level.others, source) for source in KERNELS]
+
     def _compile(self, level: str, source: Path, flags: list[str]) -> str:
-        """The object file of one family at one level."""
-        folder = Path(self.build_temp) / level
+        """The object file of one family at one level, compiled where it is older than anything that went into it.
+
+        Other flags have another folder.
+        """
+        flags = [*FLAGS, *_sanitizer(), *flags, "-MMD"]
+        folder = Path(self.build_temp) / f"{level}-{zlib.crc32(' '.join(flags).encode()):08x}"
         (built,) = self.compiler.object_filenames([str(source)], output_dir=str(folder))
-        newest = max(file.stat().st_mtime for file in [source, *HEADERS, Path(__file__)])
-        if not Path(built).exists() or Path(built).stat().st_mtime < newest:
-            self.compiler.compile(
-                [str(source)],
-                output_dir=str(folder),
-                macros=[("HARDPOINT_LEVEL", level)],
-                extra_postargs=[*FLAGS, *_sanitizer(), *flags],
-            )
+        if _is_outdated(Path(built)):
+            macros = [("HARDPOINT_LEVEL", level)]
+            self.compiler.compile([str(source)], output_dir=str(folder), macros=macros, extra_postargs=flags)
         return built
 
     def _knows(self, flags: list[str]) -> bool:
@@ -88,6 +128,17 @@ class BuildKernels(build_ext):
         return True
 
 
+def _is_outdated(built: Path) -> bool:
+    """Whether an object file is missing, or older than a file that the compiler noted beside it (``-MMD``)."""
+    noted = built.with_suffix(".d")
+    if not built.exists() or not noted.exists():
+        return True
+    names = noted.read_text(encoding="utf-8").partition(":")[2].replace("\\\n", " ")
+    files = [Path(name.replace("\\ ", " ")) for name in re.findall(r"(?:\\ |\S)+", names)]
+    made = built.stat().st_mtime
+    return any(not file.exists() or file.stat().st_mtime > made for file in files)
+
+
 def _sanitizer() -> list[str]:
     wanted = os.environ.get("HARDPOINT_CPU_SANITIZE")
     return [f"-fsanitize={wanted}", "-fno-omit-frame-pointer", "-g", "-O1"] if wanted else []
@@ -98,7 +149,7 @@ setup(
         Extension(
             "hardpoint_cpu._native",
             [str(SOURCES / name) for name in ("extension.cpp", "levels.cpp", "team.cpp")],
-            depends=[str(header) for header in HEADERS],
+            depends=[str(file) for file in [*HEADERS, *KERNELS, Path(__file__)]],
             extra_compile_args=[*FLAGS, *_sanitizer()],
             extra_link_args=["-ldl", *_sanitizer()],
             language="c++",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,9 +12,11 @@ from hardpoint.attention.reference import ReferenceAttention
 from hardpoint_cpu.native_attention import NativeAttention, NativeQuantizedCacheAttention
 from hardpoint_cpu.recorded_list import RecordedLists
 from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec
+from tests.cpu.building import needs_kernels
 from tests.support.attention import MIXED, Piece, run_backend
 
-_native = pytest.importorskip("hardpoint_cpu._native")
+needs_kernels()
+
 
 PLAIN = AttentionSpec(4, 2, 64, 0.125, "bfloat16", "bfloat16", 16)
 SPECS = {
@@ -35,14 +36,6 @@ SPLIT = (Piece(1, 1300), Piece(20, 150))
 SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 """Of a row's norm: a few roundings of a dtype's size."""
-
-
-@pytest.fixture(params=_native.levels())
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.level()
-    _native.set_level(request.param)
-    yield request.param
-    _native.set_level(before)
 
 
 def is_scaled(spec: AttentionSpec) -> bool:
@@ -122,3 +115,31 @@ def test_a_recorded_call_serves_other_lengths_and_pages() -> None:
         expected = torch.empty_like(q)
         reference.forward(q, k, v, cache, reference.plan(replace(batch, seq_lens_host=lengths)), expected)
         torch.testing.assert_close(graph.run(), expected, rtol=0.02, atol=0.01)
+
+
+def test_a_batch_of_any_shape_says_on_the_device_whose_queries_are_whose() -> None:
+    generator = torch.Generator().manual_seed(0)
+    backend = NativeAttention(None, PLAIN)  # type: ignore[arg-type]
+    buffer = torch.zeros(4 * backend.layout.page_bytes(backend.cache_spec, 16), dtype=torch.uint8)
+    cache = backend.layout.views(buffer, 4, backend.cache_spec, 16)
+    for view in cache.values():
+        view.copy_(torch.randn(view.shape, generator=generator))
+    q = torch.randn(4, PLAIN.num_heads, PLAIN.head_size, generator=generator).bfloat16()
+    k = v = torch.empty(4, PLAIN.num_kv_heads, PLAIN.head_size, dtype=torch.bfloat16)
+    batch = AttentionBatch(
+        query_start=torch.tensor([0, 3, 4, 4, 4], dtype=torch.int32),
+        seq_lens=torch.tensor([20, 9, 1, 1], dtype=torch.int32),
+        block_table=torch.tensor([[1, 2], [3, 0], [0, 0], [0, 0]], dtype=torch.int32),
+        slot_mapping=torch.zeros(4, dtype=torch.int32),
+        query_start_host=(0, 4, 4, 4, 4),
+        seq_lens_host=(4, 1, 1, 1),
+        num_decodes=0,
+        graph_key=("tokens", 4),
+        any_shape=True,
+    )
+    told = replace(batch, query_start_host=(0, 3, 4, 4, 4), seq_lens_host=(20, 9, 1, 1), any_shape=False)
+    reference = ReferenceAttention(None, PLAIN)  # type: ignore[arg-type]
+    got, expected = torch.empty_like(q), torch.empty_like(q)
+    backend.forward(q, k, v, cache, backend.plan(batch), got)
+    reference.forward(q, k, v, cache, reference.plan(told), expected)
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.01)

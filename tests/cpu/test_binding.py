@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from hardpoint.platforms.testing import write_tree
-from hardpoint_cpu import compiled
 from hardpoint_cpu.binding import chosen_cpus, usable_cpus
 from hardpoint_cpu.platform import CpuPlatform, describe
 from hardpoint_plugin_api import ConfigError
+from tests.cpu.building import needs_kernels
 
 STAT = "12 (a name (with) brackets) S " + " ".join(["0"] * 35) + " {cpu} 0 0"
 """What /proc/self/stat holds; its 39th field is the CPU."""
@@ -44,6 +44,44 @@ def test_auto_is_the_node_that_has_more_cores_for_us(tmp_path: Path) -> None:
     root = two_nodes(tmp_path, running_on=1)
     assert chosen_cpus("auto", (1, 5, 6, 7), root) == (6, 7)
     assert chosen_cpus("auto", (4, 5), root) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("usable", "expected"),
+    [
+        (range(8), [(0, 1), (2, 3)]),
+        (range(8), [(0,), (2,), (1,), (3,)]),
+        (range(8), [(0,), (2, 3), (1,)]),
+        ((1, 2, 3, 5, 6, 7), [(2, 3), (1,)]),  # the node with more cores for us comes first
+        ((0, 4), [(0,), (0,)]),
+    ],
+)
+def test_ranks_share_nodes(tmp_path: Path, usable: Sequence[int], expected: list[tuple[int, ...]]) -> None:
+    root, ranks = two_nodes(tmp_path, running_on=2), len(expected)
+    assert [chosen_cpus("auto", usable, root, rank, ranks) for rank in range(ranks)] == expected
+
+
+def test_other_settings_are_the_same_for_all_ranks() -> None:
+    assert chosen_cpus("0-1", range(8), rank=1, ranks=2) == (0, 1)
+    assert chosen_cpus("", range(8), rank=1, ranks=2) == ()
+
+
+def test_a_rank_is_bound_to_its_share() -> None:
+    """As an engine makes it; on this host, whatever nodes it has. In a process of its own, as below."""
+    program = """
+import os, torch
+from hardpoint.config import EngineConfig
+from hardpoint.engine.blueprint import draw
+from hardpoint.parallel.groups import Seat
+from hardpoint_cpu.binding import chosen_cpus, usable_cpus
+expected = chosen_cpus("auto", usable_cpus(), rank=1, ranks=2)
+plugin = {"cpu": {"bind": "auto"}}
+config = EngineConfig.create(model="demo", platform="cpu", tensor_parallel_size=2, plugin_config=plugin)
+draw(config, seat=Seat(1, 1, local_ranks=2))
+assert tuple(sorted(os.sched_getaffinity(0))) == expected, expected
+assert torch.get_num_threads() == len(expected)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_auto_on_a_host_that_tells_nothing(tmp_path: Path) -> None:
@@ -85,9 +123,9 @@ assert torch.get_num_threads() == 1
 
 
 @pytest.fixture
-def level() -> Iterator[None]:
-    if reason := compiled.missing():
-        pytest.skip(str(reason))
+def restored() -> Iterator[None]:
+    """The level and the number of threads, afterwards."""
+    needs_kernels()
     from hardpoint_cpu import _native
 
     before = _native.level(), torch.get_num_threads()
@@ -96,12 +134,12 @@ def level() -> Iterator[None]:
     torch.set_num_threads(before[1])
 
 
-def test_kernels_are_capped(level: None) -> None:
+def test_kernels_are_capped(restored: None) -> None:
     from hardpoint_cpu import _native
 
     CpuPlatform(describe(), {"isa": "plain"}).activate(0)
     assert _native.level() == "plain"
     CpuPlatform(describe()).activate(0)
     assert _native.level() == _native.levels()[0]
-    with pytest.raises(ConfigError, match=r"cpu\.isa must be auto or a level .*plain\), got 'amx'"):
-        CpuPlatform(describe(), {"isa": "amx"})
+    with pytest.raises(ConfigError, match=r"cpu\.isa must be auto or a level .*plain\), got 'sse'"):
+        CpuPlatform(describe(), {"isa": "sse"})

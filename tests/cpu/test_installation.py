@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,40 +10,21 @@ from pathlib import Path
 
 import pytest
 
-import hardpoint_cpu
+from tests.cpu.building import copy_source, install, run, wheel
 
 pytestmark = pytest.mark.nightly
-
-SOURCE = Path(hardpoint_cpu.__file__).parents[2]
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    if not (SOURCE / "setup.py").exists():
-        pytest.skip("hardpoint-cpu is not installed from its sources here")
-    ignored = shutil.ignore_patterns("build", "*.egg-info", "_native*.so", "__pycache__")
-    return Path(shutil.copytree(SOURCE, tmp_path / "source", ignore=ignored))
-
-
-def run(*command: str | Path, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-def wheel(source: Path, into: Path, **environment: str) -> Path:
-    run("-m", "pip", "wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", into, **environment)
-    (built,) = into.iterdir()
-    return built
+    return copy_source(tmp_path)
 
 
 def test_without_a_compiler(source: Path, tmp_path: Path) -> None:
     built = wheel(source, tmp_path / "wheel", CC="false", CXX="false")
     assert not [name for name in zipfile.ZipFile(built).namelist() if name.endswith(".so")]
     site = tmp_path / "site"
-    run("-m", "pip", "install", "--no-deps", "--target", site, built)
+    install(built, site)
     here = {"PYTHONPATH": str(site), "COLUMNS": "2000"}
     for report in (["plugins", "doctor", "cpu"], ["env"]):
         told = run("-m", "hardpoint.cli", *report, **here)
@@ -67,4 +46,4 @@ def test_the_source_distribution_can_be_compiled(source: Path) -> None:
     (archive,) = (source / "dist").iterdir()
     with tarfile.open(archive) as opened:
         packed = {name.partition("/")[2] for name in opened.getnames()}
-    assert {str(path.relative_to(source)) for path in (source / "csrc").rglob("*.*")} <= packed
+    assert {str(path.relative_to(source)) for path in (source / "csrc").rglob("[!.]*.*")} <= packed

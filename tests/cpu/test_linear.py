@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -10,22 +9,26 @@ import pytest
 import torch
 
 from hardpoint.conformance.families.experts import ExpertsProbe
+from hardpoint.conformance.families.ops import batch_invariant
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.conformance.trials import Finding
 from hardpoint.dtypes import dtype_name
 from hardpoint.ops.judge import judge_call
 from hardpoint.plugins import discover
 from hardpoint.quantization.numerics import fake_quantize, quantize_rows, quantize_weight
-from hardpoint_plugin_api import BuildContext, Feature, LinearWorkload, Quantized, QuantSpec, Scale, dequantize
-
-_native = pytest.importorskip("hardpoint_cpu._native")
-from hardpoint_cpu.linear import (  # noqa: E402  # needs the extension
+from hardpoint_cpu import native
+from hardpoint_cpu.linear import (
     Int4PanelLinear,
     Int8PanelLinear,
     Int8WeightPanelLinear,
     PanelLinear,
     PlainPanelLinear,
 )
+from hardpoint_plugin_api import BuildContext, Feature, LinearWorkload, Quantized, QuantSpec, Scale, dequantize
+from tests.cpu.building import needs_kernels
+
+needs_kernels()
+
 
 _ROWS = (1, 3, 5, 7, 13, 200)
 _INT8 = QuantSpec("int8", scales=(Scale("float32", (1, -1)),))
@@ -38,14 +41,6 @@ class Context:
 
     dtype: torch.dtype
     torch_device: torch.device = field(default=torch.device("cpu"))
-
-
-@pytest.fixture(params=_native.levels())
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.level()
-    _native.set_level(request.param)
-    yield request.param
-    _native.set_level(before)
 
 
 def _pairs(dtype: torch.dtype) -> dict[str, tuple[type[PanelLinear], tuple[QuantSpec, QuantSpec]]]:
@@ -141,21 +136,46 @@ def test_shapes_that_it_cannot_pack_are_refused(name: str, columns: int, reason:
     assert reason in str(found)
 
 
-@pytest.mark.parametrize("name", ["plain", "int8", "int4"])
+_EXPERTS = {
+    "plain": ("cpu_native", "plain"),
+    "int8": ("cpu_native_int8", "int8-dynamic"),
+    "int4": ("cpu_native_int4", "uint4-groups"),
+}
+
+
+@pytest.fixture(scope="module")
+def site() -> Site:
+    """Opened before a level is chosen, since it chooses one itself: the one in use, as it leaves the threads alone."""
+    return Site.open(discover(), "cpu", {"cpu": {"threads": torch.get_num_threads(), "isa": native.level()}})
+
+
+def _experts(site: Site, name: str, **row: str) -> ExpertsProbe:
+    kernel, spec = _EXPERTS[name]
+    offer = next(o for o in site.plugins.offers("experts") if o.contribution.name == kernel)
+    return ExpertsProbe(Subject.load(offer, site), {"spec": spec, "format": "standard"} | row)
+
+
+@pytest.mark.parametrize("name", _EXPERTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_are_what_the_reference_makes(level: str, name: str, dtype: torch.dtype) -> None:
-    site = Site.open(discover(), "cpu")
-    names = {"plain": "cpu_native", "int8": "cpu_native_int8", "int4": "cpu_native_int4"}
-    spec = {"plain": "plain", "int8": "int8-dynamic", "int4": "uint4-groups"}[name]
-    offer = next(o for o in site.plugins.offers("experts") if o.contribution.name == names[name])
-    subject = Subject.load(offer, site)
-    common = {"dtype": dtype_name(dtype), "spec": spec, "activation": "silu_and_mul", "format": "standard"}
+def test_experts_are_what_the_reference_makes(site: Site, level: str, name: str, dtype: torch.dtype) -> None:
+    common = {"dtype": dtype_name(dtype), "activation": "silu_and_mul", "mixture": "8x2", "widths": "even"}
     tried = 0
     for batch in ("one", "few", "many"):
-        row = common | {"batch": batch, "mixture": "8x2", "widths": "even", "absent": "some-elsewhere"}
-        probe = ExpertsProbe(subject, row)
-        if subject.refuses(probe.workload) is None:
+        probe = _experts(site, name, batch=batch, absent="some-elsewhere", **common)
+        if probe.subject.refuses(probe.workload) is None:
             finding = Finding.of(judge_call(probe.call(3)))
             assert not finding.faults, finding
             tried += 1
     assert tried
+    assert native.level() == level
+
+
+@pytest.mark.parametrize("name", _EXPERTS)
+def test_a_row_of_experts_has_the_same_bits_whoever_is_with_it(site: Site, level: str, name: str) -> None:
+    """Its activation in between as well: torch's, which a context serves, is not so unless it is told."""
+    common = {"activation": "gelu_tanh", "batch": "few", "mixture": "8x2", "widths": "even", "absent": "here"}
+    for dtype in ("float32", "bfloat16"):
+        probe = _experts(site, name, dtype=dtype, **common)
+        assert probe.subject.refuses(probe.workload) is None
+        finding = batch_invariant(probe, 0)
+        assert not finding.faults, finding

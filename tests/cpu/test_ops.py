@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, cast
 
@@ -15,8 +14,10 @@ from hardpoint.conformance.families.ops import cases
 from hardpoint.ops.judge import judge
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint_plugin_api import AttentionSpec, CacheSpec, ConfigError, OpWorkload
+from tests.cpu.building import needs_kernels
 
-_native = pytest.importorskip("hardpoint_cpu._native")
+needs_kernels()
+
 
 _MODULES = {
     "activation": ("act_and_mul", "act_and_mul_quantized", "activation"),
@@ -30,14 +31,6 @@ _MODULES = {
 }
 _INT8_ROWS = "int8@float32:row+dynamic"
 _OPS = [(name, module) for module, names in _MODULES.items() for name in names]
-
-
-@pytest.fixture(params=_native.levels())
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.level()
-    _native.set_level(request.param)
-    yield request.param
-    _native.set_level(before)
 
 
 def _op(name: str, module: str) -> Any:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hardpoint_plugin_api import PlatformError
-
-pytest.importorskip("hardpoint_cpu._native", reason="hardpoint-cpu has no compiled kernels here", exc_type=ImportError)
-
 from hardpoint_cpu import native
 from hardpoint_cpu.recorded_list import RecordedLists
+from hardpoint_plugin_api import PlatformError
+from tests.cpu.building import needs_kernels
+
+needs_kernels()
+
 
 WIDTH = 64
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <new>
 
+#include "constants.h"
 #include "levels.h"
 #include "team.h"
 
@@ -140,11 +141,17 @@ PyObject* relocate(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+const char* name_of(const char* name) { return name; }
+template <typename Named>
+const char* name_of(const Named& one) {
+    return one.name;
+}
+
 template <typename Named>
 PyObject* names_of(const std::vector<Named>& all) {
     PyObject* names = PyList_New(0);
     for (const Named& one : all) {
-        PyObject* name = names ? PyUnicode_FromString(one.name) : nullptr;
+        PyObject* name = names ? PyUnicode_FromString(name_of(one)) : nullptr;
         if (!name || PyList_Append(names, name)) Py_CLEAR(names);
         Py_XDECREF(name);
     }
@@ -153,6 +160,9 @@ PyObject* names_of(const std::vector<Named>& all) {
 
 // levels(): the names of the levels that this CPU can run, best first.
 PyObject* supported_levels(PyObject*, PyObject*) { return names_of(hardpoint::levels()); }
+
+// built_levels(): the names of those that were built, whatever CPU this is.
+PyObject* built_levels(PyObject*, PyObject*) { return names_of(hardpoint::built_levels()); }
 
 PyObject* level(PyObject*, PyObject*) { return PyUnicode_FromString(current_level->name); }
 
@@ -188,6 +198,7 @@ PyMethodDef methods[] = {
     {"recording", is_recording, METH_NOARGS, "recording()"},
     {"length", length, METH_O, "length(list)"},
     {"levels", supported_levels, METH_NOARGS, "levels()"},
+    {"built_levels", built_levels, METH_NOARGS, "built_levels()"},
     {"level", level, METH_NOARGS, "level()"},
     {"set_level", set_level, METH_O, "set_level(name)"},
     {"kernels", kernels, METH_NOARGS, "kernels()"},
@@ -211,5 +222,18 @@ PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__native() {
     current_level = &hardpoint::levels().front();
-    return PyModule_Create(&module);
+    PyObject* created = PyModule_Create(&module);
+    const struct {
+        const char* name;
+        long value;
+    } constants[] = {
+        {"PANEL_ROWS", hardpoint::kPanelRows},
+        {"BLOCK_ROWS", hardpoint::kBlockRows},
+        {"EXPERT_ROWS_BYTES", sizeof(hardpoint::ExpertRows)},
+        {"SPLITS_PER_THREAD", hardpoint::kSplitsPerThread},
+    };
+    for (const auto& constant : constants) {
+        if (created && PyModule_AddIntConstant(created, constant.name, constant.value)) Py_CLEAR(created);
+    }
+    return created;
 }

@@ -1,12 +1,20 @@
 #include "levels.h"
 
-// The build defines HARDPOINT_LEVELS, an X(level) for each level that the compiler knows, best first, and
-// HARDPOINT_FAMILIES(level), an F(level, family) for each file csrc/kernels/FAMILY.cpp.
-#define F(level, family) extern const Family family##_family;
-#define X(level)                 \
-    namespace hardpoint::level { \
-    HARDPOINT_FAMILIES(level)    \
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+// The build defines HARDPOINT_LEVELS: for each level that the compiler knows, best first, an X(level, families), where
+// families are an F(made_for, family) for each file csrc/kernels/FAMILY.cpp: some come from another level.
+#define F(made_for, family)              \
+    namespace hardpoint::made_for {      \
+    extern const Family family##_family; \
     }
+#define X(level, families) families
 HARDPOINT_LEVELS
 #undef X
 #undef F
@@ -25,20 +33,44 @@ bool supports_avx512() {
 }
 bool supports_avx512_vnni() { return supports_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool supports_avx512_bf16() { return supports_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
+
+#if defined(HARDPOINT_EMULATE_TILES)
+bool supports_amx() { return true; }
+#else
+bool has_tiles() {
+    constexpr unsigned kBfloat16 = 1u << 22, kTiles = 1u << 24, kInt8 = 1u << 25;  // leaf 7, EDX
+    constexpr unsigned kWanted = kBfloat16 | kTiles | kInt8;
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kWanted) == kWanted;
+}
+
+// Tiles are state that Linux keeps for processes alone that asked for it (its documentation, arch/x86/xstate.rst), all
+// threads of one at once. Refused by older kernels, some sandboxes, and where a thread's stack for signals is too
+// small.
+bool may_use_tiles() {
+#if defined(__linux__)
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+bool supports_amx() { return supports_avx512_bf16() && has_tiles() && may_use_tiles(); }
+#endif
 #endif
 
 std::vector<Level> find_levels() {
     std::vector<Level> found;
     std::vector<Kernel> kernels;
-#define F(level, family)                                                                                             \
-    kernels.insert(                                                                                                  \
-        kernels.end(), level::family##_family.kernels, level::family##_family.kernels + level::family##_family.count \
-    );
-#define X(level)                            \
-    if (supports_##level()) {               \
-        kernels.clear();                    \
-        HARDPOINT_FAMILIES(level)           \
-        found.push_back({#level, kernels}); \
+    const auto add = [&](const Family& family) {
+        kernels.insert(kernels.end(), family.kernels, family.kernels + family.count);
+    };
+#define F(made_for, family) add(made_for::family##_family);
+#define X(level, families)                           \
+    if (supports_##level()) {                        \
+        kernels.clear();                             \
+        families found.push_back({#level, kernels}); \
     }
     HARDPOINT_LEVELS
 #undef X
@@ -51,6 +83,13 @@ std::vector<Level> find_levels() {
 const std::vector<Level>& levels() {
     static const std::vector<Level> found = find_levels();
     return found;
+}
+
+const std::vector<const char*>& built_levels() {
+#define X(level, families) #level,
+    static const std::vector<const char*> names = {HARDPOINT_LEVELS};
+#undef X
+    return names;
 }
 
 }  // namespace hardpoint

@@ -16,4 +16,7 @@ struct Level {
 // The levels that were built and that this CPU can run, best first. Plain C++ runs everywhere.
 const std::vector<Level>& levels();
 
+// The names of all levels that were built, best first.
+const std::vector<const char*>& built_levels();
+
 }  // namespace hardpoint

@@ -5,6 +5,7 @@
 // (measured on Zen 5), whatever the order of the work, and with prefetch instructions too.
 #pragma once
 
+#include "../constants.h"
 #include "attention.h"
 #include "attention_decode_bfloat16.h"
 
@@ -16,8 +17,6 @@ constexpr int kValueVectors = kLanes == 16 ? 4 : 2;
 
 // Elements of keys and values that a split has at least: some ten microseconds of reading.
 constexpr std::int64_t kLeastSplit = 65536;
-// Splits for each thread, all requests together.
-constexpr std::int64_t kSplitsPerThread = 6;
 
 // The sums of four vectors, one behind the other.
 #if defined(__AVX512F__)
@@ -37,47 +36,22 @@ inline void store_sums(float* to, const Floats (&v)[count]) {
 }
 
 // scores[query][key] of `queries` rows of q, padded with zeros, and kDotKeys keys.
-template <int queries, typename Query, typename Element>
+template <int queries, typename Element>
 inline void dot(
-    const Element* const* keys, std::int64_t at, const Query* q, std::int64_t padded, std::int64_t size, float* scores
+    const Element* const* keys, std::int64_t at, const float* q, std::int64_t padded, std::int64_t size, float* scores
 ) {
     Floats sums[queries][kDotKeys] = {};
-    std::int64_t d = 0;
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<Query, bfloat16>) {
-        const auto add = [&](auto read) {
-            __m512bh k[kDotKeys];
-            for (int j = 0; j < kDotKeys; ++j) k[j] = read(keys[j] + at + d);
-            for (int i = 0; i < queries; ++i) {
-                const auto x = load_raw<__m512bh>(q + i * padded + d);
-                for (int j = 0; j < kDotKeys; ++j) {
-                    sums[i][j] = bits_as<Floats>(_mm512_dpbf16_ps(bits_as<__m512>(sums[i][j]), x, k[j]));
-                }
-            }
-        };
-        for (; d + 2 * kLanes <= size; d += 2 * kLanes)
-            add([](const Element* from) { return load_raw<__m512bh>(from); });
-        if (d < size) {
-            add([=](const Element* from) {
-                Element whole[2 * kLanes] = {};
-                std::memcpy(whole, from, (size - d) * sizeof(Element));
-                return load_raw<__m512bh>(whole);
-            });
+    const auto add = [&](std::int64_t d, auto read) {
+        Floats k[kDotKeys];
+        for (int j = 0; j < kDotKeys; ++j) k[j] = read(keys[j] + at + d);
+        for (int i = 0; i < queries; ++i) {
+            const Floats x = load(q + i * padded + d);
+            for (int j = 0; j < kDotKeys; ++j) sums[i][j] += x * k[j];
         }
-    }
-#endif
-    if constexpr (std::is_same_v<Query, float>) {
-        const auto add = [&](auto read) {
-            Floats k[kDotKeys];
-            for (int j = 0; j < kDotKeys; ++j) k[j] = read(keys[j] + at + d);
-            for (int i = 0; i < queries; ++i) {
-                const Floats x = load(q + i * padded + d);
-                for (int j = 0; j < kDotKeys; ++j) sums[i][j] += x * k[j];
-            }
-        };
-        for (; d + kLanes <= size; d += kLanes) add([](const Element* from) { return load(from); });
-        if (d < size) add([=](const Element* from) { return load_some(from, size - d); });
-    }
+    };
+    std::int64_t d = 0;
+    for (; d + kLanes <= size; d += kLanes) add(d, [](const Element* from) { return load(from); });
+    if (d < size) add(d, [=](const Element* from) { return load_some(from, size - d); });
     for (int i = 0; i < queries; ++i) store_sums(scores + i * kDecodeKeys, sums[i]);
 }
 
@@ -176,19 +150,17 @@ struct Decode : Splits {
             if (dtype == kBfloat16 && PairedDecode<Element>::serves(size)) return run_paired(chunk);
         }
 #endif
-        run_with<float>(chunk);
+        run_widened(chunk);
     }
 
-    // Products of queries of that type.
-    template <typename Query>
-    void run_with(std::int64_t chunk) const {
+    void run_widened(std::int64_t chunk) const {
         const Split split = find(chunk);
-        const std::int64_t padded = round_up(size, 2 * kLanes), token = query_start[split.request];
+        const std::int64_t padded = round_up(size, kLanes), token = query_start[split.request];
         Scratch scratch(
-            Scratch::bytes<Query>(heads * padded) + Scratch::bytes<float>(heads * padded) +
-            3 * Scratch::bytes<float>(heads) + Scratch::bytes<float>(heads * kDecodeKeys)
+            2 * Scratch::bytes<float>(heads * padded) + 3 * Scratch::bytes<float>(heads) +
+            Scratch::bytes<float>(heads * kDecodeKeys)
         );
-        auto* queries = scratch.take<Query>(heads * padded);
+        auto* queries = scratch.take<float>(heads * padded);
         auto* sums = scratch.take<float>(heads * padded);
         auto* most = scratch.take<float>(heads);
         auto* totals = scratch.take<float>(heads);
@@ -252,15 +224,11 @@ struct Decode : Splits {
         }
     }
 
-    template <typename Query>
-    void load_queries(std::int64_t token, Query* to, std::int64_t padded) const {
+    void load_queries(std::int64_t token, float* to, std::int64_t padded) const {
         with_float(dtype, [&](auto type) {
-            using T = typename decltype(type)::type;
-            if constexpr (std::is_same_v<Query, float> || std::is_same_v<Query, T>) {
-                const auto* from = static_cast<const T*>(q) + token * q_stride;
-                for (std::int64_t head = 0; head < heads; ++head)
-                    convert(from + head * size, size, padded, to + head * padded);
-            }
+            const auto* from = static_cast<const typename decltype(type)::type*>(q) + token * q_stride;
+            for (std::int64_t head = 0; head < heads; ++head)
+                convert(from + head * size, size, padded, to + head * padded);
         });
     }
 

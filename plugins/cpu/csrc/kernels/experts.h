@@ -10,11 +10,6 @@
 
 namespace hardpoint::HARDPOINT_LEVEL {
 
-// Some sorted rows of one expert, few enough for one block of results.
-struct ExpertRows {
-    std::int64_t expert, first, rows;
-};
-
 // At most so many of them are needed for `count` rows.
 inline std::int64_t most_expert_rows(std::int64_t count, std::int64_t experts) {
     return std::min(count, experts) + count / kBlockRows;
@@ -83,15 +78,16 @@ struct Routed {
     }
 };
 
-// out [count, N]: sorted rows of x [., K] times their expert's weight, panels one expert after the other.
+// out [count, N]: sorted rows of x [., K] times their expert's weight, panels one expert after the other. See
+// multiply_block for `alike`.
 template <typename T>
 struct ExpertsLinear {
-    static constexpr char signature[] = "pppppiiiiii";
+    static constexpr char signature[] = "pppppiiiiiii";
     const T* x;
     const T* w;
     T* out;
     Routed routed;
-    std::int64_t n, k, x_stride;
+    std::int64_t n, k, x_stride, alike;
 
     std::int64_t chunks() const { return routed.chunks(n, kTilePanels); }
     void run(std::int64_t chunk) const {
@@ -101,7 +97,7 @@ struct ExpertsLinear {
         };
         const std::int64_t size = num_panels(n) * panel_size<T>(k);
         routed.for_each_block(chunk, n, kTilePanels, [&](std::int64_t expert, const Block& block) {
-            PlainWeight<T>{w + expert * size, n, k}.multiply(block, row, finish);
+            PlainWeight<T>{w + expert * size, n, k, alike != 0}.multiply(block, row, finish);
         });
     }
 };

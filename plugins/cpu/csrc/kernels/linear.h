@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../task.h"
-#include "panels.h"
+#include "linear_tiles.h"
 
 namespace hardpoint::HARDPOINT_LEVEL {
 
@@ -86,14 +86,39 @@ struct Panels {
     std::int64_t stride;
 };
 
-// One block of x [M, K] @ w.T. `panels(first column, columns)` gives the block's panels from that column on; `row(i)`
-// is where row i of x starts; `finish(i, 16 sums, column)` takes the results of row i. Columns come outermost, so that
-// a block of panels is read from memory (or made) once, and then from the cache for every tile of rows.
+// multiply_block by tiles.
 template <typename T, typename GivePanels, typename Row, typename Finish>
-void multiply_block(
+void multiply_block_by_tiles(
     const Block& block, std::int64_t k, std::int64_t step, const GivePanels& panels, const Row& row,
     const Finish& finish
 ) {
+    alignas(64) Sums results[kBlockRows][kTilePanels];
+    std::int64_t first = 0;
+    do {
+        const std::int64_t columns = std::min(step, k - first);
+        const Panels<T> w = panels(first, columns);
+        multiply_by_tiles(block, row, first, columns, w.first, w.stride, first > 0, results);
+        first += step;
+    } while (first < k);
+    for (std::int64_t i = 0; i < block.rows; ++i) {
+        for (std::int64_t p = 0; p < block.panels; ++p) {
+            finish(block.first_row + i, results[i][p], (block.first_panel + p) * kPanelRows);
+        }
+    }
+}
+
+// One block of x [M, K] @ w.T. `panels(first column, columns)` gives the block's panels from that column on; `row(i)`
+// is where row i of x starts; `finish(i, 16 sums, column)` takes the results of row i. Columns come outermost, so that
+// a block of panels is read from memory (or made) once, and then from the cache for every tile of rows. With `alike` a
+// row's bits do not depend on how many rows there are.
+template <typename T, typename GivePanels, typename Row, typename Finish>
+void multiply_block(
+    const Block& block, std::int64_t k, std::int64_t step, bool alike, const GivePanels& panels, const Row& row,
+    const Finish& finish
+) {
+    if constexpr (kTiled<T>) {
+        if (by_tiles(block, alike)) return multiply_block_by_tiles<T>(block, k, step, panels, row, finish);
+    }
     alignas(64) Sums results[kBlockRows][kTilePanels];
     std::int64_t first = 0;
     do {
@@ -128,6 +153,7 @@ struct PlainWeight {
     using Input = T;
     const T* panels;
     std::int64_t n, k;
+    bool alike;  // see multiply_block
 
     template <typename Row, typename Finish>
     void multiply(const Block& block, const Row& row, const Finish& finish) const {
@@ -135,11 +161,11 @@ struct PlainWeight {
         const auto give = [&](std::int64_t first, std::int64_t) {
             return Panels<T>{panels + block.first_panel * stride + first * kPanelRows, stride};
         };
-        multiply_block<T>(block, k, step, give, row, finish);
+        multiply_block<T>(block, k, step, alike, give, row, finish);
     }
 };
 
-// out [M, N] = x [M, K] @ w.T + bias [N] or null. K is a multiple of kGroup.
+// out [M, N] = x [M, K] @ w.T + bias [N] or null. K is a multiple of kGroup. See multiply_block for `alike`.
 template <typename T>
 struct Linear {
     static constexpr char signature[] = "ppppiiiii";
@@ -147,16 +173,16 @@ struct Linear {
     const T* w;
     const T* bias;
     T* out;
-    std::int64_t m, n, k, x_stride, out_stride;
+    std::int64_t m, n, k, x_stride, alike;
 
     std::int64_t chunks() const { return Cut(m, n).chunks(); }
     void run(std::int64_t chunk) const {
         const auto row = [&](std::int64_t i) { return x + i * x_stride; };
         const auto finish = [&](std::int64_t i, const Sums& sums, std::int64_t column) {
-            store_results(out + i * out_stride + column, sums, bias ? bias + column : nullptr, n - column);
+            store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
         };
         for_each_block(Cut(m, n), chunk, [&](const Block& block) {
-            PlainWeight<T>{w, n, k}.multiply(block, row, finish);
+            PlainWeight<T>{w, n, k, alike != 0}.multiply(block, row, finish);
         });
     }
 };

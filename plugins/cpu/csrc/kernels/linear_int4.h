@@ -196,7 +196,7 @@ struct NibbleWeight {
             }
             return Panels<T>{wide, stride};
         };
-        multiply_block<T>(block, w.k, step, give, row, finish);
+        multiply_block<T>(block, w.k, step, alike, give, row, finish);
     }
 
   private:
@@ -260,20 +260,20 @@ struct NibbleWeight {
 // become numbers first: then a row's bits do not depend on how many rows there are.
 template <typename T, typename S>
 struct LinearInt4 {
-    static constexpr char signature[] = "ppppppiiiiiii";
+    static constexpr char signature[] = "ppppppiiiiii";
     const T* x;
     const std::uint8_t* steps;
     const S* scales;
     const std::uint8_t* zeros;
     const T* bias;
     T* out;
-    std::int64_t m, n, k, group, x_stride, out_stride, alike;
+    std::int64_t m, n, k, group, x_stride, alike;
 
     std::int64_t chunks() const { return Cut(m, n, kNibblePanels).chunks(); }
     void run(std::int64_t chunk) const {
         const auto row = [&](std::int64_t i) { return x + i * x_stride; };
         const auto finish = [&](std::int64_t i, const Sums& sums, std::int64_t column) {
-            store_results(out + i * out_stride + column, sums, bias ? bias + column : nullptr, n - column);
+            store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
         };
         for_each_block(Cut(m, n, kNibblePanels), chunk, [&](const Block& block) {
             NibbleWeight<T, S>{{steps, scales, zeros, k, group}, n, alike != 0}.multiply(block, row, finish);

@@ -103,6 +103,9 @@ struct ByteWeight {
     template <typename Row, typename ScaleOf, typename Finish>
     void multiply(const Block& block, const Row& row, const ScaleOf& scale, const Finish& finish) const {
         const std::int64_t stride = byte_panel_size(k);
+        if constexpr (kTiled<std::int8_t>) {
+            if (by_tiles(block)) return multiply_signed(block, row, scale, finish);
+        }
         for_each_tile(block.rows, block.panels, [&](auto rows, auto count, std::int64_t tile) {
             IntSums sums[rows][count];
             const std::int8_t* x[rows];
@@ -112,23 +115,44 @@ struct ByteWeight {
                 const std::int64_t i = block.first_row + tile + r;
                 for (int p = 0; p < count; ++p) {
                     const std::int64_t column = (block.first_panel + p) * kPanelRows;
-                    Sums results;
                     for (int j = 0; j < kVectors; ++j) {
-                        const auto offset = load_raw<Ints>(row_sums + column + j * kLanes) * kOffset;
-                        const Floats exact = __builtin_convertvector(sums[r][p].v[j] - offset, Floats);
-                        results.v[j] = exact * (load(scales + column + j * kLanes) * scale(i));
+                        sums[r][p].v[j] -= load_raw<Ints>(row_sums + column + j * kLanes) * kOffset;
                     }
-                    finish(i, results, column);
+                    finish(i, scaled(sums[r][p], column, scale(i)), column);
                 }
             }
         });
+    }
+
+  private:
+    Sums scaled(const IntSums& sums, std::int64_t column, float x_scale) const {
+        Sums results;
+        for (int j = 0; j < kVectors; ++j) {
+            const Floats exact = __builtin_convertvector(sums.v[j], Floats);
+            results.v[j] = exact * (load(scales + column + j * kLanes) * x_scale);
+        }
+        return results;
+    }
+
+    // Tiles multiply signed numbers: there is no offset to take off.
+    template <typename Row, typename ScaleOf, typename Finish>
+    void multiply_signed(const Block& block, const Row& row, const ScaleOf& scale, const Finish& finish) const {
+        alignas(64) IntSums sums[kBlockRows][kTilePanels];
+        const std::int64_t stride = byte_panel_size(k);
+        multiply_by_tiles(block, row, 0, k, panels + block.first_panel * stride, stride, false, sums);
+        for (std::int64_t i = 0; i < block.rows; ++i) {
+            for (std::int64_t p = 0; p < block.panels; ++p) {
+                const std::int64_t column = (block.first_panel + p) * kPanelRows;
+                finish(block.first_row + i, scaled(sums[i][p], column, scale(block.first_row + i)), column);
+            }
+        }
     }
 };
 
 // out [M, N] = codes [M, K] @ w.T * x_scales [M] * w_scales [N] + bias.
 template <typename T>
 struct LinearInt8 {
-    static constexpr char signature[] = "pppppppiiii";
+    static constexpr char signature[] = "pppppppiii";
     const std::int8_t* codes;
     const float* x_scales;
     const std::int8_t* w;
@@ -136,14 +160,14 @@ struct LinearInt8 {
     const std::int32_t* row_sums;
     const T* bias;
     T* out;
-    std::int64_t m, n, k, out_stride;
+    std::int64_t m, n, k;
 
     std::int64_t chunks() const { return Cut(m, n, kBytePanels).chunks(); }
     void run(std::int64_t chunk) const {
         const auto row = [&](std::int64_t i) { return codes + i * k; };
         const auto scale = [&](std::int64_t i) { return x_scales[i]; };
         const auto finish = [&](std::int64_t i, const Sums& sums, std::int64_t column) {
-            store_results(out + i * out_stride + column, sums, bias ? bias + column : nullptr, n - column);
+            store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
         };
         for_each_block(Cut(m, n, kBytePanels), chunk, [&](const Block& block) {
             ByteWeight{w, w_scales, row_sums, n, k}.multiply(block, row, scale, finish);
@@ -203,6 +227,7 @@ struct WideByteWeight {
     const std::int8_t* panels;
     const float* scales;
     std::int64_t n, k;
+    bool alike;  // see multiply_block
 
     template <typename Row, typename Finish>
     void multiply(const Block& block, const Row& row, const Finish& finish) const {
@@ -215,14 +240,14 @@ struct WideByteWeight {
             }
             return Panels<T>{wide, stride};
         };
-        multiply_block<T>(block, k, step, give, row, [&](std::int64_t i, Sums sums, std::int64_t column) {
+        multiply_block<T>(block, k, step, alike, give, row, [&](std::int64_t i, Sums sums, std::int64_t column) {
             for (int j = 0; j < kVectors; ++j) sums.v[j] *= load(scales + column + j * kLanes);
             finish(i, sums, column);
         });
     }
 };
 
-// out [M, N] = x [M, K] @ w.T * w_scales [N] + bias.
+// out [M, N] = x [M, K] @ w.T * w_scales [N] + bias. See multiply_block for `alike`.
 template <typename T>
 struct LinearInt8Weight {
     static constexpr char signature[] = "pppppiiiii";
@@ -231,16 +256,16 @@ struct LinearInt8Weight {
     const float* w_scales;
     const T* bias;
     T* out;
-    std::int64_t m, n, k, x_stride, out_stride;
+    std::int64_t m, n, k, x_stride, alike;
 
     std::int64_t chunks() const { return Cut(m, n, kBytePanels).chunks(); }
     void run(std::int64_t chunk) const {
         const auto row = [&](std::int64_t i) { return x + i * x_stride; };
         const auto finish = [&](std::int64_t i, const Sums& sums, std::int64_t column) {
-            store_results(out + i * out_stride + column, sums, bias ? bias + column : nullptr, n - column);
+            store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
         };
         for_each_block(Cut(m, n, kBytePanels), chunk, [&](const Block& block) {
-            WideByteWeight<T>{w, w_scales, n, k}.multiply(block, row, finish);
+            WideByteWeight<T>{w, w_scales, n, k, alike != 0}.multiply(block, row, finish);
         });
     }
 };

@@ -9,12 +9,13 @@
 
 #include <utility>
 
+#include "../constants.h"
 #include "chunking.h"
+#include "tiles.h"
 #include "vector.h"
 
 namespace hardpoint::HARDPOINT_LEVEL {
 
-constexpr int kPanelRows = 16;
 constexpr int kVectors = kPanelRows / kLanes;  // a panel's 16 results in registers
 
 // 16 accumulators, one for each row of a panel.
@@ -33,8 +34,12 @@ constexpr int kTileRows = 4, kTilePanels = 1;
 constexpr int kTileRows = 2, kTilePanels = 1;
 #endif
 
-// Results that a chunk collects before they are written: this many rows of x times kTilePanels panels.
-constexpr int kBlockRows = 192;
+// Rows of x that a kernel takes together where there are many.
+#if defined(HARDPOINT_TILES)
+constexpr int kRowsTogether = 32;
+#else
+constexpr int kRowsTogether = kTileRows;
+#endif
 
 // Columns that are multiplied before the next rows of x are taken: a block of panels then stays in the second-level
 // cache. Half as many, with their results carried in between, was 5 % slower on a Zen 5.
@@ -60,10 +65,10 @@ struct Cut {
     std::int64_t chunks() const { return row_blocks * panel_blocks; }
 
   private:
-    // At most kBlockRows, the same for all blocks, whole tiles.
+    // At most kBlockRows, the same for all blocks, as kernels take them together.
     static std::int64_t even_share(std::int64_t m) {
         const std::int64_t blocks = std::max<std::int64_t>(1, ceil_div(m, kBlockRows));
-        return std::max<std::int64_t>(1, ceil_div(ceil_div(m, blocks), kTileRows)) * kTileRows;
+        return std::max<std::int64_t>(1, ceil_div(ceil_div(m, blocks), kRowsTogether)) * kRowsTogether;
     }
 };
 

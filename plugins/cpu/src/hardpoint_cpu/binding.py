@@ -22,14 +22,17 @@ def usable_cpus() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
-def chosen_cpus(setting: str, usable: Collection[int], root: Path = host.ROOT) -> tuple[int, ...]:
+def chosen_cpus(
+    setting: str, usable: Collection[int], root: Path = host.ROOT, rank: int = 0, ranks: int = 1
+) -> tuple[int, ...]:
     """The CPUs that ``cpu.bind`` means; none for ``""``, which binds nothing. Raises ConfigError.
 
     ``auto`` is one CPU of each physical core of one NUMA node: of the node with the most cores among ``usable``, and
-    of several such of the one that this process runs on at the moment.
+    of several such of the one that this process runs on at the moment. For number ``rank`` of several ``ranks`` of this
+    host nodes are handed out in turn, those with the most cores first, and ranks of one node share its cores.
     """
     if setting == "auto":
-        return _one_node(usable, root)
+        return _one_node(usable, root) if ranks == 1 else _part_of_a_node(usable, root, rank, ranks)
     if not setting:
         return ()
     cpus = host.parse_cpu_list(setting) if _LIST.fullmatch(setting) else ()
@@ -52,10 +55,23 @@ def bind(cpus: Collection[int]) -> None:
 
 
 def _one_node(usable: Collection[int], root: Path) -> tuple[int, ...]:
-    nodes = [node.cpus for node in host.numa_nodes(root) if set(node.cpus) & set(usable)] or [tuple(usable)]
-    cores = [_one_of_each_core(set(cpus) & set(usable), root) for cpus in nodes]
-    here = _running_on(root)
+    nodes, here = _nodes(usable, root), _running_on(root)
+    cores = [_one_of_each_core(cpus, root) for cpus in nodes]
     return max(cores, key=lambda cpus: (len(cpus), here in nodes[cores.index(cpus)]))
+
+
+def _part_of_a_node(usable: Collection[int], root: Path, rank: int, ranks: int) -> tuple[int, ...]:
+    nodes = sorted((_one_of_each_core(cpus, root) for cpus in _nodes(usable, root)), key=len, reverse=True)
+    cores = nodes[rank % len(nodes)]
+    place, sharing = rank // len(nodes), len(range(rank % len(nodes), ranks, len(nodes)))
+    if sharing >= len(cores):
+        return (cores[place % len(cores)],)
+    return cores[len(cores) * place // sharing : len(cores) * (place + 1) // sharing]
+
+
+def _nodes(usable: Collection[int], root: Path) -> list[set[int]]:
+    """What is ``usable`` of each node that has any of it."""
+    return [cpus for node in host.numa_nodes(root) if (cpus := set(node.cpus) & set(usable))] or [set(usable)]
 
 
 def _one_of_each_core(cpus: Collection[int], root: Path) -> tuple[int, ...]:

@@ -5,16 +5,14 @@ Axes: T tokens, K experts of a token, E experts, H hidden, I width of an expert.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
 from hardpoint.experts.middle import bound_middle, is_gated
 from hardpoint_cpu import native
 from hardpoint_cpu.linear import Int4PanelLinear, Int8PanelLinear, PanelLinear, PlainPanelLinear
-from hardpoint_cpu.ops.quantize import rounded
 from hardpoint_plugin_api import (
     BuildContext,
     DeviceInfo,
@@ -29,15 +27,11 @@ from hardpoint_plugin_api.experts import MATRICES
 if TYPE_CHECKING:
     from hardpoint.context import Context
 
-_BLOCK_ROWS = 192
-"""As kBlockRows of csrc/kernels/panels.h: the most rows of one expert that one piece of work takes."""
-_PIECE_BYTES = 24
-
 
 class PanelExperts(ExpertsKernel):
     """What the kernels share: each packs and multiplies an expert's matrix as its linear kernel does."""
 
-    linear: type[PanelLinear]
+    linear: ClassVar[type[PanelLinear]]
 
     @classmethod
     def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
@@ -54,6 +48,7 @@ class PanelExperts(ExpertsKernel):
         self.layout = self.linear.layout
         self._experts, self._top_k = workload.num_experts, workload.top_k
         self._of = {name: self.linear(ctx, matrix) for name, matrix in _matrices(workload).items()}
+        self._number = self._of["w13"].number(f"experts_{self.linear.kernel}")
         self._middle = bound_middle(cast("Context", ctx), workload.activation)
         self._sort, self._sum = native.kernel_number("sort_by_expert"), native.number_for("sum_of_experts", ctx.dtype)
 
@@ -85,11 +80,11 @@ class PanelExperts(ExpertsKernel):
         scales: torch.Tensor | None = None,
     ) -> None:
         tokens, count = x.shape[0], ids.numel()
-        pieces = min(count, self._experts) + count // _BLOCK_ROWS
+        pieces = min(count, self._experts) + count // native.BLOCK_ROWS
         integers = x.new_empty(2 * count, dtype=torch.int32)
-        long = x.new_empty(pieces * _PIECE_BYTES // 8 + self._experts + 1, dtype=torch.int64)
+        long = x.new_empty(pieces * native.EXPERT_ROWS_BYTES // 8 + self._experts + 1, dtype=torch.int64)
         order, places = integers.data_ptr(), integers.data_ptr() + 4 * count
-        starts = long.data_ptr() + pieces * _PIECE_BYTES
+        starts = long.data_ptr() + pieces * native.EXPERT_ROWS_BYTES
         native.run(self._sort, ids.data_ptr(), order, places, long.data_ptr(), starts, count, self._experts)
         routed = order, long.data_ptr(), count, self._experts
         hidden = self._multiply("w13", native.rows(x), w, routed, self._top_k)
@@ -100,22 +95,17 @@ class PanelExperts(ExpertsKernel):
     def _multiply(
         self, name: str, x: torch.Tensor, w: dict[str, torch.Tensor], routed: tuple[int, ...], top_k: int
     ) -> torch.Tensor:
-        """x [T, columns], or with ``top_k`` 0 sorted rows, times each row's expert's matrix -> sorted rows."""
-        out = x.new_empty(routed[2], self._of[name].n)
-        slots = {slot.removeprefix(f"{name}."): value for slot, value in w.items() if slot.startswith(f"{name}.")}
-        self.multiply(self._of[name], x, slots, out, (*routed, top_k))
-        return out
+        """x [T, columns], or with ``top_k`` 0 sorted rows, times each row's expert's matrix -> sorted rows.
 
-    @abstractmethod
-    def multiply(
-        self,
-        matrix: PanelLinear,
-        x: torch.Tensor,
-        slots: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        routed: tuple[int, ...],
-    ) -> None:
-        """Call the kernel; ``routed`` are the arguments of C++'s ``Routed``."""
+        ``routed`` and ``top_k`` are the members of C++'s ``Routed``.
+        """
+        matrix = self._of[name]
+        out = x.new_empty(routed[2], matrix.n)
+        slots = {slot.removeprefix(f"{name}."): value for slot, value in w.items() if slot.startswith(f"{name}.")}
+        read = matrix.read(x)
+        addresses = (*map(native.address, read), *matrix.parts(slots), out.data_ptr())
+        native.run(self._number, *addresses, *routed, top_k, matrix.n, matrix.k, *matrix.manner(read[0]))
+        return out
 
 
 class PlainExperts(PanelExperts):
@@ -123,56 +113,17 @@ class PlainExperts(PanelExperts):
 
     linear = PlainPanelLinear
 
-    def multiply(
-        self,
-        matrix: PanelLinear,
-        x: torch.Tensor,
-        slots: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        routed: tuple[int, ...],
-    ) -> None:
-        kernel, sizes = native.number_for("experts_linear", x.dtype), (matrix.n, matrix.k, x.stride(0))
-        native.run(kernel, x.data_ptr(), slots["weight"].data_ptr(), out.data_ptr(), *routed, *sizes)
-
 
 class Int8Experts(PanelExperts):
     """int8 elements on both sides; a token is rounded once for all its experts."""
 
     linear = Int8PanelLinear
 
-    def multiply(
-        self,
-        matrix: PanelLinear,
-        x: torch.Tensor,
-        slots: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        routed: tuple[int, ...],
-    ) -> None:
-        assert isinstance(matrix, Int8PanelLinear)
-        codes, scales = rounded(x)
-        weight = (slots[name].data_ptr() for name in ("weight", "weight_scale", "row_sums"))
-        kernel = native.number_for("experts_linear_int8", x.dtype)
-        addresses = (codes.data_ptr(), scales.data_ptr(), *weight, out.data_ptr())
-        native.run(kernel, *addresses, *routed, matrix.n, matrix.k)
-
 
 class Int4Experts(PanelExperts):
     """4-bit elements in groups of columns; activations as they are."""
 
     linear = Int4PanelLinear
-
-    def multiply(
-        self,
-        matrix: PanelLinear,
-        x: torch.Tensor,
-        slots: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        routed: tuple[int, ...],
-    ) -> None:
-        assert isinstance(matrix, Int4PanelLinear)
-        addresses = (x.data_ptr(), *matrix.parts(slots), out.data_ptr())
-        sizes = matrix.n, matrix.k, matrix.group, x.stride(0), matrix.alike
-        native.run(matrix.number("experts_linear_int4"), *addresses, *routed, *sizes)
 
 
 def _matrices(workload: ExpertsWorkload) -> dict[str, LinearWorkload]:

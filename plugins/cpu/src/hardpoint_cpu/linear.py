@@ -6,6 +6,7 @@ Packing drops the original. Axes: M rows of x, N rows of the weight (out), K col
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -14,12 +15,14 @@ from hardpoint_cpu import native
 from hardpoint_cpu.ops.quantize import rounded
 from hardpoint_plugin_api import BuildContext, DeviceInfo, Feature, LinearKernel, LinearWorkload, Quantized, Reason
 
-_PANEL = 16
-
 
 class PanelLinear(LinearKernel):
     """What the kernels share."""
 
+    kernel: ClassVar[str]
+    """The compiled kernel that multiplies; that of experts has ``experts_`` before it."""
+    look_up: ClassVar[str]
+    """The one that makes rows of the weight numbers again."""
     pairs: ClassVar[bool] = False
     """Whether bfloat16 activations are read in pairs."""
 
@@ -36,11 +39,12 @@ class PanelLinear(LinearKernel):
         assert workload.in_features is not None
         assert workload.out_features is not None
         self.n, self.k = workload.out_features, workload.in_features
-        self._numbers = self.numbers(ctx.dtype)
+        self.alike = Feature.BATCH_INVARIANT in workload.features
+        self._multiply, self._look_up = self.number(self.kernel), self.number(self.look_up)
 
-    @abstractmethod
-    def numbers(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """The numbers of the kernels in use: to multiply first, to look up rows second."""
+    def number(self, name: str) -> int:
+        """The number of a kernel for the dtypes in use."""
+        return native.number_for(name, self.ctx.dtype)
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._rows(weights, None, self.n)
@@ -53,67 +57,68 @@ class PanelLinear(LinearKernel):
         """Rows ``ids`` (None: all) of the weight as numbers, [count, K]."""
 
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        rows = native.rows(x)
         out = x.new_empty(*x.shape[:-1], self.n)
-        self.multiply(rows, weights, native.address(bias), out)
+        self._run(self.read(native.rows(x)), weights, bias, out)
         return out
 
+    def _run(
+        self, x: Sequence[torch.Tensor], weights: dict[str, torch.Tensor], bias: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        addresses = (*map(native.address, x), *self.parts(weights), native.address(bias), out.data_ptr())
+        native.run(self._multiply, *addresses, x[0].shape[0], self.n, self.k, *self.manner(x[0]))
+
+    def read(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What the kernel reads of x [M, K], elements of a row one by one: itself, unless it is rounded first."""
+        return (x,)
+
     @abstractmethod
-    def multiply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: int, out: torch.Tensor) -> None:
-        """x [M, K], elements of a row one by one -> ``out`` [M, N]; ``bias`` is an address."""
+    def parts(self, weights: dict[str, torch.Tensor]) -> tuple[int, ...]:
+        """The addresses of a packed weight, as the kernel takes them."""
+
+    def manner(self, x: torch.Tensor) -> tuple[int, ...]:
+        """The kernel's arguments behind N and K, for what it reads of x."""
+        return x.stride(0), self.alike
 
     def _by_row(self, x: torch.Tensor, fill: float = 0) -> torch.Tensor:
         """``x`` [N, ...], padded with ``fill`` to whole panels."""
-        padded = x.new_full((-(-self.n // _PANEL) * _PANEL, *x.shape[1:]), fill)
+        padded = x.new_full((self._padded(), *x.shape[1:]), fill)
         padded[: self.n] = x
         return padded
+
+    def _padded(self) -> int:
+        """The weight's rows, those of padding included."""
+        return -(-self.n // native.PANEL_ROWS) * native.PANEL_ROWS
 
 
 class PlainPanelLinear(PanelLinear):
     """Numbers of the activations' own dtype."""
 
-    layout, pairs = "panels", True
-
-    def numbers(self, dtype: torch.dtype) -> tuple[int, ...]:
-        return tuple(native.number_for(name, dtype) for name in ("linear", "unpack_rows", "pack_linear"))
+    layout, kernel, look_up, pairs = "panels", "linear", "unpack_rows", True
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         weight = native.rows(weights["weight"])
-        packed = weight.new_empty(-(-self.n // _PANEL) * _PANEL * self.k)
-        native.run(self._numbers[2], weight.data_ptr(), packed.data_ptr(), self.n, self.k, weight.stride(0))
+        packed = weight.new_empty(self._padded() * self.k)
+        addresses = weight.data_ptr(), packed.data_ptr()
+        native.run(self.number("pack_linear"), *addresses, self.n, self.k, weight.stride(0))
         return {"weight": packed}
 
     def _rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor | None, count: int) -> torch.Tensor:
         packed = weights["weight"]
         out = packed.new_empty(count, self.k)
-        native.run(self._numbers[1], packed.data_ptr(), native.address(ids), out.data_ptr(), count, self.n, self.k)
+        native.run(self._look_up, packed.data_ptr(), native.address(ids), out.data_ptr(), count, self.n, self.k)
         return out
 
-    def multiply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: int, out: torch.Tensor) -> None:
-        native.run(
-            self._numbers[0],
-            x.data_ptr(),
-            weights["weight"].data_ptr(),
-            bias,
-            out.data_ptr(),
-            x.shape[0],
-            self.n,
-            self.k,
-            x.stride(0),
-            self.n,
-        )
+    def parts(self, weights: dict[str, torch.Tensor]) -> tuple[int, ...]:
+        return (weights["weight"].data_ptr(),)
 
 
 class Int8WeightPanelLinear(PanelLinear):
     """int8 elements, a scale for each row; activations as they are."""
 
-    layout, pairs = "panels_int8", True
-
-    def numbers(self, dtype: torch.dtype) -> tuple[int, ...]:
-        return native.number_for("linear_int8_weight", dtype), native.number_for("unpack_int8", dtype)
+    layout, kernel, look_up, pairs = "panels_int8", "linear_int8_weight", "unpack_int8", True
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        weight, size = native.rows(weights["weight"]), -(-self.n // _PANEL) * _PANEL
+        weight, size = native.rows(weights["weight"]), self._padded()
         packed = weight.new_empty(size * (-(-self.k // 4) * 4))
         row_sums = weight.new_empty(size, dtype=torch.int32)
         addresses = weight.data_ptr(), packed.data_ptr(), row_sums.data_ptr()
@@ -125,19 +130,17 @@ class Int8WeightPanelLinear(PanelLinear):
         packed = weights["weight"]
         out = packed.new_empty(count, self.k, dtype=self.ctx.dtype)
         addresses = packed.data_ptr(), weights["weight_scale"].data_ptr(), native.address(ids), out.data_ptr()
-        native.run(self._numbers[1], *addresses, count, self.k)
+        native.run(self._look_up, *addresses, count, self.k)
         return out
 
-    def multiply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: int, out: torch.Tensor) -> None:
-        weight, scale = weights["weight"].data_ptr(), weights["weight_scale"].data_ptr()
-        sizes = x.shape[0], self.n, self.k, x.stride(0), self.n
-        native.run(self._numbers[0], x.data_ptr(), weight, scale, bias, out.data_ptr(), *sizes)
+    def parts(self, weights: dict[str, torch.Tensor]) -> tuple[int, ...]:
+        return weights["weight"].data_ptr(), weights["weight_scale"].data_ptr()
 
 
 class Int8PanelLinear(Int8WeightPanelLinear):
     """int8 elements on both sides, a scale for each row of each; activations are rounded when they come, or before."""
 
-    pairs = False
+    kernel, pairs = "linear_int8", False
 
     def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
         super().__init__(ctx, workload)
@@ -145,31 +148,27 @@ class Int8PanelLinear(Int8WeightPanelLinear):
         activation = workload.spec[1]
         self.input_spec = activation if activation.scales[0].format == "float32" else None
 
-    def numbers(self, dtype: torch.dtype) -> tuple[int, ...]:
-        return native.number_for("linear_int8", dtype), native.number_for("unpack_int8", dtype)
-
-    def multiply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: int, out: torch.Tensor) -> None:
-        self._multiply_codes(*rounded(x), weights, bias, out)
-
     def apply_quantized(
         self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
         out = x.scale.new_empty(x.shape[0], self.n, dtype=self.ctx.dtype)
-        self._multiply_codes(x.data, x.scale, weights, native.address(bias), out)
+        self._run((x.data, x.scale), weights, bias, out)
         return out
 
-    def _multiply_codes(
-        self, codes: torch.Tensor, scales: torch.Tensor, weights: dict[str, torch.Tensor], bias: int, out: torch.Tensor
-    ) -> None:
-        weight = (weights[name].data_ptr() for name in ("weight", "weight_scale", "row_sums"))
-        addresses = (codes.data_ptr(), scales.data_ptr(), *weight, bias, out.data_ptr())
-        native.run(self._numbers[0], *addresses, codes.shape[0], self.n, self.k, self.n)
+    def read(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return rounded(x)
+
+    def parts(self, weights: dict[str, torch.Tensor]) -> tuple[int, ...]:
+        return (*super().parts(weights), weights["row_sums"].data_ptr())
+
+    def manner(self, x: torch.Tensor) -> tuple[int, ...]:
+        return ()
 
 
 class Int4PanelLinear(PanelLinear):
     """4-bit elements in groups of columns, with or without zero points; activations as they are."""
 
-    layout = "panels_int4"
+    layout, kernel, look_up = "panels_int4", "linear_int4", "unpack_int4"
 
     @classmethod
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
@@ -185,14 +184,10 @@ class Int4PanelLinear(PanelLinear):
     def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
         assert workload.spec is not None
         self._spec = workload.spec[0]
+        same = self._spec.scales[0].format == str(ctx.dtype).removeprefix("torch.")
+        self._scale_dtype = ctx.dtype if same else torch.float32
         super().__init__(ctx, workload)
         self.group = self.k if self._spec.scales[0].block[1] == -1 else self._spec.scales[0].block[1]
-        self.alike = Feature.BATCH_INVARIANT in workload.features
-
-    def numbers(self, dtype: torch.dtype) -> tuple[int, ...]:
-        same = self._spec.scales[0].format == str(dtype).removeprefix("torch.")
-        self._scale_dtype = dtype if same else torch.float32
-        return self.number("linear_int4"), self.number("unpack_int4")
 
     def number(self, name: str) -> int:
         """The number of a kernel that there is for pairs of dtypes: of activations, and of scales."""
@@ -200,7 +195,7 @@ class Int4PanelLinear(PanelLinear):
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         weight, signed = native.rows(weights["weight"]), self._spec.element == "int4"
-        packed = weight.new_empty(-(-self.n // _PANEL) * _PANEL * self.k // 2)
+        packed = weight.new_empty(self._padded() * self.k // 2)
         flip = 8 if signed else 0
         addresses = weight.data_ptr(), packed.data_ptr()
         native.run(native.kernel_number("pack_int4"), *addresses, self.n, self.k, weight.stride(0), flip)
@@ -215,20 +210,17 @@ class Int4PanelLinear(PanelLinear):
     def _by_panel(self, x: torch.Tensor) -> torch.Tensor:
         """[N, G] -> [panels, G, 16]."""
         padded = self._by_row(x.expand(self.n, -1))
-        return padded.view(-1, _PANEL, padded.shape[1]).transpose(1, 2).contiguous()
+        return padded.view(-1, native.PANEL_ROWS, padded.shape[1]).transpose(1, 2).contiguous()
 
-    def parts(self, weights: dict[str, torch.Tensor]) -> tuple[int, int, int]:
-        """The addresses of a packed weight: elements, scales, zero points."""
+    def parts(self, weights: dict[str, torch.Tensor]) -> tuple[int, ...]:
         zeros = weights.get("weight_zero_point")
         return weights["weight"].data_ptr(), weights["weight_scale"].data_ptr(), native.address(zeros)
 
     def _rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor | None, count: int) -> torch.Tensor:
         out = weights["weight"].new_empty(count, self.k, dtype=self.ctx.dtype)
         parts = self.parts(weights)
-        native.run(self._numbers[1], *parts, native.address(ids), out.data_ptr(), count, self.k, self.group)
+        native.run(self._look_up, *parts, native.address(ids), out.data_ptr(), count, self.k, self.group)
         return out
 
-    def multiply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: int, out: torch.Tensor) -> None:
-        parts = self.parts(weights)
-        sizes = x.shape[0], self.n, self.k, self.group, x.stride(0), self.n, self.alike
-        native.run(self._numbers[0], x.data_ptr(), *parts, bias, out.data_ptr(), *sizes)
+    def manner(self, x: torch.Tensor) -> tuple[int, ...]:
+        return self.group, *super().manner(x)

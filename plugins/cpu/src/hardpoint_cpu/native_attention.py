@@ -33,9 +33,6 @@ from hardpoint_plugin_api import (
 CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5}
 """Dtypes by number, as ``enum Code`` of csrc/kernels/kv_store.h has them."""
 
-_SPLITS_PER_THREAD = 6
-"""As csrc/kernels/attention_decode.h has it: how much more splits than requests there may be."""
-
 _Cache = dict[str, torch.Tensor]
 
 
@@ -96,8 +93,8 @@ class NativeAttention(AttentionBackend):
         )
 
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
-        """See AttentionBackend. The token says whether any request has several queries."""
-        return AttentionMetadata(batch, token=batch.num_tokens > batch.num_requests)
+        """See AttentionBackend. The token says whether any request may have several queries."""
+        return AttentionMetadata(batch, token=batch.any_shape or batch.num_tokens > batch.num_requests)
 
     def forward(
         self,
@@ -118,7 +115,7 @@ class NativeAttention(AttentionBackend):
             if x.dtype != torch.int32 or (x.stride(-1) != 1 and x.shape[-1] > 1):
                 raise misfit("attention", name, x, torch.int32, ("...", "one by one"))
         q, result = packed_heads(q), packed_heads(out)
-        num_splits = batch.num_requests + _SPLITS_PER_THREAD * threads
+        num_splits = batch.num_requests + native.SPLITS_PER_THREAD * threads
         partial = torch.empty(num_splits, spec.num_heads, spec.head_size + 2, dtype=torch.float32)
         k_cache, k_scales, k_page, k_scale_page = _pages(cache, "k")
         v_cache, v_scales, v_page, v_scale_page = _pages(cache, "v")

@@ -138,6 +138,10 @@ class CpuPlatform(Platform):
         """Main memory."""
         return self._memory
 
+    def share_host(self, rank: int, ranks: int) -> None:
+        """Take another NUMA node than the other ranks, or other cores of it, where ``bind`` is ``auto``."""
+        self._cpus = chosen_cpus(str(self.config.get("bind", "")), usable_cpus(), rank=rank, ranks=ranks)
+
     def activate(self, index: int) -> torch.device:
         """Bind threads, set their number and the kernels' level, and return the device.
 
