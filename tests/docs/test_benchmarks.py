@@ -19,6 +19,6 @@ def test_every_benchmark_is_there() -> None:
 
 def test_every_flag_exists() -> None:
     context = click.Context(bench)
-    commands = [bench.get_command(context, name) for name in ("serve", "throughput", "latency", "sweep")]
+    commands = [bench.get_command(context, name) for name in ("serve", "throughput", "latency", "steps", "sweep")]
     known = {flag for command in commands if command for param in command.params for flag in param.opts}
     assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= known

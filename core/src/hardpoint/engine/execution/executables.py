@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ import torch
 from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward
 from hardpoint.layers.moe import Experts
-from hardpoint_plugin_api import CaptureGrade, Executable, GraphEngine
+from hardpoint_plugin_api import CaptureGrade, Executable, GraphEngine, PlatformError
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,9 @@ class Executables:
             with self._pool():
                 prepared = self.engine.prepare(key, step, tensors)
             self._kept[key] = prepared
+        except PlatformError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
+            raise
         finally:
             self._seconds.inc(time.perf_counter() - began)
             self._number.set(len(self._kept))
