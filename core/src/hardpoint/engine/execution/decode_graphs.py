@@ -236,10 +236,10 @@ class DecodeGraphs:
             return self._executables.get(key, self._step(metadata, draw), self.buffers(size).tensors)
         except PlatformError as error:
             if draw is not None:
-                logger.info("tokens are drawn behind the prepared steps, not within: %s", error)
+                logger.info("tokens are drawn behind the prepared steps, not within: %s", str(error))
                 return None
             if not self._unrecordable:
-                logger.warning("decode steps of %d requests run eagerly: %s", size, error)
+                logger.warning("decode steps of %d requests run eagerly: %s", size, str(error))
             self._unrecordable.add(size)
             return None
 

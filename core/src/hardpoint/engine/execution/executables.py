@@ -6,6 +6,7 @@ be prepared on one rank cannot on any: all have the same choices, and compare th
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import traceback
@@ -89,6 +90,7 @@ class Executables:
         """Forget every executable, since what they read is about to move, and the engine with the memory they share."""
         self._kept.clear()
         self.engine = self._new_engine()
+        gc.collect()  # a step that was refused may stand in a cycle with what it had allocated
         self._number.set(0)
 
     def _why_off(self, ctx: Context, forward: Forward) -> str | None:

@@ -209,7 +209,7 @@ class PromptGraphs:
         try:
             return self._executables.get(key, self._step(metadata), self._of(size).tensors)
         except PlatformError as error:
-            logger.warning("steps of %d tokens run eagerly: %s", size, error)
+            logger.warning("steps of %d tokens run eagerly: %s", size, str(error))
             self.sizes = tuple(other for other in self.sizes if other != size)
             return None
 
