@@ -10,5 +10,5 @@ def hardpoint_configure(device: DeviceInfo) -> list[ConfigChange]:
     """Wish for larger steps than the default, where this plugin's devices run them."""
     if device.platform != "cuda":
         return []
-    reason = "a GPU reads that many tokens of prompts at once before it is kept busy"
+    reason = "an H200 read prompts as fast in steps of 8,192 tokens as of 16,384; the default suits a CPU"
     return [ConfigChange("max_num_batched_tokens", 8192, reason)]
