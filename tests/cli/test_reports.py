@@ -119,13 +119,39 @@ def test_a_losers_reasons_stand_wanted_beside_supported() -> None:
     ]
 
 
+def test_what_is_for_other_platforms_is_counted() -> None:
+    elsewhere = {"message": "it is for another platform", "code": "platform"}
+    row = {
+        "rejected": [
+            {"name": "far", "plugin": "faraway", "reasons": [elsewhere]},
+            {"name": "here", "plugin": "faraway", "reasons": [{"message": "too slow", "code": "lower-rank"}]},
+            {"name": "acme", "plugin": "acme", "reasons": [elsewhere]},
+        ]
+    }
+    shown = ["here (faraway)", "  too slow", "acme (acme)", "  it is for another platform"]
+    assert _losers(row, {"faraway"}).splitlines() == [*shown, "1 more is for another platform (--all shows it)"]
+    assert _losers(row).splitlines() == ["far (faraway)", "  it is for another platform", *shown]
+
+
 def test_explain_answers_for_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("hardpoint_cpu")
     assert run(["explain", "--platform", "cpu", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {"platform", "model", "attention"} <= {row["family"] for row in rows}
     assert run(["explain", "--platform", "cpu"]) == 0
-    assert "selection digest" in capsys.readouterr().out
+    short = capsys.readouterr().out
+    assert "selection digest" in short
+    assert run(["explain", "--platform", "cpu", "--all"]) == 0
+    full = capsys.readouterr().out
+    for output in (short, full):
+        assert "cpu was asked for" in output, "other platforms themselves stand in both"
+    if any(reason["code"] == "platform" for row in rows for loser in row["rejected"] for reason in loser["reasons"]):
+        assert "more are for other platforms (--all shows them)" in short
+        assert "it is for another platform" not in short
+        assert "it is for another platform" in full
+    assert len(short.splitlines()) < len(full.splitlines())
+    assert "as above" in short
+    assert "as above" not in full
 
 
 def test_generate_runs_the_demo_model_and_marks_its_stages(tmp_path: Path) -> None:

@@ -308,7 +308,9 @@ def test_a_dense_decode_step_is_nothing_but_kernels(
     with small_llm(tmp_path, quantization=quantization) as llm:
         generate(llm, random_prompts(3, 20, seed=4))
         assert isinstance(llm.core.executor, InProcessExecutor)
-        executables = llm.core.executor.worker.graphs.executables.kept
+        graphs = llm.core.executor.worker.graphs.executables
+        executables, reported = graphs.kept, llm.memory_report().by_tag["graphs"]
+        assert reported == graphs.nbytes > sum(x.nbytes for x in executables if isinstance(x, RecordedList)) > 0
     assert executables
     for executable in executables:
         assert isinstance(executable, RecordedList)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hardpoint_plugin_api import EagerGraphEngine, GraphEngine
+from hardpoint.platforms.host_parameters import rebinds
+from hardpoint_plugin_api import EagerGraphEngine, GraphEngine, PlatformError
 from tests.support.graph_contract import GraphEngineContract, RecordingContract
 
 
@@ -55,3 +56,27 @@ class TestRecordedListsOfCpus(RecordingContract):
         self, graphs: GraphEngine, device: torch.device, waits: Callable[[torch.Tensor], object]
     ) -> None:
         super().test_a_wait_for_the_device_is_refused(graphs, device, waits)
+
+    def test_what_executables_take_goes_with_them(self, graphs: GraphEngine, device: torch.device) -> None:
+        """Memory between operators stays with the engine; results and records are each executable's own."""
+        assert graphs.nbytes == 0
+        x = torch.ones(1024, 1024, device=device)
+        prepared = [graphs.prepare(i, lambda x: (x * 2).sin() + 1, {"x": x}) for i in range(2)]
+        assert graphs.nbytes >= 4 * x.nbytes, "two results, and two tensors between operators"
+        both = graphs.nbytes
+        del prepared[0]
+        assert both - graphs.nbytes >= x.nbytes
+
+
+def test_updates_of_host_parameters() -> None:
+    inputs = {"x": torch.ones(2), "scale": 2.0, "depth": 3}
+    assert not rebinds(inputs, {"scale": 2.0, "depth": 3})
+    assert rebinds(inputs, {"depth": 4})
+    assert rebinds(inputs, {"depth": 3.0}), "a step may go by a number's type"
+    for update, message in (
+        ({"x": 1}, "'x' is a fixed buffer: write into it; host parameters are: scale, depth"),
+        ({"y": 1}, "'y' is no input"),
+        ({"scale": "much"}, "host parameter 'scale' must be a number, got 'much'"),
+    ):
+        with pytest.raises(PlatformError, match=message):
+            rebinds(inputs, update)

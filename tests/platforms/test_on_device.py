@@ -125,6 +125,18 @@ class TestCudaGraphs(RecordingContract):
     def graphs(self, platform: CudaPlatform, device: torch.device) -> GraphEngine:
         return platform.graph_engine()
 
+    def test_what_graphs_take_is_told(self, graphs: GraphEngine, device: torch.device) -> None:
+        """Memory between kernels is used by all graphs, so that the second takes little more than its result."""
+        assert graphs.nbytes == 0
+        x = torch.ones(4096, 4096, device=device)
+        prepared = [graphs.prepare("first", lambda x: (x * 2).sin() + 1, {"x": x})]
+        alone = graphs.nbytes
+        assert alone >= 2 * x.nbytes, "a result and what was between"
+        prepared.append(graphs.prepare("second", lambda x: (x * 3).cos() + 1, {"x": x}))
+        assert alone < graphs.nbytes < 3 * alone
+        prepared.clear()
+        assert graphs.nbytes == 0
+
 
 def test_a_copy_to_the_host_waits_for_nothing_later(platform: CudaPlatform) -> None:
     device = platform.activate(0)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hardpoint.context import load_target
 from hardpoint.plugins import Offer, PluginSet
-from hardpoint.selection import Plan, Selector, Settings, TuningFile
+from hardpoint.selection import Plan, Selector, Settings, TuningFile, Verdict
 from hardpoint_plugin_api import (
     ApiVersion,
     Contribution,
@@ -115,9 +115,12 @@ def selector(
     return Selector(plugins, device, settings, tuning, load=lambda offer: load_target(plugins, offer), asked=asked)
 
 
-def select(*offers: Offer, workload: Workload = MATMUL, choice: str | None = None, tuned: str | None = None) -> Plan:
+def select(
+    *offers: Offer, workload: Workload = MATMUL, choice: str | None = None, tuned: str | Sequence[Verdict] | None = None
+) -> Plan:
     """The plan for ``workload``, with one name asked for by flag and one measured."""
-    tuning = TuningFile({(TOY.name, workload.family, workload.of, workload.key()): tuned}) if tuned else None
+    verdicts = (Verdict(tuned),) if isinstance(tuned, str) else tuple(tuned or ())
+    tuning = TuningFile({(TOY.name, workload.family, workload.of, workload.key()): verdicts})
     slot = f"{workload.family}.{workload.of}" if workload.of else workload.family
     return selector(FakePlugins(offers), {slot: choice} if choice else {}, tuning=tuning).select(workload)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardpoint.plugins import Offer
-from hardpoint.selection import Plan, SelectionTable, StepRange, TuningFile
+from hardpoint.selection import Plan, SelectionTable, StepRange, TuningFile, Verdict
 from hardpoint_plugin_api import Phase, SelectionError, TokensRequirement
 from tests.selection.fakes import MATMUL, TOY, VETO, Answers, FakePlugins, offer, selector
 
@@ -34,7 +34,7 @@ class Contest:
     def select(self, offers: Sequence[Offer] | None = None) -> tuple[Plan | SelectionError, FakePlugins]:
         targets = {name: Answers([VETO]) for name in self.vetoed}
         plugins = FakePlugins(self.offers if offers is None else offers, targets)
-        tuning = TuningFile({(TOY.name, "linear", None, MATMUL.key()): self.tuned} if self.tuned else {})
+        tuning = TuningFile({(TOY.name, "linear", None, MATMUL.key()): (Verdict(self.tuned),)} if self.tuned else {})
         chooser = selector(plugins, {"linear": self.choice} if self.choice else {}, tuning=tuning)
         try:
             return chooser.select(MATMUL), plugins

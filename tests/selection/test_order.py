@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hardpoint.selection import Settings, TuningFile
+from hardpoint.selection import Settings, TuningFile, Verdict
 from hardpoint_plugin_api import AttentionWorkload, OpWorkload, SelectionError, UnknownNameError
 from hardpoint_plugin_api.requirements import ArchRequirement, FeatureRequirement, OneOfRequirement
 from tests.selection.fakes import MATMUL, TOY, VETO, Answers, FakePlugins, offer, reasons, select, selector, served
@@ -54,16 +54,16 @@ def test_a_loser_is_told_what_to_beat() -> None:
 def test_tuning_counts_for_its_device_and_workload_alone() -> None:
     key = (TOY.name, "linear", None, MATMUL.key())
     for wrong in (("Toy 2", *key[1:]), (*key[:3], "dtype=bfloat16"), (key[0], "experts", *key[2:])):
-        plan = selector(FakePlugins([LOW, HIGH]), tuning=TuningFile({wrong: "low"})).select(MATMUL)
+        plan = selector(FakePlugins([LOW, HIGH]), tuning=TuningFile({wrong: (Verdict("low"),)})).select(MATMUL)
         assert served(plan) == [("any", "b_high")]
-    measured = selector(FakePlugins([LOW, HIGH]), tuning=TuningFile({key: "low"})).select(MATMUL)
+    measured = selector(FakePlugins([LOW, HIGH]), tuning=TuningFile({key: (Verdict("low"),)})).select(MATMUL)
     assert served(measured) == [("any", "low")]
 
 
 def test_a_measured_winner_that_cannot_serve_is_passed_over_with_its_reason() -> None:
     key = (TOY.name, "linear", None, MATMUL.key())
     plugins = FakePlugins([LOW, HIGH], {"low": Answers([VETO])})
-    plan = selector(plugins, tuning=TuningFile({key: "low"})).select(MATMUL)
+    plan = selector(plugins, tuning=TuningFile({key: (Verdict("low"),)})).select(MATMUL)
     assert served(plan) == [("any", "b_high")]
     assert reasons(plan) == {"low": ["toy-veto"]}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint.plugins import Offer
-from hardpoint.selection import Plan, SelectionTable, TuningFile
+from hardpoint.selection import Plan, SelectionTable, TuningFile, Verdict
 from hardpoint_plugin_api import ConfigError, LinearWorkload, OpWorkload, TokensRequirement
 from tests.selection.fakes import MATMUL, TOY, offer, select
 
@@ -124,10 +124,10 @@ def read(folder: Path, data: object) -> TuningFile:
 def test_reading_a_tuning_file(tmp_path: Path) -> None:
     of_op = {**ENTRY, "family": "op", "of": "norm", "workload": OP.key(), "name": "fast"}
     tuning = read(tmp_path, {"schema": 1, "winners": [ENTRY, of_op]})
-    assert tuning.winner(TOY, MATMUL) == "other"
-    assert tuning.winner(TOY, OP) == "fast"
-    assert tuning.winner(TOY, OpWorkload(of="silu", dtype="float32")) is None
-    assert tuning.winner(TOY, LinearWorkload(dtype="float32")) is None
+    assert tuning.verdicts(TOY, MATMUL) == (Verdict("other"),)
+    assert tuning.verdicts(TOY, OP) == (Verdict("fast"),)
+    assert not tuning.verdicts(TOY, OpWorkload(of="silu", dtype="float32"))
+    assert not tuning.verdicts(TOY, LinearWorkload(dtype="float32"))
     assert not read(tmp_path, {"schema": 1, "winners": []}).winners
 
 

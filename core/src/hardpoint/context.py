@@ -18,7 +18,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.metrics import EngineMetrics, PluginMetrics
 from hardpoint.ops.call_names import CallNames
 from hardpoint.ops.shadow_check import ShadowCheck
-from hardpoint.parallel.groups import alone
+from hardpoint.parallel.groups import Group, alone
 from hardpoint.plugins import Offer, PluginSet
 from hardpoint.plugins.record import CORE
 from hardpoint.profiling import NO_RANGE, Profiler
@@ -26,7 +26,7 @@ from hardpoint.quantization.assignment import Quantization
 from hardpoint.resources import EngineResources
 from hardpoint.selection import Plan, Selector
 from hardpoint.selection.adapters import AdaptedOffer
-from hardpoint_plugin_api import FAMILIES, ConfigValue, DeviceInfo, Feature, Parallel, Workload
+from hardpoint_plugin_api import FAMILIES, ConfigValue, DeviceInfo, Feature, GroupMember, Parallel, Workload
 
 T = TypeVar("T")
 
@@ -91,6 +91,10 @@ class Context:
     def load(self, offer: Offer) -> object:
         """Import an offer's target, wrapped where the offer is a generated adapter. Raises PluginLoadError."""
         return load_target(self.plugins, offer)
+
+    def adopt(self, offer: Offer, member: GroupMember) -> None:
+        """Have ``member``, which ``offer`` made, join the group of all ranks when that is joined."""
+        cast(Group, self.parallel.tp).adopt(offer, member)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the object that this engine's layers share under ``key``, made by the first that asks."""

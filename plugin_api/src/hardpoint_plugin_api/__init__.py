@@ -11,7 +11,7 @@ from hardpoint_plugin_api.attention import (
     NumericConventions,
 )
 from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Region, Span
-from hardpoint_plugin_api.communicator import Collectives, Communicator, Parallel, RankGroup
+from hardpoint_plugin_api.communicator import Collectives, Communicator, GroupMember, Parallel, RankGroup
 from hardpoint_plugin_api.context import BuildContext, Counter, Gauge, Histogram, Metrics, Resources, Scope
 from hardpoint_plugin_api.contributions import Contribution, Form
 from hardpoint_plugin_api.dequantization import decode_elements, dequantize, scale_slot
@@ -173,6 +173,7 @@ __all__ = [
     "Fp8Format",
     "Gauge",
     "GraphEngine",
+    "GroupMember",
     "HardpointError",
     "Histogram",
     "HookSpecs",

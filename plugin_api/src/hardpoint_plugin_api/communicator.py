@@ -99,19 +99,46 @@ class Parallel:
     timeout: float = 300.0
 
 
-class Communicator(ABC):
-    """Collectives of one group, as a plugin provides them; layers call them through a RankGroup of ``ctx.parallel``.
+class GroupMember(ABC):
+    """What joins a group of ranks and leaves it with the engine: a communicator, or the kernel of an op of all ranks.
 
     It is constructed with the model, on every rank of its group in one order: declare there what memory it needs, as in
     ``ctx.resources.declare("acme.all_reduce", nbytes, scope="collective")``. That memory is there when ``init`` is
     called, on all ranks at once, before any step; nothing may be created later. ``close`` is called in reverse order,
     and ``abort``, from another thread, where a rank has died: what is under way must then raise.
 
-    The other methods are those of ``Collectives``; what is not overridden raises, and what cannot be done must raise
-    too: none may hand data through. Raise RuntimeError, as torch.distributed does, where another rank broke off.
-    ``capturable`` says whether they may be recorded in graphs. A contribution declares the dtypes that it can sum
-    (``dtype``); moving data is for every dtype. Where contributions serve ranges of sizes (``tokens``), each has every
-    collective that the model uses.
+    The kernel of an op that takes a summand (``allreduce_add_rms_norm``) is made by a contribution of form ``factory``:
+    ``target(ctx, workload, parts)`` returns a function. One that is a GroupMember itself, an object with ``__call__``,
+    joins the group ``ctx.parallel.tp``; sites of equal workloads share it.
+    """
+
+    @abstractmethod
+    def init(self, store: Store, rank: int, world: int, group: str) -> None:
+        """Join the group. ``store`` is shared by its ranks alone; ``rank`` of ``world`` count within it."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group in order; every rank does. Calls raise RuntimeError from now on."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Leave at once, whatever is under way, without the others; called where a rank has died.
+
+        Calls raise RuntimeError from now on, those under way too, at the latest when their time is up.
+        """
+        raise NotImplementedError
+
+
+class Communicator(GroupMember):
+    """Collectives of one group, as a plugin provides them; layers call them through a RankGroup of ``ctx.parallel``.
+
+    It joins and leaves as a GroupMember. The other methods are those of ``Collectives``; what is not overridden raises,
+    and what cannot be done must raise too: none may hand data through. Raise RuntimeError, as torch.distributed does,
+    where another rank broke off. ``capturable`` says whether they may be recorded in graphs. A contribution declares
+    the dtypes that it can sum (``dtype``); moving data is for every dtype. Where contributions serve ranges of sizes
+    (``tokens``), each has every collective that the model uses.
     """
 
     capturable: ClassVar[bool] = False
@@ -123,24 +150,6 @@ class Communicator(ABC):
     def supports(cls, workload: CommunicatorWorkload, device: DeviceInfo) -> list[Reason]:
         """Say what data cannot; called once, after import. Default: nothing to add."""
         return []
-
-    @abstractmethod
-    def init(self, store: Store, rank: int, world: int, group: str) -> None:
-        """Join the group. ``store`` is shared by its ranks alone; ``rank`` of ``world`` count within it."""
-        self._refuse("init")
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the group in order; every rank does. Collectives raise RuntimeError from now on."""
-        self._refuse("close")
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Leave at once, whatever is under way, without the others; called where a rank has died.
-
-        Collectives raise RuntimeError from now on, those under way too, at the latest when their time is up.
-        """
-        self._refuse("abort")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Collectives."""

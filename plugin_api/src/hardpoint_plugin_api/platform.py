@@ -82,6 +82,8 @@ class GraphEngine(ABC):
     as many as a step has, when it is first met. Otherwise for these numbers, ahead, when the engine starts; steps are
     padded to the next of them, and steps of more requests run eagerly. ``token_sizes`` says for how many tokens other
     steps are prepared ahead, of up to ``requests_per_token_size`` requests, whatever prompts and decodes they hold.
+
+    ``bytes_per_executable`` is what the cache leaves free for each before any is prepared, ``nbytes`` what they take.
     """
 
     max_executables: int | None = None
@@ -91,6 +93,14 @@ class GraphEngine(ABC):
     batch_sizes: tuple[int, ...] | None = None
     token_sizes: tuple[int, ...] = ()
     requests_per_token_size: int = 16
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device that its executables hold now: memory between a step's operators, results, records.
+
+        Default: 0. Reports then count those of their tensors that live.
+        """
+        return 0
 
     @abstractmethod
     def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> Executable:

@@ -80,7 +80,8 @@ class PlatformWorkload(Workload):
 class OpWorkload(Workload):
     """One use of an op. ``layout`` is the cache layout, where the op touches a cache; ``spec`` its output's spec.
 
-    ``routing`` names the op that chooses experts, where this one contains it.
+    ``routing`` names the op that chooses experts, where this one contains it. Of an op of all ranks, ``parallel`` is
+    what the group of ``ranks`` shares (``tp``), and ``hidden_size`` the width of a row.
     """
 
     family: ClassVar[str] = "op"
@@ -90,6 +91,9 @@ class OpWorkload(Workload):
     activation: str | None = None
     spec: QuantSpec | None = None
     routing: str | None = None
+    parallel: str | None = None
+    ranks: int | None = None
+    hidden_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

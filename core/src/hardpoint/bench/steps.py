@@ -6,10 +6,12 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
+from typing import Any
 
 import click
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.bench.busy_time import BusyTime, device_intervals
 from hardpoint.bench.lengths import Lengths, SyntheticRequest, synthetic_requests
 from hardpoint.bench.offline import ROOFLINE, alphabet, check_here, generate, read_seconds
 from hardpoint.bench.progress import progress_bar
@@ -18,6 +20,8 @@ from hardpoint.config import EngineConfig
 from hardpoint_plugin_api import ConfigError
 
 _PROFILED_STEPS = 20
+_STEPS_BEFORE = 3
+"""Those that were submitted while a prompt was still read."""
 
 
 @click.option("--decode", "decodes", default="1,32,256", show_default=True, metavar="N,N", help="Requests at once.")
@@ -37,7 +41,7 @@ def steps(
     The decode rate is the tokens behind each first one over the time that they add: the difference of two runs, one
     with all tokens and one with a single token, so that it holds all that the engine does for a token. The prefill rate
     is prompt tokens over the time of a run with one token. One run before each is not counted. With --kernels, further
-    steps are profiled: the time that kernels take of one, in all and by name.
+    steps are profiled: the time that kernels take of one, in all and by name, and the time between kernels.
     """
     check_here(config)
     sizes = {"decode": _numbers(decodes, "--decode"), "prefill": _numbers(prefills, "--prefill")}
@@ -86,37 +90,53 @@ def _numbers(text: str, flag: str) -> list[int]:
     return numbers
 
 
-def _kernel_rows(llm: LLM, data: Sequence[SyntheticRequest], kind: str, most: int) -> Iterator[BenchRow]:
-    """What kernels take in a step, in all and the longest ones; nothing where torch cannot see the device's."""
-    from torch.profiler import profile, supported_activities
+def _kernel_rows(llm: LLM, data: Sequence[SyntheticRequest], kind: str, num_shown: int) -> Iterator[BenchRow]:
+    """What the device does in a step, and how long it does nothing; no rows where torch cannot see it."""
+    from torch.profiler import profile
 
-    params = SamplingParams(temperature=0, max_tokens=2 * _PROFILED_STEPS + 3, ignore_eos=True)
     core, num_steps = llm.core, 0
+    most = core.blueprint.ctx.max_model_len - len(data[0].prompt)  # none ends while another's prompt is still read
+    params = SamplingParams(temperature=0, max_tokens=most if kind == "decode" else 1, ignore_eos=True)
     requests = [core.add_request(request.prompt, params, frozenset()) for request in data]
     while kind == "decode" and not all(request.output_token_ids for request in requests):
         core.step()
     if kind == "decode":
+        for _ in range(_STEPS_BEFORE):
+            core.step()
         began = time.perf_counter()
         for _ in range(_PROFILED_STEPS):
             core.step()
         wall = 1e3 * (time.perf_counter() - began) / _PROFILED_STEPS
         yield BenchRow("  step", wall, "ms", note="by the host's clock, not profiled")
-    with profile(activities=supported_activities()) as profiler:
-        while num_steps < _PROFILED_STEPS if kind == "decode" else not all(r.output_token_ids for r in requests):
+    with profile(activities=_device_activities()) as profiler:
+        while num_steps < _PROFILED_STEPS if kind == "decode" else not core.is_idle:
             core.step()
             num_steps += 1
         llm.core.blueprint.platform.synchronize()
     for request in requests:
         core.abort(request)
-    found: dict[str, tuple[float, int]] = {}
-    for event in profiler.events() or ():
-        if event.device_type.name != "CPU" and not event.is_user_annotation:
-            busy, times = found.get(event.name, (0.0, 0))
-            found[event.name] = busy + event.device_time, times + 1
-    if not found:
+    intervals = device_intervals(profiler.events() or ())
+    found = (BusyTime.of_repeated if kind == "decode" else BusyTime.of_all)(intervals, num_steps)
+    if found is None:
         return
-    whole, times = (sum(column) for column in zip(*found.values(), strict=True))
-    yield BenchRow("  kernels", whole / num_steps / 1e3, "ms", share=1.0, note=f"{times / num_steps:.1f} a step")
-    for name, (busy, times) in sorted(found.items(), key=lambda entry: -entry[1][0])[:most]:
-        note = f"{times / num_steps:.1f} x {busy / times:.1f} us"
-        yield BenchRow(f"    {name[:60]}", busy / num_steps / 1e3, "ms", share=busy / whole, note=note)
+    yield BenchRow("  kernels", found.busy / 1e3, "ms", share=found.busy / found.step, note="of a profiled step")
+    for share in found.kernels[:num_shown]:
+        note = f"{share.times:.1f} x {share.microseconds / share.times:.1f} us"
+        yield BenchRow(
+            f"    {share.name[:60]}", share.microseconds / 1e3, "ms", share=share.microseconds / found.step, note=note
+        )
+    idle = found.step - found.busy
+    yield BenchRow("  nothing", idle / 1e3, "ms", share=idle / found.step)
+    for share in found.idle[:num_shown]:
+        note = f"{share.times:.1f} x {share.microseconds / share.times:.1f} us before it"
+        yield BenchRow(
+            f"    {share.name[:60]}", share.microseconds / 1e3, "ms", share=share.microseconds / found.step, note=note
+        )
+
+
+def _device_activities() -> set[Any]:
+    """What torch can record of devices; the host's operators as well would slow the host down."""
+    from torch.profiler import ProfilerActivity, supported_activities
+
+    found: set[Any] = supported_activities()
+    return found - {ProfilerActivity.CPU} or found

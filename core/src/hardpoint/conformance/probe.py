@@ -9,7 +9,7 @@ import torch
 
 from hardpoint.conformance.memory import Placement
 from hardpoint.conformance.site import Subject
-from hardpoint.ops.judge import Call, sequence
+from hardpoint.ops.judge import Call, Expected, sequence
 
 
 class Probe(Protocol):
@@ -54,6 +54,14 @@ def run(call: Call) -> tuple[torch.Tensor, ...]:
         call.plan()
         outputs = sequence(call.run())
         return tuple(x.clone() for x in (*outputs, *call.state()))
+
+
+def expected(call: Call) -> Expected | None:
+    """What the reference makes of ``call``; None where it refuses inputs whose rows were picked and permuted."""
+    try:
+        return call.expect()
+    except (IndexError, RuntimeError, ValueError):
+        return None
 
 
 def refill(call: Call, other: Call) -> bool:

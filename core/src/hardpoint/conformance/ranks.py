@@ -19,9 +19,9 @@ from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site, Subject, TrialResources
 from hardpoint.conformance.trials import Finding
 from hardpoint.context import Context
-from hardpoint.parallel.groups import alone
+from hardpoint.parallel.groups import CLOSE_SECONDS, Group, alone
 from hardpoint.parallel.process_group import PrefixStore
-from hardpoint_plugin_api import Communicator, CommunicatorWorkload
+from hardpoint_plugin_api import Communicator, CommunicatorWorkload, Parallel
 
 SECONDS = 20.0
 """How long what ranks do together in one trial may take before it counts as hung."""
@@ -30,6 +30,8 @@ _GRACE = 5.0
 """How long ranks may take to come back once their communicators are told to leave."""
 
 T = TypeVar("T")
+R = TypeVar("R")
+ContextOf = Callable[[torch.device], Context]
 
 
 class HungError(Exception):
@@ -151,7 +153,41 @@ class CommunicatorGroup:
         return together(world, one, break_off, seconds)
 
 
-def abort(communicators: Sequence[Communicator]) -> None:
+def in_group(
+    site: Site, world: int, make: Callable[[Context], T], act: Callable[[int, T, Context], R], context: ContextOf
+) -> list[R]:
+    """What ``act`` returns on each of ``world`` ranks, given its number, what ``make`` made on it, and its context.
+
+    ``context`` makes a build context for a device; on each rank it is given a group ``tp`` of all, whose collectives
+    are the reference's. What ``make`` has it adopt joins with it.
+    """
+    store, constructed = HashStore(), threading.Barrier(world)
+    joined: list[Group] = []
+
+    def one(rank: int) -> R:
+        device, nobody = device_of(site, rank), alone()
+        group = Group("tp", tuple(range(world)), rank)
+        parallel = Parallel(group, nobody.ep, nobody.expert_tp, site.platform.collectives, timeout=4 * SECONDS)
+        ctx = replace(context(device), parallel=parallel)
+        group.select(ctx)
+        made = make(ctx)
+        ctx.resources.allocate_collective(device)
+        ctx.resources.allocate(device)
+        constructed.wait()
+        joined.append(group)
+        group.open(PrefixStore("trial", store))
+        result = act(rank, made, ctx)
+        group.close(time.monotonic() + CLOSE_SECONDS)
+        return result
+
+    def break_off() -> None:
+        constructed.abort()
+        abort(joined)
+
+    return together(world, one, break_off)
+
+
+def abort(communicators: Sequence[Communicator | Group]) -> None:
     """Have all leave at once, whatever comes of it."""
     for communicator in communicators:
         threading.Thread(target=communicator.abort, daemon=True).start()

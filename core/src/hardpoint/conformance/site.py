@@ -40,6 +40,7 @@ _REFERENCES = {
     "linear": "torch",
     "experts": "reference",
     "all2all": "local",
+    "communicator": "torch_distributed",
 }
 """The contribution of each family that is the truth of it."""
 

@@ -360,7 +360,7 @@ def _draw_of_row(
             if tl.sum(peaks, axis=0) >= p * mass_kept:
                 low = tl.maximum(low, _lowest_of(tile_order, peaks, p * mass_kept, lowest_tile, top))
             # All logits below this together weigh at most half of what top_p leaves out.
-            reach = high - tl.log(2.0 * vocabulary.to(tl.float32) / (1.0 - p))
+            reach = high - tl.log(2.0 * vocabulary / (1.0 - p))
             low = tl.minimum(tl.maximum(low, order_of(reach * divisor) >> LOW_BITS), top)
         is_kept = is_tile & (tile_order >= low) & (_scaled_at(tile_order, divisor, LOW_BITS) >= least)
         count = tl.sum(is_kept.to(tl.int32), axis=0)

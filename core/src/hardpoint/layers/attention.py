@@ -29,7 +29,7 @@ class Attention(PluggableLayer, name="attention"):
         super().__init__(ctx)
         self.args, self.dtype, self._device = args, dtype_name(ctx.dtype), ctx.torch_device
         q_size, kv_size = args.num_heads * args.head_size, args.num_kv_heads * args.head_size
-        self._group = ctx.parallel.tp
+        self._group, self._leaves_summand = ctx.parallel.tp, False
         self._heads = heads = HeadShards.of(args.num_heads, args.num_kv_heads, ctx.parallel.tp)
         self.qkv = Linear(
             ctx.child("qkv"),
@@ -88,6 +88,10 @@ class Attention(PluggableLayer, name="attention"):
         if self._static_cache_scales:
             self.backend.set_cache_scales(self.weights["k_scale"], self.weights["v_scale"])
 
+    def leave_summand(self) -> bool:
+        self._leaves_summand = True
+        return True
+
     def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. Writes this step's keys and values to the layer's cache."""
         args, metadata, cache = self.args, step.metadata[self.index], step.caches[self.index]
@@ -111,7 +115,7 @@ class Attention(PluggableLayer, name="attention"):
         attended = torch.empty_like(q)
         self.backend.forward(q, k, v, cache, metadata, attended)
         y: torch.Tensor = self.out(attended.view(x.shape[0], -1))
-        return self._group.all_reduce(y)
+        return y if self._leaves_summand else self._group.all_reduce(y)
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:

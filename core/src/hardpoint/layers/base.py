@@ -50,6 +50,11 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
 
     ``input_spec`` is the form in which ``forward`` wants its first argument, which is ``Quantized`` then, or plain all
     the same. It is known once the layer is constructed.
+
+    Where ranks divide a model, what a layer is given and what it returns is whole on every rank: a layer that makes a
+    summand of it sums over the ranks itself. It may let the layer that reads its result do so, if that one can, which
+    ``sum_later`` settles while the model is constructed. Whatever a class says of that it says of its own ``forward``:
+    a class derived from it that has another says it anew, or takes no part.
     """
 
     pluggable_name: ClassVar[str | None] = None
@@ -59,6 +64,10 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
     def __init_subclass__(cls, name: str | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.pluggable_name = name
+        if "forward" in cls.__dict__:
+            for attribute in ("leave_summand", "takes_summand", "take_summand"):
+                if attribute not in cls.__dict__:
+                    setattr(cls, attribute, PluggableLayer.__dict__[attribute])
 
     def __init__(self, ctx: Context) -> None:
         super().__init__()
@@ -79,6 +88,28 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
     def release(self) -> None:
         """Drop the weights."""
         self.weights.clear()
+
+    def leave_summand(self) -> bool:
+        """From now on return this rank's summand of the result, if this layer can, and say whether it does."""
+        return False
+
+    @property
+    def takes_summand(self) -> bool:
+        """Whether ``forward`` could sum its first argument over the ranks."""
+        return False
+
+    def take_summand(self, ctx: Context) -> None:
+        """From now on ``forward`` gets this rank's summand of its first argument, which it may write to."""
+        raise NotImplementedError(f"{type(self).__name__} takes no summand")
+
+
+def sum_later(ctx: Context, writer: PluggableLayer, reader: PluggableLayer) -> None:
+    """Have ``reader`` sum over the ranks what ``writer`` returns, where both can; otherwise ``writer`` does.
+
+    Nobody else may read it, and ``reader`` gets it as its first argument. ``ctx`` is that of ``reader``.
+    """
+    if ctx.parallel.tp.size > 1 and reader.takes_summand and writer.leave_summand():
+        reader.take_summand(ctx)
 
 
 def _check_slots(offer: Offer, layer: PluggableLayer) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import nn
 
 from hardpoint.context import Context
-from hardpoint.layers.base import PluggableLayer
+from hardpoint.layers.base import PluggableLayer, sum_later
 from hardpoint.layers.decoder_block import DecoderBlock
 from hardpoint.layers.embedding import Embedding, LMHead
 from hardpoint.layers.norm import Norm
@@ -20,7 +22,13 @@ class DecoderStack(PluggableLayer, name="decoder_stack"):
 
     def __init__(self, ctx: Context, args: tuple[BlockArgs, ...]) -> None:
         super().__init__(ctx)
-        self.blocks = nn.ModuleList(DecoderBlock(ctx.child(f"blocks.{i}"), block) for i, block in enumerate(args))
+        blocks = [DecoderBlock(ctx.child(f"blocks.{i}"), block) for i, block in enumerate(args)]
+        for i, (block, following) in enumerate(pairwise(blocks), 1):
+            sum_later(ctx.child(f"blocks.{i}"), block, following)
+        self.blocks = nn.ModuleList(blocks)
+
+    def leave_summand(self) -> bool:
+        return cast(DecoderBlock, self.blocks[-1]).leave_summand()
 
     def forward(self, x: torch.Tensor, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [T, hidden] -> x, residual; their sum is the stream."""
@@ -50,6 +58,7 @@ class CausalLM(nn.Module):
         self.embedding = Embedding(ctx.child("embedding"), args.embedding, self.head if args.tied else None)
         self.stack = DecoderStack(ctx.child("stack"), args.blocks)
         self.norm = Norm(ctx.child("norm"), args.norm)
+        sum_later(ctx.child("norm"), self.stack, self.norm)
         self.weight_names = ctx.quantization.weight_names(weight_names)
 
     def forward(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from hardpoint.context import Context
 from hardpoint.layers.attention import Attention
-from hardpoint.layers.base import PluggableLayer
+from hardpoint.layers.base import PluggableLayer, sum_later
 from hardpoint.layers.mlp import MLP
 from hardpoint.layers.moe import MoE
 from hardpoint.layers.norm import Norm
@@ -27,6 +27,17 @@ class DecoderBlock(PluggableLayer, name="decoder_block"):
         self.attention = attention
         self.mlp_norm = Norm(ctx.child("mlp_norm"), replace(args.norm, spec=mlp.input_spec))
         self.mlp = mlp
+        sum_later(ctx.child("mlp_norm"), attention, self.mlp_norm)
+
+    def leave_summand(self) -> bool:
+        return self.mlp.leave_summand()
+
+    @property
+    def takes_summand(self) -> bool:
+        return self.attention_norm.takes_summand
+
+    def take_summand(self, ctx: Context) -> None:
+        self.attention_norm.take_summand(ctx.child("attention_norm"))
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep

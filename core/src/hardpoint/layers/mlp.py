@@ -24,7 +24,8 @@ class MLP(PluggableLayer, name="mlp"):
         self.args = args
         width = args.intermediate_size
         parts = (("gate", width), ("up", width)) if args.gated else (("up", width),)
-        self._group = group = ctx.parallel.tp
+        self._group, self._leaves_summand = ctx.parallel.tp, False
+        group = self._group
         shard = even_shard(width, group, "intermediate size")
         rows = (shard,) * len(parts) if shard else ()
         self.gate_up = Linear(ctx.child("gate_up"), LinearArgs(args.hidden_size, parts, args.bias, row_shards=rows))
@@ -34,10 +35,14 @@ class MLP(PluggableLayer, name="mlp"):
         self.input_spec = self.gate_up.input_spec
         self._middle = self._bound_middle(ctx)
 
+    def leave_summand(self) -> bool:
+        self._leaves_summand = True
+        return True
+
     def forward(self, x: torch.Tensor | Quantized) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         y: torch.Tensor = self.down(self._middle(self.gate_up(x)))
-        return self._group.all_reduce(y)
+        return y if self._leaves_summand else self._group.all_reduce(y)
 
     def _bound_middle(self, ctx: Context) -> Callable[[torch.Tensor], torch.Tensor | Quantized]:
         """The activation, to the form that ``down`` wants where it is a gate."""

@@ -8,6 +8,7 @@ from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.ops.add_rms_norm import add_rms_norm, add_rms_norm_quantized
+from hardpoint.ops.allreduce_add_rms_norm import allreduce_add_rms_norm
 from hardpoint.ops.rms_norm import rms_norm, rms_norm_quantized
 from hardpoint_plugin_api import NormArgs, Quantized, WeightSlot
 
@@ -28,12 +29,21 @@ class Norm(PluggableLayer, name="norm"):
     def declare(self) -> dict[str, WeightSlot]:
         return {"weight": WeightSlot((self.args.size,), self.dtype)}
 
+    @property
+    def takes_summand(self) -> bool:
+        """What is rounded in passing comes as a sum: no kernel does all three."""
+        return self.args.spec is None
+
+    def take_summand(self, ctx: Context) -> None:
+        self._add_rms_norm = allreduce_add_rms_norm.bind(ctx, hidden_size=self.args.size)
+
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
         """x, residual [T, n] -> norm(x + residual), x + residual. Without a residual, x is it.
 
-        May write to ``residual``. The norm is in the form of the arguments' ``spec``.
+        May write to ``residual``, and to ``x`` where that is a summand. The norm is in the form of the arguments'
+        ``spec``.
         """
         weight, eps, spec = self.weights["weight"], self.args.eps, self.args.spec
         if spec is None:

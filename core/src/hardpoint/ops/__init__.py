@@ -22,6 +22,7 @@ _HOMES = {
     "activation": "activation",
     "add_rms_norm": "add_rms_norm",
     "add_rms_norm_quantized": "add_rms_norm",
+    "allreduce_add_rms_norm": "allreduce_add_rms_norm",
     "apply_logit_bias": "apply_logit_bias",
     "apply_penalties": "apply_penalties",
     "argmax_tokens": "sampling",

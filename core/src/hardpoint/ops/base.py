@@ -20,7 +20,7 @@ import torch
 from hardpoint.dtypes import dtype_name
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.plugins.blame import blame, misbehaved
-from hardpoint_plugin_api import OpWorkload, PluginLoadError
+from hardpoint_plugin_api import GroupMember, OpWorkload, PluginLoadError
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -56,6 +56,10 @@ class CustomOp(Generic[P, R]):
 
     Where an op returns its first result rounded to ``spec``, as elements and scales, ``unrounded`` computes it as it is
     (without that keyword), and results are judged by the numbers that they stand for; see quantize_rows.py.
+
+    ``sums`` names the parameter that is summed over the ranks of ``tp`` before anything else: each rank calls the op
+    with its own summand, which may be written to, and the reference gets the sum. Such an op is bound where there are
+    several ranks, and its implementations are factories: they need to know the group. See GroupMember.
     """
 
     def __init__(
@@ -68,8 +72,9 @@ class CustomOp(Generic[P, R]):
         mutates: Sequence[str] = (),
         aliases: Sequence[tuple[int, str]] = (),
         unrounded: Callable[..., Any] | None = None,
+        sums: str | None = None,
     ) -> None:
-        self.name, self.unrounded = reference.__name__, unrounded
+        self.name, self.unrounded, self.sums = reference.__name__, unrounded, sums
         self.reference, self.cases, self.errors, self.allocate = reference, cases, errors, allocate
         self.mutates, self.aliases = tuple(mutates), tuple(aliases)
         self.__doc__ = reference.__doc__
@@ -86,10 +91,12 @@ class CustomOp(Generic[P, R]):
         (a composite's default composition takes them from here or binds its own).
         Raises SelectionError or PluginLoadError, each with every reason.
         """
+        if self.sums is not None:
+            workload = {"parallel": "tp", "ranks": ctx.parallel.tp.size, **workload}
         wanted = OpWorkload(of=self.name, **{"dtype": dtype_name(ctx.dtype), **workload})
         plan = ctx.select(wanted)
         functions = [self._functional(ctx, entry.offer, plan.workload, parts or {}) for entry in plan.entries]
-        if ctx.shadow is not None:
+        if ctx.shadow is not None and self.sums is None:  # the reference would need what other ranks hold
             pairs = zip(plan.entries, functions, strict=True)
             functions = [ctx.shadow.watch(self, entry.offer, wanted, f) for entry, f in pairs]
         if ctx.call_names is not None:
@@ -105,11 +112,22 @@ class CustomOp(Generic[P, R]):
             raise misbehaved(offer, f"is {target!r}, which cannot be called")
         form = offer.contribution.form
         if form == "factory":
-            with blame(offer):
-                function = target(ctx.for_plugin(offer.plugin), workload, parts)
-            if not callable(function):
-                raise misbehaved(offer, f"returned {function!r}, which cannot be called")
-            return cast(Callable[P, R], function)
+
+            def make() -> Callable[P, R]:
+                with blame(offer):
+                    function = target(ctx.for_plugin(offer.plugin), workload, parts)
+                if not callable(function):
+                    raise misbehaved(offer, f"returned {function!r}, which cannot be called")
+                if self.sums is not None and isinstance(function, GroupMember):
+                    ctx.adopt(offer, function)
+                return cast(Callable[P, R], function)
+
+            return make() if self.sums is None else ctx.shared((offer, workload), make)
+        if self.sums is not None:
+            raise PluginLoadError(
+                f"op {self.name!r} sums {self.sums!r} over the ranks of a group, which {offer.contribution.name!r} of "
+                f"plugin {offer.plugin!r} cannot know of: declare form = 'factory' and take it from ctx.parallel.tp"
+            )
         if form == "out":
             if self.allocate is None:
                 raise PluginLoadError(
@@ -145,10 +163,18 @@ def custom_op(
     mutates: Sequence[str] = (),
     aliases: Sequence[tuple[int, str]] = (),
     unrounded: Callable[..., Any] | None = None,
+    sums: str | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """Turn a reference function into a CustomOp of the function's name."""
     return lambda reference: CustomOp(
-        reference, cases=cases, errors=errors, allocate=allocate, mutates=mutates, aliases=aliases, unrounded=unrounded
+        reference,
+        cases=cases,
+        errors=errors,
+        allocate=allocate,
+        mutates=mutates,
+        aliases=aliases,
+        unrounded=unrounded,
+        sums=sums,
     )
 
 

@@ -82,6 +82,14 @@ class Comparison:
     faults: list[Fault] = field(default_factory=list)
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)
 
+    def add(self, other: Comparison) -> None:
+        """Take in what was found in another tensor."""
+        self.faults += other.faults
+        for bound, (error, limit) in other.measured.items():
+            worst = self.measured.get(bound, (0.0, 1.0))
+            if error * worst[1] >= worst[0] * limit:
+                self.measured[bound] = (error, limit)
+
 
 def compare(
     where: str, actual: object, own: torch.Tensor, truth: torch.Tensor, model: ErrorModel, device: torch.device

@@ -153,7 +153,7 @@ def judge_call(call: Call, run: Callable[[], object] | None = None, *, whole_sto
         return Comparison([Fault("structure", "outputs", message)])
     result = Comparison()
     for actual, wanted in zip((*read, *call.state()), (*expected.outputs, *expected.state), strict=True):
-        _merge(result, _best(actual, wanted, call))
+        result.add(_best(actual, wanted, call))
     result.faults += _side_effects(call, before, outputs)
     return result
 
@@ -164,14 +164,6 @@ def _best(actual: object, wanted: Expectation, call: Call) -> Comparison:
         return first
     other = _best(actual, wanted.or_else, call)
     return first if other.faults else other
-
-
-def _merge(result: Comparison, found: Comparison) -> None:
-    result.faults += found.faults
-    for bound, (error, limit) in found.measured.items():
-        worst = result.measured.get(bound, (0.0, 1.0))
-        if error * worst[1] >= worst[0] * limit:
-            result.measured[bound] = (error, limit)
 
 
 # An op's case.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from hardpoint.dtypes import dtype_name
 from hardpoint.parallel.control import ControlGroup, RankLostError
 from hardpoint.plugins.blame import blame, construct
-from hardpoint_plugin_api import Communicator, CommunicatorWorkload, Parallel
+from hardpoint_plugin_api import Communicator, CommunicatorWorkload, GroupMember, Parallel
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,8 @@ class Seat:
 
 @dataclass
 class Group:
-    """A group of ranks, a RankGroup. Its communicators are made with the model, and joined by ``open``.
+    """A group of ranks, a RankGroup. Its communicators, and the kernels of ops that sum over it, are made with the
+    model, and joined by ``open``.
 
     ``members`` are the world's ranks in it, ``world_rank`` is one of them.
     """
@@ -53,8 +54,8 @@ class Group:
     members: tuple[int, ...]
     world_rank: int
     _served: list[tuple[int | None, Communicator]] = field(default_factory=list)
-    _offers: list[Offer] = field(default_factory=list)
-    _joined: list[Communicator] = field(default_factory=list)
+    _adopted: list[tuple[Offer, GroupMember]] = field(default_factory=list)
+    _joined: list[GroupMember] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -75,32 +76,36 @@ class Group:
         for entry in plan.entries:
             made = construct(entry.offer, ctx.load(entry.offer), Communicator, ctx, plan.workload)
             self._served.append((entry.range.max, made))
-            self._offers.append(entry.offer)
+            self.adopt(entry.offer, made)
+
+    def adopt(self, offer: Offer, member: GroupMember) -> None:
+        """Have ``member``, which ``offer`` made, join with the group, in the order of these calls."""
+        self._adopted.append((offer, member))
 
     def open(self, store: Store) -> None:
         """Join, on all ranks at once."""
         from hardpoint.parallel.process_group import PrefixStore
 
-        for place, ((_, communicator), offer) in enumerate(zip(self._served, self._offers, strict=True)):
+        for place, (offer, member) in enumerate(self._adopted):
             with blame(offer):
                 own = PrefixStore(f"{self.name}/{self.members[0]}/{place}", store)
-                communicator.init(own, self.rank, self.size, self.name)
-            self._joined.append(communicator)
+                member.init(own, self.rank, self.size, self.name)
+            self._joined.append(member)
 
     def close(self, deadline: float) -> None:
         """Leave, last joined first; without the others where that takes beyond ``deadline`` (time.monotonic)."""
-        for communicator in reversed(self._joined):
-            leaving = threading.Thread(target=_carefully, args=(communicator.close,), daemon=True)
+        for member in reversed(self._joined):
+            leaving = threading.Thread(target=_carefully, args=(member.close,), daemon=True)
             leaving.start()
             leaving.join(max(0.0, deadline - time.monotonic()))
             if leaving.is_alive():
-                _carefully(communicator.abort)
+                _carefully(member.abort)
         self._joined.clear()
 
     def abort(self) -> None:
         """Leave at once, from any thread; what is under way raises."""
-        for communicator in reversed(self._joined):
-            _carefully(communicator.abort)
+        for member in reversed(self._joined):
+            _carefully(member.abort)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Collectives."""
@@ -167,7 +172,7 @@ def _carefully(leave: Callable[[], None]) -> None:
     try:
         leave()
     except Exception:
-        logger.exception("a communicator could not leave its group")
+        logger.exception("a communicator or kernel could not leave its group")
 
 
 def alone() -> Parallel:

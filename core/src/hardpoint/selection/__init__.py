@@ -5,7 +5,7 @@ from hardpoint.selection.platform_choice import PlatformChoice, choose_platform,
 from hardpoint.selection.selector import Selector
 from hardpoint.selection.settings import Choice, Settings
 from hardpoint.selection.table import Row, SelectionTable
-from hardpoint.selection.tuning import TuningFile
+from hardpoint.selection.tuning import TuningFile, Verdict
 
 __all__ = [
     "Choice",
@@ -19,6 +19,7 @@ __all__ = [
     "Settings",
     "StepRange",
     "TuningFile",
+    "Verdict",
     "choose_platform",
     "preset_choice",
 ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hardpoint.plugins import Offer
+from hardpoint.selection.tuning import Verdict
 from hardpoint_plugin_api import Phase, Reason, Workload
 
 Rule = Literal["flag", "tuning file", "priority", "only candidate"]
@@ -29,11 +30,12 @@ class StepRange:
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """The winner of one range, and the rule by which it won."""
+    """The winner of one range, and the rule by which it won; with ``verdict``, what was measured."""
 
     range: StepRange
     offer: Offer
     rule: Rule
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)

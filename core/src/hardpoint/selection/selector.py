@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from hardpoint.logs import log_once
@@ -18,25 +18,22 @@ from hardpoint.plugins.blame import blame, misbehaved
 from hardpoint.plugins.record import CORE
 from hardpoint.selection.adapters import AdaptedOffer, adapted_offers
 from hardpoint.selection.plan import Plan, PlanEntry, Rejection, Rule, StepRange
+from hardpoint.selection.ranges import covers, cut, merge, overlap, tokens_of
 from hardpoint.selection.settings import Choice, Settings
-from hardpoint.selection.tuning import TuningFile
+from hardpoint.selection.tuning import TuningFile, Verdict
 from hardpoint_plugin_api import (
     CheckContext,
     DeviceInfo,
     HardpointError,
-    Phase,
     PluginError,
     Reason,
     Request,
     SelectionError,
-    TokensRequirement,
     UnknownNameError,
     Workload,
 )
 
 logger = logging.getLogger(__name__)
-
-_PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 
 class Selector:
@@ -79,6 +76,13 @@ class Selector:
         if workload not in self._plans:
             self._plans[workload] = _Contest(self, workload).decide()
         return self._plans[workload]
+
+    def candidates(self, workload: Workload) -> tuple[Offer, ...]:
+        """All that could serve steps of ``workload``, whoever comes first; they are imported, to ask them themselves.
+
+        Raises PluginError where one of a plugin that was asked for is broken.
+        """
+        return _Contest(self, workload).candidates()
 
     def _static_reasons(self, offer: Offer, workload: Workload) -> list[Reason]:
         """Everything that data can say against ``offer``."""
@@ -146,17 +150,27 @@ class _Contest:
         own = self.selector._plugins.offers(self.workload.family, self.workload.of)
         self.offers = sorted([*own, *adapted_offers(own, self.workload)], key=lambda o: o.contribution.name)
 
-    def decide(self) -> Plan:
+    def candidates(self) -> tuple[Offer, ...]:
+        self._judge_by_data()
+        while unproven := [o for o in self.offers if o not in self.proven and not self._against(o)]:
+            for offer in unproven:
+                self._prove(offer, None)
+        return tuple(o for o in self.offers if not self._against(o))
+
+    def _judge_by_data(self) -> None:
         for offer in self.offers:
             if reasons := self.selector._static_reasons(offer, self.workload):
                 self.rejected[offer] = reasons
+
+    def decide(self) -> Plan:
+        self._judge_by_data()
         choice = self.selector.settings.choice_for(self.workload)
         if choice:
             self._hold_to(choice)
-        tuned = self.selector._tuning.winner(self.selector.device, self.workload)
+        verdicts = self.selector._tuning.verdicts(self.selector.device, self.workload)
         while True:
             eligible = [o for o in self.offers if not self._against(o)]
-            entries = self._winners(eligible, choice, tuned)
+            entries = self._winners(eligible, choice, verdicts)
             unproven = [e.offer for e in entries if e.offer not in self.proven]
             if not unproven:
                 return self._plan(entries, choice)
@@ -210,37 +224,47 @@ class _Contest:
     def _title(self) -> str:
         return f"{self.workload.family} {self.workload.of}" if self.workload.of else self.workload.family
 
-    def _winners(self, eligible: Sequence[Offer], choice: Choice | None, tuned: str | None) -> list[PlanEntry]:
+    def _winners(
+        self, eligible: Sequence[Offer], choice: Choice | None, verdicts: Sequence[Verdict]
+    ) -> list[PlanEntry]:
         """The winner of each range within the layout whose winners are best; SelectionError if no layout covers all.
 
-        What was asked for by name sets the layout: passing on to another would drop it in silence.
+        What was asked for by name sets the layout, as passing on to another would drop it in silence; else what was
+        measured as fastest in any steps does.
         """
+        measured = {verdict.name for verdict in verdicts}
 
-        def rule(offer: Offer) -> Rule:
-            if choice and offer.contribution.name == choice.name:
-                return "flag"
-            if offer.contribution.name == tuned:
-                return "tuning file"
-            return "only candidate" if len(eligible) == 1 else "priority"
+        def is_asked(offer: Offer) -> bool:
+            return choice is not None and offer.contribution.name == choice.name
 
         def rank(offer: Offer) -> tuple[bool, bool, int, str]:
             c = offer.contribution
-            return (rule(offer) != "flag", rule(offer) != "tuning file", -c.priority, c.name)
+            return (not is_asked(offer), c.name not in measured, -c.priority, c.name)
+
+        def winner(group: Sequence[Offer], where: StepRange) -> PlanEntry | None:
+            able = [o for o in group if covers(tokens_of(o), where)]
+            named = {v.name: v for v in reversed(verdicts) if covers(v.tokens, where)}
+            ranked = sorted(able, key=lambda o: (not is_asked(o), o.contribution.name not in named))
+            if not ranked:
+                return None
+            verdict = named.get(ranked[0].contribution.name)
+            rule: Rule = "only candidate" if len(eligible) == 1 else "priority"
+            if is_asked(ranked[0]):
+                rule, verdict = "flag", None
+            return PlanEntry(where, ranked[0], "tuning file" if verdict else rule, verdict)
 
         self.gaps.clear()
         ranked = sorted(eligible, key=rank)
         for layout in dict.fromkeys(o.contribution.layout for o in ranked):
-            group = [o for o in ranked if o.contribution.layout == layout]
-            entries = [
-                PlanEntry(where, winner, rule(winner))
-                for where in _ranges(group)
-                if (winner := next((o for o in group if _covers(o, where)), None))
-            ]
-            if len(entries) == len(_ranges(group)):
-                return _merge(entries)
+            group = sorted((o for o in ranked if o.contribution.layout == layout), key=_by_priority)
+            names = {o.contribution.name for o in group}
+            ranges = cut([*map(tokens_of, group), *(v.tokens for v in verdicts if v.name in names)])
+            entries = [entry for where in ranges if (entry := winner(group, where))]
+            if len(entries) == len(ranges):
+                return merge(entries)
             self.gaps |= set(group)
             if choice:
-                self._refuse(choice, group[0])
+                self._refuse(choice, ranked[0])
         raise SelectionError(
             f"nothing can serve {self._title()} ({self.workload.key()}) on {self.selector.device.name}",
             {o.contribution.name: self._against(o) or [_leaves_a_gap(o)] for o in self.offers},
@@ -260,24 +284,32 @@ class _Contest:
         return Plan(self.workload, tuple(entries), rejected)
 
 
+def _by_priority(offer: Offer) -> tuple[int, str]:
+    return -offer.contribution.priority, offer.contribution.name
+
+
 def _outdone(offer: Offer, entries: Sequence[PlanEntry], choice: Choice | None) -> Reason:
     """Why ``offer``, which could serve, wins no range."""
     c, layout = offer.contribution, entries[0].offer.contribution.layout
+    measured = [e for e in entries if e.verdict]
     if c.layout != layout:
         best = max((e.offer.contribution for e in entries), key=lambda winner: winner.priority)
-        why = f"{choice.flag} asks for {choice.name}" if choice else f"{best.name} comes before it"
+        if choice:
+            why = f"{choice.flag} asks for {choice.name}"
+        else:
+            why = _was_measured(offer, measured[0]) if measured else f"{best.name} comes before it"
         return Reason(
             "layout",
             f"{why}, and all that serve together share a layout",
-            wanted=f"layout {layout}" + ("" if choice else f", or priority above {best.priority}"),
-            supported=f"layout {c.layout}, priority {c.priority}",
+            wanted=f"layout {layout}" + ("" if choice or measured else f", or priority above {best.priority}"),
+            supported=f"layout {c.layout}" + ("" if measured else f", priority {c.priority}"),
         )
     if choice:
         return Reason("not-asked-for", f"{choice.flag} asks for {choice.name}")
-    ahead = [e for e in entries if _overlap(_tokens(offer), e.range)]
-    by_priority = [e.offer.contribution for e in ahead if e.rule != "tuning file"]
+    ahead = [e for e in entries if overlap(tokens_of(offer), e.range)]
+    by_priority = [e.offer.contribution for e in ahead if not e.verdict]
     if not by_priority:
-        return Reason("lower-rank", f"{ahead[0].offer.contribution.name} was measured: the tuning file names it")
+        return Reason("lower-rank", _was_measured(offer, ahead[0]))
     nearest_ahead = min(by_priority, key=lambda winner: winner.priority)
     return Reason(
         "lower-rank",
@@ -287,56 +319,18 @@ def _outdone(offer: Offer, entries: Sequence[PlanEntry], choice: Choice | None) 
     )
 
 
+def _was_measured(offer: Offer, ahead: PlanEntry) -> str:
+    """What the tuning file has against ``offer``."""
+    times = ahead.verdict.against(offer.contribution.name) if ahead.verdict else None
+    said = f"{ahead.offer.contribution.name} was measured: "
+    return said + (f"{times}; the tuning file names it" if times else "the tuning file names it")
+
+
 def _leaves_a_gap(offer: Offer) -> Reason:
-    need = _tokens(offer)
+    need = tokens_of(offer)
     return Reason(
         "tokens",
         "it is not for steps of every size and phase, and nothing of its layout serves the others",
         wanted=str(StepRange()),
         supported=str(StepRange(need.min, need.max, need.phase)),
     )
-
-
-def _tokens(offer: Offer) -> TokensRequirement:
-    return next((r for r in offer.contribution.requires if isinstance(r, TokensRequirement)), TokensRequirement())
-
-
-def _covers(offer: Offer, where: StepRange) -> bool:
-    need = _tokens(offer)
-    below_max = need.max is None or (where.max is not None and where.max <= need.max)
-    return need.min <= where.min and below_max and (need.phase is None or need.phase == where.phase)
-
-
-def _overlap(need: TokensRequirement, where: StepRange) -> bool:
-    return (
-        (where.max is None or need.min <= where.max)
-        and (need.max is None or where.min <= need.max)
-        and (None in (need.phase, where.phase) or need.phase == where.phase)
-    )
-
-
-def _ranges(offers: Sequence[Offer]) -> list[StepRange]:
-    """Cut all steps where any offer's range begins or ends, per phase where any offer is for one phase only."""
-    needs = [_tokens(o) for o in offers]
-    cuts = sorted({1} | {n.min for n in needs} | {n.max + 1 for n in needs if n.max is not None})
-    phases: tuple[Phase | None, ...] = _PHASES if any(n.phase for n in needs) else (None,)
-    uppers = [*(c - 1 for c in cuts[1:]), None]
-    return [StepRange(low, high, phase) for phase in phases for low, high in zip(cuts, uppers, strict=True)]
-
-
-def _merge(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
-    """Join adjacent ranges of one winner, and the phases where both go alike.
-
-    One answer is written in one way, whatever losers cut the ranges: the table's digest rests on it.
-    """
-    merged: list[PlanEntry] = []
-    for entry in entries:
-        last = merged[-1] if merged else None
-        if last and last.offer == entry.offer and last.range.phase == entry.range.phase:
-            merged[-1] = PlanEntry(StepRange(last.range.min, entry.range.max, last.range.phase), last.offer, last.rule)
-        else:
-            merged.append(entry)
-    prefill, decode = (
-        [replace(e, range=replace(e.range, phase=None)) for e in merged if e.range.phase == phase] for phase in _PHASES
-    )
-    return prefill if prefill and prefill == decode else merged

@@ -27,6 +27,8 @@ class Row:
     rejected: tuple[Rejection, ...]
     certified: str | None = None
     """What certificates say of the chosen, where they were looked at."""
+    measured: str | None = None
+    """What the tuning file has of it."""
 
     def to_json(self) -> dict[str, object]:
         """This row as plain data."""
@@ -44,6 +46,7 @@ class Row:
             "plugin": self.plugin,
             "version": self.version,
             "rule": self.rule,
+            **({} if self.measured is None else {"measured": self.measured}),
             **({} if self.certified is None else {"certified": self.certified}),
             "rejected": [
                 {
@@ -72,6 +75,7 @@ class SelectionTable:
                 rule=entry.rule,
                 rejected=plan.rejected,
                 certified=certified(entry.offer) if certified else None,
+                measured=entry.verdict.evidence() if entry.verdict else None,
             )
             for plan in plans
             for entry in plan.entries

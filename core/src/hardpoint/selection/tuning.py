@@ -1,25 +1,102 @@
 """The tuning file: measured winners per device and workload, which come before declared priorities.
 
-JSON: ``{"schema": 1, "winners": [{"device": ..., "family": ..., "of": ..., "workload": ..., "name": ...}]}``, where
-``device`` is DeviceInfo.name (matched exactly) and ``workload`` is Workload.key().
+JSON: ``{"schema": 1, "winners": [...]}``. A winner has ``device`` (DeviceInfo.name, matched exactly), ``family``,
+``of``, ``workload`` (Workload.key()) and ``name``, the candidate's. It may have ``tokens``, the steps in which it wins,
+as in a manifest (``{"min": 9, "max": 64}``; any, where it is left out), ``versions``, those of the distributions with
+which it was measured, and ``measured``: microseconds by candidate, by a step's number of tokens. Where something else
+is installed than ``versions`` says, the measurement proves nothing, and is left aside with a warning.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
-from hardpoint_plugin_api import ConfigError, DeviceInfo, Workload
+from hardpoint_plugin_api import (
+    FAMILIES,
+    ConfigError,
+    DeviceInfo,
+    Feature,
+    ManifestError,
+    TokensRequirement,
+    Workload,
+    parse_requirement,
+)
+
+logger = logging.getLogger(__name__)
 
 _KEYS = ("device", "family", "of", "workload", "name")
+_OPTIONAL = ("tokens", "versions", "measured")
+
+Key = tuple[str, str, str | None, str]
+"""Device, family, of, workload."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who was fastest in some steps. ``measured`` holds microseconds by candidate, by a step's number of tokens."""
+
+    name: str
+    tokens: TokensRequirement = TokensRequirement()
+    measured: Mapping[int, Mapping[str, float]] = field(default_factory=dict, hash=False)
+    versions: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def evidence(self) -> str | None:
+        """What was measured where this range begins, beside the next best; None where nothing was written down."""
+        tokens = next((n for n in sorted(self.measured) if self.name in self.measured[n]), None)
+        if tokens is None:
+            return None
+        times = dict(self.measured[tokens])
+        own = f"{written_us(times.pop(self.name))} at {written_tokens(tokens)}"
+        if not times:
+            return own
+        other = min(times, key=lambda name: (times[name], name))
+        return f"{own}, next best {other} {written_us(times[other])}"
+
+    def against(self, loser: str) -> str | None:
+        """The same beside one that lost, with the fewest tokens that both were measured with."""
+        both = (n for n in sorted(self.measured) if {self.name, loser} <= self.measured[n].keys())
+        tokens = next(both, None)
+        if tokens is None:
+            return None
+        own, its = (written_us(self.measured[tokens][name]) for name in (self.name, loser))
+        return f"{own} at {written_tokens(tokens)}, this {its}"
+
+    def to_json(self, key: Key) -> dict[str, object]:
+        """The file's entry."""
+        device, family, of, workload = key
+        entry: dict[str, object] = {"device": device, "family": family, "of": of, "workload": workload}
+        entry["name"] = self.name
+        tokens = {"min": self.tokens.min, "max": self.tokens.max, "phase": self.tokens.phase}
+        if self.tokens != TokensRequirement():
+            entry["tokens"] = {name: value for name, value in tokens.items() if value is not None}
+        if self.versions:
+            entry["versions"] = dict(sorted(self.versions.items()))
+        if self.measured:
+            entry["measured"] = {str(n): dict(self.measured[n]) for n in sorted(self.measured)}
+        return entry
+
+
+def written_us(microseconds: float) -> str:
+    """``3.2 us``; no decimals from a hundred on."""
+    return f"{microseconds:,.{0 if microseconds >= 100 else 1}f} us"
+
+
+def written_tokens(tokens: int) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{tokens} token{'' if tokens == 1 else 's'}"
 
 
 @dataclass(frozen=True)
 class TuningFile:
-    """Winners by (device name, family, of, workload key)."""
+    """Verdicts by (device name, family, of, workload key)."""
 
-    winners: dict[tuple[str, str, str | None, str], str] = field(default_factory=dict)
+    winners: Mapping[Key, tuple[Verdict, ...]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> TuningFile:
@@ -30,16 +107,92 @@ class TuningFile:
             raise ConfigError(f"tuning file {path}: cannot be read: {error}") from error
         if not isinstance(data, dict) or data.get("schema") != 1 or not isinstance(data.get("winners"), list):
             raise ConfigError(f'tuning file {path}: expected {{"schema": 1, "winners": [...]}}')
-        winners = {}
+        winners: dict[Key, list[Verdict]] = {}
         for number, entry in enumerate(data["winners"], 1):
-            if not isinstance(entry, dict) or set(entry) != set(_KEYS):
-                raise ConfigError(f"tuning file {path}: entry {number} must have exactly the keys {', '.join(_KEYS)}")
-            if not all(isinstance(value, str) or (key == "of" and value is None) for key, value in entry.items()):
-                raise ConfigError(f"tuning file {path}: entry {number} must hold texts ('of' may be null): {entry}")
-            device, family, of, workload, name = (entry[key] for key in _KEYS)
-            winners[device, family, of, workload] = name
-        return cls(winners)
+            key, verdict = _parse(entry, f"tuning file {path}: entry {number}")
+            winners.setdefault(key, []).append(verdict)
+        return cls({key: tuple(verdicts) for key, verdicts in winners.items()})
 
-    def winner(self, device: DeviceInfo, workload: Workload) -> str | None:
-        """The measured winner's name for ``workload`` on ``device``, or None where nothing was measured."""
-        return self.winners.get((device.name, workload.family, workload.of, workload.key()))
+    def write(self, path: Path) -> None:
+        """Write all of it to ``path``. Raises ConfigError."""
+        entries = [verdict.to_json(key) for key, verdicts in self.winners.items() for verdict in verdicts]
+        try:
+            path.write_text(json.dumps({"schema": 1, "winners": entries}, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"tuning file {path}: cannot be written: {error.strerror}") from error
+
+    def current(self, path: str) -> TuningFile:
+        """What was measured with the versions that are installed; a warning says of what else is left aside."""
+        stale = {
+            f"{name} {version}"
+            for verdicts in self.winners.values()
+            for verdict in verdicts
+            for name, version in verdict.versions.items()
+            if _installed(name) != version
+        }
+        if not stale:
+            return self
+        kept = {
+            key: tuple(v for v in verdicts if not any(_installed(n) != version for n, version in v.versions.items()))
+            for key, verdicts in self.winners.items()
+        }
+        logger.warning(
+            "tuning file %s: what was measured with %s is left aside, since something else is installed now; "
+            "hardpoint tune measures again",
+            path,
+            ", ".join(sorted(stale)),
+        )
+        return TuningFile({key: verdicts for key, verdicts in kept.items() if verdicts})
+
+    def verdicts(self, device: DeviceInfo, workload: Workload) -> tuple[Verdict, ...]:
+        """What was measured of ``workload`` on ``device``.
+
+        Where a request must be served alike in steps of every size, a verdict on some of them is none.
+        """
+        found = self.winners.get((device.name, workload.family, workload.of, workload.key()), ())
+        if Feature.BATCH_INVARIANT not in workload.features:
+            return found
+        return tuple(verdict for verdict in found if verdict.tokens == TokensRequirement())
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _parse(entry: object, where: str) -> tuple[Key, Verdict]:
+    """Raises ConfigError."""
+    if not isinstance(entry, dict) or set(entry) - set(_OPTIONAL) != set(_KEYS):
+        raise ConfigError(f"{where} must have exactly the keys {', '.join(_KEYS)}, and may have {', '.join(_OPTIONAL)}")
+    texts = {key: entry[key] for key in _KEYS}
+    if not all(isinstance(value, str) or (key == "of" and value is None) for key, value in texts.items()):
+        raise ConfigError(f"{where} must hold texts ('of' may be null): {texts}")
+    device, family, of, workload, name = texts.values()
+    if family not in FAMILIES:
+        raise ConfigError(f"{where}: unknown family {family!r}")
+    tokens = TokensRequirement()
+    if "tokens" in entry:
+        try:
+            tokens = cast(TokensRequirement, parse_requirement({"tokens": entry["tokens"]}, FAMILIES[family], where))
+        except ManifestError as error:
+            raise ConfigError(str(error)) from error
+    versions, measured = entry.get("versions", {}), entry.get("measured", {})
+    if not _is_table(versions, str):
+        raise ConfigError(f"{where}: versions must be texts by distribution, got {versions!r}")
+    if not isinstance(measured, dict) or not all(
+        n.isdecimal() and _is_table(times, int | float) for n, times in measured.items()
+    ):
+        raise ConfigError(f"{where}: measured must be microseconds by candidate, by tokens, got {measured!r}")
+    by_tokens = {int(n): {c: float(t) for c, t in times.items()} for n, times in measured.items()}
+    return (device, family, of, workload), Verdict(name, tokens, by_tokens, versions)
+
+
+def _is_table(value: object, kind: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
+
+
+def versions_of(distributions: Iterable[str]) -> dict[str, str]:
+    """The versions installed of some distributions; what is not installed is left out."""
+    return {name: version for name in distributions if (version := _installed(name)) is not None}

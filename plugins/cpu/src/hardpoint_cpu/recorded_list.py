@@ -8,6 +8,7 @@ so what asks for a tensor's values cannot be recorded.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hardpoint.platforms.host_parameters import rebinds
 from hardpoint_cpu import native
 from hardpoint_cpu.arena import Arena, Block, Geometry
 from hardpoint_plugin_api import GraphEngine, PlatformError
@@ -57,11 +59,17 @@ class RecordedLists(GraphEngine):
     def __init__(self) -> None:
         self._arena = Arena()
         self.bytes_per_executable = 0  # the most that one has taken so far, beside the shared memory
+        self._alive: weakref.WeakSet[RecordedList] = weakref.WeakSet()
 
     @property
     def shared_bytes(self) -> int:
         """Bytes that all executables share."""
         return self._arena.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all executables take."""
+        return self.shared_bytes + sum(executable.nbytes for executable in self._alive)
 
     def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> RecordedList:
         """Record ``fn(**inputs)``: it is called once, computes nothing, and changes no memory.
@@ -77,6 +85,7 @@ class RecordedLists(GraphEngine):
         recorder.check_that_nothing_is_kept()
         executable = RecordedList(fn, dict(inputs), prepared, self._arena)
         self.bytes_per_executable = max(self.bytes_per_executable, executable.nbytes)
+        self._alive.add(executable)
         return executable
 
 
@@ -164,7 +173,7 @@ class RecordedList:
 
         Raises PlatformError for an update of what is not a number.
         """
-        if update and self._is_other(update):
+        if update and rebinds(self._inputs, update):
             with torch.no_grad():
                 return self._fn(**(self._inputs | dict(update)))
         if self._only_list is not None:
@@ -177,17 +186,6 @@ class RecordedList:
                 else:
                     native.replay(step)
         return self._recording.result
-
-    def _is_other(self, update: Mapping[str, object]) -> bool:
-        """Whether ``update`` changes a host parameter."""
-        numbers = {name: value for name, value in self._inputs.items() if isinstance(value, int | float)}
-        for name, value in update.items():
-            if name not in numbers:
-                kind = "a fixed buffer: write into it" if name in self._inputs else "no input"
-                raise PlatformError(f"{name!r} is {kind}; host parameters are: {', '.join(numbers) or 'none'}")
-            if not isinstance(value, int | float):
-                raise PlatformError(f"host parameter {name!r} must be a number, got {value!r}")
-        return any(type(value) is not type(numbers[name]) or value != numbers[name] for name, value in update.items())
 
 
 class _NoHostReads(TorchFunctionMode):

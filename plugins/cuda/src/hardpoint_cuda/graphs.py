@@ -6,11 +6,13 @@ largest needs. So no two may run at the same time, and a result is valid until a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 
+from hardpoint.platforms.host_parameters import rebinds
 from hardpoint_plugin_api import GraphEngine, PlatformError
 
 BATCH_SIZES = (
@@ -42,6 +44,15 @@ class CudaGraphs(GraphEngine):
         self.batch_sizes, self.token_sizes, self._device = batch_sizes, token_sizes, device
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+        self._alive: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that torch holds for the graphs' memory, used or not, and that the driver took for their nodes."""
+        pools = {graph.pool for graph in self._alive}
+        segments = torch.cuda.memory_snapshot() if pools else ()
+        held: int = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in pools)
+        return held + sum(graph.driver_bytes for graph in self._alive)
 
     def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> CudaGraph:
         """Run ``fn(**inputs)`` once, so that kernels are compiled and libraries have what they need, then capture it.
@@ -57,10 +68,19 @@ class CudaGraphs(GraphEngine):
             self._warm_up(fn, inputs)
             for name, x in held.items():  # what ``fn`` finds must be valid when it is captured, too
                 inputs[name].copy_(x)  # type: ignore[attr-defined]  # a tensor, see above
-            return CudaGraph(fn, dict(inputs), *self._capture(key, fn, inputs))
+            before = self._taken_by_driver()
+            graph, result = self._capture(key, fn, inputs)
+            prepared = CudaGraph(fn, dict(inputs), graph, result, max(0, self._taken_by_driver() - before))
+            self._alive.add(prepared)
+            return prepared
         finally:
             for name, x in held.items():
                 inputs[name].copy_(x)  # type: ignore[attr-defined]  # a tensor, see above
+
+    def _taken_by_driver(self) -> int:
+        """Bytes in use on the device that are not torch's; other processes' count, too."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)
 
     def _warm_up(self, fn: Callable[..., Any], inputs: Mapping[str, object]) -> None:
         stream, current = self._stream, torch.cuda.current_stream(self._device)
@@ -94,31 +114,31 @@ class CudaGraphs(GraphEngine):
 
 
 class CudaGraph:
-    """An Executable. It keeps its function, inputs and results alive."""
+    """An Executable. It keeps its function, inputs and results alive.
+
+    ``pool`` is the id of the memory it shares with others; ``driver_bytes`` what the driver took while it was captured.
+    """
 
     def __init__(
-        self, fn: Callable[..., Any], inputs: dict[str, object], graph: torch.cuda.CUDAGraph, result: Any
+        self,
+        fn: Callable[..., Any],
+        inputs: dict[str, object],
+        graph: torch.cuda.CUDAGraph,
+        result: Any,
+        driver_bytes: int,
     ) -> None:
         self._fn, self._inputs, self._graph, self._result = fn, inputs, graph, result
+        self.pool, self.driver_bytes = tuple(graph.pool()), driver_bytes
 
     def run(self, update: Mapping[str, object] | None = None) -> Any:
         """Replay on the current stream; results are where they were. With other numbers ``fn`` itself runs.
 
         Raises PlatformError for an update of what is not a number.
         """
-        if update and self._is_other(update):
+        if update and rebinds(self._inputs, update):
             return self._fn(**(self._inputs | dict(update)))
         self._graph.replay()
         return self._result
-
-    def _is_other(self, update: Mapping[str, object]) -> bool:
-        """Whether ``update`` changes a host parameter."""
-        numbers = {name: value for name, value in self._inputs.items() if isinstance(value, int | float)}
-        for name in update:
-            if name not in numbers:
-                kind = "a fixed buffer: write into it" if name in self._inputs else "no input"
-                raise PlatformError(f"{name!r} is {kind}; host parameters are: {', '.join(numbers) or 'none'}")
-        return any(value != numbers[name] for name, value in update.items())
 
 
 def _is_cuda_error(error: Exception) -> bool:

@@ -226,12 +226,7 @@ class Exchange:
             where = f"{self.collective} {list(self.rows)}, rank {rank}" + (f", {number}" if number else "")
             if self.collective in MOVES and actual.dtype == own.dtype and actual.shape == own.shape:
                 actual, own, true = (x.contiguous().flatten().view(torch.uint8) for x in (actual, own, true))
-            one = compare(where, actual, own, true, ERRORS, torch.device("cpu"))
-            found.faults += one.faults
-            for bound, (error, limit) in one.measured.items():
-                kept = found.measured.get(bound)
-                if kept is None or error * kept[1] > kept[0] * limit:
-                    found.measured[bound] = (error, limit)
+            found.add(compare(where, actual, own, true, ERRORS, torch.device("cpu")))
 
 
 def banded(x: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,9 +11,10 @@ from typing import Any, cast
 import torch
 
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
+from hardpoint.conformance.families.summed_ops import summed_trials
 from hardpoint.conformance.memory import Placement, place, place_far, poison, soil_allocator
 from hardpoint.conformance.plan import Plan
-from hardpoint.conformance.probe import Probe, run, same_bits
+from hardpoint.conformance.probe import Probe, expected, run, same_bits
 from hardpoint.conformance.site import Subject, TrialResources, op_of
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.dtypes import dtype_name, dtype_of
@@ -72,6 +73,9 @@ class OpTrials:
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """Each case of the op in each dtype and cache layout that is claimed."""
         op = op_of(subject.site.plugins, str(subject.offer.contribution.of))
+        if op.sums is not None:
+            yield from summed_trials(subject, op, plan)
+            return
         layouts = [str(name) for name in subject.claimed("layout") or (_PLAIN,)]
         for number, (dtype, layout) in enumerate((d, name) for d in subject.dtypes() for name in layouts):
             for index, case in enumerate(cases(op, dtype_of(dtype), plan.seed)):
@@ -349,11 +353,9 @@ def _outputs(call: Call) -> Sequence[torch.Tensor]:
 
 
 def _reordered_truth(part: Call) -> Sequence[Expectation]:
-    """What the reference makes of picked rows; nothing where rows refer to others, so that none can be left out."""
-    try:
-        return part.expect().outputs
-    except (IndexError, RuntimeError):
-        return ()
+    """What the reference makes of picked rows; nothing where it refuses them."""
+    truth = expected(part)
+    return truth.outputs if truth else ()
 
 
 def _are_rows(whole: Sequence[Expectation], part: Sequence[Expectation], index: torch.Tensor) -> bool:

@@ -52,6 +52,11 @@ class Executables:
         self._number = metrics.gauge("graph_executables", "Executables that are kept.")
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the device that they take, as the graph engine has it."""
+        return self.engine.nbytes
+
+    @property
     def kept(self) -> list[Executable]:
         """All of them, the least recently used first."""
         return list(self._kept.values())

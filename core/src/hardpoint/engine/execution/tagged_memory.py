@@ -2,12 +2,13 @@
 
 Whatever torch allocates on the device within a tag's pool is counted under that tag for as long as it lives, whoever
 asked for it: core, a plugin's packing, a vendor's operator. Counting goes by storages, so it is the same on every
-platform, and sees what is still held after it should have been given back.
+platform, and sees what is still held after it should have been given back. What no operator returned, such as memory
+between the operators of a captured step, is told by who holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +28,7 @@ class TaggedMemory:
         self.memory, self._device = memory, device
         self._storages: dict[int, tuple[MemoryTag, StorageWeakRef]] = {}
         self._suspended: set[MemoryTag] = set()
+        self._known: dict[MemoryTag, Callable[[], int]] = {}
 
     @contextmanager
     def pool(self, tag: MemoryTag) -> Iterator[None]:
@@ -37,6 +39,10 @@ class TaggedMemory:
         for key, reference in recorder.storages.items():
             if not reference.expired():
                 self._storages.setdefault(key, (tag, reference))
+
+    def know(self, tag: MemoryTag, nbytes: Callable[[], int]) -> None:
+        """Have ``nbytes`` say what is held under ``tag`` by who knows of more than tensors: the larger number counts."""
+        self._known[tag] = nbytes
 
     def suspend(self, tag: MemoryTag) -> None:
         """Have the platform take the memory of ``tag`` away under tensors that stay. Raises PlatformError."""
@@ -53,7 +59,8 @@ class TaggedMemory:
         if tag in self._suspended:
             return 0
         self._forget_dead()
-        return sum(_nbytes(reference) for name, reference in self._storages.values() if name == tag)
+        seen = sum(_nbytes(reference) for name, reference in self._storages.values() if name == tag)
+        return max(seen, self._known[tag]()) if tag in self._known else seen
 
     def report(self) -> MemoryReport:
         """What is held now."""

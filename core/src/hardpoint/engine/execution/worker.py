@@ -111,6 +111,7 @@ class Worker:
         forward = Forward(model or blueprint.model, ctx.attention_layers, cache.views)
         sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
         graphs = Graphs(ctx, graph_engine, forward, sampler.draw, limits, lambda: memory.pool("graphs"))
+        memory.know("graphs", lambda: graphs.executables.nbytes)
         runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
         runner = runner_class(
             RunnerArgs(
