@@ -1,11 +1,11 @@
-"""Build FlashInfer's attention kernels and copy them to a folder, for machines without a compiler or without time.
+"""Build FlashInfer's kernels and copy them to a folder, for machines without a compiler or without time.
 
-    python3 scripts/flashinfer_kernels.py FOLDER bfloat16:128 float16:64:window:soft_cap ...
+    python3 scripts/flashinfer_kernels.py FOLDER bfloat16:128 float16:64:window:soft_cap comm ...
 
-Each argument is a dtype and head size, with the features that the kernels must have; both kernels of a Hopper GPU are
-built, unless ``fa2`` or ``fa3`` names one. With FLASHINFER_CUDA_ARCH_LIST=9.0a no GPU is needed; nvcc and ninja are.
-MAX_JOBS says how many compilers run for one kernel. ``KERNELS=FOLDER make device-bundle`` packs the folder, and
-scripts/device_run.sh puts it where FlashInfer looks.
+Each argument is a dtype and head size, with the features that the attention kernels must have; both kernels of a Hopper
+GPU are built, unless ``fa2`` or ``fa3`` names one. ``comm`` stands for what ranks share, four minutes on two cores.
+With FLASHINFER_CUDA_ARCH_LIST=9.0a no GPU is needed; nvcc and ninja are. MAX_JOBS says how many compilers run for one.
+``KERNELS=FOLDER make device-bundle`` packs the folder, and scripts/device_run.sh puts it where FlashInfer looks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from hardpoint_cuda.flashinfer_library import Kernel, module
+from hardpoint_cuda.flashinfer_library import COMMUNICATION, Kernel, Library, module
 
 FEATURES = ("window", "soft_cap")
 BACKENDS = ("fa2", "fa3")
 
 
-def kernels_of(text: str) -> list[Kernel]:
+def kernels_of(text: str) -> list[Library]:
     """The kernels that an argument names."""
+    if text == "comm":
+        return [COMMUNICATION]
     dtype, size, *words = text.split(":")
     if unknown := set(words).difference(FEATURES, BACKENDS):
         raise SystemExit(f"{text}: unknown {', '.join(sorted(unknown))}; there are {', '.join(FEATURES + BACKENDS)}")
@@ -55,7 +57,7 @@ def toolkit() -> Iterator[None]:
         yield
 
 
-def build(kernel: Kernel, folder: Path) -> str:
+def build(kernel: Library, folder: Path) -> str:
     """Build one and copy it; returns a line about it."""
     began = time.perf_counter()
     kernel.load()

@@ -14,7 +14,13 @@ import torch
 
 import hardpoint_cuda
 from hardpoint.dtypes import dtype_of
-from hardpoint_cuda.flashinfer_library import SIGNATURES, Kernel, reasons, signature_differences
+from hardpoint_cuda.flashinfer_library import (
+    COMMUNICATION_SIGNATURES,
+    SIGNATURES,
+    Kernel,
+    reasons,
+    signature_differences,
+)
 from hardpoint_cuda.platform import describe_arch
 from hardpoint_plugin_api import AttentionWorkload, CheckContext, Feature, Request, read_manifest
 from hardpoint_plugin_api.versions import ApiVersion
@@ -30,7 +36,7 @@ STARS: dict[object, int] = {inspect.Parameter.VAR_POSITIONAL: 1, inspect.Paramet
 def write_sources(package: Path, form: int = 0, changes: dict[str, str] | None = None) -> None:
     """A package whose functions have the recorded parameters, in the first form or the last; ``changes`` by name."""
     classes: dict[str, dict[str, list[str]]] = {}
-    for key, forms in SIGNATURES.items():
+    for key, forms in (SIGNATURES | COMMUNICATION_SIGNATURES).items():
         file, _, name = key.partition(":")
         holder, _, function = name.rpartition(".")
         written = (changes or {}).get(name, forms[min(form, len(forms) - 1)])
@@ -119,7 +125,7 @@ def test_a_companion_of_another_version_is_named(flashinfer: Path) -> None:
 @pytest.mark.parametrize("form", [0, 1])
 def test_every_recorded_form_is_accepted(tmp_path: Path, form: int) -> None:
     write_sources(tmp_path, form)
-    assert signature_differences(tmp_path) == ()
+    assert signature_differences(tmp_path, SIGNATURES | COMMUNICATION_SIGNATURES) == ()
 
 
 def test_another_signature_is_refused_with_the_difference(flashinfer: Path) -> None:
@@ -128,7 +134,7 @@ def test_another_signature_is_refused_with_the_difference(flashinfer: Path) -> N
     write_sources(
         flashinfer, changes={"BatchDecodeWithPagedKVCacheWrapper.run": changed, "gen_batch_prefill_module": ""}
     )
-    (reason,) = reasons(frozenset())
+    reason, _ = reasons(frozenset(KERNELS))
     assert reason.code == "signature"
     assert "BatchDecodeWithPagedKVCacheWrapper.run lacks q_scale, sinks, and has scale in addition" in reason.message
     assert "gen_batch_prefill_module is missing" in reason.message
@@ -137,7 +143,7 @@ def test_another_signature_is_refused_with_the_difference(flashinfer: Path) -> N
 @needs_flashinfer
 def test_the_installed_sources_are_as_recorded() -> None:
     """Parsed and imported alike; a parser that finds nothing would agree with anything."""
-    for key, forms in SIGNATURES.items():
+    for key, forms in (SIGNATURES | COMMUNICATION_SIGNATURES).items():
         file, _, name = key.partition(":")
         target: Any = importlib.import_module("flashinfer." + file.removesuffix(".py").replace("/", "."))
         for part in name.split("."):
@@ -147,7 +153,7 @@ def test_the_installed_sources_are_as_recorded() -> None:
     spec = importlib.util.find_spec("flashinfer")
     assert spec
     assert spec.origin
-    assert signature_differences(Path(spec.origin).parent) == ()
+    assert signature_differences(Path(spec.origin).parent, SIGNATURES | COMMUNICATION_SIGNATURES) == ()
 
 
 @needs_flashinfer

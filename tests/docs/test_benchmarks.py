@@ -9,6 +9,7 @@ import click
 
 from hardpoint.bench.registry import find
 from hardpoint.cli.bench import bench
+from hardpoint.cli.tune import linear
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 
@@ -20,5 +21,6 @@ def test_every_benchmark_is_there() -> None:
 def test_every_flag_exists() -> None:
     context = click.Context(bench)
     commands = [bench.get_command(context, name) for name in ("serve", "throughput", "latency", "steps", "sweep")]
-    known = {flag for command in commands if command for param in command.params for flag in param.opts}
+    commands.append(linear)
+    known = {flag for command in commands if command for param in command.get_params(context) for flag in param.opts}
     assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= known

@@ -59,7 +59,8 @@ def new_sampler(ops: SamplingOps = OPS) -> Sampler:
 
 
 def take_slot(sampler: Sampler, slot: int, life: Life) -> None:
-    sampler.set_slot(NewRequest(slot, (*life.prompt, *life.output), life.sampling, len(life.prompt)))
+    new = NewRequest(slot, (*life.prompt, *life.output), life.sampling, len(life.prompt))
+    sampler.place_new({name: torch.from_numpy(x) for name, x in sampler.take_new([new]).items()})
 
 
 def sample(sampler: Sampler, logits: torch.Tensor, lives: dict[int, Life]) -> Sampled:

@@ -122,6 +122,37 @@ def test_ranks_get_their_own_tokens_back(site: Site, all2all: type[All2All], row
             torch.testing.assert_close(out, own_rows(whole, rows, rank))
 
 
+@pytest.mark.parametrize("all2all", [AllGatherReduceScatter, NaiveAll2All])
+def test_ranks_that_know_do_not_ask(site: Site, all2all: type[All2All]) -> None:
+    """What is expected counts for one dispatch; no numbers are exchanged for it, so that it can be recorded."""
+    rows, asked = (2, 3), [0, 0]
+
+    def one(ctx: Context) -> None:
+        class Counting(all2all):  # type: ignore[misc, valid-type]  # the parameter is a class
+            def _rows(self, x: Tensor) -> list[int]:
+                asked[rank] += self._expected is None
+                found: list[int] = super()._rows(x)
+                return found
+
+        rank, made = ctx.parallel.ep.rank, Counting(ctx, workload(2))
+        x, ids, weights, _ = draw(sum(rows))
+        given = [own_rows(full, rows, rank) for full in (x, ids, weights)]
+        for expects in (True, False, True):
+            if expects:
+                made.expect(rows)
+            sent = made.dispatch(given[0], None, *given[1:])
+            assert torch.equal(sent.x, x)
+            made.combine(sent.x, sent.handle, torch.empty_like(given[0]))
+        made.expect((3, 2))
+        with pytest.raises(RuntimeError, match=f"{(3, 2)[rank]} tokens were to be dispatched here, not {rows[rank]}"):
+            made.dispatch(given[0], None, *given[1:])
+
+    among(site, 2, TorchDistributed, one)
+    assert asked == [1, 1]
+    assert all2all.capturable
+    assert not AllToAll.capturable
+
+
 @pytest.mark.parametrize("all2all", AMONG_RANKS)
 def test_a_tokens_bits_do_not_depend_on_who_else_is_there(site: Site, all2all: type[All2All]) -> None:
     """With a communicator that sums in the order of the ranks, whichever rank routes the token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.execution.multiprocess_executor import MultiprocessExecutor
 from hardpoint_plugin_api import EngineDeadError
+from tests.parallel.teacher_forced import check_alike, scores, true_scores
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 
 pytestmark = pytest.mark.accelerator
@@ -38,6 +40,44 @@ def test_two_devices(family: str, changes: dict[str, Any], settings: dict[str, A
     with LLM(str(tmp_path), tensor_parallel_size=2, kv_cache_memory="64MiB", max_num_seqs=16, **settings) as llm:
         for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
             check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+
+
+WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
+EVERY_EXPERT: dict[str, Any] = WIDE | {"num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 128}
+"""Each token goes through all: where a choice is close, rounding would decide it."""
+
+
+@pytest.mark.parametrize("kernel", ["composed", "cuda_flashinfer_allreduce"])
+@pytest.mark.parametrize(
+    ("family", "changes", "settings"),
+    [
+        ("qwen3", WIDE, {}),
+        ("qwen3_moe", EVERY_EXPERT, {"enable_expert_parallel": True}),
+        ("qwen3_moe", EVERY_EXPERT, {"enable_expert_parallel": True, "all2all_backend": "all_to_all"}),
+    ],
+    ids=["tp2", "ep2", "ep2-all_to_all"],
+)
+def test_logits_of_two_devices_are_those_of_one(
+    family: str, changes: dict[str, Any], settings: dict[str, Any], kernel: str, tmp_path: Path
+) -> None:
+    """Teacher-forced, in bfloat16; both replay captured steps, but where tokens go to the ranks of their experts."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    if kernel != "composed" and importlib.util.find_spec("flashinfer") is None:
+        pytest.skip("FlashInfer is not installed")
+    model = write_checkpoint(tmp_path, family, **changes)
+    common: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory": "64MiB", "max_num_seqs": 16}
+    with LLM(str(tmp_path), **common) as llm:
+        one = scores(llm)
+        assert llm.metrics.value("hardpoint_graph_replays_total") > 0
+    use = {"op.allreduce_add_rms_norm": kernel}
+    with LLM(str(tmp_path), tensor_parallel_size=2, use=use, **common, **settings) as llm:
+        two = scores(llm)
+        (plan,) = [p for p in llm.core.blueprint.ctx.selector.plans if p.workload.of == "allreduce_add_rms_norm"]
+        assert plan.entries[0].offer.contribution.name == kernel
+        replays = llm.metrics.value("hardpoint_graph_replays_total")
+        assert replays == 0 if settings.get("all2all_backend") == "all_to_all" else replays > 0
+    check_alike(two, one, true_scores(model, torch.bfloat16), torch.bfloat16)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import pytest
 import torch
 
+from hardpoint.cli.main import run
+from hardpoint.config import EngineConfig
 from hardpoint.conformance.families.specs import SPECS, pair_of
 from hardpoint.conformance.site import Site, Subject
+from hardpoint.engine.explain import explain
 from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.plugins import discover
 from hardpoint.quantization.numerics import fake_quantize, quantize_weight
@@ -57,3 +63,31 @@ def test_large_matrices(site: Site, name: str, spec: str, shape: tuple[int, int]
         own = torch.nn.functional.linear(fake_quantize(x, pair[1], {}), plain)
         found = compare(str(num_rows), kernel.apply(x, weights, None), own.cpu(), truth.cpu(), ErrorModel(), x.device)
         assert not found.faults, found.faults
+
+
+@pytest.mark.parametrize("method", [None, "fp8", "int8", "int4"], ids=str)
+def test_all_kernels_of_a_model_are_tuned(method: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each that could serve runs, and the engine chooses by what was measured."""
+    path = tmp_path / "tuned.json"
+    quantization = ["--quantization", method] if method else []
+    with caplog.at_level(logging.WARNING):
+        command = [
+            "tune",
+            "linear",
+            "demo",
+            "--platform",
+            "cuda",
+            "--rows",
+            "1,16",
+            "--rounds",
+            "3",
+            "--output",
+            str(path),
+        ]
+        assert run([*command, *quantization]) == 0
+    assert "left out" not in caplog.text
+    config = EngineConfig.create(model="demo", platform="cuda", tuning_file=str(path), quantization=method)
+    rows = [row for row in explain(config).rows if row.family == "linear"]
+    assert rows
+    assert {row.rule for row in rows} <= {"tuning file", "priority"}, "priority: past the end of what won last"
+    assert any(row.measured for row in rows)

@@ -29,12 +29,12 @@ class Contest:
     offers: tuple[Offer, ...]
     vetoed: frozenset[str]
     choice: str | None = None
-    tuned: str | None = None
+    tuned: tuple[Verdict, ...] = ()
 
     def select(self, offers: Sequence[Offer] | None = None) -> tuple[Plan | SelectionError, FakePlugins]:
         targets = {name: Answers([VETO]) for name in self.vetoed}
         plugins = FakePlugins(self.offers if offers is None else offers, targets)
-        tuning = TuningFile({(TOY.name, "linear", None, MATMUL.key()): (Verdict(self.tuned),)} if self.tuned else {})
+        tuning = TuningFile({(TOY.name, "linear", None, MATMUL.key()): self.tuned})
         chooser = selector(plugins, {"linear": self.choice} if self.choice else {}, tuning=tuning)
         try:
             return chooser.select(MATMUL), plugins
@@ -63,16 +63,18 @@ def contests(draw: st.DrawFn, names: str = "abcdef") -> Contest:
         for name in names
     )
     some = st.sampled_from([None, None, *names])
-    return Contest(offers, draw(st.frozensets(st.sampled_from(names), max_size=3)), draw(some), draw(some))
+    measured = st.builds(Verdict, st.sampled_from(names), st.just(TokensRequirement()) | ranges())
+    vetoed = draw(st.frozensets(st.sampled_from(names), max_size=3))
+    return Contest(offers, vetoed, draw(some), tuple(draw(st.lists(measured, max_size=3))))
 
 
 def accepts(candidate: Offer, step: Step) -> bool:
+    return all(isinstance(need, TokensRequirement) and holds(need, step) for need in candidate.contribution.requires)
+
+
+def holds(need: TokensRequirement, step: Step) -> bool:
     phase, tokens = step
-    for need in candidate.contribution.requires:
-        assert isinstance(need, TokensRequirement)
-        if tokens < need.min or tokens > (need.max or tokens) or need.phase not in (None, phase):
-            return False
-    return True
+    return need.min <= tokens <= (need.max or tokens) and need.phase in (None, phase)
 
 
 def in_range(where: StepRange, step: Step) -> bool:
@@ -82,20 +84,28 @@ def in_range(where: StepRange, step: Step) -> bool:
 def expected(contest: Contest) -> dict[Step, str] | None:
     """Who serves each step, or None where nothing may. A veto is known here from the start."""
     usable = [o for o in contest.offers if not o.contribution.platforms and o.contribution.name not in contest.vetoed]
-    by_rank = sorted(
-        usable,
-        key=lambda o: (
-            o.contribution.name != contest.choice,
-            o.contribution.name != contest.tuned,
-            -o.contribution.priority,
-            o.contribution.name,
-        ),
-    )
+
+    def ranked(offers: Sequence[Offer], measured: set[str]) -> list[Offer]:
+        return sorted(
+            offers,
+            key=lambda o: (
+                o.contribution.name != contest.choice,
+                o.contribution.name not in measured,
+                -o.contribution.priority,
+                o.contribution.name,
+            ),
+        )
+
+    def winner(offers: Sequence[Offer], step: Step) -> str | None:
+        measured = {verdict.name for verdict in contest.tuned if holds(verdict.tokens, step)}
+        return next((o.contribution.name for o in ranked(offers, measured) if accepts(o, step)), None)
+
+    by_rank = ranked(usable, {verdict.name for verdict in contest.tuned})
     if contest.choice and (not by_rank or by_rank[0].contribution.name != contest.choice):
         return None
     for best in by_rank[:1] if contest.choice else by_rank:
         group = [o for o in by_rank if o.contribution.layout == best.contribution.layout]
-        winners = {step: next((o.contribution.name for o in group if accepts(o, step)), None) for step in STEPS}
+        winners = {step: winner(group, step) for step in STEPS}
         if None not in winners.values():
             return {step: str(name) for step, name in winners.items()}
     return None

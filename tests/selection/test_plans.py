@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.ops.base import by_tokens
-from hardpoint.selection import Plan, StepRange
+from hardpoint.selection import Plan, SelectionTable, StepRange, Verdict
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionWorkload,
@@ -128,6 +130,57 @@ def test_measured_and_ranged() -> None:
     plan = select(ANY, GEMV, offer("best", priority=99), tuned="gemv")
     assert served(plan) == [("1-8", "gemv"), ("9+", "best")]
     assert [e.rule for e in plan.entries] == ["tuning file", "priority"]
+
+
+def test_measured_by_ranges_and_why() -> None:
+    """A verdict holds where it was measured; beside it stands what it was measured against."""
+    few = Verdict("any", TokensRequirement(max=2), {1: {"any": 3.21, "gemv": 4.0}, 2: {"any": 3.0, "gemv": 5.0}})
+    many = Verdict("middle", TokensRequirement(min=20), {64: {"middle": 1234.5, "any": 2000.0}})
+    plan = select(ANY, GEMV, MIDDLE, HUGE, tuned=[few, many])
+    assert served(plan) == [("1-2", "any"), ("3-8", "gemv"), ("9-64", "middle"), ("65-999", "any"), ("1000+", "huge")]
+    rows = SelectionTable([plan]).rows
+    assert [(row.rule, row.measured) for row in rows] == [
+        ("tuning file", "3.2 us at 1 token, next best gemv 4.0 us"),
+        ("priority", None),
+        ("priority", None),
+        ("priority", None),
+        ("priority", None),
+    ]
+    plan = select(ANY, GEMV, offer("slow", priority=99), tuned=[Verdict("any", measured={4: {"any": 5, "slow": 7.5}})])
+    assert served(plan) == [("any", "any")]
+    assert {r.offer.contribution.name: str(r.reasons[0]) for r in plan.rejected} == {
+        "slow": "any was measured: 5.0 us at 4 tokens, this 7.5 us; the tuning file names it",
+        "gemv": "any was measured: the tuning file names it",
+    }
+
+
+def test_what_was_measured_in_any_steps_sets_the_layout() -> None:
+    verdict = Verdict("tiled_gemv", TokensRequirement(max=4), {1: {"tiled_gemv": 2.0, "plain_best": 120.0}})
+    best = offer("plain_best", priority=99)
+    plan = select(TILED, TILED_GEMV, best, ANY, tuned=[verdict])
+    assert served(plan) == [("1-8", "tiled_gemv"), ("9+", "tiled")]
+    against = {r.offer.contribution.name: r.reasons[0] for r in plan.rejected}
+    assert against["plain_best"].message.startswith("tiled_gemv was measured: 2.0 us at 1 token, this 120 us; ")
+    assert (against["any"].wanted, against["any"].supported) == ("layout tiled", "layout plain")
+
+
+def test_one_implementation_for_all_steps_is_never_replaced_in_some() -> None:
+    features = (FeatureRequirement((Feature.BATCH_INVARIANT,)),)
+    offers = [offer("high", priority=9, requires=features), offer("low", requires=features)]
+    workload = replace(MATMUL, features=frozenset({Feature.BATCH_INVARIANT}))
+    assert served(select(*offers, workload=workload, tuned=[Verdict("low", TokensRequirement(max=8))])) == [
+        ("any", "high")
+    ]
+    assert served(select(*offers, workload=workload, tuned="low")) == [("any", "low")]
+
+
+def test_all_that_could_serve_are_candidates() -> None:
+    far, heir = offer("far", platforms=("other",)), offer("heir", replaces="tiled")
+    plugins = FakePlugins([ANY, GEMV, TILED, far, heir, PLAIN_BEST], {"plain_best": Answers([VETO])})
+    found = selector(plugins).candidates(MATMUL)
+    assert [o.contribution.name for o in found] == ["any", "gemv", "heir"]
+    plugins = FakePlugins([ANY, TILED, heir], {"heir": Answers([VETO])})
+    assert [o.contribution.name for o in selector(plugins).candidates(MATMUL)] == ["any", "tiled"]
 
 
 # One layout

@@ -9,6 +9,7 @@ import pytest
 
 from hardpoint.plugins import Offer
 from hardpoint.selection import Plan, SelectionTable, TuningFile, Verdict
+from hardpoint.selection.tuning import versions_of
 from hardpoint_plugin_api import ConfigError, LinearWorkload, OpWorkload, TokensRequirement
 from tests.selection.fakes import MATMUL, TOY, offer, select
 
@@ -131,6 +132,33 @@ def test_reading_a_tuning_file(tmp_path: Path) -> None:
     assert not read(tmp_path, {"schema": 1, "winners": []}).winners
 
 
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    key = (TOY.name, "linear", None, MATMUL.key())
+    few = Verdict("b", TokensRequirement(max=8), {1: {"a": 2.5, "b": 1.0}}, {"torch": "2.13.0"})
+    tuning = TuningFile({key: (few, Verdict("a", TokensRequirement(min=9))), ("Toy 2", *key[1:]): (Verdict("a"),)})
+    tuning.write(tmp_path / "tuned.json")
+    assert TuningFile.read(tmp_path / "tuned.json") == tuning
+    with pytest.raises(ConfigError, match=r"tuning file .*absent/tuned\.json: cannot be written"):
+        tuning.write(tmp_path / "absent" / "tuned.json")
+
+
+def test_measurements_of_other_versions_prove_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    key = (TOY.name, "linear", None, MATMUL.key())
+    here = versions_of(["torch", "hardpoint-core", "absent-distribution"])
+    assert set(here) == {"torch", "hardpoint-core"}
+    fresh, stale = Verdict("a", TokensRequirement(max=8), versions=here), Verdict("b", versions={"torch": "1.0"})
+    tuning = TuningFile({key: (fresh, stale), (*key[:3], "dtype=float16"): (stale,)})
+    assert tuning.for_engine(TOY, "tuned.json") == TuningFile({key: (fresh,)})
+    (record,) = caplog.records
+    assert "tuning file tuned.json: what was measured with torch 1.0 is left aside" in record.getMessage()
+    caplog.clear()
+    kept = TuningFile({key: (fresh, Verdict("b")), ("Toy 2", *key[1:]): (stale,)}).for_engine(TOY, "tuned.json")
+    assert kept == TuningFile({key: (fresh, Verdict("b"))})
+    assert not caplog.records, "what was measured on other devices is no loss"
+    assert not TuningFile({("Toy 2", *key[1:]): (fresh,)}).for_engine(TOY, "tuned.json").winners
+    assert "tuned.json holds nothing of this device, Toy 1, but of: Toy 2" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("data", "fact"),
     [
@@ -145,6 +173,13 @@ def test_reading_a_tuning_file(tmp_path: Path) -> None:
         ({"schema": 1, "winners": [ENTRY, {**ENTRY, "name": None}]}, "entry 2 must hold texts"),
         ({"schema": 1, "winners": [{**ENTRY, "device": ["Toy 1"]}]}, "entry 1 must hold texts"),
         ({"schema": 1, "winners": [{**ENTRY, "of": 3}]}, "entry 1 must hold texts"),
+        ({"schema": 1, "winners": [{**ENTRY, "family": "liner"}]}, "entry 1: unknown family 'liner'"),
+        ({"schema": 1, "winners": [{**ENTRY, "tokens": {"min": 9, "max": 8}}]}, "entry 1: requirement 'tokens'"),
+        ({"schema": 1, "winners": [{**ENTRY, "tokens": {"phase": "decode"}}]}, "only attention tells phases apart"),
+        ({"schema": 1, "winners": [{**ENTRY, "family": "model", "tokens": {"max": 8}}]}, "serves every step alike"),
+        ({"schema": 1, "winners": [{**ENTRY, "versions": {"torch": 2}}]}, "entry 1: versions must be texts"),
+        ({"schema": 1, "winners": [{**ENTRY, "measured": {"one": {"other": 1.0}}}]}, "entry 1: measured must be"),
+        ({"schema": 1, "winners": [{**ENTRY, "measured": {"1": {"other": "1.0"}}}]}, "entry 1: measured must be"),
     ],
 )
 def test_a_bad_tuning_file_is_named(tmp_path: Path, data: object, fact: str) -> None:

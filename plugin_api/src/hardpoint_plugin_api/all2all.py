@@ -6,6 +6,7 @@ Axes: T tokens of this rank, R rows received, K experts per token, E experts of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
@@ -55,8 +56,8 @@ class Dispatched:
 class All2All(ABC):
     """Dispatch and combine of one group of ranks. Layers share an instance; one dispatch is open at a time.
 
-    ``format`` is that of what it dispatches; ``capturable`` says whether both may be recorded in a graph. What cannot
-    be done must raise: no method may hand data through unchanged.
+    ``format`` is that of what it dispatches; ``capturable`` says whether both may be recorded in a graph, once it knows
+    what to ``expect``. What cannot be done must raise: no method may hand data through unchanged.
     """
 
     format: ClassVar[ActivationFormat] = "standard"
@@ -76,6 +77,14 @@ class All2All(ABC):
         Default: a row for each token of every rank.
         """
         return tokens * (self.workload.ranks or 1)
+
+    def expect(self, rows: Sequence[int]) -> None:
+        """Learn how many tokens each rank has in the next ``dispatch``; called on every rank that knows, or on none.
+
+        An engine's ranks always know, so that nobody needs to ask, which the host would have to wait for. Default:
+        nothing.
+        """
+        return
 
     @abstractmethod
     def dispatch(

@@ -25,7 +25,8 @@ class Feature(StrEnum):
     result's row depend on that row of the inputs alone (in attention: on the query, its position, and the keys and
     values it reads), not on the other rows, their number, or the row's place among them. One implementation then serves
     steps of every size and phase. STATIC_CACHE_SCALES is in that of attention where the scales of an 8-bit cache are
-    given. SHARDED is in the workload of a ``linear`` layer whose arguments divide its weight.
+    given. SHARDED is in the workload of a ``linear`` layer whose arguments divide its weight. SEVERAL_HOSTS is in that
+    of an op of all ranks where these are on more than one machine.
     """
 
     SLIDING_WINDOW = "sliding_window"
@@ -37,6 +38,7 @@ class Feature(StrEnum):
     NON_CAUSAL = "non_causal"
     BATCH_INVARIANT = "batch_invariant"
     SHARDED = "sharded"
+    SEVERAL_HOSTS = "several_hosts"
 
 
 FEATURE_SINCE: dict[Feature, ApiVersion] = dict.fromkeys(Feature, ApiVersion(0, 1))

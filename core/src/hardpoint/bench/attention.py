@@ -68,13 +68,20 @@ def parse_batch(text: str) -> tuple[Requests, ...]:
     return tuple(sorted(found, key=lambda one: one.query > 1))
 
 
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"--only {text!r} is no regular expression: {error}") from error
+
+
 def _number(text: str) -> int:
     return int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1)
 
 
 @click.argument("batches", nargs=-1)
 @click.option("--platform", default=None, help="Where to run.")
-@click.option("--only", default="", metavar="TEXT", help="Only backends whose name has this in it.")
+@click.option("--only", default="", metavar="REGEX", help="Only backends in whose name this is found.")
 @click.option("--heads", default=32, show_default=True, type=click.IntRange(min=1), help="Query heads.")
 @click.option("--kv-heads", default=8, show_default=True, type=click.IntRange(min=1), help="Key and value heads.")
 @click.option("--head-size", default=128, show_default=True, type=click.IntRange(min=1))
@@ -107,6 +114,7 @@ def attention(
     """
     settings = {"platform": platform} if platform else {}
     blueprint = draw(EngineConfig.create(model="demo", dtype=dtype, **settings))
+    wanted = _pattern(only)
     if heads % kv_heads:
         raise ConfigError(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
     kv_dtype = kv_cache_dtype or dtype
@@ -116,9 +124,9 @@ def attention(
     rows = []
     with torch.inference_mode():
         ceilings = timer.read_speed(rounds), timer.product_speed(rounds)
-        backends = [b for b in _serving(ctx, spec, variants) if only in b.name]
+        backends = [b for b in _serving(ctx, spec, variants) if wanted.search(b.name)]
         if not backends:
-            raise ConfigError(f"--only {only}: no attention backend that serves here has this in its name")
+            raise ConfigError(f"--only {only}: found in the name of no attention backend that serves here")
         for text, requests in parsed.items():
             work = _Work.of(spec, requests)
             peer = timer.seconds(_dense(spec, requests, ctx.torch_device, work.copies), rounds) if not window else None

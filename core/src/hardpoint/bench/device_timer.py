@@ -30,11 +30,31 @@ class DeviceTimer:
 
     def seconds(self, runs: Sequence[Run], rounds: int) -> float:
         """The median of ``rounds`` of one of ``runs``, which do the same on different memory."""
-        host = self._host_seconds(runs)  # which warms up
-        measured = [
-            self._device_seconds(runs, host) if self._events else self._host_seconds(runs) for _ in range(rounds)
-        ]
+        self._host_seconds(runs)  # kernels may be compiled
+        host = self._host_seconds(runs)
+        measured = [self._seconds(runs, host) for _ in range(rounds)]
         return statistics.median(measured) / len(runs)
+
+    def in_turns(self, runs: Sequence[Run], most_rounds: int) -> list[float]:
+        """Seconds of each of ``runs``: medians over rounds in which all have their turns, so that drift favours none.
+
+        In a turn one is called until a tick of the clock no longer shows. There are at least three rounds, and more as
+        long as all take little time. What is hopelessly slow at first has no further turns; its first time stands.
+        """
+        for run in runs:
+            self._host_seconds([run])  # it may be compiled
+        turns = [[run] * max(1, min(_MOST_CALLS, int(_TURN / self._host_seconds([run])))) for run in runs]
+        host = [self._host_seconds(turn) if self._events else 0.0 for turn in turns]
+        measured = [[self._seconds(turn, own)] for turn, own in zip(turns, host, strict=True)]
+        best = min((found[0] / len(turn) for found, turn in zip(measured, turns, strict=True)), default=0.0)
+        began = time.perf_counter()
+        for number in range(1, most_rounds):
+            if number >= _LEAST_ROUNDS and time.perf_counter() - began > _ENOUGH * len(runs):
+                break
+            for turn, own, found in zip(turns, host, measured, strict=True):
+                if found[0] / len(turn) <= _HOPELESS * best:
+                    found.append(self._seconds(turn, own))
+        return [statistics.median(found) / len(turn) for found, turn in zip(measured, turns, strict=True)]
 
     def read_speed(self, rounds: int) -> float:
         """Bytes per second of torch's sum over as many as the working set."""
@@ -43,6 +63,9 @@ class DeviceTimer:
     def product_speed(self, rounds: int) -> float:
         """Operations per second of torch's product of two bfloat16 matrices of this size."""
         return 2 * _SIZE**3 / self.seconds([self._multiply], rounds)
+
+    def _seconds(self, runs: Sequence[Run], host_seconds: float) -> float:
+        return self._device_seconds(runs, host_seconds) if self._events else self._host_seconds(runs)
 
     def _host_seconds(self, runs: Sequence[Run]) -> float:
         self._platform.synchronize()
@@ -71,5 +94,11 @@ class DeviceTimer:
 
 
 _SIZE = 2048
+_TURN, _MOST_CALLS = 0.01, 50
+"""Seconds of a turn, and the most calls in it."""
+_LEAST_ROUNDS, _ENOUGH = 3, 0.5
+"""From so many rounds on, so many seconds for each that takes turns are enough."""
+_HOPELESS = 3.0
+"""Times the best's first time."""
 _DELAY = 20e-6
 """Seconds that the fastest device needs for a product of matrices of this size, or less."""

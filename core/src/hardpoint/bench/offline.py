@@ -120,12 +120,13 @@ _LARGEST_READ = 2**30
 """Bytes: the cache leaves little memory beside it."""
 
 
-def check_here(config: EngineConfig) -> None:
-    """Raise ConfigError for an engine whose core is elsewhere."""
-    if config.core_process or config.tensor_parallel_size > 1:
+def check_here(config: EngineConfig, *, several_ranks: bool = False) -> None:
+    """Raise ConfigError for an engine whose core is elsewhere, and for one of several ranks unless these will do."""
+    if config.core_process or (config.tensor_parallel_size > 1 and not several_ranks):
+        one_rank, flag = ("", "") if several_ranks else (" of one rank", " and --tensor-parallel-size")
         raise ConfigError(
-            "this measures an engine of one rank in this process; leave out --core-process and "
-            "--tensor-parallel-size, or measure it with: hardpoint bench serve"
+            f"this measures an engine{one_rank} in this process; leave out --core-process{flag}, or measure it with: "
+            "hardpoint bench serve"
         )
 
 
@@ -137,7 +138,8 @@ def alphabet(llm: LLM) -> list[int]:
 def read_seconds(llm: LLM, repeat: int = 30) -> float:
     """How long torch takes to sum as many bytes as the weights have, where they are: no step can be shorter.
 
-    The weights of a mixture of experts are not all read for a few tokens: there this is no bound.
+    The weights of a mixture of experts are not all read for a few tokens: there this is no bound. The engine has one
+    rank: several have devices of their own, in other processes.
     """
     import torch
 

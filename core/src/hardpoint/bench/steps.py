@@ -41,14 +41,15 @@ def steps(
     The decode rate is the tokens behind each first one over the time that they add: the difference of two runs, one
     with all tokens and one with a single token, so that it holds all that the engine does for a token. The prefill rate
     is prompt tokens over the time of a run with one token. One run before each is not counted. With --kernels, further
-    steps are profiled: the time that kernels take of one, in all and by name, and the time between kernels.
+    steps are profiled: the time that kernels take of one, in all and by name, and the time between kernels. Several
+    ranks have processes of their own, and so neither a roofline nor --kernels.
     """
-    check_here(config)
+    check_here(config, several_ranks=not kernels)
     sizes = {"decode": _numbers(decodes, "--decode"), "prefill": _numbers(prefills, "--prefill")}
     prompts, seeds = Lengths.parse(str(input_len), "--input-len"), count()
     rows = []
     with LLM.from_config(config) as llm, progress_bar("sizes", sum(map(len, sizes.values()))) as advance:
-        read = read_seconds(llm)
+        read = read_seconds(llm) if config.tensor_parallel_size == 1 else None
 
         def requests(size: int, length: int) -> list[SyntheticRequest]:
             lengths = prompts, Lengths.parse(str(length), "--output-len")
@@ -65,7 +66,7 @@ def steps(
                 if kind == "decode":
                     first = statistics.median(firsts)
                     times = [seconds(size, output_len) - first for _ in range(repeat + 1)][1:]
-                    tokens, roofline = size * (output_len - 1), size / read
+                    tokens, roofline = size * (output_len - 1), size / read if read else None
                 rates = [tokens / x for x in times]
                 note = f"from {min(rates):,.0f} to {max(rates):,.0f}"
                 if kind == "decode":
@@ -76,7 +77,7 @@ def steps(
                     rows += _kernel_rows(llm, requests(size, 1), kind, kernels)
                 advance()
         rows.append(BenchRow("load", llm.stats.load_seconds, "s"))
-    return BenchResult("steps", tuple(rows), roofline=ROOFLINE)
+    return BenchResult("steps", tuple(rows), roofline=ROOFLINE if read else "")
 
 
 def _numbers(text: str, flag: str) -> list[int]:

@@ -21,8 +21,8 @@ from hardpoint.config import EngineConfig
 def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: bool) -> None:
     """Show which implementation would serve each part of MODEL, and why not the others. Loads no weights.
 
-    What plugins of other platforms have for those is counted, and reasons that a row shares with the one above it are not
-    repeated; --all shows everything.
+    What plugins of other platforms have for those is counted, and reasons that a row shares with the one above it are
+    not repeated; --all shows everything.
     """
     from hardpoint.engine.explain import explain as ask
 
@@ -52,7 +52,7 @@ def _subject(row: dict[str, Any]) -> str:
 
 
 def _rule(row: dict[str, Any]) -> str:
-    return "\n".join(filter(None, [row["rule"], row.get("measured", "").replace(", next", "\nnext")]))
+    return "\n".join(filter(None, [row["rule"], row.get("measured", "").replace(", ", "\n")]))
 
 
 def _chosen(row: dict[str, Any]) -> str:

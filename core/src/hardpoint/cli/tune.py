@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hardpoint.cli.output import make_folder, print_table
+from hardpoint.cli.options import EngineCommand
+from hardpoint.cli.output import check_writable, make_folder, print_table
+from hardpoint.config import EngineConfig
+from hardpoint_plugin_api import ConfigError, LinearWorkload
+
+if TYPE_CHECKING:
+    from hardpoint.bench.linear_tuning import Measured, Roofline
+    from hardpoint.selection.decide import Decision
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_ROWS = "1,2,3,4,5,6,7,8,16,32,64,128,256,512,1024"
+_DECODE_ROWS = 64
+_TUNING_FILE = "tuning.json"
+
+
+class _Numbers(click.ParamType[tuple[int, ...]]):
+    """Positive numbers with commas between them, in ascending order, each once."""
+
+    name = "N,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = sorted({int(part) for part in value.split(",")})
+        except ValueError:
+            numbers = [0]
+        if numbers[0] < 1:
+            self.fail(f"{value!r}: write positive numbers with commas between them, as in {_ROWS[:7]}", param, ctx)
+        return tuple(numbers)
 
 
 @click.group(short_help="Measure what is fastest on this device, and write it down.")
@@ -89,3 +118,93 @@ def experts(
         ],
     )
     click.echo(f"written to {path}")
+
+
+@tune.command(cls=EngineCommand, short_help="Measure who multiplies fastest, for each matrix of a model.")
+@click.option("--rows", default=_ROWS, show_default=True, type=_Numbers(), help="Numbers of tokens to measure with.")
+@click.option(
+    "--layout-by",
+    type=_Numbers(),
+    help="Those of them that choose the weight's layout, which all share; each counts alike.  "
+    f"[default: up to {_DECODE_ROWS}]",
+)
+@click.option(
+    "--margin",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(0, 50),
+    help="Percent that another must be faster by, to take the place of what serves now.",
+)
+@click.option("--rounds", default=15, show_default=True, type=click.IntRange(3), help="Most rounds (median).")
+@click.option("--output", metavar="FILE", help=f"The tuning file.  [default: that of --tuning-file, or {_TUNING_FILE}]")
+def linear(
+    config: EngineConfig,
+    rows: tuple[int, ...],
+    layout_by: tuple[int, ...] | None,
+    margin: float,
+    rounds: int,
+    output: str | None,
+) -> None:
+    """Measure every kernel that could multiply by the matrices of MODEL, and write who is fastest when.
+
+    MODEL needs no weights: they are random, packed once for each layout, and no cache holds them. Kernels take turns.
+    What serves now stays unless another is faster by the margin. What FILE says of these matrices counts as what serves
+    now, and what it says of others stays in it. An engine reads it with --tuning-file FILE.
+    """
+    from hardpoint.bench.linear_tuning import tune_linears
+    from hardpoint.selection import TuningFile
+
+    decisive = layout_by or tuple(n for n in rows if n <= _DECODE_ROWS) or rows
+    if absent := [n for n in decisive if n not in rows]:
+        raise ConfigError(f"--layout-by {absent[0]}: it is none of --rows {','.join(map(str, rows))}")
+    if name := config.choices.get("linear"):
+        raise ConfigError(f"{name!r} was asked for as linear kernel, which leaves nothing to tune; leave that out")
+    path = Path(output or config.tuning_file or _TUNING_FILE)
+    check_writable("--output", str(path))
+    known = TuningFile.read(path) if path.exists() else TuningFile()
+    config = config.model_copy(update={"tuning_file": str(path) if path.exists() else None})
+    tuned = tune_linears(config, known, rows, decisive, margin / 100, rounds)
+    for measured, decision in tuned.decided:
+        _print_decision(measured, decision, tuned.roofline, decisive)
+    speed, rate = tuned.roofline.bytes_per_second / 1e9, tuned.roofline.flops_per_second / 1e12
+    click.echo(
+        f"bound: bytes of weight, input and output over {speed:,.1f} GB/s, which torch's sum reads, or operations over "
+        f"{rate:,.2f} TFLOP/s, which torch's bfloat16 matmul reaches, whatever takes longer"
+    )
+    if tuned.file == known:
+        click.echo(f"{path} stays as it is: no winner is another, and no time differs by more than {margin:g} %")
+        return
+    tuned.file.write(path)
+    click.echo(f"written to {path}; an engine reads it with --tuning-file {path}")
+
+
+def _print_decision(measured: Measured, decision: Decision, roofline: Roofline, decisive: Collection[int]) -> None:
+    """One workload: who won what, and why in this layout."""
+    from hardpoint.selection.decide import serving
+    from hardpoint.selection.tuning import written_us
+
+    workload = measured.plan.workload
+    assert isinstance(workload, LinearWorkload)
+    assert workload.in_features is not None
+    assert workload.out_features is not None
+    width, nbytes = workload.in_features + workload.out_features, measured.nbytes[decision.form.layout]
+    rows = []
+    for tokens, winner in decision.winners.items():
+        times = dict(measured.times[tokens])
+        seconds = times.pop(winner)
+        other = min((c for c in times if c.offer != winner.offer), key=lambda c: times[c], default=None)
+        bound = roofline.seconds(
+            nbytes + tokens * width * measured.itemsize, 2 * tokens * workload.in_features * workload.out_features
+        )
+        fastest = (other.name, written_us(times[other] * 1e6)) if other else (None, None)
+        before = serving(measured.plan, tokens).contribution.name
+        chosen = winner.name if before == winner.name else f"{winner.name} (was {before})"
+        own = (tokens, chosen, written_us(seconds * 1e6))
+        rows.append([*own, *fastest, written_us(bound * 1e6), f"{bound / seconds:.0%}"])
+    click.echo(workload.key())
+    print_table(["tokens", "chosen", "takes", "fastest other", "takes", "bound", "of bound"], rows)
+    means = [f"{form} {written_us(seconds * 1e6)}" for form, seconds in decision.seconds.items()]
+    click.echo(f"all in {decision.form}: geometric means of {','.join(map(str, decisive))} tokens: {', '.join(means)}")
+    if heavy := sorted(measured.heavy - {decision.form.layout}):
+        click.echo(f"not taken, as more memory than the weight as loaded: layout {', '.join(heavy)}")
+    click.echo()

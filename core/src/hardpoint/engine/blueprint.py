@@ -107,7 +107,9 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     for note in notes:
         logger.info(note)
     platform = choice.platform(choice.device, config.plugin_config.get(choice.plan.offer.plugin))
-    tuning = TuningFile.read(Path(config.tuning_file)).current(config.tuning_file) if config.tuning_file else None
+    tuning = None
+    if config.tuning_file:
+        tuning = TuningFile.read(Path(config.tuning_file)).for_engine(choice.device, config.tuning_file)
     selector = Selector(
         plugins,
         choice.device,

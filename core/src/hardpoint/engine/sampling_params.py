@@ -94,6 +94,14 @@ class SamplingParams:
             if count is not None and count > size:
                 raise RequestError(f"{name} must be at most the model's vocabulary of {size}, got {count}")
 
+    def of_completion(self, index: int, seed: int) -> SamplingParams:
+        """Those of one of ``n`` completions, seeded by ``seed`` of all. Prompt log-probabilities are the first's."""
+        own = object.__new__(SamplingParams)  # what is valid here is valid there, and checks take longer than all else
+        own.__dict__.update(self.__dict__, n=1, seed=derived_seed(seed, index))
+        if index:
+            own.__dict__["prompt_logprobs"] = None
+        return own
+
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """``stop`` as a tuple."""

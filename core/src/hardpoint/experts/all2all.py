@@ -18,9 +18,7 @@ _Sent = tuple[torch.Tensor, list[int], list[int]]
 
 
 class _AmongRanks(All2All):
-    """What they share: which experts are whose, and how many tokens each rank has."""
-
-    capturable = False
+    """What they share: which experts are whose."""
 
     def __init__(self, ctx: BuildContext, workload: All2AllWorkload) -> None:
         super().__init__(ctx, workload)
@@ -33,14 +31,14 @@ class _AmongRanks(All2All):
         local = ids - self._group.rank * self._num_own
         return torch.where((local >= 0) & (local < self._num_own), local, -1)
 
-    def _rows(self, x: torch.Tensor) -> list[int]:
-        """How many tokens each rank dispatches. The host waits for the device."""
-        counts: list[int] = self._group.all_gather(torch.tensor([x.shape[0]], device=x.device)).tolist()
-        return counts
-
 
 class AllGatherReduceScatter(_AmongRanks):
     """Every rank gets every token, and makes of it what its experts do; sums go back to whose token it is."""
+
+    _expected: Sequence[int] | None = None
+
+    def expect(self, rows: Sequence[int]) -> None:
+        self._expected = rows
 
     def dispatch(
         self, x: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor
@@ -54,6 +52,16 @@ class AllGatherReduceScatter(_AmongRanks):
     def combine(self, y: torch.Tensor, handle: object, out: torch.Tensor) -> None:
         rows = cast(DispatchHandle[list[int]], handle).take()
         out.copy_(self._sums(y, rows))
+
+    def _rows(self, x: torch.Tensor) -> list[int]:
+        """How many tokens each rank dispatches. Where that is not known, the host waits for the device."""
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            if expected[self._group.rank] != x.shape[0]:
+                raise RuntimeError(f"{expected[self._group.rank]} tokens were to be dispatched here, not {x.shape[0]}")
+            return list(expected)
+        counts: list[int] = self._group.all_gather(torch.tensor([x.shape[0]], device=x.device)).tolist()
+        return counts
 
     def _gather(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         return self._group.all_gather(x.contiguous(), rows)
@@ -80,7 +88,12 @@ class NaiveAll2All(AllGatherReduceScatter):
 
 
 class AllToAll(_AmongRanks):
-    """A token goes once to each rank that has experts of it. Sums are taken in the order of the ranks."""
+    """A token goes once to each rank that has experts of it. Sums are taken in the order of the ranks.
+
+    How many go where is decided by their experts: the host waits for the device.
+    """
+
+    capturable = False
 
     def dispatch(
         self, x: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor

@@ -95,6 +95,10 @@ _VARIANTS = {
     "decode 4 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_stages=4)),
     "decode 8 KiB": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=4)),
     "decode 8 KiB, 2 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_warps=2)),
+    "decode 8 KiB, 3 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192)),
+    "decode 8 KiB, 6 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=6)),
+    "decode 2 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_warps=2)),
+    "decode 2 warps, 2 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_warps=2, num_stages=2)),
     "decode 32 KiB, 2 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=32768, num_stages=2)),
     "decode 32 KiB, 8 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=32768, num_warps=8)),
     "decode over 128": replace(_DEFAULT, programs=128),
@@ -327,6 +331,24 @@ class TritonAttention(AttentionBackend):
             k_scales, v_scales = cache["k_scale"], cache["v_scale"]
         stride = 0 if k_scales is None else k_scales.stride(0)
         return cache["k"], cache["v"], k_scales, v_scales, cache["k"].stride(0), stride
+
+
+class FewDecodes(TritonAttention):
+    """For no more decodes than a device has multiprocessors: each program has more on its way, 128 KiB of it."""
+
+    tuning: ClassVar[Tuning] = Tuning(decode=Tiles(rows=32, key_bytes=16384, num_warps=4, num_stages=4))
+
+
+class ManyDecodes(TritonAttention):
+    """For more decodes: smaller tiles, so that more programs share a multiprocessor and their ends do not show."""
+
+    tuning: ClassVar[Tuning] = Tuning(decode=Tiles(rows=32, key_bytes=8192, num_warps=4, num_stages=4))
+
+
+class VeryManyDecodes(TritonAttention):
+    """For hundreds of them."""
+
+    tuning: ClassVar[Tuning] = Tuning(decode=Tiles(rows=32, key_bytes=8192, num_warps=2, num_stages=3))
 
 
 class TritonQuantizedCacheAttention(TritonAttention):

@@ -3,8 +3,9 @@
 One program takes one split of one request, for query heads that share a KV head. How a batch is cut, each program finds
 in the sequence lengths, so the grid follows from the number of requests alone: contexts are cut so that all of
 them together make about ``SPLITS`` splits for each block of heads, none shorter than ``MIN_CHUNK`` tokens, and requests
-shorter than two of those stay whole. The first ``SPLITS`` places of the grid are for splits, whatever requests they
-belong to, and the rest for a whole request each. Places that nothing falls to leave at once.
+shorter than two of those stay whole. The first N places of the grid are for a whole request each, and the ``SPLITS``
+places behind them for splits, whatever requests they belong to. Places that nothing falls to leave at once; where there
+are many, they are the last ones, which hold nobody up.
 
 Splits are merged by the program that comes last, which it sees from a counter that it sets back to zero: no second
 kernel is launched.
@@ -67,7 +68,7 @@ def decode_attention(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: (``SPLITS`` + N) x blocks of heads. ``SCALES``: "none", "static" or "token".
+    """Grid: (N + ``SPLITS``) x blocks of heads. ``SCALES``: "none", "static" or "token".
 
     ``partial`` float32 [SPLITS, H, D] and then [SPLITS, H, 2]: each split's sum of values, its highest score and sum of
     weights. ``counters`` int32 [SPLITS, blocks of heads], zero before and after.
@@ -84,10 +85,12 @@ def decode_attention(
         tokens += tl.sum(num_read(lengths, WINDOW, CHUNK))
     chunk = tl.maximum(MIN_CHUNK, tl.cdiv(tokens, SPLITS))
 
-    request = place - SPLITS
+    is_split = place >= num_requests
+    request = place
     split = place * 0
     first_place = place * 0
-    if place < SPLITS:
+    if is_split:
+        place -= num_requests
         request = place * 0 - 1
         taken = place * 0
         for start in range(0, num_requests, SCAN):
@@ -108,7 +111,7 @@ def decode_attention(
     splits = _num_splits(count, chunk, MOST_SPLITS, BLOCK_N)
     begin = seq_len - count
     end = seq_len
-    if place < SPLITS:
+    if is_split:
         length = _split_length(count, splits, BLOCK_N)
         begin += split * length
         end = tl.minimum(begin + length, seq_len)
@@ -174,7 +177,7 @@ def decode_attention(
     if SCALES == "token":
         value_factor = 1.0 / AMPLITUDE
     out += request.to(tl.int64) * out_token_stride
-    if place >= SPLITS:
+    if not is_split:
         if sinks is not None:
             accumulated, total = _with_sink(accumulated, total, highest, sinks + heads, real)
         result = accumulated * (value_factor / total)[:, None]

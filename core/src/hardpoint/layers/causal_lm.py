@@ -23,8 +23,9 @@ class DecoderStack(PluggableLayer, name="decoder_stack"):
     def __init__(self, ctx: Context, args: tuple[BlockArgs, ...]) -> None:
         super().__init__(ctx)
         blocks = [DecoderBlock(ctx.child(f"blocks.{i}"), block) for i, block in enumerate(args)]
-        for i, (block, following) in enumerate(pairwise(blocks), 1):
-            sum_later(ctx.child(f"blocks.{i}"), block, following)
+        if type(self).forward is DecoderStack.forward:  # another may read what blocks return
+            for i, (block, following) in enumerate(pairwise(blocks), 1):
+                sum_later(ctx.child(f"blocks.{i}"), block, following)
         self.blocks = nn.ModuleList(blocks)
 
     def leave_summand(self) -> bool:

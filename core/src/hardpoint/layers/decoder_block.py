@@ -27,7 +27,8 @@ class DecoderBlock(PluggableLayer, name="decoder_block"):
         self.attention = attention
         self.mlp_norm = Norm(ctx.child("mlp_norm"), replace(args.norm, spec=mlp.input_spec))
         self.mlp = mlp
-        sum_later(ctx.child("mlp_norm"), attention, self.mlp_norm)
+        if type(self).forward is DecoderBlock.forward:  # another may read what attention returns
+            sum_later(ctx.child("mlp_norm"), attention, self.mlp_norm)
 
     def leave_summand(self) -> bool:
         return self.mlp.leave_summand()

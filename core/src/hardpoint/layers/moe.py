@@ -98,6 +98,7 @@ class Experts(PluggableLayer):
         super().__init__(ctx)
         self.dtype, self._resources = dtype_name(ctx.dtype), ctx.resources
         self._total, ep = args.router.num_experts, ctx.parallel.ep
+        self._num_ranks = ep.size
         if self._total % ep.size:
             raise ConfigError(
                 f"--expert-parallel-size {ep.size}: the model's {self._total} experts do not divide among as many "
@@ -185,12 +186,17 @@ class Experts(PluggableLayer):
         place = next(i for i, most in enumerate(self._limits) if most is None or tokens <= most)
         workspace = self._resources.get(_WORKSPACE)[: self._scratch[place]]
         run, w = self._around[place].run, self.weights
-        parts = -(-tokens // self._most_tokens)
+        parts, shares = -(-tokens // self._most_tokens), _shares(tokens, self._num_ranks)
         if parts <= 1:
+            self._all2all.expect(shares)
             return run(x, ids, weights, w, workspace)
         # Padded to more than there is scratch memory for. There are as many parts on every rank.
         pieces = zip(x.tensor_split(parts), ids.tensor_split(parts), weights.tensor_split(parts), strict=True)
-        return torch.cat([run(*piece, w, workspace) for piece in pieces])
+        done = []
+        for number, piece in enumerate(pieces):
+            self._all2all.expect([share // parts + (number < share % parts) for share in shares])
+            done.append(run(*piece, w, workspace))
+        return torch.cat(done)
 
 
 def slicing_group(ctx: Context) -> RankGroup:

@@ -20,7 +20,7 @@ import torch
 from hardpoint.dtypes import dtype_name
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.plugins.blame import blame, misbehaved
-from hardpoint_plugin_api import GroupMember, OpWorkload, PluginLoadError
+from hardpoint_plugin_api import Feature, GroupMember, OpWorkload, PluginLoadError
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -92,7 +92,8 @@ class CustomOp(Generic[P, R]):
         Raises SelectionError or PluginLoadError, each with every reason.
         """
         if self.sums is not None:
-            workload = {"parallel": "tp", "ranks": ctx.parallel.tp.size, **workload}
+            apart = frozenset(() if ctx.parallel.on_one_host else {Feature.SEVERAL_HOSTS})
+            workload = {"parallel": "tp", "ranks": ctx.parallel.tp.size, "features": apart, **workload}
         wanted = OpWorkload(of=self.name, **{"dtype": dtype_name(ctx.dtype), **workload})
         plan = ctx.select(wanted)
         functions = [self._functional(ctx, entry.offer, plan.workload, parts or {}) for entry in plan.entries]

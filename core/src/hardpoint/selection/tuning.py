@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _KEYS = ("device", "family", "of", "workload", "name")
 _OPTIONAL = ("tokens", "versions", "measured")
 
+_ANY = TokensRequirement()
+
 Key = tuple[str, str, str | None, str]
 """Device, family, of, workload."""
 
@@ -42,7 +44,7 @@ class Verdict:
     """Who was fastest in some steps. ``measured`` holds microseconds by candidate, by a step's number of tokens."""
 
     name: str
-    tokens: TokensRequirement = TokensRequirement()
+    tokens: TokensRequirement = _ANY
     measured: Mapping[int, Mapping[str, float]] = field(default_factory=dict, hash=False)
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -56,7 +58,8 @@ class Verdict:
         if not times:
             return own
         other = min(times, key=lambda name: (times[name], name))
-        return f"{own}, next best {other} {written_us(times[other])}"
+        beside = "next best" if times[other] >= self.measured[tokens][self.name] else "though faster is"
+        return f"{own}, {beside} {other} {written_us(times[other])}"
 
     def against(self, loser: str) -> str | None:
         """The same beside one that lost, with the fewest tokens that both were measured with."""
@@ -73,7 +76,7 @@ class Verdict:
         entry: dict[str, object] = {"device": device, "family": family, "of": of, "workload": workload}
         entry["name"] = self.name
         tokens = {"min": self.tokens.min, "max": self.tokens.max, "phase": self.tokens.phase}
-        if self.tokens != TokensRequirement():
+        if self.tokens != _ANY:
             entry["tokens"] = {name: value for name, value in tokens.items() if value is not None}
         if self.versions:
             entry["versions"] = dict(sorted(self.versions.items()))
@@ -121,20 +124,24 @@ class TuningFile:
         except OSError as error:
             raise ConfigError(f"tuning file {path}: cannot be written: {error.strerror}") from error
 
-    def current(self, path: str) -> TuningFile:
-        """What was measured with the versions that are installed; a warning says of what else is left aside."""
+    def for_engine(self, device: DeviceInfo, path: str) -> TuningFile:
+        """What was measured on ``device``, with the versions that are installed; warnings say what is left aside."""
+        winners = {key: verdicts for key, verdicts in self.winners.items() if key[0] == device.name}
+        if self.winners and not winners:
+            others = ", ".join(sorted({key[0] for key in self.winners}))
+            logger.warning("tuning file %s holds nothing of this device, %s, but of: %s", path, device.name, others)
         stale = {
             f"{name} {version}"
-            for verdicts in self.winners.values()
+            for verdicts in winners.values()
             for verdict in verdicts
             for name, version in verdict.versions.items()
             if _installed(name) != version
         }
         if not stale:
-            return self
+            return TuningFile(winners)
         kept = {
             key: tuple(v for v in verdicts if not any(_installed(n) != version for n, version in v.versions.items()))
-            for key, verdicts in self.winners.items()
+            for key, verdicts in winners.items()
         }
         logger.warning(
             "tuning file %s: what was measured with %s is left aside, since something else is installed now; "
@@ -152,7 +159,7 @@ class TuningFile:
         found = self.winners.get((device.name, workload.family, workload.of, workload.key()), ())
         if Feature.BATCH_INVARIANT not in workload.features:
             return found
-        return tuple(verdict for verdict in found if verdict.tokens == TokensRequirement())
+        return tuple(verdict for verdict in found if verdict.tokens == _ANY)
 
 
 def _installed(distribution: str) -> str | None:
@@ -172,7 +179,7 @@ def _parse(entry: object, where: str) -> tuple[Key, Verdict]:
     device, family, of, workload, name = texts.values()
     if family not in FAMILIES:
         raise ConfigError(f"{where}: unknown family {family!r}")
-    tokens = TokensRequirement()
+    tokens = _ANY
     if "tokens" in entry:
         try:
             tokens = cast(TokensRequirement, parse_requirement({"tokens": entry["tokens"]}, FAMILIES[family], where))

@@ -172,14 +172,6 @@ inline Ints lane_numbers() {
     return lanes;
 }
 
-inline float lanes_sum(Floats v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_ps(bits_as<__m512>(v));
-#else
-    return sum(v);
-#endif
-}
-
 inline float lanes_largest(Floats v) {  // NaN does not count
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps(bits_as<__m512>(v));

@@ -32,7 +32,7 @@ inline void store_sums(float* to, const Floats (&v)[4]) {
 #endif
 template <int count>
 inline void store_sums(float* to, const Floats (&v)[count]) {
-    for (int i = 0; i < count; ++i) to[i] = lanes_sum(v[i]);
+    for (int i = 0; i < count; ++i) to[i] = sum(v[i]);
 }
 
 // scores[query][key] of `queries` rows of q, padded with zeros, and kDotKeys keys.
@@ -284,7 +284,7 @@ struct Decode : Splits {
                 store(weights + query * kDecodeKeys + v * kLanes, scores[v]);
             }
             shrink[query] = largest == most[query] ? 1.0f : std::exp(most[query] - largest);
-            totals[query] = totals[query] * shrink[query] + lanes_sum(total);
+            totals[query] = totals[query] * shrink[query] + sum(total);
             most[query] = largest;
         }
     }

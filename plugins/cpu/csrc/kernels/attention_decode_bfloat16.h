@@ -361,7 +361,7 @@ class PairedDecode {
         Floats top = before;
         for (std::int64_t v = 0; v < vectors; ++v) {
             Floats score = scores[v];
-            if constexpr (kIsScaled<Element>) score *= four(key_scales + 4 * v);
+            if constexpr (kIsScaled<Element>) score *= load_four(key_scales + 4 * v);
             score *= scale;
             if (soft_cap != 0.0f) score = soft_cap * hyperbolic_tangent(score / soft_cap);
             if (a_.slopes) {
@@ -385,7 +385,7 @@ class PairedDecode {
                 if (key + 4 > count) weight[i] = there ? weight[i] : Floats{};
                 total += weight[i];
                 if constexpr (kIsScaled<Element>) {
-                    weight[i] *= four(value_scales + key);
+                    weight[i] *= load_four(value_scales + key);
                     if (key + 4 > count) weight[i] = there ? weight[i] : Floats{};
                 }
             }
@@ -397,8 +397,6 @@ class PairedDecode {
         store(totals, load(totals) * factor + quarter_total(total));
         store(most, top);
     }
-
-    static Floats four(const float* from) { return bits_as<Floats>(_mm512_broadcast_f32x4(_mm_loadu_ps(from))); }
 
     const Attention& a_;
     const std::int64_t request_, group_, blocks_, padded_, width_, all_;  // all_: rows of queries, some of them padding

@@ -295,7 +295,7 @@ struct PrefillTile {
             store(weights + v * kLanes, weight);
         }
         shrink[i] = largest == most[row] ? 1.0f : std::exp(most[row] - largest);
-        totals[row] = totals[row] * shrink[i] + lanes_sum(total);
+        totals[row] = totals[row] * shrink[i] + sum(total);
         most[row] = largest;
     }
 };

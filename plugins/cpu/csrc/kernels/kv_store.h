@@ -103,10 +103,6 @@ inline Floats small_float_to_floats(Bytes bytes) {
 
 inline Floats load(const float8_e4m3fn* from) { return small_float_to_floats<float8_e4m3fn>(load_raw<Bytes>(from)); }
 inline Floats load(const float8_e5m2* from) { return small_float_to_floats<float8_e5m2>(load_raw<Bytes>(from)); }
-inline Floats load(const std::int8_t* from) {
-    const auto signs_on_top = bits_as<Ints>(widen(load_raw<Bytes>(from)) << 24);
-    return __builtin_convertvector(signs_on_top >> 24, Floats);
-}
 
 inline void store(float8_e4m3fn* to, Floats v) {
     const Bytes bytes = round_to_small_float<float8_e4m3fn>(v);

@@ -14,8 +14,9 @@
 namespace hardpoint::HARDPOINT_LEVEL {
 
 constexpr int kNibbleColumns = 8;  // in a step
+constexpr int kStepBytes = kNibbleColumns * kPanelRows / 2;
 constexpr int kNibbleZero = 8;
-constexpr std::int64_t kNibblePanels = 2 * kTilePanels;
+constexpr std::int64_t kNibblePanels = 4 * kTilePanels;  // as many bytes as of int8
 
 // Nibbles are multiplied as they come for tiles of at most so many rows of x, with fewer rows several panels at a time:
 // each sum waits for its last product, so there must be some. For a block of more rows than kMostNibbleRows they become
@@ -98,74 +99,84 @@ void widen_nibbles(const Nibbles<S>& w, std::int64_t p, std::int64_t first, std:
     }
 }
 
-// sums[r][p] += x[r] times panel p, over the columns of group g, where x points; `x_sums` are the sums of x's rows
-// there.
-template <int rows, int panels, typename T, typename S>
-inline void multiply_group(
-    Sums (&sums)[rows][panels], const T* const (&x)[rows], const float (&x_sums)[rows], const Nibbles<S>& w,
-    std::int64_t first_panel, std::int64_t g
+// Each x[r] times `steps` steps of a panel, of codes less 8.
+template <int rows, typename T>
+inline void multiply_steps(
+    Sums (&sums)[rows], const T* const (&x)[rows], const std::uint8_t* step, std::int64_t steps
 ) {
-    const std::int64_t steps = w.group / kNibbleColumns, panel_stride = nibble_panel_size(w.k);
-    const std::uint8_t* from = w.panel(first_panel) + g * steps * 4 * kPanelRows;
-#if defined(__AVX512BF16__)
-    constexpr bool is_bfloat16 = std::is_same_v<T, bfloat16>;
-#else
-    constexpr bool is_bfloat16 = false;
-#endif
-    Sums group_sums[rows][panels] = {};
-    for (std::int64_t s = 0; s < steps; ++s) {
-        for (int p = 0; p < panels; ++p) {
-            const std::uint8_t* step = from + p * panel_stride + s * 4 * kPanelRows;
-            fetch(step);
-            if constexpr (is_bfloat16) {
-#if defined(__AVX512BF16__)
-                // (code - 8) as bfloat16, twice, since the index has a fifth bit, the next nibble's lowest.
-                alignas(64) static constexpr std::uint16_t table[32] = {
-                    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
-                    0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-                    0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0
-                };
-                const auto numbers = load_raw<__m512i>(table);
-                auto words = load_raw<__m512i>(step);
-                for (int i = 0; i < kNibbleColumns / 2; ++i) {
-                    const auto column = bits_as<__m512bh>(_mm512_permutexvar_epi16(words, numbers));
-                    for (int r = 0; r < rows; ++r) {
-                        const int pair = load_raw<int>(x[r] + s * kNibbleColumns + 2 * i);
-                        group_sums[r][p].v[0] = bits_as<Floats>(_mm512_dpbf16_ps(
-                            bits_as<__m512>(group_sums[r][p].v[0]), bits_as<__m512bh>(_mm512_set1_epi32(pair)), column
-                        ));
-                    }
-                    words = _mm512_srli_epi16(words, 4);
+    Floats acc[rows][kVectors];
+    for (int r = 0; r < rows; ++r) {
+        for (int j = 0; j < kVectors; ++j) acc[r][j] = Floats{};
+    }
+    for (std::int64_t s = 0; s < steps; ++s, step += kStepBytes) {
+        fetch<kFetchAheadInOrder>(step);
+        for (int j = 0; j < kVectors; ++j) {
+            auto words = load_raw<Words>(step + j * HARDPOINT_VECTOR_BYTES);
+            for (int i = 0; i < kNibbleColumns / 2; ++i) {
+                const Floats even = __builtin_convertvector(bits_as<Ints>(words & 0xf) - kNibbleZero, Floats);
+                const Floats odd = __builtin_convertvector(bits_as<Ints>(words >> 16 & 0xf) - kNibbleZero, Floats);
+                for (int r = 0; r < rows; ++r) {
+                    const T* pair = x[r] + s * kNibbleColumns + 2 * i;
+                    acc[r][j] += even * to_float(pair[0]);
+                    acc[r][j] += odd * to_float(pair[1]);
                 }
-#endif
-            } else {
-                for (int j = 0; j < kVectors; ++j) {
-                    auto words = load_raw<Words>(step + j * HARDPOINT_VECTOR_BYTES);
-                    for (int i = 0; i < kNibbleColumns / 2; ++i) {
-                        const Floats even = __builtin_convertvector(bits_as<Ints>(words & 0xf) - kNibbleZero, Floats);
-                        const Floats odd =
-                            __builtin_convertvector(bits_as<Ints>(words >> 16 & 0xf) - kNibbleZero, Floats);
-                        for (int r = 0; r < rows; ++r) {
-                            const T* pair = x[r] + s * kNibbleColumns + 2 * i;
-                            group_sums[r][p].v[j] += even * to_float(pair[0]);
-                            group_sums[r][p].v[j] += odd * to_float(pair[1]);
-                        }
-                        words >>= 4;
-                    }
-                }
+                words >>= 4;
             }
         }
     }
-    for (int p = 0; p < panels; ++p) {
-        const NibbleGroup<S> group = w.of_group(first_panel + p, g);
-        for (int j = 0; j < kVectors; ++j) {
-            const Floats scale = group.scale(j), shift = static_cast<float>(kNibbleZero) - group.zero(j);
-            for (int r = 0; r < rows; ++r) {
-                sums[r][p].v[j] += scale * (group_sums[r][p].v[j] + shift * x_sums[r]);
-            }
-        }
+    for (int r = 0; r < rows; ++r) {
+        for (int j = 0; j < kVectors; ++j) sums[r].v[j] = acc[r][j];
     }
 }
+
+#if defined(__AVX512BF16__)
+// A sum waits for its last product, so each row has several, `chains`: whole steps of them, or a part of one.
+template <int rows, int chains>
+inline void multiply_in_chains(
+    Sums (&sums)[rows], const bfloat16* const (&x)[rows], const std::uint8_t* step, std::int64_t steps
+) {
+    // (code - 8) as bfloat16, twice, since the index has a fifth bit, the next nibble's lowest.
+    alignas(64) static constexpr std::uint16_t table[32] = {
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+        0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0
+    };
+    const auto numbers = load_raw<__m512i>(table);
+    constexpr int pairs = kNibbleColumns / 2, together = std::max(1, chains / pairs);
+    __m512 acc[rows][chains];
+    unrolled<rows * chains>([&](auto i) { acc[i / chains][i % chains] = _mm512_setzero_ps(); });
+    for (std::int64_t s = 0; s < steps; s += together) {
+        unrolled<together>([&](auto t) {
+            const std::uint8_t* from = step + (s + t) * kStepBytes;
+            fetch<kFetchAheadInOrder>(from);
+            auto words = load_raw<__m512i>(from);
+            unrolled<pairs>([&](auto i) {
+                const auto column = bits_as<__m512bh>(_mm512_permutexvar_epi16(words, numbers));
+                words = _mm512_srli_epi16(words, 4);
+                unrolled<rows>([&](auto r) {
+                    const auto pair = _mm512_set1_epi32(load_raw<int>(x[r] + (s + t) * kNibbleColumns + 2 * i));
+                    __m512& sum = acc[r][(t * pairs + i) % chains];
+                    sum = _mm512_dpbf16_ps(sum, column, bits_as<__m512bh>(pair));
+                });
+            });
+        });
+    }
+    unrolled<rows>([&](auto r) {
+        __m512 sum = acc[r][0];
+        unrolled<chains - 1>([&](auto c) { sum += acc[r][c + 1]; });
+        sums[r].v[0] = bits_as<Floats>(sum);
+    });
+}
+
+template <int rows>
+inline void multiply_steps(
+    Sums (&sums)[rows], const bfloat16* const (&x)[rows], const std::uint8_t* step, std::int64_t steps
+) {
+    if (rows == 1 && steps % 2 == 0) return multiply_in_chains<rows, kNibbleColumns>(sums, x, step, steps);
+    constexpr int most = kNibbleColumns / 2;
+    return multiply_in_chains<rows, rows <= 4 ? most : most / 2>(sums, x, step, steps);
+}
+#endif
 
 // A weight [N, K] of nibbles; see LinearInt4 for `alike`.
 template <typename T, typename S>
@@ -204,35 +215,36 @@ struct NibbleWeight {
     void multiply_few(const Block& block, const Row& row, const Finish& finish) const {
         const T* x[rows];
         for (int r = 0; r < rows; ++r) x[r] = row(block.first_row + r);
-        const float* sums = w.zeros ? sums_of_groups(x) : nullptr;
-        constexpr int kWide = rows <= 2 ? 4 : 2 * rows <= kNibbleRows ? 2 : 1;
-        std::int64_t first = 0;
-        for (; first + kWide <= block.panels; first += kWide) {
-            multiply_panels<rows, kWide>(block.first_row, block.first_panel + first, x, sums, finish);
-        }
-        for (; first < block.panels; ++first) {
-            multiply_panels<rows, 1>(block.first_row, block.first_panel + first, x, sums, finish);
+        const float* x_sums = w.zeros ? sums_of_groups(x) : nullptr;
+        for (std::int64_t p = block.first_panel; p < block.first_panel + block.panels; ++p) {
+            multiply_panel<rows>(block.first_row, p, x, x_sums, finish);
         }
     }
 
-    template <int rows, int panels, typename Finish>
-    void multiply_panels(
+    // `x_sums` are those of x's rows over each group of columns, null where all zero points are 8.
+    template <int rows, typename Finish>
+    void multiply_panel(
         std::int64_t first_row, std::int64_t panel, const T* const (&x)[rows], const float* x_sums, const Finish& finish
     ) const {
-        const std::int64_t groups = w.k / w.group;
-        Sums sums[rows][panels] = {};
+        const std::int64_t groups = w.k / w.group, steps = w.group / kNibbleColumns;
+        Sums sums[rows];
+        for (int r = 0; r < rows; ++r) sums[r] = Sums{};
         for (std::int64_t g = 0; g < groups; ++g) {
-            float of_group[rows] = {};
             const T* from[rows];
-            for (int r = 0; r < rows; ++r) {
-                from[r] = x[r] + g * w.group;
-                if (x_sums) of_group[r] = x_sums[r * groups + g];
+            for (int r = 0; r < rows; ++r) from[r] = x[r] + g * w.group;
+            Sums products[rows];
+            multiply_steps<rows>(products, from, w.panel(panel) + g * steps * kStepBytes, steps);
+            const NibbleGroup<S> group = w.of_group(panel, g);
+            for (int j = 0; j < kVectors; ++j) {
+                const Floats scale = group.scale(j);
+                if (x_sums) {
+                    const Floats shift = static_cast<float>(kNibbleZero) - group.zero(j);
+                    for (int r = 0; r < rows; ++r) products[r].v[j] += shift * x_sums[r * groups + g];
+                }
+                for (int r = 0; r < rows; ++r) sums[r].v[j] += scale * products[r].v[j];
             }
-            multiply_group<rows, panels>(sums, from, of_group, w, panel, g);
         }
-        for (int r = 0; r < rows; ++r) {
-            for (int p = 0; p < panels; ++p) finish(first_row + r, sums[r][p], (panel + p) * kPanelRows);
-        }
+        for (int r = 0; r < rows; ++r) finish(first_row + r, sums[r], panel * kPanelRows);
     }
 
     // The sums of x's rows over each group of columns, [rows, groups].

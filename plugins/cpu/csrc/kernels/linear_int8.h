@@ -14,7 +14,7 @@ namespace hardpoint::HARDPOINT_LEVEL {
 constexpr int kBytesInGroup = 4;
 constexpr int kOffset = 128;
 
-// Panels in a chunk: some 64 KiB where K is 1024.
+// Panels in a chunk: 128 KiB where K is 1024.
 constexpr std::int64_t kBytePanels = 2 * kTilePanels;
 
 inline std::int64_t byte_panel_size(std::int64_t k) { return ceil_div(k, kBytesInGroup) * kBytesInGroup * kPanelRows; }
@@ -199,6 +199,7 @@ template <typename T>
 inline void widen_bytes(const std::int8_t* panel, std::int64_t first, std::int64_t columns, T* to) {
     const std::int8_t* from = panel + first * kPanelRows;
     for (std::int64_t c = 0; c < columns; c += kBytesInGroup) {
+        fetch(from + c * kPanelRows);
         for (int j = 0; j < kVectors; ++j) {
             const auto four = load_raw<Ints>(from + c * kPanelRows + j * HARDPOINT_VECTOR_BYTES);
             Floats numbers[kBytesInGroup];  // of kLanes rows each
@@ -219,6 +220,55 @@ inline void widen_bytes(const std::int8_t* panel, std::int64_t first, std::int64
     }
 }
 
+// For so many rows of x bytes become numbers in registers, as many as hold the sums; for more, or `alike`, in memory.
+#if defined(__AVX512F__)
+constexpr int kByteRows = 4;
+#elif defined(__AVX2__)
+constexpr int kByteRows = 1;
+#else
+constexpr int kByteRows = 0;
+#endif
+
+// Columns that become numbers in memory at a time for a few rows of x: these stay in the first-level cache.
+constexpr std::int64_t kFewRows = 32, kFewColumns = 128;
+
+// Each x[r] times `groups` groups of a panel's columns.
+template <int rows>
+inline void multiply_as_floats(
+    Sums (&sums)[rows], const float* const (&x)[rows], const std::int8_t* panel, std::int64_t groups
+) {
+    // A vector has a group of columns of each of some rows of the panel. A sum waits for its last product, so one row of
+    // x has two for each.
+    constexpr int parts = kPanelRows * kBytesInGroup / kLanes, together = rows == 1 && kLanes == 16 ? 2 : 1;
+    Floats acc[rows][together][parts];
+    unrolled<rows * together * parts>([&](auto i) {
+        acc[i / (together * parts)][i / parts % together][i % parts] = Floats{};
+    });
+    const auto add = [&](auto t, std::int64_t g) __attribute__((always_inline)) {
+        const std::int8_t* from = panel + g * kBytesInGroup * kPanelRows;
+        fetch<kFetchAheadInOrder>(from);
+        unrolled<parts>([&](auto part) {
+            const Floats w = load(from + part * kLanes);
+            unrolled<rows>([&](auto r) { acc[r][t][part] += load_four(x[r] + g * kBytesInGroup) * w; });
+        });
+    };
+    std::int64_t g = 0;
+    for (; g + together <= groups; g += together) unrolled<together>([&](auto t) { add(t, g + t); });
+    for (; g < groups; ++g) add(std::integral_constant<int, 0>{}, g);
+    unrolled<rows>([&](auto r) {
+        float products[kPanelRows][kBytesInGroup], totals[kPanelRows];
+        unrolled<parts>([&](auto part) {
+            Floats of_part = acc[r][0][part];
+            if constexpr (together == 2) of_part += acc[r][1][part];
+            store(&products[part * kLanes / kBytesInGroup][0], of_part);
+        });
+        for (int i = 0; i < kPanelRows; ++i) {
+            totals[i] = (products[i][0] + products[i][1]) + (products[i][2] + products[i][3]);
+        }
+        for (int j = 0; j < kVectors; ++j) sums[r].v[j] = load(totals + j * kLanes);
+    });
+}
+
 // A weight as PackInt8 leaves it, for activations as they are. int8 elements are exact in every T, so they are widened,
 // multiplied as plain numbers, and scaled in the end.
 template <typename T>
@@ -231,7 +281,14 @@ struct WideByteWeight {
 
     template <typename Row, typename Finish>
     void multiply(const Block& block, const Row& row, const Finish& finish) const {
-        const std::int64_t step = std::min(k, kBlockColumns),
+        if constexpr (kByteRows > 0) {
+            if (block.rows <= kByteRows && !alike) {
+                return with_constant<kByteRows>(block.rows, [&](auto rows) {
+                    multiply_few<decltype(rows)::value>(block, row, finish);
+                });
+            }
+        }
+        const std::int64_t step = std::min(k, block.rows <= kFewRows ? kFewColumns : kBlockColumns),
                            stride = ceil_div(step, kGroup<T>) * kGroup<T> * kPanelRows;
         T* wide = scratch<T>(block.panels * stride);
         const auto give = [&](std::int64_t first, std::int64_t columns) {
@@ -241,9 +298,41 @@ struct WideByteWeight {
             return Panels<T>{wide, stride};
         };
         multiply_block<T>(block, k, step, alike, give, row, [&](std::int64_t i, Sums sums, std::int64_t column) {
-            for (int j = 0; j < kVectors; ++j) sums.v[j] *= load(scales + column + j * kLanes);
-            finish(i, sums, column);
+            finish(i, scaled(sums, column), column);
         });
+    }
+
+  private:
+    template <int rows, typename Row, typename Finish>
+    void multiply_few(const Block& block, const Row& row, const Finish& finish) const {
+        const std::int64_t groups = ceil_div(k, kBytesInGroup);
+        float* wide = scratch<float>(rows * groups * kBytesInGroup);
+        const float* x[rows];
+        for (int r = 0; r < rows; ++r) {
+            float* to = wide + r * groups * kBytesInGroup;
+            widen_row(row(block.first_row + r), to, groups * kBytesInGroup);
+            x[r] = to;
+        }
+        for (std::int64_t p = block.first_panel; p < block.first_panel + block.panels; ++p) {
+            Sums sums[rows];
+            multiply_as_floats<rows>(sums, x, panels + p * byte_panel_size(k), groups);
+            for (int r = 0; r < rows; ++r) {
+                finish(block.first_row + r, scaled(sums[r], p * kPanelRows), p * kPanelRows);
+            }
+        }
+    }
+
+    // K numbers as floats, zeros behind them.
+    void widen_row(const T* from, float* to, std::int64_t padded) const {
+        std::int64_t i = 0;
+        for (; i + kLanes <= k; i += kLanes) store(to + i, load(from + i));
+        for (; i < k; ++i) to[i] = to_float(from[i]);
+        for (; i < padded; ++i) to[i] = 0.0f;
+    }
+
+    Sums scaled(Sums sums, std::int64_t column) const {
+        for (int j = 0; j < kVectors; ++j) sums.v[j] *= load(scales + column + j * kLanes);
+        return sums;
     }
 };
 

@@ -2,7 +2,11 @@
 
 namespace hardpoint::HARDPOINT_LEVEL {
 
-static constexpr Kernel kernels[] = {kernel<TakeRows>("take_rows"), kernel<SlotMapping>("slot_mapping")};
+static constexpr Kernel kernels[] = {
+    kernel<TakeRows>("take_rows"),
+    kernel<SlotMapping>("slot_mapping"),
+    kernel<DecodeInputs>("decode_inputs"),
+};
 extern const Family step_inputs_family = family(kernels);
 
 }  // namespace hardpoint::HARDPOINT_LEVEL

@@ -48,4 +48,43 @@ struct SlotMapping {
     }
 };
 
+// See the op decode_inputs: rows [3 + G, N], of slots, lengths, tokens and each group's new pages. Strides count
+// elements: of a group, of a row, or of a slot of the block tables.
+struct DecodeInputs {
+    static constexpr char signature[] = "pppppppppiiiiiiiiii";
+    const std::int32_t* rows;
+    const std::int64_t* last_tokens;
+    std::int32_t* tables;
+    std::int64_t *ids, *positions, *slots;
+    std::int32_t *seq_lens, *step_tables, *mapping;
+    std::int64_t count, groups, width, block;
+    std::int64_t rows_stride, tables_group_stride, table_stride, step_group_stride, step_stride, mapping_stride;
+
+    static constexpr std::int32_t kLastDrawn = -1, kNullPage = 0;
+
+    std::int64_t per_chunk() const { return rows_per_chunk(std::max<std::int64_t>(1, groups * width)); }
+    std::int64_t chunks() const { return ceil_div(count, per_chunk()); }
+    void run(std::int64_t chunk) const {
+        const Rows mine(chunk, per_chunk(), count);
+        for (auto row = mine.first; row < mine.last; ++row) {
+            const std::int32_t slot = rows[row], length = rows[rows_stride + row], token = rows[2 * rows_stride + row];
+            const std::int64_t position = length - 1, page = position / block;
+            ids[row] = token == kLastDrawn ? last_tokens[slot] : token;
+            positions[row] = position;
+            slots[row] = slot;
+            seq_lens[row] = length;
+            for (std::int64_t group = 0; group < groups; ++group) {
+                std::int32_t* table = tables + group * tables_group_stride + slot * table_stride;
+                // Padding, whose slot may stand several times, has no new page: nothing is written where others read.
+                const std::int32_t begins = rows[(3 + group) * rows_stride + row];
+                if (begins != kNullPage) table[page] = begins;
+                const std::int64_t at = table[page] * block + position % block;
+                mapping[group * mapping_stride + row] = static_cast<std::int32_t>(at);
+                std::int32_t* to = step_tables + group * step_group_stride + row * step_stride;
+                std::memcpy(to, table, (page + 1) * sizeof(*to));
+            }
+        }
+    }
+};
+
 }  // namespace hardpoint::HARDPOINT_LEVEL

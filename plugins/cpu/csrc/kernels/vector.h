@@ -157,6 +157,29 @@ inline Floats load(const float16* from) {
 #endif
 }
 
+inline Floats load(const std::int8_t* from) {
+#if defined(__AVX512F__)
+    const auto numbers = bits_as<Ints>(_mm512_cvtepi8_epi32(load_raw<__m128i>(from)));
+#elif defined(__AVX2__)
+    const auto numbers = bits_as<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    const auto numbers = bits_as<Ints>(widen(load_raw<Bytes>(from)) << 24) >> 24;
+#endif
+    return __builtin_convertvector(numbers, Floats);
+}
+
+// Four numbers, again and again.
+inline Floats load_four(const float* from) {
+#if defined(__AVX512F__)
+    return bits_as<Floats>(_mm512_broadcast_f32x4(_mm_loadu_ps(from)));
+#elif defined(__AVX2__)
+    return bits_as<Floats>(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(from)));
+#else
+    static_assert(kLanes == 4);
+    return load(from);
+#endif
+}
+
 inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof(v)); }
 
 inline void store(bfloat16* to, Floats v) {
@@ -181,6 +204,9 @@ inline void store(float16* to, Floats v) {
 }
 
 inline float sum(Floats v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(bits_as<__m512>(v));
+#endif
     for (int step = kLanes / 2; step > 0; step /= 2) {
         for (int i = 0; i < step; ++i) v[i] += v[i + step];
     }

@@ -28,6 +28,9 @@ WORKSPACE_BYTES = 32 << 20
 Algorithm = bytes
 """A ``cublasLtMatmulAlgo_t``, opaque: valid for the library's version and the kind of device that it comes from."""
 
+Prepared = ctypes.Array[c_uint64]
+"""An algorithm as ``Product.run`` takes it."""
+
 
 class _Heuristic(ctypes.Structure):
     """``cublasLtMatmulHeuristicResult_t``."""
@@ -61,12 +64,12 @@ def version() -> int:
 class Product:
     """``x [M, K] @ weight [N, K].t()`` for one M, N, K and dtype, each tensor without gaps between rows.
 
-    Numbers are summed in float32. The workspace is the caller's, WORKSPACE_BYTES, for all products on one stream.
+    Numbers are summed in float32.
     """
 
-    def __init__(self, m: int, n: int, k: int, dtype: torch.dtype, workspace: torch.Tensor) -> None:
+    def __init__(self, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
         lt, number = library(), _TYPES[dtype]
-        self._handle, self._workspace, self._shape = _handle(workspace.device), workspace, (m, n)
+        self._handle, self._shape = _handle(device), (m, n)
         self._description = c_void_p()
         _check(lt.cublasLtMatmulDescCreate(byref(self._description), _COMPUTE_32F, 0))
         transposed = c_int(_TRANSPOSED)
@@ -91,11 +94,14 @@ class Product:
         """Whether ``algorithm`` can make this product."""
         result = _Heuristic()
         arguments = self._description, self._weight, self._x, self._y, self._y
-        status = library().cublasLtMatmulAlgoCheck(self._handle, *arguments, _opaque(algorithm), byref(result))
+        status = library().cublasLtMatmulAlgoCheck(self._handle, *arguments, prepared(algorithm), byref(result))
         return bool(status == 0 and result.status == 0 and result.workspace <= WORKSPACE_BYTES)
 
-    def run(self, x: torch.Tensor, weight: torch.Tensor, algorithm: ctypes.Array[c_uint64]) -> torch.Tensor:
-        """The product [M, N], submitted to the current stream; ``algorithm`` is ``prepared``."""
+    def run(self, x: torch.Tensor, weight: torch.Tensor, algorithm: Prepared, workspace: torch.Tensor) -> torch.Tensor:
+        """The product [M, N], submitted to the current stream.
+
+        ``workspace``: WORKSPACE_BYTES that nothing else on the device uses meanwhile.
+        """
         y = x.new_empty(self._shape)
         status = self._multiply(
             self._handle,
@@ -111,7 +117,7 @@ class Product:
             c_void_p(y.data_ptr()),
             self._y,
             algorithm,
-            c_void_p(self._workspace.data_ptr()),
+            c_void_p(workspace.data_ptr()),
             c_size_t(WORKSPACE_BYTES),
             c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
         )
@@ -120,9 +126,9 @@ class Product:
         return y
 
 
-def prepared(algorithm: Algorithm) -> ctypes.Array[c_uint64]:
-    """The algorithm in memory of its own, as ``Product.run`` takes it."""
-    return _opaque(algorithm)
+def prepared(algorithm: Algorithm) -> Prepared:
+    """The algorithm in memory of its own."""
+    return (c_uint64 * 8).from_buffer_copy(algorithm)
 
 
 @cache
@@ -138,10 +144,6 @@ def _layout(number: int, rows: int, columns: int) -> c_void_p:
     create = library().cublasLtMatrixLayoutCreate
     _check(create(byref(layout), c_int(number), c_uint64(rows), c_uint64(columns), ctypes.c_int64(rows)))
     return layout
-
-
-def _opaque(algorithm: Algorithm) -> ctypes.Array[c_uint64]:
-    return (c_uint64 * 8).from_buffer_copy(algorithm)
 
 
 def _check(status: int) -> None:

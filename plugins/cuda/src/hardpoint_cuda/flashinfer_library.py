@@ -1,8 +1,9 @@
 """What FlashInfer needs on this machine, found without importing it, and its kernels, built or loaded at start.
 
-FlashInfer's attention kernels come one library for each dtype, head size and set of features. A library is found ahead
-of time (in the package ``flashinfer-jit-cache``, or under ``data/aot`` of FlashInfer's own), or compiled with nvcc and
-ninja when it is first wanted, and then kept in the user's cache. Written from the sources of 0.6.14 and 0.6.18.
+FlashInfer's attention kernels come one library for each dtype, head size and set of features; what ranks share is one
+more. A library is found ahead of time (in the package ``flashinfer-jit-cache``, or under ``data/aot`` of FlashInfer's
+own), or compiled with nvcc and ninja when it is first wanted, and then kept in the user's cache. Written from the
+sources of 0.6.14 and 0.6.18.
 """
 
 from __future__ import annotations
@@ -91,6 +92,27 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
 }
 """What is called, by file and name, and the parameters that it was called with: one line for each form known."""
 
+COMMUNICATION_SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    "comm/allreduce.py:allreduce_fusion": (
+        "input workspace pattern launch_with_pdl trigger_completion_at_end output residual_out norm_out quant_out "
+        "scale_out residual_in rms_gamma rms_eps scale_factor layout_code use_oneshot fp32_acc "
+        "moe_reduction_device_num_experts moe_reduction_scale_input moe_reduction_active_experts_token_input "
+        "moe_reduction_token_input expanded_idx_to_permuted_idx expert_scale_factor shared_expert_output "
+        "block_quant_group_size weight_bias",
+    ),
+    "comm/allreduce.py:TRTLLMAllReduceFusionWorkspace.__init__": (
+        "self tp_size tp_rank max_token_num hidden_dim dtype comm_backend group",
+    ),
+    "comm/workspace_base.py:AllReduceFusionWorkspace.__init__": ("self world_size rank",),
+    "comm/trtllm_ar.py:trtllm_create_ipc_workspace_for_all_reduce_fusion": (
+        "tp_rank tp_size max_token_num hidden_dim use_fp32_lamport group create_metadata comm_backend use_symm_dev_mem",
+    ),
+    "comm/trtllm_ar.py:check_trtllm_allreduce_fusion_workspace_metadata": (
+        "token_num hidden_dim world_size dtype metadata",
+    ),
+}
+"""The same for what ranks share; among it whose memory is laid out here as there."""
+
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 
@@ -114,6 +136,28 @@ class Kernel:
             f"f16qk_False{'_sm90' if self.backend == 'fa3' else ''}"
         )
 
+    @property
+    def signatures(self) -> Mapping[str, tuple[str, ...]]:
+        """What is called around it."""
+        return SIGNATURES
+
+    def generate(self) -> Any:
+        """FlashInfer's own description of it."""
+        dtype = dtype_of(self.dtype)
+        return module("flashinfer.jit").gen_batch_prefill_module(
+            backend=self.backend,
+            dtype_q=dtype,
+            dtype_kv=dtype,
+            dtype_o=dtype,
+            dtype_idx=torch.int32,
+            head_dim_qk=self.head_size,
+            head_dim_vo=self.head_size,
+            pos_encoding_mode=0,
+            use_sliding_window=self.window,
+            use_logits_soft_cap=self.soft_cap,
+            use_fp16_qk_reduction=False,
+        )
+
     def load(self) -> None:
         """Build it where it is not built yet, which takes a minute or so, and load it.
 
@@ -122,14 +166,39 @@ class Kernel:
         _load(self)
 
 
-def reasons(kernels: frozenset[Kernel]) -> list[Reason]:
+@dataclass(frozen=True)
+class Communication:
+    """The one library of what ranks share, for sm_90 and sm_100. Compiling it takes some four minutes on two cores."""
+
+    name: str = "trtllm_comm"
+
+    @property
+    def signatures(self) -> Mapping[str, tuple[str, ...]]:
+        """What is called around it."""
+        return COMMUNICATION_SIGNATURES
+
+    def generate(self) -> Any:
+        """FlashInfer's own description of it."""
+        return module("flashinfer.jit.comm").gen_trtllm_comm_module()
+
+    def load(self) -> None:
+        """Build it where it is not built yet, and load it. Raises PlatformError."""
+        _load(self)
+
+
+COMMUNICATION = Communication()
+Library = Kernel | Communication
+
+
+def reasons(kernels: frozenset[Library]) -> list[Reason]:
     """Why FlashInfer, which is installed in a suitable version, would fail here when ``kernels`` are wanted."""
     distribution = importlib.metadata.distribution(DISTRIBUTION)
     package = locate_module(distribution, "flashinfer")
     if isinstance(package, Reason):
         return [package]
     found = list(_companions(distribution.version))
-    if difference := signature_differences(package):
+    called = {key: forms for kernel in kernels for key, forms in kernel.signatures.items()}
+    if difference := signature_differences(package, called):
         found.append(
             Reason(
                 "signature",
@@ -161,14 +230,13 @@ def _companions(version: str) -> Iterator[Reason]:
             yield Reason("version-mismatch", message, wanted=version, supported=other, fix=f"pip uninstall {name}")
 
 
-@functools.cache
-def signature_differences(package: Path) -> tuple[str, ...]:
-    """How the sources in ``package`` differ from SIGNATURES, a text for each function that does.
+def signature_differences(package: Path, signatures: Mapping[str, tuple[str, ...]] = SIGNATURES) -> tuple[str, ...]:
+    """How the sources in ``package`` differ from ``signatures``, a text for each function that does.
 
     The sources are parsed, not imported: FlashInfer opens the device when it is imported.
     """
     texts = []
-    for key, known in SIGNATURES.items():
+    for key, known in signatures.items():
         file, _, name = key.partition(":")
         parameters = _parameters(package / file, name)
         if parameters is None:
@@ -203,7 +271,7 @@ def _parameters(path: Path, name: str) -> list[str] | None:
     return names + ([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])
 
 
-def _is_built(kernel: Kernel, package: Path) -> bool:
+def _is_built(kernel: Library, package: Path) -> bool:
     """Whether the library is there ahead of time. One in the user's cache is none: FlashInfer has ninja look at it."""
     roots = [package / "data"]
     try:
@@ -242,27 +310,14 @@ def module(name: str) -> Any:
 
 
 @functools.cache
-def _load(kernel: Kernel) -> None:
-    jit, dtype = module("flashinfer.jit"), dtype_of(kernel.dtype)
+def _load(kernel: Library) -> None:
     try:
-        spec = jit.gen_batch_prefill_module(
-            backend=kernel.backend,
-            dtype_q=dtype,
-            dtype_kv=dtype,
-            dtype_o=dtype,
-            dtype_idx=torch.int32,
-            head_dim_qk=kernel.head_size,
-            head_dim_vo=kernel.head_size,
-            pos_encoding_mode=0,
-            use_sliding_window=kernel.window,
-            use_logits_soft_cap=kernel.soft_cap,
-            use_fp16_qk_reduction=False,
-        )
+        spec = kernel.generate()
         if not spec.is_compiled:
-            logger.info("FlashInfer compiles %s, which takes a minute or so and is kept", kernel.name)
+            logger.info("FlashInfer compiles %s, which takes minutes and is kept", kernel.name)
         spec.build_and_load()
     except Exception as error:  # compilers fail in many ways
         raise PlatformError(
-            f"FlashInfer cannot build {kernel.name}: {str(error)[-1500:]}; choose another attention backend, or "
-            f"install the package {_PREBUILT}"
+            f"FlashInfer cannot build {kernel.name}: {str(error)[-1500:]}; choose what does without, or install the "
+            f"package {_PREBUILT}"
         ) from error

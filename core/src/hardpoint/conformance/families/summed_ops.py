@@ -24,7 +24,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.ops.base import Case, CustomOp
 from hardpoint.ops.error_model import Comparison, Fault, compare
 from hardpoint.ops.judge import sequence
-from hardpoint_plugin_api import Feature, GroupMember, OpWorkload, Reason
+from hardpoint_plugin_api import Feature, GroupMember, OpWorkload, Reason, TokensRequirement
 
 _HOST = torch.device("cpu")
 _BAND = 128
@@ -95,6 +95,9 @@ class SummedProbe:
         """Why this is not for the contribution."""
         if self.subject.offer.contribution.form != "factory":
             return Reason("form", f"{self.op.name} takes a group of ranks, which only factories know of")
+        for need in self.subject.offer.contribution.requires:
+            if isinstance(need, TokensRequirement) and need.max is not None and self.num_rows > need.max:
+                return Reason("tokens", "more tokens", wanted=str(self.num_rows), supported=f"up to {need.max}")
         return self.subject.refuses(self.workload)
 
     def _make(self, ctx: Context) -> Callable[..., Any]:

@@ -111,7 +111,7 @@ class Runner:
         most_requests = max(num_slots, args.graphs.most_rows)
         # A step of fewer tokens may be padded beyond them.
         most_rows = max([args.max_step_tokens, args.graphs.most_rows, *self._buckets])
-        capacity = 6 * most_rows + 6 * most_requests + 1 + 2 * new_pages
+        capacity = 6 * most_rows + (6 + Sampler.num_columns) * most_requests + 1 + 2 * new_pages
         self._staging = Staging(capacity, self._device, args.platform.pin)
 
     @torch.inference_mode()
@@ -212,7 +212,7 @@ class Runner:
         shares, block_size = step.scheduled, self._block_size
         rows = np.full((NUM_FIXED_ROWS + len(self._block_tables), size), NULL_PAGE, np.int32)
         rows[0, len(shares) :], rows[1, len(shares) :], rows[2, len(shares) :] = self._padding_slot, 1, 0
-        arrays = {"rows": rows}
+        arrays = {"rows": rows} | self._sampler.take_new(step.new)
         if any(len(s.new_pages[0]) > (s.start % block_size == 0) for s in shares):
             arrays |= self._take_pages(step)  # a prefix that was found in the cache
         else:
@@ -229,7 +229,7 @@ class Runner:
         if size > len(shares):
             self._padding_tokens.inc(size - len(shares))
         staged = self._staging.stage(arrays)
-        self._place_pages(staged)
+        self._place_changes(staged)
         buffers = self._graphs.decodes.buffers(size)
         self._ops.decode_inputs(
             staged["rows"], self._last_token, self._block_tables, buffers.step, block_size=block_size
@@ -249,7 +249,6 @@ class Runner:
             count = len(new.token_ids)
             self._tokens[new.slot, :count] = new.token_ids
             self._num_known[new.slot], self._num_blocks[new.slot] = count, 0
-            self._sampler.set_slot(new)
             self._prompts.set_slot(new)
 
     def _take_pages(self, step: StepInput) -> dict[str, Ints]:
@@ -269,8 +268,9 @@ class Runner:
             return {}
         return {"new_page_places": np.array(places, np.int32), "new_pages": np.array(pages, np.int32)}
 
-    def _place_pages(self, staged: dict[str, torch.Tensor]) -> None:
-        """Write what ``_take_pages`` found to the block tables on the device."""
+    def _place_changes(self, staged: dict[str, torch.Tensor]) -> None:
+        """Write new pages to the block tables on the device, and new requests' parameters to their slots."""
+        self._sampler.place_new(staged)
         if "new_pages" in staged:
             self._block_tables.view(-1)[staged["new_page_places"].long()] = staged["new_pages"]
 
@@ -299,7 +299,8 @@ class Runner:
         seq_lens = starts + counts
         token_slots = np.repeat(slots, counts)
         positions = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
-        arrays: dict[str, Ints] = new_pages | {
+        arrays: dict[str, Ints] = new_pages | self._sampler.take_new(step.new)
+        arrays |= {
             "query_start": query_start,
             "seq_lens": seq_lens,
             "slots": slots,
@@ -318,7 +319,7 @@ class Runner:
             self._padding_tokens.inc(padding)
         staged = self._staging.stage(arrays)
         staged["positions"] = positions_long = staged["positions"].long()
-        self._place_pages(staged)
+        self._place_changes(staged)
         width = int(-(-seq_lens.max() // self._block_size))
         table_rows = staged["slots"].long()
         batches = [

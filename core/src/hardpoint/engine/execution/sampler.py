@@ -5,11 +5,12 @@ A draw depends on the slot's own request, its seed and the token's position, nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hardpoint.context import Context
@@ -32,6 +33,11 @@ from hardpoint.ops.sampling import argmax_tokens, philox_uniform, sample_tokens
 from hardpoint.ops.token_logprobs import token_logprobs
 
 Op = Callable[..., torch.Tensor]
+Ints = npt.NDArray[np.int32]
+
+_PARAMETERS = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("seed", "i8")])
+"""A slot's, as they lie on the device."""
+
 PlainDraw = Literal["greedy", "random"]
 """How all of a step's tokens may be drawn where nothing but temperature and truncation has a say."""
 
@@ -71,18 +77,21 @@ class Sampled:
 
 
 class Sampler:
-    """Parameters live in device arrays by slot; a row is written when a request takes the slot.
+    """Parameters live in a device array by slot; a row is written when a request takes the slot.
 
     Logits pass through in this order, as in vLLM: structured output, allowed tokens, bias and bans, penalties,
     temperature, truncations.
     """
 
-    def __init__(self, ops: SamplingOps, state: LogitsState, device: torch.device) -> None:
-        def column(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(state.num_slots + 1, dtype=dtype, device=device)  # the last is that of padding
+    num_columns = 1 + _PARAMETERS.itemsize // 4
+    """Numbers that ``take_new`` returns for a request."""
 
-        self._temperature, self._top_p, self._min_p = (column(torch.float32) for _ in range(3))
-        self._top_k, self._seed = column(torch.int32), column(torch.int64)
+    def __init__(self, ops: SamplingOps, state: LogitsState, device: torch.device) -> None:
+        # The last slot is that of padding.
+        self._parameters = torch.zeros(state.num_slots + 1, _PARAMETERS.itemsize // 4, dtype=torch.int32, device=device)
+        self._temperature, self._top_p, self._min_p, self._top_k, self._seed = (
+            self._column(name) for name in _PARAMETERS.names or ()
+        )
         self._random_slots: set[int] = set()
         self._top_n: dict[int, int] = {}
         self._parts: tuple[LogitsPart, ...] = (
@@ -92,23 +101,39 @@ class Sampler:
         )
         self._ops, self._vocab_size = ops, state.vocab_size
 
-    def set_slot(self, new: NewRequest) -> None:
-        """Write the parameters of the request that takes a slot."""
-        slot, sampling = new.slot, new.sampling
-        for part in self._parts:
-            part.set_slot(new)
-        self._top_n.pop(slot, None)
-        if sampling.logprobs is not None:
-            self._top_n[slot] = self._vocab_size if sampling.logprobs == -1 else sampling.logprobs
-        self._temperature[slot].fill_(sampling.temperature)  # x[slot] = number may wait for the device
-        if sampling.temperature == 0:
-            self._random_slots.discard(slot)
-            return
-        self._random_slots.add(slot)
-        self._top_k[slot].fill_(sampling.top_k)
-        self._top_p[slot].fill_(sampling.top_p)
-        self._min_p[slot].fill_(sampling.min_p)
-        self._seed[slot].fill_(sampling.seed)
+    def take_new(self, requests: Sequence[NewRequest]) -> dict[str, Ints]:
+        """Take the parameters of requests that take slots.
+
+        Returns, by name, what is to travel to the device with the step's arrays: int32 [N] and [N, parameters].
+        """
+        for new in requests:
+            slot, sampling = new.slot, new.sampling
+            for part in self._parts:
+                part.set_slot(new)
+            self._top_n.pop(slot, None)
+            if sampling.logprobs is not None:
+                self._top_n[slot] = self._vocab_size if sampling.logprobs == -1 else sampling.logprobs
+            (self._random_slots.discard if sampling.temperature == 0 else self._random_slots.add)(slot)
+        if not requests:
+            return {}
+        each = (new.sampling for new in requests)
+        rows = np.array([(s.temperature, s.top_p, s.min_p, s.top_k, s.seed) for s in each], _PARAMETERS)
+        slots = np.array([new.slot for new in requests], np.int32)
+        return {"new_slots": slots, "new_parameters": rows.view(np.int32).reshape(len(requests), -1)}
+
+    def place_new(self, staged: Mapping[str, torch.Tensor]) -> None:
+        """Write what ``take_new`` returned, which is on the device now."""
+        if "new_slots" in staged:
+            self._parameters[staged["new_slots"].long()] = staged["new_parameters"]
+
+    def _column(self, name: str) -> torch.Tensor:
+        """A parameter of all slots, as a view."""
+        fields = _PARAMETERS.fields
+        assert fields is not None
+        kind, offset = fields[name][:2]
+        dtype = torch.from_numpy(np.zeros(0, kind)).dtype
+        columns = self._parameters[:, offset // 4 : (offset + kind.itemsize) // 4]
+        return columns.view(dtype)[:, 0]
 
     def sample(
         self, logits: torch.Tensor, shares: Sequence[ScheduledRequest], slots: torch.Tensor, positions: torch.Tensor

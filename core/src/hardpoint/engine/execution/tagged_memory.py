@@ -41,7 +41,7 @@ class TaggedMemory:
                 self._storages.setdefault(key, (tag, reference))
 
     def know(self, tag: MemoryTag, nbytes: Callable[[], int]) -> None:
-        """Have ``nbytes`` say what is held under ``tag`` by who knows of more than tensors: the larger number counts."""
+        """Let ``nbytes`` tell what is held under ``tag`` beside tensors that were seen: the larger number counts."""
         self._known[tag] = nbytes
 
     def suspend(self, tag: MemoryTag) -> None:

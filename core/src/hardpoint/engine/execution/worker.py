@@ -195,9 +195,9 @@ class Worker:
         """Tell the plugins, end a profile that is still taken, leave the groups, drop caches and weights."""
         self.blueprint.plugins.engine_stopping(self._info)
         self.blueprint.ctx.profiler.close()
+        self.graphs.drop()  # some collective libraries wait for recordings of their calls to go
         self.blueprint.groups.close()
         self._control.close()
-        self.graphs.drop()
         self.holdings.drop_all()
 
 

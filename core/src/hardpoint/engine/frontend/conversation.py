@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar, Unpack
 
 from hardpoint.bench.stages import mark
 from hardpoint.engine.client import CoreClient, RequestOptions
 from hardpoint.engine.frontend.prompts import TokenizedPrompt
 from hardpoint.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from hardpoint.engine.sampling_params import SamplingParams, derived_seed
+from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.step import TokenLogprobs
 from hardpoint.tokenizer import Detokenizer, Tokenizer
@@ -55,12 +55,7 @@ class Conversation:
             seed = core.draw_seed() if params.seed is None else params.seed
         self._completions: dict[Request, _Completion] = {}
         for index in range(params.n):
-            own = replace(
-                params,
-                n=1,
-                seed=derived_seed(seed, index),
-                prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # the same for all
-            )
+            own = params.of_completion(index, seed)
             request = core.add_request(prompt.token_ids, own, eos_token_ids, bad_words=bad_words, **options)
             output = CompletionOutput(index, "", [], logprobs=None if params.logprobs is None else [])
             detokenizer = Detokenizer(

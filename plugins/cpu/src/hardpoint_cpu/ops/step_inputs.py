@@ -63,3 +63,55 @@ def slot_mapping(
             NULL_PAGE * block_size,
         )
     return slots
+
+
+_FIXED_ROWS = 3
+"""Of decode_inputs' rows: slot, length, token."""
+
+
+def decode_inputs(
+    rows: torch.Tensor,
+    last_tokens: torch.Tensor,
+    block_tables: torch.Tensor,
+    step: dict[str, torch.Tensor],
+    *,
+    block_size: int,
+) -> None:
+    """See core's op. Raises ConfigError for arguments of another dtype or shape."""
+    groups, _, width = block_tables.shape
+    count = rows.shape[1]
+    for name, x, dtype, shape in (
+        ("rows", rows, torch.int32, (_FIXED_ROWS + groups, count)),
+        ("last_tokens", last_tokens, torch.int64, (block_tables.shape[1],)),
+        ("block_tables", block_tables, torch.int32, block_tables.shape),
+        ("ids", step["ids"], torch.int64, (count,)),
+        ("positions", step["positions"], torch.int64, (count,)),
+        ("slots", step["slots"], torch.int64, (count,)),
+        ("seq_lens", step["seq_lens"], torch.int32, (count,)),
+        ("block_table", step["block_table"], torch.int32, (groups, count, width)),
+        ("slot_mapping", step["slot_mapping"], torch.int32, (groups, count)),
+    ):
+        if x.dtype != dtype or x.shape != shape or (x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1):
+            raise misfit("decode_inputs", name, x, dtype, shape)
+    block_table, mapping = step["block_table"], step["slot_mapping"]
+    if count:
+        native.run(
+            native.kernel_number("decode_inputs"),
+            rows.data_ptr(),
+            last_tokens.data_ptr(),
+            block_tables.data_ptr(),
+            step["ids"].data_ptr(),
+            step["positions"].data_ptr(),
+            step["slots"].data_ptr(),
+            step["seq_lens"].data_ptr(),
+            block_table.data_ptr(),
+            mapping.data_ptr(),
+            count,
+            groups,
+            width,
+            block_size,
+            rows.stride(0),
+            *block_tables.stride()[:2],
+            *block_table.stride()[:2],
+            mapping.stride(0),
+        )

@@ -1,0 +1,257 @@
+"""Measures every kernel that could serve a linear layer's matmul, on random weights, for the tuning file.
+
+Axes: T tokens, N out features, K in features.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
+from typing import TypeVar
+
+import torch
+from packaging.requirements import Requirement
+
+from hardpoint.bench.device_timer import DeviceTimer, Run
+from hardpoint.bench.progress import progress_bar
+from hardpoint.config import EngineConfig
+from hardpoint.context import Context
+from hardpoint.dtypes import dtype_of
+from hardpoint.engine.blueprint import draw
+from hardpoint.logs import log_once
+from hardpoint.ops.quantize_rows import quantize_rows
+from hardpoint.plugins import Offer
+from hardpoint.plugins.blame import blame, construct
+from hardpoint.quantization.numerics import travels
+from hardpoint.resources import EngineResources
+from hardpoint.selection import Plan, TuningFile
+from hardpoint.selection.decide import Contender, Decision, Times, decide, verdicts, within_noise
+from hardpoint.selection.tuning import versions_of
+from hardpoint_plugin_api import (
+    HardpointError,
+    LinearKernel,
+    LinearWorkload,
+    Quantized,
+    QuantSpec,
+    Scheme,
+    WeightSlot,
+    weight_slots,
+)
+from hardpoint_plugin_api.requirements import PackageRequirement
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_WORKING_SET = 256 * 2**20
+"""Bytes of weights that are gone through before one is read again: more than caches hold."""
+_HEAVY = 1.25
+"""Times the bytes of the weight as loaded; a layout's padding of small matrices is less."""
+_FINITE = 0x77
+"""Bits of a floating-point element of 8 bits that make neither infinity nor NaN."""
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Bytes a second that the device reads, and operations a second of a plain matmul, both measured."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+    def seconds(self, nbytes: int, flops: int) -> float:
+        """The least time for reading so much and computing so much."""
+        return max(nbytes / self.bytes_per_second, flops / self.flops_per_second)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One workload: what serves it now, the times, and the versions that mattered.
+
+    ``nbytes`` are those of the packed weight by layout, ``loaded_bytes`` before it is packed; ``itemsize`` is that of
+    plain inputs and outputs.
+    """
+
+    plan: Plan
+    times: Times
+    nbytes: Mapping[str, int]
+    loaded_bytes: int
+    versions: Mapping[str, str]
+    itemsize: int
+
+    @property
+    def heavy(self) -> frozenset[str]:
+        """Layouts that take clearly more memory than the weight as loaded: to save it may be why it is quantized."""
+        return frozenset(layout for layout, nbytes in self.nbytes.items() if nbytes > _HEAVY * self.loaded_bytes)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was decided about each workload, and the tuning file's new contents."""
+
+    decided: Sequence[tuple[Measured, Decision]]
+    roofline: Roofline
+    file: TuningFile
+
+
+def tune_linears(
+    config: EngineConfig,
+    known: TuningFile,
+    tokens: Sequence[int],
+    decisive: Collection[int],
+    margin: float,
+    most_rounds: int,
+) -> Tuned:
+    """Measure and decide about all matrices of the model of ``config``, whose tuning file holds ``known``.
+
+    See ``decide`` for ``decisive`` and ``margin``. Where nothing has changed by more than noise, ``known`` is returned.
+    Raises the errors of ``draw``, and PluginLoadError.
+    """
+    blueprint = draw(config)
+    ctx = blueprint.ctx
+    if ctx.torch_device.type == "meta":  # of several ranks, which run elsewhere
+        ctx = replace(ctx, torch_device=blueprint.platform.activate(config.device_index))
+    plans = [plan for plan in ctx.selector.plans if isinstance(plan.workload, LinearWorkload)]
+    tuner = LinearTuner(ctx, DeviceTimer(blueprint.platform, ctx.torch_device, _WORKING_SET), most_rounds)
+    winners, decided = dict(known.winners), []
+    with torch.inference_mode(), progress_bar("matmuls measured", len(plans) * len(tokens)) as advance:
+        roofline = tuner.roofline()
+        for plan in plans:
+            measured = tuner.measure(plan, tokens, advance)
+            decision = decide(measured.times, plan, decisive, margin, measured.heavy)
+            decided.append((measured, decision))
+            key = (ctx.device.name, plan.workload.family, plan.workload.of, plan.workload.key())
+            new = verdicts(decision, measured.times, measured.versions)
+            if not within_noise(winners.get(key, ()), new, margin):
+                winners[key] = new
+    return Tuned(decided, roofline, TuningFile(winners))
+
+
+class LinearTuner:
+    """Measures on a context's device; ``most_rounds`` of each number of tokens."""
+
+    def __init__(self, ctx: Context, timer: DeviceTimer, most_rounds: int) -> None:
+        self._ctx, self._timer, self._most_rounds = ctx, timer, most_rounds
+
+    def roofline(self) -> Roofline:
+        """Measure it."""
+        return Roofline(self._timer.read_speed(self._most_rounds), self._timer.product_speed(self._most_rounds))
+
+    def measure(self, plan: Plan, tokens: Sequence[int], advance: Callable[[], None] = lambda: None) -> Measured:
+        """Measure all candidates for ``plan.workload`` with each number of tokens; ``advance`` is called after each.
+
+        The weight is packed once for each layout, and copied until caches cannot hold all. What cannot be built or
+        run is left out with a warning; raises its error where it is what serves now.
+        """
+        workload = plan.workload
+        assert isinstance(workload, LinearWorkload)
+        assert workload.in_features is not None
+        offers = self._ctx.selector.candidates(workload)
+        serving = {entry.offer for entry in plan.entries}
+        kernels = {}
+        for offer in offers:
+            kernel = self._attempt(partial(self._construct, offer, workload), offer, offer in serving)
+            if kernel is not None:
+                kernels[offer] = kernel
+        slots = random_slots(workload, self._ctx.torch_device)
+        loaded_bytes = sum(x.nbytes for x in slots.values())
+        weights, nbytes = self._packed(kernels, slots)
+        del slots
+        times: dict[int, dict[Contender, float]] = {}
+        for number in tokens:
+            x = torch.randn(number, workload.in_features, device=self._ctx.torch_device).to(self._ctx.dtype)
+            runs: dict[Contender, Run] = {}
+            for offer, kernel in kernels.items():
+                runs |= self._runs(offer, kernel, weights[offer.contribution.layout], x)
+            times[number] = dict.fromkeys(runs, math.inf)
+            able = [c for c, run in runs.items() if self._attempt(run, c.offer, c.offer in serving) is not None]
+            seconds = self._timer.in_turns([runs[contender] for contender in able], self._most_rounds)
+            times[number] |= zip(able, seconds, strict=True)
+            advance()
+        return Measured(plan, times, nbytes, loaded_bytes, _versions(offers), self._ctx.dtype.itemsize)
+
+    def _attempt(self, call: Callable[[], T], offer: Offer, must_succeed: bool) -> T | None:
+        """What ``call``, code of the offer's plugin, returns; None, with a warning, where it fails and may fail."""
+        try:
+            with blame(offer):
+                return call()
+        except HardpointError as error:
+            if must_succeed:
+                raise
+            log_once(logger, logging.WARNING, str(error), f"left out: {error}", self)
+            return None
+
+    def _construct(self, offer: Offer, workload: LinearWorkload) -> LinearKernel:
+        ctx = replace(self._ctx, resources=EngineResources(), _shared={})
+        kernel = construct(offer, ctx.load(offer), LinearKernel, ctx, workload)
+        ctx.resources.allocate(ctx.torch_device)
+        return kernel
+
+    def _packed(
+        self, kernels: Mapping[Offer, LinearKernel], slots: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, Iterator[dict[str, torch.Tensor]]], dict[str, int]]:
+        """By layout, a weight on every call, each another copy; and the bytes of one."""
+        weights: dict[str, Iterator[dict[str, torch.Tensor]]] = {}
+        nbytes: dict[str, int] = {}
+        for offer, kernel in kernels.items():
+            layout = offer.contribution.layout
+            if layout in weights:
+                continue
+            with blame(offer):
+                packed = kernel.prepack({name: x.clone() for name, x in slots.items()})
+            nbytes[layout] = sum(x.nbytes for x in packed.values())
+            copies = -(-self._timer.working_set // max(1, nbytes[layout])) - 1
+            others = [{name: x.clone() for name, x in packed.items()} for _ in range(copies)]
+            weights[layout] = cycle([packed, *others])
+        return weights, nbytes
+
+    def _runs(
+        self, offer: Offer, kernel: LinearKernel, weights: Iterator[dict[str, torch.Tensor]], x: torch.Tensor
+    ) -> dict[Contender, Run]:
+        """The kernel with plain input, which it may round for itself, and with input in the form that it wants."""
+        spec = kernel.input_spec
+        runs: dict[Contender, Run] = {Contender(offer): lambda: kernel.apply(x, next(weights), None)}
+        if spec is not None and travels(spec):
+            rounded = self._rounded(x, spec)
+            runs[Contender(offer, spec)] = lambda: kernel.apply_quantized(rounded, next(weights), None)
+        return {contender: run for contender, run in runs.items() if contender.serves(x.shape[0])}
+
+    def _rounded(self, x: torch.Tensor, spec: QuantSpec) -> Quantized:
+        data, scale = quantize_rows.bind(self._ctx, spec=spec)(x, spec=spec)
+        return Quantized(data, scale, spec)
+
+
+def random_slots(workload: LinearWorkload, device: torch.device) -> dict[str, torch.Tensor]:
+    """A weight [N, K] of the workload's spec as it is loaded, with random elements and scales near one."""
+    assert workload.spec is not None
+    assert workload.out_features is not None
+    assert workload.in_features is not None
+    scheme = Scheme(*workload.spec)
+    slots = weight_slots(scheme, (("", workload.out_features),), workload.in_features)
+    fill = partial(_filled, weight=scheme.weight, device=device)
+    return {name: fill(name, slot) for name, slot in slots.items()}
+
+
+def _filled(name: str, slot: WeightSlot, weight: QuantSpec, device: torch.device) -> torch.Tensor:
+    dtype = dtype_of(slot.dtype)
+    if name == "weight" and weight.is_plain:
+        return torch.randn(slot.shape, dtype=dtype, device=device)
+    if name == "weight":
+        bits = torch.randint(0, 256, slot.shape, dtype=torch.uint8, device=device)
+        return (bits.bitwise_and_(_FINITE) if dtype.is_floating_point else bits).view(dtype)
+    if name == "weight_group_index":
+        columns = slot.shape[-1]
+        group = weight.scales[0].block[1]
+        return (
+            (torch.arange(columns, device=device) // (columns if group == -1 else group)).to(dtype).expand(slot.shape)
+        )
+    return torch.ones(slot.shape, dtype=dtype, device=device)
+
+
+def _versions(offers: Sequence[Offer]) -> dict[str, str]:
+    """Of torch, of who brings the candidates, and of the packages that they need."""
+    needs = (r for offer in offers for r in offer.contribution.requires if isinstance(r, PackageRequirement))
+    names = {"torch", *(offer.distribution for offer in offers), *(Requirement(need.spec).name for need in needs)}
+    return versions_of(sorted(names))

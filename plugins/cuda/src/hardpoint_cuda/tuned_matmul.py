@@ -1,0 +1,74 @@
+"""Plain weights times many tokens, by the algorithm of cuBLASLt's that was measured to be the fastest.
+
+Axes: M rows of x, N rows of the weight (out), K columns (in).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch.nn.functional import linear
+
+from hardpoint_cuda import cublaslt
+from hardpoint_cuda.cublaslt import WORKSPACE_BYTES, Prepared, Product, prepared
+from hardpoint_cuda.matmul_tables import Table, key_of, nearest, path_of, read
+from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearKernel, LinearWorkload, PlatformError, Reason
+
+_WORKSPACE = "cublaslt_workspace"
+
+
+class TunedMatmul(LinearKernel):
+    """For weights whose shape stands in the table of the device; where that names no algorithm, cuBLAS chooses."""
+
+    def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
+        super().__init__(ctx, workload)
+        self._table = _table(workload, ctx.device.name)
+        self._choose = lru_cache(maxsize=256)(self._chosen)
+        ctx.resources.declare(_WORKSPACE, WORKSPACE_BYTES, scope="step")
+
+    @classmethod
+    def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse what was not measured on this device with this version of the library, or gained nothing."""
+        if workload.in_features is None or workload.out_features is None or workload.dtype is None:
+            return []
+        try:
+            table = _table(workload, device.name)
+        except PlatformError as error:
+            return [Reason("library", str(error))]
+        if not any(table.values()):
+            shape = f"{workload.out_features}x{workload.in_features}"
+            message = "cuBLAS's own choice is as fast" if table else "no algorithms were tuned for this weight here"
+            fix = "" if table else f"python -m hardpoint_cuda.tune_matmul --shape {shape}"
+            return [Reason("not-tuned", message, wanted=shape, fix=fix)]
+        return []
+
+    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        weight = weights["weight"]
+        rows = x.reshape(-1, x.shape[-1])
+        is_plain = rows.is_contiguous() and weight.is_contiguous()
+        chosen = self._choose(rows.shape[0], *weight.shape, weight.device) if is_plain else None
+        if chosen is None:
+            return linear(x, weight, bias)
+        product, algorithm = chosen
+        y = product.run(rows, weight, algorithm, self.ctx.resources.get(_WORKSPACE))
+        return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], y.shape[1])
+
+    def _chosen(self, m: int, n: int, k: int, device: torch.device) -> tuple[Product, Prepared] | None:
+        """How to multiply ``m`` rows; None: as cuBLAS does."""
+        algorithm = nearest(self._table, m) if m else None
+        if algorithm is None:
+            return None
+        product = _product(m, n, k, self.ctx.dtype, device)
+        return (product, prepared(algorithm)) if product.admits(algorithm) else None
+
+
+@lru_cache(maxsize=1024)
+def _product(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Product:
+    """Layers alike share it."""
+    return Product(m, n, k, dtype, device)
+
+
+def _table(workload: LinearWorkload, device: str) -> Table:
+    tables = read(path_of(device, cublaslt.version()))
+    return tables.get(key_of(str(workload.dtype), workload.out_features or 0, workload.in_features or 0), {})

@@ -1,0 +1,208 @@
+"""``hardpoint tune linear`` on the demo model: every kernel of the CPU is run, and the selector reads the file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from hardpoint.bench import linear_tuning
+from hardpoint.bench.device_timer import DeviceTimer, Run
+from hardpoint.bench.linear_tuning import random_slots
+from hardpoint.cli.main import run
+from hardpoint.config import EngineConfig
+from hardpoint.dtypes import dtype_of
+from hardpoint.engine.explain import explain
+from hardpoint.quantization.batch_invariant_linear import BatchInvariantLinear
+from hardpoint.selection import TuningFile, Verdict
+from hardpoint.selection.table import Row
+from hardpoint_plugin_api import DeviceInfo, LinearWorkload, QuantSpec, Scale, dequantize
+
+pytest.importorskip("hardpoint_cpu")
+
+TUNE = ["tune", "linear", "demo", "--platform", "cpu", "--rounds", "3"]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_tuning, "_WORKING_SET", 2**20)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Seconds that a kernel is said to take, by the name of its class; others take one. Each runs nonetheless."""
+    seconds: dict[str, float] = {}
+
+    def in_turns(timer: DeviceTimer, runs: Sequence[Run], most_rounds: int) -> list[float]:
+        found = []
+        for call in runs:
+            call()
+            (kernel,) = (c.cell_contents for c in call.__closure__ or () if hasattr(c.cell_contents, "prepack"))
+            found.append(seconds.get(type(kernel).__name__, 1.0))
+        return found
+
+    monkeypatch.setattr(DeviceTimer, "in_turns", in_turns)
+    return seconds
+
+
+def linears(path: Path, **settings: object) -> list[Row]:
+    """The rows of the plain matrices, chosen with a tuning file."""
+    config = EngineConfig.create(model="demo", platform="cpu", tuning_file=str(path), **settings)
+    return [row for row in explain(config).rows if row.family == "linear"]
+
+
+@pytest.mark.parametrize("options", [[], ["--quantization", "int8"]], ids=["plain", "int8"])
+def test_measuring_the_demo_model(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tuned.json"
+    assert run([*TUNE, *options, "--rows", "1,3", "--output", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "geometric means of 1,3 tokens" in shown
+    assert f"--tuning-file {path}" in shown.replace("\n", "")
+    entries = json.loads(path.read_text())["winners"]
+    for entry in entries:
+        assert entry["family"] == "linear"
+        assert entry["versions"]["torch"] == torch.__version__
+        assert all(entry["name"] in times and len(times) > 1 for times in entry["measured"].values())
+    tables = {(entry["workload"], n) for entry in entries for n in entry["measured"]}
+    workloads = {entry["workload"] for entry in entries}
+    assert tables == {(workload, n) for workload in workloads for n in ("1", "3")}
+    rows = linears(path, **({"quantization": "int8"} if options else {}))
+    assert {row.workload for row in rows} == workloads
+    for row in rows:
+        assert row.rule == "tuning file"
+        assert row.measured is not None
+        assert " us at " in row.measured
+
+
+def test_what_was_fastest_serves_and_is_found_again(
+    clock: dict[str, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tuned.json"
+    clock["PlainLinear"] = 32e-6
+    command = [*TUNE, "--rows", "1,16", "--output", str(path)]
+    assert run(command) == 0
+    for row in linears(path):
+        assert (row.chosen, row.range, row.rule) == ("torch", "any", "tuning file")
+        assert row.measured is not None
+        assert row.measured.startswith("32.0 us at 1 token, next best ")
+        against = {r.offer.contribution.name: str(r.reasons[0]) for r in row.rejected}
+        if "cpu_native" in against:
+            assert "torch was measured: 32.0 us at 1 token, this 1,000,000 us" in against["cpu_native"]
+    written = path.read_text()
+    clock["PlainLinear"] = 32.5e-6
+    capsys.readouterr()
+    assert run(command) == 0
+    assert path.read_text() == written, "2 % is noise"
+    assert "stays as it is" in capsys.readouterr().out
+    clock["PlainLinear"] = 40e-6
+    assert run(command) == 0
+    assert path.read_text() == written.replace("32.0", "40.0")
+
+
+def test_a_file_keeps_what_it_holds_of_others(clock: dict[str, float], tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    command = [*TUNE, "--rows", "1", "--output", str(path)]
+    assert run(command) == 0
+    before = TuningFile.read(path).winners
+    assert run([*command, "--quantization", "int8"]) == 0
+    after = TuningFile.read(path).winners
+    assert before.items() <= after.items()
+    assert len(after) > len(before)
+
+
+def test_what_cannot_run_is_left_out_unless_it_serves(
+    clock: dict[str, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("no room for the tile")
+
+    path = tmp_path / "tuned.json"
+    monkeypatch.setattr(BatchInvariantLinear, "apply", fail)
+    command = [*TUNE, "--rows", "1", "--output", str(path)]
+    assert run(command) == 0
+    (record,) = (r for r in caplog.records if "no room for the tile" in r.getMessage())
+    assert record.getMessage().startswith("left out: plugin core: linear: torch_batch_invariant: ")
+    for verdicts in TuningFile.read(path).winners.values():
+        assert all("torch_batch_invariant" not in times for v in verdicts for times in v.measured.values())
+    found = TuningFile.read(path).winners
+    TuningFile({key: (Verdict("torch_batch_invariant"),) for key in found}).write(path)
+    assert run(command) == 2
+    assert "no room for the tile" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", "0,1"], "'0,1': write positive numbers with commas between them"),
+        (["--rows", "one"], "'one': write positive numbers"),
+        (["--rows", "1,2", "--layout-by", "3"], "--layout-by 3: it is none of --rows 1,2"),
+        (["--linear-backend", "torch"], "'torch' was asked for as linear kernel, which leaves nothing to tune"),
+        (["--output", "absent/tuned.json"], "--output: cannot write absent/tuned.json"),
+    ],
+)
+def test_bad_options(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([*TUNE, *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_turns_are_not_wasted_on_what_is_hopeless() -> None:
+    from hardpoint_cpu.platform import CpuPlatform
+
+    info = CpuPlatform.detect()
+    assert isinstance(info, DeviceInfo)
+    calls = {"quick": 0, "slow": 0}
+
+    def quick() -> None:
+        calls["quick"] += 1
+        time.sleep(0.001)
+
+    def slow() -> None:
+        calls["slow"] += 1
+        time.sleep(0.05)
+
+    timer = DeviceTimer(CpuPlatform(info, None), torch.device("cpu"), 2**20)
+    first, second = timer.in_turns([quick, slow], 4)
+    assert first < second
+    assert calls["slow"] == 3, "to warm up, to see how many make a turn, and one turn"
+    assert calls["quick"] >= 2 + 4
+    assert timer.in_turns([], 4) == []
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        (QuantSpec("bfloat16"), QuantSpec("bfloat16")),
+        (QuantSpec("int8", scales=(Scale("float32", (1, -1)),)), QuantSpec("bfloat16")),
+        (QuantSpec("float8_e4m3fn", scales=(Scale("float32", (16, 32)),)), QuantSpec("bfloat16")),
+        (QuantSpec("uint4", scales=(Scale("bfloat16", (1, 32)),), zero_point=True), QuantSpec("bfloat16")),
+        (
+            QuantSpec("int8", scales=(Scale("float32", (-1, -1)),)),
+            QuantSpec("int8", scales=(Scale("float32", (-1, -1)),)),
+        ),
+    ],
+    ids=lambda pair: str(pair[0]),
+)
+def test_random_weights_of_every_spec_are_numbers(spec: tuple[QuantSpec, QuantSpec]) -> None:
+    workload = LinearWorkload(dtype="bfloat16", in_features=64, out_features=48, spec=spec)
+    slots = random_slots(workload, torch.device("cpu"))
+    weight = slots["weight"] if spec[0].is_plain else dequantize(slots, spec[0], dtype_of("float32"))
+    assert weight.shape == (48, 64)
+    assert weight.isfinite().all()
+    assert weight.unique().numel() > 10
+    assert ("input_scale" in slots) == (not spec[1].is_plain)

@@ -1,0 +1,53 @@
+"""Log-probabilities of several ranks on the CPU, through gloo, are those of one under the error model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardpoint.context import Context
+from hardpoint.dtypes import dtype_of
+from hardpoint.layers.norm import Norm
+from tests.parallel.ranks import ranks_in_threads
+from tests.parallel.teacher_forced import check_alike, scores, true_scores
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engines import small_llm
+
+EVERY_EXPERT: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+"""Each token goes through all: where a choice is close, rounding would decide it."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "changes", "settings"),
+    [("qwen3", {}, {}), ("qwen3_moe", EVERY_EXPERT, {"enable_expert_parallel": True})],
+)
+def test_two_ranks(family: str, changes: dict[str, Any], settings: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, family, **changes)
+    with small_llm(tmp_path, dtype=dtype) as llm:
+        one = scores(llm)
+    with ranks_in_threads(tmp_path, 2, dtype=dtype, **settings) as llm:
+        two = scores(llm)
+    check_alike(two, one, true_scores(model, dtype_of(dtype)), dtype_of(dtype))
+
+
+def test_a_sum_that_is_left_out_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the last norm alone."""
+    model = write_checkpoint(tmp_path, "qwen3")
+    with small_llm(tmp_path, dtype="bfloat16") as llm:
+        one = scores(llm)
+    take_summand = Norm.take_summand
+
+    def forgetful(norm: Norm, ctx: Context) -> None:
+        if norm.path != "norm":
+            take_summand(norm, ctx)
+
+    monkeypatch.setattr(Norm, "take_summand", forgetful)
+    truth = true_scores(model, torch.bfloat16)
+    with ranks_in_threads(tmp_path, 2, dtype="bfloat16") as llm:
+        two = scores(llm)
+    with pytest.raises(AssertionError, match="prompt 0"):
+        check_alike(two, one, truth, torch.bfloat16)
