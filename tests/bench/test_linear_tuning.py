@@ -179,9 +179,19 @@ def test_turns_are_not_wasted_on_what_is_hopeless() -> None:
     timer = DeviceTimer(CpuPlatform(info, None), torch.device("cpu"), 2**20)
     first, second = timer.in_turns([quick, slow], 4)
     assert first < second
-    assert calls["slow"] == 3, "to warm up, to see how many make a turn, and one turn"
-    assert calls["quick"] >= 2 + 4
+    assert calls["slow"] == 2, "to see how many make a turn, and one turn"
+    assert calls["quick"] >= 1 + 4
     assert timer.in_turns([], 4) == []
+
+
+def test_what_is_hopeless_with_many_tokens_is_not_tried_with_more(clock: dict[str, float], tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    clock["BatchInvariantLinear"] = 100.0
+    assert run([*TUNE, "--rows", "1,16,32", "--output", str(path)]) == 0
+    for verdicts in TuningFile.read(path).winners.values():
+        (verdict,) = verdicts
+        tried = {n for n, times in verdict.measured.items() if "torch_batch_invariant" in times}
+        assert tried == {1, 16}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ needs_kernels()
 
 _ROWS = (1, 3, 5, 7, 13, 200)
 _INT8 = QuantSpec("int8", scales=(Scale("float32", (1, -1)),))
-_GROUPS = (Scale("bfloat16", (1, 32)),)
+_GROUPS, _SMALL_GROUPS = ((Scale("bfloat16", (1, columns)),) for columns in (32, 8))
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def _pairs(dtype: torch.dtype) -> dict[str, tuple[type[PanelLinear], tuple[Quant
         "int8-weight": (Int8WeightPanelLinear, (_INT8, plain)),
         "uint4-asym": (Int4PanelLinear, (QuantSpec("uint4", scales=_GROUPS, zero_point=True), plain)),
         "int4": (Int4PanelLinear, (QuantSpec("int4", scales=_GROUPS), plain)),
+        "int4-small-groups": (Int4PanelLinear, (QuantSpec("int4", scales=_SMALL_GROUPS), plain)),
         "uint4-rows": (Int4PanelLinear, (QuantSpec("uint4", scales=(Scale("float32", (1, -1)),)), plain)),
     }
 
@@ -76,7 +77,10 @@ def _slots(n: int, k: int, spec: QuantSpec, dtype: torch.dtype, generator: torch
 def test_multiplies_as_its_spec_says(level: str, name: str, dtype: torch.dtype) -> None:
     kind, pair = _pairs(dtype)[name]
     generator = torch.Generator().manual_seed(0)
-    for n, k in ((40, 64), (70, 1312)):  # a panel that is not full; more columns than one block has
+    shapes = [(40, 64), (70, 1312)]  # a panel that is not full; more columns than one block has
+    if kind is not Int4PanelLinear:
+        shapes.append((20, 66))  # columns that are no multiple of 4
+    for n, k in shapes:
         slots = _slots(n, k, pair[0], dtype, generator)
         numbers = dequantize(slots, pair[0], torch.float64)
         kernel, bias = _kernel(kind, pair, n, k, dtype), torch.randn(n, generator=generator).to(dtype)

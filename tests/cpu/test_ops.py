@@ -27,7 +27,7 @@ _MODULES = {
     "logits": ("apply_logit_bias", "apply_penalties", "mask_tokens"),
     "routing": ("grouped_topk", "moe_permute", "moe_unpermute", "route_topk", "topk_sigmoid", "topk_softmax"),
     "sampling": ("argmax_tokens", "philox_uniform", "sample_tokens", "token_logprobs"),
-    "step_inputs": ("decode_inputs", "embedding_lookup", "slot_mapping"),
+    "step_inputs": ("decode_inputs", "embedding_lookup", "keep_tokens", "slot_mapping"),
 }
 _INT8_ROWS = "int8@float32:row+dynamic"
 _OPS = [(name, module) for module, names in _MODULES.items() for name in names]

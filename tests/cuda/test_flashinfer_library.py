@@ -30,13 +30,14 @@ KERNELS = [
     Kernel("fa2", "bfloat16", 128, window=False, soft_cap=False),
     Kernel("fa3", "float16", 64, window=True, soft_cap=True),
 ]
+EVERY_SIGNATURE = {**SIGNATURES, **COMMUNICATION_SIGNATURES}
 STARS: dict[object, int] = {inspect.Parameter.VAR_POSITIONAL: 1, inspect.Parameter.VAR_KEYWORD: 2}
 
 
 def write_sources(package: Path, form: int = 0, changes: dict[str, str] | None = None) -> None:
     """A package whose functions have the recorded parameters, in the first form or the last; ``changes`` by name."""
     classes: dict[str, dict[str, list[str]]] = {}
-    for key, forms in (SIGNATURES | COMMUNICATION_SIGNATURES).items():
+    for key, forms in EVERY_SIGNATURE.items():
         file, _, name = key.partition(":")
         holder, _, function = name.rpartition(".")
         written = (changes or {}).get(name, forms[min(form, len(forms) - 1)])
@@ -125,7 +126,7 @@ def test_a_companion_of_another_version_is_named(flashinfer: Path) -> None:
 @pytest.mark.parametrize("form", [0, 1])
 def test_every_recorded_form_is_accepted(tmp_path: Path, form: int) -> None:
     write_sources(tmp_path, form)
-    assert signature_differences(tmp_path, SIGNATURES | COMMUNICATION_SIGNATURES) == ()
+    assert signature_differences(tmp_path, EVERY_SIGNATURE) == ()
 
 
 def test_another_signature_is_refused_with_the_difference(flashinfer: Path) -> None:
@@ -143,7 +144,7 @@ def test_another_signature_is_refused_with_the_difference(flashinfer: Path) -> N
 @needs_flashinfer
 def test_the_installed_sources_are_as_recorded() -> None:
     """Parsed and imported alike; a parser that finds nothing would agree with anything."""
-    for key, forms in (SIGNATURES | COMMUNICATION_SIGNATURES).items():
+    for key, forms in EVERY_SIGNATURE.items():
         file, _, name = key.partition(":")
         target: Any = importlib.import_module("flashinfer." + file.removesuffix(".py").replace("/", "."))
         for part in name.split("."):
@@ -153,7 +154,7 @@ def test_the_installed_sources_are_as_recorded() -> None:
     spec = importlib.util.find_spec("flashinfer")
     assert spec
     assert spec.origin
-    assert signature_differences(Path(spec.origin).parent, SIGNATURES | COMMUNICATION_SIGNATURES) == ()
+    assert signature_differences(Path(spec.origin).parent, EVERY_SIGNATURE) == ()
 
 
 @needs_flashinfer

@@ -16,6 +16,7 @@ from hardpoint.engine.execution.sampler import Sampled, Sampler, SamplingOps
 from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest, SlotSampling
 from hardpoint.ops.apply_logit_bias import apply_logit_bias
 from hardpoint.ops.apply_penalties import apply_penalties
+from hardpoint.ops.keep_tokens import keep_tokens
 from hardpoint.ops.mask_tokens import mask_tokens
 from hardpoint.ops.sampling import argmax_tokens, philox_uniform, sample_tokens
 from hardpoint.ops.token_logprobs import token_logprobs
@@ -39,6 +40,7 @@ OPS = SamplingOps(
     bias=apply_logit_bias.reference,
     penalize=apply_penalties.reference,
     rank=token_logprobs.reference,
+    keep=keep_tokens.reference,
 )
 
 
@@ -136,7 +138,7 @@ class Recorder:
         return noting
 
 
-@pytest.mark.parametrize(("sampling", "work"), [(GREEDY, ["argmax"]), (RANDOM, ["uniform", "sample"])])
+@pytest.mark.parametrize(("sampling", "work"), [(GREEDY, ["argmax", "keep"]), (RANDOM, ["uniform", "sample", "keep"])])
 def test_a_plain_step_does_no_more_than_it_must(sampling: SlotSampling, work: Sequence[str]) -> None:
     """Even where other slots need everything, or the same slots did before."""
     recorder = Recorder()
@@ -150,7 +152,7 @@ def test_a_plain_step_does_no_more_than_it_must(sampling: SlotSampling, work: Se
     assert sample(sampler, torch.randn(SLOTS - 1, VOCABULARY), lives).logprobs is None
     assert recorder.called == work
     sample(sampler, torch.randn(1, VOCABULARY), {SLOTS - 1: Life([1, 2], [], busy)})
-    assert recorder.called == [*work, "mask", "bias", "penalize", "uniform", "sample", "rank"]
+    assert recorder.called == [*work, "mask", "bias", "penalize", "uniform", "sample", "keep", "rank"]
 
 
 def test_min_tokens_cost_nothing_once_they_are_drawn() -> None:
@@ -160,7 +162,7 @@ def test_min_tokens_cost_nothing_once_they_are_drawn() -> None:
     take_slot(sampler, 0, life)
     for _ in range(4):
         life.output.append(int(sample(sampler, torch.randn(1, VOCABULARY), {0: life}).tokens))
-    assert recorder.called == ["bias", "argmax", "bias", "argmax", "argmax", "argmax"]
+    assert recorder.called == ["bias", "argmax", "keep"] * 2 + ["argmax", "keep"] * 2
 
 
 def test_a_greedy_slot_stays_greedy_beside_one_that_is_not() -> None:

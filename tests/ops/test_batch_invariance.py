@@ -106,6 +106,12 @@ def use_add_rms_norm(i: Inputs) -> Use:
     return lambda x, residual: op(x, residual, weight, eps=1e-6), rows
 
 
+def use_allreduce_add_rms_norm(i: Inputs) -> Use:
+    op, weight = get("allreduce_add_rms_norm").bind(i.ctx), i.normal(i.width)
+    rows = i.normal(i.count, i.width), i.normal(i.count, i.width)
+    return lambda x, residual: op(x, residual, weight, eps=1e-6), rows
+
+
 _INT8_ROWS = QuantSpec("int8", scales=(Scale("float32", (1, -1)),), static=False)
 
 
@@ -173,6 +179,16 @@ def use_slot_mapping(i: Inputs) -> Use:
         return slots
 
     return decodes, (i.integers(0, 8 * BLOCK, i.count), i.distinct(40, i.count).int())
+
+
+def use_keep_tokens(i: Inputs) -> Use:
+    op, kept = get("keep_tokens").bind(i.ctx), i.integers(0, 99, 40)
+
+    def keep(slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        op(mine := kept.clone(), slots, tokens)
+        return mine[slots]
+
+    return keep, (i.distinct(40, i.count), i.integers(0, 1000, i.count))
 
 
 def use_decode_inputs(i: Inputs) -> Use:
@@ -282,12 +298,14 @@ USES: dict[str, Callable[[Inputs], Use]] = {
     "act_and_mul_quantized": use_act_and_mul_quantized,
     "add_rms_norm": use_add_rms_norm,
     "add_rms_norm_quantized": use_add_rms_norm_quantized,
+    "allreduce_add_rms_norm": use_allreduce_add_rms_norm,
     "apply_logit_bias": use_apply_logit_bias,
     "apply_penalties": use_apply_penalties,
     "argmax_tokens": use_argmax_tokens,
     "decode_inputs": use_decode_inputs,
     "embedding_lookup": use_embedding_lookup,
     "grouped_topk": use_grouped_topk,
+    "keep_tokens": use_keep_tokens,
     "mask_tokens": use_mask_tokens,
     "moe_permute": use_moe_permute,
     "moe_unpermute": use_moe_unpermute,

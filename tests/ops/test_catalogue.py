@@ -20,6 +20,7 @@ COMPOSITES = {
     "act_and_mul_quantized",
     "add_rms_norm",
     "add_rms_norm_quantized",
+    "allreduce_add_rms_norm",
     "qk_norm_rope_store",
     "rms_norm_quantized",
     "route_topk",

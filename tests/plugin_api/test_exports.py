@@ -15,8 +15,8 @@ CacheScales CacheSpec CapacityError CaptureGrade CheckContext CheckpointError Ch
 Communicator CommunicatorWorkload ConfigChange ConfigError ConfigKey ConfigValue ContentDelta Contribution
 Counter DeviceInfo Dim DispatchHandle Dispatched ENTRY_POINT_GROUP EagerGraphEngine EmbeddingArgs
 EngineDeadError EngineError EngineInfo Executable ExpertsKernel ExpertsWorkload FAMILIES Family Feature Form
-ForwardStep Fp8Format Gauge GraphEngine HardpointError Histogram HookSpecs LayerWorkload LinearArgs LinearKernel
-LinearWorkload MANIFEST_NAME MANIFEST_SCHEMA MLPArgs Manifest ManifestError Memory MemorySnapshot MemoryTag
+ForwardStep Fp8Format Gauge GraphEngine GroupMember HardpointError Histogram HookSpecs LayerWorkload LinearArgs
+LinearKernel LinearWorkload MANIFEST_NAME MANIFEST_SCHEMA MLPArgs Manifest ManifestError Memory MemorySnapshot MemoryTag
 MethodRequest Metrics MoEArgs ModelWorkload Module NO_DEVICE NULL_PAGE Namesake NormArgs NumaNode
 NumericConventions OpWorkload Parallel ParserArgs ParserEvent Phase Platform PlatformError PlatformWorkload
 PluginConflictError PluginError PluginLoadError QuantSpec QuantizationMethod QuantizationWorkload Quantized

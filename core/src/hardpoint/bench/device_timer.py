@@ -38,23 +38,22 @@ class DeviceTimer:
     def in_turns(self, runs: Sequence[Run], most_rounds: int) -> list[float]:
         """Seconds of each of ``runs``: medians over rounds in which all have their turns, so that drift favours none.
 
-        In a turn one is called until a tick of the clock no longer shows. There are at least three rounds, and more as
-        long as all take little time. What is hopelessly slow at first has no further turns; its first time stands.
+        Each was called before, so that nothing is compiled any more, and is called for some milliseconds in a turn.
+        There are at least three rounds, and more as long as all take little time. What is hopelessly slow has no
+        further turns; its first time stands.
         """
-        for run in runs:
-            self._host_seconds([run])  # it may be compiled
-        turns = [[run] * max(1, min(_MOST_CALLS, int(_TURN / self._host_seconds([run])))) for run in runs]
-        host = [self._host_seconds(turn) if self._events else 0.0 for turn in turns]
-        measured = [[self._seconds(turn, own)] for turn, own in zip(turns, host, strict=True)]
-        best = min((found[0] / len(turn) for found, turn in zip(measured, turns, strict=True)), default=0.0)
-        began = time.perf_counter()
-        for number in range(1, most_rounds):
+        once = [self._host_seconds([run]) for run in runs]
+        turns = [[run] * max(1, min(_MOST_CALLS, int(_TURN / own))) for run, own in zip(runs, once, strict=True)]
+        measured: list[list[float]] = [[] for _ in runs]
+        began, best = time.perf_counter(), min(once, default=0.0)
+        for number in range(most_rounds):
             if number >= _LEAST_ROUNDS and time.perf_counter() - began > _ENOUGH * len(runs):
                 break
-            for turn, own, found in zip(turns, host, measured, strict=True):
-                if found[0] / len(turn) <= _HOPELESS * best:
-                    found.append(self._seconds(turn, own))
-        return [statistics.median(found) / len(turn) for found, turn in zip(measured, turns, strict=True)]
+            for turn, own, found in zip(turns, once, measured, strict=True):
+                if not found or found[0] <= _HOPELESS * best:
+                    found.append(self._seconds(turn, own * len(turn)) / len(turn))
+            best = min((found[0] for found in measured), default=0.0)
+        return [statistics.median(found) for found in measured]
 
     def read_speed(self, rounds: int) -> float:
         """Bytes per second of torch's sum over as many as the working set."""

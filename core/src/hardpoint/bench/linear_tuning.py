@@ -50,6 +50,8 @@ _WORKING_SET = 256 * 2**20
 """Bytes of weights that are gone through before one is read again: more than caches hold."""
 _HEAVY = 1.25
 """Times the bytes of the weight as loaded; a layout's padding of small matrices is less."""
+_MANY_TOKENS, _HOPELESS = 16, 8.0
+"""From so many tokens on, and so many times the best's time."""
 _FINITE = 0x77
 """Bits of a floating-point element of 8 bits that make neither infinity nor NaN."""
 
@@ -142,6 +144,8 @@ class LinearTuner:
     def measure(self, plan: Plan, tokens: Sequence[int], advance: Callable[[], None] = lambda: None) -> Measured:
         """Measure all candidates for ``plan.workload`` with each number of tokens; ``advance`` is called after each.
 
+        ``tokens`` ascend: what takes many times the best's time with many of them is not tried with more.
+
         The weight is packed once for each layout, and copied until caches cannot hold all. What cannot be built or
         run is left out with a warning; raises its error where it is what serves now.
         """
@@ -160,15 +164,24 @@ class LinearTuner:
         weights, nbytes = self._packed(kernels, slots)
         del slots
         times: dict[int, dict[Contender, float]] = {}
+        hopeless: set[Contender] = set()
         for number in tokens:
             x = torch.randn(number, workload.in_features, device=self._ctx.torch_device).to(self._ctx.dtype)
             runs: dict[Contender, Run] = {}
             for offer, kernel in kernels.items():
                 runs |= self._runs(offer, kernel, weights[offer.contribution.layout], x)
             times[number] = dict.fromkeys(runs, math.inf)
-            able = [c for c, run in runs.items() if self._attempt(run, c.offer, c.offer in serving) is not None]
+            able = [
+                contender
+                for contender, run in runs.items()
+                if contender not in hopeless
+                and self._attempt(run, contender.offer, contender.offer in serving) is not None
+            ]
             seconds = self._timer.in_turns([runs[contender] for contender in able], self._most_rounds)
             times[number] |= zip(able, seconds, strict=True)
+            if number >= _MANY_TOKENS:
+                slow = {c for c in able if times[number][c] > _HOPELESS * min(seconds) and c.offer not in serving}
+                hopeless |= slow
             advance()
         return Measured(plan, times, nbytes, loaded_bytes, _versions(offers), self._ctx.dtype.itemsize)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from hardpoint_plugin_api import CheckpointError
+from hardpoint.dtypes import dtype_name
+from hardpoint_plugin_api import CheckpointError, TensorInfo
 
 _SPREAD = 0.02
 """Standard deviation, as most models are initialised with (Radford et al. 2019, GPT-2)."""
@@ -40,6 +41,14 @@ class RandomTensors:
     def names(self) -> frozenset[str]:
         """The names of all tensors."""
         return frozenset(self._shapes)
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and dtype of a tensor; KeyError where there is none of that name."""
+        return TensorInfo(tuple(self._shapes[name]), dtype_name(self._dtype))
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the host; all before it are made, too."""
+        return next(x for other, x in self if other == name).cpu()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor, made as it is asked for."""

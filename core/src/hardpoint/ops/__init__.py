@@ -29,6 +29,7 @@ _HOMES = {
     "decode_inputs": "decode_inputs",
     "embedding_lookup": "embedding_lookup",
     "grouped_topk": "grouped_topk",
+    "keep_tokens": "keep_tokens",
     "mask_tokens": "mask_tokens",
     "moe_permute": "moe_permute",
     "moe_unpermute": "moe_unpermute",

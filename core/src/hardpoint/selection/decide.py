@@ -77,8 +77,8 @@ def decide(
 
     Every contender is measured with every number of tokens that it serves, each candidate also with plain input.
     ``decisive`` are the numbers of tokens that choose the form; ``margin`` is a share of the time, as in 0.05.
-    An infinite time is that of what could not run. ``passed_over`` are layouts that stay where they serve now, and are
-    taken nowhere else.
+    An infinite time is that of what could not run, or was not tried. ``passed_over`` are layouts that stay where they
+    serve now, and are taken nowhere else.
     """
     contenders = list(dict.fromkeys(contender for row in times.values() for contender in row))
     now = _form_of(plan, contenders)
@@ -158,7 +158,7 @@ def verdicts(decision: Decision, times: Times, versions: Mapping[str, str]) -> t
 
 
 def _microseconds(row: Mapping[Contender, float], form: Form) -> dict[str, float]:
-    """Each candidate's that could run, with input in the decided form where it takes that."""
+    """Each candidate's that ran, with input in the decided form where it takes that."""
     found = {}
     for contender, seconds in row.items():
         if math.isfinite(seconds) and contender.input_spec in (None, form.input_spec):

@@ -13,7 +13,21 @@ namespace hardpoint::HARDPOINT_LEVEL::attention {
 constexpr int kPairedKeys = 16;    // in a tile: its keys of 8 heads of 128 elements fill most of the first cache
 constexpr int kPairedQueries = 4;  // one to each quarter of a vector
 
-// The rows that will be read next, asked for a few lines at a time, in the order in which they lie, between other work.
+// Lines that lie one behind the other, of which some are yet to be asked for.
+struct Run {
+    const char *at = nullptr, *end = nullptr;
+
+    // The last of them may stand behind the end.
+    template <int lines>
+    void fetch() {
+        if (at >= end) return;
+        for (int i = 0; i < lines; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T0);
+        at += lines * 64;
+    }
+};
+
+// The rows that will be read next, asked for a few lines at a time, in the order in which they lie, between other work:
+// of the values while as many bytes of the keys are worked on, and the other way round.
 class Ahead {
   public:
     // The first `count` of those rows, `bytes` each, come next; of what is left of the last ones nothing is asked for.
@@ -21,6 +35,7 @@ class Ahead {
     void follow(const Element* const (&rows)[most], std::int64_t count, std::int64_t bytes) {
         static_assert(most <= kPairedKeys);
         runs_ = now_ = 0;
+        run_[0] = {};
         for (std::int64_t i = 0; i < count; ++i) {
             const auto* row = reinterpret_cast<const char*>(rows[i]);
             if (runs_ > 0 && run_[runs_ - 1].end == row) {
@@ -31,26 +46,13 @@ class Ahead {
         }
     }
 
-    void fetch(std::int64_t lines) {
-        for (; now_ < runs_; ++now_) {
-            auto& run = run_[now_];
-            for (; run.at < run.end; run.at += 64) {
-                if (lines-- == 0) return;
-                _mm_prefetch(run.at, _MM_HINT_T0);
-            }
-        }
-    }
-
-    std::int64_t lines() const {
-        std::int64_t count = 0;
-        for (int i = now_; i < runs_; ++i) count += ceil_div(run_[i].end - run_[i].at, 64);
-        return count;
+    // What is asked for now. Loops work on a copy, which the compiler keeps in registers.
+    Run& run() {
+        while (now_ + 1 < runs_ && run_[now_].at >= run_[now_].end) ++now_;
+        return run_[now_];
     }
 
   private:
-    struct Run {
-        const char *at, *end;
-    };
     Run run_[kPairedKeys];
     int runs_ = 0, now_ = 0;
 };
@@ -106,19 +108,21 @@ inline Floats quarter_sums(const __m512* v) {
 
 // The dot products of eight keys with the four queries at q [size / 8, 4, 8]: each quarter of a vector those of one
 // query with four keys. With each eight elements `lines` are fetched ahead; so they are in add_pairs with each pair.
+template <int lines>
 inline void dot_with_eight(
-    const bfloat16* const* keys, std::int64_t at, const bfloat16* q, std::int64_t size, Floats* to, Ahead& ahead,
-    std::int64_t lines
+    const bfloat16* const* keys, std::int64_t at, const bfloat16* q, std::int64_t size, Floats* to, Ahead& ahead
 ) {
     __m512 sums[8] = {};
+    Run next = ahead.run();
     for (std::int64_t d = 0; d < size; d += 8) {
         const auto x = load_raw<__m512bh>(q + d * kPairedQueries);
         for (int j = 0; j < 8; ++j) {
             const auto key = _mm512_broadcast_i32x4(load_raw<__m128i>(keys[j] + at + d));
             sums[j] = _mm512_dpbf16_ps(sums[j], x, bits_as<__m512bh>(key));
         }
-        ahead.fetch(lines);
+        next.fetch<lines>();
     }
+    ahead.run() = next;
     to[0] = quarter_sums(sums);
     to[1] = quarter_sums(sums + 4);
 }
@@ -151,16 +155,17 @@ inline Floats exponential_of_negative(Floats x) {
 
 // sums[query] = sums[query] * shrink[query] + the weighted values, for `vectors` times 32 elements, of which `mask`
 // says which of the last 32 there are. Each 32 sums stand as unpacking leaves them: see in_order.
-template <int queries, int vectors>
+template <int queries, int vectors, int lines>
 inline void add_pairs(
     const bfloat16* const* values, std::int64_t at, std::int64_t pairs, const std::uint32_t* weights,
-    const float* shrink, float* sums, std::int64_t padded, __mmask32 mask, Ahead& ahead, std::int64_t lines
+    const float* shrink, float* sums, std::int64_t padded, __mmask32 mask, Ahead& ahead
 ) {
     __m512 total[queries][2 * vectors];
     for (int i = 0; i < queries; ++i) {
         const __m512 factor = _mm512_set1_ps(shrink[4 * i]);
         for (int v = 0; v < 2 * vectors; ++v) total[i][v] = _mm512_loadu_ps(sums + i * padded + v * 16) * factor;
     }
+    Run next = ahead.run();
     for (std::int64_t pair = 0; pair < pairs; ++pair) {
         __m512bh both[2 * vectors];
         for (int v = 0; v < vectors; ++v) {
@@ -175,8 +180,9 @@ inline void add_pairs(
             const auto x = bits_as<__m512bh>(_mm512_set1_epi32(static_cast<int>(weight[2 * i])));
             for (int v = 0; v < 2 * vectors; ++v) total[i][v] = _mm512_dpbf16_ps(total[i][v], x, both[v]);
         }
-        ahead.fetch(lines);
+        next.fetch<lines>();
     }
+    ahead.run() = next;
     for (int i = 0; i < queries; ++i) {
         for (int v = 0; v < 2 * vectors; ++v) _mm512_storeu_ps(sums + i * padded + v * 16, total[i][v]);
     }
@@ -255,6 +261,9 @@ class PairedDecode {
   private:
     using Rows = const bfloat16* [kPairedKeys];
 
+    // Lines that eight elements of eight keys take.
+    static constexpr int kLines = sizeof(Element);
+
     void find(Tile<Element, kPairedKeys>& tile, std::int64_t begin, std::int64_t end) const {
         tile.find(a_, request_, begin, std::clamp(end, begin, begin + kPairedKeys));
     }
@@ -290,11 +299,6 @@ class PairedDecode {
         }
     }
 
-    // Lines to fetch in each of so many steps for each block of queries, so that all are fetched with the last block.
-    std::int64_t lines_ahead(std::int64_t block, std::int64_t steps) const {
-        return ceil_div(ahead_.lines(), (a_.kv_heads * blocks_ - block) * steps);
-    }
-
     // Weights of one KV head's keys in a tile.
     void score(const Tile<Element, kPairedKeys>& tile, std::int64_t begin, std::int64_t head) {
         float key_scales[kPairedKeys], value_scales[kPairedKeys];
@@ -303,10 +307,9 @@ class PairedDecode {
         const auto at = rows_of_head(tile.keys, tile.count, head, keys);
         for (auto block = head * blocks_; block < (head + 1) * blocks_; ++block) {
             const bfloat16* queries = queries_ + block * kPairedQueries * a_.size;
-            const auto lines = lines_ahead(block, ceil_div(tile.count, 8) * (a_.size / 8));
             Floats scores[kPairedKeys / 4];
             for (std::int64_t key = 0; key < tile.count; key += 8) {
-                dot_with_eight(keys + key, at, queries, a_.size, scores + key / 4, ahead_, lines);
+                dot_with_eight<kLines>(keys + key, at, queries, a_.size, scores + key / 4, ahead_);
             }
             weigh(block, begin, tile.count, scores, key_scales, value_scales);
         }
@@ -322,19 +325,18 @@ class PairedDecode {
             const auto block = head * blocks_ + i;
             const auto* weights = weights_ + block * 2 * kPairedKeys;
             const auto* shrink = shrink_ + block * kLanes;
-            const auto lines = lines_ahead(block, pairs * ceil_div(padded_, 64));
             const auto queries = std::min<std::int64_t>(kPairedQueries, group_ - i * kPairedQueries);
             with_count<kPairedQueries>(queries, [&](auto n) {
                 float* sums = sums_ + block * kPairedQueries * padded_;
                 std::int64_t d = 0;
                 for (; d + 32 < padded_; d += 64) {
-                    add_pairs<n, 2>(
+                    add_pairs<n, 2, 2 * kLines>(
                         values, at + d, pairs, weights, shrink, sums + d, padded_,
-                        d + 64 == padded_ ? last : ~__mmask32{}, ahead_, lines
+                        d + 64 == padded_ ? last : ~__mmask32{}, ahead_
                     );
                 }
                 if (d < padded_) {
-                    add_pairs<n, 1>(values, at + d, pairs, weights, shrink, sums + d, padded_, last, ahead_, lines);
+                    add_pairs<n, 1, kLines>(values, at + d, pairs, weights, shrink, sums + d, padded_, last, ahead_);
                 }
             });
         }

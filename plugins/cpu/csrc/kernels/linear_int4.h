@@ -18,9 +18,8 @@ constexpr int kStepBytes = kNibbleColumns * kPanelRows / 2;
 constexpr int kNibbleZero = 8;
 constexpr std::int64_t kNibblePanels = 4 * kTilePanels;  // as many bytes as of int8
 
-// Nibbles are multiplied as they come for tiles of at most so many rows of x, with fewer rows several panels at a time:
-// each sum waits for its last product, so there must be some. For a block of more rows than kMostNibbleRows they become
-// numbers in memory first.
+// Nibbles are multiplied as they come for tiles of at most so many rows of x, one panel after the other, which the
+// memory delivers fastest. For a block of more rows than kMostNibbleRows they become numbers in memory first.
 constexpr int kNibbleRows = 8;
 constexpr int kMostNibbleRows = 32;
 
@@ -130,17 +129,17 @@ inline void multiply_steps(
 }
 
 #if defined(__AVX512BF16__)
-// A sum waits for its last product, so each row has several, `chains`: whole steps of them, or a part of one.
+// A sum waits for its last product, so each row of x has several, `chains`: those of one step, of two or of a half.
 template <int rows, int chains>
 inline void multiply_in_chains(
     Sums (&sums)[rows], const bfloat16* const (&x)[rows], const std::uint8_t* step, std::int64_t steps
 ) {
     // (code - 8) as bfloat16, twice, since the index has a fifth bit, the next nibble's lowest.
-    alignas(64) static constexpr std::uint16_t table[32] = {
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
-        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-        0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0
-    };
+    alignas(64) static constexpr std::uint16_t table[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000,
+                                                            0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+                                                            0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080,
+                                                            0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040,
+                                                            0x4080, 0x40a0, 0x40c0, 0x40e0};
     const auto numbers = load_raw<__m512i>(table);
     constexpr int pairs = kNibbleColumns / 2, together = std::max(1, chains / pairs);
     __m512 acc[rows][chains];

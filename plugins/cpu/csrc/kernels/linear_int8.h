@@ -237,8 +237,8 @@ template <int rows>
 inline void multiply_as_floats(
     Sums (&sums)[rows], const float* const (&x)[rows], const std::int8_t* panel, std::int64_t groups
 ) {
-    // A vector has a group of columns of each of some rows of the panel. A sum waits for its last product, so one row of
-    // x has two for each.
+    // A vector has a group of columns of each of some rows of the panel. A sum waits for its last product, so one row
+    // of x has two for each.
     constexpr int parts = kPanelRows * kBytesInGroup / kLanes, together = rows == 1 && kLanes == 16 ? 2 : 1;
     Floats acc[rows][together][parts];
     unrolled<rows * together * parts>([&](auto i) {

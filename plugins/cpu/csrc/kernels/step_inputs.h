@@ -48,6 +48,19 @@ struct SlotMapping {
     }
 };
 
+// See the op keep_tokens.
+struct KeepTokens {
+    static constexpr char signature[] = "pppi";
+    std::int64_t* kept;
+    const std::int64_t *slots, *tokens;
+    std::int64_t count;
+
+    std::int64_t chunks() const { return 1; }
+    void run(std::int64_t) const {
+        for (std::int64_t row = 0; row < count; ++row) kept[slots[row]] = tokens[row];
+    }
+};
+
 // See the op decode_inputs: rows [3 + G, N], of slots, lengths, tokens and each group's new pages. Strides count
 // elements: of a group, of a row, or of a slot of the block tables.
 struct DecodeInputs {

@@ -67,7 +67,7 @@ class PeerMemory:
         """Let go of the others' memory once all are about to; afterwards each may free its own."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            self._store.set(f"left/{self._rank}", "")
+            self._store.set(f"left/{self._rank}", "yes")
             self._store.wait([f"left/{rank}" for rank in range(self._world)], self._timeout)
             for opened in self._opened:
                 self._driver.close(opened)

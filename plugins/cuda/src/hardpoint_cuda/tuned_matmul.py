@@ -23,7 +23,6 @@ class TunedMatmul(LinearKernel):
 
     def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
         super().__init__(ctx, workload)
-        self._table = _table(workload, ctx.device.name)
         self._choose = lru_cache(maxsize=256)(self._chosen)
         ctx.resources.declare(_WORKSPACE, WORKSPACE_BYTES, scope="step")
 
@@ -56,7 +55,8 @@ class TunedMatmul(LinearKernel):
 
     def _chosen(self, m: int, n: int, k: int, device: torch.device) -> tuple[Product, Prepared] | None:
         """How to multiply ``m`` rows; None: as cuBLAS does."""
-        algorithm = nearest(self._table, m) if m else None
+        table = _table(self.workload, self.ctx.device.name)
+        algorithm = nearest(table, m) if m and table else None
         if algorithm is None:
             return None
         product = _product(m, n, k, self.ctx.dtype, device)

@@ -103,7 +103,6 @@ class Runner:
             (num_groups, rows, self._max_pages), NULL_PAGE, dtype=torch.int32, device=self._device
         )
         self._num_blocks: Ints = np.zeros(rows, np.int32)
-        self._last_token = torch.zeros(rows, dtype=torch.int64, device=self._device)
         self._sampler = args.sampler
         self._prompts = PromptScorer(args.ops.sampling.rank, args.forward.model.logits, args.vocab_size)
         self._padding_tokens = ctx.metrics.counter("padding_tokens", "Tokens that ran as mere padding of steps.")
@@ -139,11 +138,11 @@ class Runner:
             buffers, metadata = self._plan_decodes(step, size)
         with self._ctx.range("model"):
             logits, tokens = self._graphs.decodes.run(size, metadata, self._sampler.plain_draw(shares))
-        slots, positions = (buffers.step[name][: len(shares)] for name in ("slots", "positions"))
         if tokens is None:
             assert logits is not None
+            slots, positions = (buffers.step[name][: len(shares)] for name in ("slots", "positions"))
             return self._sample(step, logits[: len(shares)], shares, slots, positions)
-        return self._drawn(step, slots, Sampled(tokens[: len(shares)], None))
+        return self._drawn(step, Sampled(tokens[: len(shares)], None))
 
     def _replay_prompts(self, step: StepInput, shares: Sequence[ScheduledRequest], size: int) -> Ticket:
         """Run a step with prompts through the prepared executable of ``size`` tokens."""
@@ -162,7 +161,7 @@ class Runner:
 
     def _nothing_drawn(self, step: StepInput, prompts: DevicePromptLogprobs | None = None) -> Ticket:
         """Still to be waited for: the step's arrays travel from memory that a later step overwrites."""
-        return Ticket(step.number, self._platform.to_host(self._last_token[:0]), None, prompts)
+        return Ticket(step.number, self._platform.to_host(self._sampler.last_token[:0]), None, prompts)
 
     def _sample(
         self,
@@ -174,13 +173,10 @@ class Runner:
         prompts: DevicePromptLogprobs | None = None,
     ) -> Ticket:
         with self._ctx.range("sample"):
-            return self._drawn(step, slots, self._sampler.sample(logits, shares, slots, positions + 1), prompts)
+            return self._drawn(step, self._sampler.sample(logits, shares, slots, positions + 1), prompts)
 
-    def _drawn(
-        self, step: StepInput, slots: torch.Tensor, drawn: Sampled, prompts: DevicePromptLogprobs | None = None
-    ) -> Ticket:
-        """Keep the tokens for the next step, and send them to the host."""
-        self._last_token[slots] = drawn.tokens
+    def _drawn(self, step: StepInput, drawn: Sampled, prompts: DevicePromptLogprobs | None = None) -> Ticket:
+        """Send the tokens to the host."""
         return Ticket(step.number, self._platform.to_host(drawn.tokens), drawn.logprobs, prompts)
 
     def forward(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
@@ -204,7 +200,7 @@ class Runner:
         """The step's ids, int64 [T], with the tokens that the device alone knows so far."""
         ids = staged["ids"].long()
         if "gather_rows" in staged:
-            ids[staged["gather_rows"].long()] = self._last_token[staged["gather_slots"].long()]
+            ids[staged["gather_rows"].long()] = self._sampler.last_token[staged["gather_slots"].long()]
         return ids
 
     def _plan_decodes(self, step: StepInput, size: int) -> tuple[DecodeBuffers, Sequence[AttentionMetadata]]:
@@ -232,7 +228,7 @@ class Runner:
         self._place_changes(staged)
         buffers = self._graphs.decodes.buffers(size)
         self._ops.decode_inputs(
-            staged["rows"], self._last_token, self._block_tables, buffers.step, block_size=block_size
+            staged["rows"], self._sampler.last_token, self._block_tables, buffers.step, block_size=block_size
         )
         return buffers, self._forward.plan(buffers.lasting(tuple(rows[1].tolist())))
 

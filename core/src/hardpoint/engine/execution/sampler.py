@@ -28,6 +28,7 @@ from hardpoint.engine.execution.logprobs import DeviceLogprobs, RankTokens
 from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest
 from hardpoint.ops.apply_logit_bias import apply_logit_bias
 from hardpoint.ops.apply_penalties import apply_penalties
+from hardpoint.ops.keep_tokens import keep_tokens
 from hardpoint.ops.mask_tokens import mask_tokens
 from hardpoint.ops.sampling import argmax_tokens, philox_uniform, sample_tokens
 from hardpoint.ops.token_logprobs import token_logprobs
@@ -49,6 +50,7 @@ class SamplingOps:
     argmax: Op
     sample: Op
     uniform: Op
+    keep: Callable[..., None]
     mask: Op
     bias: Op
     penalize: Op
@@ -61,6 +63,7 @@ class SamplingOps:
             argmax=argmax_tokens.bind(ctx),
             sample=sample_tokens.bind(ctx),
             uniform=philox_uniform.bind(ctx),
+            keep=keep_tokens.bind(ctx),
             mask=mask_tokens.bind(ctx),
             bias=apply_logit_bias.bind(ctx),
             penalize=apply_penalties.bind(ctx),
@@ -79,6 +82,8 @@ class Sampled:
 class Sampler:
     """Parameters live in a device array by slot; a row is written when a request takes the slot.
 
+    ``last_token``, int64, holds what was last drawn for each slot, which the next step reads on the device.
+
     Logits pass through in this order, as in vLLM: structured output, allowed tokens, bias and bans, penalties,
     temperature, truncations.
     """
@@ -92,6 +97,7 @@ class Sampler:
         self._temperature, self._top_p, self._min_p, self._top_k, self._seed = (
             self._column(name) for name in _PARAMETERS.names or ()
         )
+        self.last_token = torch.zeros(state.num_slots + 1, dtype=torch.int64, device=device)
         self._random_slots: set[int] = set()
         self._top_n: dict[int, int] = {}
         self._parts: tuple[LogitsPart, ...] = (
@@ -159,16 +165,19 @@ class Sampler:
         return "greedy" if self._random_slots.isdisjoint(share.slot for share in shares) else "random"
 
     def draw(self, how: PlainDraw, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Draw tokens int64 [N] from logits [N, V], by what the device knows of ``slots`` alone.
+        """Draw tokens int64 [N] from logits [N, V], by what the device knows of ``slots`` alone, and keep them.
 
-        ``slots`` and ``positions`` as in ``sample``; a greedy draw looks at neither. The slot behind all others is
-        that of padding, and greedy.
+        ``slots`` and ``positions`` as in ``sample``; a greedy draw looks at no position. The slot behind all others is
+        that of padding, and greedy. Mutates ``last_token``.
         """
         if how == "greedy":
-            return self._ops.argmax(logits)
-        uniform = self._ops.uniform(self._seed[slots], positions)
-        columns = (self._temperature[slots], self._top_k[slots], self._top_p[slots], self._min_p[slots])
-        return self._ops.sample(logits, *columns, uniform)
+            tokens = self._ops.argmax(logits)
+        else:
+            uniform = self._ops.uniform(self._seed[slots], positions)
+            columns = (self._temperature[slots], self._top_k[slots], self._top_p[slots], self._min_p[slots])
+            tokens = self._ops.sample(logits, *columns, uniform)
+        self._ops.keep(self.last_token, slots, tokens)
+        return tokens
 
     def _structured(self, logits: torch.Tensor, shares: Sequence[ScheduledRequest]) -> torch.Tensor:
         """logits with what the shares' structures forbid masked out, in a new tensor where there is any."""

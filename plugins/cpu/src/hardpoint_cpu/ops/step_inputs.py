@@ -65,6 +65,21 @@ def slot_mapping(
     return slots
 
 
+def keep_tokens(last_tokens: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    """See core's op. Raises ConfigError for arguments of another dtype or shape."""
+    for name, x, count in (("last_tokens", last_tokens, None), ("slots", slots, None), ("tokens", tokens, len(slots))):
+        if x.dtype != torch.int64 or x.ndim != 1 or not x.is_contiguous() or count not in (None, x.shape[0]):
+            raise misfit("keep_tokens", name, x, torch.int64, ("N",))
+    if slots.shape[0]:
+        native.run(
+            native.kernel_number("keep_tokens"),
+            last_tokens.data_ptr(),
+            slots.data_ptr(),
+            tokens.data_ptr(),
+            slots.shape[0],
+        )
+
+
 _FIXED_ROWS = 3
 """Of decode_inputs' rows: slot, length, token."""
 
