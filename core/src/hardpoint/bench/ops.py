@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +25,17 @@ from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_plugin_api import (
     AttentionBatch,
     AttentionSpec,
+    EagerGraphEngine,
+    GraphEngine,
     LinearKernel,
     LinearWorkload,
     Platform,
+    PlatformError,
     QuantSpec,
     Scale,
 )
+
+logger = logging.getLogger(__name__)
 
 _HIDDEN, _WIDTH = 1024, 3072
 """Of Qwen3-0.6B."""
@@ -53,20 +59,22 @@ Run = Callable[[], object]
 @click.option("--platform", default=None, help="Where to run.")
 @click.option("--only", default="", metavar="TEXT", help="Only rows whose name has this in it.")
 @click.option("--rounds", default=15, show_default=True, type=click.IntRange(min=3), help="Measured rounds (median).")
+@click.option("--eager", is_flag=True, help="Call every kernel from Python, as a step that is not prepared does.")
 @click.option("--sequences", default=64, show_default=True, type=click.IntRange(min=1), help="Of decode attention.")
 @click.option("--length", default=2048, show_default=True, type=click.IntRange(min=1), help="Tokens of each of them.")
 @benchmark("ops", "Each kernel's share of the memory's speed, or of the multipliers'.")
-def ops(platform: str | None, only: str, rounds: int, sequences: int, length: int) -> BenchResult:
+def ops(platform: str | None, only: str, rounds: int, eager: bool, sequences: int, length: int) -> BenchResult:
     """Run the kernels that this platform would choose, each beside a plain read or a plain product.
 
     A kernel that reads more than it computes is compared with torch's sum over as many bytes, one that computes with
     torch's matmul of 2048 x 2048 bfloat16, measured in turns with it. Shapes are those of Qwen3-0.6B, and for decode
-    attention 32 query heads and 8 KV heads of 128, in pages of 16. One forward call of the kernel includes its Python.
+    attention 32 query heads and 8 KV heads of 128, in pages of 16. Calls are prepared by the platform's graph engine
+    and replayed, as an engine's steps are; what it cannot prepare, and all with --eager, is called from Python.
     """
     settings = {"platform": platform} if platform else {}
     blueprint = draw(EngineConfig.create(model="demo", dtype=_DTYPE, **settings))
     ctx, device = blueprint.ctx, blueprint.platform
-    bench = _Bench(device, ctx.torch_device, rounds)
+    bench = _Bench(device, ctx.torch_device, rounds, EagerGraphEngine() if eager else device.graph_engine())
     rows = []
     with torch.inference_mode():
         for name, prepare in _kernels(ctx, sequences, length):
@@ -78,22 +86,35 @@ def ops(platform: str | None, only: str, rounds: int, sequences: int, length: in
 class _Bench:
     """Measures a kernel and its roofline in turns."""
 
-    def __init__(self, platform: Platform, device: torch.device, rounds: int) -> None:
-        self._platform, self._rounds, self._turn = platform, rounds, 0
+    def __init__(self, platform: Platform, device: torch.device, rounds: int, engine: GraphEngine) -> None:
+        self._platform, self._rounds, self._engine = platform, rounds, engine
         self._memory = torch.zeros(_WORKING_SET // 4, device=device)
         self._factor = torch.randn(2048, 2048, device=device).bfloat16()
 
     def row(self, name: str, runs: Sequence[Run], nbytes: int, flops: int) -> BenchRow:
         """``runs`` do the same on different memory; ``nbytes`` and ``flops`` are of one. Zero ``flops``: it reads."""
-        ours, peak = [], []
+        ours, peak, prepared = [], [], self._prepared(runs)
         for _ in range(self._rounds + 1):
-            ours.append(self._seconds(runs) / len(runs))
+            ours.append(self._seconds(prepared) / len(runs))
             peak.append(self._seconds([self._multiply if flops else self._read]))
         seconds, roof = statistics.median(ours[1:]), statistics.median(peak[1:])
         if flops:
             return BenchRow(name, flops / seconds / 1e9, "GFLOP/s", 2 * 2048**3 / roof / 1e9, better="higher")
         note = f"{seconds * 1e6:,.1f} us"
         return BenchRow(name, nbytes / seconds / 1e9, "GB/s", _WORKING_SET / roof / 1e9, better="higher", note=note)
+
+    def _prepared(self, runs: Sequence[Run]) -> Sequence[Run]:
+        """One replay of all ``runs``, where they can be prepared."""
+
+        def step() -> None:
+            for run in runs:
+                run()
+
+        try:
+            return [self._engine.prepare("bench", step, {}).run]
+        except PlatformError as error:
+            logger.warning("calls are made one by one: %s", error)
+            return runs
 
     def _seconds(self, runs: Sequence[Run]) -> float:
         began = time.perf_counter()
