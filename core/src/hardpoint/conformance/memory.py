@@ -100,3 +100,15 @@ class PoisonedAllocations(TorchDispatchMode):
         if func.name().startswith(("aten::empty", "aten::new_empty")) and isinstance(result, torch.Tensor):
             poison([result])
         return result
+
+
+def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors, neither empty, lie in the same allocation."""
+    return bool(a.numel() and b.numel()) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal to the bit, in shape and dtype too."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))

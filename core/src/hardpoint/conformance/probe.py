@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from hardpoint.conformance.memory import Placement
+from hardpoint.conformance.memory import Placement, equal_bits
 from hardpoint.conformance.site import Subject
 from hardpoint.ops.judge import Call, Expected, sequence
 
@@ -76,10 +76,4 @@ def refill(call: Call, other: Call) -> bool:
 
 def same_bits(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     """Whether two results are equal to the bit."""
-    return len(a) == len(b) and all(
-        x.shape == y.shape and x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)) for x, y in zip(a, b, strict=True)
-    )
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
+    return len(a) == len(b) and all(map(equal_bits, a, b))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from hardpoint.conformance.memory import equal_bits, share_storage
 from hardpoint.conformance.plan import Exclusions, Plan
 from hardpoint.conformance.ranks import CommunicatorGroup, HungError, Member, abort, too_few_devices, worlds
 from hardpoint.conformance.site import Subject
@@ -312,10 +313,10 @@ class CommunicatorProbe:
             raw[inner] = before[inner]
             if not torch.equal(raw, before):
                 faults.append(Fault("out-of-bounds", where, "memory beside the tensor was written to"))
-            if not exchange.writes_input and any(_share(y, x) for y in got):
+            if not exchange.writes_input and any(share_storage(y, x) for y in got):
                 faults.append(Fault("aliases", where, "the result shares memory with the input"))
         kept = all(
-            _same(y.cpu(), copy)
+            equal_bits(y.cpu(), copy)
             for got, copies in zip(held, results, strict=True)
             for y, copy in zip(got, copies, strict=True)
             if not first.writes_input
@@ -351,7 +352,7 @@ class CommunicatorProbe:
     def repeat(self) -> Finding:
         """``repeat``: equal inputs give equal bits."""
         for rank, seen in enumerate(self._seen):
-            if not all(_same(a, b) for a, b in zip(seen.results[0], seen.results[2], strict=True)):
+            if not all(equal_bits(a, b) for a, b in zip(seen.results[0], seen.results[2], strict=True)):
                 return Finding.failed("repeat", f"rank {rank}", "the same call gives other bits the second time")
         return Finding()
 
@@ -359,7 +360,7 @@ class CommunicatorProbe:
         """``agree``: every rank has the same bits of a sum. Where ranks differ, they go on to sample unlike tokens."""
         first, *others = (seen.results[0][0] for seen in self._seen)
         for rank, other in enumerate(others, 1):
-            if not _same(first, other):
+            if not equal_bits(first, other):
                 return Finding.failed("agree", f"ranks 0 and {rank}", "have unlike sums of the same numbers")
         return Finding()
 
@@ -368,7 +369,7 @@ class CommunicatorProbe:
         for rank, seen in enumerate(self._seen):
             if len(seen.results) == 4:
                 row = self._rows[0] // 2
-                if not _same(seen.results[3][0], seen.results[0][0][row : row + 1]):
+                if not equal_bits(seen.results[3][0], seen.results[0][0][row : row + 1]):
                     return Finding.failed("batch-invariant", f"rank {rank}", f"row {row} by itself has other bits")
         return Finding()
 
@@ -491,14 +492,3 @@ def _threads() -> int:
     """The process's threads, those that Python knows nothing of too where the system lists them."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
-
-
-def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(a.numel() and b.numel()) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the bit."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))

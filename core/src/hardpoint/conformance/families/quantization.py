@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 
 from hardpoint.conformance.families.quantization_samples import SAMPLES, Sample
+from hardpoint.conformance.memory import equal_bits
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Subject
 from hardpoint.conformance.trials import Check, Finding, Trial
@@ -235,7 +236,7 @@ class _Probe:
         held = self.held()
         before = {name: x.clone() for name, x in held.tensors.items()}
         self.planned(held).slots(self.module)
-        changed = [name for name, x in held.tensors.items() if not _same(x, before[name])]
+        changed = [name for name, x in held.tensors.items() if not equal_bits(x, before[name])]
         return Finding.failed("mutated", ", ".join(changed), "has changed") if changed else Finding()
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
@@ -284,7 +285,9 @@ class _Probe:
             return [Fault(code, where, f"must raise CheckpointError, raised {type(error).__name__}: {error}")]
         if optional and planned.scheme == self._loaded[0]:
             found = planned.slots(self.module)
-            if found.keys() == self._loaded[1].keys() and all(_same(x, self._loaded[1][n]) for n, x in found.items()):
+            if found.keys() == self._loaded[1].keys() and all(
+                equal_bits(x, self._loaded[1][n]) for n, x in found.items()
+            ):
                 return []
         return [Fault(code, where, "is accepted; it must raise CheckpointError before weights stream")]
 
@@ -474,10 +477,3 @@ def _holds(got: torch.dtype, wanted: str) -> bool:
     """Whether a copy to the slot keeps the meaning."""
     name = dtype_name(got)
     return name == wanted or (name in _PLAIN and wanted in _PLAIN)
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the bit."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 
+from hardpoint.conformance.memory import equal_bits, share_storage
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.ranks import in_group, too_few_devices, worlds
 from hardpoint.conformance.site import Subject, TrialResources
@@ -126,7 +127,7 @@ class SummedProbe:
             seen.results.append([y.cpu().clone() for y in outputs])
             seen.faults += self._side_effects(inputs, outputs, f"rank {rank}")
         for outputs, copies in zip(held, seen.results, strict=True):
-            if not all(_same(y.cpu(), copy) for y, copy in zip(outputs, copies, strict=True)):
+            if not all(equal_bits(y.cpu(), copy) for y, copy in zip(outputs, copies, strict=True)):
                 seen.faults.append(Fault("overwritten", f"rank {rank}", "a later call has overwritten a result"))
         if self.is_invariant and self.num_rows:
             seen.results.append([y.cpu() for y in sequence(run(**self._row(first, ctx.torch_device)))])
@@ -142,7 +143,7 @@ class SummedProbe:
 
     def _side_effects(self, inputs: dict[str, _Banded], outputs: Sequence[torch.Tensor], where: str) -> Iterator[Fault]:
         for name, given in inputs.items():
-            shared = {index for index, y in enumerate(outputs) if _share(y, given.inner)}
+            shared = {index for index, y in enumerate(outputs) if share_storage(y, given.inner)}
             for index in shared:
                 if (index, name) not in self.op.aliases:
                     yield Fault("alias", where, f"output {index} shares memory with {name}, undeclared")
@@ -188,7 +189,7 @@ class SummedProbe:
     def repeat(self) -> Finding:
         """``repeat``: equal inputs give equal bits."""
         for rank, seen in enumerate(self._seen):
-            if not all(map(_same, seen.results[0], seen.results[2])):
+            if not all(map(equal_bits, seen.results[0], seen.results[2])):
                 return Finding.failed("repeat", f"rank {rank}", "the same call gives other bits the second time")
         return Finding()
 
@@ -196,7 +197,7 @@ class SummedProbe:
         """``agree``: every rank has the same bits. Where ranks differ, they go on to sample unlike tokens."""
         first, *others = (seen.results[0] for seen in self._seen)
         for rank, other in enumerate(others, 1):
-            if not all(map(_same, first, other)):
+            if not all(map(equal_bits, first, other)):
                 return Finding.failed("agree", f"ranks 0 and {rank}", "have unlike results of the same numbers")
         return Finding()
 
@@ -205,7 +206,7 @@ class SummedProbe:
         row = self.num_rows // 2
         for rank, seen in enumerate(self._seen):
             if not all(
-                _same(alone, among[row : row + 1])
+                equal_bits(alone, among[row : row + 1])
                 for alone, among in zip(seen.results[3], seen.results[0], strict=True)
             ):
                 return Finding.failed("batch-invariant", f"rank {rank}", f"row {row} by itself has other bits")
@@ -230,14 +231,3 @@ class _Banded:
     def band_is_changed(self) -> bool:
         ends = (slice(_BAND), slice(len(self._raw) - _BAND, None))
         return not all(torch.equal(self._raw[end], self._before[end]) for end in ends)
-
-
-def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(a.numel() and b.numel()) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the bit."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
