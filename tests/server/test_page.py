@@ -136,7 +136,7 @@ def test_somebody_chats(
     message.send_keys("And <b>the</b> whale?", Keys.ENTER)
     until(lambda: len(shown(driver, ".turn")) == 4)
     assert text_of(driver, ".turn:nth-child(3) .text") == "And <b>the</b> whale?", "text, never markup"
-    with suppress(ElementNotInteractableException, ElementClickInterceptedException):  # the answer may have ended by itself
+    with suppress(ElementNotInteractableException, ElementClickInterceptedException):  # the answer may have ended
         driver.find_element(By.ID, "stop").click()
     until(lambda: text_of(driver, ".turn:last-child .facts") != "")
 
