@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,33 @@ def test_without_the_library_the_reason_says_so() -> None:
     device = DeviceInfo(platform="cuda", name="NVIDIA H200", torch_type="cuda", arch="sm_90")
     workload = LinearWorkload(dtype="bfloat16", in_features=32, out_features=32)
     assert [reason.code for reason in TunedMatmul.supports(workload, device)] == ["library"]
+
+
+class Calls:
+    """Stands where the library stands, and notes what is called."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def called(*arguments: object) -> int:
+            self.names.append(name)
+            return 0
+
+        return called
+
+
+def test_a_product_that_goes_frees_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
+    monkeypatch.setattr(cublaslt, "library", lambda: calls)
+    monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
+    product = cublaslt.Product(3, 4, 5, torch.bfloat16, torch.device("cpu"))
+    made = [name for name in calls.names if name.endswith("Create")]
+    calls.names.clear()
+    del product
+    gc.collect()
+    assert sorted(calls.names) == sorted(name.replace("Create", "Destroy") for name in made)
+    assert len(made) == 4
 
 
 @pytest.mark.accelerator

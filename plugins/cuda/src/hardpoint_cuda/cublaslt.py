@@ -9,8 +9,10 @@ Axes: M rows of x, N rows of the weight (out), K columns (in).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from functools import cache
+from weakref import finalize
 
 import torch
 
@@ -76,6 +78,7 @@ class Product:
         _check(lt.cublasLtMatmulDescSetAttribute(self._description, _TRANSPOSE_A, byref(transposed), c_size_t(4)))
         # By columns, as the library counts: y' [N, M] is weight' [K, N] transposed, times x' [K, M].
         self._weight, self._x, self._y = (_layout(number, *size) for size in ((k, n), (k, m), (n, m)))
+        finalize(self, _destroy, self._description, (self._weight, self._x, self._y)).atexit = False
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
         self._multiply = lt.cublasLtMatmul
 
@@ -144,6 +147,14 @@ def _layout(number: int, rows: int, columns: int) -> c_void_p:
     create = library().cublasLtMatrixLayoutCreate
     _check(create(byref(layout), c_int(number), c_uint64(rows), c_uint64(columns), ctypes.c_int64(rows)))
     return layout
+
+
+def _destroy(description: c_void_p, layouts: Sequence[c_void_p]) -> None:
+    """Free what the library allocated for a product: servers meet ever new numbers of rows."""
+    lt = library()
+    lt.cublasLtMatmulDescDestroy(description)
+    for layout in layouts:
+        lt.cublasLtMatrixLayoutDestroy(layout)
 
 
 def _check(status: int) -> None:
