@@ -21,22 +21,39 @@ from hardpoint_plugin_api import ConfigError
         ("uniform:10:30", 10, 30, 20),
         ("lognormal:100:0.5", 1, 800, 100),
         ("lognormal:100:2:150", 1, 150, 100),
+        ("mixed:9:40:20", 9, 40, 20),
     ],
 )
 def test_lengths_have_their_distribution(text: str, low: int, high: int, median: int) -> None:
     lengths, generator = Lengths.parse(text, "--input-len"), random.Random(3)
-    drawn = [lengths.draw(generator) for _ in range(2000)]
+    drawn = lengths.draw(2000, generator)
     assert low <= min(drawn) <= max(drawn) <= high
     assert statistics.median(drawn) == pytest.approx(median, rel=0.1)
     if text.startswith("uniform"):
         assert set(drawn) == set(range(low, high + 1))
     if text == "lognormal:100:2:150":
         assert drawn.count(150) > 500, "what is longer is cut off"
+    if text.startswith("mixed"):
+        assert drawn[:7] == [9, 40, 20, 9, 40, 20, 9]
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", "0", "-3", "1.5", "4:5", "uniform:5", "uniform:9:3", "normal:3:4", "lognormal:9", "lognormal:9:-1"],
+    [
+        "",
+        "x",
+        "0",
+        "-3",
+        "1.5",
+        "4:5",
+        "uniform:5",
+        "uniform:9:3",
+        "mixed:",
+        "mixed:0:4",
+        "normal:3:4",
+        "lognormal:9",
+        "lognormal:9:-1",
+    ],
 )
 def test_what_is_no_distribution(text: str) -> None:
     with pytest.raises(ConfigError, match="--output-len"):

@@ -17,7 +17,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import SMALL
 
 MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LENGTHS: dict[str, Any] = {"decodes": "1,2", "prefills": "2", "input_len": 8, "output_len": 4, "repeat": 1}
+LENGTHS: dict[str, Any] = {"decodes": "1,2", "prefills": "2", "input_len": "8", "output_len": 4, "repeat": 1}
 
 
 def config(folder: Path, **settings: Any) -> EngineConfig:
@@ -42,3 +42,12 @@ def test_of_two_ranks(family: str, changes: dict[str, Any], settings: dict[str, 
 def test_kernels_are_those_of_one_rank(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave out --core-process and --tensor-parallel-size"):
         steps(config(tmp_path, tensor_parallel_size=2), kernels=3, **LENGTHS)
+
+
+def test_prompts_of_several_lengths(tmp_path: Path) -> None:
+    """Two of 8 tokens and one of 24: the rate is of them all."""
+    write_checkpoint(tmp_path, "qwen3")
+    sizes = {"decodes": "3", "prefills": "3", "input_len": "mixed:8:24"}
+    rows = {row.name: row for row in steps(config(tmp_path), kernels=0, **(LENGTHS | sizes)).rows}
+    assert rows.keys() == {"decode, 3 x mixed:8:24", "prefill, 3 x mixed:8:24", "load"}
+    assert all(row.value for row in rows.values())

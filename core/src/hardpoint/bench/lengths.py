@@ -7,31 +7,32 @@ import random
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 from hardpoint_plugin_api import ConfigError
 
 SAMPLE_TEXT = f"{string.ascii_letters} {string.digits} {string.punctuation} It was the best of times, it was the worst."
 """What prompts are drawn from, once a model's tokenizer has made ids of it: every tokenizer has some for these."""
 
-_FORMS = "N, uniform:LOW:HIGH, or lognormal:MEDIAN:SIGMA[:MOST]"
+FORMS = "N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MOST], or mixed:N:N..."
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of lengths in tokens: fixed, uniform from ``low`` to ``high``, or lognormal.
+    """A distribution of lengths in tokens: uniform from ``low`` to ``high``, lognormal, or ``mixed`` ones in turn.
 
     A lognormal one has the median ``low``, the standard deviation ``sigma`` of its logarithm, and is cut off at
     ``high``. https://en.wikipedia.org/wiki/Log-normal_distribution
     """
 
-    kind: str
     low: int
     high: int
-    sigma: float = 0.0
+    sigma: float | None = None
+    mixed: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, text: str, flag: str) -> Lengths:
-        """Read what ``flag`` was given: ``N``, ``uniform:LOW:HIGH``, ``lognormal:MEDIAN:SIGMA[:MOST]``.
+        """Read what ``flag`` was given, one of ``FORMS``.
 
         Without MOST, the longest is eight times the median. Raises ConfigError.
         """
@@ -39,24 +40,32 @@ class Lengths:
         try:
             if kind == "uniform":
                 low, high = map(int, numbers)
-                lengths = cls(kind, low, high)
+                lengths = cls(low, high)
             elif kind == "lognormal":
                 median, sigma, *most = numbers
                 (high,) = map(int, most or [str(8 * int(median))])
-                lengths = cls(kind, int(median), high, float(sigma))
+                lengths = cls(int(median), high, float(sigma))
+            elif kind == "mixed":
+                each = tuple(map(int, numbers))
+                lengths = cls(min(each), max(each), mixed=each)
             else:
-                lengths = cls("fixed", int(text), int(text))
+                lengths = cls(int(text), int(text))
         except ValueError:
-            raise ConfigError(f"{flag} {text} is no distribution of lengths; give {_FORMS}") from None
-        if not 1 <= lengths.low <= lengths.high or not 0 <= lengths.sigma < math.inf:
-            raise ConfigError(f"{flag} {text} is out of range: lengths are 1 or more and ascend, SIGMA is 0 or more")
+            raise ConfigError(f"{flag} {text} is no distribution of lengths; give {FORMS}") from None
+        if not 1 <= lengths.low <= lengths.high or not 0 <= (lengths.sigma or 0) < math.inf:
+            raise ConfigError(
+                f"{flag} {text} is out of range: lengths are from 1 on, LOW is at most HIGH, SIGMA is no less than 0"
+            )
         return lengths
 
-    def draw(self, generator: random.Random) -> int:
-        """One length."""
-        if self.kind == "lognormal":
-            return min(self.high, max(1, round(generator.lognormvariate(math.log(self.low), self.sigma))))
-        return generator.randint(self.low, self.high)
+    def draw(self, count: int, generator: random.Random) -> list[int]:
+        """So many lengths."""
+        if self.mixed:
+            return list(islice(cycle(self.mixed), count))
+        if self.sigma is None:
+            return [generator.randint(self.low, self.high) for _ in range(count)]
+        drawn = [generator.lognormvariate(math.log(self.low), self.sigma) for _ in range(count)]
+        return [min(self.high, max(1, round(length))) for length in drawn]
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,5 @@ def synthetic_requests(
 ) -> list[SyntheticRequest]:
     """``count`` requests of tokens drawn evenly from ``alphabet``; the same ones for the same arguments."""
     generator = random.Random(seed)
-    return [
-        SyntheticRequest(generator.choices(alphabet, k=inputs.draw(generator)), outputs.draw(generator))
-        for _ in range(count)
-    ]
+    lengths = zip(inputs.draw(count, generator), outputs.draw(count, generator), strict=True)
+    return [SyntheticRequest(generator.choices(alphabet, k=length), wanted) for length, wanted in lengths]

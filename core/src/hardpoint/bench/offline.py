@@ -30,7 +30,8 @@ def throughput(
 ) -> BenchResult:
     """Have synthetic prompts continued, all given at once: greedy, each by a set number of tokens.
 
-    LENGTHS is N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST], in tokens. One run before is not counted.
+    LENGTHS is N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MOST], or mixed:N:N... (in turn), in tokens. One run before
+    is not counted.
     """
     inputs, outputs = Lengths.parse(input_len, "--input-len"), Lengths.parse(output_len, "--output-len")
     check_here(config)

@@ -56,9 +56,9 @@ def serve(
 ) -> BenchResult:
     """Send synthetic requests to a server and measure what clients see: streamed completions, greedy, of a set length.
 
-    LENGTHS is N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST], in tokens. The peer is the same engine in this
-    process with the same requests, as many at a time (where a server was started, without --request-rate and
-    --duration). Processor time is that of each process of the server, divided by the output's tokens.
+    LENGTHS is N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MOST], or mixed:N:N... (in turn), in tokens. The peer is the
+    same engine in this process with the same requests, as many at a time (where a server was started, without
+    --request-rate and --duration). Processor time is that of each process of the server, per token of the output.
     """
     inputs, outputs = Lengths.parse(input_len, "--input-len"), Lengths.parse(output_len, "--output-len")
     if concurrency is not None and request_rate is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import click
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.bench.busy_time import BusyTime, device_intervals
-from hardpoint.bench.lengths import Lengths, SyntheticRequest, synthetic_requests
+from hardpoint.bench.lengths import Lengths, SyntheticRequest
 from hardpoint.bench.offline import ROOFLINE, alphabet, check_here, generate, read_seconds
 from hardpoint.bench.progress import progress_bar
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
@@ -26,7 +27,7 @@ _STEPS_BEFORE = 3
 
 @click.option("--decode", "decodes", default="1,32,256", show_default=True, metavar="N,N", help="Requests at once.")
 @click.option("--prefill", "prefills", default="1,32", show_default=True, metavar="N,N", help="Prompts at once.")
-@click.option("--input-len", default=512, show_default=True, type=click.IntRange(min=1), help="Tokens of a prompt.")
+@click.option("--input-len", default="512", show_default=True, metavar="LENGTHS", help="Tokens of prompts.")
 @click.option("--output-len", default=129, show_default=True, type=click.IntRange(min=2), help="Tokens of an output.")
 @click.option("--repeat", default=3, show_default=True, type=click.IntRange(min=1), help="Measured runs (median).")
 @click.option(
@@ -34,9 +35,12 @@ _STEPS_BEFORE = 3
 )
 @benchmark("steps", "Decode and prefill rates of the engine in process, at stated numbers of requests.")
 def steps(
-    config: EngineConfig, decodes: str, prefills: str, input_len: int, output_len: int, repeat: int, kernels: int
+    config: EngineConfig, decodes: str, prefills: str, input_len: str, output_len: int, repeat: int, kernels: int
 ) -> BenchResult:
     """Have random prompts continued greedily, so many at once.
+
+    LENGTHS is N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MOST], or mixed:N:N... (in turn), in tokens; all runs of a
+    size have prompts of the same lengths.
 
     The decode rate is the tokens behind each first one over the time that they add: the difference of two runs, one
     with all tokens and one with a single token, so that it holds all that the engine does for a token. The prefill rate
@@ -46,14 +50,20 @@ def steps(
     """
     check_here(config, several_ranks=not kernels)
     sizes = {"decode": _numbers(decodes, "--decode"), "prefill": _numbers(prefills, "--prefill")}
-    prompts, seeds = Lengths.parse(str(input_len), "--input-len"), count()
+    inputs, seeds = Lengths.parse(input_len, "--input-len"), count()
     rows = []
+
+    def lengths(size: int) -> list[int]:
+        return inputs.draw(size, random.Random(0))
+
     with LLM.from_config(config) as llm, progress_bar("sizes", sum(map(len, sizes.values()))) as advance:
         read = read_seconds(llm) if config.tensor_parallel_size == 1 else None
 
+        tokens = alphabet(llm)
+
         def requests(size: int, length: int) -> list[SyntheticRequest]:
-            lengths = prompts, Lengths.parse(str(length), "--output-len")
-            return synthetic_requests(size, *lengths, alphabet(llm), next(seeds))
+            generator = random.Random(next(seeds))
+            return [SyntheticRequest(generator.choices(tokens, k=k), length) for k in lengths(size)]
 
         def seconds(size: int, length: int) -> float:
             return generate(llm, requests(size, length))
@@ -61,13 +71,13 @@ def steps(
         for kind, numbers in sizes.items():
             for size in numbers:
                 firsts = [seconds(size, 1) for _ in range(repeat + 1)][1:]
-                tokens, roofline = size * input_len, None
+                made, roofline = sum(lengths(size)), None
                 times = firsts
                 if kind == "decode":
                     first = statistics.median(firsts)
                     times = [seconds(size, output_len) - first for _ in range(repeat + 1)][1:]
-                    tokens, roofline = size * (output_len - 1), size / read if read else None
-                rates = [tokens / x for x in times]
+                    made, roofline = size * (output_len - 1), size / read if read else None
+                rates = [made / x for x in times]
                 note = f"from {min(rates):,.0f} to {max(rates):,.0f}"
                 if kind == "decode":
                     note += f"; {1e3 * statistics.median(times) / (output_len - 1):.3f} ms a step"
@@ -96,7 +106,8 @@ def _kernel_rows(llm: LLM, data: Sequence[SyntheticRequest], kind: str, num_show
     from torch.profiler import profile
 
     core, num_steps = llm.core, 0
-    most = core.blueprint.ctx.max_model_len - len(data[0].prompt)  # none ends while another's prompt is still read
+    longest = max(len(request.prompt) for request in data)
+    most = core.blueprint.ctx.max_model_len - longest  # none ends while another's prompt is still read
     params = SamplingParams(temperature=0, max_tokens=most if kind == "decode" else 1, ignore_eos=True)
     requests = [core.add_request(request.prompt, params, frozenset()) for request in data]
     while kind == "decode" and not all(request.output_token_ids for request in requests):
