@@ -96,3 +96,29 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
     del llm
     torch.accelerator.empty_cache()
     assert platform.memory.snapshot().free > held.free
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_sleeps_is_free_for_others(level: int, tmp_path: Path) -> None:
+    """The driver has the memory back, by the tags' own account, and a model that woke up has the logits it had."""
+    write_checkpoint(tmp_path, "qwen3", hidden_size=512, intermediate_size=4096)
+    (prompt,) = random_prompts(1, 90, seed=1, shortest=90)
+    with LLM(str(tmp_path), kv_cache_memory="1GiB", max_num_seqs=16) as llm:
+        memory = llm.core.blueprint.platform.memory
+        logits, tokens = prompt_logits(llm, prompt), generated(llm, prompt)
+        torch.accelerator.empty_cache()
+        held, free = llm.memory_report().by_tag, memory.snapshot().free
+        llm.sleep(level)
+        asleep = llm.memory_report().by_tag
+        given_back = sum(held.values()) - sum(asleep.values())
+        assert given_back > 2**30
+        assert memory.snapshot().free - free > 0.95 * given_back
+        llm.wake_up()
+        assert torch.equal(prompt_logits(llm, prompt), logits)
+        assert generated(llm, prompt) == tokens
+        assert llm.memory_report().by_tag == held, "executables that are made when first met are there again, too"
+
+
+def generated(llm: LLM, prompt: list[int]) -> list[int]:
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True), use_tqdm=False)
+    return output.outputs[0].token_ids

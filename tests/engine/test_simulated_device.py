@@ -30,6 +30,11 @@ def test_engines_run_on_it(site: Path, tmp_path: Path) -> None:
     check(site, tmp_path, *(f"tests/engine/test_{part}.py" for part in ("generation", "sampler", "sleep")))
 
 
+def test_no_step_waits_but_for_tokens(site: Path, tmp_path: Path) -> None:
+    """Greedily: the reference that draws looks at the settings of requests, which are on the device."""
+    check(site, tmp_path, "-m", "accelerator", "-k", "greedy", "tests/engine/test_waiting.py")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("tests", ["engine/test_cache_groups.py", "engine/test_token_equality.py", "structured"])
 def test_engines_run_on_it_however_they_schedule(site: Path, tmp_path: Path, tests: str) -> None:

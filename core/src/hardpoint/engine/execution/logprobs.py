@@ -16,6 +16,8 @@ import torch
 from hardpoint.engine.scheduling.step import NewRequest, PromptLogprobs, ScheduledRequest, StepInput, TokenLogprobs
 
 Ints = npt.NDArray[np.int32]
+ToHost = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+"""Begins a copy and returns what waits for it: ``Platform.to_host``."""
 RankTokens = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """The op token_logprobs, as bound."""
 _ROWS_AT_ONCE = 128
@@ -34,13 +36,18 @@ class DeviceLogprobs:
     ranks: torch.Tensor
     top_n: tuple[int | None, ...]
 
-    def to_host(self) -> tuple[TokenLogprobs | None, ...]:
-        """Wait for the values, and cut each position's to what it asks for."""
-        columns = (self.ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), self.top_n)
-        return tuple(
-            None if n is None else TokenLogprobs(ids[: n + 1], logprobs[: n + 1], ranks[: n + 1])
-            for ids, logprobs, ranks, n in zip(*columns, strict=True)
-        )
+    def to_host(self, copy: ToHost) -> Callable[[], tuple[TokenLogprobs | None, ...]]:
+        """Begin to copy the values; the result waits for them, and cuts each position's to what it asks for."""
+        copies = [copy(values) for values in (self.ids, self.logprobs, self.ranks)]
+
+        def wait() -> tuple[TokenLogprobs | None, ...]:
+            columns = (*(copied().tolist() for copied in copies), self.top_n)
+            return tuple(
+                None if n is None else TokenLogprobs(ids[: n + 1], logprobs[: n + 1], ranks[: n + 1])
+                for ids, logprobs, ranks, n in zip(*columns, strict=True)
+            )
+
+        return wait
 
 
 @dataclass(frozen=True)
@@ -61,13 +68,18 @@ class DevicePromptLogprobs:
     chunks: tuple[_Chunk, ...]
     scores: DeviceLogprobs
 
-    def to_host(self) -> tuple[PromptLogprobs, ...]:
-        """Wait for the values. A chunk's first entry is that of the token after its first."""
-        rows = iter(self.scores.to_host())
-        return tuple(
-            PromptLogprobs(c.index, c.start + 1, tuple(row for row in islice(rows, c.count) if row is not None))
-            for c in self.chunks
-        )
+    def to_host(self, copy: ToHost) -> Callable[[], tuple[PromptLogprobs, ...]]:
+        """See DeviceLogprobs. A chunk's first entry is that of the token after its first."""
+        scores = self.scores.to_host(copy)
+
+        def wait() -> tuple[PromptLogprobs, ...]:
+            rows = iter(scores())
+            return tuple(
+                PromptLogprobs(c.index, c.start + 1, tuple(row for row in islice(rows, c.count) if row is not None))
+                for c in self.chunks
+            )
+
+        return wait
 
 
 class PromptScorer:

@@ -17,10 +17,10 @@ from hardpoint.context import Context
 from hardpoint.engine.execution.decode_graphs import DecodeBuffers
 from hardpoint.engine.execution.forward import Forward
 from hardpoint.engine.execution.graphs import Graphs
-from hardpoint.engine.execution.logprobs import DeviceLogprobs, DevicePromptLogprobs, PromptScorer
+from hardpoint.engine.execution.logprobs import DevicePromptLogprobs, PromptScorer
 from hardpoint.engine.execution.sampler import Sampled, Sampler, SamplingOps
 from hardpoint.engine.execution.staging import Staging
-from hardpoint.engine.scheduling.step import ScheduledRequest, StepInput, StepOutput
+from hardpoint.engine.scheduling.step import PromptLogprobs, ScheduledRequest, StepInput, StepOutput, TokenLogprobs
 from hardpoint.ops.decode_inputs import LAST_DRAWN, NUM_FIXED_ROWS, decode_inputs
 from hardpoint.ops.slot_mapping import slot_mapping
 from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, AttentionMetadata, Platform
@@ -44,15 +44,16 @@ class StepOps:
 
 @dataclass(frozen=True)
 class Ticket:
-    """A submitted step: its number, the tokens it draws, and what is asked about them, which is on the device.
+    """A submitted step: its number, the tokens it draws, and what is asked about them and about prompts.
 
-    ``tokens`` waits for them, and for nothing that was submitted later: int64 [N], on the host.
+    Each of these is on its way to the host: a call waits for it, and for nothing that was submitted later. Tokens are
+    int64 [N].
     """
 
     number: int
     tokens: Callable[[], torch.Tensor]
-    logprobs: DeviceLogprobs | None
-    prompt_logprobs: DevicePromptLogprobs | None
+    logprobs: Callable[[], tuple[TokenLogprobs | None, ...]]
+    prompt_logprobs: Callable[[], tuple[PromptLogprobs, ...]]
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Runner:
 
     def _nothing_drawn(self, step: StepInput, prompts: DevicePromptLogprobs | None = None) -> Ticket:
         """Still to be waited for: the step's arrays travel from memory that a later step overwrites."""
-        return Ticket(step.number, self._platform.to_host(self._sampler.last_token[:0]), None, prompts)
+        return self._drawn(step, Sampled(self._sampler.last_token[:0], None), prompts)
 
     def _sample(
         self,
@@ -176,8 +177,10 @@ class Runner:
             return self._drawn(step, self._sampler.sample(logits, shares, slots, positions + 1), prompts)
 
     def _drawn(self, step: StepInput, drawn: Sampled, prompts: DevicePromptLogprobs | None = None) -> Ticket:
-        """Send the tokens to the host."""
-        return Ticket(step.number, self._platform.to_host(drawn.tokens), drawn.logprobs, prompts)
+        """Send the tokens, and what was asked, to the host."""
+        copy = self._platform.to_host
+        logprobs = drawn.logprobs.to_host(copy) if drawn.logprobs else tuple
+        return Ticket(step.number, copy(drawn.tokens), logprobs, prompts.to_host(copy) if prompts else tuple)
 
     def forward(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
         """Take the delta and run the model eagerly; returns hidden states [T, hidden] beside the step's arrays."""
@@ -235,9 +238,7 @@ class Runner:
     @torch.inference_mode()
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for the tokens of ``ticket``, and for what was asked about them."""
-        logprobs = ticket.logprobs.to_host() if ticket.logprobs else ()
-        prompts = ticket.prompt_logprobs.to_host() if ticket.prompt_logprobs else ()
-        return StepOutput(ticket.number, tuple(ticket.tokens().tolist()), logprobs, prompts)
+        return StepOutput(ticket.number, tuple(ticket.tokens().tolist()), ticket.logprobs(), ticket.prompt_logprobs())
 
     def _take_new(self, step: StepInput) -> None:
         """Fill new slots."""
