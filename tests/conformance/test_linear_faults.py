@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch.nn.functional import linear
 
 from hardpoint.conformance.families.linear import LinearTrials
+from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.quantization.emulated_linear import EmulatedLinear
 from hardpoint.quantization.plain_linear import PlainLinear
-from hardpoint_plugin_api import LinearKernel
+from hardpoint_plugin_api import EagerGraphEngine, LinearKernel
 from tests.conformance.trying import Caught, first_failure, subject
 
 Tensor = torch.Tensor
@@ -66,6 +69,33 @@ class AddsIntoTheBias(PlainLinear):
         return y
 
 
+class BegunEarly(PlainLinear):
+    """What it is given has not been written when it begins: results are written when the next call has begun."""
+
+    overlapped = True
+    waits = False
+    unfinished: ClassVar[list[tuple[Tensor, Tensor]]] = []
+
+    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+        if self.waits:
+            self.finish()
+        y = super().apply(x, weights, bias)
+        self.finish()
+        out = torch.full_like(y, torch.nan)
+        self.unfinished.append((out, y))
+        return out
+
+    @classmethod
+    def finish(cls) -> None:
+        while cls.unfinished:
+            out, y = cls.unfinished.pop()
+            out.copy_(y)
+
+
+class BegunEarlyAndWaiting(BegunEarly):
+    waits = True
+
+
 QUANTIZED, PLAIN = ["*@*:*+*/*"], ["float32/float32"]
 PLANTED: dict[str, tuple[type[LinearKernel], list[str], str]] = {
     "scale ignored": (ScaleIgnored, QUANTIZED, "values"),
@@ -75,6 +105,17 @@ PLANTED: dict[str, tuple[type[LinearKernel], list[str], str]] = {
     "bias twice": (BiasTwice, PLAIN, "values"),
     "bias written": (AddsIntoTheBias, PLAIN, "values"),
 }
+
+
+@pytest.mark.parametrize("kernel", [BegunEarly, BegunEarlyAndWaiting])
+def test_input_that_is_not_there_yet(site: Site, kernel: type[BegunEarly], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site.platform, "synchronize", kernel.finish)
+    monkeypatch.setattr(site.platform, "graph_engine", EagerGraphEngine)  # what is not written yet cannot be recorded
+    trials = LinearTrials().trials(subject(site, kernel, "linear", name="torch", requires=[{"spec": PLAIN}]), Plan())
+    findings = [check.run() for trial in trials for check in trial.checks if check.name == "chain"]
+    found = {fault.code for finding in findings for fault in finding.faults}
+    assert findings
+    assert found == (set() if kernel.waits else {"too-early"})
 
 
 def tried(site: Site, kernel: type[LinearKernel], specs: list[str]) -> Caught | None:

@@ -198,6 +198,14 @@ class Platform(ABC):
         the host is whose. Default: nothing.
         """
 
+    def tuning_context(self) -> Mapping[str, str]:
+        """What measured times depend on beside the device and the versions installed, by name: a host's threads.
+
+        Asked before ``activate``, and after ``share_host``. What a tuning file holds of another context is left aside.
+        Default: nothing.
+        """
+        return {}
+
     @abstractmethod
     def activate(self, index: int) -> torch.device:
         """Make device ``index`` current for this process and return it. The first call that may create a context."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from hardpoint.conformance.memory import Placement, equal_bits
 from hardpoint.conformance.site import Subject
 from hardpoint.ops.judge import Call, Expected, sequence
+from hardpoint_plugin_api import Reason
 
 
 class Probe(Protocol):
@@ -44,6 +45,18 @@ class Probe(Protocol):
 
     def far_inputs(self, call: Call) -> Sequence[str]:
         """Labels of the inputs that can lie far apart."""
+        ...
+
+
+@runtime_checkable
+class Chained(Protocol):
+    """A probe of kernels whose results can be their inputs."""
+
+    def links(self) -> Sequence[Callable[[torch.Tensor], torch.Tensor]] | Reason:
+        """Calls of the kernel, to be made in turn: the first takes a call's first input, the last returns its like.
+
+        A reason, where the kernel does not serve what that takes.
+        """
         ...
 
 

@@ -170,6 +170,11 @@ class Subject:
         """Whether it may be recorded with a step: unless the target says ``capturable = False``, it may."""
         return bool(getattr(self.target, "capturable", True))
 
+    @property
+    def overlapped(self) -> bool:
+        """Whether it begins before what was launched before it has ended: only where it says ``overlapped = True``."""
+        return bool(getattr(self.target, "overlapped", False))
+
     def claimed(self, key: str) -> tuple[Any, ...] | None:
         """The values of a requirement such as ``dtype`` or ``block_size``; None where the contribution takes any."""
         for requirement in self.offer.contribution.requires:

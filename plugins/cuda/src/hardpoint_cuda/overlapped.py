@@ -28,3 +28,4 @@ class OverlappedGemv(TritonGemv):
     """Reads its first weights while what makes its activations still runs."""
 
     overlap = OVERLAP
+    overlapped = True

@@ -38,4 +38,6 @@ def kernel_checks(probe: Probe, seed: int, plan: Plan, trial: int, without: Sequ
     for number, (name, check) in enumerate(ADVERSARIAL.items()):
         if name not in without and plan.includes(number, trial):
             checks.append(Check(name, lambda check=check: check(probe, seed)))  # type: ignore[misc]  # bound early
+    if probe.subject.overlapped:
+        checks.append(Check("chain", lambda: replay.chain(probe, seed)))
     return checks

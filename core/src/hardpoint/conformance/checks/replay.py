@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from hardpoint.conformance.probe import Probe, refill, run
+from hardpoint.conformance.memory import equal_bits, poison
+from hardpoint.conformance.probe import Chained, Probe, refill, run
 from hardpoint.conformance.site import Site
 from hardpoint.conformance.trials import Finding
 from hardpoint.ops.judge import Call, judge_call
+from hardpoint_plugin_api import Reason
 
 _WARM_UP = 2
 _RUNS = 4
+_CHAINS = 8
 
 
 def replay(probe: Probe, seed: int) -> Finding:
@@ -69,6 +73,44 @@ def host_sync(probe: Probe, seed: int) -> Finding:
         return Finding.failed("host-sync", "the call", str(error).partition("\n")[0])
     finally:
         switch("default")
+    return Finding()
+
+
+def chain(probe: Probe, seed: int) -> Finding:
+    """``chain``: begun before what came before it has ended, the kernel still reads nothing before it is written.
+
+    Several run in a row, each on what the last one wrote, as the platform's graph engine prepares them. From the second
+    such run on, memory for results is full of poison before. Each gives the bits that it gives when all before it has
+    ended.
+    """
+    if not isinstance(probe, Chained):
+        return Finding.failed(
+            "overlapped", "the target", "overlapped = True is for families that can be tried in chains"
+        )
+    links = probe.links()
+    if isinstance(links, Reason):
+        return Finding(unsupported=links)
+    platform, x = probe.subject.site.platform, probe.call(seed).inputs[0].tensor
+
+    def one_after_another(x: torch.Tensor, wait: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
+        results = []
+        for link in (*links, *links):
+            x = link(x)
+            wait()
+            results.append(x)
+        return results
+
+    with torch.inference_mode():
+        wanted = one_after_another(x, platform.synchronize)
+        executable = platform.graph_engine().prepare("conformance", one_after_another, {"x": x})
+        for number in range(_CHAINS):
+            results = executable.run()
+            platform.synchronize()
+            for link, (got, right) in enumerate(zip(results, wanted, strict=True)):
+                if not equal_bits(got, right):
+                    message = f"run {number + 1} has other bits than a run in which each waits for the one before"
+                    return Finding.failed("too-early", f"link {link + 1} of {len(wanted)}", message)
+            poison(results)
     return Finding()
 
 

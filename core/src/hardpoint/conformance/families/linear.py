@@ -7,7 +7,7 @@ Axes: T tokens, N out features, K in features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ from hardpoint_plugin_api import (
     LinearKernel,
     LinearWorkload,
     Quantized,
+    Reason,
     dequantize,
 )
 
@@ -89,13 +90,14 @@ class LinearProbe:
 
     allocates = True
 
-    def __init__(self, subject: Subject, row: Row) -> None:
+    def __init__(self, subject: Subject, row: Row, *, turned: bool = False) -> None:
+        """``turned`` exchanges the widths of inputs and outputs."""
         self.subject, self._row = subject, row
         self.title = "/".join(str(value) for value in row.values())
         self.num_tokens = _TOKENS[row["tokens"]]
         self.pair = pair_of(SPECS, row["spec"], row["dtype"])
         self.dtype = dtype_of(row["dtype"])
-        out_features, in_features = _WIDTHS[row["widths"]]
+        out_features, in_features = reversed(_WIDTHS[row["widths"]]) if turned else _WIDTHS[row["widths"]]
         self.workload = LinearWorkload(
             dtype=row["dtype"],
             in_features=in_features,
@@ -148,6 +150,13 @@ class LinearProbe:
     def far_inputs(self, call: Call) -> Sequence[str]:
         """The activations, where there are several rows."""
         return ("x",) if self.num_tokens > 1 else ()
+
+    def links(self) -> Sequence[Callable[[torch.Tensor], torch.Tensor]] | Reason:
+        """See Chained: there and back, by a weight of the same kernel's whose widths are exchanged."""
+        back = LinearProbe(self.subject, self._row, turned=True)
+        if reason := self.subject.refuses(back.workload):
+            return reason
+        return [partial(p.kernel.apply, weights=p.packed, bias=p.placed_bias) for p in (self, back)]
 
     @cached_property
     def context(self) -> Context:
