@@ -19,7 +19,7 @@ from hardpoint_cpu.recorded_list import RecordedList
 from hardpoint_plugin_api import CaptureGrade, GraphEngine, PlatformError
 from tests.parallel.ranks import ranks_in_threads
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
-from tests.support.engines import small_llm
+from tests.support.engines import counted, small_llm
 from tests.support.graph_contract import RecordingContract
 from tests.support.recorder import RecordableAnyAttention, RecordableAttention, RecordedCalls, recordable
 
@@ -76,17 +76,6 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> RecordedCalls:
 
 def engine(folder: Path, **settings: Any) -> LLM:
     return small_llm(folder, **(RECORDABLE | settings))
-
-
-def counted(llm: LLM) -> dict[str, float]:
-    """Steps by how they ran, and what else the engine counts of it."""
-    samples = [sample for family in llm.metrics.families for sample in family.samples]
-    wanted = ("hardpoint_graph", "hardpoint_eager", "hardpoint_padding")
-    found = {
-        s.labels.get("reason", s.name.removeprefix("hardpoint_")): s.value for s in samples if s.name.startswith(wanted)
-    }
-    found.pop("graph_preparation_seconds_total")
-    return found
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:

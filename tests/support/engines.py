@@ -36,6 +36,17 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.005)
 
 
+def counted(llm: LLM) -> dict[str, float]:
+    """Steps by how they ran, and what else the engine counts of it."""
+    samples = [sample for family in llm.metrics.families for sample in family.samples]
+    wanted = ("hardpoint_graph", "hardpoint_eager", "hardpoint_padding")
+    found = {
+        s.labels.get("reason", s.name.removeprefix("hardpoint_")): s.value for s in samples if s.name.startswith(wanted)
+    }
+    found.pop("graph_preparation_seconds_total")
+    return found
+
+
 @torch.inference_mode()
 def prompt_logits(llm: LLM, ids: list[int], chunk: int | None = None) -> torch.Tensor:
     """The engine's logits for every position of one prompt, float32 [T, vocab], read in chunks of ``chunk`` tokens."""

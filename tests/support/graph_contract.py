@@ -136,6 +136,29 @@ class RecordingContract(GraphEngineContract):
             graphs.prepare("broken", broken, {"x": x})
         assert graphs.prepare("after", lambda x: x + 1, {"x": x}).run().tolist() == [2.0] * 4
 
+    def test_what_interrupts_is_called_by_each_run(self, graphs: GraphEngine, device: torch.device) -> None:
+        if not graphs.piece_sizes:
+            pytest.skip("this engine prepares nothing in pieces")
+        x, factor = torch.ones(4, device=device), [2.0]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            before = x + 1
+            behind = torch.empty_like(before)
+
+            def call() -> None:
+                behind.copy_(torch.tensor([value * factor[0] for value in before.tolist()]))
+
+            graphs.interrupt(call)
+            return behind - 1
+
+        prepared = graphs.prepare("pieces", step, {"x": x})
+        assert prepared.run().tolist() == [3.0] * 4
+        x.copy_(torch.arange(4.0))
+        factor[0] = 10.0
+        assert prepared.run().tolist() == [9.0, 19.0, 29.0, 39.0], "it waits for the device, and has changed since"
+        factor[0] = 0.0
+        assert prepared.run().tolist() == [-1.0] * 4
+
     def test_no_more_executables_than_it_says(self, graphs: GraphEngine, device: torch.device) -> None:
         if graphs.max_executables is None:
             pytest.skip("this engine knows no limit")

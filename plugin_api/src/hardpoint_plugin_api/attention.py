@@ -172,6 +172,22 @@ class ForwardStep:
     caches: Sequence[dict[str, torch.Tensor]]
     metadata: Sequence[AttentionMetadata]
 
+    def attend(
+        self,
+        layer: int,
+        backend: AttentionBackend,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Have attention layer number ``layer`` attend by its ``backend``: see AttentionBackend.forward.
+
+        Layers call this in place of the backend, so that steps can be prepared in pieces between them. Where they are,
+        the backend is called later, once in each run, on these same tensors.
+        """
+        backend.forward(q, k, v, self.caches[layer], self.metadata[layer], out)
+
 
 class AttentionBackend(ABC):
     """One backend. An instance is built per attention layer; layers of equal spec and backend form a group.

@@ -82,6 +82,7 @@ class GraphEngine(ABC):
     as many as a step has, when it is first met. Otherwise for these numbers, ahead, when the engine starts; steps are
     padded to the next of them, and steps of more requests run eagerly. ``token_sizes`` says for how many tokens other
     steps are prepared ahead, of up to ``requests_per_token_size`` requests, whatever prompts and decodes they hold.
+    ``piece_sizes``: for how many tokens steps that are not prepared whole are prepared in pieces, by ``interrupt``.
 
     ``bytes_per_executable`` is what the cache leaves free for each before any is prepared, ``nbytes`` what they take.
     """
@@ -93,6 +94,7 @@ class GraphEngine(ABC):
     batch_sizes: tuple[int, ...] | None = None
     token_sizes: tuple[int, ...] = ()
     requests_per_token_size: int = 16
+    piece_sizes: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +112,15 @@ class GraphEngine(ABC):
         been written: what a run on these inputs writes there. Raises PlatformError for what cannot be prepared; the
         caller then runs ``fn`` itself.
         """
+
+    def interrupt(self, call: Callable[[], None]) -> None:
+        """Within a function that is being prepared: have each run call ``call`` here, and record nothing of it.
+
+        It may do what a recording may not, reads and writes tensors that the function has by then, and may do other
+        things in each run. While the function is prepared it may be called, or not. For engines with ``piece_sizes``;
+        default: PlatformError.
+        """
+        raise PlatformError(f"{type(self).__name__} does not prepare functions in pieces")
 
 
 class EagerGraphEngine(GraphEngine):

@@ -113,7 +113,7 @@ class Attention(PluggableLayer, name="attention"):
             interleaved=args.rope is not None and args.rope.interleaved,
         )
         attended = torch.empty_like(q)
-        self.backend.forward(q, k, v, cache, metadata, attended)
+        step.attend(self.index, self.backend, q, k, v, attended)
         y: torch.Tensor = self.out(attended.view(x.shape[0], -1))
         return y if self._leaves_summand else self._group.all_reduce(y)
 

@@ -25,6 +25,10 @@ TOKEN_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 as long from 512 tokens on (docs/measurements/h200.md)."""
 
 
+PIECE_SIZES = (128, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Of other steps; beyond, an 8B model's kernels take longer than the host."""
+
+
 class CudaGraphs(GraphEngine):
     """The graph engine of NVIDIA GPUs."""
 
@@ -39,9 +43,16 @@ class CudaGraphs(GraphEngine):
         device: torch.device,
         batch_sizes: tuple[int, ...] = BATCH_SIZES,
         token_sizes: tuple[int, ...] = TOKEN_SIZES,
+        piece_sizes: tuple[int, ...] = (),
     ) -> None:
         """Sizes ascend."""
-        self.batch_sizes, self.token_sizes, self._device = batch_sizes, token_sizes, device
+        self.batch_sizes, self.token_sizes, self.piece_sizes, self._device = (
+            batch_sizes,
+            token_sizes,
+            piece_sizes,
+            device,
+        )
+        self._capture: _Capture | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._alive: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
@@ -69,13 +80,20 @@ class CudaGraphs(GraphEngine):
             for name, x in held.items():  # what ``fn`` finds must be valid when it is captured, too
                 inputs[name].copy_(x)  # type: ignore[attr-defined]  # a tensor, see above
             before = self._taken_by_driver()
-            graph, result = self._capture(key, fn, inputs)
-            prepared = CudaGraph(fn, dict(inputs), graph, result, max(0, self._taken_by_driver() - before))
+            pieces, result = self._captured(key, fn, inputs)
+            prepared = CudaGraph(fn, dict(inputs), pieces, result, max(0, self._taken_by_driver() - before))
             self._alive.add(prepared)
             return prepared
         finally:
             for name, x in held.items():
                 inputs[name].copy_(x)  # type: ignore[attr-defined]  # a tensor, see above
+
+    def interrupt(self, call: Callable[[], None]) -> None:
+        """End the graph here and begin another behind ``call``, which runs where nothing is captured."""
+        if self._capture is None:
+            call()
+        else:
+            self._capture.interrupt(call)
 
     def _taken_by_driver(self) -> int:
         """Bytes in use on the device that are not torch's; other processes' count, too."""
@@ -90,12 +108,13 @@ class CudaGraphs(GraphEngine):
             fn(**inputs)
         current.wait_stream(stream)
 
-    def _capture(
-        self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]
-    ) -> tuple[torch.cuda.CUDAGraph, Any]:
-        graph, failure = torch.cuda.CUDAGraph(), None
+    def _captured(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> tuple[list[Piece], Any]:
+        assert self._stream is not None
+        torch.cuda.synchronize(self._device)
+        self._capture = capture = _Capture(self._pool)
+        failure = None
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.stream(self._stream), capture:
                 try:
                     result = fn(**inputs)
                 except Exception as error:  # named below, whatever the end of the capture says
@@ -110,7 +129,42 @@ class CudaGraphs(GraphEngine):
                 f"step {key!r} cannot be captured as a CUDA graph: it waits for the device, or does something "
                 f"else that a capture does not allow: {str(cause).splitlines()[0]}"
             ) from cause
-        return graph, result
+        finally:
+            self._capture = None
+        return capture.pieces, result
+
+
+Piece = torch.cuda.CUDAGraph | Callable[[], None]
+"""What is replayed, or called."""
+
+
+class _Capture:
+    """A capture on the current stream: one graph or, where it is interrupted, several, over one memory ``pool``."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.pieces: list[Piece] = []
+
+    def __enter__(self) -> None:
+        self._begin()
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+
+    def interrupt(self, call: Callable[[], None]) -> None:
+        self._end()
+        self.pieces.append(call)
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self.pieces.append(graph)
+
+    def _end(self) -> None:
+        graph = self.pieces[-1]
+        assert isinstance(graph, torch.cuda.CUDAGraph)
+        graph.capture_end()
 
 
 class CudaGraph:
@@ -123,12 +177,15 @@ class CudaGraph:
         self,
         fn: Callable[..., Any],
         inputs: dict[str, object],
-        graph: torch.cuda.CUDAGraph,
+        pieces: list[Piece],
         result: Any,
         driver_bytes: int,
     ) -> None:
-        self._fn, self._inputs, self._graph, self._result = fn, inputs, graph, result
-        self.pool, self.driver_bytes = tuple(graph.pool()), driver_bytes
+        self._fn, self._inputs, self._result, self.driver_bytes = fn, inputs, result, driver_bytes
+        first = pieces[0]
+        assert isinstance(first, torch.cuda.CUDAGraph)
+        self.pool = tuple(first.pool())
+        self._calls = [piece.replay if isinstance(piece, torch.cuda.CUDAGraph) else piece for piece in pieces]
 
     def run(self, update: Mapping[str, object] | None = None) -> Any:
         """Replay on the current stream; results are where they were. With other numbers ``fn`` itself runs.
@@ -137,7 +194,8 @@ class CudaGraph:
         """
         if update and rebinds(self._inputs, update):
             return self._fn(**(self._inputs | dict(update)))
-        self._graph.replay()
+        for call in self._calls:
+            call()
         return self._result
 
 

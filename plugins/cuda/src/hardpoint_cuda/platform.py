@@ -128,7 +128,7 @@ def _unusable(root: Path, code: str, problem: str, fix: str) -> Reason:
 
 def parse_sizes(text: str, key: str) -> tuple[int, ...]:
     """Numbers from a list such as "1,2,4,8", ascending; none for "none". Raises ConfigError for anything else."""
-    if text == "none" and key == "graph_token_sizes":
+    if text == "none" and key != "graph_batch_sizes":
         return ()
     try:
         sizes = sorted({int(part) for part in text.split(",") if part.strip()})
@@ -161,12 +161,16 @@ class CudaPlatform(TorchAcceleratorPlatform):
         """CUDA graphs of the sizes that the configuration lists. Raises ConfigError for such a list."""
         import torch
 
-        from hardpoint_cuda.graphs import BATCH_SIZES, TOKEN_SIZES, CudaGraphs
+        from hardpoint_cuda.graphs import BATCH_SIZES, PIECE_SIZES, TOKEN_SIZES, CudaGraphs
 
         sizes = []
-        for key, default in (("graph_batch_sizes", BATCH_SIZES), ("graph_token_sizes", TOKEN_SIZES)):
-            listed = str(self.config.get(key, "auto"))
-            sizes.append(default if listed == "auto" else parse_sizes(listed, key))
+        for key, auto, default in (
+            ("graph_batch_sizes", BATCH_SIZES, "auto"),
+            ("graph_token_sizes", TOKEN_SIZES, "auto"),
+            ("graph_piece_sizes", PIECE_SIZES, "none"),
+        ):
+            listed = str(self.config.get(key, default))
+            sizes.append(auto if listed == "auto" else parse_sizes(listed, key))
         return CudaGraphs(torch.device(self.info.torch_type, self.memory.index), *sizes)
 
     @contextmanager

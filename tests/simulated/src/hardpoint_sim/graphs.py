@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 from hardpoint_plugin_api import GraphEngine, PlatformError
 from hardpoint_sim import _C
@@ -17,6 +17,8 @@ from hardpoint_sim import _C
 Number = int | float
 Place = tuple[int, int]
 """A node of a recording, and an argument of it."""
+Piece: TypeAlias = "_C.Recording | Callable[[], None]"
+"""What is replayed, or called."""
 
 
 class RecordedLists(GraphEngine):
@@ -25,9 +27,11 @@ class RecordedLists(GraphEngine):
     max_executables = 16
     collectives_allowed = False
     host_sync_allowed = False
+    piece_sizes = (24, 48)
 
     def __init__(self, device: int) -> None:
         self._device = device
+        self._pieces: list[Piece] | None = None
         self._alive: weakref.WeakSet[RecordedList] = weakref.WeakSet()
 
     def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> RecordedList:
@@ -39,28 +43,40 @@ class RecordedLists(GraphEngine):
         if len(self._alive) >= self.max_executables:
             raise PlatformError(f"{self.max_executables} recorded steps are kept already; drop one before {key!r}")
         numbers: dict[str, Number] = {n: v for n, v in inputs.items() if _is_number(v)}
-        recording, result = self._record(key, fn, inputs)
+        pieces, result = self._record(key, fn, inputs)
         places = {}
         if numbers:
             others = {name: _another(value, i) for i, (name, value) in enumerate(numbers.items())}
             second, _ = self._record(key, fn, dict(inputs) | others)
-            places = _places(key, numbers, others, _C.describe(recording), _C.describe(second))
-        prepared = RecordedList(recording, result, dict(inputs), numbers, places)
+            if len(pieces) > 1 or len(second) > 1:
+                raise PlatformError(f"step {key!r} cannot be recorded: it is in pieces, and has host parameters")
+            places = _places(key, numbers, others, *(_C.describe(cast("_C.Recording", x[0])) for x in (pieces, second)))
+        prepared = RecordedList(pieces, result, dict(inputs), numbers, places)
         self._alive.add(prepared)
         return prepared
 
+    def interrupt(self, call: Callable[[], None]) -> None:
+        """End the recording here and begin another behind ``call``; it is not called while recordings are made."""
+        if self._pieces is None:
+            call()
+            return
+        _C.end_recording(cast("_C.Recording", self._pieces[-1]))
+        self._pieces += [call, _C.begin_recording(self._device)]
+
     def _record(
         self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]
-    ) -> tuple[_C.Recording, object]:
+    ) -> tuple[list[Piece], object]:
         tag = _C.exchange_tag("graphs")
         try:
-            recording = _C.begin_recording(self._device)
+            pieces: list[Piece] = [_C.begin_recording(self._device)]
+            self._pieces = pieces
             try:
-                return recording, fn(**inputs)
+                return pieces, fn(**inputs)
             except RuntimeError as error:
                 raise PlatformError(f"step {key!r} cannot be recorded: {error}") from error
             finally:
-                _C.end_recording(recording)
+                _C.end_recording(cast("_C.Recording", pieces[-1]))
+                self._pieces = None
         finally:
             _C.exchange_tag(tag)
 
@@ -70,13 +86,13 @@ class RecordedList:
 
     def __init__(
         self,
-        recording: _C.Recording,
+        pieces: list[Piece],
         result: object,
         inputs: dict[str, object],
         numbers: dict[str, Number],
         places: dict[str, list[Place]],
     ) -> None:
-        self._recording, self._result, self._inputs = recording, result, inputs
+        self._pieces, self._result, self._inputs = pieces, result, inputs
         self._numbers, self._places, self._bound = numbers, places, dict(numbers)
 
     def run(self, update: Mapping[str, object] | None = None) -> Any:
@@ -86,7 +102,11 @@ class RecordedList:
             self._check(name, value)
         for name, value in self._numbers.items():
             self._bind(name, cast(Number, update.get(name, value)))
-        _C.replay(self._recording)
+        for piece in self._pieces:
+            if callable(piece):
+                piece()
+            else:
+                _C.replay(piece)
         return self._result
 
     def _check(self, name: str, value: object) -> None:
@@ -101,7 +121,7 @@ class RecordedList:
     def _bind(self, name: str, value: Number) -> None:
         if value != self._bound[name]:
             for node, argument in self._places[name]:
-                _C.rebind(self._recording, node, argument, value)
+                _C.rebind(cast("_C.Recording", self._pieces[0]), node, argument, value)
             self._bound[name] = value
 
 

@@ -130,7 +130,7 @@ class DecodeGraphs:
         self._block_size, self._profiler = ctx.block_size, ctx.profiler
         self._buckets, self.sizes = sorted(limits.token_buckets), decode_sizes(executables.engine, limits)
         self._padding_slot = limits.max_requests
-        self.most_rows = 0 if executables.off else max(self.sizes or (self._padded(limits.max_requests),))
+        self.most_rows = 0 if executables.off_whole else max(self.sizes or (self._padded(limits.max_requests),))
         self._buffers: dict[int, DecodeBuffers] = {}
         if self.most_rows:
             executables.at_once += NUM_DRAWS * len(self.sizes or ())
@@ -143,7 +143,7 @@ class DecodeGraphs:
 
     def size(self, step: StepInput) -> int | None:
         """How many rows ``step`` has, padding included, if it is to be replayed as a decode step."""
-        if not is_decode(step) or self._executables.off:
+        if not is_decode(step) or self._executables.off_whole:
             return None
         size, reason = self._row_count(len(step.scheduled)), None
         if self._profiler.marks_layers:
@@ -183,7 +183,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def prepare_ahead(self) -> None:
         """Prepare what is listed, largest first so that memory which is shared is taken once."""
-        if self._executables.off or not self.sizes:
+        if self._executables.off_whole or not self.sizes:
             return
         began = time.perf_counter()
         for number, size in enumerate(sorted(self.sizes, reverse=True), 1):

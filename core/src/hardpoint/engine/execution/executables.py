@@ -19,7 +19,7 @@ import torch
 from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward
 from hardpoint.layers.moe import Experts
-from hardpoint_plugin_api import CaptureGrade, Executable, GraphEngine, PlatformError
+from hardpoint_plugin_api import CaptureGrade, Executable, GraphEngine, PlatformError, StepLimits
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,8 @@ MOST_EXECUTABLES = 32
 class Executables:
     """One rank's executables by key, kept as long as there is room. Memory is allocated within ``pool()``.
 
-    ``off`` says why there are none at all, as the metric's reason; ``at_once`` how many are prepared ahead.
+    ``off`` says why there are none at all, ``off_whole`` why there are none of whole steps, as the metric's reason;
+    ``at_once`` how many are prepared ahead.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Executables:
         self._new_engine, self._pool = new_engine, pool
         self.engine = new_engine()
         self.off = self._why_off(ctx, forward)
+        self.off_whole = self.off or self._why_off_whole(ctx)
         self.at_once = 0
         self._kept: OrderedDict[Hashable, Executable] = OrderedDict()
         metrics = ctx.metrics
@@ -57,6 +59,11 @@ class Executables:
         return self.engine.nbytes
 
     @property
+    def tell_nbytes(self) -> bool:
+        """Whether the graph engine says how many they are; otherwise ``nbytes`` is 0."""
+        return type(self.engine).nbytes is not GraphEngine.nbytes
+
+    @property
     def kept(self) -> list[Executable]:
         """All of them, the least recently used first."""
         return list(self._kept.values())
@@ -68,6 +75,10 @@ class Executables:
     def count_replay(self) -> None:
         """Count a step that is replayed."""
         self._replays.inc()
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether the one of ``key`` is prepared."""
+        return key in self._kept
 
     def get(self, key: Hashable, step: Callable[..., object], tensors: Mapping[str, torch.Tensor]) -> Executable:
         """The one of ``key``; where it is new, ``step(**tensors)`` is prepared. Raises PlatformError if that fails."""
@@ -108,14 +119,31 @@ class Executables:
             return "not_capturable"
         return None
 
+    def _why_off_whole(self, ctx: Context) -> str | None:
+        backends = [layer.backend for layer in ctx.attention_layers.layers]
+        names = {type(backend).__name__ for backend in backends if backend.capture < CaptureGrade.SINGLE_TOKEN}
+        if not names:
+            return None
+        how = "in pieces, or else eagerly" if self.engine.piece_sizes else "eagerly"
+        logger.info("steps run %s: attention backend %s cannot be captured", how, ", ".join(sorted(names)))
+        return "not_capturable"
+
+
+def listed_sizes(sizes: tuple[int, ...], name: str, limits: StepLimits) -> tuple[int, ...]:
+    """Those of a graph engine's ``sizes`` that steps of these limits are padded to, ascending.
+
+    Raises PlatformError for what are no numbers of tokens.
+    """
+    if sizes and min(sizes) < 1:
+        raise PlatformError(f"a graph engine's {name} must be positive numbers, got {sizes}")
+    most = limits.max_tokens or 0
+    return tuple(size for size in sorted(sizes) if size <= most and not limits.token_buckets)
+
 
 def uncapturable(ctx: Context, engine: GraphEngine, forward: Forward) -> Iterator[str]:
-    """What of a model's steps cannot be prepared by ``engine``, a line each."""
+    """What of a model's steps cannot be prepared by ``engine``, not even in pieces, a line each."""
     if ctx.parallel.tp.size > 1 and not engine.collectives_allowed:
         yield "the platform's graph engine allows no collectives between ranks"
-    for layer in ctx.attention_layers.layers:
-        if layer.backend.capture < CaptureGrade.SINGLE_TOKEN:
-            yield f"attention backend {type(layer.backend).__name__} cannot be captured"
     for module in getattr(forward.model, "modules", list)():
         if isinstance(module, Experts):
             for kernel in module.kernels:

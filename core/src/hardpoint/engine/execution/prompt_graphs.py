@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from hardpoint.context import Context
-from hardpoint.engine.execution.executables import Executables
+from hardpoint.engine.execution.executables import Executables, listed_sizes
 from hardpoint.engine.execution.forward import Forward
 from hardpoint.engine.scheduling.step import StepInput
 from hardpoint_plugin_api import (
@@ -132,7 +132,7 @@ class PromptGraphs:
         self._executables, self._forward = executables, forward
         self._block_size, self._profiler = ctx.block_size, ctx.profiler
         engine = executables.engine
-        self.sizes = () if executables.off else prompt_sizes(engine, limits)
+        self.sizes = () if executables.off_whole else prompt_sizes(engine, limits)
         backends = [layer.backend for layer in ctx.attention_layers.layers]
         self.sizes = tuple(
             size for size in self.sizes if all(b.grade("prefill", size) >= CaptureGrade.ANY for b in backends)
@@ -216,7 +216,4 @@ class PromptGraphs:
 
 def prompt_sizes(engine: GraphEngine, limits: StepLimits) -> tuple[int, ...]:
     """Numbers of tokens to prepare steps for, ascending. Raises PlatformError for sizes that are none."""
-    if engine.token_sizes and min(engine.token_sizes) < 1:
-        raise PlatformError(f"a graph engine's token_sizes must be positive numbers, got {engine.token_sizes}")
-    most = limits.max_tokens or 0
-    return tuple(size for size in sorted(engine.token_sizes) if size <= most and not limits.token_buckets)
+    return listed_sizes(engine.token_sizes, "token_sizes", limits)

@@ -123,8 +123,7 @@ class Runner:
             return self._replay(step, size)
         if (size := self._graphs.prompts.size(step)) is not None and not self._prompts.wants(step):
             return self._replay_prompts(step, shares, size)
-        self._graphs.count_eager(step)
-        hidden, arrays = self._run_eagerly(step)
+        hidden, arrays = self._run_apart(step)
         prompts = self._prompts.score(step.scheduled, hidden, arrays.staged)
         if not shares:
             return self._nothing_drawn(step, prompts)
@@ -187,15 +186,25 @@ class Runner:
         self._take_new(step)
         return self._run_eagerly(step)
 
+    def _run_apart(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
+        """Run a step that is not prepared whole: in pieces, or eagerly."""
+        size = self._graphs.pieces.size(step.num_tokens)
+        if size is None:
+            self._graphs.count_eager(step)
+            return self._run_eagerly(step)
+        arrays = self._plan(step, size)
+        with self._ctx.range("model"):
+            return self._graphs.pieces.run(arrays.ids, arrays.positions, arrays.metadata), arrays
+
     def _run_eagerly(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
         arrays = self._plan(step)
         with self._ctx.range("model"):
             return self._forward.hidden(arrays.ids, arrays.positions, arrays.metadata), arrays
 
-    def _plan(self, step: StepInput) -> StepArrays:
-        """Bring the step's arrays to the device and have attention plan it."""
+    def _plan(self, step: StepInput, size: int | None = None) -> StepArrays:
+        """Bring the step's arrays to the device, padded to ``size`` tokens, and have attention plan it."""
         with self._ctx.range("plan"):
-            batches, staged = self._batches(step)
+            batches, staged = self._batches(step, size)
             ids = self._with_last_tokens(staged)
             return StepArrays(ids, staged["positions"], self._forward.plan(batches), staged)
 
