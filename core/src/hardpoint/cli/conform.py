@@ -78,7 +78,7 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
-    help="Contributions to try at once; by default one for each core, and on a device other than the host one.",
+    help="Processes at once; by default one for each core, and on a device other than the host one.",
 )
 @click.option(
     "--timeout", type=click.IntRange(min=1), default=120, show_default=True, help="Seconds that one case may take."

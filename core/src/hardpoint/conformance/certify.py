@@ -44,7 +44,7 @@ def certify(
     seconds: float = CASE_SECONDS,
     jobs: int | None = None,
 ) -> Certificate:
-    """Run ``order`` and return what came out, failures and all; ``jobs`` contributions at once, see ``isolation.run``.
+    """Run ``order`` and return what came out, failures and all; ``jobs`` processes at once, see ``isolation.run``.
 
     Raises UnknownNameError for a plugin, family, contribution, platform or setting that does not exist, ConfigError for
     a setting's bad value, and the plugin's own error where it cannot be used at all; then nothing has run.

@@ -1,8 +1,8 @@
 """Running trials so that a crash or a hang of one kernel loses nothing of the report.
 
-Each contribution is tried in a process of its own, several at once where they run on the host. Where a process dies or
-runs out of time, the case in hand has failed, a new process goes on with the next, and after a few of these the rest is
-failed unrun.
+Each contribution is tried in a process of its own, several at once where they run on the host, or in parts where there
+may be more processes than contributions. Where a process dies or runs out of time, the case in hand has failed, a new
+process goes on with the next, and after a few of these the rest of its cases is failed unrun.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 START_SECONDS = 300.0
 CASE_SECONDS = 120.0
 _MOST_DEATHS = 5
+_PARTS_PER_JOB = 2
 
 
 @dataclass
@@ -186,25 +188,35 @@ def run(
 ) -> Generator[tuple[Runner, Listing, Iterator[Result]]]:
     """Yield each contribution of the order with its listing and its results; closed early, it ends what runs.
 
-    Each result has to be read before the next contribution is asked for. ``jobs`` contributions are tried at once,
-    each in its process: by default as many as there are cores where trials run on the host, and one where they run on
-    a device, whose memory is measured. Raises UnknownNameError and the plugin's own error before anything is run.
+    Each result has to be read before the next contribution is asked for. ``jobs`` processes try cases at once: by
+    default as many as there are cores where trials run on the host, and one where they run on a device, whose memory is
+    measured. Raises UnknownNameError and the plugin's own error before anything is run.
     """
     offers = order.offers(plugins)
     if not isolated:
         yield from _one_by_one([runner_for(plugins, order, offer, seconds=seconds) for offer in offers], order)
         return
     with closing(Nursery()) as nursery:
-        runners = [runner_for(plugins, order, offer, seconds=seconds, nursery=nursery) for offer in offers]
+        lanes = _lanes(len(offers), jobs)
+        runners: list[Sequence[Runner]] = [
+            [runner_for(plugins, order, offer, seconds=seconds, nursery=nursery) for _ in range(lanes)]
+            for offer in offers
+        ]
+        firsts = [first for first, *_ in runners]
         try:
-            if (jobs or _jobs(runners)) == 1:
-                yield from _one_by_one(runners, order)
+            if (jobs or _jobs(firsts)) == 1:
+                yield from _one_by_one(firsts, order)
             else:
                 yield from _at_once(runners, order, jobs or available_cores())
         finally:
-            for runner in runners:  # those that are done are closed
+            for runner in chain.from_iterable(runners):  # those that are done are closed
                 runner.stop()
                 runner.close()
+
+
+def _lanes(contributions: int, jobs: int | None) -> int:
+    """In how many parts each contribution is tried: more than it takes, since contributions are not alike."""
+    return max(1, _PARTS_PER_JOB * jobs // contributions) if jobs and jobs > contributions else 1
 
 
 def _jobs(runners: Sequence[Runner]) -> int:
@@ -223,16 +235,20 @@ def _one_by_one(runners: Sequence[Runner], order: Order) -> Iterator[tuple[Runne
         number += len(listing.cases)
 
 
-def _at_once(runners: Sequence[Runner], order: Order, jobs: int) -> Iterator[tuple[Runner, Listing, Iterator[Result]]]:
-    """Contributions begin in order, and what they find is yielded in order."""
-    tasks = [_Task(runner) for runner in runners]
-    with ThreadPoolExecutor(min(jobs, len(runners))) as pool:
+def _at_once(
+    runners: Sequence[Sequence[Runner]], order: Order, jobs: int
+) -> Iterator[tuple[Runner, Listing, Iterator[Result]]]:
+    """Contributions begin in order, each by several runners, and what they find is yielded in order."""
+    tasks = [_Task(each, order) for each in runners]
+    with ThreadPoolExecutor(jobs) as pool:
         try:
             for before, task in zip([None, *tasks], tasks, strict=False):
-                pool.submit(task.work, order, before)
+                pool.submit(task.begin, before)
+                for lane in range(len(task.runners)):
+                    pool.submit(task.work, lane)
             for task in tasks:
                 listing, _ = task.listed.result()
-                yield task.runner, listing, task.results()
+                yield task.runners[0], listing, task.results()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for task in tasks:
@@ -240,46 +256,62 @@ def _at_once(runners: Sequence[Runner], order: Order, jobs: int) -> Iterator[tup
 
 
 class _Task:
-    """One contribution that is tried in a thread of its own."""
+    """One contribution, tried by several runners, each in a thread of its own: the first lists its cases for all."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
+    def __init__(self, runners: Sequence[Runner], order: Order) -> None:
+        self.runners, self._order = runners, order
         self.listed = Future[tuple[Listing, int]]()
         """Its listing, and how many cases were listed up to its last."""
-        self._found = SimpleQueue[Result | None]()
-        self._error: BaseException | None = None
+        self._cases: Sequence[str] = ()
+        self._found = [SimpleQueue[Result | None | BaseException]() for _ in runners]
+        """What each runner finds: results, None behind each case, or what went wrong."""
         self._stopped = False
 
-    def work(self, order: Order, before: _Task | None) -> None:
-        """List and run it; ``before``, the contribution before it, has begun earlier."""
+    def begin(self, before: _Task | None) -> None:
+        """List it; ``before``, the contribution before it, has begun earlier."""
         try:
-            listing = self.runner.list()
+            listing = self.runners[0].list()
             number = before.listed.result()[1] if before else 0
+            self._cases = list(self._order.cases(listing.cases, number))
             self.listed.set_result((listing, number + len(listing.cases)))
-            for result in _results(self.runner, listing, order, number):
-                self._found.put(result)
+        except BaseException as error:  # for the threads that wait
+            self.runners[0].close()
+            if not self.listed.done():
+                self.listed.set_exception(error)
+
+    def work(self, lane: int) -> None:
+        """Run the cases of one runner, after ``begin``."""
+        runner, found = self.runners[lane], self._found[lane]
+        try:
+            self.listed.result()
+            for case in self._cases[lane :: len(self.runners)]:
+                for result in runner.run(case):
+                    found.put(result)
+                found.put(None)
                 if self._stopped:
                     break
         except BaseException as error:  # for the thread that waits
-            self._error = error
-            if not self.listed.done():
-                self.listed.set_exception(error)
+            found.put(error)
         finally:
-            self.runner.close()
-            self._found.put(None)
+            runner.close()
 
     def results(self) -> Iterator[Result]:
-        """What it finds, as it comes."""
-        while (result := self._found.get()) is not None:
-            yield result
-        if self._error:
-            raise self._error
+        """What it finds, in the order of its cases, as it comes."""
+        listing, _ = self.listed.result()
+        if listing.unfit:
+            yield listing.unfit
+        for number in range(len(self._cases)):
+            while (result := self._found[number % len(self.runners)].get()) is not None:
+                if isinstance(result, BaseException):
+                    raise result
+                yield result
 
     def stop(self) -> None:
         """End it where it stands, if it has not ended."""
         self._stopped = True
         self.listed.cancel()
-        self.runner.stop()
+        for runner in self.runners:
+            runner.stop()
 
 
 def _results(runner: Runner, listing: Listing, order: Order, number: int) -> Iterator[Result]:
