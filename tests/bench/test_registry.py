@@ -10,6 +10,7 @@ import pytest
 from hardpoint.bench import stages, startup
 from hardpoint.bench.registry import BenchResult, BenchRow, find
 from hardpoint.cli.main import run
+from hardpoint.config import EngineConfig
 
 
 def test_ratios_are_above_one_where_the_value_is_better() -> None:
@@ -68,8 +69,10 @@ def test_durations_follow_each_other() -> None:
 def test_the_command_prints_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fake(model: str, repeat: int) -> BenchResult:
-        return BenchResult("startup", (BenchRow(f"{model} x{repeat}", 2.0, "s", 1.0, 4.0),), "the floor", "theirs")
+    def fake(config: EngineConfig, repeat: int) -> BenchResult:
+        return BenchResult(
+            "startup", (BenchRow(f"{config.model} x{repeat}", 2.0, "s", 1.0, 4.0),), "the floor", "theirs"
+        )
 
     fake.__click_params__ = startup.startup.__click_params__  # type: ignore[attr-defined]  # where click keeps them
     monkeypatch.setattr(startup, "startup", fake)

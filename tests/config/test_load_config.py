@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from hardpoint.config import load_config
 from hardpoint_plugin_api import ConfigError, ConfigKey
@@ -81,7 +82,13 @@ def test_errors_name_the_file(file: Path, text: str, message: str) -> None:
         ({"acmee.x": "3"}, "unknown plugin in --acmee.x: 'acmee'; did you mean 'acme'"),
         ({"acme.workspace_mb": "3"}, "unknown setting of plugin acme: .* did you mean 'workspace_mib'"),
         ({"acme.workspace_mib": "x"}, "--acme.workspace_mib is of type int, got 'x'"),
-        ({"use": ("nonsense",)}, "--use = .* is invalid: takes FAMILY=NAME"),
+        ({"use": ("nonsense",)}, "^--use = 'nonsense' is invalid: takes FAMILY=NAME"),
+        ({"use": ("op.rms_norm=a", "nonsense")}, "^--use = 'nonsense' is invalid: takes FAMILY=NAME"),
+        ({"use": ("attention.x=a",)}, "^--use = 'attention.x=a' is invalid: family 'attention' is one thing"),
+        (
+            {"use": ("attention=a", "attention=b")},
+            "^--use = 'attention=a attention=b' is invalid: chooses both 'a' and 'b' for attention; keep one",
+        ),
         (
             {"attention_backend": "b", "use": ("attention=c",)},
             "--attention-backend=b and --use attention=c contradict each other; keep one",
@@ -113,3 +120,22 @@ def test_what_is_wrong_in_the_file_is_not_blamed_on_a_flag(file: Path) -> None:
     file.write_text("model = 'm'\nuse = ['nonsense']\n")
     with pytest.raises(ConfigError, match=r"hp\.toml: use = \['nonsense'\] is invalid"):
         load_config(file, {"use": ("attention=a",)}, {})
+
+
+def test_what_was_set_makes_a_file_that_sets_it(file: Path, tmp_path: Path) -> None:
+    """With sections of plugins and of choices; defaults are left out."""
+    file.write_text(
+        "model = 'm'\ndeny = ['op.x=y']\nkv_cache_memory = '2GiB'\n[use]\nattention = 'a'\n[acme]\nworkspace_mib = 3\n"
+    )
+    config = load_config(file, {"max_num_seqs": 7}, KEYS)
+    again = tmp_path / "again.toml"
+    again.write_text(tomli_w.dumps(config.explicit_settings()))
+    assert load_config(again, {}, KEYS).explicit_settings() == config.explicit_settings()
+    assert config.explicit_settings() == {
+        "acme": {"workspace_mib": 3},
+        "deny": ("op.x=y",),
+        "kv_cache_memory": 2 * 2**30,
+        "max_num_seqs": 7,
+        "model": "m",
+        "use": {"attention": "a"},
+    }

@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import click
+import tomli_w
 
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
+from hardpoint.config import EngineConfig
 from hardpoint_plugin_api import HardpointError
 
 _STAGES = {
@@ -28,16 +30,16 @@ _STAGES = {
 """Marks in the order in which they are made, and what ends with each."""
 
 
-@click.argument("model", default="demo")
 @click.option("--repeat", default=5, show_default=True, type=click.IntRange(min=1), help="Measured starts (median).")
 @benchmark("startup", "Process start to first token, by stage, beside a bare import of torch.")
-def startup(model: str, repeat: int) -> BenchResult:
-    """Start a process REPEAT times to the first token of MODEL, after one start that is not counted.
+def startup(config: EngineConfig, repeat: int) -> BenchResult:
+    """Start a process REPEAT times to the first token, after one start that is not counted.
 
-    The peer is a process that imports torch and does nothing else, measured to the end of that import.
+    So files that a start leaves for the next, such as compiled kernels, are there: this is a warm start. The peer is a
+    process that imports torch and does nothing else, measured to the end of that import.
     """
-    _start(model)
-    runs = [_start(model) for _ in range(repeat)]
+    _start(config)
+    runs = [_start(config) for _ in range(repeat)]
     bare = [_bare_torch() for _ in range(repeat)]
     peers = {stage: statistics.median(run[stage] for run in bare) for stage in bare[0]}
     floor = statistics.median(sum(run.values()) for run in bare)
@@ -51,13 +53,14 @@ def startup(model: str, repeat: int) -> BenchResult:
     return BenchResult("startup", tuple(rows), roofline=f"{code}: nothing that imports torch starts sooner", peer=code)
 
 
-def _start(model: str) -> dict[str, float]:
+def _start(config: EngineConfig) -> dict[str, float]:
     """Seconds of each stage of one start in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "stages.json"
+        file, settings = Path(folder) / "stages.json", Path(folder) / "settings.toml"
+        settings.write_text(tomli_w.dumps(config.explicit_settings()), encoding="utf-8")
         options = ["--prompt", "Once", "--max-tokens", "1", "--quiet", "--stages", str(file)]
         began = time.perf_counter()
-        _run("-m", "hardpoint.cli", "generate", model, *options)
+        _run("-m", "hardpoint.cli", "generate", "--config", str(settings), *options)
         marks = json.loads(file.read_text(encoding="utf-8"))
     return _durations(began, {stage: marks[stage] for stage in _STAGES if stage in marks})
 

@@ -244,6 +244,17 @@ class EngineConfig(BaseModel):
         """The keys that the user set, a plugin's as ``"acme.key"``; nothing else may override them."""
         return self._explicit
 
+    def explicit_settings(self) -> dict[str, Any]:
+        """What the user set, plugins' keys in sections of theirs, as a configuration file has it."""
+        settings: dict[str, Any] = {}
+        for key in sorted(self._explicit):
+            section, dot, name = key.partition(".")
+            if dot:
+                settings.setdefault(section, {})[name] = self.plugin_config[section][name]
+            else:
+                settings[key] = getattr(self, key)
+        return settings
+
     @property
     def choices(self) -> dict[str, str]:
         """What the user chose by name: by family (``"attention"``) or slot (``"op.rms_norm"``)."""
