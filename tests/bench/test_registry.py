@@ -52,9 +52,9 @@ def test_a_stage_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_start_up_divides_the_time_between_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "_start", lambda model: {"interpreter": 1.0, "torch": 2.0, "first token": 1.0})
+    monkeypatch.setattr(startup, "_start", lambda config: {"interpreter": 1.0, "torch": 2.0, "first token": 1.0})
     monkeypatch.setattr(startup, "_bare_torch", lambda: {"interpreter": 1.0, "torch": 1.0})
-    result = startup.startup("demo", 3)
+    result = startup.startup(EngineConfig.create(model="demo"), 3)
     rows = {row.name: row for row in result.rows}
     assert list(rows) == ["interpreter", "import of torch", "first token", "all"]
     assert rows["import of torch"].share == 0.5
