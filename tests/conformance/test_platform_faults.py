@@ -13,7 +13,7 @@ import torch
 from hardpoint.conformance.families.platform import PlatformTrials
 from hardpoint.conformance.site import Site
 from hardpoint_cpu.platform import CpuMemory, CpuPlatform
-from hardpoint_plugin_api import GraphEngine, MemorySnapshot, StepLimits
+from hardpoint_plugin_api import EagerGraphEngine, GraphEngine, MemorySnapshot, StepLimits
 from tests.conformance.trying import Caught, first_failure, subject
 
 
@@ -72,6 +72,27 @@ class RecordsResults(CpuPlatform):
         return RunsWhatWasRecorded()
 
 
+class CallsOnceAlone(GraphEngine):
+    """Forgets what interrupts a function, once it is prepared."""
+
+    piece_sizes = (8,)
+    _prepared = False
+
+    def interrupt(self, call: Callable[[], None]) -> None:
+        if not self._prepared:
+            call()
+
+    def prepare(self, key: Any, fn: Callable[..., Any], inputs: Any) -> Any:
+        fn(**inputs)
+        self._prepared = True
+        return EagerGraphEngine().prepare(key, fn, inputs)
+
+
+class ForgetsInterruptions(CpuPlatform):
+    def graph_engine(self) -> GraphEngine:
+        return CallsOnceAlone()
+
+
 class PinLosesContent(CpuPlatform):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(tensor)
@@ -107,6 +128,7 @@ PLANTED: dict[str, tuple[Callable[[Site], CpuPlatform], str]] = {
     "a cache larger than memory": (of(Overcommits), "step-limits"),
     "buckets descend": (of(BadBuckets), "step-limits"),
     "results recorded": (of(RecordsResults), "graph-engine"),
+    "interruptions forgotten": (of(ForgetsInterruptions), "graph-pieces"),
     "pin loses content": (of(PinLosesContent), "pin"),
     "range raises": (of(RangeThatRaises), "range"),
     "no memory described": (described(memory_bytes=0), "device-info"),

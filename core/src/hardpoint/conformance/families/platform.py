@@ -292,6 +292,36 @@ def graph_engine(subject: Subject) -> Finding:
     return Finding()
 
 
+def graph_pieces(subject: Subject) -> Finding:
+    """``graph-pieces``: what interrupts a function is called by each run, may wait for the device, and may differ."""
+    platform, device = _platform(subject), subject.site.device
+    engine = platform.graph_engine()
+    if not engine.piece_sizes:
+        return Finding.not_claimed("no-pieces", "the graph engine lists no piece_sizes")
+    factor = [1.0]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        before = x + 1
+        between = torch.empty_like(before)
+
+        def call() -> None:
+            between.copy_(torch.tensor([value * factor[0] for value in before.tolist()]))
+
+        engine.interrupt(call)
+        return between - 1
+
+    with torch.inference_mode():
+        x = torch.zeros(4, device=device)
+        prepared = engine.prepare("pieces", step, {"x": x})
+        for number in (2.0, 3.0, 5.0):
+            x.fill_(number)
+            factor[0] = -number
+            got, wanted = prepared.run().tolist(), [(number + 1) * -number - 1] * 4
+            if got != wanted:
+                return Finding.failed("graph-pieces", f"run with {number:g}", f"gives {got}, not {wanted}")
+    return Finding()
+
+
 def pin(subject: Subject) -> Finding:
     """``pin``: returns host memory with the same content, which can be copied to the device."""
     x = torch.arange(1000)
@@ -338,6 +368,7 @@ _CHECKS: dict[str, Callable[[Subject], Finding]] = {
     "synchronize": synchronize,
     "step-limits": step_limits,
     "graph-engine": graph_engine,
+    "graph-pieces": graph_pieces,
     "pin": pin,
     "range": ranges,
 }
