@@ -13,7 +13,7 @@ from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.quantization.emulated_linear import EmulatedLinear
 from hardpoint.quantization.plain_linear import PlainLinear
-from hardpoint_plugin_api import EagerGraphEngine, LinearKernel
+from hardpoint_plugin_api import DeviceInfo, EagerGraphEngine, LinearKernel, LinearWorkload, Reason
 from tests.conformance.trying import Caught, first_failure, subject
 
 Tensor = torch.Tensor
@@ -135,3 +135,53 @@ def test_a_planted_fault_is_caught_by_its_check(site: Site, title: str) -> None:
 def test_a_healthy_kernel_passes(site: Site, kernel: type[LinearKernel], specs: list[str]) -> None:
     caught = tried(site, kernel, specs)
     assert caught is None, str(caught)
+
+
+class OneSize(PlainLinear):
+    """Serves one weight, and says so."""
+
+    error = 0.0
+
+    @classmethod
+    def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
+        fits = (workload.out_features, workload.in_features) == (48, 32)
+        return [] if fits else [Reason("size", "it has one")]
+
+    @classmethod
+    def trial_sizes(cls, device: DeviceInfo) -> list[tuple[int, int, int]]:
+        return [(5, 48, 32)]
+
+    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+        return super().apply(x, weights, bias) + self.error
+
+
+class OneSizeWrong(OneSize):
+    error = 0.1
+
+
+def test_a_kernel_is_tried_with_the_sizes_it_has(site: Site) -> None:
+    trials = list(
+        LinearTrials().trials(subject(site, OneSize, "linear", name="torch", requires=[{"spec": PLAIN}]), Plan())
+    )
+    assert any("5x48x32" in trial.case and trial.checks for trial in trials)
+    assert tried(site, OneSize, PLAIN) is None
+    caught = tried(site, OneSizeWrong, PLAIN)
+    assert caught
+    assert caught.check == "values"
+
+
+@pytest.mark.parametrize(
+    ("claim", "numbers"),
+    [
+        ({}, {"none", "one", "few", "many"}),
+        ({"max": 1}, {"none", "one"}),
+        ({"max": 64}, {"none", "one", "few", "64"}),
+        ({"min": 9, "max": 32}, {"9", "32"}),
+        ({"min": 513}, {"513"}),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_the_claimed_range(site: Site, claim: dict[str, int], numbers: set[str]) -> None:
+    requires = [{"spec": PLAIN}, {"tokens": claim}] if claim else [{"spec": PLAIN}]
+    trials = LinearTrials().trials(subject(site, PlainLinear, "linear", name="torch", requires=requires), Plan())
+    assert {trial.case.split("/")[3] for trial in trials if trial.checks} == numbers

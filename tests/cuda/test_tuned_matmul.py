@@ -14,6 +14,7 @@ from hardpoint_cuda.tuned_matmul import TunedMatmul
 from hardpoint_plugin_api import ConfigError, DeviceInfo, LinearWorkload
 
 ALGORITHM = bytes(range(64))
+H200 = DeviceInfo(platform="cuda", name="NVIDIA H200", torch_type="cuda", arch="sm_90")
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -51,11 +52,10 @@ def test_shapes_that_were_not_measured_are_refused(monkeypatch: pytest.MonkeyPat
     path = matmul_tables.path_of("NVIDIA H200", 1, tmp_path)
     monkeypatch.setattr("hardpoint_cuda.tuned_matmul.path_of", lambda device, version: path)
     matmul_tables.write(path, {"bfloat16 64x32": {1024: ALGORITHM}, "bfloat16 32x32": {1024: None}})
-    device = DeviceInfo(platform="cuda", name="NVIDIA H200", torch_type="cuda", arch="sm_90")
 
     def reasons(n: int) -> list[str]:
         workload = LinearWorkload(dtype="bfloat16", in_features=32, out_features=n)
-        return [reason.message for reason in TunedMatmul.supports(workload, device)]
+        return [reason.message for reason in TunedMatmul.supports(workload, H200)]
 
     assert reasons(64) == []
     assert reasons(32) == ["cuBLAS's own choice is as fast"]
@@ -64,9 +64,8 @@ def test_shapes_that_were_not_measured_are_refused(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="of torch without CUDA")
 def test_without_the_library_the_reason_says_so() -> None:
-    device = DeviceInfo(platform="cuda", name="NVIDIA H200", torch_type="cuda", arch="sm_90")
     workload = LinearWorkload(dtype="bfloat16", in_features=32, out_features=32)
-    assert [reason.code for reason in TunedMatmul.supports(workload, device)] == ["library"]
+    assert [reason.code for reason in TunedMatmul.supports(workload, H200)] == ["library"]
 
 
 class Calls:
@@ -113,3 +112,17 @@ def test_every_algorithm_makes_the_product(m: int, n: int, k: int, dtype: torch.
         assert product.admits(algorithm)
         y = product.run(x, weight, cublaslt.prepared(algorithm), workspace)
         torch.testing.assert_close(y.float(), truth, rtol=0.02, atol=0.02 * float(truth.abs().max()))
+
+
+def test_the_kit_is_given_sizes_that_have_algorithms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fewest rows of each weight, small products first; a weight without any is left out."""
+    tables: dict[str, matmul_tables.Table] = {
+        "bfloat16 6144x4096": {512: None, 8192: ALGORITHM, 2048: ALGORITHM},
+        "bfloat16 4096x1024": {4096: ALGORITHM},
+        "bfloat16 1024x3072": {4096: None},
+    }
+    monkeypatch.setattr(cublaslt, "version", lambda: 130100)
+    path = matmul_tables.path_of("NVIDIA H200", 130100, tmp_path)
+    monkeypatch.setattr("hardpoint_cuda.tuned_matmul.path_of", lambda device, version: path)
+    matmul_tables.write(path, tables)
+    assert TunedMatmul.trial_sizes(H200) == [(4096, 4096, 1024), (2048, 6144, 4096)]

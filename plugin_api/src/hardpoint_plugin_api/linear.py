@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -58,6 +59,14 @@ class LinearKernel(ABC):
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
         """Say what data cannot; called once, after import. Default: nothing to add."""
         return []
+
+    @classmethod
+    def trial_sizes(cls, device: DeviceInfo) -> Sequence[tuple[int, int, int]]:
+        """Where it serves a few sizes only: some to try it with, small ones first, as tokens, out, in.
+
+        Default: none, and the conformance kit takes sizes of its own.
+        """
+        return ()
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Turn loaded slots (those of ``weight_slots`` for the workload's spec) into this kernel's layout.

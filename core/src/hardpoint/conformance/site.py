@@ -28,6 +28,7 @@ from hardpoint_plugin_api import (
     Reason,
     Request,
     Scope,
+    TokensRequirement,
     UnknownNameError,
     Workload,
 )
@@ -181,6 +182,12 @@ class Subject:
             if isinstance(requirement, OneOfRequirement) and requirement.key == key:
                 return requirement.values
         return None
+
+    @property
+    def tokens(self) -> TokensRequirement:
+        """The steps that it is for, by its manifest."""
+        requires = self.offer.contribution.requires
+        return next((r for r in requires if isinstance(r, TokensRequirement)), TokensRequirement())
 
     def dtypes(self, key: str = "dtype") -> tuple[str, ...]:
         """The dtypes to try: those of the device that the contribution claims, widest first."""

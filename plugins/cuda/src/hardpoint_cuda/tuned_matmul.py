@@ -5,7 +5,9 @@ Axes: M rows of x, N rows of the weight (out), K columns (in).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch.nn.functional import linear
@@ -41,6 +43,21 @@ class TunedMatmul(LinearKernel):
             fix = "" if table else f"python -m hardpoint_cuda.tune_matmul --shape {shape}"
             return [Reason("not-tuned", message, wanted=shape, fix=fix)]
         return []
+
+    @classmethod
+    def trial_sizes(cls, device: DeviceInfo) -> Sequence[tuple[int, int, int]]:
+        """The fewest rows that have an algorithm, for each weight of the device's table."""
+        try:
+            tables = read(path_of(device.name, cublaslt.version()))
+        except PlatformError:
+            return ()  # supports() says why
+        sizes = []
+        for key, table in tables.items():
+            rows = [m for m, algorithm in table.items() if algorithm]
+            if rows:
+                n, k = map(int, key.rpartition(" ")[2].split("x"))
+                sizes.append((min(rows), n, k))
+        return sorted(sizes, key=prod)
 
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         weight = weights["weight"]

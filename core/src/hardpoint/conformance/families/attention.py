@@ -132,14 +132,9 @@ def _head_sizes(subject: Subject) -> Sequence[int]:
     return tuple(sorted({size for size in sizes if size <= 512} | {multiple if multiple > 1 else 16}))
 
 
-def _tokens(subject: Subject) -> TokensRequirement:
-    requires = subject.offer.contribution.requires
-    return next((r for r in requires if isinstance(r, TokensRequirement)), TokensRequirement())
-
-
 def _batch_names(subject: Subject) -> Sequence[str]:
     """Kinds of batches that the backend's range of tokens and its phase admit, and the ends of that range."""
-    need = _tokens(subject)
+    need = subject.tokens
     names = [name for name, pieces in batches(16).items() if _admits(need, pieces)]
     return (*names, *(f"tokens {n}" for n in {need.min, need.max} if n and need != TokensRequirement() and n <= 4096))
 
@@ -256,7 +251,7 @@ class AttentionProbe:
 
     def __init__(self, subject: Subject, situation: Situation) -> None:
         self.subject, self.situation, self.spec = subject, situation, situation.spec
-        self.pieces = situation.pieces(_tokens(subject))
+        self.pieces = situation.pieces(subject.tokens)
         self._expected: dict[Drawn, Expected] = {}
 
     @cached_property

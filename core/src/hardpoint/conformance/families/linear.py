@@ -41,6 +41,10 @@ from hardpoint_plugin_api import (
 ERRORS = ErrorModel()
 
 _TOKENS = {"one": 1, "few": 7, "many": 130, "none": 0}
+_MOST_TOKENS = 1024
+"""The ends of a claimed range of tokens are tried up to this."""
+_MOST_SIZES = 3
+"""Of those that a kernel itself says it is for."""
 _WIDTHS = {"even": (96, 64), "odd": (57, 33), "odd-out": (57, 34), "narrow": (3, 64), "wide": (160, 384)}
 _EVALUATIONS = 8
 
@@ -63,13 +67,25 @@ class LinearTrials:
         factors: dict[str, Sequence[Any]] = {
             "dtype": subject.dtypes(),
             "spec": [spec for spec, reason in claims.items() if reason is None],
-            "widths": tuple(_WIDTHS),
-            "tokens": tuple(_TOKENS),
+            **_sizes(subject),
             "bias": ("bias", "no-bias"),
         }
-        halves: Exclusions = {("spec", "widths"): lambda spec, widths: (spec, widths) == ("uint4-groups", "odd")}
+        halves: Exclusions = {}
+        if "widths" in factors:
+            halves = {("spec", "widths"): lambda spec, widths: (spec, widths) == ("uint4-groups", "odd")}
         for number, row in enumerate(plan.combinations(factors, halves)):
             yield _trial(LinearProbe(subject, row), plan, number)
+
+
+def _sizes(subject: Subject) -> dict[str, Sequence[str]]:
+    """The factors that say how large products are: widths, and tokens of the claimed range, or the kernel's own."""
+    own = subject.target.trial_sizes(subject.site.platform.info)[:_MOST_SIZES]
+    if own:
+        return {"size": ["x".join(map(str, size)) for size in own]}
+    need = subject.tokens
+    named = [name for name, n in _TOKENS.items() if need.min <= max(n, 1) <= (need.max or n + 1)]
+    ends = {n for n in (need.min, need.max) if n and n <= _MOST_TOKENS} - {_TOKENS[name] for name in named}
+    return {"widths": tuple(_WIDTHS), "tokens": (*named, *map(str, sorted(ends)))}
 
 
 def _trial(probe: LinearProbe, plan: Plan, number: int) -> Trial:
@@ -94,10 +110,15 @@ class LinearProbe:
         """``turned`` exchanges the widths of inputs and outputs."""
         self.subject, self._row = subject, row
         self.title = "/".join(str(value) for value in row.values())
-        self.num_tokens = _TOKENS[row["tokens"]]
         self.pair = pair_of(SPECS, row["spec"], row["dtype"])
         self.dtype = dtype_of(row["dtype"])
-        out_features, in_features = reversed(_WIDTHS[row["widths"]]) if turned else _WIDTHS[row["widths"]]
+        if "size" in row:
+            self.num_tokens, *widths = map(int, row["size"].split("x"))
+        else:
+            tokens = row["tokens"]
+            self.num_tokens = _TOKENS[tokens] if tokens in _TOKENS else int(tokens)
+            widths = [*_WIDTHS[row["widths"]]]
+        out_features, in_features = reversed(widths) if turned else widths
         self.workload = LinearWorkload(
             dtype=row["dtype"],
             in_features=in_features,
