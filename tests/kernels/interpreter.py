@@ -5,7 +5,8 @@ child processes. Neither suits a test process, in which torch may have imported 
 were defined to be compiled are interpreted when they are called.
 
 In 3.7.1 the interpreter holds bfloat16 and 8-bit floats as integers of their bits, and multiplies those in ``tl.dot``;
-it takes integers to bfloat16 by their bits too; and it cuts off where devices round to the nearest, ties to even.
+adds and multiplies them so elsewhere too; it takes integers to bfloat16 by their bits; and it cuts off where devices
+round to the nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _AS_BITS = ("bf16", "fp8e4nv", "fp8e5", "fp8e4b8", "fp8e5b16")
 
 _convert_float = interpreter._convert_float
 _create_dot = interpreter.InterpreterBuilder.create_dot
+_binary_op = interpreter.InterpreterBuilder.binary_op
+_create_fma = interpreter.InterpreterBuilder.create_fma
 
 
 def interpret() -> None:
@@ -54,6 +57,9 @@ def interpret() -> None:
     interpreter._convert_float = _converted
     interpreter.InterpreterBuilder.cast_impl = _cast
     interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter.InterpreterBuilder.get_bf16 = _constant
+    interpreter.InterpreterBuilder.binary_op = _binary
+    interpreter.InterpreterBuilder.create_fma = _fma
 
 
 @functools.cache
@@ -83,3 +89,24 @@ def _cast(builder: Any, source: Any, target: Any) -> Any:
 def _dot(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
     a, b = (_cast(builder, x, tl.float32) if x.dtype.scalar.name in _AS_BITS else x for x in (a, b))
     return _create_dot(builder, a, b, d, *precision)
+
+
+def _constant(builder: Any, value: float) -> Any:
+    return _cast(builder, interpreter.TensorHandle(np.array([value], np.float32), tl.float32), tl.bfloat16)
+
+
+def _binary(builder: Any, a: Any, b: Any, op: Callable[..., Any]) -> Any:
+    """A comparison's results are no numbers of the operands' type, though the interpreter says so."""
+    of = a.dtype.scalar
+    if of.name not in _AS_BITS:
+        return _binary_op(builder, a, b, op)
+    found = _binary_op(builder, *(_cast(builder, x, tl.float32) for x in (a, b)), op)
+    return _cast(builder, found, of) if found.data.dtype == np.float32 else found
+
+
+def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """Rounded once: the product of two narrow numbers is exact in float32, as is its sum in what kernels do."""
+    of = z.dtype.scalar
+    if of.name not in _AS_BITS:
+        return _create_fma(builder, x, y, z)
+    return _cast(builder, _create_fma(builder, *(_cast(builder, part, tl.float32) for part in (x, y, z))), of)

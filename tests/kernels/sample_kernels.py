@@ -1,4 +1,4 @@
-"""Kernels that the tests of the tests use."""
+"""Kernels that the tests of the tests use, and sweeps."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def cast(x, out, N: tl.constexpr):
 def multiply(a, b, out, N: tl.constexpr):
     at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)
     tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at)))
+
+
+@triton.jit
+def read(words, out, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + tl.program_id(0), tl.max(tl.load(words + at, mask=at < size, other=0), 0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,6 +289,16 @@ def test_tuning_writes_the_fastest_that_it_found(
     assert tiling.rows == 16
     assert {tiling.w13.columns, tiling.w2.columns} <= {16, 32}
     assert str(path) in capsys.readouterr().out.replace("\n", "")
+
+
+def test_tuning_where_no_kernel_runs_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    shape_of_layer = ["--experts", "3", "--hidden-size", "48", "--intermediate-size", "32", "--platform", "cpu"]
+    assert run(["tune", "experts", *shape_of_layer, "--top-k", "4"]) == 2
+    assert "--top-k 4 is more than the 3 of --experts" in capsys.readouterr().err
+    child = [sys.executable, "-m", "hardpoint.cli", "tune", "experts", *shape_of_layer, "--top-k", "1"]
+    done = subprocess.run(child, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "hardpoint: error: platform cpu runs no Triton kernels" in done.stderr
 
 
 # Compiled for other devices

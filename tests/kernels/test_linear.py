@@ -13,9 +13,15 @@ from hardpoint.conformance.families.linear import LinearProbe, quantized_input, 
 from hardpoint.conformance.families.specs import SPECS
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.kernels import gemv as gemv_module
-from hardpoint.kernels import weight_only
 from hardpoint.kernels.block_scaled import TritonScaledGemm, TritonScaledGemv
-from hardpoint.kernels.gemv import GemvConfiguration, gemv, gemv_configuration
+from hardpoint.kernels.gemv import GemvConfiguration, Scales, gemv, gemv_configuration
+from hardpoint.kernels.skinny import (
+    LARGEST,
+    SkinnyConfiguration,
+    plain_configuration,
+    skinny,
+    skinny_configuration,
+)
 from hardpoint.plugins import discover
 from hardpoint.quantization.emulated_linear import EmulatedLinear
 from hardpoint.quantization.numerics import quantize_weight
@@ -33,7 +39,6 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's time goes by programs, so they are large here."""
     few = partial(gemv_configuration, programs=8)
     monkeypatch.setattr(gemv_module, "gemv_configuration", few)
-    monkeypatch.setattr(weight_only, "gemv_configuration", lambda rows, n, row_bytes, *_: few(rows, n, row_bytes))
 
 
 def _probe(site: Site, name: str, **row: str) -> LinearProbe:
@@ -59,12 +64,13 @@ def test_gemv(site: Site, dtype: str, widths: str, tokens: str, bias: str) -> No
     _judge(_probe(site, "triton_gemv", dtype=dtype, widths=widths, tokens=tokens, bias=bias))
 
 
+@pytest.mark.parametrize("name", ["triton_gemm", "triton_skinny"])
 @pytest.mark.parametrize(
     ("dtype", "widths", "tokens"),
     [("float16", "odd", "few"), ("bfloat16", "wide", "many"), ("bfloat16", "even", "none")],
 )
-def test_gemm(site: Site, dtype: str, widths: str, tokens: str) -> None:
-    _judge(_probe(site, "triton_gemm", dtype=dtype, widths=widths, tokens=tokens, bias="bias"))
+def test_products_of_plain_weights(site: Site, name: str, dtype: str, widths: str, tokens: str) -> None:
+    _judge(_probe(site, name, dtype=dtype, widths=widths, tokens=tokens, bias="bias"))
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 9])
@@ -103,6 +109,83 @@ def test_scaled(
 
 
 @pytest.mark.parametrize(
+    ("spec", "widths", "dtype"),
+    [
+        ("int8-dynamic", "odd", "bfloat16"),
+        ("int8-groups", "even", "float16"),
+        ("fp8-tensor", "narrow", "float16"),
+        ("fp8-rows-dynamic", "wide", "bfloat16"),
+    ],
+)
+def test_skinny(site: Site, spec: str, widths: str, dtype: str) -> None:
+    name = f"triton_{spec.partition('-')[0]}_skinny"
+    _judge(_probe(site, name, spec=spec, widths=widths, tokens="many", dtype=dtype, bias="bias"))
+
+
+_ELEMENTS = [torch.int8, torch.float8_e4m3fn]
+
+
+_OPERANDS = [
+    (torch.int8, torch.int8),
+    (torch.float16, torch.int8),
+    (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    (torch.float16, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("x_dtype", "element"), _OPERANDS, ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "cut"),
+    [
+        (1, SkinnyConfiguration(1, 2, 2, 1)),
+        (9, SkinnyConfiguration(1, 4, 4, 1)),
+        (11, SkinnyConfiguration(2, 2, 1, 1, steps=2)),
+        (35, SkinnyConfiguration(4, 4, 4, 1, steps=4)),
+    ],
+)
+def test_skinny_loops_over_columns_and_rows(
+    x_dtype: torch.dtype, element: torch.dtype, num_rows: int, cut: SkinnyConfiguration
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-9, 9, (num_rows, 1200), generator=generator).to(x_dtype)[:, ::2]
+    weight = torch.randint(-9, 9, (37, 608), generator=generator).to(element)[:, :600]
+    got = skinny(x, weight, None, torch.float32, configuration=cut)
+    assert torch.equal(got, x.float() @ weight.float().T)  # whole numbers: any order of summation is exact
+
+
+def test_skinny_keeps_what_is_not_finite_in_its_row() -> None:
+    x, weight = torch.ones(11, 75, dtype=torch.bfloat16), torch.ones(21, 75, dtype=torch.bfloat16)
+    x[3, 74], x[9, 0] = float("nan"), float("inf")
+    got = skinny(x, weight, torch.ones(21), torch.bfloat16, configuration=SkinnyConfiguration(1, 2, 2, 1))
+    assert got[3].isnan().all()
+    assert got[9].isposinf().all()
+    assert (got[[row for row in range(11) if row not in (3, 9)]] == 76).all()
+
+
+@pytest.mark.parametrize("element", _ELEMENTS, ids=str)
+@pytest.mark.parametrize("given", [False, True])
+def test_skinny_rounds_activations(element: torch.dtype, given: bool) -> None:
+    generator, most = torch.Generator().manual_seed(0), LARGEST[element]
+    scale = torch.full((1, 1), 2.0**-5) if given else 2.0 ** torch.arange(-4, 7).view(-1, 1)
+    x = (torch.randn(11, 200, generator=generator) * most / 4).clamp_(-most, most)
+    x[:, 7] = most  # so each row's scale is a power of two, and no reciprocal is rounded
+    if given:
+        x[3] *= 4  # what does not fit becomes the greatest element
+    whole = x.round().clamp(-128, 127) if element == torch.int8 else x.clamp(-most, most).to(element)
+    x[5, 100] = float("nan")
+    weight = torch.randint(-9, 9, (21, 200), generator=generator).to(element)
+    cut = SkinnyConfiguration(2, 2, 1, 1)
+    scales = Scales(scale, 0) if given else None
+    got = skinny((x * scale).float(), weight, None, torch.float32, scales, round_x=True, configuration=cut)
+    wanted = (whole.double() @ weight.double().T * scale).float()
+    others = torch.arange(11) != 5
+    assert torch.allclose(got[others], wanted[others], rtol=1e-6, atol=0)
+    assert got[5].isnan().all() or (given and element == torch.int8)  # int8 itself has no such number
+
+
+@pytest.mark.parametrize(
     ("name", "spec", "widths", "tokens", "dtype"),
     [
         ("cuda_fp8_scaled_mm", "fp8-rows-dynamic", "even", "few", "bfloat16"),
@@ -122,7 +205,7 @@ def test_libraries(
     _judge(_probe(site, name, spec=spec, widths=widths, tokens=tokens, dtype=dtype, bias=bias))
 
 
-@pytest.mark.parametrize("size", ["gemv", "gemm"])
+@pytest.mark.parametrize("name", ["triton_int4", "triton_int4_dequantized"])
 @pytest.mark.parametrize(
     ("element", "group", "zero_point", "widths", "tokens", "dtype"),
     [
@@ -137,7 +220,7 @@ def test_libraries(
 def test_int4(
     site: Site,
     monkeypatch: pytest.MonkeyPatch,
-    size: str,
+    name: str,
     element: str,
     group: int,
     zero_point: bool,
@@ -147,7 +230,7 @@ def test_int4(
 ) -> None:
     spec = QuantSpec(element, scales=(Scale("bfloat16", (1, group)),), zero_point=zero_point)
     monkeypatch.setitem(cast(dict[str, Any], SPECS), "int4", (spec, None))
-    _judge(_probe(site, f"triton_int4_{size}", spec="int4", widths=widths, tokens=tokens, dtype=dtype, bias="bias"))
+    _judge(_probe(site, name, spec="int4", widths=widths, tokens=tokens, dtype=dtype, bias="bias"))
 
 
 @pytest.mark.parametrize("element", ["int8", "float8_e4m3fn"])
@@ -177,3 +260,24 @@ def test_configurations_are_sound(shape: tuple[int, int], num_rows: int) -> None
     assert cut.rows * cut.block_n <= 16
     assert cut.rows >= min(num_rows, 8)
     assert -(-shape[0] // cut.block_n) >= min(512, shape[0])
+
+
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (1024, 1024), (28672, 4096), (1, 8)])
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 9, 32, 200])
+@pytest.mark.parametrize("itemsize", [1, 2])
+def test_skinny_configurations_fit_shared_memory(shape: tuple[int, int], num_rows: int, itemsize: int) -> None:
+    cut = skinny_configuration(num_rows, *shape, itemsize)
+    assert 8 * cut.x_tiles >= min(num_rows, 32)
+    block = 64 * cut.num_warps * cut.steps * 8 * (cut.weight_tiles + itemsize * cut.x_tiles)
+    assert block * (cut.num_stages - 1) <= 1024 * (96 if num_rows <= 8 else 224)
+
+
+@pytest.mark.parametrize("shape", [(4096, 1024), (1024, 3072), (28672, 4096), (151936, 1024), (1, 8)])
+@pytest.mark.parametrize("num_rows", [1, 2, 9, 32, 64, 300])
+def test_configurations_of_plain_weights_fit_a_multiprocessor(shape: tuple[int, int], num_rows: int) -> None:
+    cut = plain_configuration(num_rows, *shape)
+    tiles = cut.x_tiles + cut.weight_tiles
+    programs = -(-shape[0] // (8 * cut.weight_tiles)) * -(-num_rows // (8 * cut.x_tiles))
+    at_once = min(2, -(-programs // 132))
+    assert cut.num_stages >= 2
+    assert at_once * 512 * cut.num_warps * tiles * (cut.num_stages - 1) <= 208 * 1024

@@ -14,7 +14,7 @@ import pytest
 
 from tests.kernels.compiling import TARGETS, Compiled, Job, compile_kernels
 
-_SIZES = ("N", "K", "W", "G", "x_stride_m", "weight_stride_n")
+_SIZES = ("N", "K", "x_stride_m", "weight_stride_n")
 _OF_PLAIN = ("x_scale_stride_m", "weight_scale_stride_n", "X_GROUP", "WEIGHT_GROUP")
 
 
@@ -28,7 +28,7 @@ def _product(kernel: str, target: str, element: str, group: int = 0, num_stages:
         pointers |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr"), "*fp32")
         constexprs |= {**dict.fromkeys(_OF_PLAIN[:2], 1), **dict.fromkeys(_OF_PLAIN[2:], group)}
     if kernel.endswith("_gemv"):
-        constexprs |= {"ROUND_X": False, "LARGEST": 448.0, "UNROLL": 1, "WAIT": None, "RELEASE": None}
+        constexprs |= {"UNROLL": 1, "WAIT": None, "RELEASE": None}
     else:
         constexprs["TILES_TOGETHER"] = 8
     signature = {**pointers, "num_rows": "i32", **dict.fromkeys(_SIZES, "i32:16")}
@@ -36,25 +36,35 @@ def _product(kernel: str, target: str, element: str, group: int = 0, num_stages:
     return Job(f"hardpoint.kernels.{kernel}", signature, constexprs, target, warps, num_stages)
 
 
-def _int4(kernel: str, target: str, num_stages: int = 1, **cut: Any) -> Job:
-    pointers = {
-        "x_ptr": "*bf16",
-        "words_ptr": "*i32",
-        "scale_ptr": "*bf16",
-        "zero_point_ptr": "*u8",
-        "out_ptr": "*bf16",
+def _skinny(x: str, weight: str, num_stages: int, group: int = 0, round_x: bool = False, **cut: Any) -> Job:
+    pointers = {"x_ptr": f"*{x}", "weight_ptr": f"*{weight}", "out_ptr": "*bf16"}
+    constexprs: dict[str, Any] = {
+        "bias_ptr": None,
+        "x_stride_k": 1,
+        "x_scale_stride_m": 1,
+        "weight_scale_stride_n": 1,
+        "ROUND_X": round_x,
+        "LARGEST": 448.0,
+        "AT_ONCE": 4096,
+        "X_GROUP": group if x == weight else 0,
+        "WEIGHT_TILE_ROWS": group or 1,
+        "WEIGHT_GROUP": group,
+        "SPAN": 32 if weight == "bf16" else 64,
+        "STEPS": 1,
+        "WARPS": 8,
+        **cut,
     }
-    fixed = {"bias_ptr": None, "x_stride_k": 1, "GROUP": 128, "ZERO_POINT": 8, "EXACT": False}
+    scaled = {"x_scale_ptr": x == weight != "bf16", "weight_scale_ptr": weight != "bf16"}
+    pointers |= {name: "*fp32" for name, there in scaled.items() if there}
+    constexprs |= {name: None for name, there in scaled.items() if not there}
     signature = {**pointers, "num_rows": "i32", **dict.fromkeys(_SIZES, "i32:16")}
-    return Job(f"hardpoint.kernels.weight_only:{kernel}", signature, {**fixed, **cut}, target, 4, num_stages)
+    return Job("hardpoint.kernels.skinny:_skinny", signature, constexprs, "sm_90", constexprs["WARPS"], num_stages)
 
 
 def _jobs(target: str) -> Iterator[Job]:
     nvidia = target.startswith("sm_")
     yield _product("gemv:_gemv", target, "bf16", ROWS=1, BLOCK_N=8, VECTOR=8, VECTORS=128)
     yield _product("gemv:_gemv", target, "bf16", ROWS=8, BLOCK_N=2, VECTOR=8, VECTORS=128)
-    yield _int4("_int4_gemv", target, ROWS=1, BLOCK_N=8, VECTORS=128, UNROLL=1)
-    yield _int4("_int4_gemm", target, 5 if nvidia else 1, BLOCK_M=16, BLOCK_N=32, TILES_TOGETHER=8)
     tiles = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128}
     yield _product("gemm:_gemm", target, "bf16", num_stages=6 if nvidia else 1, **tiles)
     if nvidia:  # elsewhere the elements are others
@@ -83,6 +93,37 @@ def test_kernels_compile_without_spills(target: str) -> None:
         if target == "sm_90" and _kernel(compiled) == ("_gemm", "*fp8e4nv"):
             assert ".e4m3.e4m3" in compiled.assembly  # not converted: matrix units take the elements
             assert compiled.count("wgmma.mma_async"), compiled.assembly
+
+
+def test_skinny_products_convert_each_element_once_and_move_none() -> None:
+    few: dict[str, Any] = {"X_TILES": 1, "WEIGHT_TILES": 2}
+    many: dict[str, Any] = {"X_TILES": 4, "WEIGHT_TILES": 4}
+    jobs = [
+        _skinny("fp8e4nv", "fp8e4nv", 6, **few),
+        _skinny("fp8e4nv", "fp8e4nv", 6, group=128, **few),
+        _skinny("bf16", "fp8e4nv", 5, **few),
+        _skinny("bf16", "fp8e4nv", 5, round_x=True, **few),
+        _skinny("fp8e4nv", "fp8e4nv", 4, **many),
+        _skinny("i8", "i8", 6, **few),
+        _skinny("bf16", "i8", 5, **few),
+        _skinny("bf16", "bf16", 8, **few),
+        _skinny("bf16", "bf16", 7, **many),
+        _skinny("bf16", "bf16", 5, X_TILES=4, WEIGHT_TILES=8, WARPS=4),
+    ]
+    for compiled in compile_kernels(jobs):
+        cut, x, weight = compiled.job.constexprs, *(compiled.job.signature[name] for name in ("x_ptr", "weight_ptr"))
+        wider = 2 if (x, weight) in (("*bf16", "*fp8e4nv"), ("*bf16", "*i8")) else 1
+        lines = cut["WEIGHT_TILES"] + cut["X_TILES"] * wider  # 16 bytes a thread, of each tile
+        assert compiled.count("cp.async.cg") == lines * compiled.job.num_stages, compiled.assembly
+        products = compiled.assembly.rpartition("mma.sync")[0]
+        assert products.count("ld.shared.v4") == lines, compiled.assembly  # straight into the operands' places
+        assert not compiled.count("ldmatrix")
+        spans = cut["WEIGHT_TILES"] // 2 * cut["X_TILES"]
+        assert compiled.count("mma.sync") == spans * (2 if x == "*i8" or weight == "*bf16" else 4)
+        pairs = 8 * (cut["WEIGHT_TILES"] + (cut["X_TILES"] if x == weight or cut["ROUND_X"] else 0))
+        assert len(re.findall(r"cvt\.rn\.f16x2\.e4m3x2", compiled.assembly)) == (pairs if weight == "*fp8e4nv" else 0)
+        assert compiled.spilled <= 16, compiled
+        assert compiled.registers * 32 * cut["WARPS"] <= 32768, compiled  # two programs in each multiprocessor
 
 
 def test_an_overlapped_gemv_waits_once_weights_are_on_their_way(tmp_path: Path) -> None:

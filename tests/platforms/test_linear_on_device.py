@@ -24,14 +24,17 @@ _KERNELS = {
     "triton_gemv": ("plain",),
     "cuda_overlapped_gemv": ("plain",),
     "triton_gemm": ("plain",),
+    "triton_skinny": ("plain",),
     "triton_fp8_gemv": ("fp8-tensor", "fp8-rows-dynamic", "fp8-tiles"),
+    "triton_fp8_skinny": ("fp8-tensor", "fp8-rows-dynamic", "fp8-tiles"),
     "triton_fp8_gemm": ("fp8-tensor", "fp8-rows-dynamic", "fp8-tiles"),
     "cuda_fp8_scaled_mm": ("fp8-rows-dynamic",),
     "triton_int8_gemv": ("int8-rows", "int8-dynamic", "int8-groups"),
+    "triton_int8_skinny": ("int8-rows", "int8-dynamic", "int8-groups"),
     "triton_int8_gemm": ("int8-rows", "int8-dynamic", "int8-groups"),
     "cuda_int8_mm": ("int8-dynamic",),
-    "triton_int4_gemv": ("uint4-groups",),
-    "triton_int4_gemm": ("uint4-groups",),
+    "triton_int4": ("uint4-groups",),
+    "triton_int4_dequantized": ("uint4-groups",),
 }
 
 

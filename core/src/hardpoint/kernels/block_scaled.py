@@ -14,7 +14,8 @@ import triton.language as tl
 
 from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.gemm import gemm
-from hardpoint.kernels.gemv import LARGEST, Scales, gemv, rounded_to
+from hardpoint.kernels.gemv import Scales, gemv
+from hardpoint.kernels.skinny import LARGEST, rounded_to, skinny
 from hardpoint.quantization.rounding_linear import RoundingLinear
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearWorkload, Quantized, QuantSpec, Reason
 
@@ -23,7 +24,7 @@ _SMALLEST_GROUP = 32
 
 _ROUNDED_AT_ONCE = 2048
 _ROUNDED_WITHIN = 2
-"""Rows of activations that every program of a product may as well round for itself: that costs less than a launch."""
+"""Rows of activations whose scales every program of a product may as well find for itself, in place of a launch."""
 
 
 class TritonRoundingLinear(RoundingLinear):
@@ -73,24 +74,35 @@ class ScaledLinear(TritonRoundingLinear):
 
 
 class TritonScaledGemv(ScaledLinear):
-    """A few rows of activations."""
+    """A few rows of activations: on matrix units, but for float32, which asks for more digits than their sums have."""
 
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        rows, weight, scales = x.reshape(-1, x.shape[-1]), weights["weight"], self.weight_scales(weights)
-        spec = self.activation
-        if spec is not None and not self.x_group and (spec.static or rows.shape[0] <= _ROUNDED_WITHIN):
-            given = self.x_scales(weights["input_scale"].view(1, 1)) if spec.static else None
-            y = gemv(rows, weight, bias, self.ctx.dtype, given, scales, round_x=True)
+        rows, weight = x.reshape(-1, x.shape[-1]), weights["weight"]
+        if self._rounds_within(rows.shape[0]):
+            given = self.x_scales(weights["input_scale"].view(1, 1)) if "input_scale" in weights else None
+            y = skinny(rows, weight, bias, self.ctx.dtype, given, self.weight_scales(weights), round_x=True)
         else:
-            codes, x_scales = self.taken(rows, weights)
-            y = gemv(codes, weight, bias, self.ctx.dtype, x_scales, scales)
+            y = self._product(*self.taken(rows, weights), weights, bias)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     def apply_quantized(
         self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        x_scales, scales = self.x_scales(x.scale), self.weight_scales(weights)
-        return gemv(x.data, weights["weight"], bias, self.ctx.dtype, x_scales, scales)
+        return self._product(x.data, self.x_scales(x.scale), weights, bias)
+
+    def _rounds_within(self, num_rows: int) -> bool:
+        spec = self.activation
+        if spec is None or self.x_group or self.ctx.dtype == torch.float32:
+            return False
+        return spec.static or num_rows <= _ROUNDED_WITHIN
+
+    def _product(
+        self, x: torch.Tensor, x_scales: Scales | None, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        weight, scales = weights["weight"], self.weight_scales(weights)
+        if self.ctx.dtype == torch.float32:
+            return gemv(x, weight, bias, self.ctx.dtype, x_scales, scales)
+        return skinny(x, weight, bias, self.ctx.dtype, x_scales, scales)
 
 
 class TritonScaledGemm(ScaledLinear):
@@ -136,5 +148,5 @@ def _round(x_ptr, scale_ptr, out_ptr, K, stride_m, stride_k, LARGEST: tl.constex
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + m * stride_m + k.to(tl.int64) * stride_k, mask=k < K, other=0.0).to(tl.float32)
-    nearest = rounded_to(x, tl.load(scale_ptr), LARGEST, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + m * K + k, nearest.to(out_ptr.dtype.element_ty), mask=k < K)
+    nearest = rounded_to(x, 1.0 / tl.load(scale_ptr), LARGEST, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + m * K + k, nearest, mask=k < K)

@@ -154,7 +154,9 @@ def _gemm(
         inside = start + columns < K
         x = tl.load(x_ptrs, mask=(m < num_rows)[:, None] & inside[None, :], other=0.0)
         weight = tl.load(weight_ptrs, mask=(n < N)[None, :] & inside[:, None], other=0.0)
-        if x_scale_ptr is None:
+        if x_scale_ptr is None and weight.dtype != x.dtype:
+            if x.dtype == tl.bfloat16:
+                weight = weight.to(tl.float32)  # devices convert to it faster than to bfloat16
             weight = weight.to(x.dtype)
         if grouped:
             product = tl.dot(x, weight, out_dtype=sum_type, input_precision="ieee").to(tl.float32)

@@ -19,31 +19,6 @@ import triton.language as tl
 from hardpoint_plugin_api import LinearKernel
 
 _READ_BYTES = 16
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-"""The greatest magnitudes that symmetric scales map to."""
-
-
-@triton.jit
-def _row_scale(row_ptr, stride, K, there, columns, BLOCK: tl.constexpr, LARGEST: tl.constexpr):
-    """The scale with which a row just fits the element's range, 1 for one of zeros."""
-    peak = tl.zeros_like(columns).to(tl.float32)
-    for start in tl.range(0, K, BLOCK):
-        k = start + columns
-        x = tl.load(row_ptr + k.to(tl.int64) * stride, mask=there & (k < K), other=0.0)
-        peak = tl.maximum(peak, tl.abs(x.to(tl.float32)))
-    scale = tl.max(peak, 0) / LARGEST
-    return tl.where(scale == 0.0, 1.0, tl.maximum(scale, 1e-36))  # what is smaller has no inverse
-
-
-@triton.jit
-def rounded_to(x, scale, LARGEST: tl.constexpr, ELEMENT: tl.constexpr):
-    """What the nearest element to ``x / scale`` is, in float32."""
-    x = x * (1.0 / scale)
-    if ELEMENT == tl.int8:  # noqa: SIM300  # a parameter
-        shift = 12582912.0  # 1.5 * 2 ** 23: adding it leaves whole numbers, rounded to the nearest, ties to even
-        whole = (x + shift) - shift
-        return tl.clamp(whole, -LARGEST - 1.0, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(ELEMENT).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -62,8 +37,6 @@ def _gemv(
     weight_stride_n,
     x_scale_stride_m,
     weight_scale_stride_n,
-    ROUND_X: tl.constexpr,
-    LARGEST: tl.constexpr,
     X_GROUP: tl.constexpr,
     WEIGHT_TILE_ROWS: tl.constexpr,
     WEIGHT_GROUP: tl.constexpr,
@@ -77,8 +50,7 @@ def _gemv(
 ):
     """ROWS rows of x times BLOCK_N rows of the weight.
 
-    Groups are the columns that share a scale, 0 where all of a row do; a null pointer is no scales at all. With
-    ROUND_X, x is rounded to the weight's elements, by the scales given, or by those that its rows ask for. WAIT and
+    Groups are the columns that share a scale, 0 where all of a row do; a null pointer is no scales at all. WAIT and
     RELEASE are those of an Overlap, or None: before the wait, nothing but weights is touched.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -94,14 +66,11 @@ def _gemv(
         ahead = tl.load(weight_ptrs, mask=(n < N)[:, None] & (columns < K)[None, :], other=0.0)
         WAIT()
     x_scales = (1.0,) * ROWS
-    if ROUND_X or (x_scale_ptr is not None and X_GROUP == 0):
+    if x_scale_ptr is not None and X_GROUP == 0:
         x_scales = ()
         for row in tl.static_range(ROWS):
             m = (first_row + row).to(tl.int64)
-            if x_scale_ptr is not None:
-                x_scale = tl.load(x_scale_ptr + m * x_scale_stride_m, mask=m < num_rows, other=1.0)
-            else:
-                x_scale = _row_scale(x_ptr + m * x_stride_m, x_stride_k, K, m < num_rows, columns, block, LARGEST)
+            x_scale = tl.load(x_scale_ptr + m * x_scale_stride_m, mask=m < num_rows, other=1.0)
             x_scales = x_scales + (x_scale,)  # noqa: RUF005  # as Triton reads it
     sums = (tl.zeros([BLOCK_N, VECTORS], tl.float32),) * ROWS
     for start in tl.range(0, K, block, loop_unroll_factor=UNROLL):
@@ -126,8 +95,6 @@ def _gemv(
             x = tl.load(
                 x_ptr + m * x_stride_m + k.to(tl.int64) * x_stride_k, mask=(m < num_rows) & (k < K), other=0.0
             ).to(tl.float32)
-            if ROUND_X:
-                x = rounded_to(x, x_scales[row], LARGEST, weight_ptr.dtype.element_ty)
             product = tl.sum(weight * x.reshape(1, VECTORS, VECTOR), 2)
             if WEIGHT_GROUP != 0:
                 product = product * weight_scale
@@ -223,14 +190,12 @@ def gemv(
     x_scales: Scales | None = None,
     weight_scales: Scales | None = None,
     *,
-    round_x: bool = False,
     configuration: GemvConfiguration | None = None,
     overlap: Overlap | None = None,
 ) -> torch.Tensor:
     """``x`` [M, K] times ``weight`` [N, K] (columns one by one), plus ``bias`` [N]: a new [M, N] in ``dtype``.
 
-    Products are added up in float32. It takes any number of rows; many are slower than a matmul. ``round_x`` says that
-    ``x`` is to be rounded to the weight's element, by ``x_scales``, or by the scales that its rows ask for.
+    Products are added up in float32. It takes any number of rows; many are slower than a matmul.
     """
     (num_rows, k), n = x.shape, weight.shape[0]
     out = torch.empty(num_rows, n, dtype=dtype, device=x.device)
@@ -252,8 +217,6 @@ def gemv(
         weight.stride(0),
         x_scales.stride if x_scales else 0,
         weight_scales.stride if weight_scales else 0,
-        ROUND_X=round_x,
-        LARGEST=LARGEST.get(weight.dtype, 0.0),
         X_GROUP=x_scales.group if x_scales else 0,
         WEIGHT_TILE_ROWS=(weight_scales and weight_scales.tile_rows) or 1,
         WEIGHT_GROUP=weight_scales.group if weight_scales else 0,

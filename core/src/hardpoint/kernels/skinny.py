@@ -1,0 +1,329 @@
+"""A few rows of activations times a weight of 8-bit or 16-bit elements, on matrix units: as fast as the weight is read.
+
+One by one, elements cost several instructions each to become numbers and be added up: more than memory leaves time for.
+Here 8-bit ones become float16 (in pairs, exactly) or x's dtype, or stay what they are, as int8 and 16-bit ones do, and
+matrix units do the rest.
+
+A program has 16 or more rows of the weight and all columns. Each of its warps takes every so many columns, a *span* of
+64 bytes at a time, and their sums are added up once, at the end: sums have one order, and nothing is added across
+programs.
+Blocks of the weight wait in shared memory, several on their way at a time.
+
+Axes: M rows of x, N rows of the weight (out), K columns (in). A *tile* is 8 rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from hardpoint.kernels.gemv import Scales
+from hardpoint.kernels.quantize import magnitude, rounding_scale
+from hardpoint_plugin_api import LinearKernel
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""The greatest magnitudes that symmetric scales map to."""
+
+_MOST_COLUMNS = 8192
+"""Of a row that is looked through at a time for its greatest magnitude."""
+
+_MULTIPROCESSORS = 132
+_SHARED = 208 << 10
+"""A large device's multiprocessors, and the bytes of each that programs there share."""
+_MOST_BLOCKS = 7
+"""On their way in a program: each is code of its own."""
+
+
+@dataclass(frozen=True)
+class SkinnyConfiguration:
+    """How a product is cut: the tiles of x and of the weight that a program has, and how many blocks are on their way.
+
+    A block is ``steps`` spans of columns to each of ``num_warps`` warps.
+    """
+
+    x_tiles: int
+    weight_tiles: int
+    num_warps: int
+    num_stages: int
+    steps: int = 1
+
+
+def skinny_configuration(num_rows: int, n: int, k: int, x_itemsize: int = 1) -> SkinnyConfiguration:
+    """The cut for ``num_rows`` rows of x, of ``x_itemsize`` bytes, and an 8-bit weight of ``n`` rows, ``k`` columns.
+
+    A program reads x for its own rows of the weight, and may have to round it, so it has more of them where x is larger
+    and the weight is large enough for as many programs as multiprocessors. Where that leaves but one to each, more
+    blocks are on their way. What up to 8 rows take fits 100 KiB of shared memory.
+    """
+    num_warps = 8 if k >= 2048 else 4
+    plain = x_itemsize > 1
+    weight_tiles = 4 if n >= 4096 and (plain or num_rows > 4) else 2
+    if num_rows <= 8:
+        return SkinnyConfiguration(1, weight_tiles, num_warps, 5 if plain or weight_tiles == 4 else 6)
+    return SkinnyConfiguration(2 if num_rows <= 16 else 4, weight_tiles, num_warps, 4 if plain or n >= 5000 else 6)
+
+
+@functools.lru_cache(4096)
+def plain_configuration(num_rows: int, n: int, k: int) -> SkinnyConfiguration:
+    """The cut for ``num_rows`` rows of x and a 16-bit weight of ``n`` rows and ``k`` columns.
+
+    Every program reads its rows of x, and x is no small part of all there is to read. So the tiles are those with which
+    the busiest multiprocessor has the least of both, even where programs for other rows of x then read the same weight.
+    As much as there is room for is on its way. Not measured yet: made from counts of bytes and registers.
+    """
+    most = triton.next_power_of_2(-(-num_rows // 8))
+    shapes = [(x, weight) for x in (8, 4, 2, 1) for weight in (2, 4, 8) if x <= most and x * weight <= 32]
+
+    def in_turn(shape: tuple[int, int]) -> int:
+        """The programs of the busiest multiprocessor."""
+        x_tiles, weight_tiles = shape
+        programs = -(-n // (8 * weight_tiles)) * -(-num_rows // (8 * x_tiles))
+        return -(-programs // _MULTIPROCESSORS)
+
+    shape = min(shapes, key=lambda shape: in_turn(shape) * sum(shape))
+    at_once = min(in_turn(shape), 2)
+    crowded = at_once > 1 and sum(shape) > 8  # registers are too few for two such programs of eight warps
+    num_warps = 4 if k < 1024 or crowded else 8
+    blocks = _SHARED // at_once // (512 * num_warps * sum(shape))
+    return SkinnyConfiguration(*shape, num_warps, 1 + min(blocks, -(-k // (32 * num_warps)), _MOST_BLOCKS))
+
+
+def skinny(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    x_scales: Scales | None = None,
+    weight_scales: Scales | None = None,
+    *,
+    round_x: bool = False,
+    configuration: SkinnyConfiguration | None = None,
+) -> torch.Tensor:
+    """``x`` [M, K] times ``weight`` [N, K] (columns one by one), plus ``bias`` [N]: a new [M, N] of ``dtype``.
+
+    The weight is of 8-bit elements, or of float16 or bfloat16 without scales. ``x`` is of the weight's elements, or
+    float16 or bfloat16 where those have 8 bits. Groups of columns are multiples of 32. Products are added up in
+    float32, those of whole numbers exactly. With ``round_x``, a plain ``x`` is rounded to the weight's 8-bit elements,
+    by the scale given for all of it, or by those that its rows ask for.
+    """
+    (num_rows, k), n = x.shape, weight.shape[0]
+    out = torch.empty(num_rows, n, dtype=dtype, device=x.device)
+    if not num_rows:
+        return out
+    x_group = x_scales.group if x_scales else 0
+    weight_group = weight_scales.group if weight_scales else 0
+    narrow = weight.element_size() == 1
+    cut = configuration or (
+        skinny_configuration(num_rows, n, k, x.element_size()) if narrow else plain_configuration(num_rows, n, k)
+    )
+    grid = triton.cdiv(n, 8 * cut.weight_tiles), triton.cdiv(num_rows, 8 * cut.x_tiles)
+    _skinny[grid](
+        x,
+        weight,
+        x_scales and x_scales.values,
+        weight_scales and weight_scales.values,
+        bias,
+        out,
+        num_rows,
+        n,
+        k,
+        x.stride(0),
+        x.stride(1),
+        weight.stride(0),
+        x_scales.stride if x_scales else 0,
+        weight_scales.stride if weight_scales else 0,
+        ROUND_X=round_x,
+        LARGEST=LARGEST.get(weight.dtype, 0.0),
+        AT_ONCE=min(triton.next_power_of_2(k), _MOST_COLUMNS) if round_x and x_scales is None else 0,
+        X_GROUP=x_group,
+        WEIGHT_TILE_ROWS=(weight_scales and weight_scales.tile_rows) or 1,
+        WEIGHT_GROUP=weight_group,
+        SPAN=32 if x_group % 64 or weight_group % 64 or not narrow else 64,
+        STEPS=1 if x_group or weight_group else cut.steps,
+        WARPS=cut.num_warps,
+        X_TILES=cut.x_tiles,
+        WEIGHT_TILES=cut.weight_tiles,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+    )
+    return out
+
+
+class TritonSkinny(LinearKernel):
+    """Plain weights as they stand in the checkpoint, for two rows of activations to a few dozen."""
+
+    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        weight = weights["weight"]
+        y = skinny(x.reshape(-1, x.shape[-1]), weight, bias, x.dtype)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+
+@triton.jit
+def rounded_to(x, inverse, LARGEST: tl.constexpr, ELEMENT: tl.constexpr):
+    """float32 x times the inverse of its scale, as the nearest elements; LARGEST is None where none exceeds it."""
+    x = x * inverse
+    if ELEMENT == tl.int8:  # noqa: SIM300  # a parameter
+        shift = 12582912.0  # 1.5 * 2 ** 23: adding it leaves whole numbers, rounded to the nearest, ties to even
+        x = (x + shift) - shift
+        if LARGEST is not None:
+            x = tl.clamp(x, -LARGEST - 1.0, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    elif LARGEST is not None:
+        x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(ELEMENT)
+
+
+@triton.jit
+def _row_scales(x_ptr, m, num_rows, K, stride_m, stride_k, LARGEST: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The scales with which ``num_rows`` rows of x just fit the elements' range, NaN for one that is not finite.
+
+    They stand where m is 0 to num_rows; elsewhere is 1.
+    """
+    columns = tl.arange(0, AT_ONCE)
+    scales = tl.full(m.shape, 1.0, tl.float32)
+    for row in tl.range(0, num_rows):
+        peak = tl.zeros([1], tl.int32)
+        for start in tl.range(0, K, AT_ONCE):
+            k = start + columns
+            x = tl.load(x_ptr + row * stride_m + k.to(tl.int64) * stride_k, mask=k < K, other=0.0)
+            peak = tl.maximum(peak, magnitude(x.to(tl.float32)))
+        scale = rounding_scale(peak, LARGEST)
+        scale = tl.maximum(scale, 1e-36, propagate_nan=tl.PropagateNan.ALL)  # what is smaller has no inverse
+        scales = tl.where(m == row, scale, scales)
+    return scales
+
+
+@triton.jit
+def _lines(TILES: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr):
+    """A block as it is read: a span of a row to a line. The lines' rows [L, 1], and their columns [L, SPAN].
+
+    Eight rows stand one after the other, then spans, then tiles: so 16 bytes to a thread make a span of eight rows what
+    a warp reads at a time, whatever it is of.
+    """
+    line = tl.arange(0, TILES * SPANS * 8)
+    rows = line // (SPANS * 8) * 8 + line % 8
+    columns = (line // 8 % SPANS * SPAN)[:, None] + tl.arange(0, SPAN)[None, :]
+    return rows[:, None], columns
+
+
+@triton.jit
+def _operand(
+    block, TILES: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr, SPAN: tl.constexpr, TURN: tl.constexpr
+):
+    """A block as matrix units take it: [WARPS, TILES * 8 rows, STEPS * SPAN columns].
+
+    They want of four threads, side by side along a row, TURN columns each in turn: 4 bytes of the weight. A thread has
+    read the fourth part of a span, so columns are counted in the order in which that is true: both operands' alike,
+    which changes no product, and moves nothing.
+    """
+    block = block.reshape(TILES, STEPS, WARPS, 8, 4, SPAN // (8 * TURN), 2, TURN)
+    return tl.permute(block, (2, 0, 3, 1, 5, 6, 4, 7)).reshape(WARPS, TILES * 8, STEPS * SPAN)
+
+
+@triton.jit
+def _scales_of_spans(ptrs, there, start, K, GROUP: tl.constexpr, WARPS: tl.constexpr, SPAN: tl.constexpr):
+    """float32 [WARPS, rows] of the rows whose first scales are at ``ptrs``, for the spans from column ``start`` on."""
+    span = start + tl.arange(0, WARPS) * SPAN
+    mask = (span < K)[:, None] & there[None, :]
+    return tl.load(ptrs[None, :] + (span // GROUP)[:, None], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _skinny(
+    x_ptr,
+    weight_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    N,
+    K,
+    x_stride_m,
+    x_stride_k,
+    weight_stride_n,
+    x_scale_stride_m,
+    weight_scale_stride_n,
+    ROUND_X: tl.constexpr,
+    LARGEST: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    WEIGHT_TILE_ROWS: tl.constexpr,
+    WEIGHT_GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    STEPS: tl.constexpr,
+    WARPS: tl.constexpr,
+    X_TILES: tl.constexpr,
+    WEIGHT_TILES: tl.constexpr,
+):
+    """X_TILES tiles of x times WEIGHT_TILES tiles of the weight.
+
+    Groups are the columns that share a scale, 0 where all of a row do: there, a block is one span to each warp, which
+    lies in one group. A null pointer is no scales at all, or with ROUND_X those that the rows of x ask for.
+    """
+    first_m, first_n = tl.program_id(1) * (8 * X_TILES), tl.program_id(0) * (8 * WEIGHT_TILES)
+    m, n = first_m + tl.arange(0, 8 * X_TILES), first_n + tl.arange(0, 8 * WEIGHT_TILES)
+    element: tl.constexpr = weight_ptr.dtype.element_ty
+    turn: tl.constexpr = 32 // element.primitive_bitwidth
+    plain: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16 and not ROUND_X
+    number: tl.constexpr = x_ptr.dtype.element_ty if plain else tl.int8 if element == tl.int8 else tl.float16
+    sum_type: tl.constexpr = tl.int32 if number == tl.int8 else tl.float32
+    own_scales: tl.constexpr = ROUND_X and x_scale_ptr is None
+    grouped: tl.constexpr = X_GROUP != 0 or WEIGHT_GROUP != 0
+
+    x_scale_ptrs = x_scale_ptr
+    if x_scale_ptr is not None:
+        x_scale_ptrs = x_scale_ptr + m.to(tl.int64) * x_scale_stride_m
+    weight_scale_ptrs = weight_scale_ptr
+    if weight_scale_ptr is not None:
+        weight_scale_ptrs = weight_scale_ptr + (n // WEIGHT_TILE_ROWS).to(tl.int64) * weight_scale_stride_n
+    x_scale = tl.full([8 * X_TILES], 1.0, tl.float32)  # what all columns share is read before they are
+    if own_scales:
+        first_ptr, rows = x_ptr + first_m.to(tl.int64) * x_stride_m, tl.minimum(num_rows - first_m, 8 * X_TILES)
+        x_scale = _row_scales(first_ptr, m - first_m, rows, K, x_stride_m, x_stride_k, LARGEST, AT_ONCE)
+    elif x_scale_ptr is not None and X_GROUP == 0:
+        x_scale = tl.load(x_scale_ptrs, mask=m < num_rows, other=1.0)
+    weight_scale = tl.full([8 * WEIGHT_TILES], 1.0, tl.float32)
+    if weight_scale_ptr is not None and WEIGHT_GROUP == 0:
+        weight_scale = tl.load(weight_scale_ptrs, mask=n < N, other=1.0).to(tl.float32)
+
+    x_rows, x_columns = _lines(X_TILES, STEPS * WARPS, SPAN)
+    x_ptrs = x_ptr + (first_m + x_rows).to(tl.int64) * x_stride_m
+    weight_rows, weight_columns = _lines(WEIGHT_TILES, STEPS * WARPS, SPAN)
+    weight_ptrs = weight_ptr + (first_n + weight_rows).to(tl.int64) * weight_stride_n + weight_columns
+    total = tl.zeros([WARPS, 8 * WEIGHT_TILES, 8 * X_TILES], tl.float32 if grouped else sum_type)
+    for start in tl.range(0, K, STEPS * WARPS * SPAN):
+        weight = tl.load(
+            weight_ptrs + start, mask=(first_n + weight_rows < N) & (start + weight_columns < K), other=0.0
+        )
+        x_k = start + x_columns
+        there = (first_m + x_rows < num_rows) & (x_k < K)
+        x = tl.load(x_ptrs + x_k.to(tl.int64) * x_stride_k, mask=there, other=0.0)
+        weight = _operand(weight, WEIGHT_TILES, STEPS, WARPS, SPAN, turn)
+        if number == tl.bfloat16 and element != number:
+            weight = weight.to(tl.float32)  # devices convert to it faster than to bfloat16
+        weight = weight.to(number)
+        x = _operand(x, X_TILES, STEPS, WARPS, SPAN, turn)
+        if ROUND_X:
+            inverse = (1.0 / x_scale)[None, :, None]
+            x = rounded_to(x.to(tl.float32), inverse, None if own_scales else LARGEST, element)
+        x = tl.permute(x.to(number), (0, 2, 1))
+        if grouped:
+            product = tl.dot(weight, x, out_dtype=sum_type).to(tl.float32)
+            if WEIGHT_GROUP != 0:
+                scales = _scales_of_spans(weight_scale_ptrs, n < N, start, K, WEIGHT_GROUP, WARPS, SPAN)
+                product = product * scales[:, :, None]
+            if X_GROUP != 0:
+                scales = _scales_of_spans(x_scale_ptrs, m < num_rows, start, K, X_GROUP, WARPS, SPAN)
+                product = product * scales[:, None, :]
+            total += product
+        else:
+            total = tl.dot(weight, x, total, out_dtype=sum_type)
+    y = tl.sum(total, 0).to(tl.float32) * weight_scale[:, None] * x_scale[None, :]
+    if bias_ptr is not None:
+        y = y + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    there = (n < N)[:, None] & (m < num_rows)[None, :]
+    tl.store(out_ptr + m.to(tl.int64)[None, :] * N + n[:, None], y.to(out_ptr.dtype.element_ty), mask=there)
