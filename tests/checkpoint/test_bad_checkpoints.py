@@ -265,6 +265,13 @@ def test_cache_too_small_for_one_sequence(good: Path) -> None:
         small_llm(good, kv_cache_memory=1000)
 
 
+def test_cache_beyond_what_is_free(good: Path) -> None:
+    with pytest.raises(
+        CapacityError, match=r"108,851,651,149,824 bytes does not fit .* bytes are free .*lower --kv-cache-memory, or"
+    ):
+        small_llm(good, kv_cache_memory="99TiB")
+
+
 def test_context_beyond_the_model(good: Path) -> None:
     with pytest.raises(ConfigError, match=r"--max-model-len 513 is beyond the 512 positions"):
         small_llm(good, max_model_len=513)

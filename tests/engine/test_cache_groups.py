@@ -67,7 +67,7 @@ def test_tokens_equal_however_the_engine_is_set_up(
             cache = llm.core.scheduler.cache
             longest = max(prompts, key=len)
             again = Request("again", tuple(longest), GREEDY, 0, frozenset(), 100)
-            hashes = again.block_hashes(cache.geometry.block_size, 2)
+            hashes = list(again.block_hashes(cache.geometry.block_size, 2))
             assert cache.find(hashes).num_blocks == 2
         pool = llm.core.scheduler.cache.pool
         assert pool.num_free == pool.num_usable

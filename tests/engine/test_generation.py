@@ -73,6 +73,16 @@ def test_preempted_requests_give_the_same_tokens(checkpoint: tuple[Path, PreTrai
         check_tokens_equal(model, prompt, output.outputs[0].token_ids)
 
 
+def test_a_size_asked_for_is_taken_whole_and_keeps_prefixes(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    page_bytes = 3 * 2 * 16 * 2 * 16 * 4
+    prompts = random_prompts(9, 32, seed=3, shortest=32)
+    with small_llm(checkpoint[0], kv_cache_memory=100 * page_bytes, max_num_seqs=1, max_model_len=48) as llm:
+        assert llm.core.executor.facts.num_pages == 100
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+        again = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.num_cached_tokens for output in again] == [16] * 9
+
+
 def test_a_request_that_can_never_fit_is_refused_and_the_rest_is_dropped(
     checkpoint: tuple[Path, PreTrainedModel],
 ) -> None:

@@ -321,6 +321,21 @@ def test_the_pool_forgets_the_least_recently_used_and_tails_first() -> None:
     assert pool.num_free_without(pages[:3]) == 0
 
 
+def test_prompts_are_hashed_while_the_device_works() -> None:
+    """What is looked for needs the first hash that nobody knows, and no other; the rest is made before the commit."""
+    limits = StepLimits(max_tokens=100, max_requests=2)
+    scheduler, device = make_scheduler(60, limits), Device(limits, 60)
+    scheduler.add(request := make_request(0, list(range(30)), 2))
+    step = scheduler.schedule()
+    assert step is not None
+    assert len(request._hashes) == 1
+    scheduler.hash_prompts()
+    assert len(request._hashes) == 30 // BLOCK
+    scheduler.commit(device.execute(step))
+    again = make_request(1, list(range(30)), 2)
+    assert scheduler.cache.find(again.block_hashes(BLOCK, 30 // BLOCK)).num_blocks == 30 // BLOCK
+
+
 def test_pages_behind_a_window_come_back_while_the_request_goes_on() -> None:
     limits = StepLimits(max_tokens=8, max_requests=2)
     spans = (Span(window=6),)
@@ -339,7 +354,7 @@ def test_a_prefix_is_found_where_the_window_still_has_its_end() -> None:
     run(scheduler, device, depth=0)
     cache = scheduler.cache
     request = make_request(1, prompt, 1)
-    hashes = request.block_hashes(BLOCK, 7)
+    hashes = list(request.block_hashes(BLOCK, 7))
     found = cache.find(hashes)
     assert found.num_blocks == 7
     assert [page == NULL_PAGE for page in found.pages[1]] == [True] * 5 + [False] * 2, "two blocks reach back 6 tokens"

@@ -238,6 +238,19 @@ def test_a_plugins_kernel_joins_once_and_serves_its_range(plugin: Path) -> None:
     assert hp_summed.LOG.count(("left",)) == 2
 
 
+def test_the_shadow_check_says_that_it_leaves_sums_out(plugin: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_checkpoint(plugin, "qwen3", num_hidden_layers=2)
+    settings = {"shadow_check": 1.0, "enforce_eager": True, "use": {f"op.{OP}": "summed_op"}}
+    with ranks_in_threads(plugin, 2, **settings):
+        pass
+    lines = {record.getMessage() for record in caplog.records if "are left out" in record.getMessage()}
+    assert lines == {
+        f"shadow check: calls of op {OP}: {kernel} are left out: it sums 'x' over ranks, and the reference would need "
+        "what the others hold"
+        for kernel in ("summed_op of plugin summed", "composed of plugin core")
+    }
+
+
 def test_a_function_that_knows_no_group_is_refused(plugin: Path) -> None:
     write_checkpoint(plugin, "qwen3")
     with (

@@ -7,7 +7,7 @@ Tensors are streamed file by file into slots allocated on the device as their fi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -68,9 +68,26 @@ def load_weights(model: nn.Module, names: WeightNames, source: TensorSource, dev
     for name, tensor in source:
         if (place := plan.place(name, source)) is not None:
             filling.take(name, tensor, place)
-    filling.check_full()
-    for layer in plan.layers.values():
-        layer.bind()
+    filling.finish()
+
+
+def load_made_weights(
+    model: nn.Module,
+    names: WeightNames,
+    make: Callable[[str, tuple[int, ...]], torch.Tensor],
+    device: torch.device,
+    title: str,
+) -> None:
+    """The same without a checkpoint: ``make(name, shape)`` returns a tensor of plain numbers, as one would hold it.
+
+    Of several that would fill the same slots the one that fills the most is made, and on a rank of several only what it
+    holds a part of. Raises CheckpointError for slots that plain numbers cannot fill.
+    """
+    plan = _Plan.of(model, names)
+    filling = _Filling(plan, device, title)
+    for name, place in plan.sufficient().items():
+        filling.take(name, make(name, plan.stored_shape(place)), place)
+    filling.finish()
 
 
 def check_weights(model: nn.Module, names: WeightNames, files: SafetensorsFiles) -> None:
@@ -149,19 +166,40 @@ class _Plan:
     def _missing(self, present: frozenset[str]) -> list[str]:
         """The absent tensors that no others stand in for: a stack may come whole, or as a tensor for each number."""
 
-        def filled(place: _Place) -> Iterator[tuple[str, str, str | None]]:
-            for target in place.targets.values():
-                for piece in self.slots[target.layer, target.slot].pieces(target.part):
-                    yield target.layer, target.slot, piece
-
-        full = {piece for name, place in self.places.items() if name in present for piece in filled(place)}
+        full = {piece for name, place in self.places.items() if name in present for piece in self._filled(place)}
         missing = []
         for name, place in self.places.items():
-            pieces = set(filled(place))
+            pieces = self._filled(place)
             if name not in present and (not pieces or pieces - full):
                 missing.append(name)
                 full |= pieces
         return sorted(missing)
+
+    def _filled(self, place: _Place) -> set[tuple[str, str, str | None]]:
+        """The pieces of slots that it fills: layer, slot, piece."""
+        return {
+            (target.layer, target.slot, piece)
+            for target in place.targets.values()
+            for piece in self.slots[target.layer, target.slot].pieces(target.part)
+        }
+
+    def sufficient(self) -> dict[str, _Place]:
+        """Tensors of plain numbers that fill every slot, none twice; of several that may, those that fill the most.
+
+        In the order of ``places``, which keeps a layer's tensors together: it is packed when all are there.
+        """
+        plain = {
+            name: self._filled(place)
+            for name, place in self.places.items()
+            if all(place.reading or self.slots[t.layer, t.slot].dtype in _PLAIN for t in place.targets.values())
+        }
+        full: set[tuple[str, str, str | None]] = set()
+        chosen = set()
+        for name, pieces in sorted(plain.items(), key=lambda item: -len(item[1])):
+            if not pieces & full:
+                chosen.add(name)
+                full |= pieces
+        return {name: place for name, place in self.places.items() if name in chosen}
 
     def place(self, name: str, source: TensorSource) -> _Place | None:
         """Where tensor ``name`` goes, None where nobody needs it. Raises CheckpointError for one without a place."""
@@ -175,16 +213,22 @@ class _Plan:
             if name in files.names:
                 self.check(name, files.info(name), place, files.title)
 
+    def stored_shape(self, place: _Place) -> tuple[int, ...]:
+        """The shape in a checkpoint of the tensor that goes there."""
+        if place.reading is not None:
+            module = place.reading.module
+            return place.reading.stored.shape(module.out_features, module.in_features)
+        (target,) = place.targets.values()
+        return self.slots[target.layer, target.slot].stored_shape(target.part)
+
     def check(self, name: str, tensor: TensorInfo, place: _Place, title: str) -> None:
         """Raise CheckpointError for a wrong shape, or a dtype that a copy would change the meaning of."""
-        reading = place.reading
+        reading, wanted = place.reading, self.stored_shape(place)
         if reading is not None:
-            wanted = reading.stored.shape(reading.module.out_features, reading.module.in_features)
             dtypes: tuple[str, ...] = reading.stored.dtypes
         else:
             (target,) = place.targets.values()
             slot = self.slots[target.layer, target.slot]
-            wanted = slot.stored_shape(target.part)
             dtypes = (slot.dtype, *(_PLAIN if slot.dtype in _PLAIN else ()))
         if tensor.shape != wanted:
             raise CheckpointError(
@@ -279,11 +323,13 @@ class _Filling:
             weights[target.slot] = make(slot.shape, dtype=dtype_of(slot.dtype), device=self._device)
         return weights[target.slot]
 
-    def check_full(self) -> None:
-        """Raise CheckpointError if any part of a slot was not filled."""
+    def finish(self) -> None:
+        """Bind the layers. Raises CheckpointError if any part of a slot was not filled."""
         if self._left:
             short = sorted(f"{layer}.{slot}" + (f"[{part}]" if part else "") for layer, slot, part in self._left)
             raise CheckpointError(f"{self._title}: the checkpoint leaves slots of the model unfilled: {_listed(short)}")
+        for layer in self._layers.values():
+            layer.bind()
 
     def _around(self, path: str) -> Iterator[str]:
         """The layer at ``path`` and those that hold it, innermost first."""

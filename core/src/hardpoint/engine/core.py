@@ -185,6 +185,7 @@ class EngineCore:
             if (step := self.scheduler.schedule()) is None:
                 break
             self._submitted.append((step, self.executor.submit(step)))
+        self.scheduler.hash_prompts()
         advanced = expired + (self._collect(began) if self._submitted else [])
         for request in advanced:
             if request.finish_reason is not None:
@@ -209,8 +210,8 @@ class EngineCore:
         seconds, decodes = time.perf_counter() - began, sum(s.count == 1 for s in step.scheduled)
         self._metrics.collected(seconds, len(advanced))
         self.stats.num_steps += 1
-        started = {new.slot for new in step.new}
-        self.stats.cached_tokens += sum(share.start for share in step.scheduled if share.slot in started)
+        if started := {new.slot for new in step.new}:
+            self.stats.cached_tokens += sum(share.start for share in step.scheduled if share.slot in started)
         if decodes == len(step.scheduled):
             self.stats.decode_tokens += decodes
             self.stats.decode_seconds += seconds

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.checkpoint.random_weights import RandomTensors
+from hardpoint.checkpoint.random_weights import NoTensors
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.config import EngineConfig
 from hardpoint.config.removed import removed_quantization
@@ -15,6 +15,7 @@ from hardpoint.plugins import PluginSet
 from hardpoint.plugins.blame import blame, misbehaved
 from hardpoint.quantization.assignment import Method, Quantization
 from hardpoint_plugin_api import (
+    CheckpointError,
     CheckpointTensors,
     ConfigError,
     MethodRequest,
@@ -78,7 +79,7 @@ def choose_quantization(ctx: Context, hf_config: HFConfig, name: str | None) -> 
             f"--quantization {ctx.config.quantization}: it reads checkpoints that were quantized by it, and "
             f"{hf_config.folder} is not quantized; methods that quantize while loading: {', '.join(sorted(online))}"
         )
-    tensors = _tensors(ctx, Path(hf_config.folder))
+    tensors = _tensors(ctx, hf_config)
     request = MethodRequest(
         config=stored,
         options=_options(ctx.config),
@@ -91,10 +92,16 @@ def choose_quantization(ctx: Context, hf_config: HFConfig, name: str | None) -> 
         return Quantization(Method(kind(request), offer, tensors))
 
 
-def _tensors(ctx: Context, folder: Path) -> CheckpointTensors:
-    if ctx.config.load_format == "random":
-        return RandomTensors(folder, ctx.torch_device, ctx.dtype, ctx.config.seed)
-    return SafetensorsFiles(folder)
+def _tensors(ctx: Context, hf_config: HFConfig) -> CheckpointTensors:
+    folder = Path(hf_config.folder)
+    if ctx.config.load_format != "random":
+        return SafetensorsFiles(folder)
+    if hf_config.quantization_config is not None:
+        raise CheckpointError(
+            f"{folder}: no random weights can be made for this config.json: its weights are quantized; remove "
+            "'quantization_config' from it, and quantize while loading by --quantization"
+        )
+    return NoTensors(folder)
 
 
 def _options(config: EngineConfig) -> Mapping[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -12,6 +11,7 @@ from types import FrameType
 import uvicorn
 
 from hardpoint.config import EngineConfig
+from hardpoint.engine.processes.child_process import keep_what_was_loaded
 from hardpoint.parsers import choose_parsers
 from hardpoint.server.app import create_app
 from hardpoint.server.host import EngineHost
@@ -111,8 +111,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
             raise
         if self.service.host.state == "ready":
-            gc.collect()
-            gc.freeze()  # what was imported stays: no collection looks at it again while tokens wait
+            keep_what_was_loaded()
             logger.info("ready: %s", ", ".join(self.service.model_names))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from hardpoint.attention.groups import AttentionLayers
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
-from hardpoint_plugin_api import CapacityError
+from hardpoint_plugin_api import CapacityError, Memory
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,18 @@ class CacheMemory:
             longest,
         )
         return longest
+
+
+def require_free(wanted: int, memory: Memory, device: str) -> None:
+    """Raise CapacityError where a cache of ``wanted`` bytes is more than is free on ``device``."""
+    if wanted > memory.snapshot().free:
+        memory.trim()  # what an allocator keeps for later is free, too
+    now = memory.snapshot()
+    if wanted > now.free:
+        raise CapacityError(
+            f"a cache of {wanted:,} bytes does not fit {device}, where {now.free:,} of {now.total:,} bytes are free "
+            "beside the weights; lower --kv-cache-memory, or leave it out to have it chosen"
+        )
 
 
 def place_bytes(layers: AttentionLayers, block_size: int) -> list[int]:

@@ -74,7 +74,13 @@ def serve_rank(
     child_process.settle_in(send, levels, crashes)
     rank = Rank(spec)
     end_with_parent(rank, connection, parent)
-    rank.run(lambda: FileStore(spec.store, -1), send)
+
+    def report(message: RankReport) -> None:
+        if isinstance(message, RankReady):
+            child_process.keep_what_was_loaded()
+        send(message)
+
+    rank.run(lambda: FileStore(spec.store, -1), report)
     # What holds anything was closed. Taking torch's modules apart would take a second more.
     logging.shutdown()
     sys.stderr.flush()

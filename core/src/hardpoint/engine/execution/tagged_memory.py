@@ -33,6 +33,10 @@ class TaggedMemory:
     @contextmanager
     def pool(self, tag: MemoryTag) -> Iterator[None]:
         """Allocate under ``tag`` within the block. What was counted before keeps its tag."""
+        if tag in self._known:  # looking at each operator takes a third of the time that preparing a step does
+            with self.memory.pool(tag):
+                yield
+            return
         with self.memory.pool(tag), _Recorder(self._device) as recorder:
             yield
         self._forget_dead()
@@ -41,7 +45,7 @@ class TaggedMemory:
                 self._storages.setdefault(key, (tag, reference))
 
     def know(self, tag: MemoryTag, nbytes: Callable[[], int]) -> None:
-        """Let ``nbytes`` tell what is held under ``tag`` beside tensors that were seen: the larger number counts."""
+        """Let ``nbytes`` tell what is held under ``tag``, where nobody looks at what is allocated from now on."""
         self._known[tag] = nbytes
 
     def suspend(self, tag: MemoryTag) -> None:

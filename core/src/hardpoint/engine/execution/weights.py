@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.checkpoint.loader import GivenTensors, TensorSource, check_weights, load_weights
-from hardpoint.checkpoint.random_weights import RandomTensors
+from hardpoint.checkpoint.loader import GivenTensors, check_weights, load_made_weights, load_weights
+from hardpoint.checkpoint.random_weights import RandomWeights
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM
@@ -37,12 +37,12 @@ class ModelWeights:
     def load(self) -> None:
         """Read the weights, prepare and bind the layers. Raises CheckpointError."""
         assert self._folder is not None
-        source: TensorSource = (
-            SafetensorsFiles(self._folder)
-            if self._seed is None
-            else RandomTensors(self._folder, self._device, self._dtype, self._seed)
-        )
-        load_weights(self._model, self._model.weight_names, source, self._device)
+        names = self._model.weight_names
+        if self._seed is None:
+            load_weights(self._model, names, SafetensorsFiles(self._folder), self._device)
+        else:
+            random = RandomWeights(self._device, self._dtype, self._seed)
+            load_made_weights(self._model, names, random.make, self._device, title=f"random weights for {self._folder}")
 
     def drop(self) -> None:
         """Give the memory back."""

@@ -16,7 +16,7 @@ from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs import Graphs, graph_bytes
 from hardpoint.engine.execution.holdings import Holdings
 from hardpoint.engine.execution.logits_state import LogitsState
-from hardpoint.engine.execution.memory import CacheMemory, place_bytes
+from hardpoint.engine.execution.memory import CacheMemory, place_bytes, require_free
 from hardpoint.engine.execution.runner import Runner, RunnerArgs
 from hardpoint.engine.execution.sampler import Sampler
 from hardpoint.engine.execution.tagged_memory import TaggedMemory
@@ -97,13 +97,17 @@ class Worker:
             ctx.resources.allocate(ctx.torch_device)
         with control.together():
             graph_engine = EagerGraphEngine if config.enforce_eager else platform.graph_engine
-            budget = config.kv_cache_memory or platform.kv_cache_budget() - graph_bytes(graph_engine(), limits)
             longest = min(ctx.max_model_len, limits.max_context or ctx.max_model_len)
             groups = ctx.attention_layers.cache_groups()
             geometry = cache_geometry(blueprint)
-            # More pages would never be used: all sequences at their longest, one block each still being freed.
-            enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
-            budget = min(budget, enough * sum(place_bytes(ctx.attention_layers, ctx.block_size)))
+            if config.kv_cache_memory is not None:  # all of it, which prefixes can fill whatever runs
+                budget = config.kv_cache_memory
+                require_free(budget, platform.memory, ctx.device.name)
+            else:
+                budget = platform.kv_cache_budget() - graph_bytes(graph_engine(), limits)
+                # All sequences at their longest, one block each still being freed.
+                enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
+                budget = min(budget, enough * sum(place_bytes(ctx.attention_layers, ctx.block_size)))
         budget = control.least(budget)
         with control.together(), memory.pool("kv"):
             cache = CacheMemory(ctx.attention_layers, geometry, budget, ctx.torch_device)
@@ -111,7 +115,8 @@ class Worker:
         forward = Forward(model or blueprint.model, ctx.attention_layers, cache.views)
         sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
         graphs = Graphs(ctx, graph_engine, forward, sampler.draw, limits, lambda: memory.pool("graphs"))
-        memory.know("graphs", lambda: graphs.executables.nbytes)
+        if graphs.executables.tell_nbytes:
+            memory.know("graphs", lambda: graphs.executables.nbytes)
         runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
         runner = runner_class(
             RunnerArgs(

@@ -22,14 +22,14 @@ class TokenizedPrompt:
     """A prompt as an engine takes it. ``text`` is None where only token ids were given."""
 
     text: str | None
-    token_ids: list[int]
+    token_ids: tuple[int, ...]
     cache_salt: str = ""
 
     @classmethod
     def read(cls, prompt: object, tokenizer: Tokenizer) -> TokenizedPrompt:
         """A prompt in any of its forms; raises RequestError for anything else."""
         if isinstance(prompt, str):
-            return cls(prompt, tokenizer.encode(prompt))
+            return cls(prompt, tuple(tokenizer.encode(prompt)))
         if isinstance(prompt, Mapping):
             text, ids, salt = (prompt.get(key) for key in _KEYS)
             if unknown := set(prompt) - set(_KEYS):
@@ -38,7 +38,7 @@ class TokenizedPrompt:
                 raise RequestError(f"'prompt' and 'cache_salt' are texts, got {text!r} and {salt!r}")
             if ids is None and text is None:
                 raise RequestError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
-            return cls(text, tokenizer.encode(str(text)) if ids is None else _token_ids(ids), salt or "")
+            return cls(text, tuple(tokenizer.encode(str(text))) if ids is None else _token_ids(ids), salt or "")
         return cls(None, _token_ids(prompt))
 
 
@@ -51,12 +51,12 @@ def prompt_list(prompts: object) -> list[Prompt]:
     return [prompts] if prompts and _is_token_id(prompts[0]) else list(prompts)
 
 
-def _token_ids(ids: object) -> list[int]:
+def _token_ids(ids: object) -> tuple[int, ...]:
     if isinstance(ids, list | tuple) and set(map(type, ids)) == {int}:
-        return list(ids)  # the common case: thousands of ids, each of which would take a microsecond below
+        return tuple(ids)  # the common case: thousands of ids, each of which would take a microsecond below
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or not all(_is_token_id(i) for i in ids):
         raise RequestError(f"{_FORMS}, got {ids!r:.80}")
-    return [int(i) for i in ids]
+    return tuple(int(i) for i in ids)
 
 
 def _is_token_id(value: object) -> bool:

@@ -165,6 +165,7 @@ def _serve(
 
     def report(message: Report | Answer) -> None:
         if isinstance(message, Ready):
+            child_process.keep_what_was_loaded()
             ready.set()
         send(message)
 

@@ -90,8 +90,9 @@ class PagedCache:
         """The first block of ``group`` that a query at ``position``, or any later one, reads."""
         return self._spans[group].first(position) // self.geometry.block_size
 
-    def find(self, hashes: Sequence[BlockHash]) -> Prefix:
-        """The longest start of a sequence, given its blocks' hashes, from which it can go on.
+    def find(self, hashes: Iterable[BlockHash]) -> Prefix:
+        """The longest start of a sequence, given its blocks' hashes, from which it can go on. It asks for no more of
+        them than it needs to see.
 
         Every group needs what a query behind that start reads: all of it, or the last few blocks.
         """
@@ -122,7 +123,8 @@ class PagedCache:
 
     def num_fresh(self, num_blocks: int, num_tokens: int) -> int:
         """Fresh pages that a request with ``num_blocks`` blocks needs to reach ``num_tokens`` tokens."""
-        return max(0, self.geometry.blocks_for(num_tokens) - num_blocks) * len(self._spans)
+        missing = self.geometry.blocks_for(num_tokens) - num_blocks
+        return missing * len(self._spans) if missing > 0 else 0
 
     def grow(self, held: HeldPages, count: int) -> NewPages | None:
         """Take ``count`` fresh pages (see ``num_fresh``), or none at all (None) where fewer are free."""

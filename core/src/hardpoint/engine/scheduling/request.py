@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hardpoint.engine.outputs import FinishReason
@@ -31,6 +33,8 @@ class Request:
 
     Where its parameters ask for them, ``logprobs`` has an entry for each drawn token and ``prompt_logprobs`` one for
     each token of the prompt, None for the first; the latter is complete with the first drawn token.
+
+    ``prompt_array`` has the prompt's ids as int32, where they were read that way already.
     """
 
     request_id: str
@@ -44,6 +48,7 @@ class Request:
     deadline: float | None = None
     cache_salt: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_array: array[int] | None = None
     token_ids: list[int] = field(init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -78,12 +83,20 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         """Tokens yet to run: one while decoding, more while the prompt is read, none once all are drawn."""
-        return 0 if self.num_tokens >= self.max_total_tokens else self.num_tokens - self.num_computed
+        num_tokens = self.num_tokens
+        return 0 if num_tokens >= self.max_total_tokens else num_tokens - self.num_computed
 
     @property
     def output_token_ids(self) -> list[int]:
         """The tokens drawn so far."""
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def known_ids(self) -> array[int]:
+        """All its known tokens as int32; not to be changed."""
+        if self.prompt_array is not None and len(self.token_ids) == len(self.prompt_array):
+            return self.prompt_array
+        return array("i", self.token_ids)
 
     @property
     def next_allowed(self) -> bytes | None:
@@ -124,10 +137,12 @@ class Request:
         """Take what a step read of the prompt; what is read again after a preemption replaces what was there."""
         self.prompt_logprobs[chunk.start : chunk.start + len(chunk.tokens)] = chunk.tokens
 
-    def block_hashes(self, block_size: int, num_blocks: int) -> list[BlockHash]:
-        """The hashes of its first ``num_blocks`` blocks, all of whose tokens must be known."""
-        while len(self._hashes) < num_blocks:
-            start = len(self._hashes) * block_size
-            parent = self._hashes[-1] if self._hashes else hash_salt(self.cache_salt)
-            self._hashes.append(hash_block(parent, self.token_ids[start : start + block_size]))
-        return self._hashes[:num_blocks]
+    def block_hashes(self, block_size: int, num_blocks: int) -> Iterator[BlockHash]:
+        """The hashes of its first ``num_blocks`` blocks, all of whose tokens must be known; made as they are asked for,
+        and then kept."""
+        for block in range(num_blocks):
+            if block == len(self._hashes):
+                parent = self._hashes[-1] if self._hashes else hash_salt(self.cache_salt)
+                start = block * block_size
+                self._hashes.append(hash_block(parent, self.token_ids[start : start + block_size]))
+            yield self._hashes[block]

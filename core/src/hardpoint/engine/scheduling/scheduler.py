@@ -153,6 +153,17 @@ class Scheduler:
         self._number += 1
         return StepInput(self._number, freed, tuple(step.new), tuple(share.scheduled for share in step.shares))
 
+    def hash_prompts(self) -> None:
+        """Hash the blocks of prompts that steps in flight fill, which committing them needs: while the device works."""
+        if not self._prefix_caching:
+            return
+        size = self.cache.geometry.block_size
+        for step in self._in_flight:
+            for share in reversed(step.shares):  # decodes come first
+                if share.scheduled.count == 1:
+                    break
+                deque(share.request.block_hashes(size, share.num_computed // size), maxlen=0)
+
     def commit(self, output: StepOutput) -> list[Request]:
         """Take the tokens of the oldest step in flight; returns the requests that got one, finished ones included."""
         step = self._in_flight.popleft()
@@ -214,7 +225,7 @@ class Scheduler:
                 break  # preempted a moment ago: not all of its tokens are known yet
             prefix = self._cached_prefix(request)
             request.num_computed = prefix.num_blocks * self.cache.geometry.block_size
-            count = self._count(step, request)
+            count = self._count(step, request.num_to_compute)
             need = self.cache.num_fresh(prefix.num_blocks, request.num_computed + count)
             if count == 0 or self.cache.pool.num_free_without(prefix.found()) < need:
                 request.num_computed = 0
@@ -225,7 +236,7 @@ class Scheduler:
             request.num_cached_tokens += request.num_computed
             bisect.insort(self._running, request, key=lambda r: r.rank)
             num_prompt = len(request.prompt_token_ids)
-            step.new.append(NewRequest(request.slot, tuple(request.token_ids), request.slot_sampling, num_prompt))
+            step.new.append(NewRequest(request.slot, request.known_ids, request.slot_sampling, num_prompt))
             self._schedule(step, request, prefix)
 
     def _cached_prefix(self, request: Request) -> Prefix:
@@ -242,19 +253,19 @@ class Scheduler:
             return
         first, end = share.scheduled.start // size, share.num_computed // size
         if end > first:
-            self.cache.remember(request.held, first, request.block_hashes(size, end))
+            self.cache.remember(request.held, first, list(request.block_hashes(size, end)))
 
-    def _count(self, step: _Step, request: Request) -> int:
-        """How many tokens of ``request`` the step has room for."""
-        count = min(request.num_to_compute, step.budget)
-        return count if count == request.num_to_compute else count - count % self.limits.chunk_multiple
+    def _count(self, step: _Step, wanted: int) -> int:
+        """How many of a request's ``wanted`` tokens the step has room for."""
+        return wanted if wanted <= step.budget else step.budget - step.budget % self.limits.chunk_multiple
 
     def _schedule(self, step: _Step, request: Request, prefix: Prefix | None = None) -> None:
         """Advance ``request`` by as many tokens as there is room for, unless it has to give way for want of a page.
 
         ``prefix`` is the one it starts from, if it starts now.
         """
-        count = self._count(step, request)
+        wanted = request.num_to_compute
+        count = self._count(step, wanted)
         if count == 0:
             return
         assert request.slot is not None
@@ -278,7 +289,7 @@ class Scheduler:
         if self._promised is request:
             self._promised = None
         request.num_computed += count
-        samples = request.num_computed == request.num_tokens
+        samples = count == wanted
         allowed = request.next_allowed if samples else None
         request.num_sampled += samples
         pages = tuple(map(tuple, request.held.pages)) if prefix else fresh
