@@ -114,6 +114,25 @@ def test_a_file_keeps_what_it_holds_of_others(clock: dict[str, float], tmp_path:
     assert len(after) > len(before)
 
 
+def test_times_hold_for_the_threads_they_were_measured_with(
+    clock: dict[str, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tuned.json"
+    command = [*TUNE, "--rows", "1", "--output", str(path), "--cpu.threads"]
+    clock["PlainLinear"] = 32e-6
+    assert run([*command, "1"]) == 0
+    one = TuningFile.read(path).winners
+    assert {v.context["threads"] for verdicts in one.values() for v in verdicts} == {"1"}
+    assert {row.rule for row in linears(path, plugin_config={"cpu": {"threads": 1}})} == {"tuning file"}
+    assert not caplog.records
+    assert "tuning file" not in {row.rule for row in linears(path, plugin_config={"cpu": {"threads": 2}})}
+    assert "threads 1 is left aside, since this engine has" in caplog.text
+    clock["PlainLinear"], clock["BatchInvariantLinear"] = 1.0, 16e-6
+    assert run([*command, "2"]) == 0
+    for number, name in ((1, "torch"), (2, "torch_batch_invariant")):
+        assert {row.chosen for row in linears(path, plugin_config={"cpu": {"threads": number}})} == {name}
+
+
 def test_what_cannot_run_is_left_out_unless_it_serves(
     clock: dict[str, float],
     tmp_path: Path,

@@ -37,7 +37,10 @@ def test_listing_imports_nothing_heavy(args: list[str]) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_a_help_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([name, "--help"]) == 0
-    assert f"Usage: hardpoint {name}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"Usage: hardpoint {name}" in shown
+    assert run([name, "-h"]) == 0
+    assert capsys.readouterr().out == shown
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,6 +58,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (["--vesion"], "--version"),
         (["generate", "--blok-size", "3"], "--block-size"),
         (["plugins", "lst"], "lst"),
+        (["doctor"], "It is 'hardpoint plugins doctor'"),
     ],
 )
 def test_a_misspelt_word_is_one_error_with_the_nearest(

@@ -13,6 +13,7 @@ from hardpoint.bench.startup import _STAGES
 from hardpoint.cli import env as _env  # noqa: F401  # imported, so that its module can be patched by name
 from hardpoint.cli.explain import _losers, _subject
 from hardpoint.cli.main import run
+from hardpoint.cli.output import print_table
 from hardpoint.plugins import PluginRecord, PluginSet
 from hardpoint_plugin_api import DeviceInfo, Reason, parse_manifest
 
@@ -46,6 +47,34 @@ def _acme(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in ("plugins", "env", "ops"):
         monkeypatch.setattr(f"hardpoint.cli.{module}.discover", discover)
+
+
+@pytest.mark.parametrize("columns", ["", "0", "wide"])
+def test_a_table_in_a_file_has_whole_rows(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    print_table(["name", "why"], [["a", "word " * 100 + "end"], ["b", None]], title="a title longer than a name")
+    title, _, head, _, a, b, *rest = capsys.readouterr().out.split("\n")
+    assert (title, head.split(), a.split()) == (
+        "a title longer than a name",
+        ["name", "why"],
+        ["a", *["word"] * 100, "end"],
+    )
+    assert b == " b", "no blanks at the end"
+    assert rest == ["", ""]
+
+
+def test_a_table_in_a_file_follows_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    print_table(["name", "why"], [["a", "word " * 100]])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 50
+    assert sum(line.count("word") for line in lines) == 100
+    many = [f"column {number}" for number in range(9)]
+    print_table(many, [[f"value {number}" for number in range(9)]])
+    out = capsys.readouterr().out
+    assert all(f"column {number}" in out and f"value {number}" in out for number in range(9)), "nothing is cut off"
 
 
 @pytest.mark.usefixtures("_acme")
@@ -152,6 +181,32 @@ def test_explain_answers_for_the_demo_model(capsys: pytest.CaptureFixture[str]) 
     assert len(short.splitlines()) < len(full.splitlines())
     assert "as above" in short
     assert "as above" not in full
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--communicator", "nope"], "unknown communicator implementation 'nope'; known: "),
+        (["--experts-backend", "referense"], "unknown experts implementation 'referense'; did you mean 'reference'"),
+        (["--tool-parser", "nope"], "Asked for by --tool-parser."),
+        (["--use", "op.moe_permute=nope"], "unknown op moe_permute implementation 'nope'"),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_refused_though_nothing_asks_for_it(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hardpoint_cpu")
+    assert run(["explain", "--platform", "cpu", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_choice_that_decides_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("hardpoint_cpu")
+    used = ["--use", "op.rms_norm=reference", "--linear-backend", "torch", "--tool-parser", "none"]
+    assert run(["explain", "--platform", "cpu", *used]) == 0
+    assert not caplog.records
+    assert run(["explain", "--platform", "cpu", "--experts-backend", "reference"]) == 0
+    assert "--experts-backend reference decides nothing: nothing here asks for experts" in caplog.text
 
 
 def test_generate_runs_the_demo_model_and_marks_its_stages(tmp_path: Path) -> None:

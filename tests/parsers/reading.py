@@ -52,7 +52,7 @@ def read(parser: OutputParser, pieces: Sequence[str]) -> list[tuple[str, ...]]:
 
 def joined(events: Sequence[ParserEvent]) -> list[tuple[str, ...]]:
     """``events`` with neighbouring deltas joined; checks that calls are counted, and one is open at a time."""
-    found: list[tuple[str, ...]] = []
+    found: list[tuple[list[str], list[str]]] = []  # kind, and a call's name; then pieces of text
     ids: set[str] = set()
     is_open = False
     for event in events:
@@ -61,28 +61,28 @@ def joined(events: Sequence[ParserEvent]) -> list[tuple[str, ...]]:
                 assert text
                 assert not is_open
                 kind = "content" if isinstance(event, ContentDelta) else "reasoning"
-                if found and found[-1][0] == kind:
-                    found[-1] = (kind, found[-1][1] + text)
-                else:
-                    found.append((kind, text))
+                if not found or found[-1][0] != [kind]:
+                    found.append(([kind], []))
+                found[-1][1].append(text)
             case ToolCallStart(index, call_id, name):
                 assert not is_open
-                assert index == sum(each[0] == "call" for each in found)
+                assert index == sum(head[0] == "call" for head, _ in found)
                 assert call_id not in ids
                 ids.add(call_id)
-                found.append(("call", name, ""))
+                found.append((["call", name], []))
                 is_open = True
             case ToolCallDelta(_, arguments):
                 assert arguments
                 assert is_open
-                found[-1] = ("call", found[-1][1], found[-1][2] + arguments)
+                found[-1][1].append(arguments)
             case ToolCallEnd():
                 assert is_open
                 is_open = False
-                assert found[-1][2].startswith("{")
-                found[-1][1].encode()
+                head, pieces = found[-1]
+                assert pieces[0].startswith("{")
+                head[1].encode()
     assert not is_open
-    return found
+    return [(*head, "".join(pieces)) for head, pieces in found]
 
 
 def opened(tool: str = "none", reasoning: str = "none", prompt: str = "") -> OutputParser:

@@ -109,11 +109,9 @@ NO_CALLS = {
     "code": ("pythonic", "[weather(city=__import__('os').name)]"),
     "positional": ("pythonic", "[weather('Paris')]"),
     "an infinite number": ("pythonic", "[weather(days=1e999)]"),
-    "a key twice": (
-        "glm",
-        "<tool_call>weather<arg_key>a</arg_key><arg_value>1</arg_value>"
-        "<arg_key>a</arg_key><arg_value>2</arg_value></tool_call>",
-    ),
+    "an empty list": ("pythonic", "[]"),
+    "a key without a value": ("glm", "<tool_call>weather<arg_key>city</arg_key></tool_call>"),
+    "a value that is cut off": ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>1"),
     "a name that is none": ("glm", "<tool_call>{'weather'}</tool_call>"),
     "no fence": ("deepseek", f"{BEGIN}{CALL}function{SEP}weather{ARGUMENTS}{CALL_END}{END}"),
     "no recipient": ("harmony", "<|channel|>final<|message|>{}"),
@@ -178,6 +176,7 @@ PIECEWISE = {
     "llama, with a type": ("llama3_json", '<|python_tag|>{"type": "function", "name": "weather", "parameters": '),
     "mistral, array": ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": '),
     "mistral, since v11": ("mistral", "[TOOL_CALLS]weather[ARGS]"),
+    "deepseek v3": ("deepseek", f"{BEGIN}{CALL}function{SEP}weather\n```json\n"),
     "deepseek v3.1": ("deepseek", f"{BEGIN}{CALL}weather{SEP}"),
     "harmony": ("harmony", "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"),
 }
@@ -193,6 +192,80 @@ def test_arguments_come_as_they_are_written(parser: str, head: str) -> None:
         events += more
     assert events[-1] == ToolCallEnd(0)
     assert joined([*events, *reader.finish()]) == [WEATHER]
+
+
+STREAMED = {
+    "glm, a text": ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>", [*'Pa\n<"'], '{"city": "Pa\\n<\\"'),
+    "glm, its mark begins": ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>", ["a</arg_"], '{"city": "a'),
+    "glm, a number": (
+        "glm",
+        "<tool_call>weather<arg_key>days</arg_key><arg_value>",
+        ["2</arg_value>\n<arg_key>city</arg_key>"],
+        '{"days": 2',
+    ),
+    "pythonic": ("pythonic", "[weather(", ['city="Paris, France",', " days"], '{"city": "Paris, France"'),
+    "pythonic, the call's end": ("pythonic", "[weather(", ["days=2)"], '{"days": 2}'),
+}
+
+
+@pytest.mark.parametrize(("parser", "head", "pieces", "arguments"), STREAMED.values(), ids=STREAMED)
+def test_parts_of_arguments_come_when_they_are_certain(
+    parser: str, head: str, pieces: list[str], arguments: str
+) -> None:
+    reader = opened(parser)
+    events = reader.feed(head)
+    for piece in pieces:
+        events += reader.feed(piece)
+    deltas = [event.arguments for event in events if isinstance(event, ToolCallDelta)]
+    assert "".join(deltas) == arguments
+    assert len(deltas) >= len(pieces) / 2, "in pieces"
+
+
+BROKEN_OFF = {
+    "glm, in a text": (
+        "glm",
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Par</arg",
+        '{"city": "Par',
+        "</arg",
+    ),
+    "glm, in a number": (
+        "glm",
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key><arg_value>1",
+        '{"city": "Paris"',
+        "<arg_key>days</arg_key><arg_value>1",
+    ),
+    "glm, a key twice": (
+        "glm",
+        "<tool_call>weather<arg_key>a</arg_key><arg_value>1</arg_value>"
+        "<arg_key>a</arg_key><arg_value>2</arg_value></tool_call>",
+        '{"a": 1, "a": 2}',
+        "",
+    ),
+    "glm, a number that JSON does not have": (
+        "glm",
+        "<tool_call>weather<arg_key>a</arg_key><arg_value>NaN</arg_value></tool_call>",
+        '{"a": "NaN"}',
+        "",
+    ),
+    "pythonic, in a value": ("pythonic", '[weather(city="Paris", days=[1, ', '{"city": "Paris"', " days=[1, "),
+    "pythonic, a value that is none": ("pythonic", '[weather(city="x", days=f())]', '{"city": "x"', " days=f())]"),
+    "pythonic, an unknown function behind": ("pythonic", "[weather(days=2), open()]", '{"days": 2}', ", open()]"),
+    "deepseek v3, no fence": (
+        "deepseek",
+        f"{BEGIN}{CALL}function{SEP}weather\n```json\n{{}}{CALL_END}{END}",
+        "{}",
+        f"{CALL_END}{END}",
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+@pytest.mark.parametrize(("parser", "text", "arguments", "content"), BROKEN_OFF.values(), ids=BROKEN_OFF)
+def test_what_was_passed_on_stays(parser: str, text: str, arguments: str, content: str, size: int) -> None:
+    """A call that breaks off is left open, so that no client takes it for whole."""
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    wanted = [("call", "weather", arguments), *([("content", content)] if content else [])]
+    assert read(opened(parser), pieces) == wanted
 
 
 def test_glm_takes_the_types_of_values_from_the_tools() -> None:

@@ -84,6 +84,9 @@ WRITTEN = {
     "llama3_json": lambda name, arguments: f'<|python_tag|>{{"name": "{name}", "parameters": {arguments}}}',
     "mistral": lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{arguments}",
     "deepseek": lambda name, arguments: f"{BEGIN}{CALL}{name}{SEP}{arguments}{CALL_END}{END}",
+    "deepseek v3": lambda name, arguments: (
+        f"{BEGIN}{CALL}function{SEP}{name}\n```json\n{arguments}\n```{CALL_END}{END}"
+    ),
     "harmony": lambda name, arguments: (
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
     ),
@@ -105,7 +108,29 @@ def test_every_call_that_is_written_is_found(
         written = json.dumps(arguments, ensure_ascii=False)
         text += before + WRITTEN[tool](name, written)
         wanted += [("content", before), ("call", name, written)]
-    assert read(opened(tool), cut(text + last, places)) == [*wanted, ("content", last)]
+    assert read(opened(tool.partition(" ")[0]), cut(text + last, places)) == [*wanted, ("content", last)]
+
+
+def glm(city: str, days: object) -> str:
+    return (
+        f"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{city}</arg_value>\n"
+        f"<arg_key>days</arg_key>\n<arg_value>{json.dumps(days)}</arg_value>\n</tool_call>"
+    )
+
+
+def pythonic(city: str, days: object) -> str:
+    return f"[weather(city={city!r}, days={days!r})]"
+
+
+WEATHER = {"glm": glm, "pythonic": pythonic}
+
+
+@pytest.mark.parametrize("tool", WEATHER)
+@settings(max_examples=100, deadline=None)
+@given(city=texts, days=values, places=st.lists(st.integers(0, 10_000), max_size=12))
+def test_every_value_is_found(tool: str, city: str, days: object, places: list[int]) -> None:
+    ((_, name, arguments),) = read(opened(tool), cut(WEATHER[tool](city, days), places))
+    assert (name, json.loads(arguments)) == ("weather", {"city": city, "days": days})
 
 
 LONG = {
@@ -143,6 +168,10 @@ LONG_ARGUMENTS = {
     "objects": ('{"x": [', "{},"),
     "a member behind them": ('{}, "id": "', "y"),
 }
+LONG_TEXTS = {
+    "ends that are none": ("<tool_call>weather<arg_key>city</arg_key><arg_value>", "</arg_valu"),
+    "parts": ("<tool_call>weather", "<arg_key>city</arg_key><arg_value>x</arg_value>"),
+}
 
 
 @pytest.mark.parametrize(("head", "rest"), LONG_ARGUMENTS.values(), ids=LONG_ARGUMENTS)
@@ -151,6 +180,14 @@ def test_long_calls(head: str, rest: str) -> None:
     for size in (50, len(long)):
         found = read(opened("hermes"), [long[i : i + size] for i in range(0, len(long), size)])
         assert found[0][:2] == ("call", "clock")
+
+
+@pytest.mark.parametrize(("head", "rest"), LONG_TEXTS.values(), ids=LONG_TEXTS)
+def test_long_texts(head: str, rest: str) -> None:
+    long = head + rest * 5_000
+    for size in (50, len(long)):
+        found = read(opened("glm"), [long[i : i + size] for i in range(0, len(long), size)])
+        assert found[0][:2] == ("call", "weather")
 
 
 @pytest.mark.nightly

@@ -129,6 +129,15 @@ def test_threads_are_set(threads: None) -> None:
     assert torch.get_num_threads() == 1
 
 
+def test_times_depend_on_threads_and_level(threads: None) -> None:
+    platform = CpuPlatform(CpuPlatform.detect())
+    said = platform.tuning_context()
+    platform.activate(0)
+    assert said["threads"] == str(torch.get_num_threads()), "asked before the device is activated"
+    assert set(said) <= {"threads", "isa"}
+    assert CpuPlatform(CpuPlatform.detect(), {"threads": 3}).tuning_context() == {**said, "threads": "3"}
+
+
 def test_bad_input() -> None:
     with pytest.raises(ConfigError, match=r"cpu\.threads must be 0 .* got -3"):
         CpuPlatform(CpuPlatform.detect(), {"threads": -3})

@@ -54,7 +54,7 @@ def test_who_is_faster_by_the_margin_serves_from_there_on() -> None:
     )
     decision = decide(measured, plan, (1, 8), 0.05)
     assert winners(decision) == {1: "gemv", 8: "best", 16: "any", 64: "any"}, "4 % less is no reason"
-    found = verdicts(decision, measured, {"torch": "2.13"})
+    found = verdicts(decision, measured, {"torch": "2.13"}, {"threads": "4"})
     assert [(v.name, v.tokens.min, v.tokens.max) for v in found] == [("gemv", 1, 1), ("best", 2, 8), ("any", 9, None)]
     assert {frozenset(v.versions.items()) for v in found} == {frozenset({("torch", "2.13")})}
     assert found[2].measured == {16: {"best": 2.9e6, "any": 2e6}, 64: {"best": 5e6, "any": 4.5e6}}
@@ -66,7 +66,7 @@ def test_a_winner_serves_no_steps_that_it_is_not_for() -> None:
     middle = offer("middle", priority=-1, tokens=TokensRequirement(min=32, max=100))
     plan = select(ANY, middle)
     measured = times({ANY: {8: 1.0, 64: 5.0}, middle: {64: 1.0}})
-    found = verdicts(decide(measured, plan, (8,), 0.05), measured, {})
+    found = verdicts(decide(measured, plan, (8,), 0.05), measured, {}, {})
     assert [(v.name, v.tokens.min, v.tokens.max) for v in found] == [("any", 1, 8), ("middle", 9, None)]
     assert follow(plan, ANY, middle, found=found) == [("1-31", "any"), ("32-100", "middle"), ("101+", "any")]
 
@@ -85,7 +85,7 @@ def test_the_layout_is_that_of_the_best_mean() -> None:
     assert few.form == Form("tiled")
     assert winners(few) == {1: "tiled_gemv", 64: "tiled", 512: "tiled"}, "all share it, even where another is faster"
     assert few.seconds == pytest.approx({Form("plain"): 2.0, Form("tiled"): 1.0})
-    found = verdicts(few, measured, {})
+    found = verdicts(few, measured, {}, {})
     assert follow(plan, *offers, found=found) == [("1-1", "tiled_gemv"), ("2+", "tiled")]
     assert decide(measured, plan, (512,), 0.05).form == Form("plain")
     assert decide(measured, plan, (64,), 0.05).form == Form("plain"), "what serves now stays where nothing is gained"
@@ -117,7 +117,7 @@ def test_inputs_come_rounded_where_all_take_them_so() -> None:
     decision = decide(times({**plain, **rounded}), plan, (1, 64), 0.05)
     assert decision.form == Form("plain", ROUNDED)
     assert winners(decision) == {1: "gemv", 64: "best"}
-    found = verdicts(decision, times({**plain, **rounded}), {})
+    found = verdicts(decision, times({**plain, **rounded}), {}, {})
     assert found[1].measured == {64: {"best": 2e6, "any": 1.8e6}}
     plain[ANY] = {1: 9.0, 64: 0.1}
     decision = decide(times({**plain, **rounded}), plan, (1, 64), 0.05)
@@ -132,7 +132,7 @@ def test_one_implementation_serves_all_where_batches_must_not_matter() -> None:
     for decisive, winner in (((1,), "first"), ((1, 64), "second")):
         decision = decide(measured, plan, decisive, 0.05)
         assert winners(decision) == {1: winner, 64: winner}
-        (verdict,) = verdicts(decision, measured, {})
+        (verdict,) = verdicts(decision, measured, {}, {})
         assert verdict.tokens == TokensRequirement()
         assert follow(plan, first, second, found=(verdict,)) == [("any", winner)]
 
@@ -141,11 +141,11 @@ def test_what_was_decided_before_stays_within_the_margin() -> None:
     """Repeated, with the last decision as what serves now: noise on both sides of a margin flips nothing."""
     offers = (ANY, BEST)
     near = times({ANY: {1: 0.94}, BEST: {1: 1.0}})
-    found = verdicts(decide(near, select(*offers), (1,), 0.05), near, {})
+    found = verdicts(decide(near, select(*offers), (1,), 0.05), near, {}, {})
     assert [v.name for v in found] == ["any"]
     now = select(*offers, tuned=found)
     again = times({ANY: {1: 0.97}, BEST: {1: 1.0}})
-    repeated = verdicts(decide(again, now, (1,), 0.05), again, {})
+    repeated = verdicts(decide(again, now, (1,), 0.05), again, {}, {})
     assert [v.name for v in repeated] == ["any"]
     assert within_noise(found, repeated, 0.05)
     assert not within_noise(found, repeated, 0.01)

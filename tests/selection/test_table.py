@@ -134,7 +134,7 @@ def test_reading_a_tuning_file(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     key = (TOY.name, "linear", None, MATMUL.key())
-    few = Verdict("b", TokensRequirement(max=8), {1: {"a": 2.5, "b": 1.0}}, {"torch": "2.13.0"})
+    few = Verdict("b", TokensRequirement(max=8), {1: {"a": 2.5, "b": 1.0}}, {"torch": "2.13.0"}, {"threads": "4"})
     tuning = TuningFile({key: (few, Verdict("a", TokensRequirement(min=9))), ("Toy 2", *key[1:]): (Verdict("a"),)})
     tuning.write(tmp_path / "tuned.json")
     assert TuningFile.read(tmp_path / "tuned.json") == tuning
@@ -159,6 +159,31 @@ def test_measurements_of_other_versions_prove_nothing(caplog: pytest.LogCaptureF
     assert "tuned.json holds nothing of this device, Toy 1, but of: Toy 2" in caplog.text
 
 
+def test_measurements_of_another_context_are_left_aside(caplog: pytest.LogCaptureFixture) -> None:
+    key, other = (TOY.name, "linear", None, MATMUL.key()), (TOY.name, "linear", None, "dtype=float16")
+    two, four = Verdict("a", context={"threads": "2"}), Verdict("b", context={"threads": "4"})
+    tuning = TuningFile({key: (two, four), other: (two,)})
+    assert tuning.for_engine(TOY, "tuned.json", {"threads": "4"}) == TuningFile({key: (four,)})
+    (record,) = caplog.records
+    assert "measured with threads 2 is left aside, since this engine has threads 4; " in record.getMessage()
+    caplog.clear()
+    assert tuning.for_engine(TOY, "tuned.json", {"threads": "2"}) == TuningFile({key: (two,), other: (two,)})
+    assert tuning.for_engine(TOY, "tuned.json") == TuningFile({key: (four,), other: (two,)}), "what was written last"
+    assert not caplog.records
+    assert not tuning.for_engine(TOY, "tuned.json", {}).winners
+    assert "since this engine has no such thing" in caplog.text
+
+
+def test_measurements_that_say_no_context_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    key = (TOY.name, "linear", None, MATMUL.key())
+    by_hand, measured = TuningFile({key: (Verdict("a"),)}), TuningFile({key: (Verdict("a", measured={1: {"a": 2.5}}),)})
+    assert by_hand.for_engine(TOY, "tuned.json", {"threads": "4"}) == by_hand
+    assert measured.for_engine(TOY, "tuned.json", {}) == measured
+    assert not caplog.records
+    assert measured.for_engine(TOY, "tuned.json", {"threads": "4"}) == measured
+    assert "tuned.json does not say whether it was measured with threads 4; hardpoint tune" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("data", "fact"),
     [
@@ -178,6 +203,7 @@ def test_measurements_of_other_versions_prove_nothing(caplog: pytest.LogCaptureF
         ({"schema": 1, "winners": [{**ENTRY, "tokens": {"phase": "decode"}}]}, "only attention tells phases apart"),
         ({"schema": 1, "winners": [{**ENTRY, "family": "model", "tokens": {"max": 8}}]}, "serves every step alike"),
         ({"schema": 1, "winners": [{**ENTRY, "versions": {"torch": 2}}]}, "entry 1: versions must be texts"),
+        ({"schema": 1, "winners": [{**ENTRY, "context": {"threads": 2}}]}, "entry 1: context must be texts"),
         ({"schema": 1, "winners": [{**ENTRY, "measured": {"one": {"other": 1.0}}}]}, "entry 1: measured must be"),
         ({"schema": 1, "winners": [{**ENTRY, "measured": {"1": {"other": "1.0"}}}]}, "entry 1: measured must be"),
     ],

@@ -146,12 +146,13 @@ def failing(*flags: str) -> str:
     [
         (lambda port: ["--port", str(port)], "is another server there?"),
         (lambda port: ["--port", "70000"], "--port 70000 is invalid: must be from 0 to 65535"),
+        (lambda port: ["--cors-origin", "https://page.example/"], "--cors-origin 'https://page.example/' is no origin"),
         (lambda port: ["--api-key", " "], "--api-key: a key is made of"),
         (lambda port: ["--api-key-file", "/nowhere"], "--api-key-file: /nowhere cannot be read"),
         (lambda port: ["--port", "0", "no/such/model"], "no/such/model"),
         (lambda port: ["--port", "0", "--tool-parser", "hermis"], "hermis"),
     ],
-    ids=["taken", "port", "key", "file", "model", "parser"],
+    ids=["taken", "port", "origin", "key", "file", "model", "parser"],
 )
 def test_bad_flags(flags: Callable[[int], list[str]], message: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -114,7 +114,9 @@ def tune_linears(
     blueprint = draw(config)
     ctx = blueprint.ctx
     if ctx.torch_device.type == "meta":  # of several ranks, which run elsewhere
+        blueprint.platform.share_host(0, config.tensor_parallel_size)
         ctx = replace(ctx, torch_device=blueprint.platform.activate(config.device_index))
+    context = blueprint.platform.tuning_context()
     plans = [plan for plan in ctx.selector.plans if isinstance(plan.workload, LinearWorkload)]
     tuner = LinearTuner(ctx, DeviceTimer(blueprint.platform, ctx.torch_device, _WORKING_SET), most_rounds)
     winners, decided = dict(known.winners), []
@@ -125,9 +127,11 @@ def tune_linears(
             decision = decide(measured.times, plan, decisive, margin, measured.heavy)
             decided.append((measured, decision))
             key = (ctx.device.name, plan.workload.family, plan.workload.of, plan.workload.key())
-            new = verdicts(decision, measured.times, measured.versions)
-            if not within_noise(winners.get(key, ()), new, margin):
-                winners[key] = new
+            new = verdicts(decision, measured.times, measured.versions, context)
+            elsewhere = tuple(v for v in winners.get(key, ()) if v.context and v.context != context)
+            here = tuple(v for v in winners.get(key, ()) if v not in elsewhere)
+            if not within_noise(here, new, margin):
+                winners[key] = (*elsewhere, *new)
     return Tuned(decided, roofline, TuningFile(winners))
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hardpoint.bench import stages
+from hardpoint.cli.log import show_log
 from hardpoint.cli.options import EngineCommand
-from hardpoint.cli.output import check_writable, make_folder, print_table, show_log, write_text
+from hardpoint.cli.output import check_writable, make_folder, print_table, write_text
 from hardpoint.config import EngineConfig
 from hardpoint_plugin_api import StructuredOutput
 
@@ -69,6 +70,7 @@ def generate(
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
     check_writable("--json", json_file)
+    check_writable("--stages", None if stages_file is None else str(stages_file))
     make_folder("--profile", profile)
     texts = _read_prompts(prompts)
     if stream and len(texts) > 1:

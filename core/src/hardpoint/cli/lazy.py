@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 
 import click
 
@@ -23,17 +24,21 @@ class Lazy:
 
 
 class LazyGroup(click.Group):
-    """Commands by name. ``make`` turns what was imported into a command where it is none."""
+    """Commands by name. ``make`` turns what was imported into a command where it is none.
+
+    ``elsewhere`` has names that users look for here, and where those commands are.
+    """
 
     def __init__(
         self,
         name: str,
         entries: Mapping[str, Lazy],
         make: Callable[[str, Lazy], click.Command] | None = None,
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
         **options: object,
     ) -> None:
         super().__init__(name, **options)  # type: ignore[arg-type]  # click's own keywords
-        self._entries, self._make = entries, make
+        self._entries, self._make, self._elsewhere = entries, make, elsewhere
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the order given."""
@@ -55,7 +60,9 @@ class LazyGroup(click.Group):
         if args[0] not in self._entries and not args[0].startswith("-"):
             from hardpoint_plugin_api import UnknownNameError
 
-            raise UnknownNameError("command", args[0], self._entries, f"Try '{ctx.command_path} --help'.")
+            place = self._elsewhere.get(args[0])
+            hint = f"It is '{ctx.command_path} {place}'." if place else f"Try '{ctx.command_path} --help'."
+            raise UnknownNameError("command", args[0], self._entries, hint)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

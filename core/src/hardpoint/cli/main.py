@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ mark("interpreter")
 import click  # noqa: E402  # counted as part of the command line, not of the interpreter
 
 from hardpoint.cli.lazy import Lazy, LazyGroup  # noqa: E402
+from hardpoint.cli.log import show_log  # noqa: E402
 
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 """What writing to an open stream fails with; opening a file fails with others, and names the file."""
@@ -57,6 +59,8 @@ cli = LazyGroup(
             help="Show the version.",
         ),
     ],
+    elsewhere={name: f"plugins {name}" for name in ("doctor", "list", "lock", "new", "verify")},
+    context_settings={"help_option_names": ["-h", "--help"]},
     callback=lambda debug: None,
     no_args_is_help=True,
 )
@@ -69,6 +73,7 @@ def main() -> NoReturn:
     if sys.stdout is None:
         _report("stdout is closed; to discard the output, send it to /dev/null")
         sys.exit(1)
+    show_log(logging.WARNING)
     sys.exit(run(sys.argv[1:]))
 
 

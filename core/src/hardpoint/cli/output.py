@@ -1,9 +1,8 @@
-"""Tables, JSON and the log, as the commands print them."""
+"""Tables and JSON, as the commands print them."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,13 +11,16 @@ import click
 
 from hardpoint_plugin_api import ConfigError
 
+_UNBOUNDED = 2**20
+"""Columns; no row has as many."""
+
 
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "", err: bool = False
 ) -> None:
     """Print ``rows`` as a table, on stderr with ``err``. None is an empty cell; a float has four digits.
 
-    Right columns of numbers are aligned; what is not a terminal gets as much width as it needs.
+    A terminal's table is as wide as the terminal. Elsewhere COLUMNS says the width, and without it every row is whole.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -27,14 +29,22 @@ def print_table(
 
     cells = [[_cell(value) for value in row] for row in rows]
     stream = sys.stderr if err else sys.stdout
-    table = Table(box=SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, overflow="fold")
         lines = [line for row in cells for line in row[number].splitlines()]
         table.columns[number].min_width = min(max(map(len, [column, *lines])), 12)
     for row in cells:
         table.add_row(*map(Text, row))
-    Console(file=stream, width=None if stream.isatty() else 240, highlight=False).print(table)
+    console = Console(file=stream, highlight=False)
+    if not stream.isatty():
+        columns = os.environ.get("COLUMNS", "")
+        console.width = int(columns) if columns.isdecimal() and int(columns) else _UNBOUNDED
+    if title:
+        console.print(Text(title, style="table.title"))
+    with console.capture() as printed:
+        console.print(table, crop=False)  # a column too narrow for its name makes the table wider than asked for
+    stream.write("\n".join(line.rstrip() for line in printed.get().split("\n")))
 
 
 def print_json(data: object) -> None:
@@ -82,15 +92,6 @@ def write_text(path: str, text: str) -> None:
             file.write(text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def show_log(level: int = logging.INFO) -> None:
-    """Send Hardpoint's log to stderr, one plain line each."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("hardpoint: %(message)s"))
-    logger = logging.getLogger("hardpoint")
-    logger.handlers = [handler]
-    logger.setLevel(level)
 
 
 def _cell(value: object) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
+from hardpoint.cli.log import show_log
 from hardpoint.cli.options import EngineCommand
-from hardpoint.cli.output import show_log
 from hardpoint.config import EngineConfig
 
 

@@ -75,18 +75,24 @@ def experts(
     rows with the matrices of one expert: the same work without the experts.
     """
     import torch
+    from triton.runtime import JITFunction
 
     from hardpoint.bench.progress import progress_bar
     from hardpoint.conformance.site import Site
     from hardpoint.dtypes import dtype_of
-    from hardpoint.kernels import experts_tiling
+    from hardpoint.kernels import experts_tiling, grouped_matmul
     from hardpoint.kernels.experts_tuning import Tuner
     from hardpoint.plugins import discover
     from hardpoint_plugin_api import ExpertsWorkload
 
+    if top_k > experts:
+        raise ConfigError(f"--top-k {top_k} is more than the {experts} of --experts")
+    site = Site.open(discover(), platform)
+    if isinstance(grouped_matmul.expert_tiles, JITFunction) and not site.platform.info.accelerator:
+        name = site.platform.name
+        raise ConfigError(f"platform {name} runs no Triton kernels, whose tiles these are; choose one by --platform")
     folder = Path(output) if output else experts_tiling.DIRECTORY
     make_folder("--output", str(folder))
-    site = Site.open(discover(), platform)
     ctx = site.context(dtype_of(dtype))
     workload = ExpertsWorkload(
         dtype=dtype,

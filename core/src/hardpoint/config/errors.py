@@ -41,6 +41,8 @@ def setting_of(flag: str) -> str:
 def written(key: str, value: object, origins: Mapping[str, str]) -> str:
     """A setting as the user wrote it: ``--use attention=paged``, ``hp.toml: use.attention = 'paged'``."""
     where = origins.get(key, key)
+    if where.startswith("--") and isinstance(value, bool):
+        return where if value else f"--no-{where[2:]}"
     return f"{where}={value}" if where.startswith("--") else f"{where} = {value!r}"
 
 

@@ -68,15 +68,27 @@ def _parse_use(settings: dict[str, Any], where: str, prefix: str, origins: dict[
     if "use" not in settings:
         return
     given = settings["use"]
+    if isinstance(given, tuple):  # flags, each of which an error names by itself
+        for text in given:
+            _choices(text, f"{where} = {text!r}")
+        where = f"{where} = {' '.join(given)!r}"
+    else:
+        where = f"{where} = {given!r}"
+    use = _choices(given, where)
+    settings["use"] = use
+    if isinstance(use, dict):
+        origins |= {f"use.{slot}": f"{prefix}{slot}" for slot in use}
+
+
+def _choices(given: object, where: str) -> object:
+    """What ``given`` chooses by slot. Raises ConfigError, which begins with ``where``."""
     try:
         use = parse_use(given)
-        if isinstance(use, dict):
-            settings["use"] = use
-            origins |= {f"use.{slot}": f"{prefix}{slot}" for slot in use}
-            if all(isinstance(name, str) for name in use.values()):
-                check_use(use)
+        if isinstance(use, dict) and all(isinstance(name, str) for name in use.values()):
+            check_use(use)
     except ValueError as error:
-        raise ConfigError(f"{where} = {given!r} is invalid: {error}") from None
+        raise ConfigError(f"{where} is invalid: {error}") from None
+    return use
 
 
 def _joined(of_file: dict[str, Any], of_flags: dict[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,9 @@ from hardpoint_plugin_api import (
 
 logger = logging.getLogger(__name__)
 
+_PARSERS = ("reasoning_parser", "tool_parser")
+"""Families of which a front end chooses, by template where the user says nothing; ``none`` is a choice, too."""
+
 
 class ModelBuilder(Protocol):
     """The target of a contribution of the family ``model``."""
@@ -109,7 +112,11 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     platform = choice.platform(choice.device, config.plugin_config.get(choice.plan.offer.plugin))
     tuning = None
     if config.tuning_file:
-        tuning = TuningFile.read(Path(config.tuning_file)).for_engine(choice.device, config.tuning_file)
+        context = None
+        if preset is None:  # all ranks choose as the first of a host does
+            platform.share_host(0, seat.local_ranks if seat else config.tensor_parallel_size)
+            context = platform.tuning_context()
+        tuning = TuningFile.read(Path(config.tuning_file)).for_engine(choice.device, config.tuning_file, context)
     selector = Selector(
         plugins,
         choice.device,
@@ -147,6 +154,8 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     groups.select(ctx)
     model = _build_model(ctx, hf_config)
     ops = StepOps.bind(ctx)
+    if seat is None or seat.rank == 0:
+        _warn_of_unasked(config, selector)
     return Blueprint(config, folder, hf_config, plugins, choice, platform, ctx, model, ops, groups)
 
 
@@ -216,7 +225,7 @@ def _check_devices(config: EngineConfig, platform: Platform) -> None:
 
 
 def _check_slots(config: EngineConfig, plugins: PluginSet) -> None:
-    """Refuse choices for an op, layer or architecture that does not exist; nothing would ever ask for them."""
+    """Refuse choices of, and for, what does not exist: nothing may ever ask for it."""
     for choice in config.deny:
         slot, _, name = choice.partition("=")
         family_name, _, of_name = slot.partition(".")
@@ -230,6 +239,28 @@ def _check_slots(config: EngineConfig, plugins: PluginSet) -> None:
             chosen |= {name[1:] for name in config.custom_ops if name[0] in "+-"}
         for of in sorted(chosen - known):
             raise UnknownNameError(family.name, of, known, "It stands in --use or --custom-ops.")
+    settings = _settings(config, None)
+    for slot in config.choices:
+        family_name, _, of_name = slot.partition(".")
+        wanted = settings.choice(family_name, of_name or None)
+        names = {offer.contribution.name for offer in plugins.offers(family_name, of_name or None)}
+        names |= {"none"} if family_name in _PARSERS else set()
+        # A platform is looked for elsewhere; "NAME+padN" adapts NAME, and is the selector's to know.
+        if wanted and family_name != "platform" and wanted.name.partition("+")[0] not in names:
+            title = slot.replace(".", " ", 1)
+            raise UnknownNameError(f"{title} implementation", wanted.name, names, f"Asked for by {wanted.flag}.")
+
+
+def _warn_of_unasked(config: EngineConfig, selector: Selector) -> None:
+    """Name the choices that decide nothing, because nothing of this engine asked for them."""
+    asked = {(plan.workload.family, of) for plan in selector.plans for of in (None, plan.workload.of)}
+    settings = _settings(config, None)
+    for slot in config.choices:
+        family, _, of = slot.partition(".")
+        choice = settings.choice(family, of or None)
+        if choice and family not in ("platform", *_PARSERS) and (family, of or None) not in asked:
+            what = " ".join(filter(None, (family, of)))
+            logger.warning("%s %s decides nothing: nothing here asks for %s", choice.flag, choice.name, what)
 
 
 def _build_model(ctx: Context, hf_config: HFConfig) -> CausalLM:

@@ -54,8 +54,14 @@ class ShadowCheck:
         self._skipped = core.counter("shadow_skipped_calls", "Chosen calls that could not be compared.", labels)
 
     def watch(self, op: CustomOp[P, R], offer: Offer, workload: OpWorkload, function: Callable[P, R]) -> Callable[P, R]:
-        """``function``, bound for one use of ``op``, with some of its calls checked; never the reference's own."""
+        """``function``, bound for one use of ``op``, with some of its calls checked; never the reference's own.
+
+        What cannot be checked is returned as it is, with one warning.
+        """
         if function is op.reference:
+            return function
+        if op.sums is not None:
+            self._warn(offer, f"it sums {op.sums!r} over ranks, and the reference would need what the others hold")
             return function
         if workload.layout not in (None, _PLAIN):
             self._warn(offer, f"the reference knows the cache layout {_PLAIN!r} alone, and this is {workload.layout!r}")

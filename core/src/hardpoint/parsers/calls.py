@@ -78,7 +78,12 @@ def call_of(name: object, arguments: str) -> Call | None:
         return None
 
 
-def json_text(value: Mapping[str, Any]) -> str:
+def json_string(text: str) -> str:
+    """``text`` as a JSON string."""
+    return json_text(text)
+
+
+def json_text(value: object) -> str:
     """``value`` as JSON. Raises ValueError for numbers that JSON does not have."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:

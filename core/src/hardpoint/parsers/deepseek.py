@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hardpoint.parsers.calls import Call, call_of
 from hardpoint.parsers.marked import Block, MarkedToolParser, named_call
-from hardpoint.parsers.steps import Literal, Short, Until
+from hardpoint.parsers.steps import Literal, Short
 from hardpoint_plugin_api import ToolParserWorkload
 
 # ruff: disable[RUF001]  # the wide bars are the models' own
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEP, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 # ruff: enable[RUF001]
+_MARKS = (_BEGIN, _CALL, _SEP, _CALL_END, _END)
 _FENCE = "```"
 
 
@@ -37,21 +37,15 @@ class DeepSeekToolParser(MarkedToolParser):
         if opening == _BEGIN:
             yield Literal(_CALL)
         while True:
-            kind = yield Short(_SEP, forbidden=[_BEGIN, _CALL, _CALL_END, _END])
-            if kind.strip() == "function":
-                call = _read((yield Until(_CALL_END)))
-                if call is None:
-                    return False
-                yield [call]
-            else:
-                if not (yield from named_call(kind)):
-                    return False
-                yield Literal(_CALL_END)
-                yield []
+            name = yield Short(_SEP, forbidden=[_BEGIN, _CALL, _CALL_END, _END])
+            is_fenced = name.strip() == "function"
+            if is_fenced:
+                name = yield Short(f"{_FENCE}json", forbidden=_MARKS)
+            if not (yield from named_call(name)):
+                return False
+            if is_fenced:
+                yield Literal(_FENCE)
+            yield Literal(_CALL_END)
+            yield []
             if (yield Literal(_CALL, _END)) == _END:
                 return True
-
-
-def _read(text: str) -> Call | None:
-    name, _, fenced = text.rstrip().partition(f"{_FENCE}json")
-    return call_of(name, fenced.removesuffix(_FENCE)) if fenced.endswith(_FENCE) else None

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from hardpoint.parsers.calls import Call, call_of, json_text
-from hardpoint.parsers.marked import Block, MarkedToolParser
-from hardpoint.parsers.steps import Literal, Short, Until
+from hardpoint.parsers.calls import Call, json_string, json_text
+from hardpoint.parsers.marked import Block, MarkedToolParser, Part
+from hardpoint.parsers.steps import Literal, QuotedText, Short, Until
 from hardpoint_plugin_api import ToolParserWorkload
 
 _OPEN, _CLOSE, _KEY = "<tool_call>", "</tool_call>", "<arg_key>"
@@ -21,7 +21,10 @@ _NAME = re.compile(r"[^\s<>{}]+")
 
 
 class GlmToolParser(MarkedToolParser):
-    """Names and values between tags; which values are texts is the request's tools to say."""
+    """Names and values between tags; which values are texts is the request's tools to say.
+
+    Such texts are passed on as they come, other values when they are whole.
+    """
 
     needs_special_tokens: ClassVar[bool] = True
     openings: ClassVar[tuple[str, ...]] = (_OPEN,)
@@ -37,34 +40,41 @@ class GlmToolParser(MarkedToolParser):
         name = (yield head).strip()
         if not _NAME.fullmatch(name):
             return False
-        mark, written = head.mark, dict[str, str]()
+        if head.mark == _CLOSE:
+            yield [Call(name, "{}")]
+            return True
+        types = self._types(name)
+        before, mark = "{", _KEY
         while mark == _KEY:
-            key = yield Short("</arg_key>", forbidden=[_OPEN, _CLOSE])
+            key = (yield Short("</arg_key>", forbidden=[_OPEN, _CLOSE])).strip()
             yield Literal("<arg_value>")
-            if key.strip() in written:
-                return False
-            written[key.strip()] = yield Until("</arg_value>")
-            mark = yield Literal(_KEY, _CLOSE)
-        call = self._call_of(name, written)
-        if call is None:
-            return False
-        yield [call]
+            before += f"{json_string(key)}: "
+            begun = name if before[0] == "{" else None
+            if _is_text(types.get(key)):
+                yield Part(f'{before}"', begun)
+                yield QuotedText("</arg_value>")
+                yield Part('"')
+            else:
+                value = _as_json((yield Until("</arg_value>")))
+                yield Part(f"{before}{value}", begun)
+            before, mark = ", ", (yield Literal(_KEY, _CLOSE))
+        yield Part("}", is_last=True)
         return True
 
-    def _call_of(self, name: str, written: Mapping[str, str]) -> Call | None:
+    def _types(self, name: str) -> Mapping[str, object]:
+        """The schemas of a function's arguments, where the request's tools have them."""
         schema = self.args.functions.get(name, {}).get("parameters")
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        types = properties if isinstance(properties, Mapping) else {}
-        try:
-            return call_of(name, json_text({key: _value(text, types.get(key)) for key, text in written.items()}))
-        except (ValueError, RecursionError):
-            return None
+        return properties if isinstance(properties, Mapping) else {}
 
 
-def _value(text: str, schema: object) -> Any:
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
-        return text
+def _is_text(schema: object) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def _as_json(written: str) -> str:
+    """A value that is JSON, or else a text."""
     try:
-        return json.loads(text)
+        return json_text(json.loads(written))
     except (ValueError, RecursionError):
-        return text
+        return json_string(written)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from hardpoint.parsers.calls import Call, function_name, read_call, says_nothing
-from hardpoint.parsers.steps import Arguments, Brackets, CallHead, Literal, Look, Step, any_of, begun_mark
+from hardpoint.parsers.steps import Arguments, Brackets, CallHead, Literal, Look, QuotedText, Step, any_of, begun_mark
 from hardpoint_plugin_api import (
     ContentDelta,
     ParserArgs,
@@ -19,12 +20,23 @@ from hardpoint_plugin_api import (
     ToolParser,
 )
 
-Block = Generator[Step | Sequence[Call], str, bool]
+
+@dataclass(frozen=True)
+class Part:
+    """More of the JSON object of a call's arguments. The first part has the call's name; the last one says so."""
+
+    arguments: str
+    name: str | None = None
+    is_last: bool = False
+
+
+Block = Generator[Step | Part | Sequence[Call], str, bool]
 """A call being read: it yields the steps to take and is sent their values, and yields the calls once they are certain.
 
-The step Arguments is a call of its own, which begins with the step and ends with it. The block returns whether the text
-taken since the last call belongs to it, and may say so earlier with an empty list; text that does not is content, as is
-the text of a step that does not come to its end.
+The step Arguments is a call of its own, which begins with the step and ends with it. Other calls are yielded whole, or
+in parts with steps between them, of which QuotedText adds to the arguments what it takes. The block returns whether the
+text taken since the last call or part belongs to it, and may say so earlier with an empty list; text that does not is
+content, as is the text of a step that does not come to its end.
 """
 
 
@@ -65,7 +77,8 @@ class MarkedToolParser(ToolParser):
 
     A call may also begin with a character of ``bare``, at the beginning of the output and behind another call. Blanks
     next to a call are dropped, unless there is content on their other side. A call is reported when all of it is read,
-    and one that breaks off is content; but from Arguments on it is reported as it comes, and may break off.
+    and one that breaks off is content; but from Arguments or a first Part on it is reported as it comes, and may break
+    off.
     """
 
     openings: ClassVar[tuple[str, ...]]
@@ -140,9 +153,9 @@ class MarkedToolParser(ToolParser):
     def _inside(self, text: str, pos: int) -> tuple[str, int]:
         """Let the block's step take text; returns the text and where it is read on."""
         end, done = self._step.feed(text, pos)
-        if isinstance(self._step, Arguments):
-            if more := self._step.take():
-                self._events.append(ToolCallDelta(self._num_calls - 1, more))
+        if isinstance(self._step, Arguments | QuotedText):
+            self._arguments(self._step.take())
+            self._raw = [self._step.held]
         elif end < 0:  # the step gives back what came with an earlier piece
             assert pos == 0, "a step that began in this piece gives back no more than it took"
             raw = "".join(self._raw)
@@ -160,17 +173,17 @@ class MarkedToolParser(ToolParser):
     def _go_on(self, value: str | None, failed: bool = False) -> None:
         """Send the block its value and take what it yields, up to the next step."""
         assert self._block is not None
-        self._end_call()
+        if isinstance(self._step, Arguments):
+            self._end_call()
         if failed:
             self._give_up()
             return
         try:
             wanted = next(self._block) if value is None else self._block.send(value)
-            while isinstance(wanted, Sequence):
-                for call in wanted:
-                    self._begin_call(call.name)
-                    self._events.append(ToolCallDelta(self._num_calls - 1, call.arguments))
-                    self._end_call()
+            while isinstance(wanted, Part | Sequence):
+                parts = [wanted] if isinstance(wanted, Part) else [Part(c.arguments, c.name, True) for c in wanted]
+                for part in parts:
+                    self._add(part)
                 self._raw.clear()
                 wanted = next(self._block)
             if isinstance(wanted, Arguments):
@@ -189,6 +202,17 @@ class MarkedToolParser(ToolParser):
         self._is_fresh, self._is_bare = self._is_fresh and not self._is_bare, False
         raw, self._raw = "".join(self._raw), []
         self._content(raw)
+
+    def _add(self, part: Part) -> None:
+        if part.name is not None:
+            self._begin_call(part.name)
+        self._arguments(part.arguments)
+        if part.is_last:
+            self._end_call()
+
+    def _arguments(self, more: str) -> None:
+        if more:
+            self._events.append(ToolCallDelta(self._num_calls - 1, more))
 
     def _begin_call(self, name: str) -> None:
         self._blanks.clear()

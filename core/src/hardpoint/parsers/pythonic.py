@@ -10,9 +10,9 @@ import ast
 import warnings
 from typing import Any, ClassVar
 
-from hardpoint.parsers.calls import Call, call_of, json_text
-from hardpoint.parsers.marked import Block, MarkedToolParser
-from hardpoint.parsers.steps import Brackets, Literal, Short
+from hardpoint.parsers.calls import json_string, json_text
+from hardpoint.parsers.marked import Block, MarkedToolParser, Part
+from hardpoint.parsers.steps import Brackets, Literal, Look, Short
 from hardpoint_plugin_api import ToolParserWorkload
 
 _WORDS = {"true": True, "false": False, "null": None}
@@ -20,7 +20,10 @@ _MAX_CHARACTERS = 2**17
 
 
 class PythonicToolParser(MarkedToolParser):
-    """A list of calls at the output's beginning, each of a tool of the request, with keywords and plain values."""
+    """A list of calls at the output's beginning, each of a tool of the request, with keywords and plain values.
+
+    Each keyword is passed on when its value is whole.
+    """
 
     openings: ClassVar[tuple[str, ...]] = ("<|python_start|>",)
     bare: ClassVar[str] = "["
@@ -33,46 +36,49 @@ class PythonicToolParser(MarkedToolParser):
 
     def block(self, opening: str) -> Block:
         yield Literal("[")
-        name = yield Short("(", forbidden=list("])[{}'\"\n,"), limit=128)
-        if name.strip() not in self.args.functions:
-            return False
-        rest = yield Brackets(opened="[(", quotes="\"'")
-        calls = self._read(f"[{name}({rest}")
-        if calls is None:
-            return False
-        yield calls
+        while True:
+            name = (yield Short("(", forbidden=list("])[{}'\"\n,"), limit=128)).strip()
+            if name not in self.args.functions:
+                return False
+            before, end = "{", ","
+            while end == ",":
+                written = yield Brackets(opened="(", quotes="\"'", separator=",")
+                argument, end = written[:-1], written[-1]
+                if end == ")" and not argument.strip():
+                    break
+                member = _member(argument)
+                if member is None:
+                    return False
+                yield Part(before + member, name if before == "{" else None)
+                before = ", "
+            yield Part("{}", name, is_last=True) if before == "{" else Part("}", is_last=True)
+            if (yield Literal(",", "]")) == "]":
+                break
+            if (yield Look()) == "]":
+                yield Literal("]")
+                break
+        yield []
         if opening:
             yield Literal("<|python_end|>")
         return True
 
-    def _read(self, text: str) -> list[Call] | None:
-        if len(text) > _MAX_CHARACTERS:
-            return None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of escapes that Python does not know
-                tree = ast.parse(text.strip(), mode="eval").body
-            assert isinstance(tree, ast.List)
-            calls = [_call(element) for element in tree.elts]
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
-        known = self.args.functions
-        return calls if calls and all(call.name in known for call in calls) else None
 
-
-def _call(node: ast.expr) -> Call:
-    """Raises ValueError for what is no call with keywords and plain values."""
-    if not isinstance(node, ast.Call) or node.args:
-        raise ValueError("no call with keywords alone")
-    arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None or keyword.arg in arguments:
-            raise ValueError("no plain keyword")
-        arguments[keyword.arg] = _value(keyword.value)
-    call = call_of(ast.unparse(node.func), json_text(arguments))
-    if call is None:
-        raise ValueError("no name")
-    return call
+def _member(written: str) -> str | None:
+    """``days=2`` as ``"days": 2``; None for what is no keyword with a plain value."""
+    if len(written) > _MAX_CHARACTERS:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            call = ast.parse(f"f({written})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or len(call.keywords) != 1:
+            return None
+        (keyword,) = call.keywords
+        if keyword.arg is None:
+            return None
+        return f"{json_string(keyword.arg)}: {json_text(_value(keyword.value))}"
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _value(node: ast.expr) -> Any:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
-from hardpoint.parsers.calls import name_before_arguments
+from hardpoint.parsers.calls import json_string, name_before_arguments
 
 Fed = tuple[int, bool | None]
 
@@ -137,20 +137,46 @@ class Until:
         return len(text), None
 
 
+class QuotedText(Until):
+    """Text up to ``mark``, passed on as it comes, within a JSON string that the step neither opens nor closes."""
+
+    def feed(self, text: str, pos: int) -> Fed:
+        """Take text and the mark."""
+        end, done = super().feed(text, pos)
+        if done:
+            self._pieces, self._tail = [self.value], ""
+        return end, done
+
+    def take(self) -> str:
+        """What has come since the last time, without what may be the mark's beginning."""
+        passed = len(self._tail) - len(self.held)
+        text = "".join(self._pieces) + self._tail[:passed]
+        self._pieces, self._tail = [], self._tail[passed:]
+        return json_string(text)[1:-1]
+
+    @property
+    def held(self) -> str:
+        """What has come and may be the mark's beginning."""
+        return self._tail[len(self._tail) - begun_mark(self._tail, [self._mark]) :]
+
+
 class Brackets:
     """Skips blanks, then takes brackets with all between them, the ``value``: those that ``opened`` has, or new ones.
 
     ``starts`` are the brackets it may begin with, where none is open. Brackets within quotes do not count. With
-    ``escapes`` line breaks and the like within quotes, which models write and JSON does not have, are escaped.
+    ``escapes`` line breaks and the like within quotes, which models write and JSON does not have, are escaped. It ends
+    behind a ``separator``, too, that stands in the outermost brackets.
     """
 
     _CLOSERS: ClassVar[dict[str, str]] = {"{": "}", "[": "]", "(": ")"}
 
-    def __init__(self, starts: str = "", *, opened: str = "", quotes: str = '"', escapes: bool = False) -> None:
-        self._starts, self._pieces, self.value = starts, list[str](), ""
+    def __init__(
+        self, starts: str = "", *, opened: str = "", quotes: str = '"', escapes: bool = False, separator: str = ""
+    ) -> None:
+        self._starts, self._pieces, self.value, self._separator = starts, list[str](), "", separator
         self._stack = [self._CLOSERS[bracket] for bracket in opened]
         self._kinds = "{}[]()" if "(" in opened + starts else "{}[]"
-        self._outside = re.compile(f"[{re.escape(self._kinds + quotes)}]")
+        self._outside = re.compile(f"[{re.escape(self._kinds + quotes + separator)}]")
         controls = r"\x00-\x1f" if escapes else ""
         self._inside = {quote: re.compile(rf"[{quote}\\{controls}]") for quote in quotes}
         self._quote, self._is_escaped = "", False
@@ -180,6 +206,11 @@ class Brackets:
                 self._quote = self._quote if self._is_escaped else ""
             elif char in self._inside:
                 self._quote = char
+            elif char == self._separator:
+                if len(self._stack) == 1:
+                    self._pieces.append(text[start:pos])
+                    self.value = "".join(self._pieces)
+                    return pos, True
             elif char in self._CLOSERS:
                 is_done = self._is_done_before(text, start, pos - 1)
                 if is_done or len(self._stack) == _MAX_DEPTH:
@@ -228,6 +259,9 @@ class Arguments(Brackets):
     def __init__(self, name: str) -> None:
         super().__init__("{", escapes=True)
         self.name = name
+
+    held = ""
+    """Nothing is held back."""
 
     def take(self) -> str:
         """What has come since the last time."""

@@ -139,7 +139,9 @@ def _winners(
     return winners
 
 
-def verdicts(decision: Decision, times: Times, versions: Mapping[str, str]) -> tuple[Verdict, ...]:
+def verdicts(
+    decision: Decision, times: Times, versions: Mapping[str, str], context: Mapping[str, str]
+) -> tuple[Verdict, ...]:
     """What the tuning file says, in ranges: between two numbers that were measured, the larger one's winner serves."""
     found: list[Verdict] = []
     lowest = 1
@@ -151,7 +153,7 @@ def verdicts(decision: Decision, times: Times, versions: Mapping[str, str]) -> t
             need = TokensRequirement(last.tokens.min, tokens)
             found[-1] = replace(last, tokens=need, measured={**last.measured, **measured})
         else:
-            found.append(Verdict(winner.name, TokensRequirement(lowest, tokens), measured, versions))
+            found.append(Verdict(winner.name, TokensRequirement(lowest, tokens), measured, versions, context))
         lowest = tokens + 1
     found[-1] = replace(found[-1], tokens=replace(found[-1].tokens, max=None))
     return tuple(found)
@@ -169,7 +171,8 @@ def _microseconds(row: Mapping[Contender, float], form: Form) -> dict[str, float
 
 def within_noise(old: Sequence[Verdict], new: Sequence[Verdict], noise: float) -> bool:
     """Whether ``new`` says what ``old`` says, and no winner's times differ by more than the share ``noise``."""
-    if [(v.name, v.tokens, v.versions) for v in old] != [(v.name, v.tokens, v.versions) for v in new]:
+    said = [[(v.name, v.tokens, v.versions, v.context) for v in verdicts] for verdicts in (old, new)]
+    if said[0] != said[1]:
         return False
     pairs = [
         (before.measured.get(tokens, {}).get(after.name), times[after.name])

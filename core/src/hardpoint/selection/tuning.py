@@ -3,8 +3,9 @@
 JSON: ``{"schema": 1, "winners": [...]}``. A winner has ``device`` (DeviceInfo.name, matched exactly), ``family``,
 ``of``, ``workload`` (Workload.key()) and ``name``, the candidate's. It may have ``tokens``, the steps in which it wins,
 as in a manifest (``{"min": 9, "max": 64}``; any, where it is left out), ``versions``, those of the distributions with
-which it was measured, and ``measured``: microseconds by candidate, by a step's number of tokens. Where something else
-is installed than ``versions`` says, the measurement proves nothing, and is left aside with a warning.
+which it was measured, ``context``, what the platform's ``tuning_context`` said then, and ``measured``: microseconds by
+candidate, by a step's number of tokens. Where something else is installed than ``versions`` says, or the context is
+another, the measurement proves nothing, and is left aside with a warning.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hardpoint_plugin_api import (
 logger = logging.getLogger(__name__)
 
 _KEYS = ("device", "family", "of", "workload", "name")
-_OPTIONAL = ("tokens", "versions", "measured")
+_OPTIONAL = ("tokens", "versions", "context", "measured")
 
 _ANY = TokensRequirement()
 
@@ -47,6 +48,11 @@ class Verdict:
     tokens: TokensRequirement = _ANY
     measured: Mapping[int, Mapping[str, float]] = field(default_factory=dict, hash=False)
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
+    context: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def outdated(self) -> frozenset[str]:
+        """What it was measured with, and is not installed in that version."""
+        return frozenset(f"{name} {version}" for name, version in self.versions.items() if _installed(name) != version)
 
     def evidence(self) -> str | None:
         """What was measured where this range begins, beside the next best; None where nothing was written down."""
@@ -80,6 +86,8 @@ class Verdict:
             entry["tokens"] = {name: value for name, value in tokens.items() if value is not None}
         if self.versions:
             entry["versions"] = dict(sorted(self.versions.items()))
+        if self.context:
+            entry["context"] = dict(sorted(self.context.items()))
         if self.measured:
             entry["measured"] = {str(n): dict(self.measured[n]) for n in sorted(self.measured)}
         return entry
@@ -93,6 +101,11 @@ def written_us(microseconds: float) -> str:
 def written_tokens(tokens: int) -> str:
     """``1 token``, ``2 tokens``."""
     return f"{tokens} token{'' if tokens == 1 else 's'}"
+
+
+def written_context(context: Mapping[str, str]) -> str:
+    """``isa avx2, threads 4``."""
+    return ", ".join(f"{name} {value}" for name, value in sorted(context.items()))
 
 
 @dataclass(frozen=True)
@@ -124,32 +137,44 @@ class TuningFile:
         except OSError as error:
             raise ConfigError(f"tuning file {path}: cannot be written: {error.strerror}") from error
 
-    def for_engine(self, device: DeviceInfo, path: str) -> TuningFile:
-        """What was measured on ``device``, with the versions that are installed; warnings say what is left aside."""
-        winners = {key: verdicts for key, verdicts in self.winners.items() if key[0] == device.name}
-        if self.winners and not winners:
+    def for_engine(self, device: DeviceInfo, path: str, context: Mapping[str, str] | None = None) -> TuningFile:
+        """What was measured on ``device``, in ``context``, with the versions that are installed.
+
+        ``context`` is the platform's; None, of an absent device, takes what was written last. Warnings say what is
+        left aside, and what does not say its context.
+        """
+        own = {key: verdicts for key, verdicts in self.winners.items() if key[0] == device.name}
+        if self.winners and not own:
             others = ", ".join(sorted({key[0] for key in self.winners}))
             logger.warning("tuning file %s holds nothing of this device, %s, but of: %s", path, device.name, others)
-        stale = {
-            f"{name} {version}"
-            for verdicts in winners.values()
-            for verdict in verdicts
-            for name, version in verdict.versions.items()
-            if _installed(name) != version
-        }
-        if not stale:
-            return TuningFile(winners)
-        kept = {
-            key: tuple(v for v in verdicts if not any(_installed(n) != version for n, version in v.versions.items()))
-            for key, verdicts in winners.items()
-        }
-        logger.warning(
-            "tuning file %s: what was measured with %s is left aside, since something else is installed now; "
-            "hardpoint tune measures again",
-            path,
-            ", ".join(sorted(stale)),
-        )
-        return TuningFile({key: verdicts for key, verdicts in kept.items() if verdicts})
+        stale, foreign = set[str](), set[str]()
+        kept: dict[Key, tuple[Verdict, ...]] = {}
+        for key, verdicts in own.items():
+            outdated = {verdict: found for verdict in verdicts if (found := verdict.outdated())}
+            stale.update(*outdated.values())
+            fresh = [verdict for verdict in verdicts if verdict not in outdated]
+            wanted = fresh[-1].context if fresh and context is None else context
+            if here := tuple(v for v in fresh if not v.context or v.context == wanted):
+                kept[key] = here
+            else:
+                foreign |= {written_context(verdict.context) for verdict in fresh}
+        chosen = TuningFile(kept)
+        chosen._warn(path, context, stale, foreign)
+        return chosen
+
+    def _warn(self, path: str, context: Mapping[str, str] | None, stale: set[str], foreign: set[str]) -> None:
+        """Of versions and contexts that were left aside, and of what is kept and says no context."""
+        again = "hardpoint tune measures again"
+        aside = "tuning file %s: what was measured with %s is left aside, since %s; %s"
+        if stale:
+            logger.warning(aside, path, ", ".join(sorted(stale)), "something else is installed now", again)
+        here = written_context(context or {})
+        if foreign:
+            logger.warning(
+                aside, path, " or ".join(sorted(foreign)), f"this engine has {here or 'no such thing'}", again
+            )
+        if here and any(v.measured and not v.context for verdicts in self.winners.values() for v in verdicts):
+            logger.warning("tuning file %s does not say whether it was measured with %s; %s", path, here, again)
 
     def verdicts(self, device: DeviceInfo, workload: Workload) -> tuple[Verdict, ...]:
         """What was measured of ``workload`` on ``device``.
@@ -185,15 +210,16 @@ def _parse(entry: object, where: str) -> tuple[Key, Verdict]:
             tokens = cast(TokensRequirement, parse_requirement({"tokens": entry["tokens"]}, FAMILIES[family], where))
         except ManifestError as error:
             raise ConfigError(str(error)) from error
-    versions, measured = entry.get("versions", {}), entry.get("measured", {})
-    if not _is_table(versions, str):
-        raise ConfigError(f"{where}: versions must be texts by distribution, got {versions!r}")
+    versions, context, measured = (entry.get(key, {}) for key in ("versions", "context", "measured"))
+    for key, table in (("versions", versions), ("context", context)):
+        if not _is_table(table, str):
+            raise ConfigError(f"{where}: {key} must be texts by name, got {table!r}")
     if not isinstance(measured, dict) or not all(
         n.isdecimal() and _is_table(times, int | float) for n, times in measured.items()
     ):
         raise ConfigError(f"{where}: measured must be microseconds by candidate, by tokens, got {measured!r}")
     by_tokens = {int(n): {c: float(t) for c, t in times.items()} for n, times in measured.items()}
-    return (device, family, of, workload), Verdict(name, tokens, by_tokens, versions)
+    return (device, family, of, workload), Verdict(name, tokens, by_tokens, versions, context)
 
 
 def _is_table(value: object, kind: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from hardpoint_plugin_api import ConfigError
 
 DEFAULT_PORT = 8000
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")
+"""RFC 6454, section 6.2; a path, or a slash at the end, would never match."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,12 @@ class ServerSettings:
         for key in self.api_keys:
             if not (key.isascii() and key.isprintable()) or key != key.strip() or not key:
                 raise ConfigError("--api-key: a key is made of printable ASCII characters and has no blanks around it")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--cors-origin {origin!r} is no origin: write * or scheme, host and port as browsers send them, "
+                    "such as https://page.example"
+                )
         if any(not name for name in self.served_model_names):
             raise ConfigError("--served-model-name is empty; give the name that clients use")
 

@@ -142,6 +142,14 @@ class CpuPlatform(Platform):
         """Take another NUMA node than the other ranks, or other cores of it, where ``bind`` is ``auto``."""
         self._cpus = chosen_cpus(str(self.config.get("bind", "")), usable_cpus(), rank=rank, ranks=ranks)
 
+    def tuning_context(self) -> Mapping[str, str]:
+        """The number of threads, and the kernels' level where they were compiled."""
+        level = {} if self._level is None else {"isa": self._level}
+        return {"threads": str(self._num_threads()), **level}
+
+    def _num_threads(self) -> int:
+        return self.threads or host.available_cores(cpus=self._cpus or None)
+
     def activate(self, index: int) -> torch.device:
         """Bind threads, set their number and the kernels' level, and return the device.
 
@@ -153,7 +161,7 @@ class CpuPlatform(Platform):
             raise PlatformError(f"platform cpu has one device, cpu 0, and no device {index}")
         if self._cpus:
             bind(self._cpus)
-        torch.set_num_threads(self.threads or host.available_cores())
+        torch.set_num_threads(self._num_threads())
         where = f" on CPUs {', '.join(map(str, self._cpus))}" if self._cpus else ""
         if self._level is None:
             reason = missing()
