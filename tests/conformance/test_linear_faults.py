@@ -173,15 +173,15 @@ def test_a_kernel_is_tried_with_the_sizes_it_has(site: Site) -> None:
 @pytest.mark.parametrize(
     ("claim", "numbers"),
     [
-        ({}, {"none", "one", "few", "many"}),
-        ({"max": 1}, {"none", "one"}),
-        ({"max": 64}, {"none", "one", "few", "64"}),
-        ({"min": 9, "max": 32}, {"9", "32"}),
-        ({"min": 513}, {"513"}),
+        ({}, "none one few many"),
+        ({"max": 1}, "none one"),
+        ({"max": 64}, "none one few 64"),
+        ({"min": 9, "max": 32}, "9 32"),
+        ({"min": 513}, "513"),
     ],
     ids=str,
 )
-def test_steps_are_those_of_the_claimed_range(site: Site, claim: dict[str, int], numbers: set[str]) -> None:
+def test_steps_are_those_of_the_claimed_range(site: Site, claim: dict[str, int], numbers: str) -> None:
     requires = [{"spec": PLAIN}, {"tokens": claim}] if claim else [{"spec": PLAIN}]
     trials = LinearTrials().trials(subject(site, PlainLinear, "linear", name="torch", requires=requires), Plan())
-    assert {trial.case.split("/")[3] for trial in trials if trial.checks} == numbers
+    assert {trial.case.split("/")[3] for trial in trials if trial.checks} == set(numbers.split())
