@@ -1,15 +1,14 @@
-"""Times ways to cut the linear kernels of plain weights on an accelerator, beside torch's own matmul.
+"""Times ways to cut products of plain weights on an accelerator, beside torch's own matmul and a plain read.
 
-``python -m tests.kernels.sweep_linear --rows 1 --rows 8`` prints for each shape the time and the bytes
-of weight per second of what is chosen now, of the best cuts, and of torch. Weights alternate, so that none is read from
-a cache; calls are recorded once and replayed.
+``python -m tests.kernels.sweep_linear`` prints for each shape of Qwen3-0.6B's and Llama-3.1-8B's, and each number of
+rows: torch's time, that of what each kernel chooses by itself now, and the best cuts. Weights alternate, so that none
+is read from a cache; calls are recorded once and replayed. Speeds are of the weight's bytes.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import click
@@ -17,88 +16,110 @@ import torch
 
 from hardpoint.kernels.gemm import GemmConfiguration, gemm, gemm_configuration
 from hardpoint.kernels.gemv import GemvConfiguration, gemv, gemv_configuration
-from tests.kernels.sweeping import WEIGHT_BYTES, microseconds
+from hardpoint.kernels.skinny import SkinnyConfiguration, plain_configuration, skinny
+from tests.kernels.sweeping import WEIGHT_BYTES, compile_beside, microseconds, plain_read
 
-SHAPES = (
-    (6144, 4096),
-    (4096, 4096),
-    (28672, 4096),
-    (4096, 14336),
-    (4096, 1024),
-    (1024, 2048),
-    (6144, 1024),
-    (1024, 3072),
-    (151936, 1024),
+_SHAPES = (
+    "4096x1024",
+    "1024x2048",
+    "6144x1024",
+    "1024x3072",
+    "151936x1024",
+    "6144x4096",
+    "4096x4096",
+    "28672x4096",
+    "4096x14336",
+    "128256x4096",
 )
-"""N x K of Llama-3.1-8B's and Qwen3-0.6B's projections, and the latter's head."""
+_ROWS = (2, 4, 8, 16, 32, 64)
+_SHARED = 208 << 10
+"""Bytes of a multiprocessor of sm_90, for one program or two."""
 
-Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Cut = GemvConfiguration | SkinnyConfiguration | GemmConfiguration
 
 
 @click.command()
-@click.option("--rows", multiple=True, default=(1,), help="Rows of activations; may be repeated.")
-@click.option("--shape", multiple=True, help="NxK; all those of two models where not given.")
+@click.option("--rows", multiple=True, type=int, default=_ROWS, help="Rows of activations; may be repeated.")
+@click.option("--shape", multiple=True, default=_SHAPES, help="NxK; may be repeated.")
 @click.option("--best", default=3, help="How many of the best cuts are printed.")
 def main(rows: tuple[int, ...], shape: tuple[str, ...], best: int) -> None:
     """Print the times."""
-    shapes = [(int(n), int(k)) for n, k in (text.split("x") for text in shape)] or SHAPES
+    shapes = [(int(n), int(k)) for n, k in (text.split("x") for text in shape)]
+    tried = {(num_rows, size): [*_chosen(num_rows, *size), *_cuts(num_rows)] for num_rows in rows for size in shapes}
+    variants = list(dict.fromkeys(cut for cuts in tried.values() for cut in cuts))
+    ran = {cut for cut, good in zip(variants, compile_beside(_build, variants), strict=True) if good}
+    print(f"{len(ran)} of {len(variants)} variants run", flush=True)
     for n, k in shapes:
         count = min(64, WEIGHT_BYTES // (2 * n * k) + 2)
         weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        read = microseconds(plain_read, weights)
+        print(f"{n}x{k}: {read:8.2f} us {2 * n * k / read / 1e3:6.0f} GB/s  a plain read", flush=True)
         for num_rows in rows:
-            x = torch.randn(num_rows, k, device="cuda", dtype=torch.bfloat16)
-            chosen, others = _calls(num_rows, n, k)
-            with ThreadPoolExecutor(12) as pool:  # compiling is most of the time
-                compiled = list(pool.map(lambda pair: _works(pair[1], x, weights[0]), others))  # noqa: B023
-            works = [pair for pair, good in zip(others, compiled, strict=True) if good]
-            times = {name: microseconds(partial(call, x), weights) for name, call in (*chosen, *works)}
-            shown = [name for name, _ in chosen] + sorted((name for name, _ in works), key=times.__getitem__)[:best]
-            for name in dict.fromkeys(shown):
-                speed = 2 * n * k / times[name] / 1e6
-                print(f"{n}x{k} rows {num_rows}: {times[name]:8.2f} us {speed:6.2f} TB/s  {name}", flush=True)
+            cuts = [cut for cut in dict.fromkeys(tried[num_rows, (n, k)]) if cut in ran]
+            for name, time in _times(num_rows, n, k, weights, cuts, best):
+                speed = f"{2 * n * k / time / 1e3:6.0f} GB/s {read / time:5.0%}"
+                print(f"{n}x{k} rows {num_rows}: {time:8.2f} us {speed}  {name}", flush=True)
 
 
-def _calls(num_rows: int, n: int, k: int) -> tuple[list[tuple[str, Call]], list[tuple[str, Call]]]:
-    """What is chosen now, and torch; and the other ways."""
-    dtype = torch.bfloat16
+def _times(
+    num_rows: int, n: int, k: int, weights: list[torch.Tensor], cuts: list[Cut], best: int
+) -> Iterator[tuple[str, float]]:
+    x = torch.randn(num_rows, k, device="cuda", dtype=torch.bfloat16)
+    yield "torch", microseconds(partial(torch.nn.functional.linear, x), weights)
+    times = {cut: microseconds(partial(_product, cut, x), weights) for cut in cuts}
+    yield from ((f"now {cut}", times[cut]) for cut in _chosen(num_rows, n, k) if cut in times)
+    yield from ((f"best {cut}", times[cut]) for cut in sorted(cuts, key=times.__getitem__)[:best])
 
-    def by_vectors(cut: GemvConfiguration) -> Call:
-        return lambda x, weight: gemv(x, weight, None, dtype, configuration=cut)
 
-    def by_tiles(cut: GemmConfiguration) -> Call:
-        return lambda x, weight: gemm(x, weight, None, dtype, configuration=cut)
+def _product(cut: Cut, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    product: Callable[..., torch.Tensor] = gemv if isinstance(cut, GemvConfiguration) else gemm
+    if isinstance(cut, SkinnyConfiguration):
+        product = skinny
+    return product(x, weight, None, torch.bfloat16, configuration=cut)
 
-    vector, tiles = gemv_configuration(num_rows, n, 2 * k), gemm_configuration(num_rows, n, 2)
-    chosen = [(f"chosen {vector}", by_vectors(vector)), (f"chosen {tiles}", by_tiles(tiles))]
-    others = [(str(cut), by_vectors(cut)) for cut in _vector_cuts(num_rows)]
-    others += [(str(cut), by_tiles(cut)) for cut in _tile_cuts(num_rows, n)]
-    return [*chosen, ("torch", torch.nn.functional.linear)], others
+
+def _chosen(num_rows: int, n: int, k: int) -> list[Cut]:
+    """What each kernel that may serve takes now."""
+    cuts: list[Cut] = [] if num_rows == 1 else [plain_configuration(num_rows, n, k), gemm_configuration(num_rows, n, 2)]
+    return [gemv_configuration(num_rows, n, 2 * k), *cuts] if num_rows <= 4 else cuts
+
+
+def _cuts(num_rows: int) -> Iterator[Cut]:
+    if num_rows <= 4:
+        yield from _vector_cuts(num_rows)
+    if num_rows > 1:
+        yield from _skinny_cuts(num_rows)
+        yield from _tile_cuts(num_rows)
 
 
 def _vector_cuts(num_rows: int) -> Iterator[GemvConfiguration]:
     rows = 1 << (num_rows - 1).bit_length()
-    if rows > 8:
-        return
-    for block_n, num_warps, unroll in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2)):
+    unrolled = (1, 2) if rows == 1 else (1,)
+    for block_n, num_warps, unroll in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), unrolled):
         if rows * block_n <= 32:
             yield GemvConfiguration(rows, block_n, num_warps, unroll)
 
 
-def _tile_cuts(num_rows: int, n: int) -> Iterator[GemmConfiguration]:
-    if num_rows == 1:
-        return
+def _skinny_cuts(num_rows: int) -> Iterator[SkinnyConfiguration]:
+    """All rows of x in a program, and half of them; what is on its way, as one program has room for or two."""
+    whole = 1 << (-(-num_rows // 8) - 1).bit_length()
+    for x_tiles, weight_tiles, num_warps in itertools.product({whole, max(whole // 2, 1)}, (2, 4, 8, 16), (4, 8)):
+        block = 512 * num_warps * (x_tiles + weight_tiles)
+        for blocks in sorted({min(_SHARED // programs // block, 8) for programs in (1, 2, 3)}):
+            if blocks > 1 and x_tiles * weight_tiles <= 64:
+                yield SkinnyConfiguration(x_tiles, weight_tiles, num_warps, blocks + 1)
+
+
+def _tile_cuts(num_rows: int) -> Iterator[GemmConfiguration]:
     block_m = max(16, min(128, 1 << (num_rows - 1).bit_length()))
-    for block_n, block_k, num_warps, num_stages in itertools.product((16, 32, 64, 128), (128, 256), (2, 4), (3, 4, 6)):
-        if n >= block_n * 64:
-            yield GemmConfiguration(block_m, block_n, block_k, num_warps, num_stages)
+    for block_n, num_stages in itertools.product((16, 32, 64, 128), (4, 6)):
+        yield GemmConfiguration(block_m, block_n, 128, 4, num_stages)
 
 
-def _works(call: Call, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    try:
-        call(x, weight)
-    except Exception:  # a cut that asks for more memory than there is, say
-        return False
-    return True
+def _build(cut: Cut) -> None:
+    """Compiles what all shapes share: whose sizes are multiples of 16."""
+    x, weight = (torch.zeros(rows, 4096, device="cuda", dtype=torch.bfloat16) for rows in (32, 256))
+    _product(cut, x, weight)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def _jobs(target: str) -> Iterator[Job]:
     yield _product("gemv:_gemv", target, "bf16", ROWS=8, BLOCK_N=2, VECTOR=8, VECTORS=128)
     tiles = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128}
     yield _product("gemm:_gemm", target, "bf16", num_stages=6 if nvidia else 1, **tiles)
+    yield replace(_skinny("bf16", "bf16", 7 if nvidia else 1, X_TILES=4, WEIGHT_TILES=4), target=target)
     if nvidia:  # elsewhere the elements are others
         yield _product("gemv:_gemv", target, "fp8e4nv", ROWS=1, BLOCK_N=8, VECTOR=16, VECTORS=128)
         tiles = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
