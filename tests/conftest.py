@@ -9,6 +9,12 @@ from hardpoint.plugins import discover
 OURS = {"core", "cpu", "cuda", "rocm", "xpu", "sim"}  # sim: the simulated accelerator, in child processes
 
 
+@pytest.fixture(autouse=True)
+def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are as wide as they are: processes of a parallel run are told the width of its terminal."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def pytest_configure() -> None:
     """Refuse an environment with other plugins in it: the tests say which kernels win, and those would change that."""
     others = sorted(record.name for record in discover(quiet=True).records if record.name not in OURS)

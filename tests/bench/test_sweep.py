@@ -11,6 +11,7 @@ import pytest
 from hardpoint.bench import startup
 from hardpoint.bench.registry import BenchResult, BenchRow
 from hardpoint.cli.main import run
+from hardpoint.config import EngineConfig
 from hardpoint_plugin_api import HardpointError
 
 RUNS: list[tuple[str, int]] = []
@@ -20,10 +21,10 @@ RUNS: list[tuple[str, int]] = []
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark that takes no time, with the options of a real one; 13 repeats fail."""
 
-    def fake(model: str, repeat: int) -> BenchResult:
+    def fake(config: EngineConfig, repeat: int) -> BenchResult:
         if repeat == 13:
             raise HardpointError("thirteen")
-        RUNS.append((model, repeat))
+        RUNS.append((config.model, repeat))
         rows = BenchRow("time", repeat * 2.0, "s", peer=1.0), BenchRow("rate", 1 / repeat, "1/s", better="higher")
         return BenchResult("startup", rows, peer="theirs")
 
