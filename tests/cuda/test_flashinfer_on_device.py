@@ -13,6 +13,7 @@ from hardpoint_cuda.platform import CudaPlatform
 from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, BuildContext, DeviceInfo
 from tests.support.attention import MIXED, Piece, run_backend
 from tests.support.flashinfer import WithDevice, backend_class, needs_flashinfer
+from tests.support.waits import waits_are_errors
 
 pytestmark = [pytest.mark.accelerator, needs_flashinfer]
 
@@ -146,12 +147,9 @@ def test_planning_never_waits_for_the_device(machine: Machine) -> None:
         decoding.backend.plan(batch)
         decoding.backend.plan(replace(batch, graph_key=None))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors(torch.cuda):
         decoding.backend.plan(batch)
         decoding.backend.plan(replace(batch, graph_key=None))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_steps_planned_ahead_keep_their_own_plans(machine: Machine) -> None:

@@ -25,6 +25,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", EXPERTS),
 }
 LOGIT_TOLERANCE = 1e-4
+_SEGMENTS = 8 << 20
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -104,19 +105,21 @@ def test_what_sleeps_is_free_for_others(level: int, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3", hidden_size=512, intermediate_size=4096)
     (prompt,) = random_prompts(1, 90, seed=1, shortest=90)
     with LLM(str(tmp_path), kv_cache_memory="1GiB", max_num_seqs=16) as llm:
-        memory = llm.core.blueprint.platform.memory
         logits, tokens = prompt_logits(llm, prompt), generated(llm, prompt)
         torch.accelerator.empty_cache()
-        held, free = llm.memory_report().by_tag, memory.snapshot().free
+        held, taken = llm.memory_report().by_tag, torch.accelerator.memory_reserved()
         llm.sleep(level)
         asleep = llm.memory_report().by_tag
         given_back = sum(held.values()) - sum(asleep.values())
         assert given_back > 2**30
-        assert memory.snapshot().free - free > 0.95 * given_back
+        assert taken - torch.accelerator.memory_reserved() > 0.95 * given_back
         llm.wake_up()
         assert torch.equal(prompt_logits(llm, prompt), logits)
         assert generated(llm, prompt) == tokens
-        assert llm.memory_report().by_tag == held, "executables that are made when first met are there again, too"
+        again = llm.memory_report().by_tag
+        assert again.keys() == held.keys(), "executables that are made when first met are there again, too"
+        for tag, nbytes in held.items():  # graphs share segments of memory, in the order in which they are captured
+            assert abs(again[tag] - nbytes) <= (_SEGMENTS if tag == "graphs" else 0), tag
 
 
 def generated(llm: LLM, prompt: list[int]) -> list[int]:

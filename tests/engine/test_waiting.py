@@ -16,6 +16,7 @@ import torch
 
 from hardpoint import LLM, SamplingParams
 from tests.support.checkpoints import random_prompts, write_checkpoint
+from tests.support.waits import waits_are_errors
 
 pytestmark = pytest.mark.accelerator
 
@@ -44,11 +45,8 @@ def no_waits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patch:
         patch.setattr(platform, "to_host", to_host)
-        device.set_sync_debug_mode("error")
-        try:
+        with waits_are_errors(device):
             yield
-        finally:
-            device.set_sync_debug_mode("default")
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,8 @@ PAIRS_OF_TARGETS = [
     pytest.param(("sm_100", "gfx950"), id="sm_100-gfx950", marks=pytest.mark.nightly),
 ]
 """Parameters for a test: of each maker's targets one by default, the other in the long sweeps."""
+_WAIT = "griddepcontrol.wait"
+_STEPS = re.compile(r"griddepcontrol\.\w+|(?:ld|st|cp|atom|red)\.(?:async|global|volatile|acquire|relaxed)[\w.]*")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,7 +38,8 @@ class Job:
 
     ``signature`` says of what type each parameter is that is no constexpr, as Triton writes it ("*bf16", "i64",
     "fp32"), and constexprs by name what they are. An argument whose type ends in ":16" is a multiple of 16; pointers
-    always are, unless they end in ":1". None as a pointer stands among the constexprs.
+    always are, unless they end in ":1". None as a pointer stands among the constexprs. A kernel with a parameter BEGIN
+    is compiled as it is launched on the target: on sm_90 and later while what comes before it still ends.
     """
 
     kernel: str
@@ -68,7 +71,8 @@ class Compiled:
 def compile_kernels(jobs: Sequence[Job], seconds: float = 120.0) -> list[Compiled]:
     """Compile ``jobs`` one after the other in one child process.
 
-    Raises AssertionError with the compiler's own words where one does not compile, and subprocess.TimeoutExpired.
+    Raises AssertionError with the compiler's own words where one does not compile, or where one that may be launched
+    early touches memory before it has waited, and subprocess.TimeoutExpired.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:
@@ -83,7 +87,11 @@ def compile_kernels(jobs: Sequence[Job], seconds: float = 120.0) -> list[Compile
         )
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(results) == len(jobs), f"{jobs[len(results)]}\n{done.stderr[-6000:]}"
-    return [Compiled(job, **result) for job, result in zip(jobs, results, strict=True)]
+    compiled = [Compiled(job, **result) for job, result in zip(jobs, results, strict=True)]
+    for one in compiled:
+        steps = _STEPS.findall(one.assembly)
+        assert _WAIT not in steps or steps[0] == _WAIT, f"{one.job} touches memory before it waits: {steps[:8]}"
+    return compiled
 
 
 def _compile(job: Job) -> dict[str, Any]:
@@ -93,21 +101,29 @@ def _compile(job: Job) -> dict[str, Any]:
 
     module, _, name = job.kernel.partition(":")
     kernel = getattr(importlib.import_module(module), name)
+    nvidia = job.target.startswith("sm_")
+    constexprs, options = dict(job.constexprs), {"num_warps": job.num_warps, "num_stages": job.num_stages}
+    if "BEGIN" in kernel.arg_names:
+        constexprs["BEGIN"] = None
+        if nvidia and int(job.target[3:]) >= 90:
+            from hardpoint_cuda.overlapped import OVERLAP
+
+            constexprs["BEGIN"] = OVERLAP.begin
+            options |= OVERLAP.options
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.arg_names):
-        if parameter in job.constexprs:
+        if parameter in constexprs:
             signature[parameter] = "constexpr"
             continue
         kind, _, divisor = job.signature[parameter].partition(":")
         signature[parameter] = kind
         if divisor == "16" or (kind.startswith("*") and not divisor):
             attributes[(number,)] = [["tt.divisibility", 16]]
-    nvidia = job.target.startswith("sm_")
     target = GPUTarget("cuda", int(job.target[3:]), 32) if nvidia else GPUTarget("hip", job.target, 64)
     compiled = triton.compile(
-        ASTSource(kernel, signature, dict(job.constexprs), attributes),
+        ASTSource(kernel, signature, constexprs, attributes),
         target=target,
-        options={"num_warps": job.num_warps, "num_stages": job.num_stages},
+        options=options,
     )
     assembly = compiled.asm["ptx" if nvidia else "amdgcn"]
     measured = _of_cubin(compiled.asm["cubin"]) if nvidia else _of_amdgcn(assembly)

@@ -65,7 +65,7 @@ def _times(
     def with_rounding(weight: Weight) -> torch.Tensor:
         if num_rows <= 2:
             return skinny(x, weight[0], None, x.dtype, None, weight[1], round_x=True)
-        return _product(skinny_configuration(num_rows, n, k), *quantize_rows(x, spec=spec), weight)
+        return _product(skinny_configuration(num_rows, n), *quantize_rows(x, spec=spec), weight)
 
     def by_torch(weight: Weight, values: torch.Tensor, values_t: torch.Tensor) -> torch.Tensor:
         if element == "int8":
@@ -74,7 +74,7 @@ def _times(
 
     named: list[tuple[str, Callable[[Weight], object]]] = [
         (f"now {cut}", partial(_product, cut, codes, values))
-        for cut in (skinny_configuration(num_rows, n, k), gemm_configuration(num_rows, n, 1))
+        for cut in (skinny_configuration(num_rows, n), gemm_configuration(num_rows, n, 1))
     ]
     named += [("skinny with rounding", with_rounding), ("rounding", lambda _: quantize_rows(x, spec=spec))]
     if element == "fp8" or num_rows > 16:

@@ -35,7 +35,7 @@ def main(rows: tuple[int, ...], shapes: tuple[str, ...], group: int, zero_point:
     """Print the times."""
     sizes = [(int(n), int(k)) for n, k in (text.split("x") for text in shapes)]
     cuts = {
-        num_rows: dict.fromkeys([*(int4_configuration(num_rows, n, 2, group) for n, _ in sizes), *_cuts(num_rows)])
+        num_rows: dict.fromkeys([*(int4_configuration(num_rows, n, 2) for n, _ in sizes), *_cuts(num_rows)])
         for num_rows in rows
     }
     variants = [(num_rows, cut) for num_rows, some in cuts.items() for cut in some]
@@ -55,7 +55,7 @@ def main(rows: tuple[int, ...], shapes: tuple[str, ...], group: int, zero_point:
                 for cut in cuts[num_rows]
                 if works[num_rows, cut]
             }
-            chosen = int4_configuration(num_rows, n, 2, group)
+            chosen = int4_configuration(num_rows, n, 2)
             lines = [(f"{cut}", times[cut]) for cut in sorted(times, key=times.__getitem__)[:best]]
             if chosen in times:
                 lines.insert(0, (f"chosen {chosen}", times[chosen]))

@@ -80,7 +80,7 @@ def _product(cut: Cut, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _chosen(num_rows: int, n: int, k: int) -> list[Cut]:
     """What each kernel that may serve takes now."""
-    cuts: list[Cut] = [] if num_rows == 1 else [plain_configuration(num_rows, n, k), gemm_configuration(num_rows, n, 2)]
+    cuts: list[Cut] = [] if num_rows == 1 else [plain_configuration(num_rows), gemm_configuration(num_rows, n, 2)]
     return [gemv_configuration(num_rows, n, 2 * k), *cuts] if num_rows <= 4 else cuts
 
 

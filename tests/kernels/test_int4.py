@@ -104,7 +104,7 @@ def test_numbers_that_are_not_finite_stay_in_their_rows(site: Site) -> None:
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_configurations_are_sound(itemsize: int) -> None:
     for num_rows, n in product((1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 300, 5000), (1, 1024, 4096, 28672)):
-        cut = int4_configuration(num_rows, n, itemsize, 128)
+        cut = int4_configuration(num_rows, n, itemsize)
         assert cut.block_m >= min(num_rows, 8)
         assert cut.block_n >= 16 * (1 if cut.split or itemsize == 4 else cut.num_warps)
         assert cut.pieces == 1 or -(-num_rows // cut.block_m) * -(-n // cut.block_n) * cut.pieces <= 1024

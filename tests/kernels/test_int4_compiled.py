@@ -44,7 +44,7 @@ def _fits(compiled: Compiled, shared_kib: int) -> None:
 
 
 def test_codes_go_from_memory_to_matrix_units() -> None:
-    cuts = [int4_configuration(num_rows, 4096, 2, 128) for num_rows in _ROWS]
+    cuts = [int4_configuration(num_rows, 4096, 2) for num_rows in _ROWS]
     jobs = [_job("sm_90", cut) for cut in cuts] + [_job("sm_90", cut, group=64, zero_point=True) for cut in cuts[:3]]
     for compiled in compile_kernels(jobs):
         _fits(compiled, 227)
@@ -84,7 +84,7 @@ def test_all_that_is_chosen_fits(target: str) -> None:
         for group in (0, 32, 64, 128)
         for zero_point in (False, True)
         for n in (4096, 28672)
-        for cut in [int4_configuration(num_rows, n, 4 if element == "fp32" else 2, group)]
+        for cut in [int4_configuration(num_rows, n, 4 if element == "fp32" else 2)]
     ]
     for compiled in compile_kernels(jobs, seconds=1800):
         _fits(compiled, shared_kib)

@@ -36,8 +36,8 @@ class Variants:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Variant]:
         assert len(grid) == 3
 
-        def compile_(*args: Any, num_warps: int, num_stages: int) -> Variant:
-            return Variant(self, self.variant(*args))
+        def compile_(*args: Any, num_warps: int, num_stages: int, BEGIN: None) -> Variant:  # noqa: N803  # a kernel's
+            return Variant(self, self.variant(*args, BEGIN))
 
         return compile_
 

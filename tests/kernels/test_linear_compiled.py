@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +25,7 @@ def _product(kernel: str, target: str, element: str, group: int = 0, num_stages:
         pointers |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr"), "*fp32")
         constexprs |= {**dict.fromkeys(_OF_PLAIN[:2], 1), **dict.fromkeys(_OF_PLAIN[2:], group)}
     if kernel.endswith("_gemv"):
-        constexprs |= {"UNROLL": 1, "WAIT": None, "RELEASE": None}
+        constexprs["UNROLL"] = 1
     else:
         constexprs["TILES_TOGETHER"] = 8
     signature = {**pointers, "num_rows": "i32", **dict.fromkeys(_SIZES, "i32:16")}
@@ -126,29 +122,3 @@ def test_skinny_products_convert_each_element_once_and_move_none() -> None:
         assert len(re.findall(r"cvt\.rn\.f16x2\.e4m3x2", compiled.assembly)) == (pairs if weight == "*fp8e4nv" else 0)
         assert compiled.spilled <= 16, compiled
         assert compiled.registers * 32 * cut["WARPS"] <= 32768, compiled  # two programs in each multiprocessor
-
-
-def test_an_overlapped_gemv_waits_once_weights_are_on_their_way(tmp_path: Path) -> None:
-    """The functions that it is given cannot be named in a Job."""
-    code = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from hardpoint.kernels.gemv import _gemv
-from hardpoint_cuda.overlapped import OVERLAP
-from tests.kernels.test_linear_compiled import _product
-job = _product("gemv:_gemv", "sm_90", "bf16", ROWS=1, BLOCK_N=8, VECTOR=8, VECTORS=128)
-constexprs = {**job.constexprs, "WAIT": OVERLAP.wait, "RELEASE": OVERLAP.release}
-kinds = {name: job.signature.get(name, "").partition(":")[0] or "constexpr" for name in _gemv.arg_names}
-whole = [n for n, name in enumerate(_gemv.arg_names) if name in job.signature and name != "num_rows"]
-attributes = {(n,): [["tt.divisibility", 16]] for n in whole}
-source = ASTSource(_gemv, kinds, constexprs, attributes)
-print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **OVERLAP.options}).asm["ptx"])
-"""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert not done.returncode, done.stderr[-4000:]
-    steps = re.findall(r"griddepcontrol\.\w+|ld\.global|st\.global", done.stdout)
-    assert steps[0] == "griddepcontrol.launch_dependents"
-    wait = steps.index("griddepcontrol.wait")
-    assert steps[1:wait] == ["ld.global"] * 8, steps  # a vector of each row of the weight
-    assert "st.global" in steps[wait:]

@@ -22,15 +22,16 @@ pytestmark = pytest.mark.accelerator
 
 _KERNELS = {
     "triton_gemv": ("plain",),
-    "cuda_overlapped_gemv": ("plain",),
     "triton_gemm": ("plain",),
     "triton_skinny": ("plain",),
     "triton_fp8_gemv": ("fp8-tensor", "fp8-rows-dynamic", "fp8-tiles"),
     "triton_fp8_skinny": ("fp8-tensor", "fp8-rows-dynamic", "fp8-tiles"),
+    "triton_fp8_decode_gemm": ("fp8-tensor", "fp8-rows-dynamic"),
     "triton_fp8_gemm": ("fp8-tensor", "fp8-rows-dynamic", "fp8-tiles"),
     "cuda_fp8_scaled_mm": ("fp8-rows-dynamic",),
     "triton_int8_gemv": ("int8-rows", "int8-dynamic", "int8-groups"),
     "triton_int8_skinny": ("int8-rows", "int8-dynamic", "int8-groups"),
+    "triton_int8_decode_gemm": ("int8-dynamic",),
     "triton_int8_gemm": ("int8-rows", "int8-dynamic", "int8-groups"),
     "cuda_int8_mm": ("int8-dynamic",),
     "triton_int4": ("uint4-groups",),
@@ -51,7 +52,10 @@ def test_large_matrices(site: Site, name: str, spec: str, shape: tuple[int, int]
     pair = pair_of(SPECS, spec, "bfloat16")
     workload = LinearWorkload(dtype="bfloat16", in_features=k, out_features=n, spec=pair)
     subject = Subject.load(offer, site)
-    assert subject.refuses(workload) is None
+    if subject.refuses(workload) is not None:
+        assert name in {"triton_gemm", "triton_skinny"}
+        assert n > 2048
+        pytest.skip("for small weights")
     kernel = subject.target(site.context("bfloat16"), workload)
     assert isinstance(kernel, LinearKernel)
     generator = torch.Generator(site.device).manual_seed(0)

@@ -52,8 +52,12 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def activation_kernel(x_ptr, out_ptr, n, x_stride, ACTIVATION: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr):
+def activation_kernel(
+    x_ptr, out_ptr, n, x_stride, ACTIVATION: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr, BEGIN: tl.constexpr
+):
     """A block of columns of one row."""
+    if BEGIN is not None:
+        BEGIN()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + columns, mask=columns < n, other=0.0)
@@ -77,8 +81,11 @@ def act_and_mul_quantized_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """ROWS rows. Behind a row's columns the gate and what it gates are zero, and so is every function of them."""
+    if BEGIN is not None:
+        BEGIN()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < n)

@@ -359,7 +359,7 @@ class TritonQuantizedCacheAttention(TritonAttention):
 
 def _in_order(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
     """The last of a kernel's arguments."""
-    return tuple(constants[name] for name in kernel.arg_names[-len(constants) :])
+    return tuple(constants[name] for name in kernel.arg_names if name in constants)
 
 
 def _scan(num_requests: int) -> int:

@@ -67,12 +67,15 @@ def decode_attention(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """Grid: (N + ``SPLITS``) x blocks of heads. ``SCALES``: "none", "static" or "token".
 
     ``partial`` float32 [SPLITS, H, D] and then [SPLITS, H, 2]: each split's sum of values, its highest score and sum of
     weights. ``counters`` int32 [SPLITS, blocks of heads], zero before and after.
     """
+    if BEGIN is not None:
+        BEGIN()
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     BLOCKS: tl.constexpr = (GROUP + BLOCK_MERGE - 1) // BLOCK_MERGE  # of heads that share a KV head
     head_block = tl.program_id(0) % (NUM_KV_HEADS * BLOCKS)

@@ -58,8 +58,11 @@ def prefill_attention(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """Grid: tiles x K. Requests are those from ``first_request`` on. ``SCALES``: "none", "static" or "token"."""
+    if BEGIN is not None:
+        BEGIN()
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     # Programs that run together read the same keys; of those, the last tiles take longest and so come first.
     kv_head = tl.program_id(0) // num_tiles

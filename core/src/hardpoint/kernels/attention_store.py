@@ -33,11 +33,14 @@ def store_keys_and_values(
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """Grid: blocks of ``ROWS`` of the T x K rows, keys and values. ``SCALES``: "none", "static" or "token".
 
     ``LOWEST`` and ``LARGEST`` are the ends of the range of an 8-bit element.
     """
+    if BEGIN is not None:
+        BEGIN()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < num_rows
     token = row // NUM_KV_HEADS

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from hardpoint.dtypes import dtype_of
-from hardpoint.kernels.gemm import gemm
+from hardpoint.kernels.gemm import WIDE, gemm
 from hardpoint.kernels.gemv import Scales, gemv
+from hardpoint.kernels.launch import begun
 from hardpoint.kernels.skinny import LARGEST, rounded_to, skinny
 from hardpoint.quantization.rounding_linear import RoundingLinear
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearWorkload, Quantized, QuantSpec, Reason
@@ -102,7 +103,9 @@ class TritonScaledGemv(ScaledLinear):
         weight, scales = weights["weight"], self.weight_scales(weights)
         if self.ctx.dtype == torch.float32:
             return gemv(x, weight, bias, self.ctx.dtype, x_scales, scales)
-        return skinny(x, weight, bias, self.ctx.dtype, x_scales, scales)
+        of_rows = x_scales is not None and not x_scales.group and not scales.group
+        product = gemm if of_rows and weight.shape[0] >= WIDE else skinny
+        return product(x, weight, bias, self.ctx.dtype, x_scales, scales)
 
 
 class TritonScaledGemm(ScaledLinear):
@@ -137,14 +140,17 @@ def round_by(x: torch.Tensor, scale: torch.Tensor, element: torch.dtype) -> torc
     out = torch.empty(num_rows, k, dtype=element, device=x.device)
     if num_rows:
         grid = num_rows, triton.cdiv(k, _ROUNDED_AT_ONCE)
-        _round[grid](
-            x, scale, out, k, x.stride(0), x.stride(1), LARGEST[element], _ROUNDED_AT_ONCE, num_warps=4, num_stages=1
-        )
+        strides, most = (x.stride(0), x.stride(1)), LARGEST[element]
+        _round[grid](x, scale, out, k, *strides, most, _ROUNDED_AT_ONCE, num_warps=4, num_stages=1, **begun(x))
     return out
 
 
 @triton.jit
-def _round(x_ptr, scale_ptr, out_ptr, K, stride_m, stride_k, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+def _round(
+    x_ptr, scale_ptr, out_ptr, K, stride_m, stride_k, LARGEST: tl.constexpr, BLOCK: tl.constexpr, BEGIN: tl.constexpr
+):
+    if BEGIN is not None:
+        BEGIN()
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + m * stride_m + k.to(tl.int64) * stride_k, mask=k < K, other=0.0).to(tl.float32)

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hardpoint.experts.middle import is_gated
 from hardpoint.kernels.experts_tiling import LayerShape, Tiling, TilingTable
 from hardpoint.kernels.grouped_matmul import count_pairs, expert_tiles, place_pairs, sum_of_results
+from hardpoint.kernels.launch import begun
 from hardpoint.kernels.quantize import quantize_rows
 from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsKernel, ExpertsWorkload, QuantSpec, Reason
 
@@ -202,10 +203,11 @@ class TritonGroupedExperts(ExpertsKernel):
                 round_depth,
                 num_warps=shape.num_warps,
                 num_stages=shape.num_stages,
+                **begun(x),
             )
         block = min(triton.next_power_of_2(hidden), 1024 if tokens >= 64 else 256)
         sum_of_results[tokens, triton.cdiv(hidden, block)](
-            results, ids, weights, out, hidden, top_k, block, num_warps=4
+            results, ids, weights, out, hidden, top_k, block, num_warps=4, **begun(x)
         )
 
     def _description(self, weight: torch.Tensor, columns: int, depth: int) -> TensorDescriptor:
@@ -222,8 +224,9 @@ class TritonGroupedExperts(ExpertsKernel):
         pairs, experts = ids.numel(), triton.next_power_of_2(self._experts)
         programs = triton.cdiv(pairs, _COUNTED_AT_ONCE)
         counts = listed[size:]
-        count_pairs[programs,](ids, counts, listed, pairs, size, _COUNTED_AT_ONCE, experts, num_warps=4)
-        place_pairs[programs,](ids, counts, listed, pairs, rows, _COUNTED_AT_ONCE, experts, 16, num_warps=8)
+        alike = _COUNTED_AT_ONCE, experts
+        count_pairs[programs,](ids, counts, listed, pairs, size, *alike, num_warps=4, **begun(ids))
+        place_pairs[programs,](ids, counts, listed, pairs, rows, *alike, 16, num_warps=8, **begun(ids))
 
 
 def _can_be_described(weight: torch.Tensor) -> bool:

@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 
 from hardpoint.kernels.gemv import Scales
-from hardpoint_plugin_api import LinearKernel
+from hardpoint.kernels.launch import begun
+from hardpoint_plugin_api import DeviceInfo, LinearKernel, LinearWorkload, Reason
+
+WIDE = 16384
+"""Rows of a weight from which on narrow tiles are too many. Of 8 bits, it is then read fastest in wide tiles even for
+one row of activations."""
+
+_MOST_PLAIN_ELEMENTS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -36,13 +43,29 @@ def gemm_configuration(num_rows: int, n: int, itemsize: int, group: int = 0) -> 
     """
     if itemsize == 4:  # no matrix units: what is multiplied at a time stands in registers
         return GemmConfiguration(32, 32, 32, 4, 2)
+    if itemsize == 1 and not group and num_rows <= 128:
+        return _of_decodes(num_rows, n)
     block_k = min(128, group or 128)
-    if num_rows <= 32:
-        block_n, num_warps, num_stages = (16, 2, 6) if n < 4096 else (32, 4, 6) if n < 16384 else (64, 4, 4)
-        return GemmConfiguration(16 if num_rows <= 16 else 32, block_n, block_k, num_warps, num_stages)
+    if num_rows <= 16:
+        block_n, num_warps, num_stages = (16, 2, 6) if n < 4096 else (32, 4, 6) if n < WIDE else (64, 4, 4)
+        return GemmConfiguration(16, block_n, block_k, num_warps, num_stages)
+    if num_rows <= 32 and n >= WIDE:
+        return GemmConfiguration(32, 64, block_k, 4, 4)
+    if num_rows <= 64:
+        return GemmConfiguration(64, 32 if n < 5000 else 64 if n < WIDE else 128, block_k, 4, 4)
     if num_rows <= 128:
         return GemmConfiguration(64, 64, block_k, 4, 4)
     return GemmConfiguration(128, 128, block_k, 8, 3)
+
+
+def _of_decodes(num_rows: int, n: int) -> GemmConfiguration:
+    """For 8-bit elements, as measured on an H200 (docs/measurements/h200.md).
+
+    Even one row as a tile of 64: that is what its matrix units take of both operands in shared memory.
+    """
+    if n >= WIDE:
+        return GemmConfiguration(64, 128, 128, 4, 4) if num_rows <= 64 else GemmConfiguration(128, 128, 128, 4, 6)
+    return GemmConfiguration(64, 32 if n < 5000 and num_rows <= 64 else 64, 256, 4, 6)
 
 
 def gemm(
@@ -90,12 +113,21 @@ def gemm(
         TILES_TOGETHER=8,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
+        **begun(x),
     )
     return out
 
 
 class TritonGemm(LinearKernel):
-    """Plain weights as they stand in the checkpoint, for a few dozen rows of activations."""
+    """Small plain weights as they stand in the checkpoint, for a few dozen rows of activations."""
+
+    @classmethod
+    def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse what libraries read faster: what is small, they do not launch as early."""
+        size = (workload.out_features or 0) * (workload.in_features or 0)
+        most = f"up to {_MOST_PLAIN_ELEMENTS} elements"
+        large = Reason("size", "libraries read larger weights faster", wanted=str(size), supported=most)
+        return [large] if size > _MOST_PLAIN_ELEMENTS else []
 
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         weight = weights["weight"]
@@ -126,11 +158,14 @@ def _gemm(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES_TOGETHER: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """A tile of the product. TILES_TOGETHER rows of tiles are worked on at a time: they share the weight in the cache.
 
     A block of columns never straddles a group. Where there are groups, each block's product is scaled in float32.
     """
+    if BEGIN is not None:
+        BEGIN()
     tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
     stripe = tl.program_id(0) // (TILES_TOGETHER * tiles_n)
     first_m = stripe * TILES_TOGETHER

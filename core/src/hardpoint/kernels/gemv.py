@@ -9,13 +9,13 @@ Axes: M rows of x, N rows of the weight (out), K columns (in). A *vector* is the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from hardpoint.kernels.launch import begun
 from hardpoint_plugin_api import LinearKernel
 
 _READ_BYTES = 16
@@ -45,14 +45,14 @@ def _gemv(
     VECTOR: tl.constexpr,
     VECTORS: tl.constexpr,
     UNROLL: tl.constexpr,
-    WAIT: tl.constexpr,
-    RELEASE: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """ROWS rows of x times BLOCK_N rows of the weight.
 
-    Groups are the columns that share a scale, 0 where all of a row do; a null pointer is no scales at all. WAIT and
-    RELEASE are those of an Overlap, or None: before the wait, nothing but weights is touched.
+    Groups are the columns that share a scale, 0 where all of a row do; a null pointer is no scales at all.
     """
+    if BEGIN is not None:
+        BEGIN()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first_row = tl.program_id(1) * ROWS
     columns = tl.arange(0, VECTORS * VECTOR)
@@ -61,10 +61,6 @@ def _gemv(
     if weight_scale_ptr is not None:
         weight_scale_ptrs = weight_scale_ptr + (n // WEIGHT_TILE_ROWS).to(tl.int64) * weight_scale_stride_n
     block: tl.constexpr = VECTORS * VECTOR
-    if WAIT is not None:
-        RELEASE()
-        ahead = tl.load(weight_ptrs, mask=(n < N)[:, None] & (columns < K)[None, :], other=0.0)
-        WAIT()
     x_scales = (1.0,) * ROWS
     if x_scale_ptr is not None and X_GROUP == 0:
         x_scales = ()
@@ -75,12 +71,7 @@ def _gemv(
     sums = (tl.zeros([BLOCK_N, VECTORS], tl.float32),) * ROWS
     for start in tl.range(0, K, block, loop_unroll_factor=UNROLL):
         k = start + columns
-        if WAIT is not None:
-            weight = ahead
-            there = (n < N)[:, None] & (k + block < K)[None, :]
-            ahead = tl.load(weight_ptrs + start + block, mask=there, other=0.0)
-        else:
-            weight = tl.load(weight_ptrs + start, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+        weight = tl.load(weight_ptrs + start, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
         weight = weight.to(tl.float32).reshape(BLOCK_N, VECTORS, VECTOR)
         group_start = start + tl.arange(0, VECTORS) * VECTOR
         if WEIGHT_GROUP != 0:
@@ -119,20 +110,6 @@ def _gemv(
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """How a kernel begins before those that it depends on have ended, on devices that can launch it so.
-
-    ``wait`` and ``release`` are functions for kernels: the first returns when all that came before has ended and can be
-    read, the second lets the next kernel begin. ``options`` are a launch's. Whatever is read before the wait must have
-    been written long ago, as weights are.
-    """
-
-    wait: object
-    release: object
-    options: Mapping[str, object]
-
-
-@dataclass(frozen=True)
 class GemvConfiguration:
     """How a product is cut: the rows of x and of the weight that a program has, its warps, and reads ahead."""
 
@@ -149,13 +126,15 @@ def gemv_configuration(
 
     Rows of the weight share what is loaded of x, so a program takes as many as leave ``programs``, of which every
     multiprocessor shall hold several, and as few as leave a thread ``most_sums``. Threads span as much of a row as it
-    has. For one row, as measured on an H200 (docs/measurements/h200.md): long rows of the weight each by a program of
-    its own, with two reads on their way.
+    has. One row and two are cut as measured on an H200 (docs/measurements/h200.md): for one, a program has a long row
+    of the weight for itself, with two reads on their way.
     """
     if num_rows == 1:
         if row_bytes >= 4096:
             return GemvConfiguration(1, 1, 4, 2)
         return GemvConfiguration(1, 2, 4, 2) if n < 5000 else GemvConfiguration(1, 4, 1, 2)
+    if num_rows == 2:
+        return GemvConfiguration(2, 1 if n <= 2048 else 4, 4 if n <= 4096 else 2)
     rows = min(triton.next_power_of_2(num_rows), 8)
     block_n = 8
     while block_n > 1 and (block_n * programs > n or block_n * rows > most_sums):
@@ -191,7 +170,6 @@ def gemv(
     weight_scales: Scales | None = None,
     *,
     configuration: GemvConfiguration | None = None,
-    overlap: Overlap | None = None,
 ) -> torch.Tensor:
     """``x`` [M, K] times ``weight`` [N, K] (columns one by one), plus ``bias`` [N]: a new [M, N] in ``dtype``.
 
@@ -225,11 +203,9 @@ def gemv(
         VECTOR=_READ_BYTES // weight.element_size(),
         VECTORS=32 * cut.num_warps,
         UNROLL=cut.unroll,
-        WAIT=overlap and overlap.wait,
-        RELEASE=overlap and overlap.release,
         num_warps=cut.num_warps,
         num_stages=1,
-        **(overlap.options if overlap else {}),
+        **begun(x),
     )
     return out
 
@@ -237,9 +213,7 @@ def gemv(
 class TritonGemv(LinearKernel):
     """Plain weights as they stand in the checkpoint, for a few rows of activations."""
 
-    overlap: Overlap | None = None
-
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         weight = weights["weight"]
-        y = gemv(x.reshape(-1, x.shape[-1]), weight, bias, x.dtype, overlap=self.overlap)
+        y = gemv(x.reshape(-1, x.shape[-1]), weight, bias, x.dtype)
         return y.view(*x.shape[:-1], weight.shape[0])

@@ -28,8 +28,11 @@ def count_pairs(
     size,
     PAIRS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """How many of a program's pairs each expert has; and its share of the places, as if no pair stood there."""
+    if BEGIN is not None:
+        BEGIN()
     program = tl.program_id(0)
     at = program * PAIRS + tl.arange(0, PAIRS)
     experts = tl.load(ids + at, mask=at < num_pairs, other=-1)
@@ -50,8 +53,11 @@ def place_pairs(
     PAIRS: tl.constexpr,
     EXPERTS: tl.constexpr,
     COUNTS: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """Write a program's pairs to their places: by expert, then in the order of the pairs."""
+    if BEGIN is not None:
+        BEGIN()
     program, programs = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, EXPERTS)
     everywhere, before = tl.zeros([EXPERTS], tl.int32), tl.zeros([EXPERTS], tl.int32)
@@ -106,6 +112,7 @@ def expert_tiles(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """Rows ``pair // divisor`` of x [., depth] times the matrix of the pairs' expert -> rows ``pair`` of out.
 
@@ -120,6 +127,8 @@ def expert_tiles(
     With ``DESCRIBED`` weight is a tensor descriptor, of blocks of COLUMNS of all experts' rows. Such blocks may reach
     into the next expert's rows, and nothing of that is stored.
     """
+    if BEGIN is not None:
+        BEGIN()
     blocks = tl.cdiv(columns, COLUMNS)
     tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     rows = tl.arange(0, ROWS)
@@ -349,8 +358,11 @@ def sum_of_results(
     hidden,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """A token's results, each times its weight; those of experts that are not here were never written."""
+    if BEGIN is not None:
+        BEGIN()
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):

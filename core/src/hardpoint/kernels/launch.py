@@ -1,14 +1,45 @@
-"""Launching a kernel without asking every argument what it is."""
+"""Launching a kernel: early, where the device can, and without asking every argument what it is."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 _ALIGNMENT = 16
 """Bytes; Triton compiles for pointers that are multiples of them, and for others."""
+
+
+@dataclass(frozen=True, eq=False)
+class Overlap:
+    """How a kernel is launched before those that it depends on have ended, on devices that can do so.
+
+    ``begin`` is a function for kernels, and the first thing that they call: it returns when all that came before has
+    ended and can be read. ``options`` are a launch's. A kernel that is launched so has a last parameter BEGIN.
+    """
+
+    begin: Any
+    options: Mapping[str, Any]
+
+
+_overlaps: dict[str, Overlap] = {}
+"""By the type of torch's device."""
+
+
+def overlap_launches(device_type: str, overlap: Overlap | None) -> None:
+    """From now on, launch this package's kernels so on devices of that type; None: each after the one before."""
+    if overlap is None:
+        _overlaps.pop(device_type, None)
+    else:
+        _overlaps[device_type] = overlap
+
+
+def begun(x: torch.Tensor) -> dict[str, Any]:
+    """The named arguments with which a kernel begins as it is to on ``x``'s device."""
+    overlap = _overlaps.get(x.device.type)
+    return {"BEGIN": None} if overlap is None else {"BEGIN": overlap.begin, **overlap.options}
 
 
 class Launcher:
@@ -23,18 +54,19 @@ class Launcher:
         self._kernel, self._num_stages = kernel, num_stages
         self._compiled: dict[Hashable, Any] = {}
 
-    def __call__(self, key: Hashable, grid: tuple[int, int, int], num_warps: int, *args: Any) -> None:
-        """Launch with all of the kernel's arguments, in order; whatever decides its variant must be in ``key``.
+    def __call__(self, key: Hashable, grid: tuple[int, int, int], num_warps: int, x: torch.Tensor, *args: Any) -> None:
+        """Launch with all of the kernel's arguments but BEGIN, in order; what decides its variant must be in ``key``.
 
         None as a key goes Triton's own way.
         """
-        compiled = None if key is None else self._compiled.get(key)
+        place = None if key is None else (_overlaps.get(x.device.type), key)
+        compiled = None if place is None else self._compiled.get(place)
         if compiled is not None:
-            compiled[grid](*args)
+            compiled[grid](x, *args, None)  # it was compiled with what begins it
             return
-        compiled = self._kernel[grid](*args, num_warps=num_warps, num_stages=self._num_stages)
-        if key is not None and compiled is not None:  # the interpreter returns nothing
-            self._compiled[key] = compiled
+        compiled = self._kernel[grid](x, *args, num_warps=num_warps, num_stages=self._num_stages, **begun(x))
+        if place is not None and compiled is not None:  # the interpreter returns nothing
+            self._compiled[place] = compiled
 
 
 def aligned(*tensors: torch.Tensor | None) -> bool:

@@ -47,8 +47,11 @@ def rms_norm_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """ROWS rows. Without ADD there is no residual and no total; with LARGEST 0 the result is not rounded to a spec."""
+    if BEGIN is not None:
+        BEGIN()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < n)

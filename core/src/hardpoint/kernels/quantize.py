@@ -99,7 +99,10 @@ def quantize_rows_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
+    if BEGIN is not None:
+        BEGIN()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < n)

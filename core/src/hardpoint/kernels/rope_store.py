@@ -193,12 +193,15 @@ def qk_norm_rope_store_kernel(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     STILL: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """HEADS heads of one token. q and k are changed in place.
 
     R 0 is no rotation, a null pointer no norm, Q_PROGRAMS 0 queries that stay as they are, a null cache no store, and
     LARGEST 0 a cache without scales.
     """
+    if BEGIN is not None:
+        BEGIN()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     dtype: tl.constexpr = k_ptr.dtype.element_ty

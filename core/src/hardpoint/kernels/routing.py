@@ -56,8 +56,11 @@ def route_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """One token, its experts as a tile [BLOCK_G, BLOCK_S]."""
+    if BEGIN is not None:
+        BEGIN()
     row = tl.program_id(0).to(tl.int64)
     size: tl.constexpr = E // G
     group = tl.arange(0, BLOCK_G)[:, None]
@@ -128,8 +131,11 @@ def sort_pairs_kernel(
     num_experts,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """One expert finds the places of its pairs; the program behind the last one, those of pairs without any."""
+    if BEGIN is not None:
+        BEGIN()
     expert = tl.program_id(0)
     before = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, num_pairs, BLOCK):
@@ -151,9 +157,20 @@ def sort_pairs_kernel(
 
 @triton.jit
 def permute_rows_kernel(
-    x_ptr, order_ptr, starts_ptr, rows_ptr, H, x_stride, num_experts, K: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    order_ptr,
+    starts_ptr,
+    rows_ptr,
+    H,
+    x_stride,
+    num_experts,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """A block of one row: of its pair's token, or zeros behind the last expert's."""
+    if BEGIN is not None:
+        BEGIN()
     place = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = (tl.load(order_ptr + place) // K).to(tl.int64)
@@ -164,9 +181,19 @@ def permute_rows_kernel(
 
 @triton.jit
 def unpermute_rows_kernel(
-    rows_ptr, places_ptr, weights_ptr, out_ptr, H, rows_stride, K: tl.constexpr, BLOCK: tl.constexpr
+    rows_ptr,
+    places_ptr,
+    weights_ptr,
+    out_ptr,
+    H,
+    rows_stride,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """A block of one token's sum."""
+    if BEGIN is not None:
+        BEGIN()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

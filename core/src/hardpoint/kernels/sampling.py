@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hardpoint.kernels.launch import begun
+
 _TILE = 128
 """Tokens whose highest logit is kept. Small, so that what truncation leaves lies in few tiles."""
 _TILES_PER_PROGRAM = 8
@@ -31,10 +33,18 @@ def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
     parts = min(blocks, max(_ARGMAX_PROGRAMS // count, 1))
     best = tokens if parts == 1 else torch.empty(count, parts, dtype=torch.int64, device=rows.device)
     _argmax_of_parts[count, parts](
-        rows, rows.stride(0), best, vocabulary, triton.cdiv(blocks, parts), parts == 1, block, num_warps=num_warps
+        rows,
+        rows.stride(0),
+        best,
+        vocabulary,
+        triton.cdiv(blocks, parts),
+        parts == 1,
+        block,
+        num_warps=num_warps,
+        **begun(rows),
     )
     if parts > 1:
-        _argmax_of_row[count,](best, tokens, parts, triton.next_power_of_2(parts), num_warps=4)
+        _argmax_of_row[count,](best, tokens, parts, triton.next_power_of_2(parts), num_warps=4, **begun(rows))
     return tokens
 
 
@@ -130,8 +140,11 @@ def _argmax_of_parts(
     blocks_per_part,
     IS_WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """Where a part's highest logit is: with ``IS_WHOLE`` its token, otherwise its order and place in one number."""
+    if BEGIN is not None:
+        BEGIN()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = part * blocks_per_part * BLOCK
     lanes = tl.arange(0, BLOCK)
@@ -153,7 +166,9 @@ def _argmax_of_parts(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _argmax_of_row(best, tokens, parts, PARTS: tl.constexpr):
+def _argmax_of_row(best, tokens, parts, PARTS: tl.constexpr, BEGIN: tl.constexpr):
+    if BEGIN is not None:
+        BEGIN()
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     packed = tl.max(tl.load(best + row * parts + lanes, mask=lanes < parts, other=-(2**63)), axis=0)
     tl.store(tokens + row, 0x7FFFFFFF - (packed & 0x7FFFFFFF))

@@ -14,7 +14,6 @@ Axes: M rows of x, N rows of the weight (out), K columns (in). A *tile* is 8 row
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +21,9 @@ import triton
 import triton.language as tl
 
 from hardpoint.kernels.gemv import Scales
+from hardpoint.kernels.launch import begun
 from hardpoint.kernels.quantize import magnitude, rounding_scale
-from hardpoint_plugin_api import LinearKernel
+from hardpoint_plugin_api import DeviceInfo, LinearKernel, LinearWorkload, Reason
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The greatest magnitudes that symmetric scales map to."""
@@ -31,11 +31,8 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 573
 _MOST_COLUMNS = 8192
 """Of a row that is looked through at a time for its greatest magnitude."""
 
-_MULTIPROCESSORS = 132
-_SHARED = 208 << 10
-"""A large device's multiprocessors, and the bytes of each that programs there share."""
-_MOST_BLOCKS = 7
-"""On their way in a program: each is code of its own."""
+_MOST_PLAIN_ROWS = 2048
+"""Of a plain weight that is worth it: from there on, libraries read at the same speed."""
 
 
 @dataclass(frozen=True)
@@ -52,44 +49,24 @@ class SkinnyConfiguration:
     steps: int = 1
 
 
-def skinny_configuration(num_rows: int, n: int, k: int, x_itemsize: int = 1) -> SkinnyConfiguration:
-    """The cut for ``num_rows`` rows of x, of ``x_itemsize`` bytes, and an 8-bit weight of ``n`` rows, ``k`` columns.
+def skinny_configuration(num_rows: int, n: int, x_itemsize: int = 1) -> SkinnyConfiguration:
+    """The cut for ``num_rows`` rows of x, of ``x_itemsize`` bytes, and an 8-bit weight of ``n`` rows.
 
-    A program reads x for its own rows of the weight, and may have to round it, so it has more of them where x is larger
-    and the weight is large enough for as many programs as multiprocessors. Where that leaves but one to each, more
-    blocks are on their way. What up to 8 rows take fits 100 KiB of shared memory.
+    For up to 8 rows of 8-bit elements, the best on an H200 (docs/measurements/h200.md): where the weight makes but one
+    program for each multiprocessor, more blocks are on their way. What up to 8 rows take fits 100 KiB of shared memory.
     """
-    num_warps = 8 if k >= 2048 else 4
-    plain = x_itemsize > 1
-    weight_tiles = 4 if n >= 4096 and (plain or num_rows > 4) else 2
     if num_rows <= 8:
-        return SkinnyConfiguration(1, weight_tiles, num_warps, 5 if plain or weight_tiles == 4 else 6)
-    return SkinnyConfiguration(2 if num_rows <= 16 else 4, weight_tiles, num_warps, 4 if plain or n >= 5000 else 6)
+        return SkinnyConfiguration(1, 4, 4, 6 if n < 5000 else 4)
+    num_stages = 4 if x_itemsize > 1 or n >= 5000 else 6
+    return SkinnyConfiguration(2 if num_rows <= 16 else 4, 4 if n >= 4096 else 2, 4, num_stages)
 
 
-@functools.lru_cache(4096)
-def plain_configuration(num_rows: int, n: int, k: int) -> SkinnyConfiguration:
-    """The cut for ``num_rows`` rows of x and a 16-bit weight of ``n`` rows and ``k`` columns.
+def plain_configuration(num_rows: int) -> SkinnyConfiguration:
+    """The cut for ``num_rows`` rows of x and a 16-bit weight: the best for 1,024 rows of the weight on an H200.
 
-    Every program reads its rows of x, and x is no small part of all there is to read. So the tiles are those with which
-    the busiest multiprocessor has the least of both, even where programs for other rows of x then read the same weight.
-    As much as there is room for is on its way. Not measured yet: made from counts of bytes and registers.
+    Few rows of the weight make few programs, so each has much on its way. See docs/measurements/h200.md.
     """
-    most = triton.next_power_of_2(-(-num_rows // 8))
-    shapes = [(x, weight) for x in (8, 4, 2, 1) for weight in (2, 4, 8) if x <= most and x * weight <= 32]
-
-    def in_turn(shape: tuple[int, int]) -> int:
-        """The programs of the busiest multiprocessor."""
-        x_tiles, weight_tiles = shape
-        programs = -(-n // (8 * weight_tiles)) * -(-num_rows // (8 * x_tiles))
-        return -(-programs // _MULTIPROCESSORS)
-
-    shape = min(shapes, key=lambda shape: in_turn(shape) * sum(shape))
-    at_once = min(in_turn(shape), 2)
-    crowded = at_once > 1 and sum(shape) > 8  # registers are too few for two such programs of eight warps
-    num_warps = 4 if k < 1024 or crowded else 8
-    blocks = _SHARED // at_once // (512 * num_warps * sum(shape))
-    return SkinnyConfiguration(*shape, num_warps, 1 + min(blocks, -(-k // (32 * num_warps)), _MOST_BLOCKS))
+    return SkinnyConfiguration(1 if num_rows <= 16 else 2, 2, 4, 9)
 
 
 def skinny(
@@ -118,7 +95,7 @@ def skinny(
     weight_group = weight_scales.group if weight_scales else 0
     narrow = weight.element_size() == 1
     cut = configuration or (
-        skinny_configuration(num_rows, n, k, x.element_size()) if narrow else plain_configuration(num_rows, n, k)
+        skinny_configuration(num_rows, n, x.element_size()) if narrow else plain_configuration(num_rows)
     )
     grid = triton.cdiv(n, 8 * cut.weight_tiles), triton.cdiv(num_rows, 8 * cut.x_tiles)
     _skinny[grid](
@@ -149,12 +126,21 @@ def skinny(
         WEIGHT_TILES=cut.weight_tiles,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
+        **begun(x),
     )
     return out
 
 
 class TritonSkinny(LinearKernel):
-    """Plain weights as they stand in the checkpoint, for two rows of activations to a few dozen."""
+    """Plain weights of few rows as they stand in the checkpoint, for some rows of activations."""
+
+    @classmethod
+    def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse what libraries read as fast."""
+        rows = workload.out_features or 0
+        most = f"up to {_MOST_PLAIN_ROWS}"
+        wide = Reason("out-features", "larger weights are read as fast by others", wanted=str(rows), supported=most)
+        return [wide] if rows > _MOST_PLAIN_ROWS else []
 
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         weight = weights["weight"]
@@ -258,12 +244,15 @@ def _skinny(
     WARPS: tl.constexpr,
     X_TILES: tl.constexpr,
     WEIGHT_TILES: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """X_TILES tiles of x times WEIGHT_TILES tiles of the weight.
 
     Groups are the columns that share a scale, 0 where all of a row do: there, a block is one span to each warp, which
     lies in one group. A null pointer is no scales at all, or with ROUND_X those that the rows of x ask for.
     """
+    if BEGIN is not None:
+        BEGIN()
     first_m, first_n = tl.program_id(1) * (8 * X_TILES), tl.program_id(0) * (8 * WEIGHT_TILES)
     m, n = first_m + tl.arange(0, 8 * X_TILES), first_n + tl.arange(0, 8 * WEIGHT_TILES)
     element: tl.constexpr = weight_ptr.dtype.element_ty

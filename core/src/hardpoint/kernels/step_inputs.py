@@ -38,8 +38,11 @@ def slot_mapping_kernel(
     table_stride,
     block_size,
     BLOCK: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """Every so many blocks of one request's tokens; the program behind the last request has the padding."""
+    if BEGIN is not None:
+        BEGIN()
     request = tl.program_id(0)
     start = tl.load(starts_ptr + request)
     end = num_tokens
@@ -80,8 +83,11 @@ def decode_inputs_kernel(
     mapping_stride,
     block_size,
     BLOCK: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """One request in one cache group: its page if it begins one, and its row of the block table."""
+    if BEGIN is not None:
+        BEGIN()
     request = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     slot = tl.load(rows_ptr + request).to(tl.int64)
@@ -111,8 +117,10 @@ def decode_inputs_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr"])
-def embedding_lookup_kernel(ids_ptr, weight_ptr, out_ptr, H, weight_stride, BLOCK: tl.constexpr):
+def embedding_lookup_kernel(ids_ptr, weight_ptr, out_ptr, H, weight_stride, BLOCK: tl.constexpr, BEGIN: tl.constexpr):
     """A block of one token's vector."""
+    if BEGIN is not None:
+        BEGIN()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + token).to(tl.int64)

@@ -23,13 +23,14 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
+from hardpoint.kernels.launch import begun
 from hardpoint.quantization.numerics import pack_nibbles
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearKernel, LinearWorkload, Reason, dequantize
 
 _LARGEST_TILE = 256
 _STEP = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1.0}
 """What a code of one becomes: a factor that matrix units' elements can bring the smallest numbers to."""
-_PROGRAMS = 192
+_PROGRAMS = 200
 """Of four warps, for more than 16 rows of x: fewer leave multiprocessors of a large device idle."""
 _MOST_PIECES = 4
 _SUMS = 1024
@@ -148,30 +149,25 @@ class Int4Configuration:
     pieces: int = 1
 
 
-def int4_configuration(num_rows: int, n: int, itemsize: int, group: int) -> Int4Configuration:
+def int4_configuration(num_rows: int, n: int, itemsize: int) -> Int4Configuration:
     """The cut for ``num_rows`` rows of x, of elements of ``itemsize`` bytes, and a weight of ``n`` rows.
 
-    Up to 16 rows of x: as many programs as there are 16 or 32 rows of the weight, whose warps split the columns; wider
-    tiles would leave multiprocessors idle. As much is on its way as leaves room for two or three programs in 200 KiB.
-    More rows: wide tiles, so that x is not read too often, in pieces where those are fewer than what a large device
-    wants; the widest only for large groups, since registers are few. Not measured yet: made from counts of instructions
-    and bytes.
+    Up to 8 rows of x: as many programs as there are 16 or 32 rows of the weight, whose warps split the columns; wider
+    tiles would leave multiprocessors idle. More rows: wide tiles, so that x is not read too often, in pieces where
+    those are fewer than what a large device wants. Best of a sweep on an H200 (docs/measurements/h200.md).
     """
     if itemsize == 4:  # no matrix units: what is multiplied at a time stands in registers
         return Int4Configuration(16, 32, 4, 1)
     narrow = n < 8192
-    if num_rows == 1:
-        return Int4Configuration(1, 16, 8, 4, split=True) if narrow else Int4Configuration(1, 32, 4, 4, split=True)
     if num_rows <= 8:
-        return Int4Configuration(8, 16, 4, 4, split=True) if narrow else Int4Configuration(8, 32, 4, 3, split=True)
-    if num_rows <= 16:
-        return Int4Configuration(16, 32, 4, 3, split=True) if narrow else Int4Configuration(16, 64, 4, 4)
-    if num_rows <= 64:
-        cut = Int4Configuration(32, 64, 4, 4) if num_rows <= 32 else Int4Configuration(64, 64, 4, 3)
+        block_m = 8 if num_rows > 4 else triton.next_power_of_2(num_rows)
+        return Int4Configuration(block_m, 16 if narrow else 32, 4, 3, split=True)
+    if num_rows <= 32:
+        cut = Int4Configuration(16 if num_rows <= 16 else 32, 64 if narrow else 128, 4, 3)
     else:
-        cut = Int4Configuration(64, 128, 8, 3) if group in (32, 64) else Int4Configuration(128, 128, 8, 2)
+        cut = Int4Configuration(64, 64, 4, 3)
     programs, pieces = triton.cdiv(num_rows, cut.block_m) * triton.cdiv(n, cut.block_n), 1
-    while pieces < _MOST_PIECES and programs * pieces < _PROGRAMS * 4 // cut.num_warps:
+    while pieces < _MOST_PIECES and programs * pieces < _PROGRAMS:
         pieces *= 2
     return replace(cut, pieces=pieces)
 
@@ -193,7 +189,7 @@ def int4_matmul(
     out = x.new_empty(num_rows, n)
     if not num_rows:
         return out
-    cut = configuration or int4_configuration(num_rows, n, x.element_size(), group)
+    cut = configuration or int4_configuration(num_rows, n, x.element_size())
     tile = _tile(group)
     split = cut.num_warps if cut.split else 1
     found = out if cut.pieces == 1 else torch.empty(cut.pieces, num_rows, n, dtype=torch.float32, device=x.device)
@@ -222,9 +218,11 @@ def int4_matmul(
         TILES_TOGETHER=8,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
+        **begun(x),
     )
     if cut.pieces > 1:
-        _sum_pieces[triton.cdiv(num_rows * n, _SUMS),](found, bias, out, num_rows, n, cut.pieces, _SUMS, num_warps=4)
+        grid = (triton.cdiv(num_rows * n, _SUMS),)
+        _sum_pieces[grid](found, bias, out, num_rows, n, cut.pieces, _SUMS, num_warps=4, **begun(x))
     return out
 
 
@@ -250,6 +248,7 @@ def int4_dequantize(
         TILE=tile,
         BLOCK_N=16,
         num_warps=4,
+        **begun(words),
     )
     return out
 
@@ -331,12 +330,15 @@ def _int4_matmul(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILES_TOGETHER: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """A tile of the product, transposed. TILES_TOGETHER rows of tiles are worked on at a time: they share the weight.
 
     SPLIT is the number of warps, where each has a tile of columns of its own, or 1. The program's second number says
     which piece of the columns it has. WHOLE says that each of these is a whole number of what it takes at a time.
     """
+    if BEGIN is not None:
+        BEGIN()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     words_of_tile: tl.constexpr = TILE // 8
     step_columns: tl.constexpr = TILE // 4
@@ -410,8 +412,11 @@ def _int4_dequantize(
     STEP: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BEGIN: tl.constexpr,
 ):
     """A tile's columns of BLOCK_N rows."""
+    if BEGIN is not None:
+        BEGIN()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     words_of_tile: tl.constexpr = TILE // 8
     step_columns: tl.constexpr = TILE // 4
@@ -435,8 +440,12 @@ def _int4_dequantize(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _sum_pieces(found_ptr, bias_ptr, out_ptr, num_rows, N, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_pieces(
+    found_ptr, bias_ptr, out_ptr, num_rows, N, PIECES: tl.constexpr, BLOCK: tl.constexpr, BEGIN: tl.constexpr
+):
     """``found`` [PIECES, M, N], added up in order, plus the bias."""
+    if BEGIN is not None:
+        BEGIN()
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     size = num_rows.to(tl.int64) * N
     y = tl.load(found_ptr + place, mask=place < size, other=0.0)

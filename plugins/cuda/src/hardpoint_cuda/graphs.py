@@ -6,6 +6,7 @@ largest needs. So no two may run at the same time, and a result is valid until a
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -164,7 +165,9 @@ class _Capture:
     def _end(self) -> None:
         graph = self.pieces[-1]
         assert isinstance(graph, torch.cuda.CUDAGraph)
-        graph.capture_end()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # without tokens, nothing is launched
+            graph.capture_end()
 
 
 class CudaGraph:

@@ -1,6 +1,9 @@
-"""Core's kernels, begun while the one before still ends: programmatic dependent launch.
+"""Core's kernels, launched while the one before still ends: programmatic dependent launch.
 
 CUDA C++ programming guide, section "Programmatic Dependent Launch and Synchronization".
+
+A kernel waits for all that came before, before it touches anything, and lets the next one be launched only then: so
+that one's programs stand ready when it ends, and no more than two kernels share the device.
 """
 
 from __future__ import annotations
@@ -8,24 +11,13 @@ from __future__ import annotations
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hardpoint.kernels.gemv import Overlap, TritonGemv
+from hardpoint.kernels.launch import Overlap
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _wait() -> None:
+def _begin() -> None:
     gdc_wait()
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _release() -> None:
     gdc_launch_dependents()
 
 
-OVERLAP = Overlap(_wait, _release, {"launch_pdl": True})
-
-
-class OverlappedGemv(TritonGemv):
-    """Reads its first weights while what makes its activations still runs."""
-
-    overlap = OVERLAP
-    overlapped = True
+OVERLAP = Overlap(_begin, {"launch_pdl": True})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.platforms import host
 from hardpoint.platforms.torch_accelerator import DeviceModule, TorchAcceleratorPlatform
@@ -15,6 +16,12 @@ from hardpoint.platforms.torch_build import TorchBuild, torch_build, torch_reaso
 from hardpoint_cuda import nvml
 from hardpoint_cuda.nvml import Gpu, Nvml
 from hardpoint_plugin_api import NO_DEVICE, ConfigError, DeviceInfo, Fp8Format, GraphEngine, Reason
+
+if TYPE_CHECKING:
+    import torch
+
+_OVERLAPS = 90
+"""The first architecture with programmatic dependent launch."""
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -156,6 +163,19 @@ class CudaPlatform(TorchAcceleratorPlatform):
     def is_described(self, module: DeviceModule, index: int) -> bool:
         """Compare names: NVML counts in PCI order, CUDA by default with the fastest first."""
         return module.get_device_name(index) == self.info.name
+
+    def activate(self, index: int) -> torch.device:
+        """See Platform. Core's kernels overlap from now on, where the device can and the configuration lets them."""
+        device = super().activate(index)
+        if importlib.util.find_spec("triton") is not None:
+            from hardpoint.kernels.launch import overlap_launches
+            from hardpoint_cuda.overlapped import OVERLAP
+
+            overlaps = (
+                self.config.get("overlap_launches", True) and int(self.info.arch.removeprefix("sm_")) >= _OVERLAPS
+            )
+            overlap_launches(device.type, OVERLAP if overlaps else None)
+        return device
 
     def graph_engine(self) -> GraphEngine:
         """CUDA graphs of the sizes that the configuration lists. Raises ConfigError for such a list."""

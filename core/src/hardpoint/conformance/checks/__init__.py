@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from hardpoint.conformance.checks import census, layout, repetition, replay, values
 from hardpoint.conformance.plan import Plan
-from hardpoint.conformance.probe import Probe
+from hardpoint.conformance.probe import Chained, Probe
 from hardpoint.conformance.trials import Check, Finding
 
 KernelCheck = Callable[[Probe, int], Finding]
@@ -38,6 +38,6 @@ def kernel_checks(probe: Probe, seed: int, plan: Plan, trial: int, without: Sequ
     for number, (name, check) in enumerate(ADVERSARIAL.items()):
         if name not in without and plan.includes(number, trial):
             checks.append(Check(name, lambda check=check: check(probe, seed)))  # type: ignore[misc]  # bound early
-    if probe.subject.overlapped:
+    if probe.subject.overlapped or (isinstance(probe, Chained) and probe.subject.site.platform.info.accelerator):
         checks.append(Check("chain", lambda: replay.chain(probe, seed)))
     return checks
