@@ -24,6 +24,9 @@ one row of activations."""
 
 _MOST_PLAIN_ELEMENTS = 1 << 23
 
+_SUMMED_BY_UNITS = tl.constexpr(128)
+"""Products of 8-bit floats. Hopper's matrix units add them up with some 14 bits; float32 adders add up these sums."""
+
 
 @dataclass(frozen=True)
 class GemmConfiguration:
@@ -64,7 +67,7 @@ def _of_decodes(num_rows: int, n: int) -> GemmConfiguration:
     Even one row as a tile of 64: that is what its matrix units take of both operands in shared memory.
     """
     if n >= WIDE:
-        return GemmConfiguration(64, 128, 128, 4, 4) if num_rows <= 64 else GemmConfiguration(128, 128, 128, 4, 6)
+        return GemmConfiguration(64, 128, 128, 4, 4)
     return GemmConfiguration(64, 32 if n < 5000 and num_rows <= 64 else 64, 256, 4, 6)
 
 
@@ -189,7 +192,10 @@ def _gemm(
         inside = start + columns < K
         x = tl.load(x_ptrs, mask=(m < num_rows)[:, None] & inside[None, :], other=0.0)
         weight = tl.load(weight_ptrs, mask=(n < N)[None, :] & inside[:, None], other=0.0)
-        if x_scale_ptr is None and weight.dtype != x.dtype:
+        if x.dtype.is_fp8() and out_ptr.dtype.element_ty == tl.float16:  # which has more digits than such sums
+            x = x.to(tl.float16)
+            weight = weight.to(tl.float16)
+        elif x_scale_ptr is None and weight.dtype != x.dtype:
             if x.dtype == tl.bfloat16:
                 weight = weight.to(tl.float32)  # devices convert to it faster than to bfloat16
             weight = weight.to(x.dtype)
@@ -203,7 +209,9 @@ def _gemm(
                 product = product * weight_scale.to(tl.float32)[None, :]
             total += product
         else:
-            total = tl.dot(x, weight, total, out_dtype=sum_type, input_precision="ieee")
+            total = tl.dot(
+                x, weight, total, out_dtype=sum_type, input_precision="ieee", max_num_imprecise_acc=_SUMMED_BY_UNITS
+            )
         x_ptrs += BLOCK_K * x_stride_k
         weight_ptrs += BLOCK_K
     y = total.to(tl.float32)

@@ -184,12 +184,12 @@ class CudaPlatform(TorchAcceleratorPlatform):
         from hardpoint_cuda.graphs import BATCH_SIZES, PIECE_SIZES, TOKEN_SIZES, CudaGraphs
 
         sizes = []
-        for key, auto, default in (
-            ("graph_batch_sizes", BATCH_SIZES, "auto"),
-            ("graph_token_sizes", TOKEN_SIZES, "auto"),
-            ("graph_piece_sizes", PIECE_SIZES, "none"),
+        for key, auto in (
+            ("graph_batch_sizes", BATCH_SIZES),
+            ("graph_token_sizes", TOKEN_SIZES),
+            ("graph_piece_sizes", PIECE_SIZES),
         ):
-            listed = str(self.config.get(key, default))
+            listed = str(self.config.get(key, "auto"))
             sizes.append(auto if listed == "auto" else parse_sizes(listed, key))
         return CudaGraphs(torch.device(self.info.torch_type, self.memory.index), *sizes)
 

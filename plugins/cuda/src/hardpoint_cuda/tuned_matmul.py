@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch.nn.functional import linear
 
+from hardpoint.kernels.launch import aligned
 from hardpoint_cuda import cublaslt
 from hardpoint_cuda.cublaslt import WORKSPACE_BYTES, Prepared, Product, prepared
 from hardpoint_cuda.matmul_tables import Table, key_of, nearest, path_of, read
@@ -62,7 +63,7 @@ class TunedMatmul(LinearKernel):
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         weight = weights["weight"]
         rows = x.reshape(-1, x.shape[-1])
-        is_plain = rows.is_contiguous() and weight.is_contiguous()
+        is_plain = rows.is_contiguous() and weight.is_contiguous() and aligned(rows, weight)
         chosen = self._choose(rows.shape[0], *weight.shape, weight.device) if is_plain else None
         if chosen is None:
             return linear(x, weight, bias)
