@@ -10,7 +10,7 @@ import torch
 
 from hardpoint.conformance.families.all2all import All2AllTrials
 from hardpoint.conformance.site import Site
-from hardpoint.experts.all2all import AllGatherReduceScatter, AllToAll
+from hardpoint.experts.all2all import AllGatherReduceScatter, AllReduce, AllToAll
 from hardpoint.experts.local import LocalAll2All, LocalBatches
 from hardpoint_plugin_api import All2All, Dispatched, DispatchHandle
 from tests.conformance.trying import Caught, first_failure, subject
@@ -140,7 +140,16 @@ class RowsUnderstated(AllGatherReduceScatter):
         return tokens
 
 
+class SumsNothing(AllReduce):
+    """Gives back what this rank's experts made."""
+
+    def combine(self, y: Tensor, handle: object, out: Tensor) -> None:
+        cast(DispatchHandle[None], handle).take()
+        out.copy_(y)
+
+
 LOCAL, BATCHES, GATHER, EXCHANGE = "local", "local_batches", "allgather_reducescatter", "all_to_all"
+REDUCE = "all_reduce"
 PLANTED: dict[str, tuple[type[All2All], str, str]] = {
     "ids off by one": (IdsOffByOne, GATHER, "values"),
     "ids of all ranks": (IdsOfAllRanks, EXCHANGE, "values"),
@@ -159,11 +168,12 @@ PLANTED: dict[str, tuple[type[All2All], str, str]] = {
     "tokens taken for the result": (TokensAreZeros, LOCAL, "in-place"),
     "passed through": (PassedThrough, GATHER, "values"),
     "rows understated": (RowsUnderstated, GATHER, "dispatch"),
+    "results not summed": (SumsNothing, REDUCE, "values"),
 }
 
 
 def tried(site: Site, kind: type[All2All], name: str) -> Caught | None:
-    ways = ["ep"] if name in (GATHER, EXCHANGE) else ["none", "tp"]
+    ways = ["ep"] if name in (GATHER, EXCHANGE, REDUCE) else ["none", "tp"]
     claims = [{"parallel": ways}, {"feature": ["batch_invariant"]}]
     return first_failure(subject(site, kind, "all2all", name=name, requires=claims), All2AllTrials())
 

@@ -57,11 +57,14 @@ class All2All(ABC):
     """Dispatch and combine of one group of ranks. Layers share an instance; one dispatch is open at a time.
 
     ``format`` is that of what it dispatches; ``capturable`` says whether both may be recorded in a graph, once it knows
-    what to ``expect``. What cannot be done must raise: no method may hand data through unchanged.
+    what to ``expect``. With ``replicated``, ranks have the same tokens: each dispatches all of them, and gets all
+    results back, the same on every rank; without, each has tokens of its own. What cannot be done must raise: no
+    method may hand data through unchanged.
     """
 
     format: ClassVar[ActivationFormat] = "standard"
     capturable: ClassVar[bool] = True
+    replicated: ClassVar[bool] = False
 
     def __init__(self, ctx: BuildContext, workload: All2AllWorkload) -> None:
         self.ctx, self.workload = ctx, workload

@@ -87,6 +87,25 @@ class NaiveAll2All(AllGatherReduceScatter):
         return total[start : start + rows[self._group.rank]]
 
 
+class AllReduce(_AmongRanks):
+    """Nothing travels but results: every rank has every token, makes of it what its experts do, and all sum that up."""
+
+    replicated = True
+
+    def most_rows(self, tokens: int) -> int:
+        return tokens
+
+    def dispatch(
+        self, x: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor
+    ) -> Dispatched:
+        return Dispatched(x, scales, self._own(ids), weights, None, DispatchHandle(None))
+
+    def combine(self, y: torch.Tensor, handle: object, out: torch.Tensor) -> None:
+        cast(DispatchHandle[None], handle).take()
+        if y.numel():
+            out.copy_(self._group.all_reduce(y))
+
+
 class AllToAll(_AmongRanks):
     """A token goes once to each rank that has experts of it. Sums are taken in the order of the ranks.
 

@@ -1,8 +1,9 @@
 """The feed-forward of a block that is a mixture of experts: router, experts, and what every token goes through.
 
 Axes: T tokens, H hidden, E experts, K experts per token. All ranks have the same tokens. Where whole experts are
-divided among ranks, each routes its share of the tokens, an all2all brings them to their experts, and ranks gather
-what became of them; where each expert is divided, ranks sum what their slices made.
+divided among ranks, an all2all that takes them so sums what the ranks' experts made; for another, each rank routes its
+share of the tokens, the all2all brings them to their experts, and ranks gather what became of them. Where each expert
+is divided, ranks sum what their slices made.
 """
 
 from __future__ import annotations
@@ -72,20 +73,25 @@ class MoE(PluggableLayer, name="moe"):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        shares = _shares(x.shape[0], self._ep.size)
-        start = sum(shares[: self._ep.rank])
-        own = x[start : start + shares[self._ep.rank]]
-        ids, weights = self._route(self.router(own), self.weights.get("correction_bias"), **self._routing)
-        y = self.experts(own, ids, weights, tokens=x.shape[0])
-        if y.shape[0]:  # the same on all ranks that have slices of one expert
-            y = self._slices.all_reduce(y)
-        y = self._ep.all_gather(y, shares)
+        if self.experts.replicated:
+            y = self._routed(x, x.shape[0])
+        else:
+            shares = _shares(x.shape[0], self._ep.size)
+            start = sum(shares[: self._ep.rank])
+            own = x[start : start + shares[self._ep.rank]]
+            y = self._ep.all_gather(self._routed(own, x.shape[0]), shares)
         if self.shared is None:
             return y
         shared: torch.Tensor = self.shared(x)
         if self.shared_gate is not None:
             shared = shared * self._sigmoid(self.shared_gate(x), activation="sigmoid")
         return y + shared
+
+    def _routed(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        """What experts make of x [t, H], this rank's of a step's ``tokens``."""
+        ids, weights = self._route(self.router(x), self.weights.get("correction_bias"), **self._routing)
+        y: torch.Tensor = self.experts(x, ids, weights, tokens=tokens)
+        return self._slices.all_reduce(y) if y.shape[0] else y  # as many on all ranks that have slices of one expert
 
 
 class Experts(PluggableLayer):
@@ -135,6 +141,7 @@ class Experts(PluggableLayer):
             hidden_size=args.hidden_size,
         )
         self._all2all = _all2all(ctx, exchange)
+        self.replicated = ep.size == 1 or self._all2all.replicated
         workload = ExpertsWorkload(
             dtype=self.dtype,
             spec=pair,
@@ -154,7 +161,7 @@ class Experts(PluggableLayer):
         self._limits = [entry.range.max for entry in plan.entries]
         self._around = [PrepareFinalize(ctx, self._all2all, kernel) for kernel in self.kernels]
         self._most_tokens = ctx.config.max_num_batched_tokens
-        most = self._all2all.most_rows(max(_shares(self._most_tokens, ep.size)))
+        most = self._all2all.most_rows(max(self._of_ranks(self._most_tokens)))
         self._scratch = [kernel.workspace_bytes(most) for kernel in self.kernels]
         ctx.resources.declare(_WORKSPACE, max(self._scratch))
 
@@ -186,7 +193,7 @@ class Experts(PluggableLayer):
         place = next(i for i, most in enumerate(self._limits) if most is None or tokens <= most)
         workspace = self._resources.get(_WORKSPACE)[: self._scratch[place]]
         run, w = self._around[place].run, self.weights
-        parts, shares = -(-tokens // self._most_tokens), _shares(tokens, self._num_ranks)
+        parts, shares = -(-tokens // self._most_tokens), self._of_ranks(tokens)
         if parts <= 1:
             self._all2all.expect(shares)
             return run(x, ids, weights, w, workspace)
@@ -197,6 +204,10 @@ class Experts(PluggableLayer):
             self._all2all.expect([share // parts + (number < share % parts) for share in shares])
             done.append(run(*piece, w, workspace))
         return torch.cat(done)
+
+    def _of_ranks(self, tokens: int) -> Sequence[int]:
+        """How many of a step's tokens each rank dispatches."""
+        return [tokens] * self._num_ranks if self.replicated else _shares(tokens, self._num_ranks)
 
 
 def slicing_group(ctx: Context) -> RankGroup:

@@ -108,15 +108,23 @@ class _Step:
     ids: torch.Tensor
     weights: torch.Tensor
     rows: tuple[int, ...]
+    replicated: bool
+
+    @property
+    def most(self) -> int:
+        """Tokens of the rank that has the most."""
+        return sum(self.rows) if self.replicated else max(self.rows)
+
+    def part(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """Of what all ranks have, what one has."""
+        return full if self.replicated else full.split(self.rows)[rank]
 
     def of(
         self, rank: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """The part of one rank, copied to its device."""
-        x, ids, weights = (
-            full.split(self.rows)[rank].to(device, copy=True) for full in (self.x, self.ids, self.weights)
-        )
-        scales = None if self.scales is None else self.scales.split(self.rows)[rank].to(device, copy=True)
+        x, ids, weights = (self.part(full, rank).to(device, copy=True) for full in (self.x, self.ids, self.weights))
+        scales = None if self.scales is None else self.part(self.scales, rank).to(device, copy=True)
         return x, scales, ids, weights
 
 
@@ -167,7 +175,7 @@ class All2AllProbe:
         if self._row["travels"] == "int8":
             scales = torch.rand(tokens, 1, generator=generator) + 0.5
             x = torch.randint(-127, 128, x.shape, generator=generator, dtype=torch.int8)
-        return _Step(x, scales, ids, weights, rows)
+        return _Step(x, scales, ids, weights, rows, self.subject.target.replicated)
 
     @cached_property
     def _functions(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,7 +250,7 @@ class All2AllProbe:
         def fault(check: str, code: str, message: str) -> None:
             seen.faults.append((check, Fault(code, where, message)))
 
-        most = max(max(step.rows) for step in steps)
+        most = max(step.most for step in steps)
         for number, step in enumerate(steps):
             x, scales, ids, weights = step.of(rank, context.torch_device)
             sent = made.dispatch(x, scales, ids, weights)
@@ -251,7 +259,7 @@ class All2AllProbe:
             for name, now, drawn in zip(
                 ("x", "ids", "weights"), (x, ids, weights), (step.x, step.ids, step.weights), strict=True
             ):
-                if not torch.equal(now.cpu(), drawn.split(step.rows)[rank]):
+                if not torch.equal(now.cpu(), step.part(drawn, rank)):
                     fault("inputs", "mutated", f"dispatch has changed {name}")
             y = self._experts_of(rank, sent)
             # The contract lets the result be written to the tokens themselves where these were dispatched as they are.
@@ -263,7 +271,7 @@ class All2AllProbe:
             )
             made.combine(y.clone(), sent.handle, out)
             for name, now, drawn in zip(("ids", "weights"), (ids, weights), (step.ids, step.weights), strict=True):
-                if not torch.equal(now.cpu(), drawn.split(step.rows)[rank]):
+                if not torch.equal(now.cpu(), step.part(drawn, rank)):
                     fault("inputs", "mutated", f"combine has changed {name}")
             seen.results.append(out.cpu().clone())
         try:
@@ -314,7 +322,7 @@ class All2AllProbe:
             own, true = self._expect(step)
             for rank, seen in enumerate(self._seen):
                 where = f"step {number}, rank {rank} of tokens {list(step.rows)}"
-                parts = (own.split(step.rows)[rank], true.split(step.rows)[rank])
+                parts = (step.part(own, rank), step.part(true, rank))
                 one = compare(where, seen.results[number], *parts, ERRORS, _HOST)
                 found.faults += one.faults
                 found.measured |= one.measured
