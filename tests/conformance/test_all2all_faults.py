@@ -10,7 +10,7 @@ import torch
 
 from hardpoint.conformance.families.all2all import All2AllTrials
 from hardpoint.conformance.site import Site
-from hardpoint.experts.all2all import AllGatherReduceScatter, AllReduce, AllToAll
+from hardpoint.experts.all2all import AllGatherReduceScatter, AllToAll, Replicated
 from hardpoint.experts.local import LocalAll2All, LocalBatches
 from hardpoint_plugin_api import All2All, Dispatched, DispatchHandle
 from tests.conformance.trying import Caught, first_failure, subject
@@ -140,16 +140,16 @@ class RowsUnderstated(AllGatherReduceScatter):
         return tokens
 
 
-class SumsNothing(AllReduce):
-    """Gives back what this rank's experts made."""
+class SumsThatAreSummed(Replicated):
+    """Gives back what all ranks' experts made, which is then summed once more."""
 
     def combine(self, y: Tensor, handle: object, out: Tensor) -> None:
         cast(DispatchHandle[None], handle).take()
-        out.copy_(y)
+        out.copy_(self._group.all_reduce(y) if y.numel() else y)
 
 
 LOCAL, BATCHES, GATHER, EXCHANGE = "local", "local_batches", "allgather_reducescatter", "all_to_all"
-REDUCE = "all_reduce"
+REDUCE = "replicated"
 PLANTED: dict[str, tuple[type[All2All], str, str]] = {
     "ids off by one": (IdsOffByOne, GATHER, "values"),
     "ids of all ranks": (IdsOfAllRanks, EXCHANGE, "values"),
@@ -168,7 +168,7 @@ PLANTED: dict[str, tuple[type[All2All], str, str]] = {
     "tokens taken for the result": (TokensAreZeros, LOCAL, "in-place"),
     "passed through": (PassedThrough, GATHER, "values"),
     "rows understated": (RowsUnderstated, GATHER, "dispatch"),
-    "results not summed": (SumsNothing, REDUCE, "values"),
+    "summed twice": (SumsThatAreSummed, REDUCE, "values"),
 }
 
 

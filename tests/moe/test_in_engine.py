@@ -137,7 +137,7 @@ def test_explain_says_why_not_the_others(
     }
     assert reasons["all2all"] == {
         "local_batches": ["lower-rank"],
-        **{name: ["parallel"] for name in ("all_reduce", "allgather_reducescatter", "all_to_all", "naive")},
+        **{name: ["parallel"] for name in ("replicated", "allgather_reducescatter", "all_to_all", "naive")},
     }
 
 

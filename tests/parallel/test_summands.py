@@ -165,6 +165,9 @@ def check(llm: LLM, model: Any, longest: int = 40) -> None:
         check_tokens_equal(model, prompt, output.outputs[0].token_ids)
 
 
+EVERY_NORM = ["stack.blocks.0.mlp_norm", "stack.blocks.1.attention_norm", "stack.blocks.1.mlp_norm", "norm"]
+
+
 def summing_sites(blueprint: Any) -> list[str]:
     """Norms whose first argument is a summand."""
     found = []
@@ -182,21 +185,31 @@ def test_every_norm_behind_a_divided_layer_sums(tmp_path: Path) -> None:
         assert chosen(llm) == ["composed"]
         assert isinstance(llm.core.executor, ThreadsExecutor)
         for blueprint in llm.core.executor.blueprints:
-            assert summing_sites(blueprint) == [
-                "stack.blocks.0.mlp_norm",
-                "stack.blocks.1.attention_norm",
-                "stack.blocks.1.mlp_norm",
-                "norm",
-            ]
+            assert summing_sites(blueprint) == EVERY_NORM
         check(llm, model)
 
 
-def test_a_mixture_sums_for_itself(tmp_path: Path) -> None:
-    model = write_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2, **MIXTURE)
-    with ranks_in_threads(tmp_path, 2, enable_expert_parallel=True) as llm:
+@pytest.mark.parametrize(
+    ("settings", "sites"),
+    [
+        ({}, EVERY_NORM),
+        ({"enable_expert_parallel": True}, EVERY_NORM),
+        ({"enable_expert_parallel": True, "all2all_backend": "naive"}, EVERY_NORM[::2]),
+    ],
+    ids=["slices", "replicated", "shares"],
+)
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen3_moe", {}), ("qwen2_moe", {"shared_expert_intermediate_size": 32})]
+)
+def test_mixtures(
+    settings: dict[str, Any], sites: list[str], family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """One whose ranks gather what experts made sums for itself."""
+    model = write_checkpoint(tmp_path, family, num_hidden_layers=2, **MIXTURE, **changes)
+    with ranks_in_threads(tmp_path, 2, **settings) as llm:
         assert isinstance(llm.core.executor, ThreadsExecutor)
         for blueprint in llm.core.executor.blueprints:
-            assert summing_sites(blueprint) == ["stack.blocks.0.mlp_norm", "stack.blocks.1.mlp_norm"]
+            assert summing_sites(blueprint) == sites
         check(llm, model)
 
 

@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep4": (4, {"enable_expert_parallel": True}),
     "tp2-ep2": (4, {"expert_parallel_size": 2}),
 }
-ALL2ALLS = ("all_reduce", "naive", "allgather_reducescatter", "all_to_all")
+ALL2ALLS = ("replicated", "naive", "allgather_reducescatter", "all_to_all")
 COMMUNICATORS = ("torch_distributed", "gather_and_sum")
 
 

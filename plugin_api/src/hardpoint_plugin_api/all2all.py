@@ -57,9 +57,9 @@ class All2All(ABC):
     """Dispatch and combine of one group of ranks. Layers share an instance; one dispatch is open at a time.
 
     ``format`` is that of what it dispatches; ``capturable`` says whether both may be recorded in a graph, once it knows
-    what to ``expect``. With ``replicated``, ranks have the same tokens: each dispatches all of them, and gets all
-    results back, the same on every rank; without, each has tokens of its own. What cannot be done must raise: no
-    method may hand data through unchanged.
+    what to ``expect``. With ``replicated``, ranks have the same tokens: each dispatches all of them, and gets back what
+    its own experts made of them, which is summed over ranks later; without, each has tokens of its own. What cannot be
+    done must raise: no method may hand data through unchanged.
     """
 
     format: ClassVar[ActivationFormat] = "standard"
@@ -103,6 +103,8 @@ class All2All(ABC):
     @abstractmethod
     def combine(self, y: torch.Tensor, handle: object, out: torch.Tensor) -> None:
         """Bring results home: ``out`` [T, H], all of which is written, gets the sum over ranks for each token.
+
+        (Where ``replicated``, this rank's summand.)
 
         In the format ``standard``, ``y`` [R, H] is weighted and summed over this rank's experts already; in
         ``batched``, ``y`` [E, M, H] is what the experts made, to be weighted by the router's weights here. ``y`` may be

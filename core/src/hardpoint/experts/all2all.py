@@ -87,8 +87,8 @@ class NaiveAll2All(AllGatherReduceScatter):
         return total[start : start + rows[self._group.rank]]
 
 
-class AllReduce(_AmongRanks):
-    """Nothing travels but results: every rank has every token, makes of it what its experts do, and all sum that up."""
+class Replicated(_AmongRanks):
+    """Nothing travels: every rank has every token, and makes of it what its experts do."""
 
     replicated = True
 
@@ -102,8 +102,8 @@ class AllReduce(_AmongRanks):
 
     def combine(self, y: torch.Tensor, handle: object, out: torch.Tensor) -> None:
         cast(DispatchHandle[None], handle).take()
-        if y.numel():
-            out.copy_(self._group.all_reduce(y))
+        if y is not out:
+            out.copy_(y)
 
 
 class AllToAll(_AmongRanks):

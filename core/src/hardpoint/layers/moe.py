@@ -1,9 +1,8 @@
 """The feed-forward of a block that is a mixture of experts: router, experts, and what every token goes through.
 
-Axes: T tokens, H hidden, E experts, K experts per token. All ranks have the same tokens. Where whole experts are
-divided among ranks, an all2all that takes them so sums what the ranks' experts made; for another, each rank routes its
-share of the tokens, the all2all brings them to their experts, and ranks gather what became of them. Where each expert
-is divided, ranks sum what their slices made.
+Axes: T tokens, H hidden, E experts, K experts per token. All ranks have the same tokens. What a rank's experts, or its
+slices of experts, make of them is a summand. An all2all that is not ``replicated`` wants tokens of each rank's own:
+there, each routes its share, the all2all brings them to their experts, and ranks gather what became of them.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class MoE(PluggableLayer, name="moe"):
     def __init__(self, ctx: Context, args: MoEArgs) -> None:
         super().__init__(ctx)
         self.args, hidden = args, args.hidden_size
-        self._ep = ctx.parallel.ep
+        self._ep, self._tp, self._leaves_summand = ctx.parallel.ep, ctx.parallel.tp, False
         self._slices = slicing_group(ctx)
         self.router = Linear(
             ctx.child("router"), LinearArgs(hidden, (("experts", args.router.num_experts),), kind="router")
@@ -62,6 +61,8 @@ class MoE(PluggableLayer, name="moe"):
         if args.shared_size:
             shared = MLPArgs(hidden, args.shared_size, args.activation, args.gated)
             self.shared = MLP(ctx.child("shared"), shared)
+        ours = type(self).forward is MoE.forward  # another may want the shared expert's result
+        self._sums = ours and self.experts.replicated and (self.shared is None or self.shared.leave_summand())
         if args.shared_gate:
             self.shared_gate = Linear(ctx.child("shared_gate"), LinearArgs(hidden, (("gate", 1),), kind="router"))
             self._sigmoid = activation.bind(ctx, activation="sigmoid")
@@ -71,27 +72,36 @@ class MoE(PluggableLayer, name="moe"):
             return {}
         return {"correction_bias": WeightSlot((self.args.router.num_experts,), "float32")}
 
+    def leave_summand(self) -> bool:
+        self._leaves_summand = self._sums
+        return self._sums
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        if self.experts.replicated:
-            y = self._routed(x, x.shape[0])
-        else:
-            shares = _shares(x.shape[0], self._ep.size)
-            start = sum(shares[: self._ep.rank])
-            own = x[start : start + shares[self._ep.rank]]
-            y = self._ep.all_gather(self._routed(own, x.shape[0]), shares)
-        if self.shared is None:
-            return y
-        shared: torch.Tensor = self.shared(x)
-        if self.shared_gate is not None:
-            shared = shared * self._sigmoid(self.shared_gate(x), activation="sigmoid")
-        return y + shared
+        y = self._routed(x, x.shape[0]) if self.experts.replicated else self._gathered(x)
+        if self.experts.replicated and not self._sums:
+            y = self._tp.all_reduce(y)
+        if self.shared is not None:
+            shared: torch.Tensor = self.shared(x)
+            if self.shared_gate is not None:
+                shared = shared * self._sigmoid(self.shared_gate(x), activation="sigmoid")
+            y = y + shared
+        return self._tp.all_reduce(y) if self._sums and not self._leaves_summand else y
+
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """What all ranks' experts make of x [T, H], of which each rank routes a share."""
+        shares = _shares(x.shape[0], self._ep.size)
+        start = sum(shares[: self._ep.rank])
+        y = self._routed(x[start : start + shares[self._ep.rank]], x.shape[0])
+        if y.shape[0]:  # the same on all ranks that have slices of one expert
+            y = self._slices.all_reduce(y)
+        return self._ep.all_gather(y, shares)
 
     def _routed(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        """What experts make of x [t, H], this rank's of a step's ``tokens``."""
+        """What this rank's experts make of x [t, H], its share of a step's ``tokens``."""
         ids, weights = self._route(self.router(x), self.weights.get("correction_bias"), **self._routing)
         y: torch.Tensor = self.experts(x, ids, weights, tokens=tokens)
-        return self._slices.all_reduce(y) if y.shape[0] else y  # as many on all ranks that have slices of one expert
+        return y
 
 
 class Experts(PluggableLayer):

@@ -320,10 +320,12 @@ class All2AllProbe:
         for number in numbers:
             step = self._steps[number]
             own, true = self._expect(step)
-            for rank, seen in enumerate(self._seen):
+            results = [seen.results[number] for seen in self._seen]
+            if step.replicated:
+                results = [sum_in(torch.stack(results))]
+            for rank, result in enumerate(results):
                 where = f"step {number}, rank {rank} of tokens {list(step.rows)}"
-                parts = (step.part(own, rank), step.part(true, rank))
-                one = compare(where, seen.results[number], *parts, ERRORS, _HOST)
+                one = compare(where, result, step.part(own, rank), step.part(true, rank), ERRORS, _HOST)
                 found.faults += one.faults
                 found.measured |= one.measured
         return Finding.of(found)
