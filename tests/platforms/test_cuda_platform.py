@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from hardpoint.kernels import launch
 from hardpoint.platforms.testing import write_tree
-from hardpoint_cuda.platform import describe, parse_sizes
+from hardpoint.platforms.torch_accelerator import TorchAcceleratorPlatform
+from hardpoint_cuda.platform import CudaPlatform, describe, describe_arch, parse_sizes
 from hardpoint_plugin_api import NO_DEVICE, ConfigError, DeviceInfo, Fp8Format, NumaNode, Reason
 
 GIB = 2**30
@@ -240,3 +243,20 @@ def test_sizes_of_graphs_come_as_a_list() -> None:
     for wrong in ("", "1,two", "0", "-4", "1.5", "none"):
         with pytest.raises(ConfigError, match=r"cuda.graph_batch_sizes must be .*--enforce-eager"):
             parse_sizes(wrong, "graph_batch_sizes")
+
+
+@pytest.mark.parametrize(
+    ("capability", "settings", "overlaps"),
+    [((9, 0), {}, True), ((12, 0), {}, True), ((8, 9), {}, False), ((9, 0), {"overlap_launches": False}, False)],
+)
+def test_launches_overlap_where_they_can(
+    capability: tuple[int, int], settings: dict[str, Any], overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlapped = pytest.importorskip("hardpoint_cuda.overlapped")
+    monkeypatch.setattr(launch, "_overlaps", {"cuda": launch.Overlap(None, {})})
+    monkeypatch.setattr(TorchAcceleratorPlatform, "activate", lambda self, index: torch.device("cuda", index))
+    CudaPlatform(describe_arch("a GPU", capability), settings).activate(0)
+    x = SimpleNamespace(device=torch.device("cuda", 0), shape=(1, 64))
+    assert launch.begun(x) == (  # type: ignore[arg-type]  # all that it asks of a tensor
+        {"BEGIN": overlapped.OVERLAP.begin, "launch_pdl": True} if overlaps else {"BEGIN": None}
+    )

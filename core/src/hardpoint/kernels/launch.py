@@ -24,6 +24,9 @@ class Overlap:
     options: Mapping[str, Any]
 
 
+_MOST_ROWS = 128
+"""Of activations. Kernels for more take long beside their launches; prompts were slower by 1 to 3 % on an H200."""
+
 _overlaps: dict[str, Overlap] = {}
 """By the type of torch's device."""
 
@@ -37,9 +40,13 @@ def overlap_launches(device_type: str, overlap: Overlap | None) -> None:
 
 
 def begun(x: torch.Tensor) -> dict[str, Any]:
-    """The named arguments with which a kernel begins as it is to on ``x``'s device."""
-    overlap = _overlaps.get(x.device.type)
+    """The named arguments with which a kernel begins as it is to, for rows ``x`` on their device."""
+    overlap = _overlap(x)
     return {"BEGIN": None} if overlap is None else {"BEGIN": overlap.begin, **overlap.options}
+
+
+def _overlap(x: torch.Tensor) -> Overlap | None:
+    return _overlaps.get(x.device.type) if x.shape[0] <= _MOST_ROWS else None
 
 
 class Launcher:
@@ -59,7 +66,7 @@ class Launcher:
 
         None as a key goes Triton's own way.
         """
-        place = None if key is None else (_overlaps.get(x.device.type), key)
+        place = None if key is None else (_overlap(x), key)
         compiled = None if place is None else self._compiled.get(place)
         if compiled is not None:
             compiled[grid](x, *args, None)  # it was compiled with what begins it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -167,14 +166,14 @@ class CudaPlatform(TorchAcceleratorPlatform):
     def activate(self, index: int) -> torch.device:
         """See Platform. Core's kernels overlap from now on, where the device can and the configuration lets them."""
         device = super().activate(index)
-        if importlib.util.find_spec("triton") is not None:
-            from hardpoint.kernels.launch import overlap_launches
+        try:
             from hardpoint_cuda.overlapped import OVERLAP
+        except ImportError:  # no Triton, or one that none of these kernels is for
+            return device
+        from hardpoint.kernels.launch import overlap_launches
 
-            overlaps = (
-                self.config.get("overlap_launches", True) and int(self.info.arch.removeprefix("sm_")) >= _OVERLAPS
-            )
-            overlap_launches(device.type, OVERLAP if overlaps else None)
+        overlaps = self.config.get("overlap_launches", True) and int(self.info.arch.removeprefix("sm_")) >= _OVERLAPS
+        overlap_launches(device.type, OVERLAP if overlaps else None)
         return device
 
     def graph_engine(self) -> GraphEngine:
