@@ -246,17 +246,23 @@ def test_sizes_of_graphs_come_as_a_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "settings", "overlaps"),
-    [((9, 0), {}, True), ((12, 0), {}, True), ((8, 9), {}, False), ((9, 0), {"overlap_launches": False}, False)],
+    ("capability", "settings", "rows", "overlaps"),
+    [
+        ((9, 0), {}, 128, True),
+        ((9, 0), {}, 129, False),
+        ((12, 0), {}, 1, True),
+        ((8, 9), {}, 1, False),
+        ((9, 0), {"overlap_launches": False}, 1, False),
+    ],
 )
 def test_launches_overlap_where_they_can(
-    capability: tuple[int, int], settings: dict[str, Any], overlaps: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], settings: dict[str, Any], rows: int, overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overlapped = pytest.importorskip("hardpoint_cuda.overlapped")
     monkeypatch.setattr(launch, "_overlaps", {"cuda": launch.Overlap(None, {})})
     monkeypatch.setattr(TorchAcceleratorPlatform, "activate", lambda self, index: torch.device("cuda", index))
     CudaPlatform(describe_arch("a GPU", capability), settings).activate(0)
-    x = SimpleNamespace(device=torch.device("cuda", 0), shape=(1, 64))
+    x = SimpleNamespace(device=torch.device("cuda", 0), shape=(rows, 64))
     assert launch.begun(x) == (  # type: ignore[arg-type]  # all that it asks of a tensor
         {"BEGIN": overlapped.OVERLAP.begin, "launch_pdl": True} if overlaps else {"BEGIN": None}
     )
