@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from hardpoint import ops
+from hardpoint import kernels, ops
 from hardpoint.conformance.memory import Placement
 from hardpoint.kernels.launch import Launcher, aligned
 from tests.kernels.judged import DTYPES
@@ -92,3 +97,29 @@ def test_alignment_is_that_of_all() -> None:
     assert aligned(x, None, x[4:])
     assert not aligned(x, x[1:])
     assert aligned()
+
+
+def kernels_that_begin() -> list[Any]:
+    """All of the package's kernels that may be launched before the one before has ended."""
+    found = {}
+    for place in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{place.name}")
+        for x in vars(module).values():
+            if "BEGIN" in getattr(x, "arg_names", ()):
+                found[x.__name__] = x
+    return list(found.values())
+
+
+@pytest.mark.parametrize("kernel", kernels_that_begin(), ids=lambda kernel: kernel.__name__)
+def test_kernels_begin_with_what_begins_them(kernel: Any) -> None:
+    assert kernel.arg_names[-1] == "BEGIN"
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn))).body
+    assert isinstance(function, ast.FunctionDef)
+    first = function.body[1] if ast.get_docstring(function) else function.body[0]
+    assert ast.unparse(first) == "if BEGIN is not None:\n    BEGIN()"
+
+
+def test_launchers_launch_kernels_that_begin() -> None:
+    for module in MODULES:
+        for launcher in launchers_of(module):
+            assert launcher._kernel.arg_names[-1] == "BEGIN"

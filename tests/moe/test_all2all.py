@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hardpoint.conformance.site import Site
 from hardpoint.context import Context
-from hardpoint.experts.all2all import AllGatherReduceScatter, AllToAll, NaiveAll2All
+from hardpoint.experts.all2all import AllGatherReduceScatter, AllToAll, NaiveAll2All, Replicated
 from hardpoint.experts.local import LocalAll2All, LocalBatches
 from hardpoint.experts.prepare_finalize import PrepareFinalize
 from hardpoint.experts.reference import ReferenceExperts
@@ -151,6 +151,20 @@ def test_ranks_that_know_do_not_ask(site: Site, all2all: type[All2All]) -> None:
     assert asked == [1, 1]
     assert all2all.capturable
     assert not AllToAll.capturable
+
+
+def test_a_share_is_not_taken_for_all_tokens(site: Site) -> None:
+    """A layer that routes shares whatever the all2all is would lose what other ranks' experts make of them."""
+
+    def one(ctx: Context) -> None:
+        made = Replicated(ctx, workload(2))
+        x, ids, weights, _ = draw(5)
+        made.expect((5, 5))
+        with pytest.raises(RuntimeError, match="all of the 5 tokens were to be dispatched here, not 2"):
+            made.dispatch(x[:2], None, ids[:2], weights[:2])
+        assert made.dispatch(x, None, ids, weights).x is x
+
+    among(site, 2, TorchDistributed, one)
 
 
 @pytest.mark.parametrize("all2all", AMONG_RANKS)

@@ -91,13 +91,20 @@ class Replicated(_AmongRanks):
     """Nothing travels: every rank has every token, and makes of it what its experts do."""
 
     replicated = True
+    _expected: int | None = None
 
     def most_rows(self, tokens: int) -> int:
         return tokens
 
+    def expect(self, rows: Sequence[int]) -> None:
+        self._expected = rows[self._group.rank]
+
     def dispatch(
         self, x: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor
     ) -> Dispatched:
+        expected, self._expected = self._expected, None
+        if expected not in (None, x.shape[0]):  # a layer that still routes a share, say
+            raise RuntimeError(f"all of the {expected} tokens were to be dispatched here, not {x.shape[0]}")
         return Dispatched(x, scales, self._own(ids), weights, None, DispatchHandle(None))
 
     def combine(self, y: torch.Tensor, handle: object, out: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ _LARGEST_TILE = 256
 _STEP = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1.0}
 """What a code of one becomes: a factor that matrix units' elements can bring the smallest numbers to."""
 _PROGRAMS = 200
-"""Of four warps, for more than 16 rows of x: fewer leave multiprocessors of a large device idle."""
+"""Of four warps, for more than 8 rows of x: fewer leave multiprocessors of a large device idle."""
 _MOST_PIECES = 4
 _SUMS = 1024
 """Of pieces, that a program makes."""

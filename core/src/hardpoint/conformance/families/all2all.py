@@ -175,7 +175,7 @@ class All2AllProbe:
         if self._row["travels"] == "int8":
             scales = torch.rand(tokens, 1, generator=generator) + 0.5
             x = torch.randint(-127, 128, x.shape, generator=generator, dtype=torch.int8)
-        return _Step(x, scales, ids, weights, rows, self.subject.target.replicated)
+        return _Step(x, scales, ids, weights, rows, bool(getattr(self.subject.target, "replicated", False)))
 
     @cached_property
     def _functions(self) -> tuple[torch.Tensor, torch.Tensor]:
