@@ -6,6 +6,7 @@ shadow both. A module belongs to a distribution if it lies where that distributi
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 from importlib.metadata import Distribution, packages_distributions
@@ -68,10 +69,12 @@ def editable_source(distribution: Distribution) -> Path | None:
 
 def _owns(distribution: Distribution, top: str, place: Path) -> bool:
     """Say whether ``place`` is among what ``distribution`` installed for ``top``, or in its editable source tree."""
-    if distribution.read_text("RECORD") is None:  # a source tree on sys.path, or a system package
+    record = distribution.read_text("RECORD")
+    if record is None:  # a source tree on sys.path, or a system package
         recorded = {top, f"{top}.py"}
-    else:
-        recorded = {f.parts[0] for f in distribution.files or () if f.parts[0].partition(".")[0] == top}
+    else:  # read here: ``distribution.files`` asks the file system for each of what may be thousands
+        firsts = {row[0].partition("/")[0] for row in csv.reader(record.splitlines()) if row}
+        recorded = {first for first in firsts if first.partition(".")[0] == top}
     if any(place.is_relative_to(_absolute(distribution, part)) for part in recorded):
         return True
     source = editable_source(distribution)

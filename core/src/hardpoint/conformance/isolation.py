@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
@@ -69,13 +69,22 @@ class Runner(Protocol):
 
 
 def runner_for(
-    plugins: PluginSet, order: Order, offer: Offer, *, seconds: float, nursery: Nursery | None = None
+    plugins: PluginSet,
+    order: Order,
+    offer: Offer,
+    *,
+    seconds: float,
+    nursery: Nursery | None = None,
+    threads: int | None = None,
 ) -> Runner:
-    """The runner of one of the order's contributions: in a process from ``nursery``, without one in this process."""
+    """The runner of one of the order's contributions: in a process from ``nursery``, without one in this process.
+
+    ``threads`` are those that the host's part of trials on a device may use in such a process; None: torch's default.
+    """
     platform = platform_for(plugins, order.offers(plugins), order.platform)
     if nursery is None:
         return InProcess(plugins, order, offer, platform)
-    return Isolated(nursery, order, offer, platform, seconds)
+    return Isolated(nursery, order, offer, platform, seconds, threads)
 
 
 class InProcess:
@@ -116,6 +125,7 @@ class Isolated:
     offer: Offer
     platform: str | None
     seconds: float = CASE_SECONDS
+    threads: int | None = None
     _process: TrialProcess | None = None
     _listing: Listing | None = None
     _deaths: int = 0
@@ -168,6 +178,7 @@ class Isolated:
                 "level": self.order.level,
                 "seed": self.order.seed,
                 "settings": self.order.settings,
+                "threads": self.threads,
             }
         )
         first = self._process.read(START_SECONDS)
@@ -198,10 +209,9 @@ def run(
         return
     with closing(Nursery()) as nursery:
         lanes = _lanes(len(offers), jobs)
-        runners: list[Sequence[Runner]] = [
-            [runner_for(plugins, order, offer, seconds=seconds, nursery=nursery) for _ in range(lanes)]
-            for offer in offers
-        ]
+        threads = max(1, available_cores() // jobs) if jobs else None
+        start = partial(runner_for, plugins, order, seconds=seconds, nursery=nursery, threads=threads)
+        runners: list[Sequence[Runner]] = [[start(offer) for _ in range(lanes)] for offer in offers]
         firsts = [first for first, *_ in runners]
         try:
             if (jobs or _jobs(firsts)) == 1:

@@ -110,6 +110,8 @@ def serve(order: Mapping[str, Any]) -> None:
         offer = offer_of(plugins, order["plugin"], order["family"], order["of"], order["name"])
         level: Level = order["level"]
         bench = Bench(plugins, offer, order["platform"], Plan(level, order["seed"]), order["settings"])
+        if order["threads"] and not bench.on_host:  # beside a device, torch on the host computes references alone
+            torch.set_num_threads(order["threads"])
     except HardpointError as error:
         answer(error=str(error))
         return

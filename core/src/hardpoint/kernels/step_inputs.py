@@ -48,7 +48,7 @@ def slot_mapping_kernel(
     end = num_tokens
     row = tl.zeros((), tl.int64)
     if request < num_requests:
-        end = tl.load(starts_ptr + request + 1)
+        end = tl.minimum(tl.load(starts_ptr + request + 1), num_tokens)
         row = tl.load(rows_ptr + request).to(tl.int64)
     for first in range(start + tl.program_id(1) * BLOCK, end, parts * BLOCK):
         token = first + tl.arange(0, BLOCK)
