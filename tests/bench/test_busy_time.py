@@ -32,6 +32,7 @@ def test_kernels_side_by_side_count_once() -> None:
     found = BusyTime.of_all([Interval("a", 0, 10), Interval("b", 5, 20), Interval("c", 22, 30)], num_steps=1)
     assert found is not None
     assert (found.step, found.busy) == (30, 28)
+    assert [(s.name, s.microseconds) for s in found.kernels] == [("a", 10), ("b", 10), ("c", 8)]
 
 
 def test_nothing_recorded() -> None:

@@ -29,7 +29,8 @@ class Share:
 class BusyTime:
     """An average step, in microseconds: from its first kernel to the next step's, and how long any kernel ran.
 
-    ``kernels`` by name, and ``idle`` by the kernel that came late; both longest first.
+    ``kernels`` by name, and ``idle`` by the kernel that came late; both longest first. A kernel that begins while one
+    before it runs, as those that are launched early do, counts from that one's end on: so all of them add up to ``busy``.
     """
 
     step: float
@@ -69,7 +70,7 @@ class BusyTime:
         for name, start, stop in ordered:
             if start > reached:
                 _add(idle, name, start - reached)
-            _add(kernels, name, stop - start)
+            _add(kernels, name, max(0.0, stop - max(start, reached)))
             reached = max(reached, stop)
         if end > reached:
             _add(idle, ordered[0].name, end - reached)

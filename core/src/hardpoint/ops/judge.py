@@ -270,8 +270,11 @@ def _side_effects(call: Call, before: Sequence[Input], outputs: Sequence[object]
     faults, writable = [], set(call.mutates)
     for index, output in enumerate(outputs):
         for given in call.inputs:
+            declared = (index, given.parameter) in call.aliases
+            if declared and given.parameter in writable:
+                continue
             if isinstance(output, torch.Tensor) and _overlap(output, given.tensor):
-                if (index, given.parameter) in call.aliases:
+                if declared:
                     writable.add(given.parameter)
                 else:
                     faults.append(Fault("alias", f"output {index}", f"shares memory with {given.label}, undeclared"))

@@ -74,12 +74,10 @@ class _Decoder:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
         self._silent = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._context: list[int] = []
-        self._context_text = ""
+        self._context: list[int] = list(prompt_ids[-8:])
+        self._context_text: str | None = None
+        """Decoded when the next token comes, if one comes; a prompt may end within a character."""
         self._pending: list[int] = []
-        if prompt_ids:
-            self._context = list(prompt_ids[-8:])
-            self._context_text = self._decode(self._context).rstrip(_BROKEN)
 
     def add(self, token_id: int) -> str:
         """Take one token and return the text that it completes."""
@@ -89,7 +87,7 @@ class _Decoder:
         if token_id in self._tokenizer.byte_ids:
             return ""
         text = self._decode(self._context + self._pending)
-        if text.endswith(_BROKEN) or len(text) <= len(self._context_text):
+        if text.endswith(_BROKEN) or len(text) <= len(self._text_before()):
             return ""
         return self._advance(text)
 
@@ -98,10 +96,14 @@ class _Decoder:
         return self._advance(self._decode(self._context + self._pending)) if self._pending else ""
 
     def _advance(self, text: str) -> str:
-        delta = text[len(self._context_text) :]
-        self._context, self._pending = self._pending, []
-        self._context_text = self._decode(self._context)
+        delta = text[len(self._text_before()) :]
+        self._context, self._pending, self._context_text = self._pending, [], None
         return delta
+
+    def _text_before(self) -> str:
+        if self._context_text is None:
+            self._context_text = self._decode(self._context).rstrip(_BROKEN)
+        return self._context_text
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
