@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from hardpoint import kernels, ops
 from hardpoint.conformance.memory import Placement
 from hardpoint.kernels.launch import Launcher, aligned
+from tests.kernels.compiling import READ_FIRST
 from tests.kernels.judged import DTYPES
 from tests.kernels.op_kernels import KERNELS, MODULES, placed
 
@@ -110,13 +111,28 @@ def kernels_that_begin() -> list[Any]:
     return list(found.values())
 
 
+POINTERS = {
+    *("q", "out", "k_cache", "v_cache", "k_scales", "v_scales", "block_table", "seq_lens", "query_start"),
+    *("sinks", "slopes", "partial", "counters", "k", "v", "slot_mapping"),
+}
+"""Of kernels whose pointers are not called so."""
+
+
 @pytest.mark.parametrize("kernel", kernels_that_begin(), ids=lambda kernel: kernel.__name__)
 def test_kernels_begin_with_what_begins_them(kernel: Any) -> None:
     assert kernel.arg_names[-1] == "BEGIN"
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn))).body
     assert isinstance(function, ast.FunctionDef)
-    first = function.body[1] if ast.get_docstring(function) else function.body[0]
-    assert ast.unparse(first) == "if BEGIN is not None:\n    BEGIN()"
+    begin = [ast.unparse(statement) for statement in function.body].index("if BEGIN is not None:\n    BEGIN()")
+    before = function.body[1 if ast.get_docstring(function) else 0 : begin]
+    read_first = READ_FIRST.get(function.name)
+    assert (read_first is None) == (not before)
+    named = {x.id for statement in before for x in ast.walk(statement) if isinstance(x, ast.Name)}
+    pointers = set(kernel.arg_names).intersection(POINTERS) | {x for x in kernel.arg_names if x.endswith("_ptr")}
+    assert named.intersection(pointers) <= (read_first or set()) | {"k_cache_ptr"}  # None, where nothing is stored
+    assert not {"store", "atomic_add"}.intersection(
+        x.attr for statement in before for x in ast.walk(statement) if isinstance(x, ast.Attribute)
+    )
 
 
 def test_launchers_launch_kernels_that_begin() -> None:

@@ -92,7 +92,9 @@ class AttentionBatch:
 
     Device arrays, int32: ``query_start`` [N+1], ``seq_lens`` [N] (tokens in the cache after this step),
     ``block_table`` [N, blocks] (page ids), ``slot_mapping`` [T] (page * block_size + offset; padding rows
-    carry slots of the null page). ``query_start_host`` and ``seq_lens_host`` are exact host copies.
+    carry slots of the null page). ``query_start_host`` and ``seq_lens_host`` are exact host copies. All arrays are
+    written before the model's first layer begins: a kernel that is launched before the one before it has ended may
+    read them, though not yet what that one writes.
 
     Only the blocks that the request's queries read, by the group's ``Span``, are its own. Entries before and behind
     them may name the null page or somebody else's page, whose content, NaN included, must not reach any result.

@@ -104,6 +104,11 @@ _VARIANTS = {
     "decode over 128": replace(_DEFAULT, programs=128),
     "decode over 512": replace(_DEFAULT, programs=512),
     "decode over 512 of 256": replace(_DEFAULT, programs=512, min_chunk=256),
+    "decode of 256": replace(_DEFAULT, min_chunk=256),
+    "decode of 1024": replace(_DEFAULT, min_chunk=1024),
+    "decode of 1024, 32 KiB, 8 warps": replace(
+        _DEFAULT, min_chunk=1024, decode=replace(_DEFAULT.decode, key_bytes=32768, num_warps=8)
+    ),
     "prefill 64": replace(_DEFAULT, prefill=(_MEDIUM,)),
     "prefill 64, 2 stages": replace(_DEFAULT, prefill=(replace(_MEDIUM, num_stages=2),)),
     "prefill 64, 8 KiB": replace(_DEFAULT, prefill=(replace(_MEDIUM, key_bytes=8192),)),

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hardpoint.kernels.attention_tile import LOG2_E, attend, num_read
+from hardpoint.kernels.attention_tile import LOG2_E, attend, num_read, pages_of_tile
 
 
 @triton.jit(
@@ -73,9 +73,9 @@ def decode_attention(
 
     ``partial`` float32 [SPLITS, H, D] and then [SPLITS, H, 2]: each split's sum of values, its highest score and sum of
     weights. ``counters`` int32 [SPLITS, blocks of heads], zero before and after.
+
+    Lengths and the block table, which the step began with, are read while the kernel before this one may still run.
     """
-    if BEGIN is not None:
-        BEGIN()
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     BLOCKS: tl.constexpr = (GROUP + BLOCK_MERGE - 1) // BLOCK_MERGE  # of heads that share a KV head
     head_block = tl.program_id(0) % (NUM_KV_HEADS * BLOCKS)
@@ -120,7 +120,11 @@ def decode_attention(
         end = tl.minimum(begin + length, seq_len)
     elif splits > 0:
         return
+    block_row = block_table + request.to(tl.int64) * block_table_stride
+    first_pages = pages_of_tile(block_row, begin, end, BLOCK_SIZE, BLOCK_N)
 
+    if BEGIN is not None:
+        BEGIN()
     kv_head = head_block // BLOCKS
     in_block = tl.arange(0, BLOCK_M)
     in_group = head_block % BLOCKS * BLOCK_MERGE + in_block
@@ -156,7 +160,8 @@ def decode_attention(
         v_scales + kv_head if SCALES == "token" else None,
         page_stride,
         scale_page_stride,
-        block_table + request.to(tl.int64) * block_table_stride,
+        block_row,
+        first_pages,
         score_factor,
         cap_factor,
         HEAD_SIZE,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hardpoint.kernels.attention_tile import LOG2_E, attend, first_read
+from hardpoint.kernels.attention_tile import LOG2_E, attend, first_read, pages_of_tile
 
 
 @triton.jit(
@@ -137,6 +137,7 @@ def prefill_attention(
             page_stride,
             scale_page_stride,
             block_row,
+            pages_of_tile(block_row, 0, middle, BLOCK_SIZE, BLOCK_N),
             score_factor,
             cap_factor,
             HEAD_SIZE,
@@ -171,6 +172,7 @@ def prefill_attention(
         page_stride,
         scale_page_stride,
         block_row,
+        pages_of_tile(block_row, begin, end, BLOCK_SIZE, BLOCK_N),
         score_factor,
         cap_factor,
         HEAD_SIZE,

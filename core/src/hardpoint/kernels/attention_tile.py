@@ -33,6 +33,13 @@ def first_read(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def pages_of_tile(block_row, begin, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the keys of a tile are: the pages, int32 [N], of positions from ``begin`` on; behind ``end`` the null page."""
+    positions = begin + tl.arange(0, BLOCK_N)
+    return tl.load(block_row + positions // BLOCK_SIZE, mask=positions < end, other=0)
+
+
+@triton.jit
 def attend(
     accumulated,
     total,
@@ -49,6 +56,7 @@ def attend(
     page_stride,
     scale_page_stride,
     block_row,
+    first_pages,
     score_factor,
     cap_factor,
     HEAD_SIZE: tl.constexpr,
@@ -68,19 +76,18 @@ def attend(
 ):
     """Take keys and values from ``begin`` to ``end`` into ``accumulated`` [M, D], ``total`` and ``highest``, both [M].
 
-    Caches and scales point to one KV head. Values behind ``end`` are never used: they may be NaN. ``MASK``: "none" (all
+    Caches and scales point to one KV head; ``first_pages`` are those of the first tile. Values behind ``end`` are never used: they may be NaN. ``MASK``: "none" (all
     queries read all of these keys, which fill whole tiles), "end" (all read all), "span" (each reads what it may).
     """
     columns = tl.arange(0, BLOCK_D)
     in_tile = tl.arange(0, BLOCK_N)
     # Pages of a tile are loaded one tile ahead: by then addresses are at hand, and loads of keys need not wait.
-    next_page = tl.load(block_row + (begin + in_tile) // BLOCK_SIZE, mask=begin + in_tile < end, other=0)
+    next_page = first_pages
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         keys_at = start + in_tile
         inside = keys_at < end
         page = next_page.to(tl.int64)
-        ahead = keys_at + BLOCK_N
-        next_page = tl.load(block_row + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        next_page = pages_of_tile(block_row, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         offset = keys_at % BLOCK_SIZE
         elements = (page * page_stride + offset * TOKEN_STRIDE)[:, None] + columns[None, :]
         if BLOCK_D == HEAD_SIZE:

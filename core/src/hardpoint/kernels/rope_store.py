@@ -198,13 +198,14 @@ def qk_norm_rope_store_kernel(
     """HEADS heads of one token. q and k are changed in place.
 
     R 0 is no rotation, a null pointer no norm, Q_PROGRAMS 0 queries that stay as they are, a null cache no store, and
-    LARGEST 0 a cache without scales.
+    LARGEST 0 a cache without scales. Positions and slots, which the step began with, and the table are read while the
+    kernel before this one may still run.
     """
-    if BEGIN is not None:
-        BEGIN()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    stores: tl.constexpr = k_cache_ptr is not None
+    if stores:
+        slot = tl.load(slots_ptr + token * slot_stride).to(tl.int64)
     cos = 1.0
     sin = 0.0
     if R > 0:
@@ -212,6 +213,9 @@ def qk_norm_rope_store_kernel(
         row = cos_sin_ptr + tl.load(positions_ptr + token * position_stride).to(tl.int64) * table_stride
         cos = tl.load(row + pair, mask=pair < R // 2, other=1.0)
         sin = tl.load(row + R // 2 + pair, mask=pair < R // 2, other=0.0)
+    if BEGIN is not None:
+        BEGIN()
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
     if part < Q_PROGRAMS:
         head = part * HEADS + tl.arange(0, HEADS)[:, None]
         heads = token * q_stride + head.to(tl.int64) * q_head_stride
@@ -221,9 +225,7 @@ def qk_norm_rope_store_kernel(
     else:
         head = (part - Q_PROGRAMS) * HEADS + tl.arange(0, HEADS)[:, None]
         here = head < K
-        stores: tl.constexpr = k_cache_ptr is not None
         if stores:  # everything is read before the first write, which the compiler moves no read across
-            slot = tl.load(slots_ptr + token * slot_stride).to(tl.int64)
             values = token * v_stride + head.to(tl.int64) * v_head_stride
             x, y, z = _read(v_ptr, values, here, D, R, INTERLEAVED, PAIRS, STILL)
         heads = token * k_stride + head.to(tl.int64) * k_head_stride

@@ -2,8 +2,8 @@
 
 CUDA C++ programming guide, section "Programmatic Dependent Launch and Synchronization".
 
-A kernel waits for all that came before, before it touches anything, and lets the next one be launched only then: so
-that one's programs stand ready when it ends, and no more than two kernels share the device.
+A kernel waits for all that came before, and lets the next one be launched only then: so that one's programs stand ready
+when it ends, no more than two kernels share the device, and what the last but one wrote can be read before waiting.
 """
 
 from __future__ import annotations
