@@ -31,7 +31,7 @@ READ_FIRST = {
     "decode_attention": {"seq_lens", "block_table"},
     "qk_norm_rope_store_kernel": {"positions_ptr", "slots_ptr", "cos_sin_ptr"},
 }
-"""Kernels that read something before they wait for the kernel before them, and what: all of it stood there when the step's
+"""Kernels that read something before they wait for the one before them, and what: all of it stood there when the step's
 first layer began."""
 _WAIT = "griddepcontrol.wait"
 _STEPS = re.compile(r"griddepcontrol\.\w+|(?:ld|st|cp|atom|red)\.(?:async|global|volatile|acquire|relaxed)[\w.]*")

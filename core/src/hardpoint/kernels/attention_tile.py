@@ -34,7 +34,7 @@ def first_read(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def pages_of_tile(block_row, begin, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the keys of a tile are: the pages, int32 [N], of positions from ``begin`` on; behind ``end`` the null page."""
+    """Where a tile's keys are: the pages, int32 [N], of positions from ``begin`` on; behind ``end`` the null page."""
     positions = begin + tl.arange(0, BLOCK_N)
     return tl.load(block_row + positions // BLOCK_SIZE, mask=positions < end, other=0)
 
@@ -76,8 +76,9 @@ def attend(
 ):
     """Take keys and values from ``begin`` to ``end`` into ``accumulated`` [M, D], ``total`` and ``highest``, both [M].
 
-    Caches and scales point to one KV head; ``first_pages`` are those of the first tile. Values behind ``end`` are never used: they may be NaN. ``MASK``: "none" (all
-    queries read all of these keys, which fill whole tiles), "end" (all read all), "span" (each reads what it may).
+    Caches and scales point to one KV head; ``first_pages`` are those of the first tile. Values behind ``end`` are never
+    used: they may be NaN. ``MASK``: "none" (all queries read all of these keys, which fill whole tiles), "end" (all
+    read all), "span" (each reads what it may).
     """
     columns = tl.arange(0, BLOCK_D)
     in_tile = tl.arange(0, BLOCK_N)
