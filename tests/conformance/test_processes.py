@@ -15,6 +15,7 @@ import pytest
 from hardpoint.conformance.certify import certify
 from hardpoint.conformance.kit import Order, Shard
 from hardpoint.plugins import discover
+from tests.support import simulated
 
 ONE_THREAD = {"cpu": {"threads": 1}}
 _SECONDS = 120.0
@@ -141,3 +142,24 @@ def test_contributions_at_once_find_what_they_find_one_by_one(tried_plugin: Path
     assert several == [one, one]
     assert {"tried_wrong", "tried_missing"} <= {name for (_, _, name), *_ in one}
     assert len({each.case_list for each in found}) == 1
+
+
+@pytest.mark.parametrize(("platform", "threads"), [("sim", 1), ("cpu", 2)])
+def test_beside_a_device_processes_share_the_hosts_threads(platform: str, threads: int) -> None:
+    """On the host itself threads are the platform's, which kernels are tried with."""
+    code = f"""
+import os, sys, torch
+from hardpoint.conformance.worker import serve
+torch.set_num_threads(2)
+(questions, asked), answers = os.pipe(), os.open(os.devnull, os.O_WRONLY)
+os.close(asked)
+order = {{"plugin": "core", "family": "op", "of": "rms_norm", "name": "reference", "platform": "{platform}"}}
+order |= {{"level": "quick", "seed": 0, "settings": {{"cpu": {{"threads": 2}}}}, "threads": 1}}
+serve({{**order, "questions": questions, "answers": answers}})
+print(torch.get_num_threads())
+"""
+    environment = simulated.environment(simulated.installed())
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=_SECONDS
+    )
+    assert done.stdout.split() == [str(threads)], done.stderr
