@@ -81,10 +81,12 @@ def _compile(
 
 
 def _weights(n: int, k: int, group: int, zero_point: bool) -> dict[str, torch.Tensor]:
-    groups = (k // group, n)
+    parts = max(1, _TILE // group)
     weights = {
-        "weight": torch.randint(-(2**31), 2**31, (n, k // 8), device="cuda", dtype=torch.int32),
-        "weight_scale": torch.rand(groups, device="cuda").bfloat16(),
+        "weight": torch.randint(
+            -(2**31), 2**31, (n // 16, k // _TILE, 16, _TILE // 8), device="cuda", dtype=torch.int32
+        ),
+        "weight_scale": torch.rand(k // group // parts, n, parts, device="cuda").bfloat16(),
     }
     if zero_point:
         octets = torch.randint(0, 16, (k // _TILE, n, 4), device="cuda", dtype=torch.uint8)
@@ -92,16 +94,23 @@ def _weights(n: int, k: int, group: int, zero_point: bool) -> dict[str, torch.Te
     return weights
 
 
+_SPLIT = ((4, 3), (4, 4), (8, 2), (8, 3))
+_SPLIT_OF_ONE = (*_SPLIT, (2, 4), (4, 5), (16, 2))
+"""Warps and stages. 4096 columns are 16 tiles: each of 4 warps has 4 of them, each of 16 has one."""
+
+
 def _cuts(num_rows: int) -> Iterator[Int4Configuration]:
+    """Those worth a try: with the registers that they take, 4 or 5 programs of 4 warps share a multiprocessor."""
     least = 1 << (num_rows - 1).bit_length()
-    for block_m in {least, max(least, 8)} if num_rows <= 64 else (64, 128):
-        for block_n, num_warps, num_stages in itertools.product((16, 32, 64), (4, 8), (3, 4, 5)):
-            stage = num_warps * _TILE * (block_n // 2 + 2 * block_m)
-            if block_m <= 32 and block_n * block_m <= 1024 and (num_stages - 1) * stage <= _SHARED_BYTES:
-                yield Int4Configuration(block_m, block_n, num_warps, num_stages, split=True)
-        if block_m < 8:
-            continue
-        for (block_n, num_warps), num_stages in itertools.product(((64, 4), (128, 8), (128, 4)), (2, 3, 4)):
+    if least <= 16:
+        for (num_warps, num_stages), apart in itertools.product(_SPLIT_OF_ONE if least == 1 else _SPLIT, (False, True)):
+            stage = num_warps * _TILE * (16 // 2 + 2 * least)
+            if (num_stages - 1) * stage <= _SHARED_BYTES:
+                yield Int4Configuration(least, 16, num_warps, num_stages, split=True, apart=apart)
+    if least == 1:  # wider ones only pay without zero points
+        yield from (Int4Configuration(least, 32, num_warps, 3, split=True) for num_warps in (4, 8))
+    for block_m in (least,) if 16 <= least <= 64 else (64, 128) if least > 64 else ():
+        for (block_n, num_warps), num_stages in itertools.product(((64, 4), (128, 8), (128, 4)), (3, 4)):
             stage = _TILE * (block_n // 2 + 2 * block_m)
             if num_stages * stage <= _SHARED_BYTES and block_m * block_n <= 64 * 32 * num_warps:
                 for pieces in (1, 2, 4) if block_m * block_n < 128 * 128 else (1,):

@@ -114,6 +114,10 @@ def _tile_cuts(num_rows: int) -> Iterator[GemmConfiguration]:
     block_m = max(16, min(128, 1 << (num_rows - 1).bit_length()))
     for block_n, num_stages in itertools.product((16, 32, 64, 128), (4, 6)):
         yield GemmConfiguration(block_m, block_n, 128, 4, num_stages)
+    for parts, num_stages in itertools.product((1, 2, 4), (3, 5)):
+        turned_m = max(1 << (num_rows - 1).bit_length(), 16 // parts)
+        if turned_m * parts <= 64:
+            yield GemmConfiguration(turned_m, 64 // parts, 128, 4, num_stages, turned=True, parts=parts)
 
 
 def _build(cut: Cut) -> None:

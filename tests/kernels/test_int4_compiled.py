@@ -13,7 +13,14 @@ _ROWS = (1, 8, 16, 32, 64, 300)
 _STEPS = {"bf16": 2.0**-6, "fp16": 2.0**-9, "fp32": 1.0}
 
 
-def _job(target: str, cut: Int4Configuration, element: str = "bf16", group: int = 128, zero_point: bool = False) -> Job:
+def _job(
+    target: str,
+    cut: Int4Configuration,
+    element: str = "bf16",
+    group: int = 128,
+    zero_point: bool = False,
+    whole: bool = True,
+) -> Job:
     pointers = {"x_ptr": f"*{element}", "words_ptr": "*i32", "scale_ptr": "*bf16", "out_ptr": f"*{element}"}
     absent = dict.fromkeys(("bias_ptr", "zero_point_ptr"))
     if zero_point:
@@ -26,13 +33,16 @@ def _job(target: str, cut: Int4Configuration, element: str = "bf16", group: int 
         "ZERO_POINT": 8,
         "STEP": _STEPS[element],
         "TILE": 128 if group == 32 else 256,
-        "WHOLE": True,
+        "WHOLE": whole,
+        "EVEN": whole,
         "SPLIT": cut.num_warps if cut.split else 1,
+        "PIECES": cut.pieces,
+        "APART": cut.apart,
         "BLOCK_M": cut.block_m,
         "BLOCK_N": cut.block_n,
-        "TILES_TOGETHER": 8,
+        "TILES_TOGETHER": 1 if cut.block_m < 64 else 8,
     }
-    signature = {**pointers, "num_rows": "i32", **dict.fromkeys(("N", "K", "W", "G", "x_stride_m"), "i32:16")}
+    signature = {**pointers, "num_rows": "i32", **dict.fromkeys(("N", "K", "T", "x_stride_m"), "i32:16")}
     kernel = "hardpoint.kernels.weight_only:_int4_matmul"
     return Job(kernel, signature, constexprs, target, cut.num_warps, cut.num_stages)
 
@@ -53,16 +63,26 @@ def test_codes_go_from_memory_to_matrix_units() -> None:
         # Two at a time, none twice; besides, zero points.
         assert numbers // 2 <= compiled.count("fma.rn.bf16x2") <= numbers // 2 + 16, compiled.assembly
         if cut["SPLIT"] > 1:
-            assert compiled.count("mma.sync") == numbers // 8 * max(1, cut["BLOCK_M"] // 8), compiled.assembly
+            products = numbers // 8 * max(1, cut["BLOCK_M"] // 8)
+            with_zero_points = 1 if "zero_point_ptr" in cut else 2
+            assert compiled.count("mma.sync") == products * with_zero_points, compiled.assembly
+            # Of x and of codes 16 bytes at a time, and at the end what warps found: no scale travels between lanes.
+            assert compiled.count("ld.shared") <= numbers // 8 + 8, compiled.assembly
         else:
             assert compiled.count("wgmma.mma_async"), compiled.assembly
             assert not compiled.count("st.shared"), compiled.assembly
 
 
+def test_sizes_that_are_no_whole_number_of_blocks() -> None:
+    cuts = [int4_configuration(num_rows, 4096, 2) for num_rows in (1, 32)]
+    for compiled in compile_kernels([_job("sm_90", cut, group=64, zero_point=True, whole=False) for cut in cuts]):
+        _fits(compiled, 227)
+
+
 def test_numbers_and_pieces_are_moved_16_bytes_at_a_time() -> None:
     pointers = {"words_ptr": "*i32", "scale_ptr": "*bf16", "zero_point_ptr": "*i32", "out_ptr": "*bf16"}
-    signature = {**pointers, **dict.fromkeys(("N", "K", "W", "G"), "i32:16")}
-    constexprs = {"GROUP": 128, "ZERO_POINT": 8, "STEP": 2.0**-6, "TILE": 256, "BLOCK_N": 16}
+    signature = {**pointers, **dict.fromkeys(("N", "K", "T"), "i32:16")}
+    constexprs = {"GROUP": 128, "ZERO_POINT": 8, "STEP": 2.0**-6, "TILE": 256}
     numbers = Job("hardpoint.kernels.weight_only:_int4_dequantize", signature, constexprs)
     signature = {"found_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16", "num_rows": "i32", "N": "i32:16"}
     pieces = Job("hardpoint.kernels.weight_only:_sum_pieces", signature, {"PIECES": 4, "BLOCK": 1024})
@@ -78,12 +98,13 @@ def test_all_that_is_chosen_fits(target: str) -> None:
     nvidia = target.startswith("sm_")
     shared_kib = {"sm_80": 163, "sm_89": 99, "sm_120": 99}.get(target, 227 if nvidia else 64)
     jobs = [
-        _job(target, cut if nvidia else replace(cut, num_stages=1), element, group, zero_point)
+        _job(target, cut if nvidia else replace(cut, num_stages=1), element, group, zero_point, whole)
+        for whole in (True, False)
         for element in _STEPS
         for num_rows in (_ROWS if nvidia else (16, 32))
         for group in (0, 32, 64, 128)
         for zero_point in (False, True)
-        for n in (4096, 28672)
+        for n in ((4096, 28672) if 8 < num_rows <= 32 else (4096,))
         for cut in [int4_configuration(num_rows, n, 4 if element == "fp32" else 2)]
     ]
     for compiled in compile_kernels(jobs, seconds=1800):

@@ -14,6 +14,7 @@ from hardpoint.conformance.families.specs import SPECS
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.kernels import gemv as gemv_module
 from hardpoint.kernels.block_scaled import TritonScaledGemm, TritonScaledGemv
+from hardpoint.kernels.gemm import GemmConfiguration, gemm
 from hardpoint.kernels.gemv import GemvConfiguration, Scales, gemv, gemv_configuration
 from hardpoint.kernels.skinny import (
     LARGEST,
@@ -152,6 +153,43 @@ def test_skinny_loops_over_columns_and_rows(
     weight = torch.randint(-9, 9, (37, 608), generator=generator).to(element)[:, :600]
     got = skinny(x, weight, None, torch.float32, configuration=cut)
     assert torch.equal(got, x.float() @ weight.float().T)  # whole numbers: any order of summation is exact
+
+
+_TILES_OF_ROWS = (
+    GemmConfiguration(16, 32, 64, 1, 1),
+    GemmConfiguration(16, 64, 64, 1, 1, turned=True),
+    GemmConfiguration(8, 32, 64, 1, 1, turned=True, parts=2),
+    GemmConfiguration(4, 16, 32, 1, 1, turned=True, parts=4, apart=False),
+    GemmConfiguration(2, 8, 128, 1, 1, turned=True, parts=8),
+)
+
+
+@pytest.mark.parametrize(("x_dtype", "element"), [_OPERANDS[0], _OPERANDS[2], _OPERANDS[3]], ids=str)
+@pytest.mark.parametrize("cut", _TILES_OF_ROWS, ids=str)
+@pytest.mark.parametrize("shape", [(11, 37, 75), (3, 32, 512)])
+def test_tiles_loop_over_columns_and_rows(
+    x_dtype: torch.dtype, element: torch.dtype, cut: GemmConfiguration, shape: tuple[int, int, int]
+) -> None:
+    generator, (num_rows, n, k) = torch.Generator().manual_seed(0), shape
+    x = torch.randint(-9, 9, (num_rows, 2 * k), generator=generator).to(x_dtype)[:, ::2]
+    weight = torch.randint(-9, 9, (n, k + 8), generator=generator).to(element)[:, :k]
+    got = gemm(x, weight, None, torch.float32, configuration=cut)
+    assert torch.equal(got, x.float() @ weight.float().T)  # whole numbers: any order of summation is exact
+
+
+@pytest.mark.parametrize("cut", _TILES_OF_ROWS, ids=str)
+def test_tiles_scale_rows_and_keep_what_is_not_finite_in_its_row(cut: GemmConfiguration) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-9, 9, (11, 128), generator=generator).float()
+    weight = torch.randint(-9, 9, (21, 128), generator=generator).to(torch.float8_e4m3fn)
+    x[3, 127], x[9, 0] = float("nan"), float("nan")
+    scales, weight_scales = 2.0 ** torch.arange(11.0)[:, None], 2.0 ** -torch.arange(21.0)[:, None]
+    codes, bias = x.to(torch.float8_e4m3fn), torch.arange(21.0)
+    got = gemm(codes, weight, bias, torch.float32, Scales(scales), Scales(weight_scales), configuration=cut)
+    assert got[[3, 9]].isnan().all()
+    others = [row for row in range(11) if row not in (3, 9)]
+    wanted = x.double() @ weight.double().T * scales * weight_scales.T + bias
+    torch.testing.assert_close(got[others].double(), wanted[others], rtol=1e-6, atol=0)
 
 
 def test_skinny_keeps_what_is_not_finite_in_its_row() -> None:

@@ -27,7 +27,7 @@ def _product(kernel: str, target: str, element: str, group: int = 0, num_stages:
     if kernel.endswith("_gemv"):
         constexprs["UNROLL"] = 1
     else:
-        constexprs["TILES_TOGETHER"] = 8
+        constexprs = {"WHOLE": True, "TURNED": False, "PARTS": 1, "APART": True, "TILES_TOGETHER": 8} | constexprs
     signature = {**pointers, "num_rows": "i32", **dict.fromkeys(_SIZES, "i32:16")}
     warps = 8 if cut.get("BLOCK_M") == 128 else 4
     return Job(f"hardpoint.kernels.{kernel}", signature, constexprs, target, warps, num_stages)
@@ -48,6 +48,7 @@ def _skinny(x: str, weight: str, num_stages: int, group: int = 0, round_x: bool 
         "WEIGHT_GROUP": group,
         "SPAN": 32 if weight == "bf16" else 64,
         "STEPS": 1,
+        "WHOLE": True,
         "WARPS": 8,
         **cut,
     }
@@ -91,6 +92,21 @@ def test_kernels_compile_without_spills(target: str) -> None:
         if target == "sm_90" and _kernel(compiled) == ("_gemm", "*fp8e4nv"):
             assert ".e4m3.e4m3" in compiled.assembly  # not converted: matrix units take the elements
             assert compiled.count("wgmma.mma_async"), compiled.assembly
+
+
+def test_few_rows_of_8_bits_are_read_in_wide_copies_and_multiplied_in_one_go() -> None:
+    """Of 64 rows or parts of the weight and 16 of x: one wait for matrix units each block of columns."""
+    shapes = ((16, 64, 1), (8, 32, 2), (4, 16, 4), (2, 8, 8))
+    jobs = [
+        _product("gemm:_gemm", "sm_90", "fp8e4nv", 0, 4, BLOCK_M=m, BLOCK_N=n, BLOCK_K=256, TURNED=True, PARTS=parts)
+        for m, n, parts in shapes
+    ]
+    for compiled in compile_kernels(jobs):
+        assert compiled.count("wgmma.mma_async.sync.aligned.m64n16k32") == 256 // 32, compiled
+        assert compiled.count("wgmma.wait_group") <= 3, compiled.assembly  # in the loop, and behind it
+        assert compiled.count("cp.async.cg") == (64 + 16) * 256 // 16 // 128 * 4, compiled  # 16 bytes a thread
+        assert compiled.registers <= 64, compiled
+        assert compiled.spilled == 0, compiled
 
 
 def test_skinny_products_convert_each_element_once_and_move_none() -> None:

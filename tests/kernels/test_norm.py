@@ -40,7 +40,7 @@ def test_a_row_has_the_same_bits_among_any_others() -> None:
 
 
 def job(n: int, largest: float, group: int, codes: str, target: str) -> Job:
-    rows, block, warps = whole_rows(n, group)
+    rows, block, warps = whole_rows(n, group, operands=2)
     pointers = {
         "x_ptr": "*bf16",
         "residual_ptr": "*bf16",
@@ -70,3 +70,6 @@ def test_compiles_to_wide_reads_without_spills(targets: tuple[str, ...]) -> None
         assert compiled.registers <= 64
         if compiled.job.target.startswith("sm_"):
             assert compiled.count("ld.global.v4.b32") == compiled.count("ld.global") >= 3
+            first, _, rest = compiled.assembly.partition("bar.sync")
+            assert first.count("ld.global") == 1, compiled.assembly  # the weight: read before what it is to multiply
+            assert rest.partition("bar.sync")[0].count("ld.global") == 2, compiled.assembly

@@ -7,25 +7,41 @@ Axes: T rows, n columns of a result; a gated input has 2n, the gate first.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from hardpoint.kernels.launch import Launcher, aligned
-from hardpoint.kernels.quantize import empty_rounded, rounding, store_rounded, whole_rows
+from hardpoint.kernels.quantize import (
+    empty_rounded,
+    magnitudes,
+    round_block,
+    rounding,
+    rounding_scale,
+    store_rounded,
+    whole_rows,
+)
 from hardpoint.ops.act_and_mul import GATED, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 from hardpoint.ops.activation import ACTIVATIONS
 from hardpoint_plugin_api import ConfigError, QuantSpec, UnknownNameError
 
 _ALPHA, _LIMIT = tl.constexpr(SWIGLU_OAI_ALPHA), tl.constexpr(SWIGLU_OAI_LIMIT)
 _BLOCK, _WARPS = 1024, 4
+_MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
+
+_LONG = 2048
+"""Columns from which on a row is rounded in pieces."""
+
+_MOST_PIECES = 8
 
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """One of ACTIVATIONS of float32 x."""
-    if ACTIVATION == "silu":
-        y = x / (1.0 + tl.exp(-x))
+    if ACTIVATION == "silu":  # powers of two take fewer instructions, which are what one program has no time for
+        y = x / (1.0 + tl.exp2(x * _MINUS_LOG2_E))
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 is the sigmoid of 2u
@@ -68,6 +84,60 @@ def activation_kernel(
     tl.store(out_ptr + row * n + columns, y, mask=columns < n)
 
 
+@triton.jit
+def _read(ptrs, inside, WHOLE: tl.constexpr):
+    """What is inside, zeros elsewhere; with WHOLE all is."""
+    if WHOLE:
+        x = tl.load(ptrs)
+    else:
+        x = tl.load(ptrs, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def _round_long_row(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    n,
+    x_stride,
+    ACTIVATION: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """This program's row, in PIECES of BLOCK columns; WHOLE: the last one ends where it does. One scale for all.
+
+    All that it reads is on its way before the first number is needed, and no power of two beyond a row's length is
+    worked through: a decode's one program has nothing beside it that would hide either.
+    """
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at = x_ptr + row * x_stride + columns
+    gates, ups, products = (), (), ()  # tuples: Triton has no lists of tensors
+    for piece in tl.static_range(PIECES):
+        up = _read(at + n + piece * BLOCK, piece * BLOCK + columns < n, WHOLE)
+        ups = ups + (up,)  # type: ignore[assignment]  # noqa: RUF005  # as Triton reads it
+    tl.debug_barrier()  # else compilers put these reads off until the gates' numbers are there
+    for piece in tl.static_range(PIECES):
+        gate = _read(at + piece * BLOCK, piece * BLOCK + columns < n, WHOLE)
+        gates = gates + (gate,)  # type: ignore[assignment]  # noqa: RUF005
+    peak = tl.zeros([BLOCK], tl.int32)
+    for piece in tl.static_range(PIECES):
+        y = gated(gates[piece], ups[piece], ACTIVATION)
+        peak = tl.maximum(peak, magnitudes(y.to(tl.float32)))
+        products = products + (y,)  # type: ignore[assignment]  # noqa: RUF005
+    scale = rounding_scale(tl.max(peak, 0, keep_dims=True), LARGEST)
+    tl.store(scale_ptr + row + tl.arange(0, 1), scale)
+    for piece in tl.static_range(PIECES):
+        codes = round_block(products[piece], scale, LARGEST, codes_ptr.dtype.element_ty)
+        to = codes_ptr + row * n + piece * BLOCK + columns
+        if WHOLE:
+            tl.store(to, codes)
+        else:
+            tl.store(to, codes, mask=piece * BLOCK + columns < n)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def act_and_mul_quantized_kernel(
     x_ptr,
@@ -81,19 +151,27 @@ def act_and_mul_quantized_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    WHOLE: tl.constexpr,
     BEGIN: tl.constexpr,
 ):
-    """ROWS rows. Behind a row's columns the gate and what it gates are zero, and so is every function of them."""
+    """ROWS rows, or one in PIECES.
+
+    Behind a row's columns the gate and what it gates are zero, and so is every function of them.
+    """
     if BEGIN is not None:
         BEGIN()
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
-    inside = (rows < num_rows)[:, None] & (columns < n)
-    at = x_ptr + rows[:, None] * x_stride + columns
-    gate = tl.load(at, mask=inside, other=0.0)
-    up = tl.load(at + n, mask=inside, other=0.0)
-    y = gated(gate, up, ACTIVATION).to(tl.float32)
-    store_rounded(y, codes_ptr, scale_ptr, rows, num_rows, n, LARGEST, GROUP, ROWS, BLOCK)
+    if PIECES > 1:
+        _round_long_row(x_ptr, codes_ptr, scale_ptr, n, x_stride, ACTIVATION, LARGEST, BLOCK, PIECES, WHOLE)
+    else:
+        rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        columns = tl.arange(0, BLOCK)
+        inside = (rows < num_rows)[:, None] & (columns < n)
+        at = x_ptr + rows[:, None] * x_stride + columns
+        gate = tl.load(at, mask=inside, other=0.0)
+        up = tl.load(at + n, mask=inside, other=0.0)
+        y = gated(gate, up, ACTIVATION).to(tl.float32)
+        store_rounded(y, codes_ptr, scale_ptr, rows, num_rows, n, LARGEST, GROUP, ROWS, BLOCK)
 
 
 _activation, _act_and_mul_quantized = Launcher(activation_kernel), Launcher(act_and_mul_quantized_kernel)
@@ -120,15 +198,26 @@ def act_and_mul_quantized(x: torch.Tensor, *, activation: str, spec: QuantSpec) 
     dtype, most, group = rounding(spec)
     codes, scales = empty_rounded(x, n, dtype, group)
     count = x.shape[0]
-    if codes.numel():
-        rows, block, warps = whole_rows(n, group)
-        stride = x.stride(0)
-        key = (x.dtype, dtype, n, stride, activation, group, x.get_device()) if aligned(x, codes, scales) else None
-        grid = (-(-count // rows), 1, 1)
-        _act_and_mul_quantized(
-            key, grid, warps, x, codes, scales, count, n, stride, activation, most, group, rows, block
-        )
+    if not codes.numel():
+        return codes, scales
+    stride = x.stride(0)
+    key = (x.dtype, dtype, n, stride, activation, group, x.get_device()) if aligned(x, codes, scales) else None
+    rows, block, pieces, warps = tile_of_rows(n, group)
+    grid = (-(-count // rows), 1, 1)
+    rest = (activation, most, group, rows, block, pieces, n % block == 0)
+    _act_and_mul_quantized(key, grid, warps, x, codes, scales, count, n, stride, *rest)
     return codes, scales
+
+
+@functools.cache
+def tile_of_rows(n: int, group: int) -> tuple[int, int, int, int]:
+    """(ROWS, BLOCK, PIECES, warps) for rows of n columns: whole, or long ones in pieces of four columns to a thread."""
+    rows, block, warps = whole_rows(n, group, operands=2)
+    piece = 2048 if n >= 8192 else 1024
+    pieces = -(-n // piece)
+    if group or n <= _LONG or pieces > _MOST_PIECES:
+        return rows, block, 1, warps
+    return 1, piece, pieces, piece // 128
 
 
 def _gate_columns(op: str, x: torch.Tensor, activation: str) -> int:

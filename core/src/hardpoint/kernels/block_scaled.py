@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hardpoint.dtypes import dtype_of
-from hardpoint.kernels.gemm import WIDE, gemm
+from hardpoint.kernels.gemm import gemm
 from hardpoint.kernels.gemv import Scales, gemv
 from hardpoint.kernels.launch import begun
 from hardpoint.kernels.skinny import LARGEST, rounded_to, skinny
@@ -104,7 +104,7 @@ class TritonScaledGemv(ScaledLinear):
         if self.ctx.dtype == torch.float32:
             return gemv(x, weight, bias, self.ctx.dtype, x_scales, scales)
         of_rows = x_scales is not None and not x_scales.group and not scales.group
-        product = gemm if of_rows and weight.shape[0] >= WIDE else skinny
+        product = gemm if of_rows else skinny
         return product(x, weight, bias, self.ctx.dtype, x_scales, scales)
 
 

@@ -19,30 +19,43 @@ from hardpoint.kernels.launch import begun
 from hardpoint_plugin_api import DeviceInfo, LinearKernel, LinearWorkload, Reason
 
 WIDE = 16384
-"""Rows of a weight from which on narrow tiles are too many. Of 8 bits, it is then read fastest in wide tiles even for
-one row of activations."""
+"""Rows of a weight from which on narrow tiles are too many."""
 
-_MOST_PLAIN_ELEMENTS = 1 << 23
+_NARROW = 5000
+"""Rows of a weight up to which tiles of 64 of them are too few for a large device."""
 
-_SUMMED_BY_UNITS = tl.constexpr(128)
-"""Products of 8-bit floats. Hopper's matrix units add them up with some 14 bits; float32 adders add up these sums."""
+_MOST_PLAIN_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
 class GemmConfiguration:
-    """A tile of the product, the columns read at a time, warps, and how many of these blocks are on their way."""
+    """A tile of the product, the columns read at a time, warps, and how many of these blocks are on their way.
+
+    ``turned`` multiplies the weight's rows by those of x: matrix units take 64 rows of the left operand at a time, but
+    as few as 16 of the right. ``parts`` cuts the columns of both, and takes the parts of a row for so many rows: with
+    16 rows of the weight in 4 parts, a program has 64. Of the products, those of like parts are meant. Blocks of
+    columns with scales of their own are neither turned nor cut.
+
+    Hopper's matrix units add up products of 8-bit floats with some 14 bits, 32 columns at a time. With ``apart``,
+    float32 adders add up the sums of blocks, so units add ``block_k`` / 32 times, each time less than 2^-13 of the sum
+    off. (Sums of less than a block would make units wait for every 32 columns.)
+    """
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    turned: bool = False
+    parts: int = 1
+    apart: bool = True
 
 
 def gemm_configuration(num_rows: int, n: int, itemsize: int, group: int = 0) -> GemmConfiguration:
     """The tiles for ``num_rows`` rows of x, a weight of ``n`` rows, and elements of at most ``itemsize`` bytes.
 
     ``group`` is the fewest columns that share a scale, 0 where all of a row do: a block of columns keeps within them.
+    The tiles of up to 32 rows are the best of sweeps on an H200 (docs/measurements/h200.md).
     """
     if itemsize == 4:  # no matrix units: what is multiplied at a time stands in registers
         return GemmConfiguration(32, 32, 32, 4, 2)
@@ -52,23 +65,32 @@ def gemm_configuration(num_rows: int, n: int, itemsize: int, group: int = 0) -> 
     if num_rows <= 16:
         block_n, num_warps, num_stages = (16, 2, 6) if n < 4096 else (32, 4, 6) if n < WIDE else (64, 4, 4)
         return GemmConfiguration(16, block_n, block_k, num_warps, num_stages)
+    if num_rows <= 32 and not group:
+        if n < _NARROW:
+            return GemmConfiguration(32, 32, 128, 4, 5, turned=True, parts=2)
+        return GemmConfiguration(32, 64, 128, 4, 5, turned=True)
     if num_rows <= 32 and n >= WIDE:
         return GemmConfiguration(32, 64, block_k, 4, 4)
     if num_rows <= 64:
-        return GemmConfiguration(64, 32 if n < 5000 else 64 if n < WIDE else 128, block_k, 4, 4)
+        return GemmConfiguration(64, 32 if n < _NARROW else 64 if n < WIDE else 128, block_k, 4, 4)
     if num_rows <= 128:
         return GemmConfiguration(64, 64, block_k, 4, 4)
     return GemmConfiguration(128, 128, block_k, 8, 3)
 
 
 def _of_decodes(num_rows: int, n: int) -> GemmConfiguration:
-    """For 8-bit elements, as measured on an H200 (docs/measurements/h200.md).
-
-    Even one row as a tile of 64: that is what its matrix units take of both operands in shared memory.
-    """
+    """For 8-bit elements."""
+    if num_rows <= 16:
+        if n < _NARROW:
+            return GemmConfiguration(8 if num_rows <= 8 else 16, 32, 256, 4, 5, turned=True, parts=2)
+        return GemmConfiguration(16, *((64, 256, 4, 5) if n < WIDE else (128, 256, 8, 3)), turned=True)
+    if num_rows <= 32:
+        if n < _NARROW:
+            return GemmConfiguration(32, 32, 128, 4, 10, turned=True, parts=2)
+        return GemmConfiguration(32, 64, 128, 4, 9 if n < WIDE else 4, turned=True)
     if n >= WIDE:
         return GemmConfiguration(64, 128, 128, 4, 4)
-    return GemmConfiguration(64, 32 if n < 5000 and num_rows <= 64 else 64, 256, 4, 6)
+    return GemmConfiguration(64, 32 if n < _NARROW and num_rows <= 64 else 64, 256, 4, 6)
 
 
 def gemm(
@@ -92,7 +114,9 @@ def gemm(
         return out
     groups = [scales.group for scales in (x_scales, weight_scales) if scales is not None and scales.group]
     cut = configuration or gemm_configuration(num_rows, n, x.element_size(), min(groups, default=0))
-    _gemm[triton.cdiv(num_rows, cut.block_m) * triton.cdiv(n, cut.block_n),](
+    turned, parts = (False, 1) if groups else (cut.turned, cut.parts if k % cut.parts == 0 else 1)
+    tiles = triton.cdiv(num_rows, cut.block_m), triton.cdiv(n, cut.block_n)
+    _gemm[tiles if turned else (tiles[0] * tiles[1],)](
         x,
         weight,
         x_scales and x_scales.values,
@@ -101,7 +125,7 @@ def gemm(
         out,
         num_rows,
         n,
-        k,
+        k // parts,
         x.stride(0),
         x.stride(1),
         weight.stride(0),
@@ -113,6 +137,10 @@ def gemm(
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
+        WHOLE=n % cut.block_n == 0 and k // parts % cut.block_k == 0,
+        TURNED=turned,
+        PARTS=parts,
+        APART=cut.apart,
         TILES_TOGETHER=8,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
@@ -138,6 +166,14 @@ class TritonGemm(LinearKernel):
         return y.view(*x.shape[:-1], weight.shape[0])
 
 
+@triton.jit
+def _diagonal(y, PARTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """The sum [M, N] of what parts make with their like, of all products [PARTS * M, PARTS * N]."""
+    part = tl.arange(0, PARTS)
+    alike = part[:, None, None, None] == part[None, None, :, None]
+    return tl.sum(tl.sum(tl.where(alike, y.reshape(PARTS, M, PARTS, N), 0), 2), 0)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm(
     x_ptr,
@@ -160,38 +196,62 @@ def _gemm(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TURNED: tl.constexpr,
+    PARTS: tl.constexpr,
+    APART: tl.constexpr,
     TILES_TOGETHER: tl.constexpr,
     BEGIN: tl.constexpr,
 ):
-    """A tile of the product. TILES_TOGETHER rows of tiles are worked on at a time: they share the weight in the cache.
+    """A tile of the product. K are the columns of each of the PARTS; WHOLE: tiles of the weight end where it does.
 
+    TILES_TOGETHER rows of tiles are worked on at a time: they share the weight in the cache. Of TURNED ones all are.
     A block of columns never straddles a group. Where there are groups, each block's product is scaled in float32.
     """
     if BEGIN is not None:
         BEGIN()
-    tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    stripe = tl.program_id(0) // (TILES_TOGETHER * tiles_n)
-    first_m = stripe * TILES_TOGETHER
-    height = tl.minimum(tiles_m - first_m, TILES_TOGETHER)
-    within = tl.program_id(0) % (TILES_TOGETHER * tiles_n)
-    m = (first_m + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride_m + columns[None, :].to(tl.int64) * x_stride_k
-    weight_ptrs = weight_ptr + n.to(tl.int64)[None, :] * weight_stride_n + columns[:, None]
+    if TURNED:
+        first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    else:
+        tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
+        stripe = tl.program_id(0) // (TILES_TOGETHER * tiles_n) * TILES_TOGETHER
+        height = tl.minimum(tiles_m - stripe, TILES_TOGETHER)
+        within = tl.program_id(0) % (TILES_TOGETHER * tiles_n)
+        first_m, first_n = (stripe + within % height) * BLOCK_M, within // height * BLOCK_N
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
     x_scale_ptrs = x_scale_ptr
     if x_scale_ptr is not None:
         x_scale_ptrs = x_scale_ptr + m.to(tl.int64) * x_scale_stride_m
     weight_scale_ptrs = weight_scale_ptr
     if weight_scale_ptr is not None:
         weight_scale_ptrs = weight_scale_ptr + (n // WEIGHT_TILE_ROWS).to(tl.int64) * weight_scale_stride_n
+    x_scale = tl.full([BLOCK_M], 1.0, tl.float32)  # what all columns share is read before they are
+    if x_scale_ptr is not None and X_GROUP == 0:
+        x_scale = tl.load(x_scale_ptrs, mask=m < num_rows, other=0.0)
+    weight_scale = tl.full([BLOCK_N], 1.0, tl.float32)
+    if weight_scale_ptr is not None and WEIGHT_GROUP == 0:
+        weight_scale = tl.load(weight_scale_ptrs, mask=n < N, other=0.0).to(tl.float32)
+
+    columns = tl.arange(0, BLOCK_K)
+    x_row, weight_row = tl.arange(0, BLOCK_M * PARTS), tl.arange(0, BLOCK_N * PARTS)
+    x_columns = (x_row // BLOCK_M * K)[:, None] + columns[None, :]
+    weight_columns = (weight_row // BLOCK_N * K)[:, None] + columns[None, :]
+    x_m, weight_n = first_m + x_row % BLOCK_M, first_n + weight_row % BLOCK_N
+    x_ptrs = x_ptr + x_m.to(tl.int64)[:, None] * x_stride_m + x_columns.to(tl.int64) * x_stride_k
+    weight_ptrs = weight_ptr + weight_n.to(tl.int64)[:, None] * weight_stride_n + weight_columns
     sum_type: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
     grouped: tl.constexpr = X_GROUP != 0 or WEIGHT_GROUP != 0
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if grouped else sum_type)
+    left: tl.constexpr = BLOCK_N if TURNED else BLOCK_M
+    right: tl.constexpr = BLOCK_M if TURNED else BLOCK_N
+    total = tl.zeros([left * PARTS, right * PARTS], tl.float32 if grouped else sum_type)
     for start in tl.range(0, K, BLOCK_K):
-        inside = start + columns < K
-        x = tl.load(x_ptrs, mask=(m < num_rows)[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(weight_ptrs, mask=(n < N)[None, :] & inside[:, None], other=0.0)
+        if WHOLE:
+            x = tl.load(x_ptrs, mask=(x_m < num_rows)[:, None], other=0.0)
+            weight = tl.load(weight_ptrs)
+        else:
+            inside = (start + columns < K)[None, :]
+            x = tl.load(x_ptrs, mask=(x_m < num_rows)[:, None] & inside, other=0.0)
+            weight = tl.load(weight_ptrs, mask=(weight_n < N)[:, None] & inside, other=0.0)
         if x.dtype.is_fp8() and out_ptr.dtype.element_ty == tl.float16:  # which has more digits than such sums
             x = x.to(tl.float16)
             weight = weight.to(tl.float16)
@@ -199,26 +259,35 @@ def _gemm(
             if x.dtype == tl.bfloat16:
                 weight = weight.to(tl.float32)  # devices convert to it faster than to bfloat16
             weight = weight.to(x.dtype)
+        if TURNED:
+            first, second = weight, tl.trans(x)
+        else:
+            first, second = x, tl.trans(weight)
         if grouped:
-            product = tl.dot(x, weight, out_dtype=sum_type, input_precision="ieee").to(tl.float32)
+            product = tl.dot(first, second, out_dtype=sum_type, input_precision="ieee").to(tl.float32)
             if X_GROUP != 0:
-                x_scale = tl.load(x_scale_ptrs + start // X_GROUP, mask=m < num_rows, other=0.0)
-                product = product * x_scale[:, None]
+                x_scale_of_group = tl.load(x_scale_ptrs + start // X_GROUP, mask=m < num_rows, other=0.0)
+                product = product * x_scale_of_group[:, None]
             if WEIGHT_GROUP != 0:
-                weight_scale = tl.load(weight_scale_ptrs + start // WEIGHT_GROUP, mask=n < N, other=0.0)
-                product = product * weight_scale.to(tl.float32)[None, :]
+                of_group = tl.load(weight_scale_ptrs + start // WEIGHT_GROUP, mask=n < N, other=0.0)
+                product = product * of_group.to(tl.float32)[None, :]
             total += product
         else:
             total = tl.dot(
-                x, weight, total, out_dtype=sum_type, input_precision="ieee", max_num_imprecise_acc=_SUMMED_BY_UNITS
+                first,
+                second,
+                total,
+                out_dtype=sum_type,
+                input_precision="ieee",
+                max_num_imprecise_acc=BLOCK_K if APART else None,
             )
         x_ptrs += BLOCK_K * x_stride_k
         weight_ptrs += BLOCK_K
-    y = total.to(tl.float32)
-    if weight_scale_ptr is not None and WEIGHT_GROUP == 0:
-        y = y * tl.load(weight_scale_ptrs, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if x_scale_ptr is not None and X_GROUP == 0:
-        y = y * tl.load(x_scale_ptrs, mask=m < num_rows, other=0.0)[:, None]
+    if TURNED:
+        total = tl.trans(total)
+    if PARTS != 1:
+        total = _diagonal(total, PARTS, BLOCK_M, BLOCK_N)
+    y = total.to(tl.float32) * weight_scale[None, :] * x_scale[:, None]
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     there = (m < num_rows)[:, None] & (n < N)[None, :]

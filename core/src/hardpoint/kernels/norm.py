@@ -57,8 +57,9 @@ def rms_norm_kernel(
     inside = (rows < num_rows)[:, None] & (columns < n)
     dtype = x_ptr.dtype.element_ty
     start = (rows // heads) * x_stride + (rows % heads) * x_head_stride
-    x = tl.load(x_ptr + start[:, None] + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=columns < n, other=0.0)
+    tl.debug_barrier()  # else compilers read it behind the sum, where it is needed first, and all wait for it again
+    x = tl.load(x_ptr + start[:, None] + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         at = rows[:, None] * residual_stride + columns
         total = (x + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(dtype)
@@ -140,7 +141,7 @@ def _launch(
         x = x.contiguous()
         heads, stride, head_stride = 1, n, 0
     added = 0 if residual is None else residual.stride(0)
-    rows, block, warps = whole_rows(n, group)
+    rows, block, warps = whole_rows(n, group, operands=2)
     num_rows = count // n
     dtypes = (x.dtype, weight.dtype, out.dtype, None if residual is None else residual.dtype)
     key = (dtypes, n, heads, stride, head_stride, added, group, x.get_device())

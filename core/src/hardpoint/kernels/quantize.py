@@ -22,12 +22,15 @@ from hardpoint_plugin_api import QuantSpec
 
 
 @triton.jit
-def magnitude(x):
-    """The greatest magnitude in each block of float32 x [..., k], as the bits of a float32: int32 [..., 1].
+def magnitudes(x):
+    """Those of float32 x, as its bits in int32: ordered alike, and NaN above infinity, so a maximum misses neither."""
+    return tl.abs(x).to(tl.int32, bitcast=True)
 
-    As integers, magnitudes are ordered alike, and NaN stands above infinity: a maximum that misses neither.
-    """
-    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), len(x.shape) - 1, keep_dims=True)
+
+@triton.jit
+def magnitude(x):
+    """The greatest of ``magnitudes`` in each block of float32 x [..., k]: int32 [..., 1]."""
+    return tl.max(magnitudes(x), len(x.shape) - 1, keep_dims=True)
 
 
 @triton.jit
@@ -41,7 +44,7 @@ def rounding_scale(bits, LARGEST: tl.constexpr):
 
 @triton.jit
 def round_block(x, scale, LARGEST: tl.constexpr, ELEMENT: tl.constexpr):
-    """float32 x over its scales, as the nearest elements, ties to even. A block whose scale is NaN may become any."""
+    """Numbers over float32 scales, as the nearest elements, ties to even. A block whose scale is NaN may become any."""
     # Two multiplications instead of a division by each element: the inverse of a tiny scale would not be finite.
     boost = tl.where(scale < 2.0**-64, 2.0**64, 1.0)
     scaled = (x * boost) * (1.0 / (scale * boost))
@@ -114,15 +117,16 @@ _quantize_rows = Launcher(quantize_rows_kernel)
 
 
 @functools.cache
-def whole_rows(n: int, group: int = 0) -> tuple[int, int, int]:
-    """(ROWS, BLOCK, warps) for tiles of whole rows of n columns.
+def whole_rows(n: int, group: int = 0, operands: int = 1) -> tuple[int, int, int]:
+    """(ROWS, BLOCK, warps) for tiles of whole rows of n columns, of which a kernel reads several ``operands``.
 
-    Sixteen elements to a thread, eight in short rows: of 2 bytes, that is two reads in flight at most, and enough
-    programs beside one another to hide them.
+    Sixteen elements to a thread, eight in short rows or where there are several operands: of 2 bytes, that is two reads
+    in flight, and enough programs beside one another to hide them. Several operands of sixteen elements would be read
+    eight at a time, and results of one byte written sixteen at a time: they would pass through shared memory for it.
     """
     block = max(triton.next_power_of_2(n), group, 32)
     rows = max(1, 1024 // block)
-    return rows, block, min(32, max(4, rows * block // 512))
+    return rows, block, min(32, max(4, rows * block // (512 if operands == 1 else 256)))
 
 
 @functools.cache

@@ -98,6 +98,8 @@ def skinny(
         skinny_configuration(num_rows, n, x.element_size()) if narrow else plain_configuration(num_rows)
     )
     grid = triton.cdiv(n, 8 * cut.weight_tiles), triton.cdiv(num_rows, 8 * cut.x_tiles)
+    span = 32 if x_group % 64 or weight_group % 64 or not narrow else 64
+    steps = 1 if x_group or weight_group else cut.steps
     _skinny[grid](
         x,
         weight,
@@ -119,8 +121,9 @@ def skinny(
         X_GROUP=x_group,
         WEIGHT_TILE_ROWS=(weight_scales and weight_scales.tile_rows) or 1,
         WEIGHT_GROUP=weight_group,
-        SPAN=32 if x_group % 64 or weight_group % 64 or not narrow else 64,
-        STEPS=1 if x_group or weight_group else cut.steps,
+        SPAN=span,
+        STEPS=steps,
+        WHOLE=n % (8 * cut.weight_tiles) == 0 and k % (span * steps * cut.num_warps) == 0,
         WARPS=cut.num_warps,
         X_TILES=cut.x_tiles,
         WEIGHT_TILES=cut.weight_tiles,
@@ -241,12 +244,13 @@ def _skinny(
     WEIGHT_GROUP: tl.constexpr,
     SPAN: tl.constexpr,
     STEPS: tl.constexpr,
+    WHOLE: tl.constexpr,
     WARPS: tl.constexpr,
     X_TILES: tl.constexpr,
     WEIGHT_TILES: tl.constexpr,
     BEGIN: tl.constexpr,
 ):
-    """X_TILES tiles of x times WEIGHT_TILES tiles of the weight.
+    """X_TILES tiles of x times WEIGHT_TILES tiles of the weight. WHOLE: these and blocks of columns end where it does.
 
     Groups are the columns that share a scale, 0 where all of a row do: there, a block is one span to each warp, which
     lies in one group. A null pointer is no scales at all, or with ROUND_X those that the rows of x ask for.
@@ -285,11 +289,14 @@ def _skinny(
     weight_ptrs = weight_ptr + (first_n + weight_rows).to(tl.int64) * weight_stride_n + weight_columns
     total = tl.zeros([WARPS, 8 * WEIGHT_TILES, 8 * X_TILES], tl.float32 if grouped else sum_type)
     for start in tl.range(0, K, STEPS * WARPS * SPAN):
-        weight = tl.load(
-            weight_ptrs + start, mask=(first_n + weight_rows < N) & (start + weight_columns < K), other=0.0
-        )
         x_k = start + x_columns
-        there = (first_m + x_rows < num_rows) & (x_k < K)
+        there = first_m + x_rows < num_rows
+        if WHOLE:
+            weight = tl.load(weight_ptrs + start)
+        else:
+            there = there & (x_k < K)
+            inside = (first_n + weight_rows < N) & (start + weight_columns < K)
+            weight = tl.load(weight_ptrs + start, mask=inside, other=0.0)
         x = tl.load(x_ptrs + x_k.to(tl.int64) * x_stride_k, mask=there, other=0.0)
         weight = _operand(weight, WEIGHT_TILES, STEPS, WARPS, SPAN, turn)
         if number == tl.bfloat16 and element != number:

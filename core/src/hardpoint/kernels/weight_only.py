@@ -2,16 +2,21 @@
 
 Matrix units do the work for any number of rows. The weight stands on their left side, where operands come from
 registers: codes go from memory to registers as they are stored, become numbers there two at a time, and never travel
-again. A row of the weight is laid out for that in *tiles* of 256 columns (128 for groups of 32), each word of which has
-eight codes: of its lower and its upper half, the codes at the same *place* (0 to 3) are those of neighbouring columns,
-and what one place of all words of a tile holds are neighbours, a quarter of the tile. So a product's step takes one
-place of the words, and a group is a whole number of steps.
+again. The weight is laid out for that in *tiles* of 16 rows and 256 columns (128 for groups of 32), which lie side by
+side in memory. Each word of a tile's row has eight codes: of its lower and its upper half, the codes at the same
+*place* (0 to 3) are those of neighbouring columns, and what one place of all words of a row holds are neighbours, a
+quarter of the tile. So a product's step takes one place of the words, and a group is a whole number of steps.
 
 A pair becomes two numbers without a conversion: masked, each half is a number below the smallest normal one, in which
-the code counts units of the last place. One multiply-add makes it ``(code - zero point) * step``, exactly, and the step
-goes into the scale. A group's product is scaled in float32. For float32, codes are converted.
+the code counts units of the last place, or sixteens of them. One multiply-add with constants makes it ``(code - 8) *
+step``, exactly, and the step goes into the result. A group's product is scaled in float32. For float32, codes are
+converted.
 
-Axes: M rows of x, N rows of the weight (out), K columns (in), W words of a row, G groups of a row.
+Zero points of groups are numbers of their own, ``(8 - zero point) * step``. For a few rows of x, where instructions are
+what there is too few of, they go through the matrix units beside the codes: a group's product is that with codes plus
+that with zero points. An infinity in x may then come out as not a number. For more rows they are added to each number.
+
+Axes: M rows of x, N rows of the weight (out), K columns (in), B blocks of 16 rows, T tiles of a row, W words of one.
 """
 
 from __future__ import annotations
@@ -28,11 +33,13 @@ from hardpoint.quantization.numerics import pack_nibbles
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearKernel, LinearWorkload, Reason, dequantize
 
 _LARGEST_TILE = 256
+_TILE_ROWS = tl.constexpr(16)
 _STEP = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1.0}
 """What a code of one becomes: a factor that matrix units' elements can bring the smallest numbers to."""
 _PROGRAMS = 200
 """Of four warps, for more than 8 rows of x: fewer leave multiprocessors of a large device idle."""
 _MOST_PIECES = 4
+_TILES_TOGETHER = 8
 _SUMS = 1024
 """Of pieces, that a program makes."""
 
@@ -60,28 +67,38 @@ class TritonInt4Linear(LinearKernel):
         group = self.spec.scales[0].block[1]
         self.group = 0 if group == -1 else group
         self.tile = _tile(self.group)
+        self._groups = self.columns // self.group if self.group else 1
         self.flip = 8 if self.spec.element == "int4" else 0
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``weight``: int32 [N, W]; ``weight_scale`` [G, N]; ``weight_zero_point``, if any: int32 [tiles of a row, N].
+        """``weight``: int32 [B, T, 16, W]; ``weight_scale`` [T, N, scales]; ``weight_zero_point``: int32 [T, N].
 
-        Groups come first, so that rows of the weight that are worked on together have theirs side by side. A word has
-        the zero points of a tile's groups (up to four), the first in the lowest byte, for codes from 0 to 15.
+        Of scales and zero points tiles come first, so that rows that are worked on together have theirs side by side,
+        each row those of a tile's groups (up to four); for scales, groups that are longer than a tile stand in place
+        of tiles. A word has the zero points of a tile's groups, the first in the lowest byte, for codes from 0 to 15.
         """
         stored = weights["weight"]
         codes = torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)[:, : self.columns] ^ self.flip
-        places = pad(codes, (0, -self.columns % self.tile)).unflatten(1, (-1, 2, 2, self.tile // 8, 2))
+        whole = pad(codes, (0, -self.columns % self.tile, 0, -len(codes) % _TILE_ROWS.value))
+        places = whole.unflatten(1, (-1, 2, 2, self.tile // 8, 2))
         octets = places[:, :, :, 0] | (places[:, :, :, 1] << 4)
+        words = octets.permute(0, 1, 3, 4, 2).flatten(2).contiguous().view(torch.int32)
         packed = {
-            "weight": octets.permute(0, 1, 3, 4, 2).flatten(1).view(torch.int32),
-            "weight_scale": weights["weight_scale"].t().contiguous(),
+            "weight": words.unflatten(0, (-1, _TILE_ROWS.value)).transpose(1, 2).contiguous(),
+            "weight_scale": self._scales_by_tiles(weights["weight_scale"]),
         }
         if self.spec.zero_point:
             zero_points = (weights["weight_zero_point"].short() + self.flip).to(torch.uint8)
-            packed["weight_zero_point"] = self._by_tiles(zero_points).t().contiguous()
+            packed["weight_zero_point"] = self._zero_points_by_tiles(zero_points).t().contiguous()
         return packed
 
-    def _by_tiles(self, zero_points: torch.Tensor) -> torch.Tensor:
+    def _scales_by_tiles(self, scales: torch.Tensor) -> torch.Tensor:
+        """Of [N, G], [T, N, scales]."""
+        parts = _parts(self.group, self.tile)
+        records: torch.Tensor = pad(scales, (0, -scales.shape[1] % parts)).unflatten(1, (-1, parts))
+        return records.transpose(0, 1).contiguous()
+
+    def _zero_points_by_tiles(self, zero_points: torch.Tensor) -> torch.Tensor:
         """Of uint8 [N, G], int32 [N, tiles of a row]."""
         tiles = -(-self.columns // self.tile)
         if not 0 < self.group <= self.tile:
@@ -96,25 +113,27 @@ class TritonInt4Linear(LinearKernel):
         return y.view(*x.shape[:-1], y.shape[1])
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self._numbers(weights)
+        words = weights["weight"].transpose(1, 2).flatten(0, 1)
+        return self._numbers(weights | {"weight": words[: weights["weight_scale"].shape[1]]})
 
     def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-        return self._numbers(
-            {name: value[ids] if name == "weight" else value[:, ids] for name, value in weights.items()}
-        )
+        blocks, within = ids // _TILE_ROWS.value, ids % _TILE_ROWS.value
+        found = {name: value[:, ids] for name, value in weights.items() if name != "weight"}
+        return self._numbers(found | {"weight": weights["weight"][blocks, :, within]})
 
     def _numbers(self, packed: dict[str, torch.Tensor]) -> torch.Tensor:
-        octets = packed["weight"].view(torch.uint8).unflatten(1, (-1, self.tile // 8, 2, 2)).permute(0, 1, 4, 2, 3)
+        """Of some rows, whose words are [rows, T, W]."""
+        octets = packed["weight"].contiguous().view(torch.uint8).unflatten(2, (-1, 2, 2)).permute(0, 1, 4, 2, 3)
         codes = torch.stack((octets & 0xF, octets >> 4), dim=3).flatten(1)[:, : self.columns]
         slots = {
             "weight": pack_nibbles(pad(codes, (0, self.columns % 2)) ^ self.flip),
-            "weight_scale": packed["weight_scale"].t(),
+            "weight_scale": packed["weight_scale"].transpose(0, 1).flatten(1)[:, : self._groups],
         }
         if self.spec.zero_point:
             words = packed["weight_zero_point"].t()
             octets = torch.stack([words >> 8 * part & 0xFF for part in range(4)], dim=-1)
             if 0 < self.group <= self.tile:
-                octets = octets[:, :, : self.tile // self.group].flatten(1)[:, : len(packed["weight_scale"])]
+                octets = octets[:, :, : self.tile // self.group].flatten(1)[:, : self._groups]
             else:
                 octets = octets[:, :: self.group // self.tile or octets.shape[1], 0]
             slots["weight_zero_point"] = octets.short() - self.flip
@@ -138,7 +157,9 @@ class Int4Configuration:
 
     With ``split``, each of the warps has all rows of the tile and columns of its own, and their sums are added up at
     the end, in one order. Without, they have rows each: 16 at least, or the work is done twice. ``pieces`` programs
-    share the columns of a tile; what they found is added up by another kernel, in one order too.
+    share the columns of a tile; what they found is added up by another kernel, in one order too. With ``split`` and
+    ``apart``, products with zero points have sums of their own: matrix units wait less for each other's results, and
+    more registers are taken.
     """
 
     block_m: int
@@ -147,23 +168,27 @@ class Int4Configuration:
     num_stages: int
     split: bool = False
     pieces: int = 1
+    apart: bool = False
 
 
 def int4_configuration(num_rows: int, n: int, itemsize: int) -> Int4Configuration:
     """The cut for ``num_rows`` rows of x, of elements of ``itemsize`` bytes, and a weight of ``n`` rows.
 
-    Up to 8 rows of x: as many programs as there are 16 or 32 rows of the weight, whose warps split the columns; wider
-    tiles would leave multiprocessors idle. More rows: wide tiles, so that x is not read too often, in pieces where
-    those are fewer than what a large device wants. Best of a sweep on an H200 (docs/measurements/h200.md).
+    Up to 8 rows of x: a program for every 16 rows of the weight, whose warps split the columns; wider tiles would leave
+    multiprocessors idle. More rows: wide tiles, so that x is not read too often, in pieces where those are fewer than
+    what a large device wants. Best of a sweep on an H200 (docs/measurements/h200.md).
     """
     if itemsize == 4:  # no matrix units: what is multiplied at a time stands in registers
         return Int4Configuration(16, 32, 4, 1)
-    narrow = n < 8192
     if num_rows <= 8:
-        block_m = 8 if num_rows > 4 else triton.next_power_of_2(num_rows)
-        return Int4Configuration(block_m, 16 if narrow else 32, 4, 3, split=True)
+        if num_rows > 4:
+            return Int4Configuration(8, 16, 4, 3, split=True, apart=True)
+        num_warps, num_stages = (8, 3) if n < 5000 else (4, 3) if n < 8192 else (2, 4)
+        return Int4Configuration(
+            triton.next_power_of_2(num_rows), 16, num_warps, num_stages, split=True, apart=num_warps == 2
+        )
     if num_rows <= 32:
-        cut = Int4Configuration(16 if num_rows <= 16 else 32, 64 if narrow else 128, 4, 3)
+        cut = Int4Configuration(16 if num_rows <= 16 else 32, 64 if n < 8192 else 128, 4, 3)
     else:
         cut = Int4Configuration(64, 64, 4, 3)
     programs, pieces = triton.cdiv(num_rows, cut.block_m) * triton.cdiv(n, cut.block_n), 1
@@ -184,8 +209,7 @@ def int4_matmul(
 
     ``group`` 0 is a scale for each row; ``zero_point``, 0 or 8, is for all, where the weights have none of their own.
     """
-    (num_rows, k), words = x.shape, weights["weight"]
-    n = words.shape[0]
+    (num_rows, k), n = x.shape, weights["weight_scale"].shape[1]
     out = x.new_empty(num_rows, n)
     if not num_rows:
         return out
@@ -193,9 +217,11 @@ def int4_matmul(
     tile = _tile(group)
     split = cut.num_warps if cut.split else 1
     found = out if cut.pieces == 1 else torch.empty(cut.pieces, num_rows, n, dtype=torch.float32, device=x.device)
-    _int4_matmul[triton.cdiv(n, cut.block_n) * triton.cdiv(num_rows, cut.block_m), cut.pieces](
+    tiles_n, tiles_m = triton.cdiv(n, cut.block_n), triton.cdiv(num_rows, cut.block_m)
+    together = 1 if cut.split or tiles_m == 1 else _TILES_TOGETHER
+    _int4_matmul[(tiles_n, cut.pieces, tiles_m) if together == 1 else (tiles_n * tiles_m, cut.pieces)](
         x,
-        words,
+        weights["weight"],
         weights["weight_scale"],
         weights.get("weight_zero_point"),
         bias if cut.pieces == 1 else None,
@@ -203,8 +229,7 @@ def int4_matmul(
         num_rows,
         n,
         k,
-        words.shape[1],
-        weights["weight_scale"].shape[0],
+        weights["weight"].shape[1],
         x.stride(0),
         x.stride(1),
         GROUP=group,
@@ -212,10 +237,13 @@ def int4_matmul(
         STEP=_STEP[x.dtype],
         TILE=tile,
         WHOLE=k % (tile * split * cut.pieces) == 0,
+        EVEN=n % cut.block_n == 0,
         SPLIT=split,
+        PIECES=cut.pieces,
+        APART=cut.apart,
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
-        TILES_TOGETHER=8,
+        TILES_TOGETHER=together,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
         **begun(x),
@@ -231,9 +259,9 @@ def int4_dequantize(
 ) -> torch.Tensor:
     """Packed ``weights`` as a new [N, K] of ``dtype``; see ``int4_matmul``."""
     words = weights["weight"]
-    n, tile = words.shape[0], _tile(group)
+    n, tile = weights["weight_scale"].shape[1], _tile(group)
     out = torch.empty(n, k, dtype=dtype, device=words.device)
-    _int4_dequantize[triton.cdiv(n, 16), words.shape[1] * 8 // tile](
+    _int4_dequantize[words.shape[:2]](
         words,
         weights["weight_scale"],
         weights.get("weight_zero_point"),
@@ -241,14 +269,12 @@ def int4_dequantize(
         n,
         k,
         words.shape[1],
-        weights["weight_scale"].shape[0],
         GROUP=group,
         ZERO_POINT=8 if "weight_zero_point" in weights else zero_point,
         STEP=_STEP[dtype],
         TILE=tile,
-        BLOCK_N=16,
         num_warps=4,
-        **begun(words),
+        **begun(out),
     )
     return out
 
@@ -256,6 +282,11 @@ def int4_dequantize(
 def _tile(group: int) -> int:
     """The columns of a tile, a quarter of which has one scale."""
     return 128 if group == 32 else _LARGEST_TILE
+
+
+def _parts(group: int, tile: int) -> int:
+    """The groups that a tile has, whole ones, or 1."""
+    return tile // group if 0 < group <= tile else 1
 
 
 @triton.jit
@@ -266,44 +297,85 @@ def _halves(pairs, dtype: tl.constexpr):
 
 
 @triton.jit
-def _numbers(words, place: tl.constexpr, zero, STEP: tl.constexpr, shape: tl.constexpr, dtype: tl.constexpr):
-    """Of the codes at ``place`` (0 to 3) of words: ``code * STEP + zero``, in ``shape``, twice as long as words'."""
+def _numbers(
+    words, place: tl.constexpr, ZERO_POINT: tl.constexpr, STEP: tl.constexpr, shape: tl.constexpr, dtype: tl.constexpr
+):
+    """Of the codes at ``place`` (0 to 3) of words: ``(code - ZERO_POINT) * STEP``, in ``shape``, twice as long."""
     if dtype == tl.float32:
         codes = tl.join((words >> (4 * place)) & 0xF, (words >> (4 * place + 16)) & 0xF)
-        return codes.reshape(shape).to(tl.float32) * STEP + zero
+        return (codes.reshape(shape).to(tl.float32) - ZERO_POINT) * STEP
     else:  # noqa: RET505  # Triton reads on after a return
-        # Place 3 becomes eights of the smallest number: where it needs no mask, LLVM takes the halves apart.
-        pairs = (words >> (4 * place)) & 0x000F000F if place < 3 else (words >> 9) & 0x00780078
-        smallest: tl.constexpr = (2.0**-133 if dtype == tl.bfloat16 else 2.0**-24) * (1 if place < 3 else 8)
-        return tl.fma(_halves(pairs, dtype).reshape(shape), tl.full(shape, STEP / smallest, dtype), zero)
+        # Odd places become sixteens of the smallest number where they are: two places share a shift.
+        pairs = (words if place < 2 else words >> 8) & (0x00F000F0 if place % 2 else 0x000F000F)
+        smallest: tl.constexpr = (2.0**-133 if dtype == tl.bfloat16 else 2.0**-24) * (16 if place % 2 else 1)
+        numbers = _halves(pairs, dtype).reshape(shape)
+        return tl.fma(numbers, tl.full(shape, STEP / smallest, dtype), tl.full(shape, -ZERO_POINT * STEP, dtype))
 
 
 @triton.jit
-def _zero_point(octets, part: tl.constexpr, STEP: tl.constexpr, dtype: tl.constexpr):
-    """Of the zero point of a tile's group: ``(8 - zero_point) * STEP``."""
-    octet = (octets >> (8 * part)) & 0xFF
+def _zero_points(octets, part: tl.constexpr, STEP: tl.constexpr, dtype: tl.constexpr):
+    """Of a group's: ``(8 - zero_point) * STEP``, twice, side by side in a new last axis."""
+    octet = (octets.to(tl.uint32, bitcast=True) >> (8 * part)) & 0xFF
     if dtype == tl.float32:
-        return (8.0 - octet.to(tl.float32)) * STEP
+        number = (8.0 - octet.to(tl.float32)) * STEP
+        return tl.join(number, number)
     else:  # noqa: RET505  # Triton reads on after a return
         smallest: tl.constexpr = 2.0**-133 if dtype == tl.bfloat16 else 2.0**-24
-        number = octet.to(tl.uint16).to(dtype, bitcast=True)
-        return tl.fma(number, tl.full(number.shape, -STEP / smallest, dtype), tl.full(number.shape, 8 * STEP, dtype))
+        pair = _halves(octet * 0x00010001, dtype)
+        return tl.fma(pair, tl.full(pair.shape, -STEP / smallest, dtype), tl.full(pair.shape, 8 * STEP, dtype))
 
 
 @triton.jit
-def _of_groups(ptr, tile, n, N, G, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """A tuple: the scales of each group of a tile, for rows ``n``."""
+def _scales_of(ptr, tile, n, N, there, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """A tuple: the scales of a tile's groups, for rows ``n``, as many in each as 32 bits hold; see ``_scale``."""
+    parts: tl.constexpr = TILE // GROUP if GROUP != 0 and GROUP <= TILE else 1
+    together: tl.constexpr = 2 if parts > 1 and ptr.dtype.element_ty.primitive_bitwidth == 16 else 1
+    if GROUP == 0:
+        record = tile * 0
+    elif GROUP > TILE:
+        record = tile // (GROUP // TILE)
+    else:
+        record = tile
+    first = (record.to(tl.int64) * N + n) * (parts // together)
+    if together > 1:
+        ptr = ptr.to(tl.pointer_type(tl.int32))
     found = ()
-    for part in tl.static_range(1 if GROUP == 0 or GROUP > TILE else TILE // GROUP):
-        group = tile * (TILE // GROUP) + part if GROUP <= TILE and GROUP != 0 else tile
-        if GROUP > TILE:
-            group = tile // (GROUP // TILE)
-        if GROUP == 0:
-            group = tile * 0
-        there = (n < N) & (group < G)
-        values = tl.load(ptr + tl.cast(group, tl.int64) * N + n, mask=there, other=0.0)
-        found = found + (values,)  # type: ignore[assignment]  # noqa: RUF005  # as Triton reads it
+    for number in tl.static_range(parts // together):
+        found = found + (tl.load(ptr + first + number, mask=there, other=0),)  # type: ignore[assignment]  # noqa: RUF005  # as Triton reads it
     return found
+
+
+@triton.jit
+def _scale(scales, part: tl.constexpr, parts: tl.constexpr, dtype: tl.constexpr):
+    """Of what ``_scales_of`` found, a group's, as float32."""
+    together: tl.constexpr = 2 if parts > 1 and dtype.primitive_bitwidth == 16 else 1
+    found = scales[part // together]
+    if together > 1:
+        found = (found >> (part % together * 16)).to(tl.int16).to(dtype, bitcast=True)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _exchanged(x):
+    """x's columns [S, C, M] in another order, in which ``_exchanged_words`` has the weight's, too.
+
+    Of every 16 columns that they multiply at a time, matrix units take two pairs from each of four lanes, whose lie
+    apart. So exchanged, all of a lane's columns lie side by side in memory, in the order in which they are taken.
+    """
+    split: tl.constexpr = x.shape[0]
+    steps: tl.constexpr = x.shape[1] // 32
+    rows: tl.constexpr = x.shape[2]
+    lanes = x.reshape(split, 4, steps, 2, 2, 2, rows)
+    return lanes.permute(0, 2, 4, 1, 3, 5, 6).reshape(x.shape)
+
+
+@triton.jit
+def _exchanged_words(words):
+    """Words [S, N, C / 2] of the columns that ``_exchanged`` has."""
+    split: tl.constexpr = words.shape[0]
+    rows: tl.constexpr = words.shape[1]
+    steps: tl.constexpr = words.shape[2] // 16
+    return words.reshape(split, rows, 4, steps, 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(words.shape)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -317,8 +389,7 @@ def _int4_matmul(
     num_rows,
     N,
     K,
-    W,
-    G,
+    T,
     x_stride_m,
     x_stride_k,
     GROUP: tl.constexpr,
@@ -326,7 +397,10 @@ def _int4_matmul(
     STEP: tl.constexpr,
     TILE: tl.constexpr,
     WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    PIECES: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILES_TOGETHER: tl.constexpr,
@@ -334,8 +408,10 @@ def _int4_matmul(
 ):
     """A tile of the product, transposed. TILES_TOGETHER rows of tiles are worked on at a time: they share the weight.
 
-    SPLIT is the number of warps, where each has a tile of columns of its own, or 1. The program's second number says
-    which piece of the columns it has. WHOLE says that each of these is a whole number of what it takes at a time.
+    SPLIT is the number of warps, where each has a tile of columns of its own, or 1. A program's second number says
+    which of PIECES of the columns it has, its third, where TILES_TOGETHER is 1, which row of tiles. WHOLE says that
+    each of these has a whole number of what it takes at a time, EVEN that N is a whole number of BLOCK_N. In place of
+    rows beyond the last, the last one is read again. APART is the configuration's.
     """
     if BEGIN is not None:
         BEGIN()
@@ -343,53 +419,94 @@ def _int4_matmul(
     words_of_tile: tl.constexpr = TILE // 8
     step_columns: tl.constexpr = TILE // 4
     parts: tl.constexpr = 1 if GROUP == 0 or GROUP > TILE else TILE // GROUP
-    tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    stripe = tl.program_id(0) // (TILES_TOGETHER * tiles_n)
-    height = tl.minimum(tiles_m - stripe * TILES_TOGETHER, TILES_TOGETHER)
-    within = tl.program_id(0) % (TILES_TOGETHER * tiles_n)
-    out_n = (within // height * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    out_m = ((stripe * TILES_TOGETHER + within % height) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
+    if TILES_TOGETHER > 1:
+        tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
+        stripe = tl.program_id(0) // (TILES_TOGETHER * tiles_n)
+        height = tl.minimum(tiles_m - stripe * TILES_TOGETHER, TILES_TOGETHER)
+        within = tl.program_id(0) % (TILES_TOGETHER * tiles_n)
+        tile_n, tile_m = within // height, stripe * TILES_TOGETHER + within % height
+    else:
+        tile_n, tile_m = tl.program_id(0), tl.program_id(2)
+    out_n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    out_m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
+    n = out_n if EVEN else tl.minimum(out_n, N - 1)
+    m = out_m if BLOCK_M == 1 else tl.minimum(out_m, num_rows - 1)
     word, column = tl.arange(0, words_of_tile)[None, :], tl.arange(0, step_columns)[:, None]
+    row = tl.arange(0, BLOCK_N)[:, None]
     shape: tl.constexpr = (BLOCK_N, step_columns) if SPLIT == 1 else (SPLIT, BLOCK_N, step_columns)
+    pairs: tl.constexpr = (BLOCK_N, step_columns // 2, 2) if SPLIT == 1 else (SPLIT, BLOCK_N, step_columns // 2, 2)
     if SPLIT == 1:
-        n, m, own = out_n, out_m, tl.zeros([1, 1], tl.int32)
+        own = tl.zeros([1, 1], tl.int32)
         sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
-        n, m, own = out_n[None, :, :], out_m[None, :, :], tl.arange(0, SPLIT)[:, None, None]
-        word, column = word[None, :, :], column[None, :, :]
+        n, m, own = n[None, :, :], m[None, :, :], tl.arange(0, SPLIT)[:, None, None]
+        word, column, row = word[None, :, :], column[None, :, :], row[None, :, :]
         sums = tl.zeros([SPLIT, BLOCK_N, BLOCK_M], tl.float32)
-    tiles = W // words_of_tile
-    piece = tl.cdiv(tiles, SPLIT * tl.num_programs(1)) * SPLIT
-    start = tl.program_id(1) * piece
-    words_ptrs = words_ptr + n.to(tl.int64) * W + ((start + own) * words_of_tile + word)
+    start, end = 0, T
+    if PIECES > 1:
+        piece = tl.cdiv(T, SPLIT * PIECES) * SPLIT
+        start = tl.program_id(1) * piece
+        end = tl.minimum(start + piece, T)
+    block = tile_n * (BLOCK_N // _TILE_ROWS) + row // _TILE_ROWS
+    if not EVEN:
+        block = tl.minimum(block, tl.cdiv(N, _TILE_ROWS) - 1)
+    tile_words = (block.to(tl.int64) * T + (start + own)) * (_TILE_ROWS * words_of_tile)
+    words_ptrs = words_ptr + tile_words + (row % _TILE_ROWS * words_of_tile + word)
     x_ptrs = x_ptr + m.to(tl.int64) * x_stride_m + ((start + own) * TILE + column).to(tl.int64) * x_stride_k
-    scales = _of_groups(scale_ptr, start + own, n, N, G, GROUP, TILE)
-    fixed = tl.full(shape, -ZERO_POINT * STEP, dtype)
-    for first in tl.range(start, tl.minimum(start + piece, tiles), SPLIT):
+    ahead = start + own < T
+    scales = _scales_of(scale_ptr, start + own, n, N, ahead, GROUP, TILE)
+    if zero_point_ptr is not None and SPLIT > 1:
+        octets = tl.load(zero_point_ptr + (start + own).to(tl.int64) * N + n, mask=ahead, other=0)
+    for first in tl.range(start, end, SPLIT):
         tile = first + own
+        ahead = tile + SPLIT < T
         next_scales = scales  # read ahead here: Triton does so only for what products take
         if GROUP != 0:
-            next_scales = _of_groups(scale_ptr, tile + SPLIT, n, N, G, GROUP, TILE)
-        there = n < N if WHOLE else (n < N) & (tile < tiles)
-        words = tl.load(words_ptrs, mask=there, other=0).to(tl.uint32, bitcast=True)
+            next_scales = _scales_of(scale_ptr, tile + SPLIT, n, N, ahead, GROUP, TILE)
         if zero_point_ptr is not None:
-            octets = tl.load(zero_point_ptr + tile.to(tl.int64) * N + n, mask=there, other=0)
+            if SPLIT > 1:
+                next_octets = tl.load(zero_point_ptr + (tile + SPLIT).to(tl.int64) * N + n, mask=ahead, other=0)
+            else:
+                octets = tl.load(zero_point_ptr + tile.to(tl.int64) * N + n)
+        if WHOLE:
+            words = tl.load(words_ptrs).to(tl.uint32, bitcast=True)
+        else:
+            words = tl.load(words_ptrs, mask=tile < T, other=0).to(tl.uint32, bitcast=True)
+        if SPLIT > 1:
+            words = _exchanged_words(words)
         for part in tl.static_range(parts):
             product = tl.zeros_like(sums)
+            shift = tl.zeros_like(sums)
+            if zero_point_ptr is not None:
+                zero = _zero_points(octets, part, STEP, dtype)
+                zero = tl.broadcast_to(zero, pairs).reshape(shape)
             for place in tl.static_range(part * (4 // parts), (part + 1) * (4 // parts)):
-                there = m < num_rows
-                if not WHOLE:
-                    there = there & (tile * TILE + place * step_columns + column < K)
-                x = tl.load(x_ptrs + place * step_columns * x_stride_k, mask=there, other=0.0)
-                weight = _numbers(words, place, fixed, STEP, shape, dtype)
-                if zero_point_ptr is not None:
-                    weight = weight + _zero_point(octets, part, STEP, dtype)
+                if WHOLE:
+                    x = tl.load(x_ptrs + place * step_columns * x_stride_k)
+                else:
+                    there = tile * TILE + place * step_columns + column < K
+                    x = tl.load(x_ptrs + place * step_columns * x_stride_k, mask=there, other=0.0)
+                weight = _numbers(words, place, ZERO_POINT, STEP, shape, dtype)
+                if SPLIT > 1:
+                    x = _exchanged(x)
+                    if zero_point_ptr is not None:
+                        if APART:
+                            shift = tl.dot(zero, x, shift, input_precision="ieee")
+                        else:
+                            product = tl.dot(zero, x, product, input_precision="ieee")
+                elif zero_point_ptr is not None:
+                    weight = weight + zero
                 product = tl.dot(weight, x, product, input_precision="ieee")
-            sums += product * (scales[part].to(tl.float32) * (1 / STEP))
+            scale = _scale(scales, part, parts, scale_ptr.dtype.element_ty)
+            sums += product * scale
+            if APART and zero_point_ptr is not None:
+                sums += shift * scale
         scales = next_scales
+        if zero_point_ptr is not None and SPLIT > 1:
+            octets = next_octets
         x_ptrs += SPLIT * TILE * x_stride_k
-        words_ptrs += SPLIT * words_of_tile
-    y = sums if SPLIT == 1 else tl.sum(sums, 0)
+        words_ptrs += SPLIT * _TILE_ROWS * words_of_tile
+    y = (sums if SPLIT == 1 else tl.sum(sums, 0)) * (1 / STEP)
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + out_n, mask=out_n < N, other=0.0).to(tl.float32)
     there = (out_n < N) & (out_m < num_rows)
@@ -405,36 +522,36 @@ def _int4_dequantize(
     out_ptr,
     N,
     K,
-    W,
-    G,
+    T,
     GROUP: tl.constexpr,
     ZERO_POINT: tl.constexpr,
     STEP: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BEGIN: tl.constexpr,
 ):
-    """A tile's columns of BLOCK_N rows."""
+    """A tile's columns of 16 rows."""
     if BEGIN is not None:
         BEGIN()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     words_of_tile: tl.constexpr = TILE // 8
     step_columns: tl.constexpr = TILE // 4
     parts: tl.constexpr = 1 if GROUP == 0 or GROUP > TILE else TILE // GROUP
-    shape: tl.constexpr = (BLOCK_N, step_columns)
-    n, tile = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None], tl.program_id(1)
-    word = tile * words_of_tile + tl.arange(0, words_of_tile)[None, :]
-    words = tl.load(words_ptr + n.to(tl.int64) * W + word, mask=n < N, other=0).to(tl.uint32, bitcast=True)
-    scales = _of_groups(scale_ptr, tile, n, N, G, GROUP, TILE)
+    shape: tl.constexpr = (_TILE_ROWS, step_columns)
+    row, tile = tl.arange(0, _TILE_ROWS)[:, None], tl.program_id(1)
+    n = tl.program_id(0) * _TILE_ROWS + row
+    first = (tl.program_id(0).to(tl.int64) * T + tile) * (_TILE_ROWS * words_of_tile)
+    word = row * words_of_tile + tl.arange(0, words_of_tile)[None, :]
+    words = tl.load(words_ptr + first + word).to(tl.uint32, bitcast=True)
+    scales = _scales_of(scale_ptr, tile, n, N, n < N, GROUP, TILE)
     if zero_point_ptr is not None:
         octets = tl.load(zero_point_ptr + tile.to(tl.int64) * N + n, mask=n < N, other=0)
-    fixed = tl.full(shape, -ZERO_POINT * STEP, dtype)
     for part in tl.static_range(parts):
         for place in tl.static_range(part * (4 // parts), (part + 1) * (4 // parts)):
-            weight = _numbers(words, place, fixed, STEP, shape, dtype).to(tl.float32)
+            weight = _numbers(words, place, ZERO_POINT, STEP, shape, dtype).to(tl.float32)
             if zero_point_ptr is not None:
-                weight = weight + _zero_point(octets, part, STEP, dtype).to(tl.float32)
-            weight = weight * (scales[part].to(tl.float32) * (1 / STEP))
+                zero = tl.broadcast_to(_zero_points(octets, part, STEP, dtype), (_TILE_ROWS, step_columns // 2, 2))
+                weight = weight + zero.reshape(shape).to(tl.float32)
+            weight = weight * (_scale(scales, part, parts, scale_ptr.dtype.element_ty) * (1 / STEP))
             k = tile * TILE + place * step_columns + tl.arange(0, step_columns)[None, :]
             tl.store(out_ptr + n.to(tl.int64) * K + k, weight.to(dtype), mask=(n < N) & (k < K))
 
