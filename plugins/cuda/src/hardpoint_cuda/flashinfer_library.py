@@ -1,9 +1,9 @@
 """What FlashInfer needs on this machine, found without importing it, and its kernels, built or loaded at start.
 
 FlashInfer's attention kernels come one library for each dtype, head size and set of features; what ranks share is one
-more. A library is found ahead of time (in the package ``flashinfer-jit-cache``, or under ``data/aot`` of FlashInfer's
-own), or compiled with nvcc and ninja when it is first wanted, and then kept in the user's cache. Written from the
-sources of 0.6.14 and 0.6.18.
+more, and so is its product of 8-bit floats. A library is found ahead of time (in the package ``flashinfer-jit-cache``,
+or under ``data/aot`` of FlashInfer's own), or compiled with nvcc and ninja when it is first wanted, and then kept in
+the user's cache. Written from the sources of 0.6.14 and 0.6.18.
 """
 
 from __future__ import annotations
@@ -113,6 +113,13 @@ COMMUNICATION_SIGNATURES: Mapping[str, tuple[str, ...]] = {
 }
 """The same for what ranks share; among it whose memory is laid out here as there."""
 
+PRODUCT_SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    "gemm/gemm_base.py:fp8_blockscale_gemm_sm90": ("input weight input_scale weight_scale out out_dtype",),
+    "gemm/gemm_base.py:get_fp8_blockscale_gemm_runner_sm90": ("",),
+    "jit/gemm/fp8_blockscale.py:gen_fp8_blockscale_gemm_sm90_module": ("use_fast_build",),
+}
+"""The same for the product of 8-bit floats: FlashInfer's function, and what of it is called here in its place."""
+
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 
@@ -186,8 +193,63 @@ class Communication:
         _load(self)
 
 
+@dataclass(frozen=True)
+class Product:
+    """The one library of products of 8-bit floats with scales of blocks, for sm_90: a minute and a half on two cores.
+
+    DeepGEMM in it compiles a kernel for each weight's widths and way of cutting a product, some seconds each, with the
+    ``nvcc`` of CUDA_HOME or PATH, and keeps it in ``kernels``.
+    """
+
+    name: str = "fp8_blockscale_gemm_90"
+
+    @property
+    def signatures(self) -> Mapping[str, tuple[str, ...]]:
+        """What is called around it."""
+        return PRODUCT_SIGNATURES
+
+    @property
+    def kernels(self) -> Path:
+        """Where DeepGEMM keeps its kernels, and others that it is to find may be put, in ``cache``.
+
+        Files there are named by sizes alone, and DeepGEMM's own choice is one folder for every version of it and of
+        TensorRT-LLM: one of FlashInfer's, by version, takes its place where the user has chosen none.
+        """
+        if given := os.environ.get(_DEEP_GEMM_FOLDER):
+            return Path(given)
+        base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
+        return base / ".cache" / "flashinfer" / importlib.metadata.version(DISTRIBUTION) / "deep_gemm"
+
+    def compiler(self) -> str | None:
+        """The ``nvcc`` that DeepGEMM would start, if there is one where it looks; that is not where FlashInfer does."""
+        home = os.environ.get("CUDA_HOME")
+        default = str(Path(home, "bin", "nvcc")) if home else "nvcc"
+        return shutil.which(os.environ.get("TRTLLM_DG_NVCC_COMPILER") or default)
+
+    def generate(self) -> Any:
+        """FlashInfer's own description of it."""
+        return module("flashinfer.jit.gemm").gen_fp8_blockscale_gemm_sm90_module()
+
+    def load(self) -> None:
+        """Build it where it is not built yet, and load it, with its folder made. Raises PlatformError.
+
+        DeepGEMM makes the folder when the library is loaded, where failing would end the process.
+        """
+        folder = self.kernels
+        try:
+            for name in ("tmp", "cache"):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PlatformError(f"FlashInfer has nowhere to keep kernels: {error}; set {_DEEP_GEMM_FOLDER}") from error
+        os.environ[_DEEP_GEMM_FOLDER] = str(folder)  # the one way to tell it
+        _load(self)
+
+
+_DEEP_GEMM_FOLDER = "TRTLLM_DG_CACHE_DIR"
+
 COMMUNICATION = Communication()
-Library = Kernel | Communication
+PRODUCT = Product()
+Library = Kernel | Communication | Product
 
 
 def reasons(kernels: frozenset[Library]) -> list[Reason]:

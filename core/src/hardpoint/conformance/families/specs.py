@@ -21,6 +21,10 @@ SPECS: Specs = {
         QuantSpec("float8_e4m3fn", scales=_ROWS, static=False),
     ),
     "fp8-tiles": (QuantSpec("float8_e4m3fn", scales=(Scale("float32", (128, 128)),)), None),
+    "fp8-tiles-dynamic": (
+        QuantSpec("float8_e4m3fn", scales=(Scale("float32", (128, 128)),)),
+        QuantSpec("float8_e4m3fn", scales=(Scale("float32", (1, 128)),), static=False),
+    ),
     "int8-groups": (QuantSpec("int8", scales=(Scale("float32", (1, 32)),)), None),
     "uint4-groups": (QuantSpec("uint4", scales=(Scale("float32", (1, 32)),), zero_point=True), None),
 }
