@@ -73,8 +73,6 @@ def _times(
     one = torch.ones((), device="cuda")
 
     def with_rounding(weight: Weight) -> torch.Tensor:
-        if num_rows <= 2:
-            return skinny(x, weight[0], None, x.dtype, None, weight[1], round_x=True)
         return _product(skinny_configuration(num_rows, n), *quantize_rows(x, spec=spec), weight)
 
     def by_torch(weight: Weight, values: torch.Tensor, values_t: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,6 @@ def _skinny(x: str, weight: str, num_stages: int, group: int = 0, round_x: bool 
         "weight_scale_stride_n": 1,
         "ROUND_X": round_x,
         "LARGEST": 448.0,
-        "AT_ONCE": 4096,
         "X_GROUP": group if x == weight else 0,
         "WEIGHT_TILE_ROWS": group or 1,
         "WEIGHT_GROUP": group,
@@ -52,7 +51,7 @@ def _skinny(x: str, weight: str, num_stages: int, group: int = 0, round_x: bool 
         "WARPS": 8,
         **cut,
     }
-    scaled = {"x_scale_ptr": x == weight != "bf16", "weight_scale_ptr": weight != "bf16"}
+    scaled = {"x_scale_ptr": x == weight != "bf16" or round_x, "weight_scale_ptr": weight != "bf16"}
     pointers |= {name: "*fp32" for name, there in scaled.items() if there}
     constexprs |= {name: None for name, there in scaled.items() if not there}
     signature = {**pointers, "num_rows": "i32", **dict.fromkeys(_SIZES, "i32:16")}

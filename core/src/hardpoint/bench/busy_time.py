@@ -30,7 +30,7 @@ class BusyTime:
     """An average step, in microseconds: from its first kernel to the next step's, and how long any kernel ran.
 
     ``kernels`` by name, and ``idle`` by the kernel that came late; both longest first. A kernel that begins while one
-    before it runs, as those that are launched early do, counts from that one's end on: so all of them add up to ``busy``.
+    before it runs, as those that are launched early do, counts from that one's end on: all of them add up to ``busy``.
     """
 
     step: float

@@ -1,7 +1,7 @@
 """8-bit weights with scales for rows, groups or tiles: a product for a few rows of activations, and one for many.
 
 Activations are plain, or rounded to the weight's own elements. They may come rounded; what comes plain and is to be
-rounded is, by the op ``quantize_rows``, or within the product where that is cheaper.
+rounded is, by the op ``quantize_rows``, or within the product where the checkpoint has its scale.
 
 Axes: M rows of x, N rows of the weight (out), K columns (in).
 """
@@ -24,8 +24,6 @@ _SMALLEST_GROUP = 32
 """Columns: what 8-bit matrix units take at a time."""
 
 _ROUNDED_AT_ONCE = 2048
-_ROUNDED_WITHIN = 2
-"""Rows of activations whose scales every program of a product may as well find for itself, in place of a launch."""
 
 
 class TritonRoundingLinear(RoundingLinear):
@@ -79,8 +77,9 @@ class TritonScaledGemv(ScaledLinear):
 
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         rows, weight = x.reshape(-1, x.shape[-1]), weights["weight"]
-        if self._rounds_within(rows.shape[0]):
-            given = self.x_scales(weights["input_scale"].view(1, 1)) if "input_scale" in weights else None
+        spec = self.activation
+        if spec is not None and spec.static and not self.x_group and self.ctx.dtype != torch.float32:
+            given = self.x_scales(weights["input_scale"].view(1, 1))
             y = skinny(rows, weight, bias, self.ctx.dtype, given, self.weight_scales(weights), round_x=True)
         else:
             y = self._product(*self.taken(rows, weights), weights, bias)
@@ -90,12 +89,6 @@ class TritonScaledGemv(ScaledLinear):
         self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
         return self._product(x.data, self.x_scales(x.scale), weights, bias)
-
-    def _rounds_within(self, num_rows: int) -> bool:
-        spec = self.activation
-        if spec is None or self.x_group or self.ctx.dtype == torch.float32:
-            return False
-        return spec.static or num_rows <= _ROUNDED_WITHIN
 
     def _product(
         self, x: torch.Tensor, x_scales: Scales | None, weights: dict[str, torch.Tensor], bias: torch.Tensor | None

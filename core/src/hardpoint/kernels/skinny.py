@@ -22,14 +22,10 @@ import triton.language as tl
 
 from hardpoint.kernels.gemv import Scales
 from hardpoint.kernels.launch import begun
-from hardpoint.kernels.quantize import magnitude, rounding_scale
 from hardpoint_plugin_api import DeviceInfo, LinearKernel, LinearWorkload, Reason
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The greatest magnitudes that symmetric scales map to."""
-
-_MOST_COLUMNS = 8192
-"""Of a row that is looked through at a time for its greatest magnitude."""
 
 _MOST_PLAIN_ROWS = 2048
 """Of a plain weight that is worth it: from there on, libraries read at the same speed."""
@@ -85,7 +81,7 @@ def skinny(
     The weight is of 8-bit elements, or of float16 or bfloat16 without scales. ``x`` is of the weight's elements, or
     float16 or bfloat16 where those have 8 bits. Groups of columns are multiples of 32. Products are added up in
     float32, those of whole numbers exactly. With ``round_x``, a plain ``x`` is rounded to the weight's 8-bit elements,
-    by the scale given for all of it, or by those that its rows ask for.
+    by the scale given for all of it.
     """
     (num_rows, k), n = x.shape, weight.shape[0]
     out = torch.empty(num_rows, n, dtype=dtype, device=x.device)
@@ -117,7 +113,6 @@ def skinny(
         weight_scales.stride if weight_scales else 0,
         ROUND_X=round_x,
         LARGEST=LARGEST.get(weight.dtype, 0.0),
-        AT_ONCE=min(triton.next_power_of_2(k), _MOST_COLUMNS) if round_x and x_scales is None else 0,
         X_GROUP=x_group,
         WEIGHT_TILE_ROWS=(weight_scales and weight_scales.tile_rows) or 1,
         WEIGHT_GROUP=weight_group,
@@ -153,36 +148,15 @@ class TritonSkinny(LinearKernel):
 
 @triton.jit
 def rounded_to(x, inverse, LARGEST: tl.constexpr, ELEMENT: tl.constexpr):
-    """float32 x times the inverse of its scale, as the nearest elements; LARGEST is None where none exceeds it."""
+    """float32 x times the inverse of its scale, as the nearest elements."""
     x = x * inverse
     if ELEMENT == tl.int8:  # noqa: SIM300  # a parameter
         shift = 12582912.0  # 1.5 * 2 ** 23: adding it leaves whole numbers, rounded to the nearest, ties to even
         x = (x + shift) - shift
-        if LARGEST is not None:
-            x = tl.clamp(x, -LARGEST - 1.0, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    elif LARGEST is not None:
+        x = tl.clamp(x, -LARGEST - 1.0, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    else:
         x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     return x.to(ELEMENT)
-
-
-@triton.jit
-def _row_scales(x_ptr, m, num_rows, K, stride_m, stride_k, LARGEST: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The scales with which ``num_rows`` rows of x just fit the elements' range, NaN for one that is not finite.
-
-    They stand where m is 0 to num_rows; elsewhere is 1.
-    """
-    columns = tl.arange(0, AT_ONCE)
-    scales = tl.full(m.shape, 1.0, tl.float32)
-    for row in tl.range(0, num_rows):
-        peak = tl.zeros([1], tl.int32)
-        for start in tl.range(0, K, AT_ONCE):
-            k = start + columns
-            x = tl.load(x_ptr + row * stride_m + k.to(tl.int64) * stride_k, mask=k < K, other=0.0)
-            peak = tl.maximum(peak, magnitude(x.to(tl.float32)))
-        scale = rounding_scale(peak, LARGEST)
-        scale = tl.maximum(scale, 1e-36, propagate_nan=tl.PropagateNan.ALL)  # what is smaller has no inverse
-        scales = tl.where(m == row, scale, scales)
-    return scales
 
 
 @triton.jit
@@ -238,7 +212,6 @@ def _skinny(
     weight_scale_stride_n,
     ROUND_X: tl.constexpr,
     LARGEST: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     X_GROUP: tl.constexpr,
     WEIGHT_TILE_ROWS: tl.constexpr,
     WEIGHT_GROUP: tl.constexpr,
@@ -264,7 +237,6 @@ def _skinny(
     plain: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16 and not ROUND_X
     number: tl.constexpr = x_ptr.dtype.element_ty if plain else tl.int8 if element == tl.int8 else tl.float16
     sum_type: tl.constexpr = tl.int32 if number == tl.int8 else tl.float32
-    own_scales: tl.constexpr = ROUND_X and x_scale_ptr is None
     grouped: tl.constexpr = X_GROUP != 0 or WEIGHT_GROUP != 0
 
     x_scale_ptrs = x_scale_ptr
@@ -274,10 +246,7 @@ def _skinny(
     if weight_scale_ptr is not None:
         weight_scale_ptrs = weight_scale_ptr + (n // WEIGHT_TILE_ROWS).to(tl.int64) * weight_scale_stride_n
     x_scale = tl.full([8 * X_TILES], 1.0, tl.float32)  # what all columns share is read before they are
-    if own_scales:
-        first_ptr, rows = x_ptr + first_m.to(tl.int64) * x_stride_m, tl.minimum(num_rows - first_m, 8 * X_TILES)
-        x_scale = _row_scales(first_ptr, m - first_m, rows, K, x_stride_m, x_stride_k, LARGEST, AT_ONCE)
-    elif x_scale_ptr is not None and X_GROUP == 0:
+    if x_scale_ptr is not None and X_GROUP == 0:
         x_scale = tl.load(x_scale_ptrs, mask=m < num_rows, other=1.0)
     weight_scale = tl.full([8 * WEIGHT_TILES], 1.0, tl.float32)
     if weight_scale_ptr is not None and WEIGHT_GROUP == 0:
@@ -305,7 +274,7 @@ def _skinny(
         x = _operand(x, X_TILES, STEPS, WARPS, SPAN, turn)
         if ROUND_X:
             inverse = (1.0 / x_scale)[None, :, None]
-            x = rounded_to(x.to(tl.float32), inverse, None if own_scales else LARGEST, element)
+            x = rounded_to(x.to(tl.float32), inverse, LARGEST, element)
         x = tl.permute(x.to(number), (0, 2, 1))
         if grouped:
             product = tl.dot(weight, x, out_dtype=sum_type).to(tl.float32)
