@@ -105,8 +105,10 @@ def _binary(builder: Any, a: Any, b: Any, op: Callable[..., Any]) -> Any:
 
 
 def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """Rounded once: the product of two narrow numbers is exact in float32, as is its sum in what kernels do."""
+    """Rounded once: the product of two numbers is exact in the next wider type, as is its sum in what kernels do."""
     of = z.dtype.scalar
+    if of.name == "fp32":
+        return _cast(builder, _create_fma(builder, *(_cast(builder, part, tl.float64) for part in (x, y, z))), of)
     if of.name not in _AS_BITS:
         return _create_fma(builder, x, y, z)
     return _cast(builder, _create_fma(builder, *(_cast(builder, part, tl.float32) for part in (x, y, z))), of)

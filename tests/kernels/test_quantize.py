@@ -32,6 +32,20 @@ def test_numbers_of_any_magnitude(element: str, columns: int, magnitude: float) 
     assert (apart != 0).float().mean() < (0.01 if magnitude > 1e-40 else 1)
 
 
+@pytest.mark.parametrize("element", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_rounds_as_division_does(element: str) -> None:
+    """Quotients of narrow numbers often lie in the middle between two elements, where the last bit decides."""
+    spec = QuantSpec(element, scales=(Scale("float32", (1, -1)),), static=False)
+    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    x[:, 0] = torch.arange(64).float() / 16 + 4
+    codes, scale = quantize_rows(x, spec=spec)
+    wanted = numerics.quantize_rows(x, spec, {})
+    assert torch.equal(scale, wanted.scale.reshape(scale.shape))
+    assert torch.equal(codes.float(), wanted.codes.float())
+    by_inverse = (x * (1 / scale)).to(codes.dtype) if codes.dtype != torch.int8 else (x * (1 / scale)).round()
+    assert not torch.equal(by_inverse.float(), wanted.codes.float())
+
+
 def test_the_nearest_element_ties_to_even() -> None:
     spec = QuantSpec("int8", scales=(Scale("float32", (1, -1)),), static=False)
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5, 0.49]])

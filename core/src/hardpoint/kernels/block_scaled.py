@@ -147,5 +147,5 @@ def _round(
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + m * stride_m + k.to(tl.int64) * stride_k, mask=k < K, other=0.0).to(tl.float32)
-    nearest = rounded_to(x, 1.0 / tl.load(scale_ptr), LARGEST, out_ptr.dtype.element_ty)
+    nearest = rounded_to(x, tl.load(scale_ptr + tl.arange(0, 1)), LARGEST, out_ptr.dtype.element_ty)
     tl.store(out_ptr + m * K + k, nearest, mask=k < K)

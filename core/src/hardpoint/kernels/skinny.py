@@ -22,6 +22,7 @@ import triton.language as tl
 
 from hardpoint.kernels.gemv import Scales
 from hardpoint.kernels.launch import begun
+from hardpoint.kernels.quantize import over
 from hardpoint_plugin_api import DeviceInfo, LinearKernel, LinearWorkload, Reason
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -147,9 +148,11 @@ class TritonSkinny(LinearKernel):
 
 
 @triton.jit
-def rounded_to(x, inverse, LARGEST: tl.constexpr, ELEMENT: tl.constexpr):
-    """float32 x times the inverse of its scale, as the nearest elements."""
-    x = x * inverse
+def rounded_to(x, scale, LARGEST: tl.constexpr, ELEMENT: tl.constexpr):
+    """float32 x over scales that were chosen without looking at it, as the nearest elements."""
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    exact = over(x, scale, inverse)
+    x = tl.where(exact == exact, exact, x * inverse)  # an infinity has no remainder
     if ELEMENT == tl.int8:  # noqa: SIM300  # a parameter
         shift = 12582912.0  # 1.5 * 2 ** 23: adding it leaves whole numbers, rounded to the nearest, ties to even
         x = (x + shift) - shift
@@ -273,8 +276,7 @@ def _skinny(
         weight = weight.to(number)
         x = _operand(x, X_TILES, STEPS, WARPS, SPAN, turn)
         if ROUND_X:
-            inverse = (1.0 / x_scale)[None, :, None]
-            x = rounded_to(x.to(tl.float32), inverse, LARGEST, element)
+            x = rounded_to(x.to(tl.float32), x_scale[None, :, None], LARGEST, element)
         x = tl.permute(x.to(number), (0, 2, 1))
         if grouped:
             product = tl.dot(weight, x, out_dtype=sum_type).to(tl.float32)
