@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from hardpoint.kernels.block_scaled import TritonRoundingLinear
 from hardpoint_cuda.flashinfer_library import PRODUCT, module, reasons
-from hardpoint_plugin_api import DeviceInfo, LinearWorkload, PlatformError, Quantized, Reason
+from hardpoint_cuda.linear import LibraryProduct
+from hardpoint_plugin_api import DeviceInfo, LinearWorkload, PlatformError, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ TRIED_ROWS = (*range(_TILE, _MOST_ROWS + 1, _TILE), _MULTICAST_FROM - 1)
 for two at a time: one number of each. For most widths there is no further way to cut more than 2048."""
 
 
-class FlashInferBlockScaledLinear(TritonRoundingLinear):
+class FlashInferBlockScaledLinear(LibraryProduct):
     """For at least 65 rows; with fewer, DeepGEMM cuts otherwise, and kernels would have to be compiled for that."""
 
     @classmethod
@@ -63,16 +63,7 @@ class FlashInferBlockScaledLinear(TritonRoundingLinear):
         """A tile that is not full, a width that is no multiple of 128, and loads for two tiles at a time."""
         return (65, 256, 256), (200, 576, 256), (1030, 384, 384)
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        codes, scale = self.rounded(x.reshape(-1, x.shape[-1]), weights)
-        return self._product(codes, scale, weights, bias).view(*x.shape[:-1], weights["weight"].shape[0])
-
-    def apply_quantized(
-        self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return self._product(x.data, x.scale, weights, bias)
-
-    def _product(
+    def product(
         self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
         weight = weights["weight"]

@@ -5,6 +5,8 @@ Axes: M rows of x, N rows of the weight (out), K columns (in).
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch.nn.functional import pad
 
@@ -12,7 +14,26 @@ from hardpoint.kernels.block_scaled import TritonRoundingLinear
 from hardpoint_plugin_api import DeviceInfo, LinearWorkload, Quantized, Reason
 
 
-class Fp8ScaledMatmul(TritonRoundingLinear):
+class LibraryProduct(TritonRoundingLinear):
+    """What a library multiplies whose operands are both rounded."""
+
+    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        codes, scale = self.rounded(x.reshape(-1, x.shape[-1]), weights)
+        return self.product(codes, scale, weights, bias).view(*x.shape[:-1], weights["weight"].shape[0])
+
+    def apply_quantized(
+        self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.product(x.data, x.scale, weights, bias)
+
+    @abstractmethod
+    def product(
+        self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Rounded rows [M, K] with their scales, times the weight, plus the bias: [M, N]."""
+
+
+class Fp8ScaledMatmul(LibraryProduct):
     """cuBLAS's product of 8-bit floats, with scales for rows of both operands, or one each."""
 
     @classmethod
@@ -20,16 +41,7 @@ class Fp8ScaledMatmul(TritonRoundingLinear):
         """Refuse what cuBLASLt does not take: rows that are no multiple of 16 bytes."""
         return _not_multiples(workload, 16)
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        codes, scale = self.rounded(x.reshape(-1, x.shape[-1]), weights)
-        return self._product(codes, scale, weights, bias).view(*x.shape[:-1], weights["weight"].shape[0])
-
-    def apply_quantized(
-        self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return self._product(x.data, x.scale, weights, bias)
-
-    def _product(
+    def product(
         self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
         weight, weight_scale = weights["weight"].t(), weights["weight_scale"].t()
@@ -41,7 +53,7 @@ class Fp8ScaledMatmul(TritonRoundingLinear):
         return torch._scaled_mm(codes, weight, scale, weight_scale, bias=bias, out_dtype=self.ctx.dtype)
 
 
-class Int8Matmul(TritonRoundingLinear):
+class Int8Matmul(LibraryProduct):
     """cuBLAS's product of int8, which is exact; scales and bias in a pass of their own."""
 
     @classmethod
@@ -49,16 +61,7 @@ class Int8Matmul(TritonRoundingLinear):
         """Refuse what cuBLASLt does not take."""
         return _not_multiples(workload, 8)
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        codes, scale = self.rounded(x.reshape(-1, x.shape[-1]), weights)
-        return self._product(codes, scale, weights, bias).view(*x.shape[:-1], weights["weight"].shape[0])
-
-    def apply_quantized(
-        self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return self._product(x.data, x.scale, weights, bias)
-
-    def _product(
+    def product(
         self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
         num_rows = codes.shape[0]
