@@ -59,9 +59,9 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def hanging(marks: Path) -> tuple[subprocess.Popen[str], list[int]]:
+def hanging(marks: Path, cases: str = "*/odd") -> tuple[subprocess.Popen[str], list[int]]:
     """A run whose kernel hangs, and all processes that it has started."""
-    run = start("--name", "tried_hangs", "--case", "*/odd")
+    run = start("--name", "tried_hangs", "--case", cases)
     until(lambda: bool(list(marks.iterdir())) or run.poll() is not None)
     assert run.poll() is None, run.communicate()[1]
     return run, below(run.pid)
@@ -86,6 +86,15 @@ def test_an_interrupt_is_one_line_and_leaves_nothing_running(marks: Path) -> Non
     assert run.returncode == 130
     assert errors.strip() == "hardpoint: interrupted; nothing is certified"
     until(lambda: ended(started))
+
+
+def test_an_interrupt_tells_what_was_found(marks: Path) -> None:
+    run, _ = hanging(marks, "*/[or]*")
+    run.send_signal(signal.SIGINT)
+    out, _ = run.communicate(timeout=_SECONDS)
+    assert run.returncode == 130
+    assert "tried, up to the interrupt" in out
+    assert "tried_hangs" in out
 
 
 def test_a_killed_run_leaves_nothing_running(marks: Path) -> None:

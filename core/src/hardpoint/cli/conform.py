@@ -97,6 +97,8 @@ def conform(plugin: str, json_file: str | None, in_process: bool, jobs: int | No
         with _Progress() as progress:
             certificate = certify(plugins, wanted, progress, isolated=not in_process, seconds=timeout, jobs=jobs)
     except KeyboardInterrupt:
+        if progress.results:
+            _print_results(progress.results, f"{plugin}, up to the interrupt")
         click.echo("hardpoint: interrupted; nothing is certified", err=True)
         return 130
     if json_file == "-":
@@ -141,9 +143,10 @@ def _exit_code(certificate: Certificate) -> int:
 
 
 class _Progress(AbstractContextManager["_Progress"]):
-    """A bar on a terminal; silence elsewhere."""
+    """A bar on a terminal; silence elsewhere. ``results`` are all so far."""
 
     def __init__(self) -> None:
+        self.results: list[Result] = []
         self._bar: Any = nullcontext()
         if sys.stderr.isatty():
             from rich.console import Console
@@ -176,6 +179,7 @@ class _Progress(AbstractContextManager["_Progress"]):
 
     def found(self, offer: Offer, result: Result) -> None:
         """See Watcher."""
+        self.results.append(result)
         if self._task is not None:
             self._cases.add(result.case)
             self._bar.update(self._task, completed=len(self._cases), case=result.case)
@@ -185,7 +189,15 @@ class _Progress(AbstractContextManager["_Progress"]):
 
 
 def _print(certificate: Certificate) -> None:
-    results = certificate.results
+    device = certificate.device.get("name", "no device")
+    title = f"{certificate.plugin['name']} {certificate.plugin['version']} on {device}, level {certificate.level}, "
+    _print_results(certificate.results, f"{title}seed {certificate.seed}")
+    _print_reasons(certificate.results)
+    click.echo(_conclusion(certificate))
+
+
+def _print_results(results: Sequence[Result], title: str) -> None:
+    """What each contribution came to, and the first failures."""
     contributions = list(dict.fromkeys(r.contribution for r in results))
     rows = []
     for key in contributions:
@@ -193,13 +205,8 @@ def _print(certificate: Certificate) -> None:
         counts = Counter(r.outcome for r in own)
         numbers = [counts[o] or None for o in ("passed", "failed", "unsupported", "skipped")]
         rows.append([*_title(key), len({r.case for r in own}), *numbers, _nearest(own)])
-    device = certificate.device.get("name", "no device")
-    print_table(
-        ["family", "name", "cases", "passed", "failed", "unsupported", "skipped", "nearest to a limit"],
-        rows,
-        title=f"{certificate.plugin['name']} {certificate.plugin['version']} on {device}, level {certificate.level}, "
-        f"seed {certificate.seed}",
-    )
+    heads = ["family", "name", "cases", "passed", "failed", "unsupported", "skipped", "nearest to a limit"]
+    print_table(heads, rows, title=title)
     failures = [r for r in results if r.outcome == "failed"]
     if failures:
         print_table(
@@ -208,8 +215,6 @@ def _print(certificate: Certificate) -> None:
         )
         if len(failures) > _MOST_FAILURES:
             click.echo(f"... and {len(failures) - _MOST_FAILURES} more; --json has all of them")
-    _print_reasons(results)
-    click.echo(_conclusion(certificate, failures))
 
 
 def _print_reasons(results: Sequence[Result]) -> None:
@@ -243,10 +248,10 @@ def _nearest(results: Sequence[Result]) -> str | None:
     return f"{max(shares)[0]:.0%} ({max(shares)[1]})" if shares else None
 
 
-def _conclusion(certificate: Certificate, failures: Sequence[Result]) -> str:
+def _conclusion(certificate: Certificate) -> str:
     counts = Counter(r.outcome for r in certificate.results)
     checks = f"{counts['passed']} checks passed"
-    if failures:
+    if failures := [r for r in certificate.results if r.outcome == "failed"]:
         bad = list(dict.fromkeys(r.name for r in failures))
         return f"{checks}, {len(failures)} failed: {', '.join(bad)}"
     if not counts["passed"]:
