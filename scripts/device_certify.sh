@@ -5,6 +5,10 @@
 # them in sight: `hardpoint conform cuda --family communicator`.
 set -um # shards are jobs of their own, so that an interrupt ends them in good order
 
+if [ $# -lt 4 ]; then
+    echo "usage: $0 FOLDER PLUGIN LEVEL FAMILY..." >&2
+    exit 2
+fi
 folder=$1 plugin=$2 level=$3
 shift 3
 mkdir -p "$folder"
