@@ -1,8 +1,8 @@
 #!/bin/bash
 # On a machine with accelerators: certify a plugin's kernels, family by family, a shard on each GPU at the same time.
 #   scripts/device_run.sh bash scripts/device_certify.sh FOLDER cuda quick attention op linear experts
-# Leaves FOLDER/FAMILY.json, and each shard's report beside it. Kernels that need several GPUs are run apart, with all of
-# them in sight: `hardpoint conform cuda --family communicator`.
+# Without accelerators there is one shard, on the host. Leaves FOLDER/FAMILY.json, and each shard's report beside it.
+# Kernels that need several GPUs are run apart, with all of them in sight: `hardpoint conform cuda --family communicator`.
 set -um # shards are jobs of their own, so that an interrupt ends them in good order
 
 if [ $# -lt 4 ]; then
@@ -12,7 +12,7 @@ fi
 folder=$1 plugin=$2 level=$3
 shift 3
 mkdir -p "$folder"
-count=$(python3 -c 'import torch; print(torch.accelerator.device_count())')
+count=$(python3 -c 'import torch; print(torch.accelerator.device_count() or 1)')
 jobs=$(($(nproc) / count))
 status=0
 for family in "$@"; do

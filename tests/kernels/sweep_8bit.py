@@ -2,10 +2,9 @@
 
 ``python -m tests.kernels.sweep_8bit --rows 1 --rows 32 --shape 6144x4096 --shape 4096x4096 --shape 28672x4096 --shape
 4096x14336`` takes the layers of Llama-3.1-8B; without options there are more rows, and its head. It prints for each
-number of rows what the kernels that round take; and for each shape: what serves now, with activations that come
-rounded; the same with rounding (in the product for one and two rows, before it for more); rounding alone; torch; and
-the best cuts, of each kind where there are several. ``--element int8`` is the other one. Speeds are of the weight's
-bytes.
+number of rows what the kernels that round take; and for each shape: what each kernel takes now, with activations that
+come rounded; what serves, with rounding before it; rounding alone; torch; and the best cuts, of each kind where there
+are several. ``--element int8`` is the other one. Speeds are of the weight's bytes.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def _times(
     one = torch.ones((), device="cuda")
 
     def with_rounding(weight: Weight) -> torch.Tensor:
-        return _product(skinny_configuration(num_rows, n), *quantize_rows(x, spec=spec), weight)
+        return _product(gemm_configuration(num_rows, n, 1), *quantize_rows(x, spec=spec), weight)
 
     def by_torch(weight: Weight, values: torch.Tensor, values_t: torch.Tensor) -> torch.Tensor:
         if element == "int8":
@@ -84,7 +83,7 @@ def _times(
         (f"now {cut}", partial(_product, cut, codes, values))
         for cut in (skinny_configuration(num_rows, n), gemm_configuration(num_rows, n, 1))
     ]
-    named += [("skinny with rounding", with_rounding), ("rounding", lambda _: quantize_rows(x, spec=spec))]
+    named += [("with rounding", with_rounding), ("rounding", lambda _: quantize_rows(x, spec=spec))]
     if element == "fp8" or num_rows > 16:
         named += [
             ("torch", lambda weight: by_torch(weight, values, weight[1].values.t())),

@@ -229,7 +229,7 @@ def _skinny(
     """X_TILES tiles of x times WEIGHT_TILES tiles of the weight. WHOLE: these and blocks of columns end where it does.
 
     Groups are the columns that share a scale, 0 where all of a row do: there, a block is one span to each warp, which
-    lies in one group. A null pointer is no scales at all, or with ROUND_X those that the rows of x ask for.
+    lies in one group. A null pointer is no scales at all.
     """
     if BEGIN is not None:
         BEGIN()
