@@ -140,8 +140,9 @@ _OPERANDS = [
     ("num_rows", "cut"),
     [
         (1, SkinnyConfiguration(1, 2, 2, 1)),
-        (9, SkinnyConfiguration(1, 4, 4, 1)),
-        (11, SkinnyConfiguration(2, 2, 1, 1, steps=2)),
+        (9, SkinnyConfiguration(1, 4, 4, 1, early=1)),
+        (11, SkinnyConfiguration(2, 2, 1, 1, steps=2, early=2)),
+        (11, SkinnyConfiguration(2, 2, 1, 1, steps=2, early=99)),
         (35, SkinnyConfiguration(4, 4, 4, 1, steps=4)),
     ],
 )

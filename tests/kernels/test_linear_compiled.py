@@ -49,6 +49,7 @@ def _skinny(x: str, weight: str, num_stages: int, group: int = 0, round_x: bool 
         "STEPS": 1,
         "WHOLE": True,
         "WARPS": 8,
+        "EARLY": 0,
         **cut,
     }
     scaled = {"x_scale_ptr": x == weight != "bf16" or round_x, "weight_scale_ptr": weight != "bf16"}

@@ -104,7 +104,7 @@ def test_compiles_to_wide_reads_without_spills(targets: tuple[str, ...]) -> None
     jobs += [job(80, 32, True, "*bf16", target) for target in targets]
     for compiled in compile_kernels(jobs):
         assert compiled.spilled == 0
-        assert compiled.registers <= 72
+        assert compiled.registers <= 80  # a norm's weights among them, while it waits
         if compiled.job.target == "sm_90" and compiled.job.constexprs["D"] == 128:
             lone = compiled.count("ld.global.b")  # a position and a slot
             assert compiled.count("ld.global.v4.b32") == compiled.count("ld.global") - lone >= 10

@@ -23,6 +23,7 @@ from hardpoint.kernels.quantize import (
     store_rounded,
     whole_rows,
 )
+from hardpoint.kernels.reading import read_inside
 from hardpoint.ops.act_and_mul import GATED, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT
 from hardpoint.ops.activation import ACTIVATIONS
 from hardpoint_plugin_api import ConfigError, QuantSpec, UnknownNameError
@@ -85,16 +86,6 @@ def activation_kernel(
 
 
 @triton.jit
-def _read(ptrs, inside, WHOLE: tl.constexpr):
-    """What is inside, zeros elsewhere; with WHOLE all is."""
-    if WHOLE:
-        x = tl.load(ptrs)
-    else:
-        x = tl.load(ptrs, mask=inside, other=0.0)
-    return x
-
-
-@triton.jit
 def _round_long_row(
     x_ptr,
     codes_ptr,
@@ -116,11 +107,11 @@ def _round_long_row(
     at = x_ptr + row * x_stride + columns
     gates, ups, products = (), (), ()  # tuples: Triton has no lists of tensors
     for piece in tl.static_range(PIECES):
-        up = _read(at + n + piece * BLOCK, piece * BLOCK + columns < n, WHOLE)
+        up = read_inside(at + n + piece * BLOCK, piece * BLOCK + columns < n, WHOLE)
         ups = ups + (up,)  # type: ignore[assignment]  # noqa: RUF005  # as Triton reads it
     tl.debug_barrier()  # else compilers put these reads off until the gates' numbers are there
     for piece in tl.static_range(PIECES):
-        gate = _read(at + piece * BLOCK, piece * BLOCK + columns < n, WHOLE)
+        gate = read_inside(at + piece * BLOCK, piece * BLOCK + columns < n, WHOLE)
         gates = gates + (gate,)  # type: ignore[assignment]  # noqa: RUF005
     peak = tl.zeros([BLOCK], tl.int32)
     for piece in tl.static_range(PIECES):

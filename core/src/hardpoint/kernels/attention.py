@@ -70,7 +70,7 @@ class Tuning:
     """Everything about the kernels that changes speed alone.
 
     ``programs``: about how many programs long contexts are split over, two or so for each processor of a large device;
-    ``min_chunk``: the fewest tokens of a split, no fewer than a tile of keys has, which are 128 at most.
+    ``min_chunk``: the fewest tokens of a split, or a tile of keys where that is more.
     ``decode.rows``: the most query heads of one program. ``prefill``: tiles in ascending order of rows; a step takes
     the largest with which it still makes so many programs, and none larger than what a request fills. The wide ones are
     for products in float32, which run on ordinary multipliers: code and registers grow with the tile.
@@ -96,6 +96,20 @@ _VARIANTS = {
     "decode 8 KiB": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=4)),
     "decode 8 KiB, 2 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_warps=2)),
     "decode 8 KiB, 3 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192)),
+    "decode 8 KiB, 5 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=5)),
+    "decode 8 KiB, 7 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=7)),
+    "decode 8 KiB of 32": replace(
+        _DEFAULT, min_chunk=32, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=4)
+    ),
+    "decode 8 KiB of 64": replace(
+        _DEFAULT, min_chunk=64, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=4)
+    ),
+    "decode 4 stages of 64": replace(_DEFAULT, min_chunk=64, decode=replace(_DEFAULT.decode, num_stages=4)),
+    "decode 5 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_stages=5)),
+    "decode 6 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_stages=6)),
+    "decode 4 stages, 8 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_stages=4, num_warps=8)),
+    "decode 4 stages over 512": replace(_DEFAULT, programs=512, decode=replace(_DEFAULT.decode, num_stages=4)),
+    "decode 32 KiB, 3 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=32768, num_stages=3)),
     "decode 8 KiB, 6 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=6)),
     "decode 2 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_warps=2)),
     "decode 2 warps, 2 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_warps=2, num_stages=2)),
@@ -171,14 +185,15 @@ class TritonAttention(AttentionBackend):
             "WIDE": wide,
             "BLOCK_D": block_d,
         }
+        num_keys = self.decode_tiles.num_keys(block_d, itemsize)
         self.decode_constants = {
             **alike,
             "SPLITS": self._splits,
             "MOST_SPLITS": min(_MOST_MERGED, triton.next_power_of_2(self._splits + 1) // 2),
-            "MIN_CHUNK": tuning.min_chunk,
+            "MIN_CHUNK": max(tuning.min_chunk, num_keys),
             "BLOCK_M": max(16, heads),
             "BLOCK_MERGE": heads,
-            "BLOCK_N": self.decode_tiles.num_keys(block_d, itemsize),
+            "BLOCK_N": num_keys,
             "STAGES": self.decode_tiles.num_stages,
         }
         self.prefill_constants = [
@@ -341,7 +356,7 @@ class TritonAttention(AttentionBackend):
 class FewDecodes(TritonAttention):
     """For no more decodes than a device has multiprocessors: each program has more on its way, 128 KiB of it."""
 
-    tuning: ClassVar[Tuning] = Tuning(decode=Tiles(rows=32, key_bytes=16384, num_warps=4, num_stages=4))
+    tuning: ClassVar[Tuning] = Tuning(min_chunk=64, decode=Tiles(rows=32, key_bytes=16384, num_warps=4, num_stages=4))
 
 
 class ManyDecodes(TritonAttention):

@@ -24,6 +24,8 @@ WIDE = 16384
 _NARROW = 5000
 """Rows of a weight up to which tiles of 64 of them are too few for a large device."""
 
+_VERY_NARROW = 2048
+
 _MOST_PLAIN_ELEMENTS = 1 << 26
 
 
@@ -51,16 +53,21 @@ class GemmConfiguration:
     apart: bool = True
 
 
-def gemm_configuration(num_rows: int, n: int, itemsize: int, group: int = 0) -> GemmConfiguration:
+def gemm_configuration(
+    num_rows: int, n: int, itemsize: int, group: int = 0, *, mixed: bool = False
+) -> GemmConfiguration:
     """The tiles for ``num_rows`` rows of x, a weight of ``n`` rows, and elements of at most ``itemsize`` bytes.
 
     ``group`` is the fewest columns that share a scale, 0 where all of a row do: a block of columns keeps within them.
-    The tiles of up to 32 rows are the best of sweeps on an H200 (docs/measurements/h200.md).
+    ``mixed``: the weight's elements are smaller, and converted. The tiles of up to 32 rows are the best of sweeps on an
+    H200 (docs/measurements/h200.md).
     """
     if itemsize == 4:  # no matrix units: what is multiplied at a time stands in registers
         return GemmConfiguration(32, 32, 32, 4, 2)
     if itemsize == 1 and not group and num_rows <= 128:
         return _of_decodes(num_rows, n)
+    if itemsize == 2 and not group and not mixed and num_rows <= 32:
+        return _of_plain_decodes(num_rows, n)
     block_k = min(128, group or 128)
     if num_rows <= 16:
         block_n, num_warps, num_stages = (16, 2, 6) if n < 4096 else (32, 4, 6) if n < WIDE else (64, 4, 4)
@@ -76,6 +83,17 @@ def gemm_configuration(num_rows: int, n: int, itemsize: int, group: int = 0) -> 
     if num_rows <= 128:
         return GemmConfiguration(64, 64, block_k, 4, 4)
     return GemmConfiguration(128, 128, block_k, 8, 3)
+
+
+def _of_plain_decodes(num_rows: int, n: int) -> GemmConfiguration:
+    """For 16-bit elements."""
+    if num_rows <= 8:
+        block_m, parts, num_stages = (8, 2, 7) if n < _NARROW else (8, 1, 7)
+    elif num_rows <= 16:
+        block_m, parts, num_stages = (16, 2, 5) if n < _NARROW else (16, 1, 5)
+    else:
+        block_m, parts, num_stages = (32, 2, 5) if n < _VERY_NARROW else (32, 1, 7 if n < _NARROW else 5)
+    return GemmConfiguration(block_m, 64 // parts, 128, 4, num_stages, turned=True, parts=parts)
 
 
 def _of_decodes(num_rows: int, n: int) -> GemmConfiguration:
@@ -113,7 +131,8 @@ def gemm(
     if not num_rows:
         return out
     groups = [scales.group for scales in (x_scales, weight_scales) if scales is not None and scales.group]
-    cut = configuration or gemm_configuration(num_rows, n, x.element_size(), min(groups, default=0))
+    mixed = weight.element_size() < x.element_size()
+    cut = configuration or gemm_configuration(num_rows, n, x.element_size(), min(groups, default=0), mixed=mixed)
     turned, parts = (False, 1) if groups else (cut.turned, cut.parts if k % cut.parts == 0 else 1)
     tiles = triton.cdiv(num_rows, cut.block_m), triton.cdiv(n, cut.block_n)
     _gemm[tiles if turned else (tiles[0] * tiles[1],)](
@@ -207,9 +226,8 @@ def _gemm(
 
     TILES_TOGETHER rows of tiles are worked on at a time: they share the weight in the cache. Of TURNED ones all are.
     A block of columns never straddles a group. Where there are groups, each block's product is scaled in float32.
+    Scales of the weight's rows are read while the kernel before this one may still run.
     """
-    if BEGIN is not None:
-        BEGIN()
     if TURNED:
         first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     else:
@@ -219,18 +237,20 @@ def _gemm(
         within = tl.program_id(0) % (TILES_TOGETHER * tiles_n)
         first_m, first_n = (stripe + within % height) * BLOCK_M, within // height * BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-    x_scale_ptrs = x_scale_ptr
-    if x_scale_ptr is not None:
-        x_scale_ptrs = x_scale_ptr + m.to(tl.int64) * x_scale_stride_m
     weight_scale_ptrs = weight_scale_ptr
     if weight_scale_ptr is not None:
         weight_scale_ptrs = weight_scale_ptr + (n // WEIGHT_TILE_ROWS).to(tl.int64) * weight_scale_stride_n
-    x_scale = tl.full([BLOCK_M], 1.0, tl.float32)  # what all columns share is read before they are
-    if x_scale_ptr is not None and X_GROUP == 0:
-        x_scale = tl.load(x_scale_ptrs, mask=m < num_rows, other=0.0)
-    weight_scale = tl.full([BLOCK_N], 1.0, tl.float32)
+    weight_scale = tl.full([BLOCK_N], 1.0, tl.float32)  # what all columns share is read before they are
     if weight_scale_ptr is not None and WEIGHT_GROUP == 0:
         weight_scale = tl.load(weight_scale_ptrs, mask=n < N, other=0.0).to(tl.float32)
+    if BEGIN is not None:
+        BEGIN()
+    x_scale_ptrs = x_scale_ptr
+    if x_scale_ptr is not None:
+        x_scale_ptrs = x_scale_ptr + m.to(tl.int64) * x_scale_stride_m
+    x_scale = tl.full([BLOCK_M], 1.0, tl.float32)
+    if x_scale_ptr is not None and X_GROUP == 0:
+        x_scale = tl.load(x_scale_ptrs, mask=m < num_rows, other=0.0)
 
     columns = tl.arange(0, BLOCK_K)
     x_row, weight_row = tl.arange(0, BLOCK_M * PARTS), tl.arange(0, BLOCK_N * PARTS)

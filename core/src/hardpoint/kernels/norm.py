@@ -49,16 +49,19 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     BEGIN: tl.constexpr,
 ):
-    """ROWS rows. Without ADD there is no residual and no total; with LARGEST 0 the result is not rounded to a spec."""
+    """ROWS rows. Without ADD there is no residual and no total; with LARGEST 0 the result is not rounded to a spec.
+
+    The weight is read while the kernel before this one may still run.
+    """
+    columns = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + columns, mask=columns < n, other=0.0)
+    tl.debug_barrier()  # else compilers read it behind the sum, where it is needed first, and all wait for it again
     if BEGIN is not None:
         BEGIN()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < n)
     dtype = x_ptr.dtype.element_ty
     start = (rows // heads) * x_stride + (rows % heads) * x_head_stride
-    weight = tl.load(weight_ptr + columns, mask=columns < n, other=0.0)
-    tl.debug_barrier()  # else compilers read it behind the sum, where it is needed first, and all wait for it again
     x = tl.load(x_ptr + start[:, None] + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         at = rows[:, None] * residual_stride + columns

@@ -91,7 +91,7 @@ def _norm_and_turn(
     a,
     b,
     c,
-    weight_ptr,
+    weights,
     cos,
     sin,
     eps,
@@ -102,12 +102,10 @@ def _norm_and_turn(
     PAIRS: tl.constexpr,
     STILL: tl.constexpr,
 ):
-    """The parts normed where there is a weight, then rotated: in DTYPE, and rounded to it where the reference does."""
-    if weight_ptr is not None:
+    """The parts normed where there are weights, then rotated: in DTYPE, and rounded to it where the reference does."""
+    if weights is not None:
         squares = tl.sum(a * a, 1, keep_dims=True) + tl.sum(b * b, 1, keep_dims=True)
         factor = tl.rsqrt((squares + tl.sum(c * c, 1, keep_dims=True)) / D + eps)
-        everywhere = tl.zeros((a.shape[0], 1), tl.int32)  # each thread reads what it needs: nothing to exchange
-        weights = _read(weight_ptr, everywhere, everywhere == 0, D, R, INTERLEAVED, PAIRS, STILL)
         a = ((a * factor).to(DTYPE).to(tl.float32) * weights[0]).to(DTYPE).to(tl.float32)
         b = ((b * factor).to(DTYPE).to(tl.float32) * weights[1]).to(DTYPE).to(tl.float32)
         c = ((c * factor).to(DTYPE).to(tl.float32) * weights[2]).to(DTYPE).to(tl.float32)
@@ -198,8 +196,8 @@ def qk_norm_rope_store_kernel(
     """HEADS heads of one token. q and k are changed in place.
 
     R 0 is no rotation, a null pointer no norm, Q_PROGRAMS 0 queries that stay as they are, a null cache no store, and
-    LARGEST 0 a cache without scales. Positions and slots, which the step began with, and the table are read while the
-    kernel before this one may still run.
+    LARGEST 0 a cache without scales. Positions and slots, which the step began with, the table and the norms' weights
+    are read while the kernel before this one may still run.
     """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -213,6 +211,14 @@ def qk_norm_rope_store_kernel(
         row = cos_sin_ptr + tl.load(positions_ptr + token * position_stride).to(tl.int64) * table_stride
         cos = tl.load(row + pair, mask=pair < R // 2, other=1.0)
         sin = tl.load(row + R // 2 + pair, mask=pair < R // 2, other=0.0)
+    weights = None
+    if q_weight_ptr is not None or k_weight_ptr is not None:
+        everywhere = tl.zeros((HEADS, 1), tl.int32)  # each thread reads what it needs: nothing to exchange
+        weight_ptr = k_weight_ptr if q_weight_ptr is None else q_weight_ptr
+        if q_weight_ptr is not None and k_weight_ptr is not None:  # noqa: SIM102  # known when it is compiled
+            if part >= Q_PROGRAMS:
+                weight_ptr = k_weight_ptr
+        weights = _read(weight_ptr, everywhere, everywhere == 0, D, R, INTERLEAVED, PAIRS, STILL)
     if BEGIN is not None:
         BEGIN()
     dtype: tl.constexpr = k_ptr.dtype.element_ty
@@ -220,7 +226,21 @@ def qk_norm_rope_store_kernel(
         head = part * HEADS + tl.arange(0, HEADS)[:, None]
         heads = token * q_stride + head.to(tl.int64) * q_head_stride
         a, b, c = _read(q_ptr, heads, head < H, D, R, INTERLEAVED, PAIRS, STILL)
-        a, b, c = _norm_and_turn(a, b, c, q_weight_ptr, cos, sin, eps, dtype, D, R, INTERLEAVED, PAIRS, STILL)
+        a, b, c = _norm_and_turn(
+            a,
+            b,
+            c,
+            weights if q_weight_ptr is not None else None,
+            cos,
+            sin,
+            eps,
+            dtype,
+            D,
+            R,
+            INTERLEAVED,
+            PAIRS,
+            STILL,
+        )
         _write(q_ptr, heads, head < H, a, b, c, D, R, INTERLEAVED, PAIRS, STILL)
     else:
         head = (part - Q_PROGRAMS) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -230,7 +250,21 @@ def qk_norm_rope_store_kernel(
             x, y, z = _read(v_ptr, values, here, D, R, INTERLEAVED, PAIRS, STILL)
         heads = token * k_stride + head.to(tl.int64) * k_head_stride
         a, b, c = _read(k_ptr, heads, here, D, R, INTERLEAVED, PAIRS, STILL)
-        a, b, c = _norm_and_turn(a, b, c, k_weight_ptr, cos, sin, eps, dtype, D, R, INTERLEAVED, PAIRS, STILL)
+        a, b, c = _norm_and_turn(
+            a,
+            b,
+            c,
+            weights if k_weight_ptr is not None else None,
+            cos,
+            sin,
+            eps,
+            dtype,
+            D,
+            R,
+            INTERLEAVED,
+            PAIRS,
+            STILL,
+        )
         if K_CHANGES:
             _write(k_ptr, heads, here, a, b, c, D, R, INTERLEAVED, PAIRS, STILL)
         if stores:

@@ -23,6 +23,7 @@ import triton.language as tl
 from hardpoint.kernels.gemv import Scales
 from hardpoint.kernels.launch import begun
 from hardpoint.kernels.quantize import over
+from hardpoint.kernels.reading import read_inside
 from hardpoint_plugin_api import DeviceInfo, LinearKernel, LinearWorkload, Reason
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -36,7 +37,8 @@ _MOST_PLAIN_ROWS = 2048
 class SkinnyConfiguration:
     """How a product is cut: the tiles of x and of the weight that a program has, and how many blocks are on their way.
 
-    A block is ``steps`` spans of columns to each of ``num_warps`` warps.
+    A block is ``steps`` spans of columns to each of ``num_warps`` warps, and ``early`` blocks of the weight are read
+    before the kernel waits for the one before it.
     """
 
     x_tiles: int
@@ -44,6 +46,7 @@ class SkinnyConfiguration:
     num_warps: int
     num_stages: int
     steps: int = 1
+    early: int = 0
 
 
 def skinny_configuration(num_rows: int, n: int, x_itemsize: int = 1) -> SkinnyConfiguration:
@@ -63,7 +66,7 @@ def plain_configuration(num_rows: int) -> SkinnyConfiguration:
 
     Few rows of the weight make few programs, so each has much on its way. See docs/measurements/h200.md.
     """
-    return SkinnyConfiguration(1 if num_rows <= 16 else 2, 2, 4, 9)
+    return SkinnyConfiguration(1 if num_rows <= 8 else 2, 2, 4, 5, steps=2, early=2)
 
 
 def skinny(
@@ -123,6 +126,7 @@ def skinny(
         WARPS=cut.num_warps,
         X_TILES=cut.x_tiles,
         WEIGHT_TILES=cut.weight_tiles,
+        EARLY=min(cut.early, triton.cdiv(k, span * steps * cut.num_warps)),
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
         **begun(x),
@@ -197,6 +201,56 @@ def _scales_of_spans(ptrs, there, start, K, GROUP: tl.constexpr, WARPS: tl.const
     return tl.load(ptrs[None, :] + (span // GROUP)[:, None], mask=mask, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _added(
+    total,
+    weight,
+    x,
+    start,
+    x_there,
+    weight_there,
+    K,
+    x_scale,
+    x_scale_ptrs,
+    weight_scale_ptrs,
+    ROUND_X: tl.constexpr,
+    LARGEST: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    WEIGHT_GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    STEPS: tl.constexpr,
+    WARPS: tl.constexpr,
+    X_TILES: tl.constexpr,
+    WEIGHT_TILES: tl.constexpr,
+):
+    """``total`` [WARPS, rows of the weight, rows of x], and what the blocks from column ``start`` on add to it."""
+    element: tl.constexpr = weight.dtype
+    turn: tl.constexpr = 32 // element.primitive_bitwidth
+    plain: tl.constexpr = x.dtype.primitive_bitwidth == 16 and not ROUND_X
+    number: tl.constexpr = x.dtype if plain else tl.int8 if element == tl.int8 else tl.float16
+    sum_type: tl.constexpr = tl.int32 if number == tl.int8 else tl.float32
+    weight = _operand(weight, WEIGHT_TILES, STEPS, WARPS, SPAN, turn)
+    if number == tl.bfloat16 and element != number:
+        weight = weight.to(tl.float32)  # devices convert to it faster than to bfloat16
+    weight = weight.to(number)
+    x = _operand(x, X_TILES, STEPS, WARPS, SPAN, turn)
+    if ROUND_X:
+        x = rounded_to(x.to(tl.float32), x_scale[None, :, None], LARGEST, element)
+    x = tl.permute(x.to(number), (0, 2, 1))
+    if X_GROUP != 0 or WEIGHT_GROUP != 0:
+        product = tl.dot(weight, x, out_dtype=sum_type).to(tl.float32)
+        if WEIGHT_GROUP != 0:
+            scales = _scales_of_spans(weight_scale_ptrs, weight_there, start, K, WEIGHT_GROUP, WARPS, SPAN)
+            product = product * scales[:, :, None]
+        if X_GROUP != 0:
+            scales = _scales_of_spans(x_scale_ptrs, x_there, start, K, X_GROUP, WARPS, SPAN)
+            product = product * scales[:, None, :]
+        total += product
+    else:
+        total = tl.dot(weight, x, total, out_dtype=sum_type)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny(
     x_ptr,
@@ -224,71 +278,102 @@ def _skinny(
     WARPS: tl.constexpr,
     X_TILES: tl.constexpr,
     WEIGHT_TILES: tl.constexpr,
+    EARLY: tl.constexpr,
     BEGIN: tl.constexpr,
 ):
     """X_TILES tiles of x times WEIGHT_TILES tiles of the weight. WHOLE: these and blocks of columns end where it does.
 
     Groups are the columns that share a scale, 0 where all of a row do: there, a block is one span to each warp, which
-    lies in one group. A null pointer is no scales at all.
+    lies in one group. A null pointer is no scales at all. Scales of the weight's rows and the first EARLY blocks of
+    columns are read while the kernel before this one may still run, and those multiplied last.
     """
-    if BEGIN is not None:
-        BEGIN()
+    block: tl.constexpr = STEPS * WARPS * SPAN
     first_m, first_n = tl.program_id(1) * (8 * X_TILES), tl.program_id(0) * (8 * WEIGHT_TILES)
     m, n = first_m + tl.arange(0, 8 * X_TILES), first_n + tl.arange(0, 8 * WEIGHT_TILES)
     element: tl.constexpr = weight_ptr.dtype.element_ty
-    turn: tl.constexpr = 32 // element.primitive_bitwidth
-    plain: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16 and not ROUND_X
-    number: tl.constexpr = x_ptr.dtype.element_ty if plain else tl.int8 if element == tl.int8 else tl.float16
-    sum_type: tl.constexpr = tl.int32 if number == tl.int8 else tl.float32
-    grouped: tl.constexpr = X_GROUP != 0 or WEIGHT_GROUP != 0
-
-    x_scale_ptrs = x_scale_ptr
-    if x_scale_ptr is not None:
-        x_scale_ptrs = x_scale_ptr + m.to(tl.int64) * x_scale_stride_m
+    weight_rows, weight_columns = _lines(WEIGHT_TILES, STEPS * WARPS, SPAN)
+    weight_ptrs = weight_ptr + (first_n + weight_rows).to(tl.int64) * weight_stride_n + weight_columns
     weight_scale_ptrs = weight_scale_ptr
     if weight_scale_ptr is not None:
         weight_scale_ptrs = weight_scale_ptr + (n // WEIGHT_TILE_ROWS).to(tl.int64) * weight_scale_stride_n
-    x_scale = tl.full([8 * X_TILES], 1.0, tl.float32)  # what all columns share is read before they are
-    if x_scale_ptr is not None and X_GROUP == 0:
-        x_scale = tl.load(x_scale_ptrs, mask=m < num_rows, other=1.0)
     weight_scale = tl.full([8 * WEIGHT_TILES], 1.0, tl.float32)
     if weight_scale_ptr is not None and WEIGHT_GROUP == 0:
         weight_scale = tl.load(weight_scale_ptrs, mask=n < N, other=1.0).to(tl.float32)
+    early = ()  # tuples: Triton has no lists of tensors
+    for number in tl.static_range(EARLY):
+        inside = (first_n + weight_rows < N) & (number * block + weight_columns < K)
+        some = read_inside(weight_ptrs + number * block, inside, WHOLE)
+        early = early + (some,)  # type: ignore[assignment]  # noqa: RUF005  # as Triton reads it
+    if BEGIN is not None:
+        BEGIN()
+    sum_type: tl.constexpr = (
+        tl.int32 if element == tl.int8 and (ROUND_X or x_ptr.dtype.element_ty == element) else tl.float32
+    )
+    grouped: tl.constexpr = X_GROUP != 0 or WEIGHT_GROUP != 0
+    x_scale_ptrs = x_scale_ptr
+    if x_scale_ptr is not None:
+        x_scale_ptrs = x_scale_ptr + m.to(tl.int64) * x_scale_stride_m
+    x_scale = tl.full([8 * X_TILES], 1.0, tl.float32)  # what all columns share is read before they are
+    if x_scale_ptr is not None and X_GROUP == 0:
+        x_scale = tl.load(x_scale_ptrs, mask=m < num_rows, other=1.0)
 
     x_rows, x_columns = _lines(X_TILES, STEPS * WARPS, SPAN)
     x_ptrs = x_ptr + (first_m + x_rows).to(tl.int64) * x_stride_m
-    weight_rows, weight_columns = _lines(WEIGHT_TILES, STEPS * WARPS, SPAN)
-    weight_ptrs = weight_ptr + (first_n + weight_rows).to(tl.int64) * weight_stride_n + weight_columns
+    there = first_m + x_rows < num_rows
+    early_x = ()
+    for number in tl.static_range(EARLY):
+        x_k = number * block + x_columns
+        some = tl.load(x_ptrs + x_k.to(tl.int64) * x_stride_k, mask=there if WHOLE else there & (x_k < K), other=0.0)
+        early_x = early_x + (some,)  # type: ignore[assignment]  # noqa: RUF005  # as Triton reads it
     total = tl.zeros([WARPS, 8 * WEIGHT_TILES, 8 * X_TILES], tl.float32 if grouped else sum_type)
-    for start in tl.range(0, K, STEPS * WARPS * SPAN):
+    for start in tl.range(EARLY * block, K, block):
         x_k = start + x_columns
-        there = first_m + x_rows < num_rows
-        if WHOLE:
-            weight = tl.load(weight_ptrs + start)
-        else:
-            there = there & (x_k < K)
-            inside = (first_n + weight_rows < N) & (start + weight_columns < K)
-            weight = tl.load(weight_ptrs + start, mask=inside, other=0.0)
-        x = tl.load(x_ptrs + x_k.to(tl.int64) * x_stride_k, mask=there, other=0.0)
-        weight = _operand(weight, WEIGHT_TILES, STEPS, WARPS, SPAN, turn)
-        if number == tl.bfloat16 and element != number:
-            weight = weight.to(tl.float32)  # devices convert to it faster than to bfloat16
-        weight = weight.to(number)
-        x = _operand(x, X_TILES, STEPS, WARPS, SPAN, turn)
-        if ROUND_X:
-            x = rounded_to(x.to(tl.float32), x_scale[None, :, None], LARGEST, element)
-        x = tl.permute(x.to(number), (0, 2, 1))
-        if grouped:
-            product = tl.dot(weight, x, out_dtype=sum_type).to(tl.float32)
-            if WEIGHT_GROUP != 0:
-                scales = _scales_of_spans(weight_scale_ptrs, n < N, start, K, WEIGHT_GROUP, WARPS, SPAN)
-                product = product * scales[:, :, None]
-            if X_GROUP != 0:
-                scales = _scales_of_spans(x_scale_ptrs, m < num_rows, start, K, X_GROUP, WARPS, SPAN)
-                product = product * scales[:, None, :]
-            total += product
-        else:
-            total = tl.dot(weight, x, total, out_dtype=sum_type)
+        inside = (first_n + weight_rows < N) & (start + weight_columns < K)
+        weight = read_inside(weight_ptrs + start, inside, WHOLE)
+        x = tl.load(x_ptrs + x_k.to(tl.int64) * x_stride_k, mask=there if WHOLE else there & (x_k < K), other=0.0)
+        total = _added(
+            total,
+            weight,
+            x,
+            start,
+            m < num_rows,
+            n < N,
+            K,
+            x_scale,
+            x_scale_ptrs,
+            weight_scale_ptrs,
+            ROUND_X,
+            LARGEST,
+            X_GROUP,
+            WEIGHT_GROUP,
+            SPAN,
+            STEPS,
+            WARPS,
+            X_TILES,
+            WEIGHT_TILES,
+        )
+    for number in tl.static_range(EARLY):
+        total = _added(
+            total,
+            early[number],
+            early_x[number],
+            number * block,
+            m < num_rows,
+            n < N,
+            K,
+            x_scale,
+            x_scale_ptrs,
+            weight_scale_ptrs,
+            ROUND_X,
+            LARGEST,
+            X_GROUP,
+            WEIGHT_GROUP,
+            SPAN,
+            STEPS,
+            WARPS,
+            X_TILES,
+            WEIGHT_TILES,
+        )
     y = tl.sum(total, 0).to(tl.float32) * weight_scale[:, None] * x_scale[None, :]
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]

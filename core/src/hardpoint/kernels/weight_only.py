@@ -183,7 +183,7 @@ def int4_configuration(num_rows: int, n: int, itemsize: int) -> Int4Configuratio
     if num_rows <= 8:
         if num_rows > 4:
             return Int4Configuration(8, 16, 4, 3, split=True, apart=True)
-        num_warps, num_stages = (8, 3) if n < 5000 else (4, 3) if n < 8192 else (2, 4)
+        num_warps, num_stages = (8, 3) if n < 5000 else (4, 3) if n < 8192 else (2, 3)
         return Int4Configuration(
             triton.next_power_of_2(num_rows), 16, num_warps, num_stages, split=True, apart=num_warps == 2
         )

@@ -1,0 +1,16 @@
+"""What kernels read of tensors that tiles do not fill."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def read_inside(ptrs, inside, WHOLE: tl.constexpr):
+    """What is inside, zeros elsewhere; with WHOLE all is."""
+    if WHOLE:
+        x = tl.load(ptrs)
+    else:
+        x = tl.load(ptrs, mask=inside, other=0.0)
+    return x
