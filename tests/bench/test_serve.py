@@ -17,7 +17,7 @@ from hardpoint_plugin_api import ConfigError
 from tests.support.serving import SMALL, RunningServer, running_server
 
 SHORT = ("--input-len", "uniform:3:20", "--output-len", "6")
-LATENCIES = ("time to first token", "inter-token latency", "end to end")
+LATENCIES = ("time to first token", "inter-token latency", "time per output token", "end to end")
 
 
 @pytest.fixture(scope="module")

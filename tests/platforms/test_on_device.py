@@ -136,6 +136,8 @@ class TestCudaGraphs(RecordingContract):
         assert alone < graphs.nbytes < 3 * alone
         prepared.clear()
         assert graphs.nbytes == 0
+        again = graphs.prepare("third", lambda x: (x * 2).sin() + 1, {"x": x})  # though the pool went with the others
+        assert torch.equal(again.run(), (x * 2).sin() + 1)
 
 
 def test_a_copy_to_the_host_waits_for_nothing_later(platform: CudaPlatform) -> None:

@@ -107,13 +107,22 @@ class Summary:
 
     @property
     def latencies(self) -> dict[str, list[float]]:
-        """To the first token, between deliveries, and to the end."""
+        """To the first token, between deliveries, of a token behind the first one on average, and to the end.
+
+        A server delivers text that is certain: where tokens' text seldom is, as that of random weights, deliveries are
+        of many tokens each.
+        """
         return {
             "time to first token": [1e3 * (t.deliveries[0] - t.began) for t in self.good if t.deliveries],
             "inter-token latency": [
                 1e3 * (after - before)
                 for t in self.good
                 for before, after in zip(t.deliveries, t.deliveries[1:], strict=False)
+            ],
+            "time per output token": [
+                1e3 * (t.ended - t.deliveries[0]) / (t.num_output_tokens - 1)
+                for t in self.good
+                if t.deliveries and t.num_output_tokens > 1
             ],
             "end to end": [1e3 * (t.ended - t.began) for t in self.good],
         }

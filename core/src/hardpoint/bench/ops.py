@@ -6,7 +6,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import click
@@ -22,10 +22,13 @@ from hardpoint.ops.add_rms_norm import add_rms_norm
 from hardpoint.ops.draw import Draw
 from hardpoint.plugins.blame import construct
 from hardpoint.quantization.numerics import quantize_weight
+from hardpoint.resources import EngineResources
 from hardpoint_plugin_api import (
     AttentionBatch,
     AttentionSpec,
     EagerGraphEngine,
+    ExpertsKernel,
+    ExpertsWorkload,
     GraphEngine,
     LinearKernel,
     LinearWorkload,
@@ -39,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 _HIDDEN, _WIDTH = 1024, 3072
 """Of Qwen3-0.6B."""
+
+_EXPERTS, _TOP_K, _EXPERTS_HIDDEN, _EXPERT_WIDTH = 128, 8, 2048, 768
+"""Of Qwen3-30B-A3B."""
 
 _WORKING_SET = 256 * 2**20
 """Bytes of weights that are gone through before one is read again: more than caches hold."""
@@ -67,9 +73,10 @@ def ops(platform: str | None, only: str, rounds: int, eager: bool, sequences: in
     """Run the kernels that this platform would choose, each beside a plain read or a plain product.
 
     A kernel that reads more than it computes is compared with torch's sum over as many bytes, one that computes with
-    torch's matmul of 2048 x 2048 bfloat16, measured in turns with it. Shapes are those of Qwen3-0.6B, and for decode
-    attention 32 query heads and 8 KV heads of 128, in pages of 16. Calls are prepared by the platform's graph engine
-    and replayed, as an engine's steps are; what it cannot prepare, and all with --eager, is called from Python.
+    torch's matmul of 2048 x 2048 bfloat16, measured in turns with it. Shapes are those of Qwen3-0.6B, for decode
+    attention 32 query heads and 8 KV heads of 128, in pages of 16, and for experts those of Qwen3-30B-A3B. Peers are
+    torch's matmuls that do the work of 4,096 tokens' experts as that of one. Calls are prepared by the platform's graph
+    engine and replayed, as an engine's steps are; what it cannot prepare, and all with --eager, is called from Python.
     """
     settings = {"platform": platform} if platform else {}
     blueprint = draw(EngineConfig.create(model="demo", dtype=_DTYPE, **settings))
@@ -79,8 +86,13 @@ def ops(platform: str | None, only: str, rounds: int, eager: bool, sequences: in
     with torch.inference_mode():
         for name, prepare in _kernels(ctx, sequences, length):
             if only in name:
-                rows.append(bench.row(name, *prepare()))
-    return BenchResult("ops", tuple(rows), roofline="torch's sum over as many bytes, or its bfloat16 matmul")
+                rows.append(bench.row(name, prepare()))
+    return BenchResult(
+        "ops",
+        tuple(rows),
+        roofline="torch's sum over as many bytes, or its bfloat16 matmul",
+        peer="torch's matmuls of as much work",
+    )
 
 
 class _Bench:
@@ -91,17 +103,19 @@ class _Bench:
         self._memory = torch.zeros(_WORKING_SET // 4, device=device)
         self._factor = torch.randn(2048, 2048, device=device).bfloat16()
 
-    def row(self, name: str, runs: Sequence[Run], nbytes: int, flops: int) -> BenchRow:
-        """``runs`` do the same on different memory; ``nbytes`` and ``flops`` are of one. Zero ``flops``: it reads."""
-        ours, peak, prepared = [], [], self._prepared(runs)
-        for _ in range(self._rounds + 1):
-            ours.append(self._seconds(prepared) / len(runs))
-            peak.append(self._seconds([self._multiply if flops else self._read]))
-        seconds, roof = statistics.median(ours[1:]), statistics.median(peak[1:])
-        if flops:
-            return BenchRow(name, flops / seconds / 1e9, "GFLOP/s", 2 * 2048**3 / roof / 1e9, better="higher")
-        note = f"{seconds * 1e6:,.1f} us"
-        return BenchRow(name, nbytes / seconds / 1e9, "GB/s", _WORKING_SET / roof / 1e9, better="higher", note=note)
+    def row(self, name: str, work: _Work) -> BenchRow:
+        """Its speed and the roofline's."""
+        timed = {"ours": self._prepared(work.runs), "roofline": [self._multiply if work.flops else self._read]}
+        if work.peer:
+            timed["peer"] = self._prepared([work.peer])
+        rounds = [{who: self._seconds(runs) for who, runs in timed.items()} for _ in range(self._rounds + 1)]
+        seconds = {who: statistics.median(times[who] for times in rounds[1:]) for who in timed}
+        ours = seconds["ours"] / len(work.runs)
+        amount, unit = (work.flops, "GFLOP/s") if work.flops else (work.nbytes, "GB/s")
+        roofline = (2 * 2048**3 if work.flops else _WORKING_SET) / seconds["roofline"] / 1e9
+        peer = amount / seconds["peer"] / 1e9 if work.peer else None
+        note = f"{ours * 1e6:,.1f} us"
+        return BenchRow(name, amount / ours / 1e9, unit, roofline, peer, better="higher", note=note)
 
     def _prepared(self, runs: Sequence[Run]) -> Sequence[Run]:
         """One replay of all ``runs``, where they can be prepared."""
@@ -130,19 +144,31 @@ class _Bench:
         return self._factor @ self._factor
 
 
-Prepared = tuple[Sequence[Run], int, int]
+@dataclass(frozen=True)
+class _Work:
+    """Calls that do the same on different memory: the bytes of one, and its products where these take the time.
+
+    ``peer`` does the work of one otherwise.
+    """
+
+    runs: Sequence[Run]
+    nbytes: int
+    flops: int = 0
+    peer: Run | None = None
 
 
-def _kernels(ctx: Context, sequences: int, length: int) -> Iterator[tuple[str, Callable[[], Prepared]]]:
+def _kernels(ctx: Context, sequences: int, length: int) -> Iterator[tuple[str, Callable[[], _Work]]]:
     for name, specs in _SPECS.items():
         for tokens in (1, 8, 512):
             yield f"linear {name}, {tokens} rows", partial(_linear, ctx, specs, tokens)
     yield f"decode attention, {sequences} x {length}", partial(_attention, ctx, sequences, length)
+    for tokens in (32, 4096):
+        yield f"experts, {tokens} tokens", partial(_experts, ctx, tokens)
     yield "add_rms_norm, 4096 rows", partial(_norm, ctx)
     yield "act_and_mul, 4096 rows", partial(_activation, ctx)
 
 
-def _linear(ctx: Context, specs: tuple[QuantSpec, QuantSpec], tokens: int) -> Prepared:
+def _linear(ctx: Context, specs: tuple[QuantSpec, QuantSpec], tokens: int) -> _Work:
     """Gate and up projection."""
     n, k = 2 * _WIDTH, _HIDDEN
     plan = ctx.select(LinearWorkload(dtype=_DTYPE, in_features=k, out_features=n, spec=specs))
@@ -155,15 +181,61 @@ def _linear(ctx: Context, specs: tuple[QuantSpec, QuantSpec], tokens: int) -> Pr
     packed = [kernel.prepack({name: x.clone() for name, x in slots.items()}) for _ in range(copies)]
     x = torch.randn(tokens, k, device=ctx.torch_device).bfloat16()
     runs = [partial(kernel.apply, x, w, None) for w in packed]
-    return runs, nbytes, 2 * tokens * n * k if tokens > 64 else 0
+    return _Work(runs, nbytes, 2 * tokens * n * k if tokens > 64 else 0)
 
 
-def _attention(ctx: Context, sequences: int, length: int) -> Prepared:
+def _experts(ctx: Context, tokens: int) -> _Work:
+    """All of a layer's experts; those of a few tokens are read, and each token's are others."""
+    device, hidden, width = ctx.torch_device, _EXPERTS_HIDDEN, _EXPERT_WIDTH
+    workload = ExpertsWorkload(
+        dtype=_DTYPE,
+        spec=_SPECS["bfloat16"],
+        activation="silu_and_mul",
+        routing="topk_softmax",
+        parallel="none",
+        format="standard",
+        num_experts=_EXPERTS,
+        top_k=_TOP_K,
+        hidden_size=hidden,
+        intermediate_size=width,
+    )
+    plan = ctx.select(workload)
+    chosen = next(e for e in plan.entries if e.range.max is None or tokens <= e.range.max).offer
+    kernel = construct(chosen, ctx.load(chosen), ExpertsKernel, ctx, plan.workload)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(tokens, _EXPERTS, generator=generator).argsort(-1)[:, :_TOP_K].int()
+    active = ids.unique().numel()
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    stacked = {
+        "w13.weight": torch.randn(_EXPERTS, 2 * width, hidden, device=device).bfloat16(),
+        "w2.weight": torch.randn(_EXPERTS, hidden, width, device=device).bfloat16(),
+    }
+    dense = [weight[0].clone() for weight in stacked.values()]
+    w, out, here = kernel.prepack(stacked), torch.empty_like(x), ids.to(device)
+    weights = torch.rand(tokens, _TOP_K, device=device)
+    workspace = torch.empty(kernel.workspace_bytes(tokens), dtype=torch.uint8, device=device)
+    run = partial(kernel.apply, x, here, weights, w, out, workspace)
+    nbytes, flops = active * 3 * width * hidden * 2, 6 * tokens * _TOP_K * width * hidden
+    if tokens <= 64:
+        return _Work([run], nbytes)
+    rows = x.repeat_interleave(_TOP_K, 0)
+    middle = torch.randn(len(rows), width, device=device).bfloat16()
+
+    def as_one() -> None:
+        torch.nn.functional.linear(rows, dense[0])
+        torch.nn.functional.linear(middle, dense[1])
+
+    return _Work([run], nbytes, flops, as_one)
+
+
+def _attention(ctx: Context, sequences: int, length: int) -> _Work:
     block, device = 16, ctx.torch_device
+    ctx = replace(ctx.child("bench"), resources=EngineResources())
     spec = AttentionSpec(
         num_heads=32, num_kv_heads=8, head_size=128, scale=128**-0.5, dtype=_DTYPE, kv_dtype=_DTYPE, block_size=block
     )
-    _, backend, _ = attention_backend(ctx.child("bench"), spec)
+    _, backend, _ = attention_backend(ctx, spec)
+    ctx.resources.allocate(device)
     per_sequence = -(-length // block)
     pages = sequences * per_sequence + 1
     size = backend.layout.page_bytes(spec.cache_spec, block)
@@ -178,18 +250,18 @@ def _attention(ctx: Context, sequences: int, length: int) -> Prepared:
     q, k, v = (torch.randn(sequences, heads, 128, device=device).bfloat16() for heads in (32, 8, 8))
     out = torch.empty_like(q)
     nbytes = sequences * length * 8 * 128 * 2 * 2
-    return [lambda: backend.forward(q, k, v, cache, metadata, out)], nbytes, 0
+    return _Work([lambda: backend.forward(q, k, v, cache, metadata, out)], nbytes)
 
 
-def _norm(ctx: Context) -> Prepared:
+def _norm(ctx: Context) -> _Work:
     draw_ = Draw(torch.Generator().manual_seed(0), torch.bfloat16, ctx.torch_device)
     run, weight = add_rms_norm.bind(ctx), draw_.normal(_HIDDEN)
     inputs = [(draw_.normal(4096, _HIDDEN), draw_.normal(4096, _HIDDEN)) for _ in range(16)]
-    return [partial(run, x, r, weight, eps=1e-6) for x, r in inputs], 4 * inputs[0][0].nbytes, 0
+    return _Work([partial(run, x, r, weight, eps=1e-6) for x, r in inputs], 4 * inputs[0][0].nbytes)
 
 
-def _activation(ctx: Context) -> Prepared:
+def _activation(ctx: Context) -> _Work:
     draw_ = Draw(torch.Generator().manual_seed(0), torch.bfloat16, ctx.torch_device)
     run = act_and_mul.bind(ctx, activation="silu")
     inputs = [draw_.normal(4096, 2 * _WIDTH) for _ in range(6)]
-    return [partial(run, x, activation="silu") for x in inputs], inputs[0].nbytes * 3 // 2, 0
+    return _Work([partial(run, x, activation="silu") for x in inputs], inputs[0].nbytes * 3 // 2)

@@ -74,6 +74,7 @@ class CudaGraphs(GraphEngine):
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
+        if self._pool is None or not self._alive:  # torch gives a pool up with the last graph that had a share in it
             self._pool = torch.cuda.graph_pool_handle()
         held = {name: x.clone() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
         try:
