@@ -172,7 +172,7 @@ SPECS = {
     "fp8 tensor": (scaled(FP8, -1, -1), BFLOAT16),
     "int8 groups": (scaled("int8", 1, 32), BFLOAT16),
     "int4 rows": (scaled("int4", 1, -1), BFLOAT16),
-    "int4 groups": (scaled("int4", 1, 16), BFLOAT16),
+    "int4 groups": (scaled("int4", 1, 32), BFLOAT16),
 }
 
 
@@ -187,6 +187,7 @@ def test_what_it_cannot_multiply_is_refused(site: Site) -> None:
     rounded = scaled(FP8, 1, -1, static=False)
     for specs, dtype, wanted in (
         ((scaled("uint4", 1, 2), BFLOAT16), "bfloat16", "2"),
+        ((scaled("int4", 1, 16), BFLOAT16), "bfloat16", "16"),
         ((scaled(FP8, 1, 16), rounded), "bfloat16", "16"),
         ((scaled("int8", 1, 48), BFLOAT16), "bfloat16", "48"),
         ((scaled(FP8, 1, -1), rounded), "float32", "float32"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from hardpoint.attention.reference import ReferenceAttention
-from hardpoint.quantization.numerics import largest, round_to
+from hardpoint.quantization.numerics import divided, largest, round_to
 from hardpoint_plugin_api import CacheLayout, CacheSpec, Region
 
 _SCALE = "float32"
@@ -66,7 +66,7 @@ def write_rounded(
     if scale is not None:
         x = x / scale
     elif f"{name}_scale" in views:
-        fitting = x.abs().amax(-1) / largest(element)
+        fitting = divided(x.abs().amax(-1), largest(element))
         fitting = torch.where(fitting == 0, 1.0, fitting)
         views[f"{name}_scale"][where] = fitting
         x = x / fitting.unsqueeze(-1)

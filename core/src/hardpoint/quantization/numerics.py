@@ -176,7 +176,7 @@ def _fit(blocks: torch.Tensor, spec: QuantSpec, dims: tuple[int, ...]) -> tuple[
         return _scale(torch.maximum(top, -bottom), spec), None
     low, high = _INTEGERS[spec.element]
     smallest = blocks.amin(dims, keepdim=True).clamp(max=0.0)  # zero stays exact
-    scale = _or_one((blocks.amax(dims, keepdim=True).clamp(min=0.0) - smallest) / (high - low))
+    scale = _or_one(divided(blocks.amax(dims, keepdim=True).clamp(min=0.0) - smallest, high - low))
     zero_point = (low - smallest / scale).round().clamp(low, high)
     return scale, zero_point.to(dtype_of(spec.zero_point_dtype))
 
@@ -188,8 +188,13 @@ def _scale(amax: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
         exponent = torch.frexp(amax).exponent - torch.frexp(torch.tensor(top)).exponent.to(amax.device)
         scale = torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127))
         return torch.where(amax > 0, scale, 1.0) + 0 * amax  # NaN stays NaN
-    scale = amax / top
+    scale = divided(amax, top)
     return _or_one(scale if format_ == "float32" else scale.to(dtype_of(format_)).float())
+
+
+def divided(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """``x`` over a number, as division rounds it. On CUDA, torch multiplies by the inverse of one that is no tensor."""
+    return x / x.new_full((), divisor)
 
 
 def _or_one(scale: torch.Tensor) -> torch.Tensor:

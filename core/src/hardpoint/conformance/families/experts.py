@@ -46,15 +46,15 @@ ERRORS = ErrorModel(finest=2.0**-20)
 _HOST = torch.device("cpu")
 _BATCHES = {"one": 1, "few": 7, "many": 150, "none": 0}
 _MIXTURES = {"8x2": (8, 2), "60x4": (60, 4), "5x5": (5, 5), "1x1": (1, 1)}
-_WIDTHS = {"even": (64, 32), "odd": (34, 58), "wide": (160, 144)}
+_WIDTHS = {"even": (64, 32), "odd": (34, 58), "wide": (160, 224)}
 _ABSENT = {"here": 0.0, "some-elsewhere": 0.4, "all-elsewhere": 1.0}
 """How many of a token's experts are on other ranks."""
 
 _SPECS: Specs = {name: SPECS[name] for name in ("int8-rows", "int8-dynamic", "fp8-tiles")} | {
     "uint4-pairs": (QuantSpec("uint4", scales=(Scale("float32", (1, 2)),), zero_point=True), None),
-    "uint4-groups": (QuantSpec("uint4", scales=(Scale("float32", (1, 16)),), zero_point=True), None),
+    "uint4-groups": (QuantSpec("uint4", scales=(Scale("float32", (1, 32)),), zero_point=True), None),
 }
-"""Groups divide the widths: pairs all of them, those of 16 all but odd ones."""
+"""Groups divide the widths: pairs all of them, those of 32 all but odd ones."""
 
 
 class ExpertsTrials:
