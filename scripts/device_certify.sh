@@ -1,9 +1,12 @@
 #!/bin/bash
-# On a machine with accelerators: certify a plugin's kernels, family by family, a shard on each GPU at the same time.
-#   scripts/device_run.sh bash scripts/device_certify.sh FOLDER cuda quick attention op linear experts
-# Without accelerators there is one shard, on the host. Leaves FOLDER/FAMILY.json, and each shard's report beside it.
-# Kernels that need several GPUs are run apart, with all of them in sight: `hardpoint conform cuda --family communicator`.
-set -um # shards are jobs of their own, so that an interrupt ends them in good order
+# On a machine with accelerators: certify a plugin's kernels, in parts that its GPUs take from one list.
+#   scripts/device_run.sh bash scripts/device_certify.sh FOLDER cuda full attention op linear experts
+# Leaves FOLDER/FAMILY.json, and each part's certificate and report beside it. Parts whose certificates are in FOLDER
+# already are not run again, so that a list may be worked through in several sessions, as long as nothing is changed.
+# Without accelerators the host takes all parts. Kernels that need several GPUs are run apart, with all of them in sight:
+# `hardpoint conform cuda --family communicator`.
+# Override: PARTS of each family (as many as GPUs); LIMIT, seconds after which what runs is ended and nothing begun.
+set -um # what runs in the background is a job of its own, so that an interrupt ends it in good order
 
 if [ $# -lt 4 ]; then
     echo "usage: $0 FOLDER PLUGIN LEVEL FAMILY..." >&2
@@ -13,17 +16,53 @@ folder=$1 plugin=$2 level=$3
 shift 3
 mkdir -p "$folder"
 count=$(python3 -c 'import torch; print(torch.accelerator.device_count() or 1)')
-jobs=$(($(nproc) / count))
+parts=${PARTS:-$count} limit=${LIMIT:-1000000} jobs=$(($(nproc) / count))
+list=$(mktemp -d)
+trap 'rm -rf "$list"' EXIT
+mkdir "$list/taken"
+
+place() { echo "$folder/$1-$2-of-$parts"; } # of a family's part
+
+line=0
+for family in "$@"; do
+    for ((number = 1; number <= parts; number++)); do
+        line=$((line + 1))
+        [ -e "$(place "$family" "$number").json" ] || echo "$family $number" >"$list/$(printf %05d $line)"
+    done
+done
+
+next() { # takes the first line of the list, which nobody else has taken
+    local entry
+    for entry in "$list"/[0-9]*; do
+        mv "$entry" "$list/taken/" 2>/dev/null && cat "$list/taken/${entry##*/}" && return
+    done
+    return 1
+}
+
+work() { # on GPU $1, until the list or the time is at its end
+    local family number began
+    while [ $SECONDS -lt "$limit" ] && read -r family number < <(next); do
+        began=$SECONDS
+        CUDA_VISIBLE_DEVICES=$1 timeout --signal INT --kill-after 10 $((limit - SECONDS)) \
+            hardpoint conform "$plugin" --family "$family" --level "$level" --shard "$number/$parts" --jobs "$jobs" \
+            --json "$(place "$family" "$number").json" >"$(place "$family" "$number").txt" 2>&1
+        echo "$family $number/$parts: $((SECONDS - began)) s: $(grep 'checks passed' "$(place "$family" "$number").txt")"
+    done
+}
+
+for ((gpu = 0; gpu < count; gpu++)); do
+    work $gpu &
+done
+wait
 status=0
 for family in "$@"; do
-    began=$(date +%s)
-    for ((number = 1; number <= count; number++)); do
-        CUDA_VISIBLE_DEVICES=$((number - 1)) hardpoint conform "$plugin" --family "$family" --level "$level" \
-            --shard "$number/$count" --jobs "$jobs" --json "$folder/$family-$number.json" \
-            >"$folder/$family-$number.txt" 2>&1 &
-    done
-    wait
-    hardpoint merge-certificates "$folder/$family"-[0-9]*.json --json "$folder/$family.json" >"$folder/$family.txt" || status=1
-    echo "$family: $(($(date +%s) - began)) s: $(grep 'checks passed' "$folder/$family.txt")"
+    found=("$folder/$family"-*-of-"$parts".json)
+    if [ ${#found[@]} -lt "$parts" ] || [ ! -e "${found[0]}" ]; then
+        echo "$family: not all of $parts parts are there"
+        status=1
+        continue
+    fi
+    hardpoint merge-certificates "${found[@]}" --json "$folder/$family.json" >"$folder/$family.txt" || status=1
+    echo "$family: $(grep 'checks passed' "$folder/$family.txt")"
 done
 exit $status

@@ -219,6 +219,8 @@ def qk_norm_rope_store_kernel(
             if part >= Q_PROGRAMS:
                 weight_ptr = k_weight_ptr
         weights = _read(weight_ptr, everywhere, everywhere == 0, D, R, INTERLEAVED, PAIRS, STILL)
+    q_weights = weights if q_weight_ptr is not None else None
+    k_weights = weights if k_weight_ptr is not None else None
     if BEGIN is not None:
         BEGIN()
     dtype: tl.constexpr = k_ptr.dtype.element_ty
@@ -226,21 +228,7 @@ def qk_norm_rope_store_kernel(
         head = part * HEADS + tl.arange(0, HEADS)[:, None]
         heads = token * q_stride + head.to(tl.int64) * q_head_stride
         a, b, c = _read(q_ptr, heads, head < H, D, R, INTERLEAVED, PAIRS, STILL)
-        a, b, c = _norm_and_turn(
-            a,
-            b,
-            c,
-            weights if q_weight_ptr is not None else None,
-            cos,
-            sin,
-            eps,
-            dtype,
-            D,
-            R,
-            INTERLEAVED,
-            PAIRS,
-            STILL,
-        )
+        a, b, c = _norm_and_turn(a, b, c, q_weights, cos, sin, eps, dtype, D, R, INTERLEAVED, PAIRS, STILL)
         _write(q_ptr, heads, head < H, a, b, c, D, R, INTERLEAVED, PAIRS, STILL)
     else:
         head = (part - Q_PROGRAMS) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -250,21 +238,7 @@ def qk_norm_rope_store_kernel(
             x, y, z = _read(v_ptr, values, here, D, R, INTERLEAVED, PAIRS, STILL)
         heads = token * k_stride + head.to(tl.int64) * k_head_stride
         a, b, c = _read(k_ptr, heads, here, D, R, INTERLEAVED, PAIRS, STILL)
-        a, b, c = _norm_and_turn(
-            a,
-            b,
-            c,
-            weights if k_weight_ptr is not None else None,
-            cos,
-            sin,
-            eps,
-            dtype,
-            D,
-            R,
-            INTERLEAVED,
-            PAIRS,
-            STILL,
-        )
+        a, b, c = _norm_and_turn(a, b, c, k_weights, cos, sin, eps, dtype, D, R, INTERLEAVED, PAIRS, STILL)
         if K_CHANGES:
             _write(k_ptr, heads, here, a, b, c, D, R, INTERLEAVED, PAIRS, STILL)
         if stores:

@@ -193,7 +193,7 @@ def _scale(amax: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 
 
 def divided(x: torch.Tensor, divisor: float) -> torch.Tensor:
-    """``x`` over a number, as division rounds it. On CUDA, torch multiplies by the inverse of one that is no tensor."""
+    """``x`` over a number, as division rounds it. By numbers that are no tensors, torch may multiply by their inverses."""
     return x / x.new_full((), divisor)
 
 
