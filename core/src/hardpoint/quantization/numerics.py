@@ -193,7 +193,7 @@ def _scale(amax: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 
 
 def divided(x: torch.Tensor, divisor: float) -> torch.Tensor:
-    """``x`` over a number, as division rounds it. By numbers that are no tensors, torch may multiply by their inverses."""
+    """``x`` over a number, as division rounds it. By what is no tensor, torch may multiply with the inverse instead."""
     return x / x.new_full((), divisor)
 
 
