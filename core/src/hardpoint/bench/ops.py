@@ -185,7 +185,7 @@ def _linear(ctx: Context, specs: tuple[QuantSpec, QuantSpec], tokens: int) -> _W
 
 
 def _experts(ctx: Context, tokens: int) -> _Work:
-    """All of a layer's experts; those of a few tokens are read, and each token's are others."""
+    """A layer's experts, each token's drawn at random. For a few tokens the bytes of those that are used count."""
     device, hidden, width = ctx.torch_device, _EXPERTS_HIDDEN, _EXPERT_WIDTH
     workload = ExpertsWorkload(
         dtype=_DTYPE,

@@ -96,8 +96,6 @@ _VARIANTS = {
     "decode 8 KiB": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=4)),
     "decode 8 KiB, 2 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_warps=2)),
     "decode 8 KiB, 3 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192)),
-    "decode 8 KiB, 5 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=5)),
-    "decode 8 KiB, 7 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=7)),
     "decode 8 KiB of 32": replace(
         _DEFAULT, min_chunk=32, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=4)
     ),
@@ -105,11 +103,7 @@ _VARIANTS = {
         _DEFAULT, min_chunk=64, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=4)
     ),
     "decode 4 stages of 64": replace(_DEFAULT, min_chunk=64, decode=replace(_DEFAULT.decode, num_stages=4)),
-    "decode 5 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_stages=5)),
-    "decode 6 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_stages=6)),
     "decode 4 stages, 8 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_stages=4, num_warps=8)),
-    "decode 4 stages over 512": replace(_DEFAULT, programs=512, decode=replace(_DEFAULT.decode, num_stages=4)),
-    "decode 32 KiB, 3 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=32768, num_stages=3)),
     "decode 8 KiB, 6 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=6)),
     "decode 2 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_warps=2)),
     "decode 2 warps, 2 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_warps=2, num_stages=2)),

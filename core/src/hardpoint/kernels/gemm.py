@@ -25,6 +25,7 @@ _NARROW = 5000
 """Rows of a weight up to which tiles of 64 of them are too few for a large device."""
 
 _VERY_NARROW = 2048
+"""Rows of a weight up to which tiles of 64 are too few for 32 rows of x, too, whose tiles take longer."""
 
 _MOST_PLAIN_ELEMENTS = 1 << 26
 

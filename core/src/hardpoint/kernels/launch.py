@@ -18,8 +18,8 @@ class Overlap:
 
     ``begin`` is a function for kernels, which returns when all that came before has ended and can be read. It is the
     first thing that they call, or comes behind reads of what stood there when the step's first layer began, such as
-    lengths and pages: the kernel before this one may still run then, but none before that. ``options`` are a launch's.
-    A kernel that is launched so has a last parameter BEGIN.
+    lengths, pages and weights: the kernel before this one may still run then, but none before that. ``options`` are a
+    launch's. A kernel that is launched so has a last parameter BEGIN.
     """
 
     begin: Any
