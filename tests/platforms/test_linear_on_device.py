@@ -15,7 +15,7 @@ from hardpoint.conformance.site import Site, Subject
 from hardpoint.engine.explain import explain
 from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.plugins import discover
-from hardpoint.quantization.numerics import fake_quantize, quantize_weight
+from hardpoint.quantization.numerics import fake_quantize, quantize_rows, quantize_weight
 from hardpoint_plugin_api import LinearKernel, LinearWorkload, dequantize
 
 pytestmark = pytest.mark.accelerator
@@ -42,6 +42,16 @@ _KERNELS = {
 @pytest.fixture(scope="module")
 def site() -> Site:
     return Site.open(discover(), "cuda")
+
+
+@pytest.mark.parametrize("spec", ["fp8-rows-dynamic", "fp8-tiles-dynamic", "int8-dynamic"])
+def test_references_round_as_on_the_host(spec: str) -> None:
+    """To the bit: a scale that is off by its last one sends what is in the middle of two elements the other way."""
+    x = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)).half()
+    activations = pair_of(SPECS, spec, "float16")[1]
+    here, there = quantize_rows(x, activations, {}), quantize_rows(x.cuda(), activations, {})
+    assert torch.equal(there.scale.cpu(), here.scale)
+    assert torch.equal(there.codes.cpu().view(torch.uint8), here.codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, specs in _KERNELS.items() for spec in specs])
