@@ -338,14 +338,14 @@ def test_compiles(target: str) -> None:
     few, many = (experts_tiling.by_rule(pairs, QWEN3) for pairs in (8, 32768))
     described = Tiling(128, *(replace(shape, described=True) for shape in (many.w13, many.w2)))
     lists = {"ids": "*i32", "counts": "*i32", "listed": "*i32", "num_pairs": "i32", "size": "i32"}
-    sizes = {"PAIRS": 512, "EXPERTS": 128}
+    sizes = {"PAIRS": 256, "EXPERTS": 128}
     module = grouped_matmul.__name__
     found = compile_kernels(
         [
             *(tile_job(target, few, gated=gated, lanes=8) for gated in (True, False)),
             *(tile_job(target, many, gated=gated) for gated in (True, False)),
             Job(f"{module}:count_pairs", lists, sizes, target),
-            Job(f"{module}:place_pairs", lists, sizes | {"ROWS": 128, "COUNTS": 16}, target, 8),
+            Job(f"{module}:place_pairs", lists, sizes | {"ROWS": 128, "COMPARED": 32, "COUNTS": 64}, target, 8),
             *(tile_job(target, described, gated=gated) for gated in (True, False) if target.startswith("sm_")),
         ]
     )

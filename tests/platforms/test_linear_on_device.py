@@ -26,7 +26,7 @@ _KERNELS = {
     "triton_skinny": ("plain",),
     "triton_fp8_gemv": ("fp8-tensor", "fp8-rows-dynamic", "fp8-tiles"),
     "triton_fp8_skinny": ("fp8-tensor", "fp8-rows-dynamic", "fp8-tiles"),
-    "triton_fp8_decode_gemm": ("fp8-tensor", "fp8-rows-dynamic"),
+    "triton_fp8_decode_gemm": ("fp8-rows-dynamic",),
     "triton_fp8_gemm": ("fp8-tensor", "fp8-rows-dynamic", "fp8-tiles"),
     "cuda_fp8_scaled_mm": ("fp8-rows-dynamic",),
     "triton_int8_gemv": ("int8-rows", "int8-dynamic", "int8-groups"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import statistics
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +12,7 @@ import click
 import torch
 
 from hardpoint.attention.build import attention_backend
+from hardpoint.bench.device_timer import OPERATIONS, DeviceTimer, Run
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
 from hardpoint.config import EngineConfig
 from hardpoint.context import Context
@@ -32,7 +32,6 @@ from hardpoint_plugin_api import (
     GraphEngine,
     LinearKernel,
     LinearWorkload,
-    Platform,
     PlatformError,
     QuantSpec,
     Scale,
@@ -59,7 +58,6 @@ _SPECS = {
     "int8": (_INT8, _PLAIN),
     "int4 in groups of 64": (_INT4, _PLAIN),
 }
-Run = Callable[[], object]
 
 
 @click.option("--platform", default=None, help="Where to run.")
@@ -73,15 +71,17 @@ def ops(platform: str | None, only: str, rounds: int, eager: bool, sequences: in
     """Run the kernels that this platform would choose, each beside a plain read or a plain product.
 
     A kernel that reads more than it computes is compared with torch's sum over as many bytes, one that computes with
-    torch's matmul of 2048 x 2048 bfloat16, measured in turns with it. Shapes are those of Qwen3-0.6B, for decode
-    attention 32 query heads and 8 KV heads of 128, in pages of 16, and for experts those of Qwen3-30B-A3B. Peers are
-    torch's matmuls that do the work of 4,096 tokens' experts as that of one. Calls are prepared by the platform's graph
-    engine and replayed, as an engine's steps are; what it cannot prepare, and all with --eager, is called from Python.
+    torch's matmul of 2048 x 2048 bfloat16, measured in turns with it, by the device's clock. Shapes are those of
+    Qwen3-0.6B, for decode attention 32 query heads and 8 KV heads of 128, in pages of 16, and for experts those of
+    Qwen3-30B-A3B. Peers are torch's matmuls that do the work of 4,096 tokens' experts as that of one. Calls are
+    prepared by the platform's graph engine and replayed, as an engine's steps are. What it cannot prepare is called
+    from Python, as all is with --eager; then the host's clock counts, and so the time of its calls.
     """
     settings = {"platform": platform} if platform else {}
     blueprint = draw(EngineConfig.create(model="demo", dtype=_DTYPE, **settings))
     ctx, device = blueprint.ctx, blueprint.platform
-    bench = _Bench(device, ctx.torch_device, rounds, EagerGraphEngine() if eager else device.graph_engine())
+    timer = DeviceTimer(device, ctx.torch_device, _WORKING_SET, by_host=eager)
+    bench = _Bench(timer, rounds, EagerGraphEngine() if eager else device.graph_engine())
     rows = []
     with torch.inference_mode():
         for name, prepare in _kernels(ctx, sequences, length):
@@ -98,50 +98,36 @@ def ops(platform: str | None, only: str, rounds: int, eager: bool, sequences: in
 class _Bench:
     """Measures a kernel and its roofline in turns."""
 
-    def __init__(self, platform: Platform, device: torch.device, rounds: int, engine: GraphEngine) -> None:
-        self._platform, self._rounds, self._engine = platform, rounds, engine
-        self._memory = torch.zeros(_WORKING_SET // 4, device=device)
-        self._factor = torch.randn(2048, 2048, device=device).bfloat16()
+    def __init__(self, timer: DeviceTimer, rounds: int, engine: GraphEngine) -> None:
+        self._timer, self._rounds, self._engine = timer, rounds, engine
 
     def row(self, name: str, work: _Work) -> BenchRow:
         """Its speed and the roofline's."""
-        timed = {"ours": self._prepared(work.runs), "roofline": [self._multiply if work.flops else self._read]}
+        timed = [self._prepared(work.runs), self._timer.multiply if work.flops else self._timer.read]
         if work.peer:
-            timed["peer"] = self._prepared([work.peer])
-        rounds = [{who: self._seconds(runs) for who, runs in timed.items()} for _ in range(self._rounds + 1)]
-        seconds = {who: statistics.median(times[who] for times in rounds[1:]) for who in timed}
-        ours = seconds["ours"] / len(work.runs)
+            timed.append(self._prepared([work.peer]))
+        for run in timed:
+            run()
+        ours, bound, *others = self._timer.in_turns(timed, self._rounds, hopeless=math.inf)
+        ours /= len(work.runs)
         amount, unit = (work.flops, "GFLOP/s") if work.flops else (work.nbytes, "GB/s")
-        roofline = (2 * 2048**3 if work.flops else _WORKING_SET) / seconds["roofline"] / 1e9
-        peer = amount / seconds["peer"] / 1e9 if work.peer else None
+        roofline = (OPERATIONS if work.flops else _WORKING_SET) / bound / 1e9
+        peer = amount / others[0] / 1e9 if others else None
         note = f"{ours * 1e6:,.1f} us"
         return BenchRow(name, amount / ours / 1e9, unit, roofline, peer, better="higher", note=note)
 
-    def _prepared(self, runs: Sequence[Run]) -> Sequence[Run]:
-        """One replay of all ``runs``, where they can be prepared."""
+    def _prepared(self, runs: Sequence[Run]) -> Run:
+        """One replay of all ``runs``, or calls one by one where they cannot be prepared."""
 
         def step() -> None:
             for run in runs:
                 run()
 
         try:
-            return [self._engine.prepare("bench", step, {}).run]
+            return self._engine.prepare("bench", step, {}).run
         except PlatformError as error:
             logger.warning("calls are made one by one: %s", error)
-            return runs
-
-    def _seconds(self, runs: Sequence[Run]) -> float:
-        began = time.perf_counter()
-        for run in runs:
-            run()
-        self._platform.synchronize()
-        return time.perf_counter() - began
-
-    def _read(self) -> torch.Tensor:
-        return self._memory.sum()
-
-    def _multiply(self) -> torch.Tensor:
-        return self._factor @ self._factor
+            return step
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,12 @@ from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsKernel, Expert
 _MOST_LISTED_IN_PLACE = 512
 """Pairs that every program reads; more are listed once."""
 _ROWS_LISTED_IN_PLACE = 16
-_COUNTED_AT_ONCE = 512
+_COUNTED_AT_ONCE = 256
 """Pairs of one program of the two launches that list many."""
+_COMPARED_AT_ONCE = 32
+"""Of them, with all of a program's: more take more registers, fewer more rounds."""
+_COUNTS_AT_ONCE = 8192
+"""Of all programs and experts, that a program adds up in one round."""
 _LEAST_HALVED = 128
 """Rows of tiles of which half as many are still worth the whole width of a matrix unit."""
 _ALIGNMENT = 256
@@ -227,7 +231,10 @@ class TritonGroupedExperts(ExpertsKernel):
         counts = listed[size:]
         alike = _COUNTED_AT_ONCE, experts
         count_pairs[programs,](ids, counts, listed, pairs, size, *alike, num_warps=4, **begun(ids))
-        place_pairs[programs,](ids, counts, listed, pairs, rows, *alike, 16, num_warps=8, **begun(ids))
+        counts_of = max(1, _COUNTS_AT_ONCE // experts)
+        place_pairs[programs,](
+            ids, counts, listed, pairs, rows, *alike, _COMPARED_AT_ONCE, counts_of, num_warps=8, **begun(ids)
+        )
 
 
 def _can_be_described(weight: torch.Tensor) -> bool:

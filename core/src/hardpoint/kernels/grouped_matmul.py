@@ -52,10 +52,14 @@ def place_pairs(
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    COMPARED: tl.constexpr,
     COUNTS: tl.constexpr,
     BEGIN: tl.constexpr,
 ):
-    """Write a program's pairs to their places: by expert, then in the order of the pairs."""
+    """Write a program's pairs to their places: by expert, then in the order of the pairs.
+
+    COMPARED pairs are compared with all of the program's at a time, and the counts of COUNTS programs read.
+    """
     if BEGIN is not None:
         BEGIN()
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -74,8 +78,8 @@ def place_pairs(
     at = program * PAIRS + lanes
     mine = tl.load(ids + at, mask=at < num_pairs, other=-1)
     rank = tl.zeros([PAIRS], tl.int32)
-    for first in range(0, PAIRS, 16):
-        lane = first + tl.arange(0, 16)
+    for first in range(0, PAIRS, COMPARED):
+        lane = first + tl.arange(0, COMPARED)
         other = program * PAIRS + lane
         theirs = tl.load(ids + other, mask=other < num_pairs, other=-1)
         is_earlier = (theirs[None, :] == mine[:, None]) & (lane[None, :] < lanes[:, None])
