@@ -95,7 +95,7 @@ def _weights(n: int, k: int, group: int, zero_point: bool) -> dict[str, torch.Te
 
 
 _SPLIT = ((4, 3), (4, 4), (8, 2), (8, 3))
-_SPLIT_OF_ONE = (*_SPLIT, (2, 4), (4, 5), (16, 2))
+_SPLIT_OF_ONE = (*_SPLIT, (2, 3), (2, 4), (4, 5), (16, 2))
 """Warps and stages. 4096 columns are 16 tiles: each of 4 warps has 4 of them, each of 16 has one."""
 
 
@@ -107,8 +107,8 @@ def _cuts(num_rows: int) -> Iterator[Int4Configuration]:
             stage = num_warps * _TILE * (16 // 2 + 2 * least)
             if (num_stages - 1) * stage <= _SHARED_BYTES:
                 yield Int4Configuration(least, 16, num_warps, num_stages, split=True, apart=apart)
-    if least == 1:  # wider ones only pay without zero points
-        yield from (Int4Configuration(least, 32, num_warps, 3, split=True) for num_warps in (4, 8))
+    if least == 1:
+        yield from (Int4Configuration(least, 32, num_warps, 3, split=True) for num_warps in (2, 4, 8))
     for block_m in (least,) if 16 <= least <= 64 else (64, 128) if least > 64 else ():
         for (block_n, num_warps), num_stages in itertools.product(((64, 4), (128, 8), (128, 4)), (3, 4)):
             stage = _TILE * (block_n // 2 + 2 * block_m)

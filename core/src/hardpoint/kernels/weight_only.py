@@ -181,16 +181,15 @@ def int4_configuration(num_rows: int, n: int, itemsize: int) -> Int4Configuratio
     if itemsize == 4:  # no matrix units: what is multiplied at a time stands in registers
         return Int4Configuration(16, 32, 4, 1)
     if num_rows <= 8:
-        if num_rows > 4:
-            return Int4Configuration(8, 16, 4, 3, split=True, apart=True)
-        num_warps, num_stages = (8, 3) if n < 5000 else (4, 3) if n < 8192 else (2, 3)
-        return Int4Configuration(
-            triton.next_power_of_2(num_rows), 16, num_warps, num_stages, split=True, apart=num_warps == 2
-        )
+        block_m = triton.next_power_of_2(num_rows)
+        if block_m == 1 and n < 5000:
+            return Int4Configuration(block_m, 16, 4, 4, split=True, apart=True)
+        num_warps = 2 if n >= 8192 and block_m <= 4 else 4
+        return Int4Configuration(block_m, 16, num_warps, 3, split=True, apart=num_warps == 2 or block_m == 8)
     if num_rows <= 32:
         cut = Int4Configuration(16 if num_rows <= 16 else 32, 64 if n < 8192 else 128, 4, 3)
     else:
-        cut = Int4Configuration(64, 64, 4, 3)
+        cut = Int4Configuration(64, 128, 8, 3)
     programs, pieces = triton.cdiv(num_rows, cut.block_m) * triton.cdiv(n, cut.block_n), 1
     while pieces < _MOST_PIECES and programs * pieces < _PROGRAMS:
         pieces *= 2
@@ -244,6 +243,7 @@ def int4_matmul(
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
         TILES_TOGETHER=together,
+        STAGES=cut.num_stages,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
         **begun(x),
@@ -327,9 +327,12 @@ def _zero_points(octets, part: tl.constexpr, STEP: tl.constexpr, dtype: tl.const
 
 @triton.jit
 def _scales_of(ptr, tile, n, N, there, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """A tuple: the scales of a tile's groups, for rows ``n``, as many in each as 32 bits hold; see ``_scale``."""
+    """A tuple: the scales of a tile's groups, for rows ``n``, as many in each as 64 bits hold; see ``_scale``.
+
+    ``there`` None: the tiles are.
+    """
     parts: tl.constexpr = TILE // GROUP if GROUP != 0 and GROUP <= TILE else 1
-    together: tl.constexpr = 2 if parts > 1 and ptr.dtype.element_ty.primitive_bitwidth == 16 else 1
+    together: tl.constexpr = parts if ptr.dtype.element_ty.primitive_bitwidth == 16 else 1
     if GROUP == 0:
         record = tile * 0
     elif GROUP > TILE:
@@ -338,20 +341,29 @@ def _scales_of(ptr, tile, n, N, there, GROUP: tl.constexpr, TILE: tl.constexpr):
         record = tile
     first = (record.to(tl.int64) * N + n) * (parts // together)
     if together > 1:
-        ptr = ptr.to(tl.pointer_type(tl.int32))
+        ptr = ptr.to(tl.pointer_type(tl.int64 if together == 4 else tl.int32))
     found = ()
     for number in tl.static_range(parts // together):
-        found = found + (tl.load(ptr + first + number, mask=there, other=0),)  # type: ignore[assignment]  # noqa: RUF005  # as Triton reads it
+        found = found + (_read(ptr + first + number, there),)  # type: ignore[assignment]  # noqa: RUF005  # as Triton reads it
     return found
+
+
+@triton.jit
+def _read(ptrs, there):
+    """What is there, zeros elsewhere; all of it where ``there`` is None."""
+    if there is None:
+        return tl.load(ptrs)
+    else:  # noqa: RET505  # Triton reads on after a return
+        return tl.load(ptrs, mask=there, other=0)
 
 
 @triton.jit
 def _scale(scales, part: tl.constexpr, parts: tl.constexpr, dtype: tl.constexpr):
     """Of what ``_scales_of`` found, a group's, as float32."""
-    together: tl.constexpr = 2 if parts > 1 and dtype.primitive_bitwidth == 16 else 1
+    together: tl.constexpr = parts if dtype.primitive_bitwidth == 16 else 1
     found = scales[part // together]
     if together > 1:
-        found = (found >> (part % together * 16)).to(tl.int16).to(dtype, bitcast=True)
+        found = (found >> (part * 16)).to(tl.int16).to(dtype, bitcast=True)
     return found.to(tl.float32)
 
 
@@ -404,6 +416,7 @@ def _int4_matmul(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILES_TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
     BEGIN: tl.constexpr,
 ):
     """A tile of the product, transposed. TILES_TOGETHER rows of tiles are worked on at a time: they share the weight.
@@ -411,7 +424,8 @@ def _int4_matmul(
     SPLIT is the number of warps, where each has a tile of columns of its own, or 1. A program's second number says
     which of PIECES of the columns it has, its third, where TILES_TOGETHER is 1, which row of tiles. WHOLE says that
     each of these has a whole number of what it takes at a time, EVEN that N is a whole number of BLOCK_N. In place of
-    rows beyond the last, the last one is read again. APART is the configuration's.
+    rows beyond the last, the last one is read again. APART and STAGES are the configuration's; the loop is told of
+    STAGES itself, since otherwise Triton reads nothing ahead but what products take: no scales and no zero points.
     """
     if BEGIN is not None:
         BEGIN()
@@ -453,25 +467,16 @@ def _int4_matmul(
     tile_words = (block.to(tl.int64) * T + (start + own)) * (_TILE_ROWS * words_of_tile)
     words_ptrs = words_ptr + tile_words + (row % _TILE_ROWS * words_of_tile + word)
     x_ptrs = x_ptr + m.to(tl.int64) * x_stride_m + ((start + own) * TILE + column).to(tl.int64) * x_stride_k
-    ahead = start + own < T
-    scales = _scales_of(scale_ptr, start + own, n, N, ahead, GROUP, TILE)
-    if zero_point_ptr is not None and SPLIT > 1:
-        octets = tl.load(zero_point_ptr + (start + own).to(tl.int64) * N + n, mask=ahead, other=0)
-    for first in tl.range(start, end, SPLIT):
+    if GROUP == 0:
+        scales = _scales_of(scale_ptr, start + own, n, N, None, GROUP, TILE)
+    for first in tl.range(start, end, SPLIT, num_stages=STAGES):
         tile = first + own
-        ahead = tile + SPLIT < T
-        next_scales = scales  # read ahead here: Triton does so only for what products take
+        ahead = None if WHOLE else tile < T
         if GROUP != 0:
-            next_scales = _scales_of(scale_ptr, tile + SPLIT, n, N, ahead, GROUP, TILE)
+            scales = _scales_of(scale_ptr, tile, n, N, ahead, GROUP, TILE)
         if zero_point_ptr is not None:
-            if SPLIT > 1:
-                next_octets = tl.load(zero_point_ptr + (tile + SPLIT).to(tl.int64) * N + n, mask=ahead, other=0)
-            else:
-                octets = tl.load(zero_point_ptr + tile.to(tl.int64) * N + n)
-        if WHOLE:
-            words = tl.load(words_ptrs).to(tl.uint32, bitcast=True)
-        else:
-            words = tl.load(words_ptrs, mask=tile < T, other=0).to(tl.uint32, bitcast=True)
+            octets = _read(zero_point_ptr + tile.to(tl.int64) * N + n, ahead)
+        words = _read(words_ptrs, ahead).to(tl.uint32, bitcast=True)
         if SPLIT > 1:
             words = _exchanged_words(words)
         for part in tl.static_range(parts):
@@ -501,9 +506,6 @@ def _int4_matmul(
             sums += product * scale
             if APART and zero_point_ptr is not None:
                 sums += shift * scale
-        scales = next_scales
-        if zero_point_ptr is not None and SPLIT > 1:
-            octets = next_octets
         x_ptrs += SPLIT * TILE * x_stride_k
         words_ptrs += SPLIT * _TILE_ROWS * words_of_tile
     y = (sums if SPLIT == 1 else tl.sum(sums, 0)) * (1 / STEP)
