@@ -37,6 +37,7 @@ class Bench:
         self.device: DeviceInfo | None = None
         self.unfit: Result | None = None
         self._trials: dict[str, Trial] = {}
+        self._site: Site | None = None
         try:
             site = Site.open(plugins, platform, settings)
         except SelectionError as error:
@@ -45,7 +46,7 @@ class Bench:
                 raise
             self.unfit = self._whole("skipped", f"the platform's hardware is not here: {reasons[0]}")
         else:
-            self.device = site.platform.info
+            self._site, self.device = site, site.platform.info
             self.unfit, self._trials = self._prepare(plugins, site)
 
     def _prepare(self, plugins: PluginSet, site: Site) -> tuple[Result | None, dict[str, Trial]]:
@@ -84,11 +85,13 @@ class Bench:
         return list(self._trials)
 
     def run(self, case: str) -> Iterator[Result]:
-        """Make the checks of one case."""
+        """Make the checks of one case, and leave the device's memory to the other processes that try kernels there."""
+        assert self._site is not None
         c = self.offer.contribution
         for check, finding in self._trials[case].run():
             reason = str(finding.unsupported or finding.skipped or "")
             yield Result(c.family, c.of, c.name, case, check, finding.outcome, finding.faults, reason, finding.measured)
+        self._site.platform.memory.trim()
 
 
 def offer_of(plugins: PluginSet, plugin: str, family: str, of: str | None, name: str) -> Offer:
