@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -14,13 +15,14 @@ import pytest
 
 from hardpoint.cli.main import run as hardpoint
 from hardpoint.config import EngineConfig
+from hardpoint.conformance import certificate
 from hardpoint.conformance.certificate import Certificate, Certificates, content_of, merge, read_certificate
 from hardpoint.conformance.certify import certify
 from hardpoint.conformance.kit import Order, Shard
 from hardpoint.conformance.plan import Level, Plan, covering_array
 from hardpoint.engine.explain import explain
 from hardpoint.plugins import PluginSet, discover
-from hardpoint_plugin_api import ConfigError, SelectionError, UnknownNameError
+from hardpoint_plugin_api import ConfigError, PluginLoadError, SelectionError, UnknownNameError
 
 ONE_THREAD = {"cpu": {"threads": 1}}
 
@@ -195,6 +197,24 @@ def test_a_shipped_certificate_is_found_and_changes_no_hash(tried_plugin: Path) 
     finally:
         shipped.unlink()
         shipped.parent.rmdir()
+
+
+def test_code_of_core_that_a_plugin_contributes_is_part_of_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = discover().record("cuda")
+    assert any(c.target.startswith("hardpoint.kernels.") for c in record.contributions)
+    before = content_of(record)
+    shutil.copytree(certificate._CORE, tmp_path / "hardpoint", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(certificate, "_CORE", tmp_path / "hardpoint")
+    assert content_of(record) == before
+    (tmp_path / "hardpoint" / "engine" / "more.py").touch()
+    assert content_of(record) == before
+    (tmp_path / "hardpoint" / "kernels" / "more.py").touch()
+    assert content_of(record) != before
+    shutil.rmtree(tmp_path / "hardpoint" / "kernels")
+    with pytest.raises(PluginLoadError, match=r"cuda.*kernels"):
+        content_of(record)
 
 
 def test_require_certified_refuses_the_rest_and_explain_says_why(tried_plugin: Path, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Certificates: what a run of the kit found, as JSON, bound to the plugin's content and to the device's architecture.
 
 A certificate is a list of cases with their errors and limits, not a signature: it is worth as much as whoever ran it.
-It counts for a contribution if it was made for the installed content and for a device of the same architecture, if all
-shards are there, and if the contribution has cases of which none failed and not all were skipped.
+Where a plugin contributes what stands in core, such as a portable kernel, core's package that it stands in is part of
+that content: tiles that were tuned later and written there, too, were not tried. It counts for a contribution if it was
+made for the installed content and for a device of the same architecture, if all shards are there, and if the
+contribution has cases of which none failed and not all were skipped.
 
 Where they are looked for: in ``certificates/`` in the plugin's own package, where an author ships them (such a file is
 no part of the content that it speaks of, or none could name its hash), and in ``hardpoint-certificates/`` in the
@@ -22,8 +24,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import hardpoint
 from hardpoint.conformance.plan import LEVELS, Level
-from hardpoint.plugins.content_hash import hash_of
+from hardpoint.plugins.content_hash import hash_of, package_hashes
 from hardpoint_plugin_api import API_VERSION, ConfigError, DeviceInfo, PluginLoadError, Reason
 
 if TYPE_CHECKING:
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 KIT_VERSION = 1
 """Raised when a check comes to ask for more than before."""
+
+_CORE = Path(hardpoint.__file__).parent
 
 SHIPPED_FOLDER = "certificates"
 """In a plugin's package: certificates that its author ships."""
@@ -181,9 +186,10 @@ def describe_plugin(record: PluginRecord) -> dict[str, Any]:
 
 
 def content_of(record: PluginRecord) -> str:
-    """The hash of the plugin's files, without the certificates that it ships: they cannot name a hash of themselves.
+    """The hash of the plugin's files, and of core's packages in which its contributions stand.
 
-    Raises PluginLoadError where its files cannot be read.
+    Certificates that it ships are left out: they cannot name a hash of themselves. Raises PluginLoadError where files
+    cannot be read.
     """
     folder = PurePosixPath(record.folder.name if record.folder else "", SHIPPED_FOLDER)
 
@@ -191,7 +197,21 @@ def content_of(record: PluginRecord) -> str:
         path = PurePosixPath(name)
         return path.parent == folder and path.suffix == ".json"
 
-    return hash_of({name: digest for name, digest in record.file_hashes().items() if not is_certificate(name)})
+    own = {name: digest for name, digest in record.file_hashes().items() if not is_certificate(name)}
+    return hash_of(own | _of_core(record))
+
+
+def _of_core(record: PluginRecord) -> dict[str, str]:
+    """The hashes of the files of core's packages that hold targets of another plugin's contributions."""
+    if record.is_core:
+        return {}
+    modules = [PurePosixPath(*c.target.partition(":")[0].split(".")) for c in record.contributions]
+    packages = {str(module.parent) for module in modules if module.parts[0] == _CORE.name}
+    try:
+        found = [package_hashes(_CORE.parent / package, package) for package in sorted(packages)]
+    except OSError as error:
+        raise PluginLoadError(f"a file of core that {record.title} contributes cannot be read: {error}") from error
+    return {name: digest for files in found for name, digest in files.items()}
 
 
 def library_versions(record: PluginRecord) -> dict[str, str]:

@@ -59,6 +59,11 @@ def file_hashes(distribution: Distribution) -> dict[str, str]:
         ) from error
 
 
+def package_hashes(folder: Path, name: str) -> dict[str, str]:
+    """The same for a folder of code called ``name``, whoever's it is. Raises OSError."""
+    return {file: _file_hash(path) for file, path in sorted(_walk(folder, name))}
+
+
 def _files(distribution: Distribution) -> Iterator[tuple[str, Path]]:
     """Each file with its name. A file that two rules find has the same name by both."""
     editable = editable_source(distribution) is not None
