@@ -208,10 +208,11 @@ def run(
         yield from _one_by_one([runner_for(plugins, order, offer, seconds=seconds) for offer in offers], order)
         return
     with closing(Nursery()) as nursery:
-        lanes = _lanes(len(offers), jobs)
         threads = max(1, available_cores() // jobs) if jobs else None
         start = partial(runner_for, plugins, order, seconds=seconds, nursery=nursery, threads=threads)
-        runners: list[Sequence[Runner]] = [[start(offer) for _ in range(lanes)] for offer in offers]
+        runners: list[Sequence[Runner]] = [
+            [start(offer) for _ in range(lanes)] for offer, lanes in zip(offers, _lanes(len(offers), jobs), strict=True)
+        ]
         firsts = [first for first, *_ in runners]
         try:
             if (jobs or _jobs(firsts)) == 1:
@@ -224,9 +225,15 @@ def run(
                 runner.close()
 
 
-def _lanes(contributions: int, jobs: int | None) -> int:
-    """In how many parts each contribution is tried: more than it takes, since contributions are not alike."""
-    return max(1, _PARTS_PER_JOB * jobs // contributions) if jobs and jobs > contributions else 1
+def _lanes(contributions: int, jobs: int | None) -> list[int]:
+    """In how many parts each contribution is tried: more than it takes, since contributions are not alike.
+
+    In all they are a multiple of ``jobs``, so that none is left with nothing to do while others work on the last.
+    """
+    if not jobs or not 0 < contributions < jobs:
+        return [1] * contributions
+    each, more = divmod(_PARTS_PER_JOB * jobs, contributions)
+    return [each + (number < more) for number in range(contributions)]
 
 
 def _jobs(runners: Sequence[Runner]) -> int:
