@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from hardpoint.bench.experts_compiling import CompilingProcesses
 from hardpoint.cli.main import run
 from hardpoint.conformance.families.experts import ERRORS, ExpertsProbe
 from hardpoint.conformance.plan import Row
@@ -52,6 +54,14 @@ ROWS: list[Row] = [
     ROW | {"spec": "uint4-groups", "dtype": "float16", "absent": "here"},
 ]
 MIXTRAL, QWEN3 = LayerShape(8, 14336, 4096, 2, "bfloat16"), LayerShape(128, 768, 2048, 2, "bfloat16")
+SMALL = ExpertsWorkload(
+    dtype="bfloat16",
+    activation="silu_and_mul",
+    num_experts=3,
+    top_k=1,
+    hidden_size=48,
+    intermediate_size=32,
+)
 LATER = ("sm_100", "gfx942", "gfx950")
 """Targets that the nightly tests compile for."""
 
@@ -290,6 +300,44 @@ def test_tuning_writes_the_fastest_that_it_found(
     assert tiling.rows == 16
     assert {tiling.w13.columns, tiling.w2.columns} <= {16, 32}
     assert str(path) in capsys.readouterr().out.replace("\n", "")
+
+
+def test_what_is_measured_is_announced_for_compilation(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_tuning, "_RECORDED", 1)
+    monkeypatch.setattr(experts_tuning, "_RUNS", 1)
+    monkeypatch.setattr(experts_tuning, "_CHOICES", {"columns": (16, 32), "depth": (128,)})
+    layer = experts_tuning.RandomLayer(site.context(torch.bfloat16), SMALL)
+    announced: list[Tiling] = []
+    tried: list[None] = []
+
+    def announce(tokens: int, tilings: Sequence[Tiling]) -> None:
+        assert tokens == 2
+        announced.extend(tilings)
+
+    found = experts_tuning.Tuner(site.platform, layer, announce).tune(2, lambda: tried.append(None))
+    assert found.tiling in announced
+    assert len(tried) == len(announced) == len(set(announced))
+
+
+def test_processes_that_compile_may_die(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    tilings = [Tiling(16, shape(columns, 32), shape(32, 32)) for columns in (16, 32)]
+    with CompilingProcesses(site.platform.name, SMALL) as compile_ahead:
+        compile_ahead(2, [*tilings, Tiling(16, shape(17, 32), shape(32, 32))])  # no such tile: found out when measured
+        assert compile_ahead._pool is not None
+        for process in list(compile_ahead._pool._processes.values()):
+            process.kill()
+        assert not caplog.records
+        compile_ahead(2, tilings)
+        assert "a process that compiles tiles died" in caplog.text
+        compile_ahead(2, tilings)
+
+
+@pytest.mark.accelerator
+def test_tuning_on_a_device(tmp_path: Path) -> None:
+    shape_of_layer = ["--experts", "8", "--top-k", "2", "--hidden-size", "256", "--intermediate-size", "128"]
+    assert run(["tune", "experts", *shape_of_layer, "--tokens", "16", "--output", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    assert list(experts_tiling.read(path)) == [32]
 
 
 def test_tuning_where_no_kernel_runs_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,21 +74,25 @@ def experts(
     device, and holds the numbers of tokens that were measured this time. Beside them stand torch's matmuls of as many
     rows with the matrices of one expert: the same work without the experts.
     """
+    from contextlib import nullcontext
+
     import torch
     from triton.runtime import JITFunction
 
+    from hardpoint.bench.experts_compiling import CompilingProcesses
     from hardpoint.bench.progress import progress_bar
     from hardpoint.conformance.site import Site
     from hardpoint.dtypes import dtype_of
     from hardpoint.kernels import experts_tiling, grouped_matmul
-    from hardpoint.kernels.experts_tuning import Tuner
+    from hardpoint.kernels.experts_tuning import RandomLayer, Tuner
     from hardpoint.plugins import discover
     from hardpoint_plugin_api import ExpertsWorkload
 
     if top_k > experts:
         raise ConfigError(f"--top-k {top_k} is more than the {experts} of --experts")
     site = Site.open(discover(), platform)
-    if isinstance(grouped_matmul.expert_tiles, JITFunction) and not site.platform.info.accelerator:
+    is_compiled = isinstance(grouped_matmul.expert_tiles, JITFunction)
+    if is_compiled and not site.platform.info.accelerator:
         name = site.platform.name
         raise ConfigError(f"platform {name} runs no Triton kernels, whose tiles these are; choose one by --platform")
     folder = Path(output) if output else experts_tiling.DIRECTORY
@@ -102,8 +106,9 @@ def experts(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
     )
-    with torch.inference_mode(), progress_bar("tiles tried", None) as tried:
-        tuner = Tuner(site.platform, ctx, workload)
+    compiling = CompilingProcesses(site.platform.name, workload) if is_compiled else nullcontext(lambda *_: None)
+    with torch.inference_mode(), progress_bar("tiles tried", None) as tried, compiling as compile_ahead:
+        tuner = Tuner(site.platform, RandomLayer(ctx, workload), compile_ahead)
         found = [tuner.tune(count, tried) for count in tokens or _TOKENS]
     path = folder / experts_tiling.file_name(ctx.device.name, tuner.shape)
     experts_tiling.write(path, {measured.tokens * top_k: measured.tiling for measured in found})

@@ -7,7 +7,7 @@ is faster, until none is: first for the matmul before the activation, then for t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -51,28 +51,72 @@ class Measured:
     num_active: int
 
 
-class Tuner:
-    """One layer's experts with random weights, on a platform's active device."""
+Steps = Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Tokens, their experts and weights, of each."""
 
-    def __init__(self, platform: Platform, ctx: Context, workload: ExpertsWorkload) -> None:
-        self._platform, self._ctx = platform, ctx
-        self._kernel = TritonGroupedExperts(ctx, workload)
+
+class RandomLayer:
+    """One layer's experts with random weights, on a device."""
+
+    def __init__(self, ctx: Context, workload: ExpertsWorkload) -> None:
+        self.ctx, self.kernel = ctx, TritonGroupedExperts(ctx, workload)
         assert workload.top_k is not None
-        self.shape, self.top_k = self._kernel.shape, workload.top_k
-        experts, hidden, width, rows = self.shape.experts, self.shape.hidden, self.shape.width, self._kernel.rows_of_w13
-        self._w = {
+        self.shape, self.top_k = self.kernel.shape, workload.top_k
+        experts, hidden, width, rows = self.shape.experts, self.shape.hidden, self.shape.width, self.kernel.rows_of_w13
+        self.weights = {
             "w13.weight": torch.randn(experts, rows, hidden, dtype=ctx.dtype, device=ctx.torch_device),
             "w2.weight": torch.randn(experts, hidden, width, dtype=ctx.dtype, device=ctx.torch_device),
         }
 
+    def steps(self, tokens: int, count: int) -> Steps:
+        """``count`` steps of ``tokens``, each token's experts drawn alike."""
+        generator, device = torch.Generator().manual_seed(0), self.ctx.torch_device
+        steps = []
+        for _ in range(count):
+            x = torch.randn(tokens, self.shape.hidden, generator=generator).to(device, self.ctx.dtype)
+            ids = torch.rand(tokens, self.shape.experts, generator=generator).argsort(-1)[:, : self.top_k]
+            weights = torch.rand(tokens, self.top_k, generator=generator)
+            steps.append((x, ids.int().to(device), weights.to(device)))
+        return steps
+
+    def runner(self, tiling: Tiling, steps: Steps) -> Callable[..., torch.Tensor]:
+        """What runs ``steps`` in the tiles, and returns the last one's result."""
+        nbytes = self.kernel.workspace_bytes(len(steps[0][0]))
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.ctx.torch_device)
+        out = torch.empty_like(steps[0][0])
+
+        def run(**_: object) -> torch.Tensor:
+            for x, ids, weights in steps:
+                self.kernel.run(tiling, x, ids, weights, self.weights, out, scratch)
+            return out
+
+        return run
+
+
+class Tuner:
+    """Finds the tiles for one layer, on a platform's active device.
+
+    ``compile_ahead`` is told of tilings that will be measured, and of the number of tokens: it may compile them beside
+    each other, into Triton's cache.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        layer: RandomLayer,
+        compile_ahead: Callable[[int, Sequence[Tiling]], None] = lambda tokens, tilings: None,
+    ) -> None:
+        self._platform, self._layer, self._compile_ahead = platform, layer, compile_ahead
+        self.shape, self.top_k = layer.shape, layer.top_k
+
     @property
     def bytes_per_expert(self) -> int:
         """Of both matrices."""
-        return sum(w[0].nbytes for w in self._w.values())
+        return sum(w[0].nbytes for w in self._layer.weights.values())
 
     def tune(self, tokens: int, tried: Callable[[], None] = lambda: None) -> Measured:
         """Measure steps of ``tokens``; ``tried`` is called after each measurement."""
-        pairs, steps = tokens * self.top_k, self._steps(tokens)
+        pairs, steps = tokens * self.top_k, self._layer.steps(tokens, _RECORDED)
         rule = by_rule(pairs, self.shape)
         known: dict[Tiling, float] = {}
 
@@ -82,59 +126,47 @@ class Tuner:
                 tried()
             return known[tiling]
 
+        def announce(tilings: Sequence[Tiling]) -> None:
+            self._compile_ahead(tokens, [tiling for tiling in dict.fromkeys(tilings) if tiling not in known])
+
         starts = [of_height(rows, pairs, self.shape) for rows in heights(pairs / self.shape.experts)]
         starts += [narrower(start) for start in starts]
         starts += [described(start) for start in starts]
-        best = self._search(min((rule, *starts), key=measured), measured)
+        announce([rule, *starts])
+        best = self._search(min((rule, *starts), key=measured), measured, announce)
         active = len(steps[0][1].unique())
         return Measured(tokens, best, measured(best), measured(rule), self._seconds_of_matmuls(pairs), active)
 
-    def _search(self, best: Tiling, measured: Callable[[Tiling], float]) -> Tiling:
+    def _search(
+        self, best: Tiling, measured: Callable[[Tiling], float], announce: Callable[[Sequence[Tiling]], None]
+    ) -> Tiling:
         for name in ("w13", "w2"):
             is_better = True
             while is_better:
                 is_better = False
-                for tiling in list(self._neighbours(best, name)):
+                neighbours = list(self._neighbours(best, name))
+                announce(neighbours)
+                for tiling in neighbours:
                     if measured(tiling) < _WORTH_IT * measured(best):
                         best, is_better = tiling, True
         return best
 
     def _neighbours(self, tiling: Tiling, name: str) -> Iterator[Tiling]:
         shape: MatmulShape = getattr(tiling, name)
-        operands = 2 if name == "w13" and self._kernel.rows_of_w13 == 2 * self.shape.width else 1
+        operands = 2 if name == "w13" and self._layer.kernel.rows_of_w13 == 2 * self.shape.width else 1
         for setting, values in _CHOICES.items():
             at = values.index(getattr(shape, setting))
             for value in values[max(at - 1, 0) : at] + values[at + 1 : at + 2]:
                 other = MatmulShape(**(asdict(shape) | {setting: value}))
                 elements = (tiling.rows + operands * other.columns) * other.depth * other.num_stages
                 sums = tiling.rows * operands * other.columns // (32 * other.num_warps)
-                if elements * self._ctx.dtype.itemsize <= _MOST_ON_CHIP and sums <= 160:
+                if elements * self._layer.ctx.dtype.itemsize <= _MOST_ON_CHIP and sums <= 160:
                     yield replace(tiling, w13=other) if name == "w13" else replace(tiling, w2=other)
 
-    def _steps(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Tokens, their experts and weights, of each step of a recording."""
-        generator, device = torch.Generator().manual_seed(0), self._ctx.torch_device
-        steps = []
-        for _ in range(_RECORDED):
-            x = torch.randn(tokens, self.shape.hidden, generator=generator).to(device, self._ctx.dtype)
-            ids = torch.rand(tokens, self.shape.experts, generator=generator).argsort(-1)[:, : self.top_k]
-            weights = torch.rand(tokens, self.top_k, generator=generator)
-            steps.append((x, ids.int().to(device), weights.to(device)))
-        return steps
-
-    def _seconds(self, tiling: Tiling, steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> float:
+    def _seconds(self, tiling: Tiling, steps: Steps) -> float:
         """Of one step; infinite where the device has no room for the tiles, or the compiler no way to make them."""
-        tokens = len(steps[0][0])
-        scratch = torch.empty(self._kernel.workspace_bytes(tokens), dtype=torch.uint8, device=self._ctx.torch_device)
-        out = torch.empty_like(steps[0][0])
-
-        def run(**_: object) -> torch.Tensor:
-            for x, ids, weights in steps:
-                self._kernel.run(tiling, x, ids, weights, self._w, out, scratch)
-            return out
-
         try:
-            return self._recorded(run) / len(steps)
+            return self._recorded(self._layer.runner(tiling, steps)) / len(steps)
         except (OutOfResources, PTXASError, CompilationError):
             return float("inf")
         except RuntimeError as error:
@@ -144,10 +176,10 @@ class Tuner:
 
     def _seconds_of_matmuls(self, rows: int) -> float:
         x, middle = (
-            torch.randn(rows, width, dtype=self._ctx.dtype, device=self._ctx.torch_device)
+            torch.randn(rows, width, dtype=self._layer.ctx.dtype, device=self._layer.ctx.torch_device)
             for width in (self.shape.hidden, self.shape.width)
         )
-        w13, w2 = (w[0].t() for w in self._w.values())
+        w13, w2 = (w[0].t() for w in self._layer.weights.values())
 
         def run(**_: object) -> tuple[torch.Tensor, torch.Tensor]:
             return x @ w13, middle @ w2
