@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from hardpoint.plugins import discover
@@ -16,7 +18,13 @@ def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_configure() -> None:
-    """Refuse an environment with other plugins in it: the tests say which kernels win, and those would change that."""
+    """Let interrupts through, and refuse an environment with other plugins in it.
+
+    A shell has its background jobs ignore interrupts, and so what they start: no test of one could pass. Tests say
+    which kernels win, and other plugins would change that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     others = sorted(record.name for record in discover(quiet=True).records if record.name not in OURS)
     if others:
         raise pytest.UsageError(
