@@ -58,8 +58,8 @@ class CompilingProcesses:
 
 
 def _compile(platform: str, workload: ExpertsWorkload, tokens: int, tiling: Tiling) -> None:
-    device, layer = _layer(platform, workload)
-    with suppress(Exception):
+    with suppress(Exception):  # a device that this process cannot open among them
+        device, layer = _layer(platform, workload)
         layer.runner(tiling, _steps(platform, workload, tokens))()
         device.synchronize()
 
