@@ -44,11 +44,22 @@ def outcomes(certificate: Certificate) -> Counter[str]:
 
 def test_a_covering_array_holds_every_pair_and_no_excluded_one() -> None:
     factors = {"a": (1, 2, 3), "b": ("x", "y"), "c": (False, True), "d": ((1, 2), None)}
-    rows = covering_array(factors, 2, seed=3, excludes={("a", "b"): lambda a, b: (a, b) == (1, "x")})
+    rows = list(covering_array(factors, 2, seed=3, excludes={("a", "b"): lambda a, b: (a, b) == (1, "x")}))
     pairs = {(m, row[m], n, row[n]) for row in rows for m in factors for n in factors if m < n}
     wanted = {(m, i, n, j) for m in factors for n in factors if m < n for i in factors[m] for j in factors[n]}
     assert wanted - pairs == {("a", 1, "b", "x")}
     assert len(rows) < 3 * 2 * 2 * 2
+
+
+def test_what_one_process_has_made_others_need_not_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = {name: tuple(range(3)) for name in "abcde"}
+    first = Plan("full", seed=1)
+    rows = list(first.combinations(factors, {("a", "b"): lambda a, b: a == b}))
+    handed_on = Plan("full", seed=1, arrays=json.loads(json.dumps(first.arrays)))
+    monkeypatch.setattr("covertable.make", lambda *_, **__: pytest.fail("made again"))
+    assert list(handed_on.combinations(factors, {("a", "b"): lambda a, b: a == b})) == rows
+    with pytest.raises(pytest.fail.Exception, match="made again"):  # what is excluded makes it another array
+        list(handed_on.combinations(factors, {("a", "b"): lambda a, b: a > b}))
 
 
 def test_levels_nest_and_seeds_differ() -> None:

@@ -143,7 +143,7 @@ import hardpoint.conformance.nursery
 def test_contributions_at_once_find_what_they_find_one_by_one(tried_plugin: Path) -> None:
     """Shards are cut from the list of all contributions' cases, so they show whether that is counted in order."""
     order = Order("tried", settings=ONE_THREAD, shard=Shard(2, 4), case="*/[rz]*")
-    found = [certify(discover(), order, jobs=jobs) for jobs in (1, 4, 12)]  # the last ones in parts, too
+    found = [certify(discover(), order, jobs=jobs) for jobs in (1, 4, 12)]  # the last: several for each contribution
     one, *several = [
         [(r.contribution, r.case, r.check, r.outcome) for r in each.results if r.check in ("values", "load")]
         for each in found
@@ -163,7 +163,7 @@ torch.set_num_threads(2)
 (questions, asked), answers = os.pipe(), os.open(os.devnull, os.O_WRONLY)
 os.close(asked)
 order = {{"plugin": "core", "family": "op", "of": "rms_norm", "name": "reference", "platform": "{platform}"}}
-order |= {{"level": "quick", "seed": 0, "settings": {{"cpu": {{"threads": 2}}}}, "threads": 1}}
+order |= {{"level": "quick", "seed": 0, "settings": {{"cpu": {{"threads": 2}}}}, "threads": 1, "arrays": {{}}}}
 serve({{**order, "questions": questions, "answers": answers}})
 print(torch.get_num_threads())
 """

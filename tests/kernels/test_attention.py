@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, cast
@@ -203,6 +204,7 @@ class Bound(TritonAttention):
     """Launches nothing, but sees which variant each call wants, and whether a known one would do."""
 
     launched_again = 0
+    compiled: Sequence[int] = ()
 
     def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
         super().__init__(ctx, spec)
@@ -219,12 +221,14 @@ class Bound(TritonAttention):
             rows = slice(batch.query_start_host[number % 3], None)
             super().forward(lying[rows], *rest, self.plan(part), out[rows])
         Bound.launched_again = sum(launcher._kernel.launched_again for launcher in self.launchers)
+        Bound.compiled = [len(launcher._kernel.compiled) for launcher in self.launchers]
 
 
 def test_a_known_variant_is_the_right_one() -> None:
     """Wherever queries and parts of a batch lie. ``Variants`` raises where it is not."""
     run_backend(Bound, PLAIN, MIXED)
     assert Bound.launched_again > 10
+    assert set(Bound.compiled) == {0, 1}  # some of the prefill kernels' tiles are for longer prompts
 
 
 def jobs(spec: AttentionSpec, target: str) -> list[Job]:

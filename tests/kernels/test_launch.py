@@ -34,6 +34,7 @@ class Variants:
             compiled.signature, compiled.params, make_backend(GPUTarget("cuda", 90, 32))
         )
         self.launched_again = 0
+        self.compiled = set[object]()
 
     def variant(self, *args: Any) -> object:
         _, specialisation, _ = self._bind(*args, debug=False)
@@ -43,7 +44,9 @@ class Variants:
         assert len(grid) == 3
 
         def compile_(*args: Any, num_warps: int, num_stages: int, BEGIN: None) -> Variant:  # noqa: N803  # a kernel's
-            return Variant(self, self.variant(*args, BEGIN))
+            variant = self.variant(*args, BEGIN)
+            self.compiled.add(variant)
+            return Variant(self, variant)
 
         return compile_
 

@@ -1,23 +1,25 @@
 """Running trials so that a crash or a hang of one kernel loses nothing of the report.
 
-Each contribution is tried in a process of its own, several at once where they run on the host, or in parts where there
-may be more processes than contributions. Where a process dies or runs out of time, the case in hand has failed, a new
-process goes on with the next, and after a few of these the rest of its cases is failed unrun.
+Each contribution is tried in a process of its own, several at once where that is asked for or they run on the host;
+processes that have nothing left to begin help with the contribution that has most left. Where a process dies or runs
+out of time, the case in hand has failed, a new process goes on with the next, and after a few of these the rest of the
+contribution's cases is failed unrun.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from queue import SimpleQueue
+from threading import Condition
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hardpoint.conformance.kit import Order, platform_for
-from hardpoint.conformance.plan import Plan
+from hardpoint.conformance.plan import CoveringArrays, Plan
 from hardpoint.conformance.processes import DeathError, Nursery, TrialProcess
 from hardpoint.conformance.trials import Result
 from hardpoint.ops.error_model import Fault
@@ -30,20 +32,21 @@ if TYPE_CHECKING:
 START_SECONDS = 300.0
 CASE_SECONDS = 120.0
 _MOST_DEATHS = 5
-_PARTS_PER_JOB = 2
 
 
 @dataclass
 class Listing:
     """What a contribution's trials are. ``unfit`` is the one result where there are none.
 
-    ``on_host`` says that they run on the host itself, where several processes may run trials at once.
+    ``on_host`` says that they run on the host itself, where several processes may run trials at once. ``arrays`` are
+    the covering arrays that the list was made from, which other processes need not make again.
     """
 
     cases: Sequence[str]
     device: Mapping[str, Any]
     unfit: Result | None = None
     on_host: bool = False
+    arrays: CoveringArrays = field(default_factory=dict, repr=False)
 
 
 class Runner(Protocol):
@@ -66,25 +69,6 @@ class Runner(Protocol):
     def stop(self) -> None:
         """End at once what another thread waits for."""
         ...
-
-
-def runner_for(
-    plugins: PluginSet,
-    order: Order,
-    offer: Offer,
-    *,
-    seconds: float,
-    nursery: Nursery | None = None,
-    threads: int | None = None,
-) -> Runner:
-    """The runner of one of the order's contributions: in a process from ``nursery``, without one in this process.
-
-    ``threads`` are those that the host's part of trials on a device may use in such a process; None: torch's default.
-    """
-    platform = platform_for(plugins, order.offers(plugins), order.platform)
-    if nursery is None:
-        return InProcess(plugins, order, offer, platform)
-    return Isolated(nursery, order, offer, platform, seconds, threads)
 
 
 class InProcess:
@@ -117,8 +101,19 @@ class InProcess:
 
 
 @dataclass
+class _Known:
+    """What the runners of one contribution know of it."""
+
+    listing: Listing | None = None
+    deaths: int = 0
+
+
+@dataclass
 class Isolated:
-    """Runs trials in a process of its own, which is started when it is first needed, and again after each death."""
+    """Runs trials in a process of its own, which is started when it is first needed, and again after each death.
+
+    ``threads`` are those that the host's part of trials on a device may use in it; None: torch's default.
+    """
 
     nursery: Nursery
     order: Order
@@ -127,22 +122,25 @@ class Isolated:
     seconds: float = CASE_SECONDS
     threads: int | None = None
     _process: TrialProcess | None = None
-    _listing: Listing | None = None
-    _deaths: int = 0
+    _known: _Known = field(default_factory=lambda: _Known())
+
+    def another(self) -> Isolated:
+        """One more runner of the same contribution: what is known of that, they share."""
+        return replace(self, _process=None)
 
     def list(self) -> Listing:
         """See Runner. A contribution that cannot even be loaded has one case, which has failed."""
-        if self._listing is None:
+        if self._known.listing is None:
             try:
                 self._start()
             except DeathError as death:
-                self._listing = Listing([], {}, self._failed("all", "load", death))
-        assert self._listing is not None
-        return self._listing
+                self._known.listing = Listing([], {}, self._failed("all", "load", death))
+        assert self._known.listing is not None
+        return self._known.listing
 
     def run(self, case: str) -> Iterator[Result]:
         """See Runner."""
-        if self._deaths >= _MOST_DEATHS:
+        if self._known.deaths >= _MOST_DEATHS:
             fault = DeathError("not-run", f"the process died {_MOST_DEATHS} times before; the rest is not tried")
             yield self._failed(case, "process", fault)
             return
@@ -151,7 +149,7 @@ class Isolated:
             for answer in process.ask(case, self.seconds):
                 yield Result.from_json(answer)
         except DeathError as death:
-            self._deaths += 1
+            self._known.deaths += 1
             self.close()
             yield self._failed(case, "process", death)
 
@@ -179,6 +177,7 @@ class Isolated:
                 "seed": self.order.seed,
                 "settings": self.order.settings,
                 "threads": self.threads,
+                "arrays": self._known.listing.arrays if self._known.listing else {},
             }
         )
         first = self._process.read(START_SECONDS)
@@ -186,7 +185,9 @@ class Isolated:
             self.close()
             raise DeathError("load", first["error"])
         unfit = Result.from_json(first["unfit"]) if first["unfit"] else None
-        self._listing = Listing(first["cases"], first["device"], unfit, first["on_host"])
+        if self._known.listing is None:
+            listed = (first["cases"], first["device"], unfit, first["on_host"], first["arrays"])
+            self._known.listing = Listing(*listed)
         return self._process
 
     def _failed(self, case: str, check: str, death: DeathError) -> Result:
@@ -204,43 +205,29 @@ def run(
     measured. Raises UnknownNameError and the plugin's own error before anything is run.
     """
     offers = order.offers(plugins)
+    platform = platform_for(plugins, offers, order.platform)
     if not isolated:
-        yield from _one_by_one([runner_for(plugins, order, offer, seconds=seconds) for offer in offers], order)
+        yield from _one_by_one([InProcess(plugins, order, offer, platform) for offer in offers], order)
         return
     with closing(Nursery()) as nursery:
         threads = max(1, available_cores() // jobs) if jobs else None
-        start = partial(runner_for, plugins, order, seconds=seconds, nursery=nursery, threads=threads)
-        runners: list[Sequence[Runner]] = [
-            [start(offer) for _ in range(lanes)] for offer, lanes in zip(offers, _lanes(len(offers), jobs), strict=True)
-        ]
-        firsts = [first for first, *_ in runners]
+        runners = [Isolated(nursery, order, offer, platform, seconds, threads) for offer in offers]
         try:
-            if (jobs or _jobs(firsts)) == 1:
-                yield from _one_by_one(firsts, order)
+            if (jobs or _jobs(runners)) == 1:
+                yield from _one_by_one(runners, order)
             else:
                 yield from _at_once(runners, order, jobs or available_cores())
         finally:
-            for runner in chain.from_iterable(runners):  # those that are done are closed
+            for runner in runners:  # those that are done are closed
                 runner.stop()
                 runner.close()
 
 
-def _lanes(contributions: int, jobs: int | None) -> list[int]:
-    """In how many parts each contribution is tried: more than it takes, since contributions are not alike.
-
-    In all they are a multiple of ``jobs``, so that none is left with nothing to do while others work on the last.
-    """
-    if not jobs or not 0 < contributions < jobs:
-        return [1] * contributions
-    each, more = divmod(_PARTS_PER_JOB * jobs, contributions)
-    return [each + (number < more) for number in range(contributions)]
-
-
 def _jobs(runners: Sequence[Runner]) -> int:
-    """How many contributions to try at once, as the first says that can be opened."""
+    """How many processes try cases at once, as the first contribution says that can be opened."""
     listings = (runner.list() for runner in runners)
     first = next((listing for listing in listings if listing.device), None)
-    return available_cores() if first and first.on_host and len(runners) > 1 else 1
+    return available_cores() if first and first.on_host else 1
 
 
 def _one_by_one(runners: Sequence[Runner], order: Order) -> Iterator[tuple[Runner, Listing, Iterator[Result]]]:
@@ -253,82 +240,123 @@ def _one_by_one(runners: Sequence[Runner], order: Order) -> Iterator[tuple[Runne
 
 
 def _at_once(
-    runners: Sequence[Sequence[Runner]], order: Order, jobs: int
+    runners: Sequence[Isolated], order: Order, jobs: int
 ) -> Iterator[tuple[Runner, Listing, Iterator[Result]]]:
-    """Contributions begin in order, each by several runners, and what they find is yielded in order."""
-    tasks = [_Task(each, order) for each in runners]
+    """Contributions begin in order, by ``jobs`` processes, and what they find is yielded in order."""
+    crew = _Crew(runners, order)
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            for before, task in zip([None, *tasks], tasks, strict=False):
-                pool.submit(task.begin, before)
-                for lane in range(len(task.runners)):
-                    pool.submit(task.work, lane)
-            for task in tasks:
+            for _ in range(jobs):
+                pool.submit(crew.work)
+            for task in crew.tasks:
                 listing, _ = task.listed.result()
-                yield task.runners[0], listing, task.results()
+                yield task.first, listing, task.results()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            for task in tasks:
-                task.stop()
+            crew.stop()
 
 
 class _Task:
-    """One contribution, tried by several runners, each in a thread of its own: the first lists its cases for all."""
+    """One contribution: the first runner lists its cases for all that help."""
 
-    def __init__(self, runners: Sequence[Runner], order: Order) -> None:
-        self.runners, self._order = runners, order
+    def __init__(self, first: Isolated, order: Order, before: _Task | None) -> None:
+        self.first, self._order, self._before = first, order, before
         self.listed = Future[tuple[Listing, int]]()
         """Its listing, and how many cases were listed up to its last."""
+        self.left: deque[int] = deque()
+        """Numbers of the cases that nobody has begun."""
+        self.helpers: list[Isolated] = []
         self._cases: Sequence[str] = ()
-        self._found = [SimpleQueue[Result | None | BaseException]() for _ in runners]
-        """What each runner finds: results, None behind each case, or what went wrong."""
-        self._stopped = False
+        self._found: Sequence[SimpleQueue[Result | BaseException | None]] = ()
+        """What is found in each case: results, None behind them, or what went wrong."""
 
-    def begin(self, before: _Task | None) -> None:
-        """List it; ``before``, the contribution before it, has begun earlier."""
+    def list(self) -> None:
+        """List it; the contribution before it is listed, or somebody is about to."""
         try:
-            listing = self.runners[0].list()
-            number = before.listed.result()[1] if before else 0
+            listing = self.first.list()
+            number = self._before.listed.result()[1] if self._before else 0
             self._cases = list(self._order.cases(listing.cases, number))
+            self._found = [SimpleQueue() for _ in self._cases]
+            self.left.extend(range(len(self._cases)))
             self.listed.set_result((listing, number + len(listing.cases)))
         except BaseException as error:  # for the threads that wait
-            self.runners[0].close()
             if not self.listed.done():
                 self.listed.set_exception(error)
 
-    def work(self, lane: int) -> None:
-        """Run the cases of one runner, after ``begin``."""
-        runner, found = self.runners[lane], self._found[lane]
+    def run(self, runner: Isolated, number: int) -> None:
+        """Run one case."""
+        found = self._found[number]
         try:
-            self.listed.result()
-            for case in self._cases[lane :: len(self.runners)]:
-                for result in runner.run(case):
-                    found.put(result)
-                found.put(None)
-                if self._stopped:
-                    break
+            for result in runner.run(self._cases[number]):
+                found.put(result)
+            found.put(None)
         except BaseException as error:  # for the thread that waits
             found.put(error)
-        finally:
-            runner.close()
 
     def results(self) -> Iterator[Result]:
         """What it finds, in the order of its cases, as it comes."""
         listing, _ = self.listed.result()
         if listing.unfit:
             yield listing.unfit
-        for number in range(len(self._cases)):
-            while (result := self._found[number % len(self.runners)].get()) is not None:
+        for found in self._found:
+            while (result := found.get()) is not None:
                 if isinstance(result, BaseException):
                     raise result
                 yield result
 
+
+class _Crew:
+    """Threads that take contributions in order, each with a process, and then help with what others have begun."""
+
+    def __init__(self, runners: Sequence[Isolated], order: Order) -> None:
+        self.tasks: list[_Task] = []
+        for runner in runners:
+            self.tasks.append(_Task(runner, order, self.tasks[-1] if self.tasks else None))
+        self._not_begun = deque(self.tasks)
+        self._changed = Condition()
+        self._stopped = False
+
+    def work(self) -> None:
+        """Do what one thread does, until nothing is left to begin."""
+        while took := self._take():
+            task, runner = took
+            if runner is task.first:
+                task.list()
+                with self._changed:
+                    self._changed.notify_all()
+            while (number := self._case_of(task)) is not None:
+                task.run(runner, number)
+            runner.close()
+
+    def _take(self) -> tuple[_Task, Isolated] | None:
+        """A contribution that nobody has begun, or else the one with the most cases left for each process."""
+        with self._changed:
+            while not self._stopped:
+                if self._not_begun:
+                    task = self._not_begun.popleft()
+                    return task, task.first
+                task = max(self.tasks, key=lambda task: len(task.left) / (1 + len(task.helpers)))
+                if task.left:
+                    task.helpers.append(task.first.another())
+                    return task, task.helpers[-1]
+                if all(task.listed.done() for task in self.tasks):
+                    break
+                self._changed.wait()
+        return None
+
+    def _case_of(self, task: _Task) -> int | None:
+        with self._changed:
+            return None if self._stopped or not task.left else task.left.popleft()
+
     def stop(self) -> None:
         """End it where it stands, if it has not ended."""
-        self._stopped = True
-        self.listed.cancel()
-        for runner in self.runners:
-            runner.stop()
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for task in self.tasks:
+            task.listed.cancel()
+            for runner in (task.first, *task.helpers):
+                runner.stop()
 
 
 def _results(runner: Runner, listing: Listing, order: Order, number: int) -> Iterator[Result]:

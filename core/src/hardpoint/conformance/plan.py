@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Level = Literal["quick", "full", "exhaustive"]
@@ -23,12 +24,21 @@ _ROTATION = 4
 """At level quick, a check other than the values' is made on each fourth trial."""
 
 
+CoveringArrays = dict[str, list[list[int]]]
+"""By what they cover: rows of indices, one for each factor."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A level and a seed: the same plan makes the same trials."""
+    """A level and a seed: the same plan makes the same trials.
+
+    ``arrays`` are the covering arrays that were made so far. Each takes seconds; a process that is handed those of
+    another makes none of them again.
+    """
 
     level: Level = "quick"
     seed: int = 0
+    arrays: CoveringArrays = field(default_factory=dict, compare=False, repr=False)
 
     def seed_of(self, case: str) -> int:
         """A seed of its own for each case, whatever else is run."""
@@ -40,43 +50,65 @@ class Plan:
 
     def combinations(self, factors: Mapping[str, Sequence[Any]], excludes: Exclusions | None = None) -> Iterator[Row]:
         """Yield combinations of the factors' values that cover as much as the level asks for."""
-        if self.level != "exhaustive":
-            yield from covering_array(factors, 2 if self.level == "quick" else 3, self.seed, excludes)
-            return
-        for values in itertools.product(*factors.values()):
-            row = dict(zip(factors, values, strict=True))
-            if not _is_excluded(row, excludes or {}):
-                yield row
+        strength = {"quick": 2, "full": 3, "exhaustive": len(factors)}[self.level]
+        yield from covering_array(factors, strength, self.seed, excludes, self.arrays)
 
 
 def covering_array(
-    factors: Mapping[str, Sequence[Any]], strength: int, seed: int = 0, excludes: Exclusions | None = None
-) -> list[Row]:
-    """Return few rows in which each combination of values of ``strength`` factors stands, unless it is excluded.
+    factors: Mapping[str, Sequence[Any]],
+    strength: int,
+    seed: int = 0,
+    excludes: Exclusions | None = None,
+    made: CoveringArrays | None = None,
+) -> Iterator[Row]:
+    """Yield few rows in which each combination of values of ``strength`` factors stands, unless it is excluded.
 
     The construction is covertable's, salted with ``seed``. It is handed indices, so that values need neither order nor
-    hash.
+    hash. ``made`` is where arrays are looked up and kept.
     """
+    sizes = {name: len(values) for name, values in factors.items()}
+    excluded = [
+        (names, {choice for choice in _choices(sizes, names) if clash(*_values(factors, names, choice))})
+        for names, clash in (excludes or {}).items()
+    ]
+    rows: Iterable[Sequence[int]]
+    if len(factors) <= strength:
+        where = [([list(sizes).index(name) for name in names], clashing) for names, clashing in excluded]
+        rows = (
+            row
+            for row in _choices(sizes, list(sizes))
+            if not any(tuple(row[i] for i in columns) in clashing for columns, clashing in where)
+        )
+    else:
+        made = {} if made is None else made
+        key = json.dumps([sizes, strength, seed, [(names, sorted(clashing)) for names, clashing in excluded]])
+        rows = made[key] = made.get(key) or _cover(sizes, strength, seed, excluded)
+    for row in rows:
+        yield dict(zip(factors, _values(factors, list(factors), row), strict=True))
+
+
+def _cover(
+    sizes: Mapping[str, int], strength: int, seed: int, excluded: Iterable[tuple[tuple[str, ...], set[tuple[int, ...]]]]
+) -> list[list[int]]:
+    """Rows of indices, each below its factor's size."""
     from covertable import make  # type: ignore[import-untyped]  # it ships no types
 
-    excludes = excludes or {}
-
-    def row_of(indices: Mapping[str, int]) -> Row:
-        return {name: values[indices[name]] for name, values in factors.items()}
-
-    def constraint(names: tuple[str, ...], clash: Callable[..., bool]) -> dict[str, object]:
-        def fits(indices: Mapping[str, int]) -> bool:
-            return not clash(*(factors[name][indices[name]] for name in names))
+    def constraint(names: tuple[str, ...], clashing: set[tuple[int, ...]]) -> dict[str, object]:
+        def fits(row: Mapping[str, int]) -> bool:
+            return tuple(row[name] for name in names) not in clashing
 
         return {"operator": "fn", "requires": list(names), "evaluate": fits}
 
-    indices = {name: list(range(len(values))) for name, values in factors.items()}
-    if len(factors) <= strength:
-        made = [dict(zip(factors, choice, strict=True)) for choice in itertools.product(*indices.values())]
-        return [row for row in map(row_of, made) if not _is_excluded(row, excludes)]
-    constraints = [constraint(names, clash) for names, clash in excludes.items()]
-    return [row_of(row) for row in make(indices, strength=strength, salt=str(seed), constraints=constraints)]
+    indices = {name: list(range(size)) for name, size in sizes.items()}
+    constraints = [constraint(names, clashing) for names, clashing in excluded]
+    made = make(indices, strength=strength, salt=str(seed), constraints=constraints)
+    return [[row[name] for name in sizes] for row in made]
 
 
-def _is_excluded(row: Row, excludes: Exclusions) -> bool:
-    return any(clash(*(row[name] for name in names)) for names, clash in excludes.items())
+def _choices(sizes: Mapping[str, int], names: Sequence[str]) -> Iterator[tuple[int, ...]]:
+    """All choices of an index for each name."""
+    return itertools.product(*(range(sizes[name]) for name in names))
+
+
+def _values(factors: Mapping[str, Sequence[Any]], names: Sequence[str], indices: Sequence[int]) -> list[Any]:
+    return [factors[name][index] for name, index in zip(names, indices, strict=True)]

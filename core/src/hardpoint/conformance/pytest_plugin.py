@@ -50,8 +50,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.Item]:
     from hardpoint.conformance.certify import check
-    from hardpoint.conformance.isolation import runner_for
-    from hardpoint.conformance.kit import Order
+    from hardpoint.conformance.isolation import Isolated
+    from hardpoint.conformance.kit import Order, platform_for
     from hardpoint.conformance.processes import Nursery
     from hardpoint.plugins import discover
     from hardpoint_plugin_api import HardpointError
@@ -71,8 +71,10 @@ def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.
     except HardpointError as error:
         raise pytest.UsageError(str(error)) from error
     nursery = config.stash.setdefault(_NURSERY, Nursery())
-    for offer in order.offers(plugins):
-        runner = runner_for(plugins, order, offer, seconds=config.getoption("hardpoint_timeout"), nursery=nursery)
+    offers = order.offers(plugins)
+    platform = platform_for(plugins, offers, order.platform)
+    for offer in offers:
+        runner = Isolated(nursery, order, offer, platform, config.getoption("hardpoint_timeout"))
         runners.append(runner)
         c, listing = offer.contribution, runner.list()
         runner.close()  # its process is started again when its first case runs

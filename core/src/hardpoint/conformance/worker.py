@@ -112,7 +112,8 @@ def serve(order: Mapping[str, Any]) -> None:
         plugins = discover()
         offer = offer_of(plugins, order["plugin"], order["family"], order["of"], order["name"])
         level: Level = order["level"]
-        bench = Bench(plugins, offer, order["platform"], Plan(level, order["seed"]), order["settings"])
+        plan = Plan(level, order["seed"], dict(order["arrays"]))
+        bench = Bench(plugins, offer, order["platform"], plan, order["settings"])
         if order["threads"] and not bench.on_host:  # beside a device, torch on the host computes references alone
             torch.set_num_threads(order["threads"])
     except HardpointError as error:
@@ -123,6 +124,7 @@ def serve(order: Mapping[str, Any]) -> None:
         unfit=bench.unfit.to_json() if bench.unfit else None,
         device=bench.described,
         on_host=bench.on_host,
+        arrays=plan.arrays,
     )
     with os.fdopen(order["questions"], encoding="utf-8") as questions:
         for line in questions:

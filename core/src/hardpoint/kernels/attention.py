@@ -250,7 +250,7 @@ class TritonAttention(AttentionBackend):
         rows = slot_mapping.shape[0] * self.spec.num_kv_heads
         if not rows:
             return
-        k, v = _with_adjacent_elements(k), _with_adjacent_elements(v)
+        k, v = _evenly_placed(_with_adjacent_elements(k)), _evenly_placed(_with_adjacent_elements(v))
         pages, strides = self._pages(cache), (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         self._store(
             (*strides, *pages[4:]) if aligned(k, v, *pages[:4]) else None,
@@ -297,6 +297,7 @@ class TritonAttention(AttentionBackend):
         """See AttentionBackend. Raises for heads whose elements do not lie one by one."""
         assert isinstance(metadata, TritonMetadata)
         assert q.stride(2) == out.stride(2) == 1 or q.shape[2] == 1, "heads' elements must be adjacent"
+        q = _evenly_placed(q)
         batch, pages = metadata.batch, self._pages(cache)
         strides = (q.stride(0), q.stride(1), out.stride(0), out.stride(1))
         alike = (q, *strides[:2], out, *strides[2:], *pages, batch.block_table, batch.block_table.stride(0))
@@ -383,3 +384,12 @@ def _scan(num_requests: int) -> int:
 
 def _with_adjacent_elements(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _evenly_placed(x: torch.Tensor) -> torch.Tensor:
+    """Rows [T, H, D] where no model lays them, such as between words, in a copy: compiling for them would take seconds.
+
+    Triton compiles for addresses and strides that are multiples of 16, and again for others.
+    """
+    uneven = x.stride(0) % 16 and not x.shape[1] * x.shape[2] % 16
+    return x.clone(memory_format=torch.contiguous_format) if uneven or not aligned(x) else x

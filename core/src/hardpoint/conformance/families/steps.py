@@ -206,13 +206,13 @@ def lay_out(
     )
     placed_q = place_far(q, device, free_bytes) if far == "q" else place(q, device, placement)
     placed_k, placed_v = (place(x, device, placement) for x in (k, v))
+    olds = [slice(spec.span.first(r.num_old) // block * block, r.num_old) for r in requests]
     with torch.inference_mode():
-        for i, request in enumerate(requests):
-            first = spec.span.first(request.num_old) // block * block
-            if first < request.num_old:
-                old = slice(first, request.num_old)
-                where = tables.slots(i, first, request.num_old, block).to(device)
-                backend.store(request.k[old].to(device), request.v[old].to(device), cache, where)
+        if any(old.start < old.stop for old in olds):
+            old_k = torch.cat([r.k[old] for r, old in zip(requests, olds, strict=True)])
+            old_v = torch.cat([r.v[old] for r, old in zip(requests, olds, strict=True)])
+            where = torch.cat([tables.slots(i, old.start, old.stop, block) for i, old in enumerate(olds)])
+            backend.store(old_k.to(device), old_v.to(device), cache, where.to(device))
         backend.store(placed_k, placed_v, cache, batch.slot_mapping)
     out = place(torch.full_like(q, float("nan")), device)
     held = [_held(backend, r, cache, tables, i) for i, r in enumerate(requests)] if is_scaled(spec.kv_dtype) else None
@@ -322,10 +322,10 @@ def summed_one_by_one(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, t
     """Other queries [T, H, S] and keys [S, K, S], whose scores are exactly those of q [T, H, D] and k [S, K, D]
     where each product is added to the sum of those before it.
     """
-    by_head = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(0, 1)  # [H, S, D]
+    by_element = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).permute(2, 1, 0).contiguous()  # [D, H, S]
     scores = torch.zeros(q.shape[0], q.shape[1], k.shape[0])
     for element in range(q.shape[-1]):
-        scores += q[:, :, None, element] * by_head[None, :, :, element]
+        scores.addcmul_(q[:, :, None, element], by_element[element])
     return scores, torch.eye(k.shape[0])[:, None, :].expand(-1, k.shape[1], -1)
 
 
