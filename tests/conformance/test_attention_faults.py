@@ -11,6 +11,7 @@ import torch
 
 from hardpoint.attention.reference import PlainLayout, ReferenceAttention, attend, read_blocks
 from hardpoint.conformance.families.attention import AttentionTrials
+from hardpoint.conformance.families.steps import worst
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint_plugin_api import (
@@ -366,3 +367,15 @@ def test_what_is_not_claimed_is_unsupported_and_never_tried(site: Site) -> None:
     trials = [t.case for t in AttentionTrials().trials(backend, Plan())]
     assert trials
     assert not any("window" in case for case in trials)
+
+
+def test_the_references_own_error_is_as_large_along_a_row_as_across_it() -> None:
+    """Which way it points is luck: beside an evaluation that is off across, a kernel's may be off along the row."""
+    truth = torch.tensor([[3.0, 4.0], [float("inf"), 1.0], [float("nan"), 1.0]], dtype=torch.float64)
+    across, along = truth + 0.1 * torch.tensor([-0.8, 0.6]), truth + 0.05 * torch.tensor([0.6, 0.8])
+    found = worst(truth, [truth.float(), along.float(), across.float()])
+    torch.testing.assert_close(found[0], (across + along - truth)[0].float())
+    assert found[1:].tolist()[0] == [float("inf"), 1.0]
+    assert found[2, 0].isnan()
+    coarse = [x[:1].bfloat16() for x in (truth, truth * 1.0001, across)]
+    assert torch.equal(worst(truth[:1], coarse), coarse[2])  # what rounding hides is no error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from hardpoint.conformance.families.ops import OpTrials
+from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
+from hardpoint.context import Context
 from hardpoint.ops.add_rms_norm import add_rms_norm
+from hardpoint.ops.qk_norm_rope_store import compose
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.ops.slot_mapping import slot_mapping
 from hardpoint.ops.store_kv import store_kv
-from hardpoint_plugin_api import Platform
+from hardpoint_plugin_api import OpWorkload, Platform
 from tests.conformance.trying import Caught, first_failure, subject
 
 Tensor = torch.Tensor
@@ -312,3 +315,41 @@ def test_deterministic_false_is_recorded_not_skipped(site: Site) -> None:
     kernel = partial(random_order)
     kernel.deterministic = False  # type: ignore[attr-defined]  # how a target declares it
     assert tried(site, kernel, "rms_norm", "*/long") is None
+
+
+# Kernels that write a cache whose elements have scales.
+
+
+def composed(spoil: Callable[[dict[str, Tensor]], object]) -> Callable[..., Any]:
+    """The op out of its parts, whose cache is spoilt behind it."""
+
+    def factory(ctx: Context, workload: OpWorkload, parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+        whole = compose(ctx, workload, parts)
+
+        def kernel(q: Tensor, k: Tensor, v: Tensor, table: Any, positions: Tensor, cache: Any, *rest: Any, **kw: Any):  # type: ignore[no-untyped-def]  # noqa: ANN202
+            found = whole(q, k, v, table, positions, cache, *rest, **kw)
+            spoil(cache)
+            return found
+
+        return kernel
+
+    return factory
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (lambda cache: None, None),
+        (lambda cache: cache["k_scale"].copy_(cache["k_scale"].roll(1, -1)), "peak"),
+        (lambda cache: cache["v_scale"].mul_(1.5), "gain"),
+        (lambda cache: cache["v"][1:].zero_(), "all-zero"),
+    ],
+    ids=["healthy", "another head's scale", "scales too large", "no values"],
+)
+def test_caches_of_8_bit_elements_are_compared(site: Site, spoil: Callable[..., Any], code: str | None) -> None:
+    requires = [{"layout": ["plain_scaled"]}]
+    kernel = subject(site, composed(spoil), "op", "qk_norm_rope_store", name="composed", requires=requires)
+    cases = {trial.case for trial in OpTrials().trials(kernel, Plan()) if not trial.unsupported}
+    assert {case.rpartition("/kv-")[2] for case in cases} >= {"int8", "float8_e4m3fn", "float8_e5m2"}
+    caught = first_failure(kernel, OpTrials(), "float32/*", Plan())
+    assert (caught.codes >= {code} and caught.check == "values") if caught else code is None

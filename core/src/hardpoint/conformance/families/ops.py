@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
+from hardpoint.conformance.families.scaled_cache import cache_dtypes, is_scaled, rounded
 from hardpoint.conformance.families.summed_ops import summed_trials
 from hardpoint.conformance.memory import Placement, place, place_far, poison, soil_allocator
 from hardpoint.conformance.plan import Plan
@@ -76,10 +77,38 @@ class OpTrials:
         if op.sums is not None:
             yield from summed_trials(subject, op, plan)
             return
-        layouts = [str(name) for name in subject.claimed("layout") or (_PLAIN,)]
-        for number, (dtype, layout) in enumerate((d, name) for d in subject.dtypes() for name in layouts):
+        caches = [cache for name in subject.claimed("layout") or (_PLAIN,) for cache in _caches(subject, str(name))]
+        for number, (dtype, cache) in enumerate((d, cache) for d in subject.dtypes() for cache in caches):
             for index, case in enumerate(cases(op, dtype_of(dtype), plan.seed)):
-                yield _trial(OpProbe(subject, op, dtype, case, layout), case, plan, index + number)
+                yield _trial(OpProbe(subject, op, dtype, case, cache), case, plan, index + number)
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """A cache layout, by name, and its elements' dtype; None: the op's own. ``backend`` is whose layout it is."""
+
+    layout: str = _PLAIN
+    dtype: str | None = None
+    backend: Subject | None = None
+
+    @property
+    def title(self) -> str:
+        """What it adds to a case's name."""
+        return (f"/{self.layout}" if self.layout != _PLAIN else "") + (f"/kv-{self.dtype}" if self.dtype else "")
+
+
+def _caches(subject: Subject, layout: str) -> list[_Cache]:
+    """A layout in each dtype that stands for other numbers than it is given, or as the op's inputs are.
+
+    Of several attention backends that have it, the plugin's own says which.
+    """
+    site, plugin = subject.site, subject.offer.plugin
+    offers = [o for o in site.plugins.offers("attention") if o.contribution.layout == layout]
+    if layout == _PLAIN or not offers:
+        return [_Cache(layout)]
+    backend = Subject.load(min(offers, key=lambda o: o.plugin != plugin), site)
+    scaled = [dtype for dtype in cache_dtypes(backend) if is_scaled(dtype)]
+    return [_Cache(layout, dtype, backend) for dtype in scaled] or [_Cache(layout, None, backend)]
 
 
 def _trial(probe: OpProbe, case: Case, plan: Plan, number: int) -> Trial:
@@ -91,13 +120,13 @@ def _trial(probe: OpProbe, case: Case, plan: Plan, number: int) -> Trial:
     if probe.op.allocate is not None:
         checks.append(Check("fake", partial(fake, probe, seed)))
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
-        alike = OpProbe(probe.subject, probe.op, probe.dtype, case, probe.layout, batch_invariant=True)
+        alike = OpProbe(probe.subject, probe.op, probe.dtype, case, probe.cache, batch_invariant=True)
         checks.append(Check("batch-invariant", partial(batch_invariant, alike, seed)))
     return Trial(probe.title, checks)
 
 
 class OpProbe:
-    """One implementation of an op, on one case of it. ``layout`` names the cache layout of ops that write a cache.
+    """One implementation of an op, on one case of it; ``cache`` is what ops are given that write one.
 
     With ``batch_invariant``, a factory's parts are those of a batch-invariant engine.
     """
@@ -110,29 +139,29 @@ class OpProbe:
         op: CustomOp[..., Any],
         dtype: str,
         case: Case,
-        layout: str = _PLAIN,
+        cache: _Cache = _Cache(),  # it never changes
         *,
         batch_invariant: bool = False,
     ) -> None:
-        self.subject, self.op, self.dtype, self.layout, self._name = subject, op, dtype, layout, case.name
+        self.subject, self.op, self.dtype, self.cache, self._name = subject, op, dtype, cache, case.name
         self._batch_invariant = batch_invariant
-        self.title = f"{dtype}/{case.name}" + (f"/{layout}" if layout != _PLAIN else "")
-        more: dict[str, Any] = {"layout": layout} if op.mutates else {}
+        self.title = f"{dtype}/{case.name}{cache.title}"
+        more: dict[str, Any] = {"layout": cache.layout} if op.mutates else {}
         self.workload = OpWorkload(of=op.name, dtype=dtype, **more, **case.workload)
         self._drawn: dict[int, Case] = {}
         self._expected: dict[tuple[int, tuple[int, ...] | None], Expected] = {}
-        self._cache = next((i.tensor for i in op_inputs(op, case) if i.parameter == _CACHE), None)
+        self._plain = next((i.tensor for i in op_inputs(op, case) if i.parameter == _CACHE), None)
 
     def refused(self) -> Reason | None:
         """Why this case is not for the contribution."""
         reason = self.subject.refuses(self.workload)
-        if reason or self.layout == _PLAIN:
+        layout, backend = self.cache.layout, self.cache.backend
+        if reason or layout == _PLAIN:
             return reason
-        if self._cache is None:
-            return Reason("layout", f"op {self.op.name} takes caches of layout {_PLAIN} alone", wanted=self.layout)
-        backend = self._backend
+        if self._plain is None:
+            return Reason("layout", f"op {self.op.name} takes caches of layout {_PLAIN} alone", wanted=layout)
         if backend is None:
-            return Reason("layout", f"no installed attention backend has the layout {self.layout!r}")
+            return Reason("layout", f"no installed attention backend has the layout {layout!r}")
         return backend.refuses(self._spec.workload())
 
     def case(self, seed: int) -> Case:
@@ -158,8 +187,9 @@ class OpProbe:
         arguments = inspect.signature(op.reference).bind(*case.args, **case.kwargs)
         foreign: _ForeignCache | None = None
         for name, value in arguments.arguments.items():
-            if name == _CACHE and self.layout != _PLAIN:
-                foreign = _ForeignCache.holding(self._layout, value, self.subject.site.device)
+            if name == _CACHE and self.cache.backend:
+                kind = cast("type[AttentionBackend]", self.cache.backend.target)
+                foreign = _ForeignCache.holding(kind.layout, value, self._spec.kv_dtype, self.subject.site.device)
                 arguments.arguments[name] = foreign.views
             else:
                 arguments.arguments[name] = self._placed(name, name, value, placement, far)
@@ -189,7 +219,11 @@ class OpProbe:
         def expect() -> Expected:
             drawn = (seed, None if order is None else tuple(order))
             if drawn not in self._expected:  # most checks of a trial draw the same inputs
-                self._expected[drawn] = op_expected(op, case)
+                expected = op_expected(op, case)
+                if foreign and is_scaled(foreign.dtype):  # it holds numbers rounded, by no more than it must
+                    state = [replace(e, own=rounded(e.own, foreign.dtype)) for e in expected.state]
+                    expected = replace(expected, state=tuple(state))
+                self._expected[drawn] = expected
             return self._expected[drawn]
 
         names = frozenset(f"output {i}" for i in range(len(owned)))
@@ -234,7 +268,8 @@ class OpProbe:
 
     @cached_property
     def _context(self) -> Any:
-        return self.subject.site.context(self.dtype, batch_invariant=self._batch_invariant)
+        kv_dtype = self.cache.dtype
+        return self.subject.site.context(self.dtype, batch_invariant=self._batch_invariant, kv_dtype=kv_dtype)
 
     @cached_property
     def _kernel(self) -> Callable[..., Any]:
@@ -243,33 +278,19 @@ class OpProbe:
         if subject.offer.contribution.form != "factory":
             return cast("Callable[..., Any]", subject.target)
         parts: dict[str, Callable[..., Any]] = {}
-        if self.layout != _PLAIN:
-            assert self._backend is not None
-            backend = self._backend.target(ctx.for_plugin(self._backend.offer.plugin), self._spec)
+        if owner := self.cache.backend:
+            backend = owner.target(ctx.for_plugin(owner.offer.plugin), self._spec)
             parts = {"store": cast(AttentionBackend, backend).store}
         kernel = subject.target(ctx.for_plugin(subject.offer.plugin), self.workload, parts)
         ctx.resources.allocate(subject.site.device)
         return cast("Callable[..., Any]", kernel)
 
-    @cached_property
-    def _backend(self) -> Subject | None:
-        """The attention contribution whose layout this is; the plugin's own before others'."""
-        site, plugin = self.subject.site, self.subject.offer.plugin
-        offers = [o for o in site.plugins.offers("attention") if o.contribution.layout == self.layout]
-        offers.sort(key=lambda o: o.plugin != plugin)
-        return Subject.load(offers[0], site) if offers else None
-
-    @property
-    def _layout(self) -> CacheLayout:
-        assert self._backend is not None
-        return cast("type[AttentionBackend]", self._backend.target).layout
-
     @property
     def _spec(self) -> AttentionSpec:
         """The attention layer whose cache the case writes."""
-        assert self._cache is not None
-        _, block_size, heads, size = self._cache.shape
-        kv_dtype = dtype_name(self._cache.dtype)
+        assert self._plain is not None
+        _, block_size, heads, size = self._plain.shape
+        kv_dtype = self.cache.dtype or dtype_name(self._plain.dtype)
         return AttentionSpec(heads, heads, size, size**-0.5, self.dtype, kv_dtype, block_size)
 
 
@@ -278,24 +299,28 @@ class _ForeignCache:
     """A cache in a layout other than plain, in guarded memory."""
 
     layout: CacheLayout
+    dtype: str
     buffer: torch.Tensor
     views: dict[str, torch.Tensor]
     pages: torch.Tensor
 
     @classmethod
-    def holding(cls, layout: CacheLayout, plain: Mapping[str, torch.Tensor], device: torch.device) -> _ForeignCache:
-        """The keys and values of ``plain``, each [pages, block, K, D], in ``layout``."""
+    def holding(
+        cls, layout: CacheLayout, plain: Mapping[str, torch.Tensor], dtype: str, device: torch.device
+    ) -> _ForeignCache:
+        """The keys and values of ``plain``, each [pages, block, K, D], in ``layout``, as elements of ``dtype``."""
         count, block_size, heads, size = plain["k"].shape
-        spec = CacheSpec(heads, size, dtype_name(plain["k"].dtype))
+        spec = CacheSpec(heads, size, dtype)
         zeros = torch.zeros(count * layout.page_bytes(spec, block_size), dtype=torch.uint8)
         buffer = place(zeros, device)
         views, pages = layout.views(buffer, count, spec, block_size), torch.arange(count, device=device)
         layout.from_logical(views, pages, *(plain[name].to(device) for name in ("k", "v")))
-        return cls(layout, buffer, views, pages)
+        return cls(layout, dtype, buffer, views, pages)
 
     def logical(self) -> Sequence[torch.Tensor]:
-        """Keys and values without the null page, as ``plain`` had them."""
-        return [x[1:] for x in self.layout.to_logical(self.views, self.pages)]
+        """Keys and values without the null page, as ``plain`` had them; float32 where they are rounded."""
+        found = [x[1:] for x in self.layout.to_logical(self.views, self.pages)]
+        return [x.float() for x in found] if is_scaled(self.dtype) else found
 
 
 def _reordered(op: CustomOp[..., Any], case: Case, order: Sequence[int]) -> Case:

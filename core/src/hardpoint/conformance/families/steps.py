@@ -338,10 +338,18 @@ def without_first_row(expectation: Expectation) -> Expectation:
 
 
 def worst(truth: torch.Tensor, evaluations: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of several evaluations, row by row the one that is furthest from the truth."""
-    errors = torch.stack([(x.double() - truth).norm(dim=-1) for x in evaluations]).nan_to_num(0.0)
-    index = errors.argmax(0)[None, ..., None].expand(1, *truth.shape)
-    return torch.stack(list(evaluations)).gather(0, index)[0]
+    """Of several evaluations, row by row the one that is furthest from the truth, and along it as far as any is.
+
+    What a row's error is made of, such as one key's weight, makes it point along the true row in one, across it in
+    another.
+    """
+    errors = torch.stack([x.double() - truth for x in evaluations])
+    axis = torch.nn.functional.normalize(truth, dim=-1, eps=0.0).nan_to_num(0.0)
+    along = (errors.nan_to_num(0.0, 0.0, 0.0) * axis).sum(-1, keepdim=True)
+    furthest = errors.norm(dim=-1, keepdim=True).nan_to_num(0.0).argmax(0, keepdim=True)
+    most_along = along.gather(0, along.abs().argmax(0, keepdim=True)) - along.gather(0, furthest)
+    found = torch.stack(list(evaluations)).gather(0, furthest.expand(1, *truth.shape))
+    return (found.double() + most_along * axis).to(found.dtype)[0]
 
 
 def draw_constants(spec: AttentionSpec, generator: torch.Generator) -> tuple[torch.Tensor | None, torch.Tensor | None]:
