@@ -326,7 +326,7 @@ def composed(spoil: Callable[[dict[str, Tensor]], object]) -> Callable[..., Any]
     def factory(ctx: Context, workload: OpWorkload, parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
         whole = compose(ctx, workload, parts)
 
-        def kernel(q: Tensor, k: Tensor, v: Tensor, table: Any, positions: Tensor, cache: Any, *rest: Any, **kw: Any):  # type: ignore[no-untyped-def]  # noqa: ANN202
+        def kernel(q: Tensor, k: Tensor, v: Tensor, table: Any, positions: Tensor, cache: Any, *rest: Any, **kw: Any):  # type: ignore[no-untyped-def]
             found = whole(q, k, v, table, positions, cache, *rest, **kw)
             spoil(cache)
             return found
