@@ -20,6 +20,7 @@ from hardpoint.conformance.certificate import Certificate, Certificates, content
 from hardpoint.conformance.certify import certify
 from hardpoint.conformance.kit import Order, Shard
 from hardpoint.conformance.plan import Level, Plan, covering_array
+from hardpoint.conformance.trials import Result
 from hardpoint.engine.explain import explain
 from hardpoint.plugins import PluginSet, discover
 from hardpoint_plugin_api import ConfigError, PluginLoadError, SelectionError, UnknownNameError
@@ -282,7 +283,19 @@ def test_shards_on_the_command_line(tried_plugin: Path, tmp_path: Path, capsys: 
         assert hardpoint([*command, "--setting", "cpu.threads=1"]) == 0
     assert hardpoint(["merge-certificates", *files, "--json", str(tmp_path / "whole.json")]) == 0
     assert json.loads((tmp_path / "whole.json").read_text())["complete"]
-    capsys.readouterr()
+    assert capsys.readouterr().out.rstrip().endswith("none failed")
+
+
+def test_what_was_tried_in_no_case_is_named(
+    tried_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = certified("right")
+    other = Result("op", "rms_norm", "tried_elsewhere", "all", "claim", "unsupported", reason="another device")
+    replace(found, results=(*found.results, other)).write(tmp_path / "one.json")
+    assert hardpoint(["merge-certificates", str(tmp_path / "one.json"), "--json", str(tmp_path / "whole.json")]) == 0
+    assert "none failed; nothing could be tried of tried_elsewhere, not proved" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(

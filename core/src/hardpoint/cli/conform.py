@@ -259,4 +259,6 @@ def _conclusion(certificate: Certificate) -> str:
         return f"nothing was proved: no case {why}"
     if not certificate.is_complete:
         return f"{checks}, none failed; this is a part of a run and certifies nothing by itself"
-    return f"{checks}, none failed"
+    proved = {r.contribution for r in certificate.results if r.outcome == "passed"}
+    rest = dict.fromkeys(r.name for r in certificate.results if r.contribution not in proved)
+    return f"{checks}, none failed" + (f"; nothing could be tried of {', '.join(rest)}, not proved" if rest else "")
