@@ -122,7 +122,7 @@ class Isolated:
     seconds: float = CASE_SECONDS
     threads: int | None = None
     _process: TrialProcess | None = None
-    _known: _Known = field(default_factory=lambda: _Known())
+    _known: _Known = field(default_factory=_Known)
 
     def another(self) -> Isolated:
         """One more runner of the same contribution: what is known of that, they share."""
