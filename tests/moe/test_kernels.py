@@ -189,6 +189,25 @@ def test_tokens_get_the_same_bits_whoever_is_with_them(site: Site) -> None:
             assert same_bits([part], [whole[torch.tensor(order)]])
 
 
+def test_whose_activations_are_rounded_to_few_bits_may_end_at_other_codes(site: Site) -> None:
+    """Nobody else: there the reference's own evaluation stands alone."""
+    row = ROW | {
+        "dtype": "float16",
+        "batch": "one",
+        "mixture": "1x1",
+        "activation": "sigmoid_and_mul",
+        "absent": "here",
+    }
+    for spec, most in (("plain", 1.0), ("int8-rows", 1.0), ("int8-dynamic", 10.0)):
+        probe = ExpertsProbe(subject_of(site, "reference"), row | {"spec": spec})
+        drawn = probe._draw(5)
+        (found,) = probe._expect(drawn).outputs
+        alone = probe._reference(drawn, torch.float16)
+        error, least = ((x.double() - found.truth).norm() for x in (found.own, alone))
+        assert least <= error <= most * least
+        assert (error > least) == (spec == "int8-dynamic")
+
+
 @pytest.mark.parametrize(("hidden", "width"), [(33, 64), (64, 30)])
 def test_widths_that_a_grouped_matmul_does_not_take(site: Site, hidden: int, width: int) -> None:
     workload = ExpertsWorkload(dtype="bfloat16", hidden_size=hidden, intermediate_size=width)
