@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from hardpoint.plugins.record import PluginRecord
 
 SCHEMA = 1
-KIT_VERSION = 1
-"""Raised when a check comes to ask for more than before."""
+KIT_VERSION = 2
+"""Raised when a check comes to ask for more than before, or results are judged by another rule."""
 
 _CORE = Path(hardpoint.__file__).parent
 

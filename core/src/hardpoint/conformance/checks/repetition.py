@@ -13,7 +13,7 @@ from hardpoint.ops.judge import Call, judge_call
 
 _RUNS = 3
 _TRIES = 8
-_SWAPS = 64
+_SWAPS = 200
 
 
 def repeat(probe: Probe, seed: int) -> Finding:
