@@ -59,10 +59,11 @@ def round_weights(
     model: PreTrainedModel,
     weights: Callable[[torch.Tensor], torch.Tensor],
     inputs: Callable[[torch.Tensor], torch.Tensor] | None,
+    lm_head: bool = False,
 ) -> None:
-    """Replace the weights of all linear modules but the head by rounded ones, and round what goes into them."""
+    """Replace the weights of linear modules by rounded ones (the head's where asked for), and round their inputs."""
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+        if isinstance(module, torch.nn.Linear) and (lm_head or name != "lm_head"):
             module.weight.data = weights(module.weight.data)
             _round_inputs(module, inputs)
 

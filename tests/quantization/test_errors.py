@@ -174,6 +174,12 @@ def test_flags(
         small_llm(tmp_path, quantization=method, quantization_options=options)
 
 
+def test_a_head_that_is_the_embedding(tmp_path: Path, no_reading: None) -> None:
+    write_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match=r"lm_head=true: by .*config.json the output head is the embedding"):
+        small_llm(tmp_path, quantization="int8", quantization_options="lm_head=true")
+
+
 def test_a_flag_that_contradicts_the_checkpoint(tmp_path: Path, no_reading: None) -> None:
     write_quantized(tmp_path, BY_NAME["fp8-tensor"])
     with pytest.raises(ConfigError, match=r"--quantization int8 contradicts .*config.json"):

@@ -52,6 +52,8 @@ ONLINE = [
     ("int8", "activations=none", int8, None),
     ("int4", "group_size=32", int4(32, False), None),
     ("int4", "group_size=16,symmetric=true", int4(16, True), None),
+    ("int4", "group_size=32,lm_head=true", int4(32, False), None),
+    ("fp8", "lm_head=true", e4m3(1, 0), fp8_inputs()),
 ]
 
 
@@ -64,7 +66,7 @@ def test_logits_are_those_of_the_rounded_numbers(
     inputs: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> None:
     model = write_checkpoint(tmp_path, "qwen3", hidden_size=128, head_dim=32, intermediate_size=192)
-    round_weights(model, weights, inputs)
+    round_weights(model, weights, inputs, lm_head="lm_head=true" in options)
     ids = random_prompts(1, 40, seed=5, shortest=24)[0]
     with small_llm(tmp_path, quantization=method, quantization_options=options) as llm:
         got, expected = prompt_logits(llm, ids), reference_logits(model, ids)

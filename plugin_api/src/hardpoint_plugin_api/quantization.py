@@ -158,7 +158,8 @@ class MethodRequest:
 
     ``config`` is the checkpoint's ``quantization_config``, None where the checkpoint is not quantized and the method
     is to quantize it while it loads; ``options`` the user's ``--quantization-options``; ``dtype`` that of
-    activations; ``where`` names the config's file, for messages.
+    activations; ``where`` names the config's file, for messages. ``tied``: the output head is the embedding's matrix,
+    which no method is asked about.
     """
 
     config: Mapping[str, object] | None
@@ -167,6 +168,7 @@ class MethodRequest:
     dtype: str
     device: DeviceInfo
     where: str
+    tied: bool = False
 
 
 class QuantizationMethod(ABC):

@@ -417,13 +417,16 @@ class OnlineProbe(_Probe):
         return Finding.failed("rounding", "weight", text)
 
     def kinds(self) -> Finding:
-        """``kinds``: output heads, routers and the gates of shared experts are left as they are."""
+        """``kinds``: routers and the gates of shared experts are left as they are; output heads, too, unless the option
+        ``lm_head`` asks for them."""
         held = self.held()
         method: QuantizationMethod = self.subject.target(self.request(held, None, self._options))
         rows, columns = self.module.out_features, self.module.in_features
-        heads = [Module(_NAME, rows, columns, "lm_head"), Module(_NAME, rows, columns, "router")]
-        taken = [module.kind for module in heads if method.scheme(module) is not None]
-        return Finding.failed("kinds", ", ".join(taken), "must not be quantized") if taken else Finding()
+        head, router = Module(_NAME, rows, columns, "lm_head"), Module(_NAME, rows, columns, "router")
+        wanted = ((head, self._options.get("lm_head") == "true"), (router, False))
+        wrong = [module.kind for module, is_asked in wanted if (method.scheme(module) is not None) != is_asked]
+        rule = "must be left as it is, unless it is a head and lm_head=true, which must be quantized"
+        return Finding.failed("kinds", ", ".join(wrong), rule) if wrong else Finding()
 
     def options(self) -> Finding:
         """``options``: one that there is not is refused by an error of Hardpoint's."""

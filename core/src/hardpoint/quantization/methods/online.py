@@ -1,7 +1,7 @@
 """Methods that quantize a checkpoint of plain weights while it loads, tensor by tensor.
 
 A weight is rounded to nearest as it is read, so that at no time there is more of it in memory than the one tensor.
-Output heads and embeddings stay as they are.
+Embeddings stay as they are, and so does the output head, unless ``lm_head=true`` asks for it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hardpoint_plugin_api import (
 
 _PLAIN = ("float32", "float16", "bfloat16", "float64")
 _ROW = (Scale("float32", (1, -1)),)
+_SWITCH = ("false", "true")
 _TILE = (128, 128)
 """DeepSeek-V3 (arXiv:2412.19437, section 3.3.2): tiles of the weight, and as wide stretches of activations."""
 
@@ -33,10 +34,16 @@ class OnlineMethod(QuantizationMethod):
     """The common part: everything but the specs. ``known`` are the options and their values, see Options."""
 
     online = True
-    known: ClassVar[dict[str, tuple[str, ...]]]
+    known: ClassVar[dict[str, tuple[str, ...]]] = {"lm_head": _SWITCH}
 
     def __init__(self, request: MethodRequest) -> None:
         self.options = Options(request.options, self.known)
+        self._kinds = ("linear", "lm_head") if self.options.text("lm_head") == "true" else ("linear",)
+        if request.tied and "lm_head" in self._kinds:
+            raise ConfigError(
+                f"--quantization-options lm_head=true: by {request.where} the output head is the embedding, which is "
+                "not quantized; leave the option out"
+            )
         self.plain = QuantSpec(request.dtype)
         self.request = request
 
@@ -45,7 +52,7 @@ class OnlineMethod(QuantizationMethod):
         """The specs of weight and activation. Raises ConfigError where the weight's shape does not allow it."""
 
     def scheme(self, module: Module) -> Scheme | None:
-        if module.kind != "linear":
+        if module.kind not in self._kinds:
             return None
         weight, activation = self.specs(module)
         fills = ("weight", "weight_scale", *(("weight_zero_point",) if weight.zero_point else ()))
@@ -58,7 +65,11 @@ class OnlineMethod(QuantizationMethod):
 class Fp8Online(OnlineMethod):
     """8-bit floats. Options: ``scales`` = channel, tensor or block; ``activations`` = dynamic or none."""
 
-    known: ClassVar = {"scales": ("channel", "tensor", "block"), "activations": ("dynamic", "none")}
+    known: ClassVar = {
+        "scales": ("channel", "tensor", "block"),
+        "activations": ("dynamic", "none"),
+        **OnlineMethod.known,
+    }
 
     def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
         fp8 = self.request.device.fp8
@@ -74,7 +85,7 @@ class Fp8Online(OnlineMethod):
 class Int8Online(OnlineMethod):
     """8-bit integers, a scale for each channel. Option: ``activations`` = dynamic (a scale for each token), or none."""
 
-    known: ClassVar = {"activations": ("dynamic", "none")}
+    known: ClassVar = {"activations": ("dynamic", "none"), **OnlineMethod.known}
 
     def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
         weight = QuantSpec("int8", scales=_ROW)
@@ -86,7 +97,7 @@ class Int8Online(OnlineMethod):
 class Int4Online(OnlineMethod):
     """4-bit integers, weights alone. Options: ``group_size`` (64), ``symmetric`` = false or true."""
 
-    known: ClassVar = {"group_size": (), "symmetric": ("false", "true")}
+    known: ClassVar = {"group_size": (), "symmetric": _SWITCH, **OnlineMethod.known}
 
     def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
         size = self.options.number("group_size", 64)
