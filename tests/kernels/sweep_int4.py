@@ -89,13 +89,11 @@ def _weights(n: int, k: int, group: int, zero_point: bool) -> dict[str, torch.Te
         "weight_scale": torch.rand(k // group // parts, n, parts, device="cuda").bfloat16(),
     }
     if zero_point:
-        octets = torch.randint(0, 16, (k // _TILE, n, 4), device="cuda", dtype=torch.uint8)
-        weights["weight_zero_point"] = octets.view(torch.int32).squeeze(-1)
+        weights["weight_zero_point"] = torch.randint(0, 16, (k // _TILE, n, 4), device="cuda").bfloat16() / -64
     return weights
 
 
-_SPLIT = ((4, 3), (4, 4), (8, 2), (8, 3))
-_SPLIT_OF_ONE = (*_SPLIT, (2, 3), (2, 4), (4, 5), (16, 2))
+_SPLIT = ((2, 3), (2, 4), (4, 3), (4, 4), (8, 2), (8, 3))
 """Warps and stages. 4096 columns are 16 tiles: each of 4 warps has 4 of them, each of 16 has one."""
 
 
@@ -103,12 +101,10 @@ def _cuts(num_rows: int) -> Iterator[Int4Configuration]:
     """Those worth a try: with the registers that they take, 4 or 5 programs of 4 warps share a multiprocessor."""
     least = 1 << (num_rows - 1).bit_length()
     if least <= 16:
-        for (num_warps, num_stages), apart in itertools.product(_SPLIT_OF_ONE if least == 1 else _SPLIT, (False, True)):
-            stage = num_warps * _TILE * (16 // 2 + 2 * least)
+        for block_n, (num_warps, num_stages) in itertools.product((16, 32), _SPLIT):
+            stage = num_warps * _TILE * (block_n // 2 + 2 * least)
             if (num_stages - 1) * stage <= _SHARED_BYTES:
-                yield Int4Configuration(least, 16, num_warps, num_stages, split=True, apart=apart)
-    if least == 1:
-        yield from (Int4Configuration(least, 32, num_warps, 3, split=True) for num_warps in (2, 4, 8))
+                yield Int4Configuration(least, block_n, num_warps, num_stages, split=True)
     for block_m in (least,) if 16 <= least <= 64 else (64, 128) if least > 64 else ():
         for (block_n, num_warps), num_stages in itertools.product(((64, 4), (128, 8), (128, 4)), (3, 4)):
             stage = _TILE * (block_n // 2 + 2 * block_m)

@@ -387,9 +387,9 @@ def _with_adjacent_elements(x: torch.Tensor) -> torch.Tensor:
 
 
 def _evenly_placed(x: torch.Tensor) -> torch.Tensor:
-    """Rows [T, H, D] where no model lays them, such as between words, in a copy: compiling for them would take seconds.
+    """``x`` [T, H, D], or a copy where its address or its rows' stride is no multiple of 16 and a copy's would be one.
 
-    Triton compiles for addresses and strides that are multiples of 16, and again for others.
+    Triton compiles for such multiples, and again for what is none, which takes seconds and gains no copy's time back.
     """
     uneven = x.stride(0) % 16 and not x.shape[1] * x.shape[2] % 16
     return x.clone(memory_format=torch.contiguous_format) if uneven or not aligned(x) else x

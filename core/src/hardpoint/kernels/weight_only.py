@@ -8,13 +8,10 @@ side in memory. Each word of a tile's row has eight codes: of its lower and its 
 quarter of the tile. So a product's step takes one place of the words, and a group is a whole number of steps.
 
 A pair becomes two numbers without a conversion: masked, each half is a number below the smallest normal one, in which
-the code counts units of the last place, or sixteens of them. One multiply-add with constants makes it ``(code - 8) *
-step``, exactly, and the step goes into the result. A group's product is scaled in float32. For float32, codes are
-converted.
+the code counts units of the last place, or sixteens of them. One multiply-add makes it ``(code - zero point) * step``,
+exactly, and the step goes into the result. A group's product is scaled in float32. For float32, codes are converted.
 
-Zero points of groups are numbers of their own, ``(8 - zero point) * step``. For a few rows of x, where instructions are
-what there is too few of, they go through the matrix units beside the codes: a group's product is that with codes plus
-that with zero points. An infinity in x may then come out as not a number. For more rows they are added to each number.
+Zero points of groups are stored as what that multiply-add adds, ``-zero point * step``, for each quarter of a tile.
 
 Axes: M rows of x, N rows of the weight (out), K columns (in), B blocks of 16 rows, T tiles of a row, W words of one.
 """
@@ -71,11 +68,11 @@ class TritonInt4Linear(LinearKernel):
         self.flip = 8 if self.spec.element == "int4" else 0
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``weight``: int32 [B, T, 16, W]; ``weight_scale`` [T, N, scales]; ``weight_zero_point``: int32 [T, N].
+        """``weight``: int32 [B, T, 16, W]; ``weight_scale`` [T, N, scales]; ``weight_zero_point`` [T, N, 4], as x is.
 
         Of scales and zero points tiles come first, so that rows that are worked on together have theirs side by side,
         each row those of a tile's groups (up to four); for scales, groups that are longer than a tile stand in place
-        of tiles. A word has the zero points of a tile's groups, the first in the lowest byte, for codes from 0 to 15.
+        of tiles. Zero points are those of a tile's quarters, times the step that codes from 0 to 15 have, and negative.
         """
         stored = weights["weight"]
         codes = torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)[:, : self.columns] ^ self.flip
@@ -88,8 +85,8 @@ class TritonInt4Linear(LinearKernel):
             "weight_scale": self._scales_by_tiles(weights["weight_scale"]),
         }
         if self.spec.zero_point:
-            zero_points = (weights["weight_zero_point"].short() + self.flip).to(torch.uint8)
-            packed["weight_zero_point"] = self._zero_points_by_tiles(zero_points).t().contiguous()
+            zero_points = weights["weight_zero_point"].short() + self.flip
+            packed["weight_zero_point"] = self._zero_points_by_quarters(zero_points)
         return packed
 
     def _scales_by_tiles(self, scales: torch.Tensor) -> torch.Tensor:
@@ -98,15 +95,13 @@ class TritonInt4Linear(LinearKernel):
         records: torch.Tensor = pad(scales, (0, -scales.shape[1] % parts)).unflatten(1, (-1, parts))
         return records.transpose(0, 1).contiguous()
 
-    def _zero_points_by_tiles(self, zero_points: torch.Tensor) -> torch.Tensor:
-        """Of uint8 [N, G], int32 [N, tiles of a row]."""
+    def _zero_points_by_quarters(self, zero_points: torch.Tensor) -> torch.Tensor:
+        """Of [N, G], what is added for them, [T, N, 4]."""
         tiles = -(-self.columns // self.tile)
-        if not 0 < self.group <= self.tile:
-            octets = zero_points.repeat_interleave(self.group // self.tile or tiles, 1).unsqueeze(-1)
-        else:
-            parts = self.tile // self.group
-            octets = pad(zero_points, (0, tiles * parts - zero_points.shape[1])).unflatten(1, (tiles, parts))
-        return pad(octets, (0, 4 - octets.shape[-1])).contiguous().view(torch.int32).squeeze(-1)
+        quarters = zero_points.repeat_interleave(4 * self.group // self.tile or 4 * tiles, 1)
+        whole = pad(quarters, (0, 4 * tiles - quarters.shape[1])).unflatten(1, (tiles, 4)).transpose(0, 1)
+        added: torch.Tensor = whole.to(self.ctx.dtype) * -_STEP[self.ctx.dtype]
+        return added.contiguous()
 
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         y = int4_matmul(x.reshape(-1, x.shape[-1]), weights, bias, self.group, self.flip)
@@ -130,13 +125,9 @@ class TritonInt4Linear(LinearKernel):
             "weight_scale": packed["weight_scale"].transpose(0, 1).flatten(1)[:, : self._groups],
         }
         if self.spec.zero_point:
-            words = packed["weight_zero_point"].t()
-            octets = torch.stack([words >> 8 * part & 0xFF for part in range(4)], dim=-1)
-            if 0 < self.group <= self.tile:
-                octets = octets[:, :, : self.tile // self.group].flatten(1)[:, : self._groups]
-            else:
-                octets = octets[:, :: self.group // self.tile or octets.shape[1], 0]
-            slots["weight_zero_point"] = octets.short() - self.flip
+            quarters = packed["weight_zero_point"].transpose(0, 1).flatten(1) / -_STEP[self.ctx.dtype]
+            first_of_group = quarters[:, :: 4 * self.group // self.tile or quarters.shape[1]]
+            slots["weight_zero_point"] = first_of_group[:, : self._groups].short() - self.flip
         return dequantize(slots, self.spec, self.ctx.dtype)[:, : self.columns]
 
 
@@ -157,9 +148,7 @@ class Int4Configuration:
 
     With ``split``, each of the warps has all rows of the tile and columns of its own, and their sums are added up at
     the end, in one order. Without, they have rows each: 16 at least, or the work is done twice. ``pieces`` programs
-    share the columns of a tile; what they found is added up by another kernel, in one order too. With ``split`` and
-    ``apart``, products with zero points have sums of their own: matrix units wait less for each other's results, and
-    more registers are taken.
+    share the columns of a tile; what they found is added up by another kernel, in one order too.
     """
 
     block_m: int
@@ -168,24 +157,22 @@ class Int4Configuration:
     num_stages: int
     split: bool = False
     pieces: int = 1
-    apart: bool = False
 
 
 def int4_configuration(num_rows: int, n: int, itemsize: int) -> Int4Configuration:
     """The cut for ``num_rows`` rows of x, of elements of ``itemsize`` bytes, and a weight of ``n`` rows.
 
-    Up to 8 rows of x: a program for every 16 rows of the weight, whose warps split the columns; wider tiles would leave
-    multiprocessors idle. More rows: wide tiles, so that x is not read too often, in pieces where those are fewer than
-    what a large device wants. Best of a sweep on an H200 (docs/measurements/h200.md).
+    Up to 8 rows of x: a program for every 16 rows of the weight, or 32 of a large one, whose warps split the columns;
+    wider tiles would leave multiprocessors idle. More rows: wide tiles, so that x is not read too often, in pieces
+    where those are fewer than what a large device wants. Best of a sweep on an H200 (docs/measurements/h200.md).
     """
     if itemsize == 4:  # no matrix units: what is multiplied at a time stands in registers
         return Int4Configuration(16, 32, 4, 1)
     if num_rows <= 8:
         block_m = triton.next_power_of_2(num_rows)
-        if block_m == 1 and n < 5000:
-            return Int4Configuration(block_m, 16, 4, 4, split=True, apart=True)
-        num_warps = 2 if n >= 8192 and block_m <= 4 else 4
-        return Int4Configuration(block_m, 16, num_warps, 3, split=True, apart=num_warps == 2 or block_m == 8)
+        if n >= 8192:
+            return Int4Configuration(block_m, 32, 2, 3, split=True)
+        return Int4Configuration(block_m, 16, 4, 4 if block_m == 1 and n < 5000 else 3, split=True)
     if num_rows <= 32:
         cut = Int4Configuration(16 if num_rows <= 16 else 32, 64 if n < 8192 else 128, 4, 3)
     else:
@@ -232,14 +219,13 @@ def int4_matmul(
         x.stride(0),
         x.stride(1),
         GROUP=group,
-        ZERO_POINT=8 if "weight_zero_point" in weights else zero_point,
+        ZERO_POINT=zero_point,
         STEP=_STEP[x.dtype],
         TILE=tile,
         WHOLE=k % (tile * split * cut.pieces) == 0,
         EVEN=n % cut.block_n == 0,
         SPLIT=split,
         PIECES=cut.pieces,
-        APART=cut.apart,
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
         TILES_TOGETHER=together,
@@ -270,7 +256,7 @@ def int4_dequantize(
         k,
         words.shape[1],
         GROUP=group,
-        ZERO_POINT=8 if "weight_zero_point" in weights else zero_point,
+        ZERO_POINT=zero_point,
         STEP=_STEP[dtype],
         TILE=tile,
         num_warps=4,
@@ -297,32 +283,36 @@ def _halves(pairs, dtype: tl.constexpr):
 
 
 @triton.jit
-def _numbers(
-    words, place: tl.constexpr, ZERO_POINT: tl.constexpr, STEP: tl.constexpr, shape: tl.constexpr, dtype: tl.constexpr
-):
-    """Of the codes at ``place`` (0 to 3) of words: ``(code - ZERO_POINT) * STEP``, in ``shape``, twice as long."""
+def _numbers(words, place: tl.constexpr, added, STEP: tl.constexpr, shape: tl.constexpr, dtype: tl.constexpr):
+    """Of the codes at ``place`` (0 to 3) of words: ``code * STEP + added``, in ``shape``, twice as long."""
     if dtype == tl.float32:
         codes = tl.join((words >> (4 * place)) & 0xF, (words >> (4 * place + 16)) & 0xF)
-        return (codes.reshape(shape).to(tl.float32) - ZERO_POINT) * STEP
+        return codes.reshape(shape).to(tl.float32) * STEP + added
     else:  # noqa: RET505  # Triton reads on after a return
         # Odd places become sixteens of the smallest number where they are: two places share a shift.
         pairs = (words if place < 2 else words >> 8) & (0x00F000F0 if place % 2 else 0x000F000F)
         smallest: tl.constexpr = (2.0**-133 if dtype == tl.bfloat16 else 2.0**-24) * (16 if place % 2 else 1)
-        numbers = _halves(pairs, dtype).reshape(shape)
-        return tl.fma(numbers, tl.full(shape, STEP / smallest, dtype), tl.full(shape, -ZERO_POINT * STEP, dtype))
+        # Compilers make one instruction of both; with tl.fma, they would not work on pairs where zero points are added.
+        return _halves(pairs, dtype).reshape(shape) * tl.full(shape, STEP / smallest, dtype) + added
 
 
 @triton.jit
-def _zero_points(octets, part: tl.constexpr, STEP: tl.constexpr, dtype: tl.constexpr):
-    """Of a group's: ``(8 - zero_point) * STEP``, twice, side by side in a new last axis."""
-    octet = (octets.to(tl.uint32, bitcast=True) >> (8 * part)) & 0xFF
-    if dtype == tl.float32:
-        number = (8.0 - octet.to(tl.float32)) * STEP
-        return tl.join(number, number)
-    else:  # noqa: RET505  # Triton reads on after a return
-        smallest: tl.constexpr = 2.0**-133 if dtype == tl.bfloat16 else 2.0**-24
-        pair = _halves(octet * 0x00010001, dtype)
-        return tl.fma(pair, tl.full(pair.shape, -STEP / smallest, dtype), tl.full(pair.shape, 8 * STEP, dtype))
+def _zero_points_of(ptr, tile, n, N, there):
+    """A tuple: of each quarter of a tile, what is added to the codes of rows ``n``.
+
+    One read for the four, of as many elements as there are lanes: of fewer, Triton makes several copies by some lanes.
+    """
+    first = tl.expand_dims((tile.to(tl.int64) * N + n) * 4, -1)
+    return _quarters(_read(ptr + first + tl.arange(0, 4), None if there is None else tl.expand_dims(there, -1)))
+
+
+@triton.jit
+def _quarters(x):
+    """A tuple: of x [..., 4], each of four."""
+    even, odd = tl.split(x.reshape(x.shape[:-1] + (2, 2)))  # noqa: RUF005  # as Triton reads it
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -412,7 +402,6 @@ def _int4_matmul(
     EVEN: tl.constexpr,
     SPLIT: tl.constexpr,
     PIECES: tl.constexpr,
-    APART: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILES_TOGETHER: tl.constexpr,
@@ -424,8 +413,8 @@ def _int4_matmul(
     SPLIT is the number of warps, where each has a tile of columns of its own, or 1. A program's second number says
     which of PIECES of the columns it has, its third, where TILES_TOGETHER is 1, which row of tiles. WHOLE says that
     each of these has a whole number of what it takes at a time, EVEN that N is a whole number of BLOCK_N. In place of
-    rows beyond the last, the last one is read again. APART and STAGES are the configuration's; the loop is told of
-    STAGES itself, since otherwise Triton reads nothing ahead but what products take: no scales and no zero points.
+    rows beyond the last, the last one is read again. STAGES is the configuration's; the loop itself is told of it, as
+    Triton otherwise reads nothing ahead but what products take: no scales and no zero points.
     """
     if BEGIN is not None:
         BEGIN()
@@ -445,10 +434,9 @@ def _int4_matmul(
     out_m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
     n = out_n if EVEN else tl.minimum(out_n, N - 1)
     m = out_m if BLOCK_M == 1 else tl.minimum(out_m, num_rows - 1)
-    word, column = tl.arange(0, words_of_tile)[None, :], tl.arange(0, step_columns)[:, None]
+    word, column = tl.arange(0, words_of_tile)[None, :], tl.arange(0, step_columns if SPLIT == 1 else TILE)[:, None]
     row = tl.arange(0, BLOCK_N)[:, None]
     shape: tl.constexpr = (BLOCK_N, step_columns) if SPLIT == 1 else (SPLIT, BLOCK_N, step_columns)
-    pairs: tl.constexpr = (BLOCK_N, step_columns // 2, 2) if SPLIT == 1 else (SPLIT, BLOCK_N, step_columns // 2, 2)
     if SPLIT == 1:
         own = tl.zeros([1, 1], tl.int32)
         sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -469,43 +457,36 @@ def _int4_matmul(
     x_ptrs = x_ptr + m.to(tl.int64) * x_stride_m + ((start + own) * TILE + column).to(tl.int64) * x_stride_k
     if GROUP == 0:
         scales = _scales_of(scale_ptr, start + own, n, N, None, GROUP, TILE)
+    if zero_point_ptr is None:
+        added = tl.full(shape, -ZERO_POINT * STEP, dtype)
     for first in tl.range(start, end, SPLIT, num_stages=STAGES):
         tile = first + own
         ahead = None if WHOLE else tile < T
         if GROUP != 0:
             scales = _scales_of(scale_ptr, tile, n, N, ahead, GROUP, TILE)
         if zero_point_ptr is not None:
-            octets = _read(zero_point_ptr + tile.to(tl.int64) * N + n, ahead)
+            zero_points = _zero_points_of(zero_point_ptr, tile, n, N, ahead)
         words = _read(words_ptrs, ahead).to(tl.uint32, bitcast=True)
         if SPLIT > 1:
             words = _exchanged_words(words)
+            xs = tl.load(x_ptrs) if WHOLE else tl.load(x_ptrs, mask=tile * TILE + column < K, other=0.0)
+            xs = _quarters(xs.reshape(SPLIT, 4, step_columns, BLOCK_M).permute(0, 2, 3, 1))
         for part in tl.static_range(parts):
             product = tl.zeros_like(sums)
-            shift = tl.zeros_like(sums)
-            if zero_point_ptr is not None:
-                zero = _zero_points(octets, part, STEP, dtype)
-                zero = tl.broadcast_to(zero, pairs).reshape(shape)
             for place in tl.static_range(part * (4 // parts), (part + 1) * (4 // parts)):
-                if WHOLE:
+                if SPLIT > 1:
+                    x = _exchanged(xs[place])
+                elif WHOLE:
                     x = tl.load(x_ptrs + place * step_columns * x_stride_k)
                 else:
                     there = tile * TILE + place * step_columns + column < K
                     x = tl.load(x_ptrs + place * step_columns * x_stride_k, mask=there, other=0.0)
-                weight = _numbers(words, place, ZERO_POINT, STEP, shape, dtype)
-                if SPLIT > 1:
-                    x = _exchanged(x)
-                    if zero_point_ptr is not None:
-                        if APART:
-                            shift = tl.dot(zero, x, shift, input_precision="ieee")
-                        else:
-                            product = tl.dot(zero, x, product, input_precision="ieee")
-                elif zero_point_ptr is not None:
-                    weight = weight + zero
+                if zero_point_ptr is not None:
+                    added = tl.broadcast_to(zero_points[place], shape)
+                weight = _numbers(words, place, added, STEP, shape, dtype)
                 product = tl.dot(weight, x, product, input_precision="ieee")
             scale = _scale(scales, part, parts, scale_ptr.dtype.element_ty)
             sums += product * scale
-            if APART and zero_point_ptr is not None:
-                sums += shift * scale
         x_ptrs += SPLIT * TILE * x_stride_k
         words_ptrs += SPLIT * _TILE_ROWS * words_of_tile
     y = (sums if SPLIT == 1 else tl.sum(sums, 0)) * (1 / STEP)
@@ -545,14 +526,14 @@ def _int4_dequantize(
     word = row * words_of_tile + tl.arange(0, words_of_tile)[None, :]
     words = tl.load(words_ptr + first + word).to(tl.uint32, bitcast=True)
     scales = _scales_of(scale_ptr, tile, n, N, n < N, GROUP, TILE)
+    added = tl.full(shape, -ZERO_POINT * STEP, dtype)
     if zero_point_ptr is not None:
-        octets = tl.load(zero_point_ptr + tile.to(tl.int64) * N + n, mask=n < N, other=0)
+        zero_points = _zero_points_of(zero_point_ptr, tile, n, N, n < N)
     for part in tl.static_range(parts):
         for place in tl.static_range(part * (4 // parts), (part + 1) * (4 // parts)):
-            weight = _numbers(words, place, ZERO_POINT, STEP, shape, dtype).to(tl.float32)
             if zero_point_ptr is not None:
-                zero = tl.broadcast_to(_zero_points(octets, part, STEP, dtype), (_TILE_ROWS, step_columns // 2, 2))
-                weight = weight + zero.reshape(shape).to(tl.float32)
+                added = tl.broadcast_to(zero_points[place], shape)
+            weight = _numbers(words, place, added, STEP, shape, dtype).to(tl.float32)
             weight = weight * (_scale(scales, part, parts, scale_ptr.dtype.element_ty) * (1 / STEP))
             k = tile * TILE + place * step_columns + tl.arange(0, step_columns)[None, :]
             tl.store(out_ptr + n.to(tl.int64) * K + k, weight.to(dtype), mask=(n < N) & (k < K))
