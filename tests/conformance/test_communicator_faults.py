@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Sequence
 
@@ -190,6 +192,53 @@ class DeafToAbort(Letters):
         pass
 
 
+class Later(torch.Tensor):
+    """What a thread still works at, as a device's queue would: asking for it on the host waits."""
+
+    worker: threading.Thread
+
+    def cpu(self, *args: object, **named: object) -> Tensor:
+        self.worker.join()
+        return self.as_subclass(torch.Tensor)
+
+
+class Queued(Letters):
+    """Comes back before the others have come."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._ask()
+        result = torch.full_like(x, torch.nan).as_subclass(Later)
+        result.worker = threading.Thread(target=self._sum, args=(x, result.as_subclass(torch.Tensor)), daemon=True)
+        result.worker.start()
+        return result
+
+    def _ask(self) -> None:
+        if self._has_left:
+            raise RuntimeError("left")
+
+    def _sum(self, x: Tensor, result: Tensor) -> None:
+        with contextlib.suppress(RuntimeError), torch.inference_mode():  # a queue has nobody to raise it to
+            result.copy_(self._found(x))
+
+    def _found(self, x: Tensor) -> Tensor:
+        return self.all_gather(x[None]).sum(0)
+
+
+class QueuedAndDeafToAbort(Queued):
+    def abort(self) -> None:
+        pass
+
+
+class QueuedAndNeverWaits(Queued):
+    def _found(self, x: Tensor) -> Tensor:
+        return x
+
+
+class QueuedAndServesAfterAbort(Queued):
+    def _ask(self) -> None:
+        pass
+
+
 class NoSum(Communicator):
     init, close, abort = TorchDistributed.init, TorchDistributed.close, TorchDistributed.abort
 
@@ -211,6 +260,8 @@ PLANTED: dict[str, tuple[type[Communicator], str, str]] = {
     "rows depend on each other": (RowsTogether, "all_reduce/*", "batch-invariant"),
     "serves after close": (StaysAfterClose, "group/2/close", "close"),
     "no all_reduce": (NoSum, "all_reduce*", "has"),
+    "queued, hands data through": (QueuedAndNeverWaits, "group/2/abort", "abort"),
+    "queued, serves after abort": (QueuedAndServesAfterAbort, "group/2/abort", "abort"),
 }
 
 
@@ -240,7 +291,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "cases", "check"),
-    [(EmptyRankSkips, "all_gather/*-none/*", "values"), (DeafToAbort, "group/2/abort", "abort")],
+    [
+        (EmptyRankSkips, "all_gather/*-none/*", "values"),
+        (DeafToAbort, "group/2/abort", "abort"),
+        (QueuedAndDeafToAbort, "group/2/abort", "abort"),
+    ],
 )
 @pytest.mark.usefixtures("impatient")
 def test_what_hangs_is_caught(site: Site, kind: type[Communicator], cases: str, check: str) -> None:
@@ -252,6 +307,11 @@ def test_what_hangs_is_caught(site: Site, kind: type[Communicator], cases: str, 
 
 def test_it_was_not_the_letters(site: Site) -> None:
     caught = tried(site, Letters, "*")
+    assert caught is None, str(caught)
+
+
+def test_what_waits_in_a_queue_need_not_raise(site: Site) -> None:
+    caught = tried(site, Queued, "group/2/abort")
     assert caught is None, str(caught)
 
 

@@ -105,7 +105,7 @@ class GroupMember(ABC):
     It is constructed with the model, on every rank of its group in one order: declare there what memory it needs, as in
     ``ctx.resources.declare("acme.all_reduce", nbytes, scope="collective")``. That memory is there when ``init`` is
     called, on all ranks at once, before any step; nothing may be created later. ``close`` is called in reverse order,
-    and ``abort``, from another thread, where a rank has died: what is under way must then raise.
+    and ``abort``, from another thread, where a rank has died: what is under way must then raise, or end in its queue.
 
     The kernel of an op that takes a summand (``allreduce_add_rms_norm``) is made by a contribution of form ``factory``:
     ``target(ctx, workload, parts)`` returns a function. One that is a GroupMember itself, an object with ``__call__``,
@@ -126,7 +126,8 @@ class GroupMember(ABC):
     def abort(self) -> None:
         """Leave at once, whatever is under way, without the others; called where a rank has died.
 
-        Calls raise RuntimeError from now on, those under way too, at the latest when their time is up.
+        Calls raise RuntimeError from now on, those under way too, at the latest when their time is up. What waits in a
+        device's queue by then cannot raise: it ends, its results mean nothing, and who waits for them comes back.
         """
         raise NotImplementedError
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hardpoint.plugins.record import PluginRecord
 
 SCHEMA = 1
-KIT_VERSION = 2
+KIT_VERSION = 3
 """Raised when a check comes to ask for more than before, or results are judged by another rule."""
 
 _CORE = Path(hardpoint.__file__).parent

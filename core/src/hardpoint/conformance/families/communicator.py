@@ -46,6 +46,9 @@ _WIDTHS = {"even": (64,), "odd": (33,), "flat": (), "deep": (3, 5)}
 _ENOUGH = 10.0
 """Seconds in which ``close``, and a collective after ``abort``, must have ended."""
 
+_UNTIL_ABORT = 0.3
+"""Seconds that a collective waits in vain before ``abort``: long enough for it to be in a device's queue by then."""
+
 _SHORT = 1.0
 """Seconds after which collectives fail where a trial has one wait in vain."""
 
@@ -443,7 +446,9 @@ def close(group: CommunicatorGroup, present: Sequence[str], plan: Plan) -> Findi
 def aborted(group: CommunicatorGroup, present: Sequence[str], plan: Plan) -> Finding:
     """``abort``: called from another thread, it ends a collective that waits for a rank in vain, or lets it time out.
 
-    Some libraries cannot interrupt what waits: then ``ctx.parallel.timeout`` ends it, and here that is short.
+    Some libraries cannot interrupt what waits: then ``ctx.parallel.timeout`` ends it, and here that is short. What came
+    back before, since a device's queue waits in its place, need not raise; who waits for it comes back in time, and
+    the next call raises.
     """
     group = replace(group, timeout=_SHORT)
     released, waiting = threading.Event(), list[int]()
@@ -456,19 +461,19 @@ def aborted(group: CommunicatorGroup, present: Sequence[str], plan: Plan) -> Fin
             member.communicator.abort()
             return None
         waiting.append(member.rank)
-        timer = threading.Timer(0.1, abort, [[member.communicator]])
-        timer.start()
-        started = time.monotonic()
+        has_left = threading.Event()
+
+        def leave() -> None:
+            has_left.set()
+            abort([member.communicator])
+
+        threading.Timer(_UNTIL_ABORT, leave).start()
         try:
-            call()
-        except RuntimeError:
-            took = time.monotonic() - started
-            return None if took < _ENOUGH else f"the collective under way took {took:.1f} s to raise"
+            return _in_vain(call, has_left)
         finally:
             waiting.pop()
             if not waiting:
                 released.set()
-        return "the collective under way returned a result; it must raise RuntimeError"
 
     try:
         said = group.run(act, close=False, seconds=2 * _ENOUGH)
@@ -476,6 +481,22 @@ def aborted(group: CommunicatorGroup, present: Sequence[str], plan: Plan) -> Fin
         return Finding.failed("hang", "abort", f"a collective under way goes on: {error}")
     faults = [Fault("abort", f"rank {rank}", text) for rank, text in enumerate(said) if text]
     return Finding(tuple(faults))
+
+
+def _in_vain(call: Callable[[], torch.Tensor], has_left: threading.Event) -> str | None:
+    """What is wrong with how a collective ends that waits until its rank has left."""
+    started = time.monotonic()
+    try:
+        result = call()
+        is_queued = not has_left.is_set()
+        result.cpu()
+        if not is_queued or not has_left.is_set():
+            return "the collective under way returned a result; it must raise RuntimeError"
+        call()
+    except RuntimeError:
+        took = time.monotonic() - started
+        return None if took < _ENOUGH else f"the collective under way took {took:.1f} s to end"
+    return "a collective after it returned a result; it must raise RuntimeError"
 
 
 def _call(present: Sequence[str], member: Member) -> Callable[[], torch.Tensor]:
