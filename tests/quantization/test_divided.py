@@ -11,7 +11,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint_plugin_api import ConfigError
 from tests.parallel.ranks import ranks_in_threads
 from tests.quantization.formats import FORMATS, Format, write_quantized
-from tests.support.checkpoints import random_prompts
+from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 
 DIVISIBLE = {"intermediate_size": 128, "num_key_value_heads": 4}
@@ -52,3 +52,14 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path, form: Format) -> None:
         assert difference.max() < 2e-4
     else:  # activations are rounded by what each rank has of them
         assert difference.median() < 0.1
+
+
+def test_a_quantized_head(tmp_path: Path) -> None:
+    """The vocabulary is divided, and what a rank has of it is quantized as a whole."""
+    write_checkpoint(tmp_path, "qwen3", vocab_size=259, intermediate_size=128, num_key_value_heads=4)
+    settings = {"quantization": "int4", "quantization_options": "group_size=32,lm_head=true"}
+    with small_llm(tmp_path, **settings) as llm:
+        alone = prompt_scores(llm)
+    with ranks_in_threads(tmp_path, 2, **settings) as llm:
+        together = prompt_scores(llm)
+    assert (together - alone).abs().max() < 2e-4
