@@ -4,7 +4,7 @@
 # Leaves FOLDER/FAMILY.json, and each part's certificate and report beside it. Parts whose certificates are in FOLDER
 # already are not run again, so that a list may be worked through in several sessions, as long as nothing is changed.
 # Without accelerators the host takes all parts. Kernels that need several GPUs are run apart, with all of them in sight:
-# `hardpoint conform cuda --family communicator`.
+# `hardpoint conform cuda --family communicator`, and `--family op --name cuda_flashinfer_allreduce`.
 # Override: PARTS of each family (as many as GPUs); LIMIT, seconds after which what runs is ended. Nothing is begun that
 # would not end by then, as far as the longest part before it tells.
 set -um # what runs in the background is a job of its own, so that an interrupt ends it in good order

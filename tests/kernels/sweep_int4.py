@@ -94,7 +94,7 @@ def _weights(n: int, k: int, group: int, zero_point: bool) -> dict[str, torch.Te
 
 
 _SPLIT = ((2, 3), (2, 4), (4, 3), (4, 4), (8, 2), (8, 3))
-"""Warps and stages. 4096 columns are 16 tiles: each of 4 warps has 4 of them, each of 16 has one."""
+"""Warps and stages. 4096 columns are 16 tiles: each of 2 warps has 8 of them, each of 8 has two."""
 
 
 def _cuts(num_rows: int) -> Iterator[Int4Configuration]:

@@ -176,7 +176,7 @@ def test_flags(
 
 def test_a_head_that_is_the_embedding(tmp_path: Path, no_reading: None) -> None:
     write_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
-    with pytest.raises(ConfigError, match=r"lm_head=true: by .*config.json the output head is the embedding"):
+    with pytest.raises(ConfigError, match=r"lm_head=true: the output head of .*config.json is the embedding"):
         small_llm(tmp_path, quantization="int8", quantization_options="lm_head=true")
 
 

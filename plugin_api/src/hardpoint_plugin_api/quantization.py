@@ -158,8 +158,7 @@ class MethodRequest:
 
     ``config`` is the checkpoint's ``quantization_config``, None where the checkpoint is not quantized and the method
     is to quantize it while it loads; ``options`` the user's ``--quantization-options``; ``dtype`` that of
-    activations; ``where`` names the config's file, for messages. ``tied``: the output head is the embedding's matrix,
-    which no method is asked about.
+    activations; ``where`` names the config's file, for messages.
     """
 
     config: Mapping[str, object] | None
@@ -168,7 +167,6 @@ class MethodRequest:
     dtype: str
     device: DeviceInfo
     where: str
-    tied: bool = False
 
 
 class QuantizationMethod(ABC):
@@ -190,6 +188,12 @@ class QuantizationMethod(ABC):
         """The scheme of one matrix, None where it is left as it is.
 
         Raises CheckpointError for what can be known of it before weights are read.
+        """
+
+    def leave_tied_head(self) -> None:  # noqa: B027  # most have nothing to say
+        """Called where the output head is the embedding, which stays as it is and has no scheme.
+
+        Raises ConfigError where the user's options ask for it.
         """
 
     def cache_scales(self, attention: str) -> CacheScales | None:

@@ -14,7 +14,7 @@ import click
 
 from hardpoint.cli.output import check_writable, make_folder, print_json, print_table, write_text
 from hardpoint.conformance.kit import Order, Shard
-from hardpoint.conformance.plan import Level
+from hardpoint.conformance.plan import CASE_SECONDS, Level
 from hardpoint.plugins import discover
 from hardpoint_plugin_api import ConfigError
 
@@ -81,7 +81,11 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
     help="Processes at once; by default one for each core, and on a device other than the host one.",
 )
 @click.option(
-    "--timeout", type=click.IntRange(min=1), default=120, show_default=True, help="Seconds that one case may take."
+    "--timeout",
+    type=click.IntRange(min=1),
+    default=int(CASE_SECONDS),
+    show_default=True,
+    help="Seconds that one case may take.",
 )
 def conform(plugin: str, json_file: str | None, in_process: bool, jobs: int | None, timeout: int, **order: Any) -> int:
     """Run the contributions of PLUGIN on the inputs that break kernels, against references in higher precision.

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from hardpoint.config import EngineConfig
 from hardpoint.conformance.certificate import Certificate, describe_plugin, library_versions, now
-from hardpoint.conformance.isolation import CASE_SECONDS, Listing, run
+from hardpoint.conformance.isolation import Listing, run
 from hardpoint.conformance.kit import Order, case_list_digest
+from hardpoint.conformance.plan import CASE_SECONDS
 from hardpoint.conformance.trials import Result
 from hardpoint.plugins import Offer, PluginSet
 from hardpoint_plugin_api import Contribution, UnknownNameError

@@ -19,7 +19,7 @@ from threading import Condition
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hardpoint.conformance.kit import Order, platform_for
-from hardpoint.conformance.plan import CoveringArrays, Plan
+from hardpoint.conformance.plan import CASE_SECONDS, CoveringArrays, Plan
 from hardpoint.conformance.processes import DeathError, Nursery, TrialProcess
 from hardpoint.conformance.trials import Result
 from hardpoint.ops.error_model import Fault
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from hardpoint.conformance.worker import Bench
 
 START_SECONDS = 300.0
-CASE_SECONDS = 300.0
-"""A device's compilers may be asked for many kernels in one case, beside as many processes as there are processors."""
 _MOST_DEATHS = 5
 
 

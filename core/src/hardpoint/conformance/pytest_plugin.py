@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hardpoint.conformance.plan import LEVELS
+from hardpoint.conformance.plan import CASE_SECONDS, LEVELS
 
 if TYPE_CHECKING:
     from hardpoint.conformance.isolation import Runner
@@ -30,7 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--hardpoint-family", metavar="FAMILY", help="Only the plugin's contributions to one family.")
     group.addoption("--hardpoint-name", metavar="NAME", help="Only the plugin's contribution of this name.")
     group.addoption("--hardpoint-platform", metavar="NAME", help="Where to run; by default where the plugin belongs.")
-    group.addoption("--hardpoint-timeout", type=float, default=120.0, metavar="S", help="Seconds one case may take.")
+    group.addoption(
+        "--hardpoint-timeout", type=float, default=CASE_SECONDS, metavar="S", help="Seconds one case may take."
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose among the items

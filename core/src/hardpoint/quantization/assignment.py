@@ -114,7 +114,11 @@ class Quantization:
         if name is None and key[1] is None:  # a part on its own asks again, under its own path
             path, _, part = key[0].rpartition(".")
             name = self._modules.get((path, part)) if path in self._apart else None
-        if self.method is None or name is None or args.kind == "embedding":
+        if self.method is None or name is None:
+            return Scheme.plain(dtype)
+        if args.kind == "embedding":
+            with blame(self.method.offer):
+                self.method.reader.leave_tied_head()
             return Scheme.plain(dtype)
         module = Module(name, rows, args.in_features, args.kind)
         with blame(self.method.offer):

@@ -87,7 +87,6 @@ def choose_quantization(ctx: Context, hf_config: HFConfig, name: str | None) -> 
         dtype=str(ctx.dtype).removeprefix("torch."),
         device=ctx.device,
         where=str(hf_config.path),
-        tied=hf_config.flag("tie_word_embeddings", False),
     )
     with blame(offer):
         return Quantization(Method(kind(request), offer, tensors))

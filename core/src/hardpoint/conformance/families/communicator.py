@@ -18,7 +18,7 @@ import torch
 
 from hardpoint.conformance.memory import equal_bits, share_storage
 from hardpoint.conformance.plan import Exclusions, Plan
-from hardpoint.conformance.ranks import CommunicatorGroup, HungError, Member, abort, too_few_devices, worlds
+from hardpoint.conformance.ranks import CommunicatorGroup, HungError, Member, too_few_devices, worlds
 from hardpoint.conformance.site import Subject
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.dtypes import dtype_of
@@ -46,10 +46,10 @@ _WIDTHS = {"even": (64,), "odd": (33,), "flat": (), "deep": (3, 5)}
 _ENOUGH = 10.0
 """Seconds in which ``close``, and a collective after ``abort``, must have ended."""
 
-_UNTIL_ABORT = 0.3
+_UNTIL_ABORT = 1.0
 """Seconds that a collective waits in vain before ``abort``: long enough for it to be in a device's queue by then."""
 
-_SHORT = 1.0
+_SHORT = 3.0
 """Seconds after which collectives fail where a trial has one wait in vain."""
 
 _BAND = 128
@@ -451,11 +451,11 @@ def aborted(group: CommunicatorGroup, present: Sequence[str], plan: Plan) -> Fin
     the next call raises.
     """
     group = replace(group, timeout=_SHORT)
-    released, waiting = threading.Event(), list[int]()
+    released, waiting, somebody_left = threading.Event(), list[int](), threading.Event()
 
     def act(member: Member) -> str | None:
         call = _call(present, member)
-        call()
+        call().cpu()  # all have come
         if member.rank == 0:  # the rank that never comes
             released.wait(3 * _ENOUGH)
             member.communicator.abort()
@@ -464,12 +464,17 @@ def aborted(group: CommunicatorGroup, present: Sequence[str], plan: Plan) -> Fin
         has_left = threading.Event()
 
         def leave() -> None:
-            has_left.set()
-            abort([member.communicator])
+            somebody_left.set()
+            try:
+                member.communicator.abort()
+            finally:
+                has_left.set()
 
-        threading.Timer(_UNTIL_ABORT, leave).start()
+        timer = threading.Timer(_UNTIL_ABORT, leave)
+        timer.daemon = True  # whatever abort() waits for
+        timer.start()
         try:
-            return _in_vain(call, has_left)
+            return _in_vain(call, somebody_left, has_left)
         finally:
             waiting.pop()
             if not waiting:
@@ -483,19 +488,24 @@ def aborted(group: CommunicatorGroup, present: Sequence[str], plan: Plan) -> Fin
     return Finding(tuple(faults))
 
 
-def _in_vain(call: Callable[[], torch.Tensor], has_left: threading.Event) -> str | None:
-    """What is wrong with how a collective ends that waits until its rank has left."""
+def _in_vain(call: Callable[[], torch.Tensor], somebody_left: threading.Event, has_left: threading.Event) -> str | None:
+    """What is wrong with how a collective ends that waits until its own rank, or another that waits, has left."""
     started = time.monotonic()
     try:
         result = call()
-        is_queued = not has_left.is_set()
+        is_queued = not somebody_left.is_set()
         result.cpu()
-        if not is_queued or not has_left.is_set():
+        if not is_queued or not somebody_left.is_set():
             return "the collective under way returned a result; it must raise RuntimeError"
+    except RuntimeError:
+        pass
+    if (took := time.monotonic() - started) > _ENOUGH:
+        return f"the collective under way took {took:.1f} s to end"
+    has_left.wait(_ENOUGH)
+    try:
         call()
     except RuntimeError:
-        took = time.monotonic() - started
-        return None if took < _ENOUGH else f"the collective under way took {took:.1f} s to end"
+        return None
     return "a collective after it returned a result; it must raise RuntimeError"
 
 

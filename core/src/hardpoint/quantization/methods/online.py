@@ -39,17 +39,19 @@ class OnlineMethod(QuantizationMethod):
     def __init__(self, request: MethodRequest) -> None:
         self.options = Options(request.options, self.known)
         self._kinds = ("linear", "lm_head") if self.options.text("lm_head") == "true" else ("linear",)
-        if request.tied and "lm_head" in self._kinds:
-            raise ConfigError(
-                f"--quantization-options lm_head=true: by {request.where} the output head is the embedding, which is "
-                "not quantized; leave the option out"
-            )
         self.plain = QuantSpec(request.dtype)
         self.request = request
 
     @abstractmethod
     def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
         """The specs of weight and activation. Raises ConfigError where the weight's shape does not allow it."""
+
+    def leave_tied_head(self) -> None:
+        if "lm_head" in self._kinds:
+            raise ConfigError(
+                f"--quantization-options lm_head=true: the output head of {self.request.where} is the embedding, which "
+                "is not quantized; leave the option out"
+            )
 
     def scheme(self, module: Module) -> Scheme | None:
         if module.kind not in self._kinds:
