@@ -54,8 +54,8 @@ def _fits(compiled: Compiled, shared_kib: int) -> None:
 
 
 def test_codes_go_from_memory_to_matrix_units() -> None:
-    cuts = [int4_configuration(num_rows, 4096, 2) for num_rows in _ROWS]
-    jobs = [_job("sm_90", cut) for cut in cuts] + [_job("sm_90", cut, group=64, zero_point=True) for cut in cuts[:3]]
+    cuts = [int4_configuration(num_rows, n, 2) for n in (28672, 4096) for num_rows in _ROWS]
+    jobs = [_job("sm_90", cut) for cut in cuts] + [_job("sm_90", cut, group=64, zero_point=True) for cut in cuts[:9]]
     for compiled in compile_kernels(jobs):
         _fits(compiled, 227)
         cut = compiled.job.constexprs
@@ -103,7 +103,7 @@ def test_all_that_is_chosen_fits(target: str) -> None:
         for num_rows in (_ROWS if nvidia else (16, 32))
         for group in (0, 32, 64, 128)
         for zero_point in (False, True)
-        for n in ((4096, 28672) if 8 < num_rows <= 32 else (4096,))
+        for n in ((4096, 28672) if num_rows <= 32 else (4096,))
         for cut in [int4_configuration(num_rows, n, 4 if element == "fp32" else 2)]
     ]
     for compiled in compile_kernels(jobs, seconds=1800):
