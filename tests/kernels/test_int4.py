@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
+import triton
 
 from hardpoint.conformance.site import Site
+from hardpoint.kernels import weight_only
 from hardpoint.kernels.weight_only import (
     Int4Configuration,
     TritonInt4Linear,
@@ -92,6 +96,27 @@ def test_numbers(site: Site, n: int, k: int, group: int, element: str, zero_poin
     case = _Case(site, dtype, n, k, group, element, zero_point)
     got = int4_dequantize(case.packed, k, case.dtype, case.kernel.group, case.kernel.flip)
     assert torch.equal(got.double(), case.plain)
+
+
+def test_fewer_stages_where_shared_memory_is_small(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, kernel, asked = _Case(site, "bfloat16", 40, 1024, 128, "uint4", True), weight_only._int4_matmul, list[int]()
+
+    class SmallDevice:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            def launch(*args: object, num_stages: int, **named: object) -> object:
+                asked.append(num_stages)
+                if num_stages > 2:
+                    raise triton.OutOfResources(100 << 10, 99 << 10, "shared memory")
+                return kernel[grid](*args, num_stages=num_stages, **named)
+
+            return launch
+
+    monkeypatch.setattr(weight_only, "_int4_matmul", SmallDevice())
+    monkeypatch.setattr(weight_only, "_fitting", {})
+    cut = replace(_CUTS["rows"], num_stages=4)
+    for _ in range(2):
+        case.check(_whole(5, 1024, dtype=case.dtype), None, cut)
+    assert asked == [4, 3, 2, 2]
 
 
 @pytest.mark.parametrize("zero_point", [False, True])

@@ -106,5 +106,9 @@ def test_all_that_is_chosen_fits(target: str) -> None:
         for n in ((4096, 28672) if num_rows <= 32 else (4096,))
         for cut in [int4_configuration(num_rows, n, 4 if element == "fp32" else 2)]
     ]
-    for compiled in compile_kernels(jobs, seconds=1800):
+    found = compile_kernels(jobs, seconds=1800)
+    large = [c.job for c in found if c.shared > shared_kib << 10 and c.job.num_stages > 2 and shared_kib < 100]
+    # What launches with one stage less where a product says that it lacks memory.
+    fewer = [replace(j, num_stages=2, constexprs={**j.constexprs, "STAGES": 2}) for j in large]
+    for compiled in [*(c for c in found if c.job not in large), *compile_kernels(fewer, seconds=1800)]:
         _fits(compiled, shared_kib)

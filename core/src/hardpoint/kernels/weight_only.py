@@ -183,6 +183,10 @@ def int4_configuration(num_rows: int, n: int, itemsize: int) -> Int4Configuratio
     return replace(cut, pieces=pieces)
 
 
+_fitting: dict[tuple[object, ...], Int4Configuration] = {}
+"""What took the place of cuts that did not fit a device."""
+
+
 def int4_matmul(
     x: torch.Tensor,
     weights: dict[str, torch.Tensor],
@@ -194,12 +198,34 @@ def int4_matmul(
     """``x`` [M, K] times packed ``weights``, plus ``bias`` [N]: a new [M, N].
 
     ``group`` 0 is a scale for each row; ``zero_point``, 0 or 8, is for all, where the weights have none of their own.
+    A device whose multiprocessors have less shared memory than a cut takes has fewer blocks of columns on their way.
     """
+    num_rows, n = x.shape[0], weights["weight_scale"].shape[1]
+    if not num_rows:
+        return x.new_empty(num_rows, n)
+    cut = configuration or int4_configuration(num_rows, n, x.element_size())
+    kind = cut, group, x.dtype, "weight_zero_point" in weights, x.device
+    if _fitting:
+        cut = _fitting.get(kind, cut)
+    while True:
+        try:
+            return _product(x, weights, bias, group, zero_point, cut)
+        except triton.OutOfResources:
+            if cut.num_stages == 1:
+                raise
+            cut = _fitting[kind] = replace(cut, num_stages=cut.num_stages - 1)
+
+
+def _product(
+    x: torch.Tensor,
+    weights: dict[str, torch.Tensor],
+    bias: torch.Tensor | None,
+    group: int,
+    zero_point: int,
+    cut: Int4Configuration,
+) -> torch.Tensor:
     (num_rows, k), n = x.shape, weights["weight_scale"].shape[1]
     out = x.new_empty(num_rows, n)
-    if not num_rows:
-        return out
-    cut = configuration or int4_configuration(num_rows, n, x.element_size())
     tile = _tile(group)
     split = cut.num_warps if cut.split else 1
     found = out if cut.pieces == 1 else torch.empty(cut.pieces, num_rows, n, dtype=torch.float32, device=x.device)
