@@ -224,6 +224,7 @@ def _product(
     zero_point: int,
     cut: Int4Configuration,
 ) -> torch.Tensor:
+    """``int4_matmul`` of at least one row, in one cut. Raises OutOfResources, with nothing launched."""
     (num_rows, k), n = x.shape, weights["weight_scale"].shape[1]
     out = x.new_empty(num_rows, n)
     tile = _tile(group)
