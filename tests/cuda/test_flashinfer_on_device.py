@@ -1,4 +1,4 @@
-"""FlashInfer's kernels on a device. Those of other cases than "plain" may have to be compiled: a minute or two each."""
+"""FlashInfer's kernels on a device: those that are compiled, or that can be there, a minute or two each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hardpoint.attention.reference import ReferenceAttention
 from hardpoint_cuda.platform import CudaPlatform
 from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, BuildContext, DeviceInfo
 from tests.support.attention import MIXED, Piece, run_backend
-from tests.support.flashinfer import WithDevice, backend_class, needs_flashinfer
+from tests.support.flashinfer import WithDevice, backend_class, needs_flashinfer, needs_kernels
 from tests.support.waits import waits_are_errors
 
 pytestmark = [pytest.mark.accelerator, needs_flashinfer]
@@ -71,6 +71,7 @@ def agree(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_steps_match_the_reference(machine: Machine, name: str, step: str) -> None:
     spec, pieces = SPECS[name], STEPS[step]
+    needs_kernels(spec, machine.platform.info)
     ours = backend_class(device=machine.platform.info, workspace_mib=256)
     out, _ = run_backend(ours, spec, pieces, device=machine.device)
     agree(out, run_backend(ReferenceAttention, spec, pieces, device=machine.device)[0])
@@ -124,6 +125,7 @@ class Decoding:
 @pytest.mark.parametrize("name", ["plain", "window"])
 @pytest.mark.parametrize("n", [1, 5, 64])
 def test_a_captured_decode_is_replayed_as_contexts_grow(machine: Machine, name: str, n: int) -> None:
+    needs_kernels(SPECS[name], machine.platform.info)
     decoding = Decoding(machine, SPECS[name], n)
     backend = decoding.backend
     with torch.inference_mode():

@@ -16,8 +16,6 @@ from tests.support.traces import trace_events
 
 pytestmark = pytest.mark.accelerator
 
-MIB = 2**20
-
 
 @pytest.fixture
 def info() -> DeviceInfo:
@@ -61,11 +59,12 @@ def test_memory_moves_with_an_allocation(platform: CudaPlatform) -> None:
     device = platform.activate(0)
     platform.memory.reset_peak()
     before = platform.memory.snapshot()
-    held = torch.ones(512 * MIB, dtype=torch.uint8, device=device)
+    nbytes = before.free // 4  # far more than other tests, at the same time on the same device, take or give back
+    held = torch.ones(nbytes, dtype=torch.uint8, device=device)
     platform.synchronize()
     after = platform.memory.snapshot()
-    assert before.free - after.free >= 500 * MIB
-    assert after.peak - before.peak >= 512 * MIB
+    assert before.free - after.free >= nbytes // 2
+    assert after.peak - before.peak >= nbytes
     assert after.total == before.total
     assert 0 < platform.kv_cache_budget() < after.free
     del held
@@ -102,11 +101,12 @@ def test_a_profile_holds_ranges_and_kernels(platform: CudaPlatform, tmp_path: Pa
 
 def test_trim_returns_memory_to_the_driver(platform: CudaPlatform) -> None:
     device = platform.activate(0)
-    held = torch.ones(512 * MIB, dtype=torch.uint8, device=device)
+    nbytes = platform.memory.snapshot().free // 4
+    held = torch.ones(nbytes, dtype=torch.uint8, device=device)
     del held
     before = platform.memory.snapshot().free
     platform.memory.trim()
-    assert platform.memory.snapshot().free - before >= 500 * MIB
+    assert platform.memory.snapshot().free - before >= nbytes // 2
 
 
 def test_a_device_too_many(platform: CudaPlatform) -> None:

@@ -37,3 +37,11 @@ def backend_class(**context: Any) -> type[AttentionBackend]:
         return FlashInferAttention(cast(BuildContext, WithDevice(ctx.resources, **context)), spec)
 
     return cast(type[AttentionBackend], build)
+
+
+def needs_kernels(spec: AttentionSpec, device: DeviceInfo) -> None:
+    """Skip the test where the backend refuses ``spec``: its kernels are not compiled, and cannot be here."""
+    from hardpoint_cuda.flashinfer_attention import FlashInferAttention  # it imports Triton
+
+    if found := FlashInferAttention.supports(spec.workload(), device):
+        pytest.skip(str(found[0]))

@@ -106,9 +106,11 @@ class CudaGraphs(GraphEngine):
         stream, current = self._stream, torch.cuda.current_stream(self._device)
         assert stream is not None
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            fn(**inputs)
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                fn(**inputs)
+        finally:  # an error, too, leaves kernels under way, and the inputs are put back behind them
+            current.wait_stream(stream)
 
     def _captured(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> tuple[list[Piece], Any]:
         assert self._stream is not None
