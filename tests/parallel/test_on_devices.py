@@ -42,6 +42,19 @@ def test_two_devices(family: str, changes: dict[str, Any], settings: dict[str, A
             check_tokens_equal(model, prompt, output.outputs[0].token_ids)
 
 
+def test_engines_of_two_devices_take_turns(tmp_path: Path) -> None:
+    """In one process and thread: each on its own device, whichever is current."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    model, (prompt,) = write_checkpoint(tmp_path, "qwen3"), random_prompts(1, 40, seed=1)
+    settings: dict[str, Any] = {"kv_cache_memory": "64MiB", "max_num_seqs": 4}
+    with LLM(str(tmp_path), device_index=0, **settings) as a, LLM(str(tmp_path), device_index=1, **settings) as b:
+        for llm in (a, b, a):
+            (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        assert torch.accelerator.current_device_index() == 1, "as it was after the second was built"
+
+
 WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
 EVERY_EXPERT: dict[str, Any] = WIDE | {"num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 128}
 """Each token goes through all: where a choice is close, rounding would decide it."""

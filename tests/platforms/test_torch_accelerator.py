@@ -29,6 +29,9 @@ class FakeModule:
     def set_device(self, device: int) -> None:
         self.calls.append(("set_device", device))
 
+    def current_device(self) -> int:
+        return next((device for name, device in reversed(self.calls) if name == "set_device"), 0)
+
     def synchronize(self, device: int) -> None:
         self.calls.append(("synchronize", device))
 
@@ -85,6 +88,20 @@ def test_activate_memory_and_synchronize() -> None:
     acme.synchronize()
     assert acme.module.calls == [("set_device", 0), ("reset_peak_memory_stats", 0), ("synchronize", 0)]
     assert acme.kv_cache_budget() == 540
+
+
+def test_the_active_device_is_current_inside_alone() -> None:
+    acme = platform(["Acme 1", "Acme 1"], count=2)
+    acme.activate(1)
+    acme.module.set_device(0)
+    with acme.current():
+        with acme.current():
+            assert acme.module.current_device() == 1
+        assert acme.module.current_device() == 1
+    assert acme.module.current_device() == 0
+    with pytest.raises(KeyError), acme.current():
+        raise KeyError
+    assert acme.module.current_device() == 0
 
 
 def test_activate_counts_only_the_described_devices() -> None:

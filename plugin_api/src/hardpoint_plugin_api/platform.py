@@ -221,6 +221,14 @@ class Platform(ABC):
     def activate(self, index: int) -> torch.device:
         """Make device ``index`` current for this process and return it. The first call that may create a context."""
 
+    def current(self) -> AbstractContextManager[None]:
+        """Make the active device the calling thread's current one inside, and what was current before it afterwards.
+
+        For devices that are current for a thread, since several engines may take turns in one, or one engine be called
+        from several. Asked for at each step. Default: nothing.
+        """
+        return nullcontext()
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until everything submitted to the device is done."""

@@ -6,8 +6,8 @@ otherwise. Torch is imported by ``activate``, never by importing this module: de
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -24,6 +24,7 @@ class DeviceModule(Protocol):
     def is_available(self) -> bool: ...
     def device_count(self) -> int: ...
     def set_device(self, device: int) -> None: ...
+    def current_device(self) -> int: ...
     def synchronize(self, device: int) -> None: ...
     def get_device_name(self, device: int) -> str: ...
     def get_device_properties(self, device: int) -> Any: ...
@@ -115,6 +116,20 @@ class TorchAcceleratorPlatform(Platform):
         module.set_device(torch_index)
         self._memory = self.new_memory(module, torch_index)
         return torch.device(self.info.torch_type, torch_index)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """See Platform."""
+        module, index = self.memory.module, self.memory.index
+        before = module.current_device()
+        if before == index:
+            yield
+            return
+        module.set_device(index)
+        try:
+            yield
+        finally:
+            module.set_device(before)
 
     @property
     def memory(self) -> TorchMemory:

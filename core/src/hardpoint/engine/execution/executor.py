@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hardpoint.engine.execution.runner import Runner, Ticket
@@ -10,6 +11,10 @@ from hardpoint.engine.scheduling.step import StepInput, StepOutput
 
 if TYPE_CHECKING:
     from hardpoint.engine.execution.worker import Worker, WorkerFacts
+
+
+Current = Callable[[], AbstractContextManager[None]]
+"""``Platform.current``."""
 
 
 class Pending(Protocol):
@@ -53,11 +58,12 @@ class Executor(Protocol):
 
 
 class InProcessExecutor:
-    """One rank in this process."""
+    """One rank in this process. Its device is made current for whichever thread calls."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._runner: Runner | None = worker.runner
+        self._current = worker.blueprint.platform.current
 
     @property
     def facts(self) -> WorkerFacts:
@@ -67,11 +73,13 @@ class InProcessExecutor:
     def submit(self, step: StepInput) -> Pending:
         """Submit to the runner; asynchronous as far as the device is."""
         assert self._runner is not None, "submit after shutdown"
-        return _Submitted(self._runner, self._runner.submit(step))
+        with self._current():
+            return _Submitted(self._current, self._runner, self._runner.submit(step))
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call the worker."""
-        return [getattr(self.worker, method)(*args)]
+        with self._current():
+            return [getattr(self.worker, method)(*args)]
 
     def check(self) -> None:
         """This process does not go away."""
@@ -83,12 +91,14 @@ class InProcessExecutor:
         """Drop the runner and what it holds."""
         if self._runner is not None:
             self._runner = None
-            self.worker.close()
+            with self._current():
+                self.worker.close()
 
 
 class _Submitted:
-    def __init__(self, runner: Runner, ticket: Ticket) -> None:
-        self._runner, self._ticket = runner, ticket
+    def __init__(self, current: Current, runner: Runner, ticket: Ticket) -> None:
+        self._current, self._runner, self._ticket = current, runner, ticket
 
     def result(self) -> StepOutput:
-        return self._runner.collect(self._ticket)
+        with self._current():
+            return self._runner.collect(self._ticket)
