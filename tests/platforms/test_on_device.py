@@ -125,6 +125,24 @@ class TestCudaGraphs(RecordingContract):
     def graphs(self, platform: CudaPlatform, device: torch.device) -> GraphEngine:
         return platform.graph_engine()
 
+    def test_memory_is_returned_after_a_refused_step(
+        self, platform: CudaPlatform, graphs: GraphEngine, device: torch.device
+    ) -> None:
+        """Whatever torch thinks of the capture that was broken off; and graphs from before share their memory on."""
+        x = torch.ones(4, device=device)
+        before = graphs.prepare("before", lambda x: x + 1, {"x": x})
+        with pytest.raises(PlatformError, match="'waiting'"):
+            graphs.prepare("waiting", lambda x: x.sum().item(), {"x": x})
+        held = torch.ones(2**30, dtype=torch.uint8, device=device)
+        del held
+        taken = torch.cuda.memory_reserved(device)
+        platform.memory.trim()
+        assert taken - torch.cuda.memory_reserved(device) >= 2**30
+        after = [graphs.prepare(n, lambda x: x + 2, {"x": x}) for n in range(2)]
+        assert before.run().tolist() == [2.0] * 4
+        del after[0]
+        assert graphs.prepare("again", lambda x: x * 5, {"x": x}).run().tolist() == [5.0] * 4
+
     def test_what_graphs_take_is_told(self, graphs: GraphEngine, device: torch.device) -> None:
         """Memory between kernels is used by all graphs, so that the second takes little more than its result."""
         assert graphs.nbytes == 0

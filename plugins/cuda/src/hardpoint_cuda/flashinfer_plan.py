@@ -90,12 +90,15 @@ class _Turn:
         self._event: Any = torch.cuda.Event()
         self._memory = _pinned(0)
         self._device = device
-        self._used = False
+        self._used = self._filled = False
 
     def fill(self, *arrays: Ints) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Write ``arrays`` one behind another. Returns each on the host, and all of them."""
-        if self._used and not self._event.query():
+        if self._filled:  # and never closed: the plan failed, behind copies that may still wait
+            torch.cuda.synchronize(self._device)
+        elif self._used and not self._event.query():
             self._event.synchronize()
+        self._filled = True
         size = sum(array.size for array in arrays)
         if size > self._memory.numel():
             self._memory = _pinned(2 * size)
@@ -109,7 +112,7 @@ class _Turn:
     def close(self) -> None:
         """Everything that copies from it has been submitted."""
         self._event.record()
-        self._used = True
+        self._used, self._filled = True, False
 
 
 @dataclass

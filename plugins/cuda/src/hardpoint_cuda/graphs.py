@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,6 +31,28 @@ PIECE_SIZES = (128, 256, 384, 512, 768, 1024, 1536, 2048)
 """Of other steps; beyond, an 8B model's kernels take longer than the host."""
 
 
+class CaptureStream:
+    """The stream that steps are captured on.
+
+    An engine's graph engines come and go with its weights and its sleep, and share it: torch keeps the blocks that
+    warm-ups took for the stream that took them, and cuBLAS a workspace.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def get(self) -> torch.cuda.Stream:
+        """The stream, taken when it is first asked for."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
+
+    def replace(self) -> None:
+        """Use another from now on."""
+        self._stream = None
+
+
 class CudaGraphs(GraphEngine):
     """The graph engine of NVIDIA GPUs."""
 
@@ -41,21 +64,16 @@ class CudaGraphs(GraphEngine):
 
     def __init__(
         self,
-        device: torch.device,
+        stream: CaptureStream,
         batch_sizes: tuple[int, ...] = BATCH_SIZES,
         token_sizes: tuple[int, ...] = TOKEN_SIZES,
         piece_sizes: tuple[int, ...] = (),
     ) -> None:
         """Sizes ascend."""
-        self.batch_sizes, self.token_sizes, self.piece_sizes, self._device = (
-            batch_sizes,
-            token_sizes,
-            piece_sizes,
-            device,
-        )
+        self.batch_sizes, self.token_sizes, self.piece_sizes = batch_sizes, token_sizes, piece_sizes
+        self._device, self._stream = stream.device, stream
         self._capture: _Capture | None = None
         self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
         self._alive: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
 
     @property
@@ -72,10 +90,8 @@ class CudaGraphs(GraphEngine):
         Numbers among ``inputs`` are part of the capture; a run with others calls ``fn`` anew. Raises PlatformError for
         a step that waits for the device; ``fn``'s own errors come through.
         """
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        if self._pool is None or not self._alive:  # torch gives a pool up with the last graph that had a share in it
-            self._pool = torch.cuda.graph_pool_handle()
+        if all(graph.pool != self._pool for graph in self._alive):  # torch gives a pool up with its last graph
+            self._pool = tuple(torch.cuda.graph_pool_handle())
         held = {name: x.clone() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
         try:
             self._warm_up(fn, inputs)
@@ -103,8 +119,7 @@ class CudaGraphs(GraphEngine):
         return total - free - torch.cuda.memory_reserved(self._device)
 
     def _warm_up(self, fn: Callable[..., Any], inputs: Mapping[str, object]) -> None:
-        stream, current = self._stream, torch.cuda.current_stream(self._device)
-        assert stream is not None
+        stream, current = self._stream.get(), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
@@ -113,19 +128,19 @@ class CudaGraphs(GraphEngine):
             current.wait_stream(stream)
 
     def _captured(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> tuple[list[Piece], Any]:
-        assert self._stream is not None
         torch.cuda.synchronize(self._device)
-        self._capture = capture = _Capture(self._pool)
+        self._capture = capture = _Capture(self._pool, self._device)
         failure = None
         try:
-            with torch.cuda.stream(self._stream), capture:
+            with torch.cuda.stream(self._stream.get()), capture:
                 try:
                     result = fn(**inputs)
                 except Exception as error:  # named below, whatever the end of the capture says
                     failure = error
                     raise
         except Exception as error:
-            self._pool, self._stream = None, None  # a failed capture may leave either unusable
+            self._pool = None  # a failed capture may leave it unusable, and the stream, too
+            self._stream.replace()
             cause = failure or error
             if not _is_cuda_error(cause):
                 raise cause from None
@@ -145,8 +160,8 @@ Piece = torch.cuda.CUDAGraph | Callable[[], None]
 class _Capture:
     """A capture on the current stream: one graph or, where it is interrupted, several, over one memory ``pool``."""
 
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
+    def __init__(self, pool: Any, device: torch.device) -> None:
+        self._pool, self._device = pool, device
         self.pieces: list[Piece] = []
 
     def __enter__(self) -> None:
@@ -170,7 +185,21 @@ class _Capture:
         assert isinstance(graph, torch.cuda.CUDAGraph)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # without tokens, nothing is launched
-            graph.capture_end()
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                self._give_up_allocation()
+                raise
+
+    def _give_up_allocation(self) -> None:
+        """What torch leaves out where CUDA refuses a capture (PyTorch issues 180395 and 190348).
+
+        Otherwise its allocator takes it that a capture is under way for as long as the process lives, and returns no
+        memory to the driver.
+        """
+        with suppress(RuntimeError):  # of a torch that does it itself
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            torch._C._cuda_releasePool(self._device.index, self._pool)
 
 
 class CudaGraph:

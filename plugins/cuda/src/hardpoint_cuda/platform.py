@@ -19,6 +19,8 @@ from hardpoint_plugin_api import NO_DEVICE, ConfigError, DeviceInfo, Fp8Format, 
 if TYPE_CHECKING:
     import torch
 
+    from hardpoint_cuda.graphs import CaptureStream
+
 _OVERLAPS = 90
 """The first architecture with programmatic dependent launch."""
 
@@ -142,8 +144,8 @@ def parse_sizes(text: str, key: str) -> tuple[int, ...]:
         sizes = [0]
     if not sizes or sizes[0] < 1:
         raise ConfigError(
-            f"cuda.{key} must be auto or positive numbers with commas between them, got {text!r}; to run "
-            "without graphs use --enforce-eager"
+            f"cuda.{key} must be auto{'' if key == 'graph_batch_sizes' else ', none'} or positive numbers with commas "
+            f"between them, got {text!r}; to run without any graphs use --enforce-eager"
         )
     return tuple(sizes)
 
@@ -153,6 +155,7 @@ class CudaPlatform(TorchAcceleratorPlatform):
 
     name = "cuda"
     collectives = "nccl"
+    _capture_stream: CaptureStream
 
     @classmethod
     def detect(cls) -> DeviceInfo | Reason:
@@ -165,7 +168,10 @@ class CudaPlatform(TorchAcceleratorPlatform):
 
     def activate(self, index: int) -> torch.device:
         """See Platform. Core's kernels overlap from now on, where the device can and the configuration lets them."""
+        from hardpoint_cuda.graphs import CaptureStream
+
         device = super().activate(index)
+        self._capture_stream = CaptureStream(device)
         try:
             from hardpoint_cuda.overlapped import OVERLAP
         except ImportError:  # no Triton, or one that none of these kernels is for
@@ -178,8 +184,6 @@ class CudaPlatform(TorchAcceleratorPlatform):
 
     def graph_engine(self) -> GraphEngine:
         """CUDA graphs of the sizes that the configuration lists. Raises ConfigError for such a list."""
-        import torch
-
         from hardpoint_cuda.graphs import BATCH_SIZES, PIECE_SIZES, TOKEN_SIZES, CudaGraphs
 
         sizes = []
@@ -190,7 +194,7 @@ class CudaPlatform(TorchAcceleratorPlatform):
         ):
             listed = str(self.config.get(key, "auto"))
             sizes.append(auto if listed == "auto" else parse_sizes(listed, key))
-        return CudaGraphs(torch.device(self.info.torch_type, self.memory.index), *sizes)
+        return CudaGraphs(self._capture_stream, *sizes)
 
     @contextmanager
     def profile(self, folder: Path) -> Iterator[None]:

@@ -104,6 +104,7 @@ class Worker:
                 budget = config.kv_cache_memory
                 require_free(budget, platform.memory, ctx.device.name)
             else:
+                platform.memory.trim()  # what loading left to its allocator is free
                 budget = platform.kv_cache_budget() - graph_bytes(graph_engine(), limits)
                 # All sequences at their longest, one block each still being freed.
                 enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
@@ -134,6 +135,7 @@ class Worker:
         )
         with control.together():
             graphs.prepare_ahead()
+        platform.memory.trim()
         info = EngineInfo(config.model, ctx.device, blueprint.table.digest)
         blueprint.plugins.engine_started(info)
         holdings = Holdings(memory, weights, {"resources": ctx.resources, "kv": cache})
@@ -179,6 +181,7 @@ class Worker:
     def _prepare_again(self) -> None:
         if not self.holdings.asleep:
             self.graphs.prepare_ahead()
+            self.blueprint.platform.memory.trim()  # what steps took only to be prepared
 
     def memory_report(self) -> MemoryReport:
         """Who holds how much; see CoreControl."""
