@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,28 @@ def compile_kernels(jobs: Sequence[Job], seconds: float = 120.0) -> list[Compile
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(results) == len(jobs), f"{jobs[len(results)]}\n{done.stderr[-6000:]}"
     return [Compiled(job, **result) for job, result in zip(jobs, results, strict=True)]
+
+
+SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64, "gfx950": 160}
+"""What one program may have of a multiprocessor's shared memory: CUDA C++ Programming Guide, "Technical Specifications
+per Compute Capability"; LDS of a compute unit in AMD's CDNA ISA guides."""
+
+
+def compile_in_stages_that_fit(jobs: Sequence[Job], seconds: float) -> list[Compiled]:
+    """``compile_kernels``, and again with a stage less what takes too much: as ``in_stages_that_fit`` launches it."""
+    done, left = list[Compiled](), list(jobs)
+    while left:
+        found = compile_kernels(left, seconds)
+        large = [one for one in found if one.shared > SHARED_KIB[one.job.target] << 10 and one.job.num_stages > 1]
+        done += [one for one in found if one not in large]
+        left = [_with_a_stage_less(one.job) for one in large]
+    return done
+
+
+def _with_a_stage_less(job: Job) -> Job:
+    num_stages = job.num_stages - 1
+    named = {"STAGES": num_stages} if "STAGES" in job.constexprs else {}
+    return replace(job, num_stages=num_stages, constexprs={**job.constexprs, **named})
 
 
 def _compile(job: Job) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from hardpoint_plugin_api import (
     CaptureGrade,
 )
 from tests.conformance.trying import subject
-from tests.kernels.compiling import TARGETS, Job, compile_kernels
+from tests.kernels.compiling import SHARED_KIB, TARGETS, Job, compile_in_stages_that_fit, compile_kernels
 from tests.kernels.test_launch import Variants
 from tests.support.attention import MIXED, Piece, PluginConfigOnly, run_backend
 
@@ -86,8 +86,6 @@ TWO_STAGES = Tuning(
     wide_decode=replace(Tuning().wide_decode, num_stages=2),
     wide_prefill=tuple(replace(tiles, num_stages=2) for tiles in Tuning().wide_prefill),
 )
-SHARED = 227 * 1024
-"""Bytes of shared memory that a program may have on sm_90."""
 
 
 class Attention(TritonAttention):
@@ -255,7 +253,7 @@ def jobs(spec: AttentionSpec, target: str) -> list[Job]:
 def check(compiled: list[Any]) -> None:
     for one in compiled:
         assert one.spilled <= 64, one
-        assert one.shared <= (SHARED if one.job.target.startswith("sm_") else 64 * 1024), one
+        assert one.shared <= SHARED_KIB[one.job.target] << 10, one
 
 
 def test_compiled_for_a_large_device() -> None:
@@ -274,6 +272,17 @@ def test_compiled_for_a_large_device() -> None:
 )
 def test_compiled_for_every_target(name: str, target: str) -> None:
     check(compile_kernels(jobs(COMPILED[name], target), seconds=400))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_where_shared_memory_is_small(name: str) -> None:
+    """With fewer stages, for prompts: decodes have room."""
+    decode, *prefill = jobs(COMPILED[name], "sm_89")
+    found = compile_in_stages_that_fit([decode, *prefill], seconds=400)
+    assert decode in [compiled.job for compiled in found]
+    for compiled in found:
+        assert compiled.shared <= SHARED_KIB["sm_89"] << 10, compiled
 
 
 class NotRecorded(Attention):

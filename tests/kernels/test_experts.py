@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hardpoint.bench.experts_compiling import CompilingProcesses
 from hardpoint.cli.main import run
@@ -29,7 +31,7 @@ from hardpoint.ops.judge import judge_call
 from hardpoint.plugins import discover
 from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_plugin_api import ConfigError, ExpertsKernel, ExpertsWorkload, QuantSpec, Scale
-from tests.kernels.compiling import TARGETS, Compiled, Job, compile_kernels
+from tests.kernels.compiling import SHARED_KIB, TARGETS, Compiled, Job, compile_in_stages_that_fit, compile_kernels
 
 ROW: Row = {
     "dtype": "float32",
@@ -157,6 +159,18 @@ def test_weights_read_through_descriptors(site: Site, activation: str) -> None:
     """Blocks do not divide columns or depth."""
     layer = Layer(site, 5, 3, 2, dtype=torch.bfloat16, activation=activation, width=40)
     assert not layer.faults(Tiling(16, shape(32, 32, described=True), shape(32, 32, described=True)))
+
+
+def test_weights_that_were_read_are_not_kept(site: Site) -> None:
+    """Sleep and new weights drop them while their kernel lives on."""
+    layer, tiling = Layer(site, 5, 3, 2, dtype=torch.bfloat16), Tiling(16, *[shape(32, 32, described=True)] * 2)
+    kernel, out = TritonGroupedExperts(layer.ctx, layer.workload), torch.empty_like(layer.x)
+    scratch = torch.empty(kernel.workspace_bytes(5), dtype=torch.uint8)
+    kernel.run(tiling, layer.x, layer.ids, layer.weights, layer.w, out, scratch)
+    storages = [StorageWeakRef(weight.untyped_storage()) for weight in layer.w.values()]
+    layer.w.clear()
+    gc.collect()
+    assert all(storage.expired() for storage in storages)
 
 
 def test_pairs_of_many_programs_keep_their_order(site: Site) -> None:
@@ -402,6 +416,16 @@ def test_compiles(target: str) -> None:
         assert [uses(compiled, "wgmma.mma_async") for compiled in found[:4]] == [False, False, True, True]
         assert all(uses(compiled, "cp.async") for compiled in found[:4])
         assert all(uses(compiled, "cp.async.bulk.tensor") for compiled in found[6:])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layer", [QWEN3, MIXTRAL], ids=["qwen3", "mixtral"])
+def test_compiled_where_shared_memory_is_small(layer: LayerShape) -> None:
+    """With fewer stages."""
+    tilings = {experts_tiling.by_rule(pairs, layer) for pairs in (2, 100, 512, 4096, 32768)}
+    jobs = [tile_job("sm_89", tiling, gated=gated) for tiling in tilings for gated in (True, False)]
+    for compiled in compile_in_stages_that_fit(jobs, seconds=400):
+        assert compiled.shared <= SHARED_KIB["sm_89"] << 10, compiled
 
 
 FP8_TILES: dict[str, Any] = {"weight": "*fp8e4nv", "weight_scale": "*fp32", "SCALE_ROWS": 128, "GROUP": 128}

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from hardpoint.conformance.site import Site
-from hardpoint.kernels import weight_only
+from hardpoint.kernels import launch, weight_only
 from hardpoint.kernels.weight_only import (
     Int4Configuration,
     TritonInt4Linear,
@@ -112,7 +112,7 @@ def test_fewer_stages_where_shared_memory_is_small(site: Site, monkeypatch: pyte
             return launch
 
     monkeypatch.setattr(weight_only, "_int4_matmul", SmallDevice())
-    monkeypatch.setattr(weight_only, "_fitting", {})
+    monkeypatch.setattr(launch, "_fitting", {})
     cut = replace(_CUTS["rows"], num_stages=4)
     for _ in range(2):
         case.check(_whole(5, 1024, dtype=case.dtype), None, cut)

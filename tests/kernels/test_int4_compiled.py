@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hardpoint.kernels.weight_only import Int4Configuration, int4_configuration
-from tests.kernels.compiling import TARGETS, Compiled, Job, compile_kernels
+from tests.kernels.compiling import SHARED_KIB, TARGETS, Compiled, Job, compile_in_stages_that_fit, compile_kernels
 
 _ROWS = (1, 8, 16, 32, 64, 300)
 _STEPS = {"bf16": 2.0**-6, "fp16": 2.0**-9, "fp32": 1.0}
@@ -47,8 +47,8 @@ def _job(
     return Job(kernel, signature, constexprs, target, cut.num_warps, cut.num_stages)
 
 
-def _fits(compiled: Compiled, shared_kib: int) -> None:
-    assert compiled.shared <= shared_kib * 1024, compiled
+def _fits(compiled: Compiled) -> None:
+    assert compiled.shared <= SHARED_KIB[compiled.job.target] << 10, compiled
     if compiled.job.target in TARGETS:
         assert compiled.spilled <= 64, compiled  # the widest tile lacks a few registers, beside 256 columns of work
 
@@ -57,7 +57,7 @@ def test_codes_go_from_memory_to_matrix_units() -> None:
     cuts = [int4_configuration(num_rows, n, 2) for n in (28672, 4096) for num_rows in _ROWS]
     jobs = [_job("sm_90", cut) for cut in cuts] + [_job("sm_90", cut, group=64, zero_point=True) for cut in cuts[:9]]
     for compiled in compile_kernels(jobs):
-        _fits(compiled, 227)
+        _fits(compiled)
         cut = compiled.job.constexprs
         numbers = cut["BLOCK_N"] * 256 * cut["SPLIT"] // (32 * compiled.job.num_warps)
         # Two at a time, none twice, zero points in the same instruction.
@@ -75,7 +75,7 @@ def test_codes_go_from_memory_to_matrix_units() -> None:
 def test_sizes_that_are_no_whole_number_of_blocks() -> None:
     cuts = [int4_configuration(num_rows, 4096, 2) for num_rows in (1, 32)]
     for compiled in compile_kernels([_job("sm_90", cut, group=64, zero_point=True, whole=False) for cut in cuts]):
-        _fits(compiled, 227)
+        _fits(compiled)
 
 
 def test_numbers_and_pieces_are_moved_16_bytes_at_a_time() -> None:
@@ -95,7 +95,6 @@ def test_numbers_and_pieces_are_moved_16_bytes_at_a_time() -> None:
 def test_all_that_is_chosen_fits(target: str) -> None:
     """All that conformance reaches, and more."""
     nvidia = target.startswith("sm_")
-    shared_kib = {"sm_80": 163, "sm_89": 99, "sm_120": 99}.get(target, 227 if nvidia else 64)
     jobs = [
         _job(target, cut if nvidia else replace(cut, num_stages=1), element, group, zero_point, whole)
         for whole in (True, False)
@@ -106,9 +105,8 @@ def test_all_that_is_chosen_fits(target: str) -> None:
         for n in ((4096, 28672) if num_rows <= 32 else (4096,))
         for cut in [int4_configuration(num_rows, n, 4 if element == "fp32" else 2)]
     ]
-    found = compile_kernels(jobs, seconds=1800)
-    large = [c.job for c in found if c.shared > shared_kib << 10 and c.job.num_stages > 2 and shared_kib < 100]
-    # What launches with one stage less where a product says that it lacks memory.
-    fewer = [replace(j, num_stages=2, constexprs={**j.constexprs, "STAGES": 2}) for j in large]
-    for compiled in [*(c for c in found if c.job not in large), *compile_kernels(fewer, seconds=1800)]:
-        _fits(compiled, shared_kib)
+    found = compile_in_stages_that_fit(jobs, seconds=1800)
+    for compiled in found:
+        _fits(compiled)
+    if SHARED_KIB[target] > 100:
+        assert [compiled.job for compiled in found] == jobs, "in all their stages"

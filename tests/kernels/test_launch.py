@@ -13,16 +13,39 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from hardpoint import kernels, ops
 from hardpoint.conformance.memory import Placement
+from hardpoint.kernels import launch
 from hardpoint.kernels.launch import Launcher, aligned
 from tests.kernels.compiling import READ_FIRST
 from tests.kernels.judged import DTYPES
 from tests.kernels.op_kernels import KERNELS, MODULES, placed
+
+
+def test_stages_that_fit_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_fitting", {})
+    asked = list[int]()
+
+    def run(num_stages: int, most: int) -> str:
+        asked.append(num_stages)
+        if num_stages > most:
+            raise triton.OutOfResources(100 << 10, 99 << 10, "shared memory")
+        return f"in {num_stages}"
+
+    assert launch.in_stages_that_fit("large", 4, lambda n: run(n, 4)) == "in 4"
+    for _ in range(2):
+        assert launch.in_stages_that_fit("small", 4, lambda n: run(n, 2)) == "in 2"
+    assert launch.in_stages_that_fit("large", 4, lambda n: run(n, 4)) == "in 4"
+    assert asked == [4, 4, 3, 2, 2, 4]
+    with pytest.raises(triton.OutOfResources):
+        launch.in_stages_that_fit("none", 2, lambda n: run(n, 0))
+    with pytest.raises(ZeroDivisionError):
+        launch.in_stages_that_fit("wrong", 4, lambda n: 1 // (n - 4))
 
 
 class Variants:

@@ -21,7 +21,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.attention_decode import decode_attention
 from hardpoint.kernels.attention_prefill import prefill_attention
 from hardpoint.kernels.attention_store import store_keys_and_values
-from hardpoint.kernels.launch import Launcher, aligned
+from hardpoint.kernels.launch import Launcher, aligned, in_stages_that_fit
 from hardpoint.quantization.numerics import largest
 from hardpoint_plugin_api import (
     AttentionBackend,
@@ -216,7 +216,10 @@ class TritonAttention(AttentionBackend):
             scan: _in_order(decode_attention, {**self.decode_constants, "SCAN": scan}) for scan in map(_scan, _SCANNED)
         }
         self._prefill = [Launcher(prefill_attention, tiles.num_stages) for tiles in self.prefill_tiles]
-        self._prefill_arguments = [_in_order(prefill_attention, constants) for constants in self.prefill_constants]
+        self._prefill_arguments = [
+            [_in_order(prefill_attention, {**constants, "STAGES": n + 1}) for n in range(constants["STAGES"])]
+            for constants in self.prefill_constants
+        ]
         self._store = Launcher(store_keys_and_values)
         self._store_arguments = _in_order(store_keys_and_values, self._store_constants)
         size = f"{spec.num_heads}x{spec.head_size}_{self._splits}x{self._head_blocks}"
@@ -226,7 +229,7 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def supports(cls, workload: AttentionWorkload, device: DeviceInfo) -> list[Reason]:
-        """Refuse heads whose tiles would not fit, and elements that the device cannot convert."""
+        """Refuse heads whose tiles would fit no device, and elements that the device cannot convert."""
         if workload.head_size is not None and workload.head_size > _MOST_HEAD_SIZE:
             most = f"up to {_MOST_HEAD_SIZE}"
             return [Reason("head-size", "heads are too large", wanted=str(workload.head_size), supported=most)]
@@ -323,21 +326,26 @@ class TritonAttention(AttentionBackend):
         if metadata.prefill is not None:
             tiles, first, starts = self.prefill_tiles[metadata.prefill], batch.num_decodes, batch.query_start_host
             num_tiles = (starts[-1] - starts[first]) * self._group // tiles.rows + batch.num_requests - first
-            self._prefill[metadata.prefill](
-                key,
-                (num_tiles * self.spec.num_kv_heads, 1, 1),
-                tiles.num_warps,
-                *alike,
-                batch.seq_lens,
-                batch.query_start,
-                first,
-                batch.num_requests,
-                num_tiles,
-                self.sinks,
-                self.alibi_slopes,
-                *self._factors,
-                *self._prefill_arguments[metadata.prefill],
-            )
+            launcher, arguments = self._prefill[metadata.prefill], self._prefill_arguments[metadata.prefill]
+
+            def prefill(num_stages: int) -> None:
+                launcher(
+                    key,
+                    (num_tiles * self.spec.num_kv_heads, 1, 1),
+                    tiles.num_warps,
+                    *alike,
+                    batch.seq_lens,
+                    batch.query_start,
+                    first,
+                    batch.num_requests,
+                    num_tiles,
+                    self.sinks,
+                    self.alibi_slopes,
+                    *self._factors,
+                    *arguments[num_stages - 1],
+                )
+
+            in_stages_that_fit((self.spec, tiles, q.device), tiles.num_stages, prefill)
 
     def _pages(self, cache: _Cache) -> tuple[Any, ...]:
         """Elements and scales of keys and of values, and the strides from page to page."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hardpoint.experts.middle import is_gated
 from hardpoint.kernels.experts_tiling import LayerShape, Tiling, TilingTable
 from hardpoint.kernels.grouped_matmul import count_pairs, expert_tiles, place_pairs, sum_of_results
-from hardpoint.kernels.launch import begun
+from hardpoint.kernels.launch import begun, in_stages_that_fit
 from hardpoint.kernels.quantize import quantize_rows
 from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsKernel, ExpertsWorkload, QuantSpec, Reason
 
@@ -92,7 +94,6 @@ class TritonGroupedExperts(ExpertsKernel):
         self._hidden, self._width = workload.hidden_size, workload.intermediate_size
         self._form = _Form.of(workload)
         self._activation, self._gated = workload.activation.removesuffix("_and_mul"), is_gated(workload.activation)
-        self._descriptions: dict[tuple[int, int, int], TensorDescriptor] = {}
         form = self._form
         self.shape = LayerShape(
             self._experts, self._width, self._hidden, ctx.dtype.itemsize, form.element, form.by_round
@@ -179,7 +180,7 @@ class TritonGroupedExperts(ExpertsKernel):
                 source, x_scale = quantize_rows(source, spec=form.rounding)
             round_depth = form.depth(shape.depth)
             described = shape.described and _can_be_described(weight)
-            expert_tiles[tiles * triton.cdiv(columns, shape.columns),](
+            arguments = (
                 source,
                 x_scale,
                 self._description(weight, shape.columns, round_depth) if described else weight,
@@ -206,22 +207,19 @@ class TritonGroupedExperts(ExpertsKernel):
                 rows,
                 shape.columns,
                 round_depth,
-                num_warps=shape.num_warps,
-                num_stages=shape.num_stages,
-                **begun(x),
             )
+            kind = form, x.dtype, rows, shape, is_first, described, x.device
+            grid = (tiles * triton.cdiv(columns, shape.columns),)
+            in_stages_that_fit(kind, shape.num_stages, partial(_launch, grid, shape.num_warps, x, arguments))
         block = min(triton.next_power_of_2(hidden), 1024 if tokens >= 64 else 256)
         sum_of_results[tokens, triton.cdiv(hidden, block)](
             results, ids, weights, out, hidden, top_k, block, num_warps=4, **begun(x)
         )
 
     def _description(self, weight: torch.Tensor, columns: int, depth: int) -> TensorDescriptor:
-        """All experts' rows as one matrix, read in blocks. Made once for each place in memory."""
-        key = weight.data_ptr(), columns, depth
-        if key not in self._descriptions:
-            block = [columns, depth // 2 if self._form.nibbles else depth]
-            self._descriptions[key] = TensorDescriptor.from_tensor(weight.flatten(0, 1), block)
-        return self._descriptions[key]
+        """All experts' rows as one matrix, read in blocks. It is not kept, since it would keep the weight."""
+        block = [columns, depth // 2 if self._form.nibbles else depth]
+        return TensorDescriptor.from_tensor(weight.flatten(0, 1), block)
 
     def _list(self, ids: torch.Tensor, listed: torch.Tensor, size: int, rows: int) -> None:
         """Write ``size`` places of ``listed``: pairs by expert, each expert's rounded up to whole tiles; counts go
@@ -235,6 +233,10 @@ class TritonGroupedExperts(ExpertsKernel):
         place_pairs[programs,](
             ids, counts, listed, pairs, rows, *alike, _COMPARED_AT_ONCE, counts_of, num_warps=8, **begun(ids)
         )
+
+
+def _launch(grid: tuple[int], num_warps: int, x: torch.Tensor, arguments: tuple[Any, ...], num_stages: int) -> None:
+    expert_tiles[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **begun(x))
 
 
 def _can_be_described(weight: torch.Tensor) -> bool:

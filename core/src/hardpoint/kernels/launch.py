@@ -1,12 +1,14 @@
-"""Launching a kernel: early, where the device can, and without asking every argument what it is."""
+"""Launching a kernel: early, in stages that fit the device, and without asking every argument what it is."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _ALIGNMENT = 16
 """Bytes; Triton compiles for pointers that are multiples of them, and for others."""
@@ -49,6 +51,30 @@ def begun(x: torch.Tensor) -> dict[str, Any]:
 
 def _overlap(x: torch.Tensor) -> Overlap | None:
     return _overlaps.get(x.device.type) if x.shape[0] <= _MOST_ROWS else None
+
+
+_fitting: dict[Hashable, int] = {}
+"""Stages that took the place of those that did not fit a device."""
+
+
+def in_stages_that_fit(kind: Hashable, num_stages: int, launch: Callable[[int], T]) -> T:
+    """``launch(num_stages)``, or with fewer where a multiprocessor's shared memory does not hold as many.
+
+    ``kind`` is all that decides how much a stage takes, the device included: what fits is remembered for it. Raises
+    triton.OutOfResources where one stage is too much.
+    """
+    if _fitting:
+        num_stages = _fitting.get(kind, num_stages)
+    while True:
+        try:
+            return launch(num_stages)
+        except Exception as error:  # before anything ran
+            from triton import OutOfResources  # who launches no kernel of Triton's needs none of it
+
+            if not isinstance(error, OutOfResources) or num_stages == 1:
+                raise
+            num_stages -= 1
+            _fitting[kind] = num_stages
 
 
 class Launcher:

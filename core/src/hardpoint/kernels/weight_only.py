@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
-from hardpoint.kernels.launch import begun
+from hardpoint.kernels.launch import begun, in_stages_that_fit
 from hardpoint.quantization.numerics import pack_nibbles
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearKernel, LinearWorkload, Reason, dequantize
 
@@ -183,10 +183,6 @@ def int4_configuration(num_rows: int, n: int, itemsize: int) -> Int4Configuratio
     return replace(cut, pieces=pieces)
 
 
-_fitting: dict[tuple[object, ...], Int4Configuration] = {}
-"""What took the place of cuts that did not fit a device."""
-
-
 def int4_matmul(
     x: torch.Tensor,
     weights: dict[str, torch.Tensor],
@@ -204,16 +200,13 @@ def int4_matmul(
     if not num_rows:
         return x.new_empty(num_rows, n)
     cut = configuration or int4_configuration(num_rows, n, x.element_size())
+
+    def product(num_stages: int) -> torch.Tensor:
+        fitting = cut if num_stages == cut.num_stages else replace(cut, num_stages=num_stages)
+        return _product(x, weights, bias, group, zero_point, fitting)
+
     kind = cut, group, x.dtype, "weight_zero_point" in weights, x.device
-    if _fitting:
-        cut = _fitting.get(kind, cut)
-    while True:
-        try:
-            return _product(x, weights, bias, group, zero_point, cut)
-        except triton.OutOfResources:
-            if cut.num_stages == 1:
-                raise
-            cut = _fitting[kind] = replace(cut, num_stages=cut.num_stages - 1)
+    return in_stages_that_fit(kind, cut.num_stages, product)
 
 
 def _product(
