@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -198,9 +199,22 @@ def test_turns_are_not_wasted_on_what_is_hopeless() -> None:
     timer = DeviceTimer(CpuPlatform(info, None), torch.device("cpu"), 2**20)
     first, second = timer.in_turns([quick, slow], 4)
     assert first < second
-    assert calls["slow"] == 2, "to see how many make a turn, and one turn"
+    assert calls["slow"] == 3, "to see how many make a turn, and two turns"
     assert calls["quick"] >= 1 + 4
     assert timer.in_turns([], 4) == []
+
+
+def test_one_turn_that_was_held_up_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hardpoint_cpu.platform import CpuPlatform
+
+    info = CpuPlatform.detect()
+    assert isinstance(info, DeviceInfo)
+    timer = DeviceTimer(CpuPlatform(info, None), torch.device("cpu"), 2**20)
+    left = {"held up": [50.0, 3.0, 3.0, 3.0], "steady": [4.0] * 4}
+    monkeypatch.setattr(timer, "_host_seconds", lambda runs: 1e-3)
+    monkeypatch.setattr(timer, "_seconds", lambda runs, host_seconds: len(runs) * left[runs[0]].pop(0))
+    runs: Any = list(left)
+    assert timer.in_turns(runs, 4) == [3.0, 4.0]
 
 
 def test_what_is_hopeless_with_many_tokens_is_not_tried_with_more(clock: dict[str, float], tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ class DeviceTimer:
         """Seconds of each of ``runs``: medians over rounds in which all have their turns, so that drift favours none.
 
         Each was called before, so that nothing is compiled any more, and is called for some milliseconds in a turn.
-        There are at least three rounds, and more as long as all take little time. What takes more than ``hopeless``
-        times as long as the best has no further turns; its first time stands.
+        There are at least three rounds, and more as long as all take little time. What took more than ``hopeless``
+        times as long as the best in each of two turns has no further ones: in one of them the host may have been late.
         """
         once = [self._host_seconds([run]) for run in runs]
         turns = [[run] * max(1, min(_MOST_CALLS, int(_TURN / own))) for run, own in zip(runs, once, strict=True)]
@@ -53,9 +53,9 @@ class DeviceTimer:
             if number >= _LEAST_ROUNDS and time.perf_counter() - began > _ENOUGH * len(runs):
                 break
             for turn, own, found in zip(turns, once, measured, strict=True):
-                if not found or found[0] <= hopeless * best:
+                if len(found) < 2 or min(found) <= hopeless * best:
                     found.append(self._seconds(turn, own * len(turn)) / len(turn))
-            best = min((found[0] for found in measured), default=0.0)
+            best = min(map(min, measured), default=0.0)
         return [statistics.median(found) for found in measured]
 
     def read_speed(self, rounds: int) -> float:
