@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hardpoint import SamplingParams
+from hardpoint_plugin_api import ConfigError
 from tests.support.checkpoints import check_tokens_equal, random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 
@@ -87,6 +90,55 @@ def test_logits_and_greedy_tokens(shape: str, tmp_path: Path) -> None:
         tokens = output.outputs[0].token_ids
         assert len(tokens) == 64
         check_tokens_equal(model, prompt, tokens, LOGIT_TOLERANCE)
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "mixtral": MIXTRAL,
+    "qwen2": WINDOWS | {"max_window_layers": 1},
+    "qwen2_moe": QWEN2_MOE | WINDOWS | {"max_window_layers": 2},
+    "qwen3": WINDOWS | {"max_window_layers": 1},
+    "qwen3_moe": QWEN3_MOE | WINDOWS,
+}
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_what_a_config_leaves_out(family: str, tmp_path: Path) -> None:
+    """Theta, epsilon and window are then the family's own."""
+    write_checkpoint(tmp_path, family, **DEFAULTS[family])
+    path = tmp_path / "config.json"
+    left_out = ("rope_parameters", "rope_theta", "rms_norm_eps", "sliding_window", "layer_types")
+    config = {key: value for key, value in json.loads(path.read_text()).items() if key not in left_out}
+    path.write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    (prompt,) = random_prompts(1, 90, seed=1, shortest=90)
+    with small_llm(tmp_path, max_model_len=256) as llm:
+        assert (prompt_logits(llm, prompt) - reference_logits(model, prompt)).abs().max() < LOGIT_TOLERANCE
+        found = [layer.spec.window for layer in llm.core.blueprint.ctx.attention_layers.layers]
+    theirs = getattr(model.config, "sliding_window", None)
+    kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * len(found)
+    assert found == [theirs if kind == "sliding_attention" else None for kind in kinds]
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_yarn_beyond_max_position_embeddings(key: str, tmp_path: Path) -> None:
+    """Model cards have users add the scaling alone: its factor times the original length may be asked for."""
+    write_checkpoint(tmp_path, "qwen3", max_position_embeddings=64, rope_parameters=ROPES["default"])
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    config |= {"rope_theta": 500.0} | {key: {name: x for name, x in ROPES["yarn"].items() if name != "rope_theta"}}
+    path.write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    (prompt,) = random_prompts(1, 300, seed=1, shortest=300)
+    with small_llm(tmp_path, max_model_len=512) as llm:
+        assert (prompt_logits(llm, prompt) - reference_logits(model, prompt)).abs().max() < LOGIT_TOLERANCE
+    with small_llm(tmp_path) as llm:
+        assert llm.core.blueprint.ctx.max_model_len == 64, "only who asks gets more"
+    message = "--max-model-len 513 is beyond the 512 positions .*yarn's factor times original_max_position_embeddings"
+    with pytest.raises(ConfigError, match=message):
+        small_llm(tmp_path, max_model_len=513)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu_paged"])

@@ -393,6 +393,41 @@ def test_experts_whose_rows_the_blocks_of_scales_do_not_divide(mixture: tuple[Pa
         small_llm(mixture[0], quantization="fp8", quantization_options=["scales=block"])
 
 
+CUT = (
+    r"--tensor-parallel-size 2: .*experts.{}' is quantized in blocks of 128, and ranks would have 192 of its 384 {} "
+    "each, .*whole experts with --enable-expert-parallel, or use fewer ranks"
+)
+"""Whole experts on each rank serve such a checkpoint as it is, and the error says so."""
+
+
+def test_experts_whose_blocks_of_rows_only_ranks_cut(tmp_path: Path) -> None:
+    write_mixture(tmp_path, "qwen3_moe", moe_intermediate_size=384)
+    settings: dict[str, Any] = {"quantization": "fp8", "quantization_options": ["scales=block"]}
+    with pytest.raises(ConfigError, match=CUT.format("w13", "rows")):
+        small_llm(tmp_path, tensor_parallel_size=2, **settings)
+    with ranks_in_threads(tmp_path, 2, enable_expert_parallel=True, **settings):
+        pass
+
+
+def test_experts_whose_groups_of_columns_only_ranks_cut(tmp_path: Path) -> None:
+    write_mixture(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=384)
+
+    def quantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        scales = {f"{name}_scale": x[:, ::128].abs() + 1e-3 for name, x in tensors.items() if ".experts." in name}
+        return scales | {name: x.to(torch.int8) if ".experts." in name else x for name, x in tensors.items()}
+
+    rewrite(tmp_path, quantize)
+    weights = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128}
+    group = {"targets": ["re:.*experts"], "weights": weights, "format": "int-quantized"}
+    set_config(
+        tmp_path, quantization_config={"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    )
+    with pytest.raises(ConfigError, match=CUT.format("w2", "columns")):
+        small_llm(tmp_path, tensor_parallel_size=2)
+    with ranks_in_threads(tmp_path, 2, enable_expert_parallel=True):
+        pass
+
+
 def test_experts_that_are_quantized_unlike_each_other(tmp_path: Path) -> None:
     write_mixture(tmp_path, "qwen3_moe")
 

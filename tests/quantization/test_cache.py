@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from hardpoint.attention.quantized_cache import QuantizedCacheAttention, ScaledLayout
 from hardpoint_plugin_api import AttentionSpec, BuildContext, CacheSpec, SelectionError
 from tests.quantization.fixtures.base_model import FIXTURES, calibration, write_tokenizer
+from tests.quantization.formats import change_tensors
 from tests.support.attention import MIXED, brute_force, run_backend
 from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
@@ -103,6 +104,25 @@ def test_scales_of_the_checkpoint(tmp_path: Path) -> None:
         assert layers[0].backend.cache_scales[1] == stored.float()
     assert (got - plain).abs().max() > 1e-5
     assert torch.nn.functional.cosine_similarity(got, plain, dim=-1).min() > 0.98
+
+
+def test_scales_as_they_were_stored_before_august_2024(tmp_path: Path) -> None:
+    """The projections' own ``output_scale``: the checkpoint loads without them in use, too."""
+    folder = tmp_path / "llmcompressor"
+    shutil.copytree(FIXTURES / "llmcompressor-fp8-static", folder)
+    write_tokenizer(folder)
+    ids = calibration()[0].tolist()
+    with small_llm(folder, dtype="float32", kv_cache_dtype="fp8_e4m3") as llm:
+        expected = prompt_logits(llm, ids)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("attn.k_scale", "attn.v_scale"))]:
+            tensors[name.replace("_scale", "_proj.output_scale")] = tensors.pop(name)
+
+    change_tensors(folder, rename)
+    with small_llm(folder, dtype="float32", kv_cache_dtype="fp8_e4m3") as llm:
+        assert torch.equal(prompt_logits(llm, ids), expected)
+    small_llm(folder, dtype="float32").close()
 
 
 def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:

@@ -7,8 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.quantization.formats import FORMATS, Format, write_quantized
-from tests.support.checkpoints import check_tokens_equal, random_prompts, reference_logits
+from hardpoint_plugin_api import CheckpointError
+from tests.quantization.formats import (
+    FORMATS,
+    Format,
+    change_config,
+    change_tensors,
+    ct_config,
+    ct_int8,
+    ct_numbers,
+    fp8_tensor,
+    write_quantized,
+)
+from tests.support.checkpoints import check_tokens_equal, random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 
 TOLERANCE = 2e-4
@@ -41,3 +52,37 @@ def test_greedy_tokens(tmp_path: Path, form: Format) -> None:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
             check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+
+
+FROZEN = ct_config("naive-quantized", ct_numbers(8, "float", "tensor"), None, quantization_status="frozen")
+
+
+def test_frozen_weights_may_be_compressed(tmp_path: Path) -> None:
+    """As nm-testing/Meta-Llama-3.1-8B-Instruct-FP8-hf says of itself; weights that are not are refused."""
+    model = write_quantized(tmp_path, Format("frozen", FROZEN, fp8_tensor), "llama")
+    ids = random_prompts(1, 40, seed=5, shortest=24)[0]
+    with small_llm(tmp_path) as llm:
+        assert (prompt_logits(llm, ids) - reference_logits(model, ids)).abs().max() < TOLERANCE
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_tensors(tmp_path, lambda tensors: tensors.update({name: tensors[name].float()}))
+    with pytest.raises(CheckpointError, match=r"up_proj.weight' is float32, expected float8_e4m3fn"):
+        small_llm(tmp_path)
+
+
+@pytest.mark.parametrize("ignore", [["lm_head"], ["lm_head", "re:.*mlp.gate$"]], ids=str)
+def test_a_router_that_nobody_quantized(tmp_path: Path, ignore: list[str]) -> None:
+    """llmcompressor under Transformers 5 does not list routers in ``ignore``."""
+    model = write_checkpoint(tmp_path, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            stored, _ = ct_int8(name, tensors.pop(name))
+            tensors.update({name.replace("weight", key): value for key, value in stored.items()})
+
+    change_tensors(tmp_path, quantize)
+    config = ct_config("int-quantized", ct_numbers(8, "int", "channel"), None, ignore=ignore)
+    change_config(tmp_path, quantization_config=config)
+    ids = random_prompts(1, 40, seed=5, shortest=24)[0]
+    with small_llm(tmp_path) as llm:
+        got, expected = prompt_logits(llm, ids), reference_logits(model, ids)
+    assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.99

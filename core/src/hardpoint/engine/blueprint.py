@@ -27,6 +27,7 @@ from hardpoint.engine.execution.runner import StepOps
 from hardpoint.layers import CausalLM
 from hardpoint.metrics import EngineMetrics
 from hardpoint.ops.call_names import CallNames
+from hardpoint.ops.rope_table import extended_length
 from hardpoint.ops.shadow_check import ShadowCheck
 from hardpoint.parallel.groups import Groups, Seat
 from hardpoint.plugins import LockFile, Offer, PluginSet, discover
@@ -283,10 +284,20 @@ def _dtype(config: EngineConfig, hf_config: HFConfig, platform: Platform) -> str
 
 
 def _max_model_len(config: EngineConfig, hf_config: HFConfig) -> int:
+    """Who asks for more than ``max_position_embeddings`` gets it where YaRN was configured for it.
+
+    Configs may leave that key at the length that YaRN extends, as Qwen's model cards have it.
+    """
     longest = hf_config.integer("max_position_embeddings")
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(
-            f"--max-model-len {config.max_model_len} is beyond the {longest} positions that the model was made for "
-            "(max_position_embeddings in its config.json)"
-        )
-    return config.max_model_len or longest
+    if config.max_model_len is None or config.max_model_len <= longest:
+        return config.max_model_len or longest
+    extended = extended_length(hf_config.data, str(hf_config.path)) or 0
+    if config.max_model_len <= extended:
+        return config.max_model_len
+    where = "max_position_embeddings"
+    if extended > longest:
+        longest, where = extended, "yarn's factor times original_max_position_embeddings"
+    raise ConfigError(
+        f"--max-model-len {config.max_model_len} is beyond the {longest} positions that the model was made for "
+        f"({where} in its config.json)"
+    )

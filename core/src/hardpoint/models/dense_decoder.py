@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.context import Context
@@ -13,6 +13,7 @@ from hardpoint.ops.rope_table import rope_args
 from hardpoint_plugin_api import AttentionArgs, BlockArgs, CheckpointError, EmbeddingArgs, MLPArgs, NormArgs
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_WINDOW = 4096
 
 
 def dense_decoder(
@@ -45,8 +46,13 @@ class AttentionVariations(TypedDict, total=False):
     window: int | None
 
 
-def attention_args(ctx: Context, config: HFConfig, **variations: Unpack[AttentionVariations]) -> AttentionArgs:
-    """Grouped-query attention, rotary embedding tabulated as far as this engine's longest sequence."""
+def attention_args(
+    ctx: Context, config: HFConfig, *, default_theta: float = 10_000.0, **variations: Unpack[AttentionVariations]
+) -> AttentionArgs:
+    """Grouped-query attention, rotary embedding tabulated as far as this engine's longest sequence.
+
+    ``default_theta`` is the family's own, for configs that leave it out.
+    """
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", heads)
     if heads % num_kv_heads:
@@ -55,22 +61,23 @@ def attention_args(ctx: Context, config: HFConfig, **variations: Unpack[Attentio
             f"got {heads} and {num_kv_heads}"
         )
     head_size = config.integer("head_dim", hidden // heads)
-    if variations.get("window") is not None:  # families pass it on as it stands
-        variations["window"] = config.integer("sliding_window")
+    window = variations.get("window")
+    if window is not None:  # families pass it on as it stands, or their default
+        variations["window"] = config.integer("sliding_window", window)
     return AttentionArgs(
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         scale=head_size**-0.5,
-        rope=rope_args(config.data, head_size, ctx.max_model_len, file=str(config.path)),
+        rope=rope_args(config.data, head_size, ctx.max_model_len, default_theta=default_theta, file=str(config.path)),
         **variations,
     )
 
 
-def norm_args(config: HFConfig) -> NormArgs:
+def norm_args(config: HFConfig, default_eps: float = 1e-6) -> NormArgs:
     """The norms of the residual stream."""
-    return NormArgs(config.integer("hidden_size"), config.number("rms_norm_eps", 1e-6))
+    return NormArgs(config.integer("hidden_size"), config.number("rms_norm_eps", default_eps))
 
 
 def mlp_args(config: HFConfig, bias: bool = False) -> MLPArgs:
@@ -83,10 +90,15 @@ def mlp_args(config: HFConfig, bias: bool = False) -> MLPArgs:
     )
 
 
+def sliding_window(config: HFConfig) -> Any:
+    """``sliding_window`` as it stands. Null means none; configs that leave the key out mean Transformers' default."""
+    return config.data.get("sliding_window", _WINDOW)
+
+
 def windows(config: HFConfig) -> tuple[int | None, ...]:
     """The sliding window of each layer, from ``layer_types`` or, before that key, ``max_window_layers``."""
     layers = num_layers(config)
-    window = config.get("sliding_window") if config.flag("use_sliding_window", False) else None
+    window = sliding_window(config) if config.flag("use_sliding_window", False) else None
     kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", layers)
@@ -100,7 +112,9 @@ def windows(config: HFConfig) -> tuple[int | None, ...]:
             f"{config.path}: 'layer_types' must name {layers} layers, each full_attention or sliding_attention; "
             f"got {kinds}"
         )
-    return tuple(config.integer("sliding_window") if kind == "sliding_attention" else None for kind in kinds)
+    if window is None and "sliding_attention" in kinds:
+        window = config.integer("sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 _ATTENTION = {

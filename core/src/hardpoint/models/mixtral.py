@@ -15,9 +15,9 @@ _MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 def mixtral(ctx: Context, config: HFConfig) -> CausalLM:
     """Mistral with a mixture of experts in every layer; the weights of a token's experts add up to one."""
     block = BlockArgs(
-        attention=attention_args(ctx, config, window=config.get("sliding_window")),
+        attention=attention_args(ctx, config, default_theta=1e6, window=config.get("sliding_window")),
         mlp=moe_args(config, "intermediate_size", renormalize=True),
-        norm=norm_args(config),
+        norm=norm_args(config, default_eps=1e-5),
     )
     names = {
         "mlp.gate.weight": "mlp.router.weight",  # as Transformers 5 calls it in memory

@@ -5,7 +5,15 @@ from __future__ import annotations
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM
-from hardpoint.models.dense_decoder import attention_args, dense_decoder, mlp_args, norm_args, num_layers, windows
+from hardpoint.models.dense_decoder import (
+    attention_args,
+    dense_decoder,
+    mlp_args,
+    norm_args,
+    num_layers,
+    sliding_window,
+    windows,
+)
 from hardpoint.models.moe_decoder import expert_names, moe_args, num_experts, sparse_layers
 from hardpoint_plugin_api import BlockArgs
 
@@ -41,6 +49,6 @@ def _windows(config: HFConfig) -> tuple[int | None, ...]:
     """As in Qwen2, but for configs without ``layer_types``: every second one of the first ``max_window_layers``."""
     if config.get("layer_types") is not None or not config.flag("use_sliding_window", False):
         return windows(config)
-    layers, window = num_layers(config), config.integer("sliding_window")
+    layers, window = num_layers(config), config.integer("sliding_window", sliding_window(config))
     last = config.integer("max_window_layers", layers)
     return tuple(window if i % 2 == 0 and i < last else None for i in range(layers))

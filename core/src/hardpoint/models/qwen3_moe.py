@@ -5,7 +5,7 @@ from __future__ import annotations
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM
-from hardpoint.models.dense_decoder import attention_args, dense_decoder, mlp_args, norm_args
+from hardpoint.models.dense_decoder import attention_args, dense_decoder, mlp_args, norm_args, sliding_window
 from hardpoint.models.moe_decoder import expert_names, moe_args, num_experts, sparse_layers
 from hardpoint_plugin_api import BlockArgs
 
@@ -21,7 +21,7 @@ def qwen3_moe(ctx: Context, config: HFConfig) -> CausalLM:
         qkv_bias=bias,
         out_bias=bias,
         qk_norm_eps=norm.eps,
-        window=config.get("sliding_window") if config.flag("use_sliding_window", False) else None,
+        window=sliding_window(config) if config.flag("use_sliding_window", False) else None,
     )
     sparse = moe_args(config, "moe_intermediate_size", renormalize=config.flag("norm_topk_prob", False))
     blocks = (BlockArgs(attention, sparse if is_sparse else dense, norm) for is_sparse in sparse_layers(config))

@@ -65,7 +65,7 @@ def rope_args(
         raise CheckpointError(
             f"{file}: rope_parameters are per type of layer ({', '.join(found)}), and this model has no such types"
         )
-    kind = next((found[key] for key in ("rope_type", "type") if found.get(key) is not None), "default")
+    kind = _kind(found)
     if not isinstance(kind, str) or kind not in _PARAMETERS:
         guess = nearest(str(kind), _PARAMETERS)
         raise CheckpointError(
@@ -88,6 +88,19 @@ def rope_args(
         interleaved=interleaved,
         scaling=read.scaling(kind),
     )
+
+
+def extended_length(hf_config: Mapping[str, Any], file: str = "config.json") -> int | None:
+    """How many positions YaRN reaches, where a config names both its factor and the length that it extends."""
+    found = _objects(hf_config, ("rope_scaling", "rope_parameters"), file)
+    read, original = _Reader(hf_config, found, file), "original_max_position_embeddings"
+    if _kind(found) != "yarn" or found.get("factor") is None or read.find(original) is None:
+        return None
+    return int(min(read.number("factor") * read.number(original), sys.maxsize))
+
+
+def _kind(found: Mapping[str, Any]) -> Any:
+    return next((found[key] for key in ("rope_type", "type") if found.get(key) is not None), "default")
 
 
 def _objects(config: Mapping[str, Any], keys: tuple[str, ...], file: str) -> Mapping[str, Any]:

@@ -27,8 +27,12 @@ from hardpoint_plugin_api import (
     StoredTensor,
 )
 
-_CACHE_SCALES = re.compile(r".*\.([kvq]|kv|prob)_scale$")
-"""Scales for attention, which nobody needs whose cache is not quantized by them."""
+_CACHE_SCALES = re.compile(r".*\.(([kvq]|kv|prob)_scale|[kv]_proj\.output_scale)$")
+"""Scales for attention, which nobody needs whose cache is not quantized by them; the second form is of early 2024."""
+
+_FEWER = "use fewer ranks"
+_WHOLE_EXPERTS = "give ranks whole experts with --enable-expert-parallel, or "
+"""What may help where ranks cut what is quantized as one."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,13 @@ class Quantization:
             whole = merge_schemes(schemes, [rows for _, rows in args.own_parts])
             first = first or whole
             if whole is None and all(scheme == schemes[0] for scheme in schemes):
+                block = max(s.block[0] for s in schemes[0].weight.scales)
+                if args.row_shards and merge_schemes(schemes, [rows for _, rows in args.parts]) is not None:
+                    raise _cut(path, block, args.row_shards[0], "rows", _WHOLE_EXPERTS + _FEWER)
                 raise CheckpointError(
                     f"layer {path!r}: an expert's {' and '.join(part for part, _ in args.parts)} share one matrix, and "
-                    f"the scales' blocks of {max(s.block[0] for s in schemes[0].weight.scales)} rows do not divide the "
-                    f"{args.own_parts[0][1]} rows that each has here; quantize these experts with other scales"
+                    f"the scales' blocks of {block} rows do not divide the {args.own_parts[0][1]} rows that each has "
+                    "here; quantize these experts with other scales"
                 )
             if whole is None or first is None or whole.pair != first.pair:
                 raise CheckpointError(
@@ -106,7 +113,7 @@ class Quantization:
                 )
             self._shards.update({key: (rows, args.column_shard) for key, rows in zip(keys, shards, strict=True)})
         assert first is not None
-        check_shards(path, first, args)
+        check_shards(path, first, args, _WHOLE_EXPERTS)
         return by_row(first)
 
     def _scheme(self, key: tuple[str, str | None], rows: int, args: LinearArgs, dtype: str) -> Scheme:
@@ -179,13 +186,16 @@ def _cache_scale(name: str, rank: int, path: str, slot: str) -> Reading:
     return Reading(stored, Module(attention, 1, 1), {slot: f"{path}.{slot}"})
 
 
-def check_shards(path: str, scheme: Scheme, args: LinearArgs) -> None:
-    """Raise ConfigError where a rank's piece of a matrix cuts what is quantized as one."""
+def check_shards(path: str, scheme: Scheme, args: LinearArgs, advice: str = "") -> None:
+    """Raise ConfigError where a rank's piece of a matrix cuts what is quantized as one.
+
+    ``advice`` comes before that to use fewer ranks.
+    """
     columns = args.column_shard
     if columns is not None and scheme.weight.permuted:
         raise ConfigError(
             f"--tensor-parallel-size {len(columns.ranks)}: the columns of layer {path!r} are quantized in groups that "
-            "are no neighbours (act-order), which cannot be divided; run it on one rank"
+            f"are no neighbours (act-order), which cannot be divided; {advice}run it on one rank"
         )
     for stored in scheme.stored:
         for dim in stored.dims:
@@ -194,11 +204,14 @@ def check_shards(path: str, scheme: Scheme, args: LinearArgs) -> None:
                     plan.blocks(dim.per)
                 except ValueError:
                     what = "rows" if dim.axis == "out" else "columns"
-                    raise ConfigError(
-                        f"--tensor-parallel-size {len(plan.ranks)}: layer {path!r} is quantized in blocks of "
-                        f"{dim.per}, and ranks would have {plan.size} of its {plan.full} {what} each, which cuts "
-                        "blocks; use fewer ranks"
-                    ) from None
+                    raise _cut(path, dim.per, plan, what, advice + _FEWER) from None
+
+
+def _cut(path: str, block: int, plan: ShardPlan, what: str, advice: str) -> ConfigError:
+    return ConfigError(
+        f"--tensor-parallel-size {len(plan.ranks)}: layer {path!r} is quantized in blocks of {block}, and ranks would "
+        f"have {plan.size} of its {plan.full} {what} each, which cuts blocks; {advice}"
+    )
 
 
 def split_address(address: str) -> tuple[str, str, str | None]:

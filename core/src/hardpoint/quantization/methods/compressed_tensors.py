@@ -53,6 +53,7 @@ from hardpoint_plugin_api import (
 _PACKED = "pack-quantized"
 _BY_ELEMENT = ("int-quantized", "float-quantized", "naive-quantized")
 _CLASS = "Linear"
+_BY_CLASS = 2
 _SCALES = ("bfloat16", "float16", "float32")
 _OUT, _IN, _ONE = Dim("out"), Dim("in"), Dim(None)
 
@@ -90,7 +91,8 @@ class CompressedTensors(QuantizationMethod):
     def __init__(self, request: MethodRequest) -> None:
         assert request.config is not None
         settings = Settings(request.config, f"{request.where}: quantization_config")
-        settings.one_of("quantization_status", ("compressed",), "compressed")
+        # Tools of 2024 wrote "frozen" beside weights that they had compressed; headers tell where they had not.
+        settings.one_of("quantization_status", ("compressed", "frozen"), "compressed")
         sparsity = settings.table("sparsity_config")
         if sparsity is not None and sparsity.names:
             sparsity.one_of("format", ("dense",), "dense")
@@ -124,7 +126,16 @@ class CompressedTensors(QuantizationMethod):
         found = [
             (rank, group) for group in self._groups for t in group.targets if (rank := _match(module, t)) is not None
         ]
-        return min(found, key=lambda pair: pair[0])[1] if found else None
+        if not found:
+            return None
+        rank, group = min(found, key=lambda pair: pair[0])
+        return None if rank == _BY_CLASS and self._is_plain_router(module) else group
+
+    def _is_plain_router(self, module: Module) -> bool:
+        """A router that nobody quantized: Transformers 5 has no Linear there, so llmcompressor does not ignore it."""
+        if module.kind != "router" or f"{module.name}.weight" not in self._tensors.names:
+            return False
+        return self._tensors.names.isdisjoint(f"{module.name}.{name}" for name in ("weight_scale", "weight_packed"))
 
 
 def _match(module: Module, target: str) -> int | None:
@@ -133,7 +144,7 @@ def _match(module: Module, target: str) -> int | None:
         return 1 if re.match(target.removeprefix("re:"), module.name) else None
     if target == module.name:
         return 0
-    return 2 if target == _CLASS else None
+    return _BY_CLASS if target == _CLASS else None
 
 
 def _read_group(groups: Settings, name: str, format_: object) -> _Group:

@@ -128,6 +128,12 @@ def single_value(tensors: CheckpointTensors, name: str) -> float:
 
 
 def stored_cache_scales(tensors: CheckpointTensors, attention: str) -> CacheScales | None:
-    """``k_scale`` and ``v_scale`` beside an attention module's projections, where both are there."""
-    scales = CacheScales(f"{attention}.k_scale", f"{attention}.v_scale")
-    return scales if {scales.k, scales.v} <= tensors.names else None
+    """``k_scale`` and ``v_scale`` beside an attention module's projections, where both are there.
+
+    compressed-tensors before August 2024 had them as the projections' own ``output_scale``.
+    """
+    for name in ("{}_scale", "{}_proj.output_scale"):
+        k, v = (f"{attention}.{name.format(part)}" for part in "kv")
+        if {k, v} <= tensors.names:
+            return CacheScales(k, v)
+    return None
