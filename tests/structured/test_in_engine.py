@@ -55,7 +55,7 @@ PLACE = StructuredOutput.json_schema(
     }
 )
 DATE = StructuredOutput.regex(r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]")
-CHOICE = StructuredOutput.choice(["yes", "no", "it \"depends\" on \\ 'them'"])
+CHOICE = StructuredOutput.choice(["yes", "no", "it \"depends\" on \\ 'them' \x7f"])
 GRAMMAR = StructuredOutput.grammar('start: item ("," item)*\nitem: /[a-c]/ | "(" item ")"')
 
 

@@ -24,7 +24,7 @@ SMALL = st.text("abc", min_size=1, max_size=4)
 def ids_of(draw: st.DrawFn) -> tuple[Tokenizer, list[int]]:
     """Any ids of any style: tokens of real text, and blindly drawn ones (broken UTF-8, special, unknown)."""
     tokenizer = STYLES[draw(st.sampled_from(sorted(STYLES)))]
-    blind = st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=12)
+    blind = st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=24)
     real = TEXTS.map(lambda text: tokenizer.encode(text, add_special_tokens=False))
     return tokenizer, [i for part in draw(st.lists(blind | real, max_size=4)) for i in part]
 
@@ -109,3 +109,22 @@ def test_the_end_gives_out_what_was_held_back() -> None:
     assert detokenizer.add(tokenizer.encode("x a")) + detokenizer.add(tokenizer.encode("b")) == "x "
     assert detokenizer.flush() == "ab"
     assert detokenizer.flush() == ""
+
+
+def test_bytes_that_never_become_a_character_are_given_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens behind, and each is decoded a few times only: a stream of them would hold up all others."""
+    tokenizer = STYLES["qwen"]
+    byte = tokenizer.encode("東", add_special_tokens=False)[-1]
+    decode, lengths = tokenizer.decode, list[int]()
+    assert decode([byte]) == "\N{REPLACEMENT CHARACTER}"
+
+    def counted(ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        lengths.append(len(ids))
+        return decode(ids, skip_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    detokenizer = Detokenizer(tokenizer)
+    *deltas, rest = stream(detokenizer, [byte] * 200)
+    assert len("".join(deltas)) >= 190
+    assert max(lengths) <= 16
+    assert "".join(deltas) + rest == decode([byte] * 200)

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import CheckpointError, RequestError
-from tests.tokenizer.builders import LLAMA_CONFIG, QWEN_CONFIG, llama_style, qwen_style, write
+from tests.tokenizer.builders import LLAMA_CONFIG, QWEN_CONFIG, llama_style, qwen_style, word_piece_style, write
 
 SAMPLES = [
     "",
@@ -112,6 +113,51 @@ def test_byte_level_text_survives_the_round_trip(text: str) -> None:
     assert tokenizer.decode(
         tokenizer.encode(text), skip_special_tokens=False
     ) == tokenizer.backend.normalizer.normalize_str(text)
+
+
+@given(st.text())
+@settings(max_examples=50, deadline=None)
+def test_the_bytes_of_tokens_make_up_the_text(text: str) -> None:
+    for tokenizer, space in ((_qwen(), ""), (_llama(), " ")):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        joined = b"".join(map(tokenizer.token_bytes, ids))
+        decoded = tokenizer.decode(ids, skip_special_tokens=False)
+        assert joined.decode() == (space if ids else "") + decoded, "the decoder drops the very first space"
+
+
+def test_the_bytes_of_one_token(tokenizer: Tokenizer) -> None:
+    for token, token_id in tokenizer.added_tokens.items():
+        assert tokenizer.token_bytes(token_id) == token.encode()
+    for byte in (0x0A, 0x41, 0xE6) if tokenizer.byte_ids else ():
+        assert tokenizer.token_bytes(_id(tokenizer, f"<0x{byte:02X}>")) == bytes([byte])
+    assert tokenizer.token_bytes(10**6) == b"", "no such token"
+
+
+def test_bytes_of_other_decoders() -> None:
+    metaspace, pieces, byte_level = llama_style(), word_piece_style(), qwen_style()
+    metaspace.decoder = decoders.Metaspace(replacement="▁")
+    byte_level.decoder = decoders.Sequence([decoders.ByteLevel()])
+    byte_level.add_tokens(["▁漢"])
+    for backend, token, wanted in (
+        (metaspace, "▁t", b" t"),
+        (metaspace, "<0xE6>", b"<0xE6>"),  # text to this decoder
+        (pieces, "##e", b"##e"),
+        (byte_level, "Ġ", b" "),
+        (byte_level, "▁漢", "▁漢".encode()),
+    ):
+        ours = Tokenizer(backend, {})
+        assert ours.token_bytes(_id(ours, token)) == wanted
+
+
+def _id(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.backend.token_to_id(token)
+    assert token_id is not None, token
+    return token_id
+
+
+@cache
+def _llama() -> Tokenizer:
+    return Tokenizer(llama_style(), {})
 
 
 @cache

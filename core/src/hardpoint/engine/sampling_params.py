@@ -190,7 +190,7 @@ _VALID: dict[str, tuple[Check, str]] = {
         "texts that are not blank, or None",
     ),
     "allowed_token_ids": (_optional(lambda ids: _all(_integer(0))(ids) and len(ids) > 0), "some token ids, or None"),
-    "min_tokens": (_integer(0), "0 or more"),
+    "min_tokens": (_integer(0, 2**31 - 1), "from 0 to 2**31 - 1"),
     "logprobs": (_optional(_integer(-1)), "0 or more, -1 for all, or None"),
     "prompt_logprobs": (_optional(_integer(-1)), "0 or more, -1 for all, or None"),
     "structured": (_optional(lambda value: isinstance(value, StructuredOutput)), "a StructuredOutput, or None"),

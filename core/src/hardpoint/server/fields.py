@@ -12,10 +12,15 @@ from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.server.errors import ApiError
 
 MAX_STOPS = 64
-"""Stop texts of a request: each token's text is searched for all of them."""
+"""Stop texts of a request, and stop tokens: each token's text is searched for all of them."""
 MAX_LOGPROBS = 20
 """As in OpenAI's API."""
+MAX_BIASES = 300
+"""As in OpenAI's API."""
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 64, 64
+"""What the engine holds for every request has room for the most and longest that one request has."""
 
+BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -35,7 +40,7 @@ class SamplingFields(ProtocolModel):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
@@ -43,8 +48,8 @@ class SamplingFields(ProtocolModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: NumLogprobs | None = None
 

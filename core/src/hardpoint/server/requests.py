@@ -65,7 +65,7 @@ _OWN_KWARGS = {"messages", "tools", "template", "add_generation_prompt", "contin
 
 
 def checked_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Variables for the chat template. Raises ApiError for those that have a field of their own."""
+    """Variables for the chat template. Raises ApiError for those that have a field of their own, or cannot be any."""
     for name in kwargs or ():
         if name in _OWN_KWARGS:
             raise ApiError(
@@ -73,4 +73,7 @@ def checked_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"chat_template_kwargs holds {name!r}, which the request's own fields say",
                 param="chat_template_kwargs",
             )
+    if "self" in (kwargs or ()):
+        problem = "chat_template_kwargs holds 'self', which templates have themselves"
+        raise ApiError(400, problem, param="chat_template_kwargs")
     return dict(kwargs or {})

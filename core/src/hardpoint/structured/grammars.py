@@ -49,7 +49,7 @@ class Grammars:
         with self._lock:
             tokens = self._tokenizer()
             matcher = self._cache.get(structure)
-            if matcher is None:
+            if matcher is None or matcher.deep_copy().is_error():  # copies share a lexer, which one may have worn out
                 matcher = self._cache[structure] = _compiled(structure, tokens)
                 if len(self._cache) > _CACHED:
                     self._cache.popitem(last=False)
@@ -107,10 +107,15 @@ def _grammar(structure: StructuredOutput) -> str:
     if structure.kind == "grammar":
         return LLMatcher.grammar_from_lark(structure.value)
     if structure.kind == "choice":
-        texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in structure.choices)
+        texts = " | ".join(map(_quoted, structure.choices))
         return LLMatcher.grammar_from_lark(f"start: {texts}")
     schema = structure.value if structure.kind == "json_schema" else '{"type": "object"}'
     return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+
+
+def _quoted(text: str) -> str:
+    """A literal of the grammar: JSON's, but for a character that it lets stand as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _refused(structure: StructuredOutput, reason: str) -> RequestError:

@@ -7,6 +7,10 @@ from collections.abc import Iterable, Sequence
 from hardpoint.tokenizer.tokenizer import Tokenizer
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CHARACTER = 4
+"""Bytes of UTF-8."""
+_CONTEXT = 8
+"""Tokens that are decoded again where they may end within a character."""
 
 
 class Detokenizer:
@@ -74,7 +78,7 @@ class _Decoder:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip_special_tokens = tokenizer, skip_special_tokens
         self._silent = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._context: list[int] = list(prompt_ids[-8:])
+        self._context: list[int] = list(prompt_ids[-_CONTEXT:])
         self._context_text: str | None = None
         """Decoded when the next token comes, if one comes; a prompt may end within a character."""
         self._pending: list[int] = []
@@ -87,6 +91,8 @@ class _Decoder:
         if token_id in self._tokenizer.byte_ids:
             return ""
         text = self._decode(self._context + self._pending)
+        if text.endswith(_BROKEN * _LONGEST_CHARACTER):
+            return self._give_up(text)
         if text.endswith(_BROKEN) or len(text) <= len(self._text_before()):
             return ""
         return self._advance(text)
@@ -94,6 +100,17 @@ class _Decoder:
     def flush(self) -> str:
         """Return the text of the tokens that wait."""
         return self._advance(self._decode(self._context + self._pending)) if self._pending else ""
+
+    def _give_up(self, text: str) -> str:
+        """Of bytes that are no UTF-8, the text that none to come can change: all but the last three tokens'."""
+        certain, open_ = self._pending[: 1 - _LONGEST_CHARACTER], self._pending[1 - _LONGEST_CHARACTER :]
+        head = self._decode(self._context + certain)
+        if not certain or not text.startswith(head):
+            return ""
+        delta = head[len(self._text_before()) :]
+        self._context, self._pending = (self._context + certain)[-_CONTEXT:], open_
+        self._context_text = self._decode(self._context)
+        return delta
 
     def _advance(self, text: str) -> str:
         delta = text[len(self._text_before()) :]

@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from hardpoint.checkpoint.json_object import read_json
+from hardpoint.tokenizer.token_bytes import TokenBytes
 from hardpoint_plugin_api import CheckpointError, RequestError
 
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
@@ -35,6 +36,7 @@ class Tokenizer:
         """Ids of all special tokens, the unnamed ones too: ``decode`` leaves them out unless told otherwise."""
         self.byte_ids = _byte_ids(backend)
         """Ids of tokens that stand for one byte each (``<0xE2>``), where the decoder joins them to characters."""
+        self._token_bytes = TokenBytes(backend, self.byte_ids)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -63,6 +65,13 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; what is no valid UTF-8 becomes U+FFFD."""
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for, with its leading space; those of several tokens make up the text.
+
+        They may be a part of a character only. A special token has its text, an id without a token none.
+        """
+        return self._token_bytes.of(token_id)
 
     @property
     def added_tokens(self) -> dict[str, int]:

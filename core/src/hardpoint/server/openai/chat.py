@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Literal
@@ -13,10 +13,11 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from hardpoint.engine.outputs import PositionLogprobs
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fields import IgnoredFields, NumLogprobs, SamplingFields, StreamOptions, TreatmentFields
 from hardpoint.server.openai.format import ResponseFormat
-from hardpoint.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from hardpoint.server.openai.logprobs import chat_logprobs, prompt_logprobs, tokenizer_of
 from hardpoint.server.openai.messages import (
     ChatMessage,
     NamedTool,
@@ -104,7 +105,7 @@ class ChatRequest(SamplingFields, TreatmentFields, IgnoredFields):
 async def chat_completions(body: ChatRequest, request: Request, service: ServiceOf) -> Response:
     """Continue a conversation."""
     model = service.check_model(body.model)
-    answer = _Answer(body, model)
+    answer = _Answer(body, model, service)
     turn = await Turn.admit(body.to_turn(service), service)
     if body.stream:
         return EventStream(request, answer.events(turn), data_event)
@@ -114,26 +115,36 @@ async def chat_completions(body: ChatRequest, request: Request, service: Service
 class _Answer:
     """Writes one request's answer."""
 
-    def __init__(self, body: ChatRequest, model: str) -> None:
-        self._body, self._num_top = body, body.top_logprobs or 0
+    def __init__(self, body: ChatRequest, model: str, service: Service) -> None:
+        self._body, self._service = body, service
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     async def whole(self, turn: Turn) -> dict[str, Any]:
         async with turn:
             messages = await turn.messages()
-            answer = {
+            return {
                 **self._head,
                 "object": "chat.completion",
                 "choices": [self._choice(index, message) for index, message in enumerate(messages)],
                 "usage": usage_body(turn.usage),
                 "system_fingerprint": None,
                 "service_tier": None,
+                **self._about_prompt(turn),
             }
-            if self._body.prompt_logprobs is not None:
-                answer["prompt_logprobs"] = prompt_logprobs(turn.prompt_logprobs)
-            if self._body.return_token_ids:
-                answer["prompt_token_ids"] = turn.prompt_token_ids
-            return answer
+
+    def _about_prompt(self, turn: Turn) -> dict[str, Any]:
+        """What of the prompt an answer shall have: once for all choices."""
+        about: dict[str, Any] = {}
+        if self._body.prompt_logprobs is not None:
+            about["prompt_logprobs"] = prompt_logprobs(turn.prompt_logprobs)
+        if self._body.return_token_ids:
+            about["prompt_token_ids"] = turn.prompt_token_ids
+        return about
+
+    def _logprobs(self, positions: Sequence[PositionLogprobs] | None) -> dict[str, Any] | None:
+        if positions is None:
+            return None
+        return chat_logprobs(positions, self._body.top_logprobs or 0, tokenizer_of(self._service))
 
     def _choice(self, index: int, message: Message) -> dict[str, Any]:
         said: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
@@ -152,7 +163,7 @@ class _Answer:
         choice = {
             "index": index,
             "message": said,
-            "logprobs": None if message.logprobs is None else chat_logprobs(message.logprobs, self._num_top),
+            "logprobs": self._logprobs(message.logprobs),
             "finish_reason": message.finish_reason,
             "stop_reason": message.stop_reason,
         }
@@ -162,12 +173,15 @@ class _Answer:
         """The stream: plain content, most of all events, is put between two texts made beforehand."""
         wants_usage = self._body.stream_options is not None and bool(self._body.stream_options.include_usage)
         head = self._head | {"object": "chat.completion.chunk"} | ({"usage": None} if wants_usage else {})
-        before, after = data_event(head | {"choices": [_HOLE]}).split(quoted(_HOLE).encode())
+        before, after = _around(head)
         is_plain = not (self._body.logprobs or self._body.return_token_ids)
+        wants_scores = self._body.prompt_logprobs is not None
         begun: set[int] = set()
         async with turn, aclosing(turn.grown()) as grown:
             async for _, output in grown:
-                chunks = []
+                if wants_scores and turn.prompt_logprobs is None and not output.finished:
+                    continue  # another choice was faster than the first, which alone scores the prompt
+                is_first, chunks = not begun, []
                 for step in turn.take(output):
                     if step.choice not in begun:
                         begun.add(step.choice)
@@ -177,7 +191,10 @@ class _Answer:
                     else:
                         chunks += self._full_chunks(step)
                 if chunks:
-                    yield b"".join([before + chunk + after for chunk in chunks])
+                    written = [before + chunk + after for chunk in chunks]
+                    if is_first and (about := self._about_prompt(turn)):
+                        written[0] = chunks[0].join(_around(head | about))
+                    yield b"".join(written)
             if wants_usage:
                 yield data_event(head | {"choices": [], "usage": usage_body(turn.usage)})
         yield b"data: [DONE]\n\n"
@@ -188,14 +205,18 @@ class _Answer:
         rest: dict[str, Any] = {"finish_reason": step.finish_reason}
         if step.finish_reason is not None:
             rest["stop_reason"] = step.delta.stop_reason
-        if step.delta.logprobs is not None:
-            rest["logprobs"] = chat_logprobs(step.delta.logprobs, self._num_top)
+        rest["logprobs"] = self._logprobs(step.delta.logprobs)
         if self._body.return_token_ids:
             rest["token_ids"] = step.delta.token_ids
         return [
             *(_full_chunk(step.choice, delta) for delta in deltas[:-1]),
             _full_chunk(step.choice, deltas[-1], **rest),
         ]
+
+
+def _around(head: dict[str, Any]) -> list[bytes]:
+    """What stands before a chunk's choice, and behind it."""
+    return data_event(head | {"choices": [_HOLE]}).split(quoted(_HOLE).encode())
 
 
 def _chunk(choice: int, event: ParserEvent) -> bytes:

@@ -20,7 +20,7 @@ from hardpoint.server.errors import ApiError
 from hardpoint.server.fields import IgnoredFields, NumLogprobs, SamplingFields, StreamOptions, TreatmentFields
 from hardpoint.server.generation import Cursor, Delta, Generation, GenerationRequest
 from hardpoint.server.openai.format import ResponseFormat
-from hardpoint.server.openai.logprobs import completion_logprobs, prompt_logprobs, text_offsets
+from hardpoint.server.openai.logprobs import TextOffsets, completion_logprobs, prompt_logprobs, tokenizer_of
 from hardpoint.server.openai.usage import usage_body
 from hardpoint.server.requests import JsonRoute, check_best_of, check_stream_options
 from hardpoint.server.service import Service, ServiceOf
@@ -97,6 +97,7 @@ class _Answer:
 
     def __init__(self, body: CompletionRequest, model: str, service: Service) -> None:
         self._body, self._service = body, service
+        self._offsets: dict[int, TextOffsets] = {}
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -121,9 +122,12 @@ class _Answer:
         head = self._head | ({"usage": None} if wants_usage else {})
         before, after = data_event(head | {"choices": [_HOLE]}).split(quoted(_HOLE).encode())
         is_plain = body.logprobs is None and not (body.echo or body.return_token_ids)
+        wants_scores = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
         cursors: dict[int, Cursor] = {}
         async with generation, aclosing(generation.grown()) as grown:
             async for number, output in grown:
+                if wants_scores and output.prompt_logprobs is None and not output.finished:
+                    continue  # another choice was faster than the first, which alone scores the prompt
                 chunks = []
                 for completion in output.outputs:
                     index = number * len(output.outputs) + completion.index
@@ -133,7 +137,8 @@ class _Answer:
                         if is_first:
                             del cursors[index]
                         continue
-                    if is_plain and delta.finish_reason is None:
+                    is_told = is_first and body.prompt_logprobs is not None
+                    if is_plain and not is_told and delta.finish_reason is None:
                         chunks.append(_chunk(index, delta.text))
                     else:
                         choice = self._choice(index, output, delta, is_first=is_first)
@@ -146,41 +151,48 @@ class _Answer:
 
     def _choice(self, index: int, output: RequestOutput, delta: Delta, *, is_first: bool) -> dict[str, Any]:
         body, echo = self._body, self._body.echo and is_first
-        text, token_ids = delta.text, delta.token_ids
-        scored: list[PositionLogprobs | None] = list(delta.logprobs or ())
-        finish_reason = delta.finish_reason
-        start = delta.start
         if body.draws_nothing:
-            text, scored, token_ids, finish_reason = "", [], [], finish_reason and "length"
-        if body.echo:
-            prompt = self._prompt_text(output)
-            start = 0 if echo else start + len(prompt)
-            if echo:
-                text, scored = prompt + text, [*(output.prompt_logprobs or []), *scored]
+            finish = delta.finish_reason and "length"
+            delta = replace(delta, text="", token_ids=[], logprobs=delta.logprobs and [], finish_reason=finish)
+        prompt = self._prompt_text(output) if body.echo else ""
         choice: dict[str, Any] = {
             "index": index,
-            "text": text,
-            "logprobs": None
-            if body.logprobs is None
-            else completion_logprobs(scored, body.logprobs, text_offsets(scored, start)),
-            "finish_reason": finish_reason,
+            "text": prompt + delta.text if echo else delta.text,
+            "logprobs": self._logprobs(index, output, delta, prompt, echo=echo),
+            "finish_reason": delta.finish_reason,
         }
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         if body.prompt_logprobs is not None and is_first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if body.return_token_ids:
-            choice["token_ids"] = token_ids
+            choice["token_ids"] = delta.token_ids
             if is_first:
                 choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
+    def _logprobs(
+        self, index: int, output: RequestOutput, delta: Delta, prompt: str, *, echo: bool
+    ) -> dict[str, Any] | None:
+        """Those of ``delta``, whose text stands behind ``prompt``; with ``echo`` the prompt's in front of them."""
+        if self._body.logprobs is None:
+            return None
+        tokenizer, prompt_ids = tokenizer_of(self._service), output.prompt_token_ids
+        own = self._offsets.setdefault(index, TextOffsets(tokenizer, prompt_ids))
+        offsets = [len(prompt) + offset for offset in own.take(delta.token_ids, delta.text, delta.start)]
+        token_ids, scored = delta.token_ids, list[PositionLogprobs | None](delta.logprobs or ())
+        if echo and output.prompt_logprobs is not None:
+            token_ids, scored = prompt_ids + token_ids, output.prompt_logprobs + scored
+            offsets = [min(len(prompt), each) for each in TextOffsets(tokenizer).take(prompt_ids, prompt)] + offsets
+        if delta.finish_reason is not None:  # tokens of a stop text are no text
+            end = len(prompt) + delta.start + len(delta.text)
+            offsets = [min(end, each) for each in offsets]
+        return completion_logprobs(token_ids, scored, self._body.logprobs, offsets, tokenizer)
+
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
             return output.prompt
-        engine = self._service.host.loaded
-        assert engine is not None, "it made the output"
-        return engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+        return tokenizer_of(self._service).decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
         usage = generation.usage

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
 from hardpoint.engine.outputs import Logprob, PositionLogprobs
+from hardpoint.server.service import Service
+from hardpoint.tokenizer import Tokenizer
 
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
+_NUM_BEFORE = 8
+"""So many of a prompt's last tokens are looked at for the beginning of a character."""
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs], num_top: int) -> dict[str, Any]:
+def tokenizer_of(service: Service) -> Tokenizer:
+    """The tokenizer of the engine that made an output."""
+    engine = service.host.loaded
+    assert engine is not None, "it made the output"
+    return engine.tokenizer
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs], num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """Those of a chat's tokens: each with the ``num_top`` likeliest."""
     return {
         "content": [
-            _entry(drawn(position)) | {"top_logprobs": [_entry(each) for each in _likeliest(position, num_top)]}
+            _entry(*_drawn(position), tokenizer)
+            | {"top_logprobs": [_entry(*each, tokenizer) for each in _likeliest(position, num_top)]}
             for position in positions
         ],
         "refusal": None,
@@ -23,14 +36,20 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], num_top: int) -> dict[s
 
 
 def completion_logprobs(
-    positions: Sequence[PositionLogprobs | None], num_top: int, offsets: Sequence[int]
+    token_ids: Sequence[int],
+    positions: Sequence[PositionLogprobs | None],
+    num_top: int,
+    offsets: Sequence[int],
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """Those of a completion's tokens; None stands for a prompt's first token, whose text is not known here."""
+    """Those of a completion's tokens; None stands for a prompt's first token, which nothing precedes."""
     return {
-        "tokens": ["" if p is None else drawn(p).decoded_token for p in positions],
-        "token_logprobs": [None if p is None else _finite(drawn(p).logprob) for p in positions],
+        "tokens": [_text(token, tokenizer) for token in token_ids],
+        "token_logprobs": [None if p is None else _finite(_drawn(p)[1].logprob) for p in positions],
         "top_logprobs": [
-            None if p is None else {each.decoded_token: _finite(each.logprob) for each in _likeliest(p, num_top)}
+            None
+            if p is None
+            else {_text(token, tokenizer): _finite(each.logprob) for token, each in _likeliest(p, num_top)}
             for p in positions
         ],
         "text_offset": list(offsets),
@@ -52,27 +71,58 @@ def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list
     ]
 
 
-def text_offsets(positions: Sequence[PositionLogprobs | None], start: int) -> list[int]:
-    """Where each token begins, in characters from the beginning of the answer, by the tokens' own texts."""
-    offsets = []
-    for position in positions:
-        offsets.append(start)
-        start += 0 if position is None else len(drawn(position).decoded_token)
-    return offsets
+class TextOffsets:
+    """Where tokens begin in the text that they make, in characters; they may come in pieces.
+
+    A token that begins inside a character has the offset of that character. ``prompt_ids`` are what the text
+    continues: they may end inside a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(b"".join(map(tokenizer.token_bytes, prompt_ids[-_NUM_BEFORE:])))
+        self._num_chars = 0
+
+    def take(self, token_ids: Sequence[int], text: str, start: int = 0) -> list[int]:
+        """Those of the next tokens; of the whole text ``text``, which stands at ``start``, is what came with them."""
+        return [self._add(self._bytes_in(text, start, token)) for token in token_ids]
+
+    def _bytes_in(self, text: str, start: int, token_id: int) -> bytes:
+        """A token's bytes as far as they are text: special tokens may be left out, and the very first space."""
+        token, here = self._tokenizer.token_bytes(token_id), max(0, self._num_chars - start)
+        if token_id in self._tokenizer.special_ids:
+            return token if text.startswith(token.decode(), here) else b""
+        if self._num_chars == 0 and token.startswith(b" "):
+            head = text[: len(token)].encode()
+            return token[1:] if head.startswith(token[1:]) and not head.startswith(token) else token
+        return token
+
+    def _add(self, token: bytes) -> int:
+        """Of the characters that the first byte completes or begins, the last is its own: others had broken off."""
+        num_complete = len(self._decoder.decode(token[:1]))
+        is_open = bool(self._decoder.getstate()[0])
+        offset = self._num_chars + max(0, num_complete + is_open - 1)
+        self._num_chars += num_complete + len(self._decoder.decode(token[1:]))
+        return offset
 
 
-def drawn(position: PositionLogprobs) -> Logprob:
+def _drawn(position: PositionLogprobs) -> tuple[int, Logprob]:
     """The token that stands at a position."""
-    return next(iter(position.values()))
+    return next(iter(position.items()))
 
 
-def _likeliest(position: PositionLogprobs, count: int) -> list[Logprob]:
-    return sorted(position.values(), key=lambda each: each.rank)[:count]
+def _likeliest(position: PositionLogprobs, count: int) -> list[tuple[int, Logprob]]:
+    return sorted(position.items(), key=lambda each: each[1].rank)[:count]
 
 
-def _entry(each: Logprob) -> dict[str, Any]:
-    token = each.decoded_token
-    return {"token": token, "logprob": _finite(each.logprob), "bytes": list(token.encode("utf-8", "replace"))}
+def _entry(token_id: int, each: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    own = tokenizer.token_bytes(token_id)
+    return {"token": own.decode(errors="replace"), "logprob": _finite(each.logprob), "bytes": list(own)}
+
+
+def _text(token_id: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
 def _finite(logprob: float) -> float:

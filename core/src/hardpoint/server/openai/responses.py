@@ -18,7 +18,7 @@ from hardpoint.server.errors import ApiError
 from hardpoint.server.fields import IgnoredFields, NumLogprobs, ProtocolModel, SamplingFields, TreatmentFields
 from hardpoint.server.items import Change, Item, Items
 from hardpoint.server.openai.format import TextFormatOfResponses
-from hardpoint.server.openai.logprobs import chat_logprobs
+from hardpoint.server.openai.logprobs import chat_logprobs, tokenizer_of
 from hardpoint.server.openai.responses_input import FlatTool, InputItem, template_messages, template_tools
 from hardpoint.server.requests import JsonRoute, checked_template_kwargs
 from hardpoint.server.service import Service, ServiceOf
@@ -137,7 +137,7 @@ async def responses(body: ResponsesRequest, request: Request, service: ServiceOf
     """Continue a conversation."""
     model = service.check_model(body.model)
     asked = body.to_turn(service)
-    answer = _Answer(body, model, asked)
+    answer = _Answer(body, model, asked, service)
     turn = await Turn.admit(asked, service)
     if body.stream:
         return EventStream(request, answer.events(turn), answer.failed)
@@ -147,8 +147,8 @@ async def responses(body: ResponsesRequest, request: Request, service: ServiceOf
 class _Answer:
     """Writes one request's answer."""
 
-    def __init__(self, body: ResponsesRequest, model: str, asked: TurnRequest) -> None:
-        self._body, self._items, self._ids = body, Items(), list[str]()
+    def __init__(self, body: ResponsesRequest, model: str, asked: TurnRequest, service: Service) -> None:
+        self._body, self._service, self._items, self._ids = body, service, Items(), list[str]()
         self._positions: list[PositionLogprobs] = []
         self._number = 0
         self._head = {
@@ -283,7 +283,8 @@ class _Answer:
         is_last = is_cut and item is self._items.all[-1]
         scored: Sequence[Any] = ()
         if self._body.wants_logprobs and item.kind == "text":
-            scored = chat_logprobs(self._positions, self._body.top_logprobs or 0)["content"]
+            num_top = self._body.top_logprobs or 0
+            scored = chat_logprobs(self._positions, num_top, tokenizer_of(self._service))["content"]
         part = {"type": "reasoning_text", "text": item.text} if item.kind == "reasoning" else None
         content = [part or _text_part(item.text, scored)]
         return self._item(item, content, status="incomplete" if is_last else "completed", arguments=item.text)
