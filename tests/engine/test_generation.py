@@ -215,10 +215,11 @@ def test_the_engines_seed_repeats_unseeded_requests(checkpoint: tuple[Path, PreT
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("failing", ["submit", "collect"])
+@pytest.mark.parametrize(("failing", "times"), [("submit", 1), ("collect", 1), ("collect", 2)])
 def test_a_step_that_fails_leaves_a_usable_engine(
-    checkpoint: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch, failing: str, ahead: bool
+    checkpoint: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch, failing: str, times: int, ahead: bool
 ) -> None:
+    """Interrupted twice, it does not even wait for the step that is on its way, where one is."""
     folder, model = checkpoint
     with small_llm(folder, async_scheduling=ahead, max_num_seqs=2) as llm:
         executor = llm.core.executor
@@ -228,7 +229,7 @@ def test_a_step_that_fails_leaves_a_usable_engine(
         calls, real = iter(range(100)), getattr(runner, failing)
 
         def interrupted(argument: object) -> object:
-            if next(calls) == 3:
+            if 3 <= next(calls) < 3 + times:
                 raise KeyboardInterrupt
             return real(argument)
 
@@ -325,3 +326,5 @@ def test_a_platforms_step_limits_are_kept_and_change_no_token(
     assert sizes == {8, 24}, "steps are padded to the declared sizes, and to nothing else"
     with pytest.raises(ConfigError, match=r"--max-model-len 201: .* at most 200 tokens"):
         small_llm(folder, max_model_len=201)
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 3\).* multiples of 4; set"):
+        small_llm(folder, max_num_batched_tokens=3)

@@ -66,17 +66,20 @@ def test_the_engine_counts_what_it_does(checkpoint: tuple[Path, PreTrainedModel]
     page_bytes = 3 * 2 * 16 * 2 * 16 * 4
     with small_llm(checkpoint[0], kv_cache_memory=13 * page_bytes, max_model_len=96) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=5, stop_token_ids=list(range(258))))
+        stopping = SamplingParams(temperature=0, max_tokens=5, stop_token_ids=list(range(258)))
+        outputs += [llm.generate(PROMPTS[0], stopping, use_tqdm=False)[0] for _ in range(2)]
         found = llm.metrics
         held = llm.memory_report()
         stats = llm.stats
-    assert found.value("hardpoint_generated_tokens_total") == 4 * 9 + 1
+    assert found.value("hardpoint_generated_tokens_total") == 4 * 9 + 2
     assert found.value("hardpoint_finished_requests_total", reason="length") == 4
-    assert found.value("hardpoint_finished_requests_total", reason="stop") == 1
+    assert found.value("hardpoint_finished_requests_total", reason="stop") == 2
     assert found.value("hardpoint_steps_total") == found.value("hardpoint_step_seconds_count") == stats.num_steps > 9
     preemptions = sum(output.metrics.num_preemptions for output in outputs)
     assert found.value("hardpoint_preemptions_total") == preemptions > 0
-    assert found.value("hardpoint_cached_tokens_total") >= (len(PROMPTS[0]) - 1) // 16 * 16
+    cached = [output.num_cached_tokens for output in outputs]
+    assert cached[-1] == (len(PROMPTS[0]) - 1) // 16 * 16
+    assert found.value("hardpoint_cached_tokens_total") == sum(cached), "not what the preempted found of their own"
     computed = [found.value("hardpoint_computed_tokens_total", step=step) for step in ("prefill", "decode")]
     assert sum(computed) >= sum(map(len, PROMPTS)) + 4 * 8
     assert found.value("hardpoint_running_requests") == found.value("hardpoint_waiting_requests") == 0

@@ -7,6 +7,7 @@ is right only if nothing was lost, shared wrongly, overwritten too early or comp
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -269,6 +270,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     run(scheduler, device, depth=1)
     assert sum(request.num_preemptions for request in requests) > 0
     assert all(request.output_token_ids == expected_output(request) for request in requests)
+    assert scheduler.num_cached_tokens == sum(request.num_cached_tokens for request in requests) == 0, "nobody else's"
 
 
 def test_deadlines_end_requests_wherever_they_are() -> None:
@@ -291,6 +293,23 @@ def test_deadlines_end_requests_wherever_they_are() -> None:
     run(scheduler, device, depth=1)
     assert patient.output_token_ids == expected_output(patient)
     assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable
+
+
+def test_requests_that_end_before_their_deadlines_are_let_go() -> None:
+    limits = StepLimits(max_tokens=8, max_requests=1)
+    scheduler, device = make_scheduler(100, limits), Device(limits, 100)
+    now = time.monotonic()
+    scheduler.add(late := make_request(0, [1] * 6, 300, deadline=now + 1))
+    for number in range(1, 300):
+        scheduler.add(make_request(number, [1] * 3, 1, deadline=now + 3600, priority=-1))
+        while scheduler.num_running + scheduler.num_waiting > 1:
+            step = scheduler.schedule()
+            assert step is not None
+            scheduler.commit(device.execute(step))
+    assert len(scheduler._deadlines) < 80
+    scheduler.add(patient := make_request(300, [1] * 3, 1, deadline=math.inf))
+    assert patient not in [request for _, _, request in scheduler._deadlines]
+    assert scheduler.expire(now + 2) == [late], "one that is still there keeps its deadline"
 
 
 def test_a_request_larger_than_the_pool_is_refused_with_the_remedy() -> None:

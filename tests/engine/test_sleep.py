@@ -13,8 +13,19 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.checkpoint.loader import load_weights
+from hardpoint.engine.execution import weights as weights_module
+from hardpoint.engine.execution.executor import InProcessExecutor
 from hardpoint_cpu.platform import CpuMemory
-from hardpoint_plugin_api import CapacityError, CheckpointError, ConfigError, EngineError, MemoryTag, UnknownNameError
+from hardpoint_plugin_api import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    MemoryTag,
+    PlatformError,
+    UnknownNameError,
+)
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 
@@ -135,6 +146,77 @@ def test_an_engine_with_requests_does_not_sleep(llm: LLM, other: tuple[Path, Pre
     llm.sleep()
 
 
+@pytest.mark.parametrize("ended_by", ["stop text", "closed stream", "abort"])
+def test_steps_that_ended_requests_leave_behind_do_not_keep_it_awake(
+    checkpoint: tuple[Path, PreTrainedModel], ended_by: str
+) -> None:
+    with small_llm(checkpoint[0], async_scheduling=True) as llm:
+        core, before = llm.core, tokens(llm)
+        for change in ("sleep", "update"):
+            if ended_by == "stop text":
+                text = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].text
+                stopping = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[text[3]])
+                assert llm.generate(PROMPTS[0], stopping, use_tqdm=False)[0].outputs[0].finish_reason == "stop"
+            elif ended_by == "closed stream":
+                for _ in llm.stream(PROMPTS[0], GREEDY):
+                    break  # which closes it
+            else:
+                request = core.add_request([1, 2, 3], GREEDY, frozenset())
+                core.step()
+                core.abort(request)
+            assert core._submitted, "a step is on its way whose token nobody wants"
+            if change == "sleep":
+                llm.sleep(level=2)
+                llm.wake_up()
+            else:
+                llm.update_weights(checkpoint[0])
+            assert core.is_idle
+            assert llm.stats.num_free_pages == llm.stats.num_pages
+            assert tokens(llm) == before
+
+
+def test_a_step_left_behind_that_fails_leaves_a_usable_engine(
+    checkpoint: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_llm(checkpoint[0], async_scheduling=True) as llm:
+        before = tokens(llm)
+        for _ in llm.stream(PROMPTS[0], GREEDY):
+            break
+
+        def lost(ticket: object) -> None:
+            raise RuntimeError("lost")
+
+        with monkeypatch.context() as patched:
+            assert isinstance(llm.core.executor, InProcessExecutor)
+            patched.setattr(llm.core.executor._runner, "collect", lost)
+            with pytest.raises(RuntimeError, match="lost"):
+                llm.sleep()
+        llm.sleep()
+        llm.wake_up()
+        assert tokens(llm) == before
+
+
+@pytest.mark.parametrize("where", ["drop", "trim"])
+def test_an_interrupted_sleep_is_known(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    before, cached = tokens(llm), llm.stats.cached_tokens
+    owner: Any = llm.core.holdings._in_place["kv"] if where == "drop" else llm.core.holdings.memory.memory
+    real = getattr(owner, where)
+
+    def interrupted() -> None:
+        real()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.sleep(tags=["kv"])
+    with pytest.raises(EngineError, match="without its kv;"):
+        llm.generate(PROMPTS[0], GREEDY)
+    llm.wake_up()
+    assert tokens(llm) == before
+    assert llm.stats.cached_tokens == cached, "the pages that held the prefixes were given back"
+
+
 @pytest.mark.parametrize("form", ["folder", "shards", "tensors"])
 @pytest.mark.parametrize("asleep", [False, True])
 def test_other_weights(
@@ -208,8 +290,60 @@ def test_a_damaged_checkpoint(llm: LLM, checkpoint: tuple[Path, PreTrainedModel]
         llm.update_weights(stored.items())
     with pytest.raises(EngineError, match="without its weights"):
         llm.generate(PROMPTS[0], GREEDY)
+    llm.wake_up()
+    check_model(llm, checkpoint[1])
     llm.update_weights(checkpoint[0])
     check_model(llm, checkpoint[1])
+
+
+def test_wrong_tensors_after_tensors_cannot_be_woken_from(llm: LLM, other: tuple[Path, PreTrainedModel]) -> None:
+    stored = load_file(other[0] / "model.safetensors")
+    llm.update_weights(stored.items())
+    with pytest.raises(CheckpointError, match=r"holds no weights now: update them again$"):
+        llm.update_weights({"extra.weight": torch.zeros(3)}.items())
+    with pytest.raises(EngineError, match="last updated from tensors"):
+        llm.wake_up()
+    llm.update_weights(stored.items())
+    check_model(llm, other[1])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the trainer is gone"), KeyboardInterrupt()], ids=repr)
+def test_what_the_givers_of_tensors_raise_arrives_as_it_is(
+    llm: LLM, checkpoint: tuple[Path, PreTrainedModel], error: BaseException
+) -> None:
+    def give() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(load_file(checkpoint[0] / "model.safetensors").items())[:3]
+        raise error
+
+    llm.sleep(tags=["weights"])
+    kept = llm.memory_report().by_tag["weights"]
+    llm.wake_up()
+    with pytest.raises(type(error)) as caught:
+        llm.update_weights(give())
+    assert caught.value is error
+    assert llm.memory_report().by_tag["weights"] == kept
+    llm.wake_up()
+    check_model(llm, checkpoint[1])
+
+
+def test_weights_whose_reading_is_interrupted_are_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tokens(llm)
+
+    def half(*args: Any) -> None:
+        load_weights(*args)
+        raise KeyboardInterrupt
+
+    llm.sleep(level=2)
+    kept = llm.memory_report().by_tag["weights"]
+    with monkeypatch.context() as patched:
+        patched.setattr(weights_module, "load_weights", half)
+        with pytest.raises(KeyboardInterrupt):
+            llm.wake_up()
+    assert llm.memory_report().by_tag["weights"] == kept
+    with pytest.raises(EngineError, match="without its kv, resources, weights"):
+        llm.generate(PROMPTS[0], GREEDY)
+    llm.wake_up()
+    assert tokens(llm) == before
 
 
 def test_tensors_that_are_none(llm: LLM, checkpoint: tuple[Path, PreTrainedModel]) -> None:
@@ -253,6 +387,25 @@ class SuspendingMemory(CpuMemory):
         self.calls.append(("resume", list(tags)))
         for buffer in self.buffers:
             buffer.fill_(0xFF)  # undefined: NaN, in any floating-point type
+
+
+def test_a_sleep_that_fails_halfway_is_known(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, memory = tokens(llm), SuspendingMemory()
+    llm.core.holdings.memory.memory = memory
+
+    def refuse(self: SuspendingMemory, tags: Sequence[MemoryTag]) -> None:
+        if "resources" in tags:
+            raise PlatformError("the driver will not")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SuspendingMemory, "suspendable", frozenset({"kv", "resources"}))
+        patched.setattr(SuspendingMemory, "suspend", refuse)
+        with pytest.raises(PlatformError, match="will not"):
+            llm.sleep(tags=["kv", "resources"])
+        with pytest.raises(EngineError, match="without its kv;"):
+            llm.generate(PROMPTS[0], GREEDY)
+        llm.wake_up()
+    assert tokens(llm) == before
 
 
 def test_a_platform_that_suspends_keeps_addresses(llm: LLM) -> None:

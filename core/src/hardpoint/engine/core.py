@@ -171,9 +171,7 @@ class EngineCore:
             with self.blueprint.ctx.range("step"):
                 return self._step()
         except BaseException as error:
-            name_culprit(error, self.blueprint.plugins)
-            self._abandon_submitted()
-            self.scheduler.abandon()
+            self._abandon(error)
             raise
         finally:
             self._take_stock()
@@ -190,9 +188,23 @@ class EngineCore:
         for request in advanced:
             if request.finish_reason is not None:
                 self._note_end(request)
-        while self._submitted and not self.scheduler.has_unfinished:
-            self._collect(time.perf_counter())  # steps whose tokens nobody wants any more
+        if not self.scheduler.has_unfinished:
+            self._drain()
         return advanced
+
+    def _drain(self) -> None:
+        """Commit the steps on their way, whose tokens nobody wants any more."""
+        while self._submitted:
+            self._collect(time.perf_counter())
+
+    def _abandon(self, error: BaseException) -> None:
+        """End every request and forget every step, as one has failed with ``error``."""
+        name_culprit(error, self.blueprint.plugins)
+        try:
+            self._abandon_submitted()
+        finally:  # a second interrupt ends the waiting; scheduler and core must agree all the same
+            self._submitted.clear()
+            self.scheduler.abandon()
 
     def _abandon_submitted(self) -> None:
         """Wait for steps that nobody wants any more: the device may still be reading what the next one overwrites."""
@@ -210,8 +222,6 @@ class EngineCore:
         seconds, decodes = time.perf_counter() - began, sum(s.count == 1 for s in step.scheduled)
         self._metrics.collected(seconds, len(advanced))
         self.stats.num_steps += 1
-        if started := {new.slot for new in step.new}:
-            self.stats.cached_tokens += sum(share.start for share in step.scheduled if share.slot in started)
         if decodes == len(step.scheduled):
             self.stats.decode_tokens += decodes
             self.stats.decode_seconds += seconds
@@ -234,10 +244,9 @@ class EngineCore:
     def sleep(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
         """Give back the memory of ``tags``; see CoreControl."""
         self._check_idle("put to sleep")
-        self._asleep_after(self.executor.call("sleep", tags))
         if "kv" in tags:
-            self.scheduler.cache.pool.forget()
-        return self.admission.asleep
+            self.scheduler.cache.pool.forget()  # before its pages go, for they may be gone where the call fails
+        return self._calling("sleep", tags)
 
     def wake_up(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
         """Take the memory of ``tags`` again; see CoreControl."""
@@ -266,8 +275,16 @@ class EngineCore:
         self.admission.asleep = frozenset(tag for tags in found for tag in tags)
 
     def _check_idle(self, what: str) -> None:
-        if not self.is_idle:
+        """Raise EngineError while there are requests; wait for steps that those which ended have left behind."""
+        if self.scheduler.has_unfinished:
             raise EngineError(f"requests are under way; an engine is {what} when they have ended or been aborted")
+        try:
+            self._drain()
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        finally:
+            self._take_stock()
 
     def memory_report(self) -> MemoryReport:
         """Who holds how much, on all ranks together; see CoreControl. The device is rank 0's."""
@@ -292,6 +309,7 @@ class EngineCore:
         """Note in ``stats`` what the engine holds now."""
         stats, scheduler, pool = self.stats, self.scheduler, self.scheduler.cache.pool
         stats.num_running, stats.num_waiting = scheduler.num_running, scheduler.num_waiting
+        stats.cached_tokens = scheduler.num_cached_tokens
         stats.num_pages, stats.num_free_pages = pool.num_usable, pool.num_free
 
     def check(self) -> None:

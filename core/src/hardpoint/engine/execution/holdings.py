@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
+
 from hardpoint.engine.execution.tagged_memory import TaggedMemory
-from hardpoint_plugin_api import CapacityError, HardpointError, MemoryTag, PlatformError
+from hardpoint_plugin_api import CapacityError, MemoryTag, PlatformError
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +55,12 @@ class Holdings:
         for tag in [tag for tag in tags if tag not in self._asleep]:
             if self._is_suspendable(tag):
                 self.memory.suspend(tag)
+                self._asleep[tag] = None
             else:
+                self._asleep[tag] = None  # before: it is not whole where an interrupt stops this halfway
                 self._holder(tag).drop()
                 if tag != "weights" and (kept := self.memory.held(tag)):
                     logger.warning("%d bytes of %s are still held by code that kept a tensor of it", kept, tag)
-            self._asleep[tag] = None
         self.memory.memory.trim()
         logger.info("asleep: %s; memory was: %s; is: %s", ", ".join(self._asleep), before, self.memory.report())
 
@@ -86,11 +89,11 @@ class Holdings:
         try:
             with self.memory.pool(tag):
                 yield
-        except Exception as error:
+        except BaseException as error:  # an interrupt, too, leaves it half full
             self._holder(tag).drop()
-            if isinstance(error, HardpointError) or not isinstance(error, RuntimeError | MemoryError):
-                raise
-            raise _still_taken(tag, error) from error  # torch's errors for want of memory are RuntimeErrors of a kind
+            if isinstance(error, Exception) and _is_want_of_memory(error):
+                raise _still_taken(tag, error) from error
+            raise
         del self._asleep[tag]
 
     def drop_all(self) -> None:
@@ -104,6 +107,14 @@ class Holdings:
 
     def _is_suspendable(self, tag: MemoryTag) -> bool:
         return tag in self._in_place and tag in self.memory.memory.suspendable
+
+
+def _is_want_of_memory(error: Exception) -> bool:
+    """Whether an allocator failed. Torch's for main memory raises a plain RuntimeError, known by its words alone."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    said = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in said or "not enough memory" in said)
 
 
 def _still_taken(tag: MemoryTag, error: Exception) -> CapacityError:

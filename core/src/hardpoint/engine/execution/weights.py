@@ -51,6 +51,11 @@ class ModelWeights:
             if release:
                 release()
 
+    @property
+    def can_restore(self) -> bool:
+        """Whether there is a folder to read them from again."""
+        return self._folder is not None
+
     def restore(self) -> None:
         """Read the weights again from where they last came. Raises EngineError where that was no folder."""
         if self._folder is None:
@@ -68,15 +73,15 @@ class ModelWeights:
         """Replace the weights by a checkpoint's, or by tensors: all of a checkpoint's, by its names, in any order.
 
         A tensor is copied, and may be dropped when the next is asked for. Raises CheckpointError for what is wrong with
-        them; there are no weights then.
+        them; there are no weights then, and ``restore`` reads what was there before tensors, or the new checkpoint.
         """
         self.drop()
         if isinstance(source, Path):
             self._folder, self._seed = source, None
             self.load()
         else:
-            self._folder = None
             load_weights(self._model, self._model.weight_names, GivenTensors(source), self._device)
+            self._folder = None  # not before: a folder's weights can be read again where these are wrong
 
     def _check_config(self, folder: Path) -> None:
         if not (folder / "config.json").is_file():

@@ -172,9 +172,8 @@ class Worker:
             with self.holdings.filling("weights"):
                 self._weights.update(folder if folder is not None else cast("Tensors", source))
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}; the engine holds no weights now: update them again, or let it wake up"
-            ) from error
+            waking = ", or let it wake up" if self._weights.can_restore else ""
+            raise CheckpointError(f"{error}; the engine holds no weights now: update them again{waking}") from error
         self._prepare_again()
         return self.holdings.asleep
 
@@ -232,4 +231,11 @@ def step_limits(blueprint: Blueprint) -> StepLimits:
         )
     if limits.token_buckets:
         limits = limits.intersect(StepLimits(max_tokens=max(limits.token_buckets)))
+    assert limits.max_tokens is not None
+    if limits.max_tokens < limits.chunk_multiple:
+        raise ConfigError(
+            f"steps hold at most {limits.max_tokens} tokens (--max-num-batched-tokens {config.max_num_batched_tokens}) "
+            f"and {blueprint.ctx.device.name}, or an attention backend chosen for it, reads long prompts in multiples "
+            f"of {limits.chunk_multiple}; set --max-num-batched-tokens to {limits.chunk_multiple} or more"
+        )
     return limits

@@ -40,7 +40,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """The output as it is now, once it has grown. Raises EngineError where the engine failed to serve it."""
+        """The output as it is now, once it has grown. Raises what ended it: EngineError, or RequestError."""
         while self._news is None and not (self._closed or self._complete):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

@@ -14,7 +14,7 @@ from typing import Protocol, Unpack
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreFacts, EngineStats, RequestOptions
-from hardpoint.engine.processes.calls import Answer, Answers, Stop
+from hardpoint.engine.processes.calls import Answer, Answers, Failure, Stop
 from hardpoint.engine.remote.core_loop import run_core
 from hardpoint.engine.remote.messages import (
     Abort,
@@ -34,7 +34,7 @@ from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.plugins.culprits import Suspect
-from hardpoint_plugin_api import EngineDeadError, EngineError, HardpointError, RequestError
+from hardpoint_plugin_api import EngineDeadError, HardpointError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -256,8 +256,7 @@ class RemoteCore(RemoteControl):
             self._stats = report.stats
             if report.in_step and self._goes_on():
                 return self._restart(report.failure.text, report.failure.trace)
-            before = "the engine failed while it served this request"
-            return [self._failed(number, report.failure.as_engine_error(before)) for number in report.numbers]
+            return [self._failed(number, _of_request(report.failure)) for number in report.numbers]
         if isinstance(report, Ready):
             return self._readmit(report)
         if isinstance(report, StartFailed):
@@ -343,10 +342,18 @@ class RemoteCore(RemoteControl):
             del self._open[delta.number]
         return request
 
-    def _failed(self, number: int, error: EngineError) -> Request:
+    def _failed(self, number: int, error: HardpointError) -> Request:
         request = self._open.pop(number)
         request.finish_reason, request.error = "abort", error
         return request
+
+
+def _of_request(failure: Failure) -> HardpointError:
+    """What a request is told: its own fault as it is, whatever else as the engine's failure."""
+    error = failure.original()
+    if isinstance(error, RequestError):
+        return error
+    return failure.as_engine_error("the engine failed while it served this request")
 
 
 class ThreadLink:

@@ -12,7 +12,7 @@ from hardpoint.engine.scheduling.block_pool import BlockHash, hash_block, hash_s
 from hardpoint.engine.scheduling.paged_cache import HeldPages
 from hardpoint.engine.scheduling.step import PromptLogprobs, SlotSampling, TokenLogprobs
 from hardpoint.structured import StructureState
-from hardpoint_plugin_api import EngineError
+from hardpoint_plugin_api import HardpointError
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Request:
     slot: int | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: EngineError | None = None
+    error: HardpointError | None = None
     structure: StructureState | None = None
     _hashes: list[BlockHash] = field(default_factory=list)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from hardpoint.engine.scheduling.paged_cache import PagedCache, Prefix
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest, StepInput, StepOutput
 from hardpoint.structured import StructureState
-from hardpoint_plugin_api import CapacityError, EngineError, StepLimits
+from hardpoint_plugin_api import CapacityError, RequestError, StepLimits
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Scheduler:
         self._in_flight: deque[_Step] = deque()
         self._promised: Request | None = None
         self._number = 0
+        self.num_cached_tokens = 0
+        """Tokens of prompts that were found in the prefix cache, of all requests so far."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -104,9 +107,17 @@ class Scheduler:
                 f"request {request.request_id} may reach {longest} tokens, the cache holds "
                 f"{self.cache.geometry.longest(usable, longest)}; raise --kv-cache-memory, or lower max_tokens"
             )
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.number, request))
+        self._watch_deadline(request)
         self._wait(request)
+
+    def _watch_deadline(self, request: Request) -> None:
+        """Have ``expire`` find ``request``. Those that ended long before their deadlines are let go now and then."""
+        if request.deadline is None or request.deadline == math.inf:
+            return
+        if len(self._deadlines) > 2 * (self.num_running + self.num_waiting) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].finish_reason is None]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 
     def abort(self, request: Request, stop_reason: str | None = None) -> None:
         """End ``request`` now; one that has ended already is left alone."""
@@ -233,7 +244,9 @@ class Scheduler:
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
             request.slot, request.held = self._free_slots.pop(), self.cache.start(prefix)
-            request.num_cached_tokens += request.num_computed
+            if not (request.num_preemptions or request.num_sampled):  # a later start finds what it stored itself
+                request.num_cached_tokens = request.num_computed
+                self.num_cached_tokens += request.num_computed
             bisect.insort(self._running, request, key=lambda r: r.rank)
             num_prompt = len(request.prompt_token_ids)
             step.new.append(NewRequest(request.slot, request.known_ids, request.slot_sampling, num_prompt))
@@ -327,7 +340,7 @@ class Scheduler:
         """End a request that nothing can follow: all is said, or its grammar has come to a dead end."""
         if structure.error is not None:
             self._end(request, "abort")
-            request.error = EngineError(f"the structured output cannot go on: {structure.error}")
+            request.error = RequestError(f"the structured output cannot go on: {structure.error}")
         elif structure.is_complete:
             self._end(request, "stop")
 
