@@ -199,6 +199,8 @@ def test_a_step_left_behind_that_fails_leaves_a_usable_engine(
 @pytest.mark.parametrize("where", ["drop", "trim"])
 def test_an_interrupted_sleep_is_known(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     before, cached = tokens(llm), llm.stats.cached_tokens
+    if where == "drop" and "kv" in llm.core.holdings.memory.memory.suspendable:
+        pytest.skip("the platform suspends it")
     owner: Any = llm.core.holdings._in_place["kv"] if where == "drop" else llm.core.holdings.memory.memory
     real = getattr(owner, where)
 

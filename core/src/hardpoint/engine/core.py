@@ -64,6 +64,8 @@ class EngineCore:
     _ahead: int
     _submitted: deque[tuple[StepInput, Pending]] = field(default_factory=deque)
     _structures: Grammars | None = None
+    _is_unsettled: bool = False
+    """Whether a step that was given up may still run on the device, and read what the next one overwrites."""
 
     def __post_init__(self) -> None:
         self._take_stock()
@@ -177,6 +179,7 @@ class EngineCore:
             self._take_stock()
 
     def _step(self) -> list[Request]:
+        self._settle()
         began = time.perf_counter()
         expired = self.scheduler.expire(time.monotonic())
         while len(self._submitted) <= self._ahead and not self.scheduler.needs_values:
@@ -200,14 +203,21 @@ class EngineCore:
     def _abandon(self, error: BaseException) -> None:
         """End every request and forget every step, as one has failed with ``error``."""
         name_culprit(error, self.blueprint.plugins)
+        self._is_unsettled = True
         try:
             self._abandon_submitted()
         finally:  # a second interrupt ends the waiting; scheduler and core must agree all the same
             self._submitted.clear()
             self.scheduler.abandon()
 
+    def _settle(self) -> None:
+        """Wait for what was given up."""
+        if self._is_unsettled:
+            self.executor.call("synchronize")
+            self._is_unsettled = False
+
     def _abandon_submitted(self) -> None:
-        """Wait for steps that nobody wants any more: the device may still be reading what the next one overwrites."""
+        """Wait for steps that nobody wants any more, as far as they can be waited for."""
         while self._submitted:
             _, pending = self._submitted.popleft()
             with suppress(Exception):  # the error that brought us here is the one to report
@@ -279,6 +289,7 @@ class EngineCore:
         if self.scheduler.has_unfinished:
             raise EngineError(f"requests are under way; an engine is {what} when they have ended or been aborted")
         try:
+            self._settle()
             self._drain()
         except BaseException as error:
             self._abandon(error)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
 
+import torch
+
 from hardpoint.bench.stages import mark
 from hardpoint.checkpoint.source import resolve_model
 from hardpoint.engine.blueprint import Blueprint
@@ -35,8 +37,6 @@ from hardpoint_plugin_api import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from hardpoint.parallel.process_group import Store
 
 logger = logging.getLogger(__name__)
@@ -143,9 +143,14 @@ class Worker:
         facts = WorkerFacts(cache.num_pages, max_model_len)
         return cls(blueprint, runner, graphs, holdings, facts, weights, info, control)
 
+    @torch.inference_mode()
+    def synchronize(self) -> None:
+        """Wait for the device, which may be at a step that nobody waits for."""
+        self.blueprint.platform.synchronize()
+
     def sleep(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
         """Give back the memory of ``tags``; see CoreControl."""
-        self.blueprint.platform.synchronize()
+        self.synchronize()
         self.graphs.drop()
         self.holdings.sleep(tags)
         return self.holdings.asleep
