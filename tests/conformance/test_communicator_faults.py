@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -319,3 +322,36 @@ def test_what_waits_in_a_queue_need_not_raise(site: Site) -> None:
 def test_a_healthy_communicator_passes(site: Site, kind: type[Communicator]) -> None:
     caught = tried(site, kind, "*")
     assert caught is None, str(caught)
+
+
+_RECORDED = """
+import torch
+import torch._C._distributed_c10d as c10d
+
+from hardpoint.conformance.ranks import together
+from hardpoint.parallel.process_group import PrefixStore, process_group
+
+store = c10d.HashStore()
+
+
+def reduce(rank):
+    group = process_group("gloo", PrefixStore("ranks", store), rank, 2, 20.0, on_one_host=True)
+    group.allreduce([torch.ones(3)]).wait()
+    group.shutdown()
+
+
+together(2, reduce, lambda: None)
+print(c10d._dump_fr_trace_json().count(b"record_id"))
+"""
+
+
+@pytest.mark.parametrize(("wanted", "recorded"), [(None, False), ("2000", True)])
+def test_torch_records_no_collectives_of_ranks_in_threads(wanted: str | None, recorded: bool) -> None:
+    """Its recorder is not safe for threads in every release; one who asks for it has it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_FR_BUFFER_SIZE"}
+    if wanted is not None:
+        environment["TORCH_FR_BUFFER_SIZE"] = wanted
+    done = subprocess.run(
+        [sys.executable, "-c", _RECORDED], env=environment, capture_output=True, text=True, check=True
+    )
+    assert (int(done.stdout) > 0) is recorded

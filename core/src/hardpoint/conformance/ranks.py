@@ -5,6 +5,7 @@ Each rank has a device of its own, but on the host, which all share.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,11 @@ SECONDS = 20.0
 
 _GRACE = 5.0
 """How long ranks may take to come back once their communicators are told to leave."""
+
+_RECORDER = "TORCH_FR_BUFFER_SIZE"
+"""How many of the last collectives torch's flight recorder keeps. Releases up to 2.11 at least enter a group in its map
+without the recorder's lock, so that two ranks in threads of one process end it now and then (SIGSEGV in their first
+collective)."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -61,9 +67,10 @@ def together(
 ) -> list[T]:
     """What ``run`` returns on each rank. ``break_off`` is called where one raises, or where time is up.
 
-    Raises the first rank's error, and HungError.
+    torch records nothing of it, unless the environment asks for that. Raises the first rank's error, and HungError.
     """
     seconds = seconds or SECONDS
+    os.environ.setdefault(_RECORDER, "0")
     ended: SimpleQueue[tuple[int, T | None, BaseException | None]] = SimpleQueue()
 
     def one(rank: int) -> None:
