@@ -61,7 +61,9 @@ def test_quantized_logits_are_those_of_the_host(
 ) -> None:
     """Numbers that the device rounds the other way move logits by little, or a token to another expert now and then.
 
-    A wrong scale moves nearly all of them far.
+    On the host alone, a ten-thousandth of noise in these layers' outputs (tensor cores add 8-bit floats up about so
+    precisely) leaves 90 to 93 % of the logits within this bound, where there are experts; a scale that is wrong by 5 %
+    in one layer 64 %, by 20 % one in a hundred.
     """
     write_checkpoint(tmp_path, family, hidden_size=128, **changes)
     (prompt,) = random_prompts(1, 90, seed=1, shortest=90)
@@ -69,7 +71,7 @@ def test_quantized_logits_are_those_of_the_host(
     for platform in (None, "cpu"):
         with LLM(str(tmp_path), platform=platform, kv_cache_memory="64MiB", **settings) as llm:
             logits.append(prompt_logits(llm, prompt).cpu())
-    assert (torch.nn.functional.cosine_similarity(logits[0], logits[1], dim=-1) > 0.999).float().mean() > 0.9
+    assert (torch.nn.functional.cosine_similarity(logits[0], logits[1], dim=-1) > 0.995).float().mean() > 0.8
 
 
 def test_seeded_sampling_draws_the_same_tokens_as_on_the_host(tmp_path: Path) -> None:
@@ -109,7 +111,8 @@ def test_what_sleeps_is_free_for_others(level: int, tmp_path: Path) -> None:
         held, taken = llm.memory_report().by_tag, torch.accelerator.memory_reserved()
         llm.sleep(level)
         asleep = llm.memory_report().by_tag
-        given_back = sum(held.values()) - sum(asleep.values())
+        tags = held.keys() - {"graphs"}  # of which the driver's part is told by free memory, others' allocations too
+        given_back = sum(held[tag] - asleep[tag] for tag in tags)
         assert given_back > 2**30
         assert taken - torch.accelerator.memory_reserved() > 0.95 * given_back
         llm.wake_up()
@@ -117,7 +120,7 @@ def test_what_sleeps_is_free_for_others(level: int, tmp_path: Path) -> None:
         assert generated(llm, prompt) == tokens
         again = llm.memory_report().by_tag
         assert again.keys() == held.keys(), "executables that are made when first met are there again, too"
-        assert all(again[tag] == nbytes for tag, nbytes in held.items() if tag != "graphs")  # whose is the driver's say
+        assert all(again[tag] == held[tag] for tag in tags)
 
 
 def generated(llm: LLM, prompt: list[int]) -> list[int]:
