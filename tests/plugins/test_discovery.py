@@ -113,12 +113,23 @@ def test_only_selected_plugins_are_used(installed: Installer) -> None:
     assert [r.name for r in discover([]).records if r.is_usable] == ["core"]
 
 
+def test_a_distribution_stands_for_the_one_plugin_that_it_brings(installed: Installer) -> None:
+    installed("zebra")
+    plugins = discover()
+    zebra = plugins.record("zebra")
+    assert plugins.record(zebra.distribution.replace("-", "_").upper()) is zebra
+    with pytest.raises(PluginLoadError, match="fix: add zebra to --plugins"):
+        discover([zebra.distribution])
+
+
 def test_an_unknown_name_is_an_error_with_the_nearest(installed: Installer) -> None:
     installed("zebra")
     with pytest.raises(UnknownNameError, match=r"'zebar'; did you mean 'zebra'.* hardpoint-zebar may"):
         discover(["zebar"])
     with pytest.raises(UnknownNameError, match="known: core"):
         discover(["qqq"])
+    with pytest.raises(UnknownNameError, match="Installing hardpoint-qqq may"):
+        discover(["hardpoint-qqq"])
 
 
 def test_a_namesake_outside_its_distribution(

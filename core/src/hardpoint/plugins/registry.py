@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+from packaging.utils import canonicalize_name
+
 from hardpoint.logs import log_once
 from hardpoint.plugins.hooks import Hooks
 from hardpoint.plugins.loading import IMPORT_ERRORS, describe, import_fix, load_target
@@ -40,10 +42,16 @@ class PluginSet:
         self._failures: dict[Offer, PluginLoadError] = {}
 
     def record(self, name: str) -> PluginRecord:
-        """Return the plugin of this name, a usable one before one that is not; raises UnknownNameError."""
+        """Return the plugin of this name, a usable one before one that is not; raises UnknownNameError.
+
+        A distribution's name stands for the plugin that it brings, where that is one.
+        """
         named = [r for r in self.records if r.name == name]
         if not named:
-            hint = f"Installing hardpoint-{name} may provide it."
+            brought = [r for r in self.records if canonicalize_name(r.distribution) == canonicalize_name(name)]
+            named = brought if len(brought) == 1 else []
+        if not named:
+            hint = f"Installing hardpoint-{name.removeprefix('hardpoint-')} may provide it."
             raise UnknownNameError("plugin", name, {r.name for r in self.records}, hint)
         return next((r for r in named if r.is_usable), named[0])
 
