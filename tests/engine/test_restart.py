@@ -17,7 +17,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.plugins.culprits import Suspect, call_name, code_spans, find_culprit
 from hardpoint_plugin_api import ConfigError, EngineDeadError, EngineError, StructuredOutput, UnknownNameError
-from tests.support.breaking import install_breaking
+from tests.support.breaking import POISON, install_breaking, install_deadly
 from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import SMALL, small_llm, until
 
@@ -172,6 +172,32 @@ def test_a_kernel_that_was_asked_for_is_not_passed_over(
     said = r"cannot be built again.*--use op.rms_norm breaking.*\n.*on the deny list \(--deny op.rms_norm=breaking\)"
     with small_llm(folder, **settings) as llm, pytest.raises(EngineDeadError, match=said):
         llm.generate([[1]], PARAMS[0], use_tqdm=False)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_request_that_engines_die_of_ends_alone(
+    place: int, folder: Path, undisturbed: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it came first or in the midst of others, which have no token before the engine dies."""
+    monkeypatch.setenv("PYTHONPATH", str(install_deadly(tmp_path)))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    settings = {**EXACT, "plugins": ["cpu", "breaking"], "on_engine_failure": "restart"}
+
+    async def run() -> None:
+        async with await asyncio.to_thread(AsyncEngine, str(folder), **settings) as engine:
+            requests = list(zip(PROMPTS, PARAMS, strict=True))
+            requests.insert(place, ([*POISON, 8], SamplingParams()))
+            answers = await asyncio.gather(*(read(engine, *each) for each in requests), return_exceptions=True)
+            poisoned = answers.pop(place)
+            assert answers == undisturbed
+            assert isinstance(poisoned, EngineError)
+            assert not isinstance(poisoned, EngineDeadError)
+            assert "again and again, the last time while no other was in doubt" in str(poisoned)
+            assert "SIGKILL" in str(poisoned)
+            assert (engine.recovery.num_restarts, engine.recovery.denied) == (3, ())
+            assert await read(engine, PROMPTS[0], PARAMS[0]) == undisturbed[0]
+
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_a_rank_that_is_killed(folder: Path) -> None:

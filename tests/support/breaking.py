@@ -1,4 +1,6 @@
-"""A plugin whose kernel serves some calls well and then fails, in each of the ways in which kernels do."""
+"""Plugins that fail: a kernel that serves some calls well and then does, in each of the ways in which kernels do, and
+one beside which an engine's process dies of a request.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,42 @@ WAYS = {
 }
 
 
+POISON = (7, 7, 7)
+"""What a request's prompt begins with that an engine's process dies of."""
+
+_DEADLY = f"""
+import os, signal
+from hardpoint.engine.core import EngineCore
+from hardpoint_cpu.ops.norm import rms_norm as norm
+
+queue, step, taken = EngineCore.queue, EngineCore.step, []
+
+def noting(self, request):
+    taken.append(tuple(request.prompt_token_ids[:3]))
+    queue(self, request)
+
+def dying(self):
+    if {POISON} in taken:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self)
+
+EngineCore.queue, EngineCore.step = noting, dying
+"""
+
+
+def install_deadly(folder: Path) -> Path:
+    """Install a plugin ``breaking`` with which a core's process is killed before the first step of a poisoned request,
+    as the system does where memory runs out. Returns where."""
+    return _install(folder, _DEADLY)
+
+
 def install_breaking(folder: Path, way: str, *, opaque: bool = False) -> Path:
     """Install the plugin and return where; ``opaque`` like a compiled kernel: no stack shows whose code it is."""
     kernel = _KERNEL % WAYS[way]
-    source = f"exec(compile({kernel!r}, '<compiled>', 'exec'))\n" if opaque else kernel
+    return _install(folder, f"exec(compile({kernel!r}, '<compiled>', 'exec'))\n" if opaque else kernel)
+
+
+def _install(folder: Path, source: str) -> Path:
     files = {"hp_breaking/__init__.py": source, "hp_breaking/hardpoint.toml": _MANIFEST}
     site, scratch = folder / "site", folder / "wheels"
     scratch.mkdir()

@@ -56,15 +56,16 @@ class Recovery:
             f"(--max-engine-restarts {self.config.max_engine_restarts}) and is given up; its last failure: {cause}"
         )
 
-    def learn(self, cause: str, stack: str, suspects: Sequence[Suspect]) -> None:
-        """Count a restart. ``stack`` is what the failure left, empty where the engine was ended from outside: then
-        nothing is wrong with any kernel. A kernel that it names is denied; where it names none, the next one will."""
+    def learn(self, cause: str, stack: str, suspects: Sequence[Suspect]) -> bool:
+        """Count a restart; returns whether a kernel is to blame. ``stack`` is what the failure left, empty where the
+        engine was ended from outside: then nothing is wrong with any kernel. A kernel that it names is denied; where it
+        names none, the next one will."""
         self._recent.append(time.monotonic())
         while len(self._recent) > self.config.max_engine_restarts:
             self._recent.popleft()
         self.num_restarts, self.last_cause = self.num_restarts + 1, cause
         if not stack:
-            return
+            return False
         culprit = find_culprit(stack, suspects, named_alone=_is_late(cause))
         if culprit is not None and culprit.choice not in self.config.deny:
             self.denied += (culprit,)
@@ -81,6 +82,7 @@ class Recovery:
                 "no plugin's kernel can be named: the new engine runs as with --blame-ops --enforce-eager, slower, so "
                 "that the next failure names one; it stays so until the program is started again"
             )
+        return culprit is not None
 
 
 def is_final(error: Exception) -> bool:

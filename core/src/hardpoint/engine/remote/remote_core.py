@@ -28,13 +28,14 @@ from hardpoint.engine.remote.messages import (
     Report,
     StartFailed,
 )
+from hardpoint.engine.remote.quarantine import Quarantine
 from hardpoint.engine.remote.recovery import Recovery, RecoveryState, is_final
 from hardpoint.engine.remote.remote_control import RemoteControl
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.plugins.culprits import Suspect
-from hardpoint_plugin_api import EngineDeadError, HardpointError, RequestError
+from hardpoint_plugin_api import EngineDeadError, EngineError, HardpointError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,8 @@ class RemoteCore(RemoteControl):
     time calls ``step``; everything else may be called from any thread, and waits for nothing but a call's answer.
 
     With ``on_engine_failure = "restart"`` nothing is lost with a core: each open request is given to the next one as it
-    is here, and goes on from its tokens as after a preemption. ``step`` sees to all of it.
+    is here, and goes on from its tokens as after a preemption; one that engines fail with is found out, see Quarantine.
+    ``step`` sees to all of it.
     """
 
     _link: Link
@@ -86,6 +88,7 @@ class RemoteCore(RemoteControl):
         self._start_link, self._recovery = start_link, Recovery(config)
         self._link = start_link(config)
         self._open: dict[int, Request] = {}
+        self._quarantine = Quarantine()
         self._aborted: list[Request] = []  # while no core could be told
         self._opening = threading.Lock()  # of all that a restart changes; held for moments
         self._ended: EngineDeadError | None = None
@@ -171,7 +174,7 @@ class RemoteCore(RemoteControl):
         with self._opening:
             if request.number not in self._open:
                 return
-            if self._restarting is None:
+            if self._restarting is None and not self._quarantine.holds(request.number):
                 self._link.send(Abort(request.number))
             else:  # there is no core that could report it: wake the thread that steps
                 self._aborted.append(request)
@@ -278,16 +281,20 @@ class RemoteCore(RemoteControl):
         return [self._failed(number, EngineDeadError(why)) for number in tuple(self._open)]
 
     def _restart(self, cause: str, stack: str) -> list[Request]:
-        """Start another core in place of one that has failed; its first report says how that went."""
+        """Start another core in place of one that has failed; its first report says how that went.
+
+        Returns the request that is to blame, where one is, and all where nothing can follow.
+        """
         with self._opening:
-            self._restarting = cause
+            served, self._restarting = self._restarting is None, cause
+        is_kernels_fault = self._recovery.learn(cause, stack, self._suspects)
+        blamed = self._blame(cause) if served and not is_kernels_fault else []
         logger.error("the engine is built again, and %d requests go on then: %s", len(self._open), cause)
-        self._recovery.learn(cause, stack, self._suspects)
         try:
             self._link.close(_FAILED_CLOSE_SECONDS)
             link = self._start_link(self._recovery.config)
         except (HardpointError, OSError) as error:
-            return self._end(f"the engine failed, and no other can be started: {error}")
+            return blamed + self._end(f"the engine failed, and no other can be started: {error}")
         except BaseException:  # an interrupt
             self._end(f"building it again was interrupted, after {cause}")
             raise
@@ -297,8 +304,18 @@ class RemoteCore(RemoteControl):
             self._finalizer = self._end_with_this()
         if closed:
             link.close(0)
-            return self._end("the engine is closed")
-        return []
+            return blamed + self._end("the engine is closed")
+        return blamed
+
+    def _blame(self, cause: str) -> list[Request]:
+        """End the request that a core failed with while no other was in doubt, if there was one."""
+        with self._opening:
+            number = self._quarantine.learn(self._open)
+        if number is None:
+            return []
+        said = f"engines failed with this request again and again, the last time while no other was in doubt: {cause}"
+        logger.error("request %d is ended: %s", number, said)
+        return [self._failed(number, EngineError(said))]
 
     def _readmit(self, ready: Ready) -> list[Request]:
         """Give the new core what the last one had: other weights, sleep, and every request from its tokens so far."""
@@ -307,12 +324,9 @@ class RemoteCore(RemoteControl):
         self._repeat_calls()
         aborted = self._take_aborted()
         with self._opening:
-            for number, request in self._open.items():
-                self._link.send(Add(number, pickle.dumps(request)))
+            for number in self._quarantine.admit(self._open):
+                self._send_again(number)
             self._restarting = None
-            for request in self._aborted:
-                self._link.send(Abort(request.number))
-            self._aborted.clear()
         logger.warning(
             "the engine is there again (restart %d), and %d requests go on",
             self._recovery.num_restarts,
@@ -321,13 +335,28 @@ class RemoteCore(RemoteControl):
         return aborted
 
     def _take_aborted(self) -> list[Request]:
-        """End what was aborted while there was no core to do it."""
+        """End what was aborted while no core had it."""
+        ended = []
         with self._opening:
-            aborted = [self._open.pop(request.number) for request in self._aborted if request.number in self._open]
+            for request in self._aborted:
+                if self._restarting is None and not self._quarantine.holds(request.number):
+                    self._link.send(Abort(request.number))  # a core has it since
+                elif self._open.pop(request.number, None):
+                    request.finish_reason = "abort"
+                    ended.append(request)
             self._aborted.clear()
-        for request in aborted:
-            request.finish_reason = "abort"
-        return aborted
+        self._clear(request.number for request in ended)
+        return ended
+
+    def _clear(self, numbers: Iterable[int]) -> None:
+        """These got a token, or ended: give the core what waited for that."""
+        with self._opening:
+            for following in [self._quarantine.clear(number) for number in numbers]:
+                if following in self._open and self._restarting is None:
+                    self._send_again(following)
+
+    def _send_again(self, number: int) -> None:
+        self._link.send(Add(number, pickle.dumps(self._open[number])))
 
     def _grown(self, delta: Delta) -> Request:
         request = self._open[delta.number]
@@ -340,11 +369,14 @@ class RemoteCore(RemoteControl):
         request.finish_reason, request.stop_reason = delta.finish_reason, delta.stop_reason
         if request.finish_reason is not None:
             del self._open[delta.number]
+        if delta.token_ids or request.finish_reason is not None:
+            self._clear([delta.number])
         return request
 
     def _failed(self, number: int, error: HardpointError) -> Request:
         request = self._open.pop(number)
         request.finish_reason, request.error = "abort", error
+        self._clear([number])
         return request
 
 
