@@ -185,6 +185,19 @@ def test_a_word_behind_a_space_is_another_token() -> None:
     assert bad_word_sequences(tokenizer, ["ham", " spam"]) == [[1], [2], [3, 1], [4, 1]]
 
 
+@pytest.mark.parametrize(
+    "contradiction",
+    [
+        {"allowed_token_ids": ids("ab"), "bad_words": ["a", "b"]},
+        {"allowed_token_ids": [END], "min_tokens": 1, "ignore_eos": False},
+        {"allowed_token_ids": ids("ab"), "stop_token_ids": ids("a"), "bad_words": ["b"], "min_tokens": 2},
+    ],
+)
+def test_parameters_that_exclude_every_token_are_refused(llm: LLM, contradiction: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="every one of allowed_token_ids is excluded"):
+        llm.generate([[1, 2]], SamplingParams(**contradiction), use_tqdm=False)
+
+
 # Ends.
 
 

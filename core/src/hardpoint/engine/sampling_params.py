@@ -24,7 +24,8 @@ class SamplingParams:
     ``repetition_penalty`` above 1 makes tokens of prompt and output less likely, ``presence_penalty`` and
     ``frequency_penalty`` above 0 those of the output, once and by their number (ops/apply_penalties.py has the
     formulas). ``logit_bias`` is added to the logits of single tokens. Tokens outside ``allowed_token_ids`` are never
-    drawn, nor those that would complete one of the texts ``bad_words``.
+    drawn, nor those that would complete one of the texts ``bad_words``; should the two exclude every token in the midst
+    of an output, it is token 0.
 
     ``stop`` texts end the output and are not part of it unless ``include_stop_str_in_output``; ``stop_token_ids`` end
     it too. No end is looked for in the first ``min_tokens`` tokens. ``max_tokens`` None means as far as the context

@@ -51,8 +51,8 @@ class Admission:
     ) -> Request:
         """Make a request for one completion; see CoreClient.add_request.
 
-        Raises RequestError for an empty or too long prompt, or an id outside the vocabulary; EngineError while the
-        engine sleeps.
+        Raises RequestError for an empty or too long prompt, an id outside the vocabulary, or parameters that exclude
+        every token; EngineError while the engine sleeps.
         """
         self.check_awake()
         assert params.n == 1, "several completions are several requests: see Conversation"
@@ -71,6 +71,7 @@ class Admission:
             most = min(most, len(prompt) + params.max_tokens)
         words = tuple(tuple(word) for word in bad_words)
         params.check_vocabulary(self.vocab_size, words)
+        _check_choice(params, stops, words)
         timeout, priority = options.get("timeout"), options.get("priority", 0)
         _check_options(timeout, priority)
         number = next(self._numbers)
@@ -101,6 +102,21 @@ class Admission:
             return ids
         wrong = lowest if lowest < 0 else highest
         raise RequestError(f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}")
+
+
+def _check_choice(params: SamplingParams, stops: frozenset[int], bad_words: Sequence[Sequence[int]]) -> None:
+    """Raise RequestError where no token is left to be drawn first."""
+    if params.allowed_token_ids is None:
+        return
+    left = set(params.allowed_token_ids)
+    if params.min_tokens:
+        left -= stops
+    left -= {word[0] for word in bad_words if len(word) == 1}
+    if not left:
+        raise RequestError(
+            "every one of allowed_token_ids is excluded, by bad_words or because min_tokens allows no end so soon; "
+            "allow another token"
+        )
 
 
 def _check_options(timeout: object, priority: object) -> None:
