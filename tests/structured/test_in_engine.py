@@ -23,7 +23,7 @@ from hardpoint.engine.frontend.generation_config import GenerationConfig
 from hardpoint.engine.scheduling.scheduler import Scheduler
 from hardpoint.parsers import choose_parsers
 from hardpoint.structured import Grammars
-from hardpoint_plugin_api import EngineError, ParserArgs, RequestError, StructuredOutput
+from hardpoint_plugin_api import ParserArgs, RequestError, StructuredOutput
 from tests.parsers.reading import joined, tool
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8}
@@ -238,7 +238,7 @@ def test_a_dead_end_fails_the_request_alone(llm: LLM, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "_end_structure", fail)
-        with pytest.raises(EngineError, match="out of fuel"):
+        with pytest.raises(RequestError, match="no token can follow any more: out of fuel"):
             llm.generate("x", SamplingParams(structured=DATE), use_tqdm=False)
     assert meets(DATE, texts(llm, [SamplingParams(structured=DATE)])[0])
 
@@ -254,7 +254,7 @@ def test_a_dead_end_elsewhere_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
         async with AsyncEngine("demo", core_process=False) as engine:
             monkeypatch.setattr(Scheduler, "_end_structure", fail)
             params = SamplingParams(temperature=0, structured=DATE)
-            with pytest.raises(EngineError, match="out of fuel"):
+            with pytest.raises(RequestError, match="no token can follow any more: out of fuel"):
                 [output async for output in await engine.submit("x", params)]
             monkeypatch.undo()
             outputs = [output async for output in await engine.submit("x", params)]

@@ -19,7 +19,7 @@ from hardpoint.engine.scheduling.paged_cache import PagedCache, Prefix
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest, StepInput, StepOutput
 from hardpoint.structured import StructureState
-from hardpoint_plugin_api import CapacityError, EngineError, StepLimits
+from hardpoint_plugin_api import CapacityError, RequestError, StepLimits
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class Scheduler:
         """End a request that nothing can follow: all is said, or its grammar has come to a dead end."""
         if structure.error is not None:
             self._end(request, "abort")
-            request.error = EngineError(f"the structured output cannot go on: {structure.error}")
+            request.error = RequestError(f"structured output: no token can follow any more: {structure.error}")
         elif structure.is_complete:
             self._end(request, "stop")
 
