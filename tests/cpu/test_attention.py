@@ -62,6 +62,15 @@ def test_every_level_computes_what_the_reference_does(level: str, name: str, pie
 STORED = [(dtype, False) for dtype in ("float32", "float16", "bfloat16", *SCALED)] + [(dtype, True) for dtype in SCALED]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_without_weight_come_first(level: str, dtype: str) -> None:
+    """The slopes leave all but the nearest three keys a score of -inf, whole tiles of them before there is another."""
+    spec = replace(PLAIN, dtype=dtype, kv_dtype=dtype, alibi=True)
+    slopes = torch.full((spec.num_heads,), 1e38)
+    ours, reference = (run_backend(kind, spec, SPLIT, alibi_slopes=slopes)[0] for kind in kinds(spec))
+    assert torch.allclose(ours.double(), reference.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize(("kv_dtype", "static"), STORED)
 def test_stores_what_the_reference_does(level: str, kv_dtype: str, static: bool) -> None:
     spec = replace(PLAIN, dtype="float32", kv_dtype=kv_dtype, head_size=33, static_cache_scales=static)

@@ -93,7 +93,7 @@ def test_a_list() -> None:
     assert chosen_cpus("", range(8)) == ()
 
 
-@pytest.mark.parametrize("setting", ["all", "0-", "1;2", "3-1", " "])
+@pytest.mark.parametrize("setting", ["all", "0-", "1;2", "3-1", " ", "0,3-1", "0,\u0663", "9" * 5000, "0-99999999999"])
 def test_what_is_no_list(setting: str) -> None:
     with pytest.raises(ConfigError, match=rf"cpu\.bind must be .* got '{setting}'"):
         chosen_cpus(setting, range(8))
@@ -102,6 +102,8 @@ def test_what_is_no_list(setting: str) -> None:
 def test_cpus_that_are_others() -> None:
     with pytest.raises(ConfigError, match=r"may not use: 2, 3; it may use 0, 1$"):
         chosen_cpus("1-3", (0, 1))
+    with pytest.raises(ConfigError, match=r"may not use: 2, 3, .*, 65 and 999934 more; it may use 0, 1$"):
+        chosen_cpus("0-999999", (0, 1))
     foreign = max(usable_cpus()) + 1
     with pytest.raises(ConfigError, match=rf"may not use: {foreign};"):
         CpuPlatform(describe(), {"bind": str(foreign)})

@@ -130,6 +130,7 @@ def test_a_row_has_the_same_bits_whoever_is_with_it(level: str, name: str) -> No
     [
         ("plain", 33, "bfloat16 is read in pairs (wanted 33, supported even)"),
         ("int8-weight", 33, "bfloat16 is read in pairs"),
+        ("int8", 131_072, "sums of whole numbers have 32 bits (wanted 131072, supported up to 131071)"),
         ("int4", 48, "groups of columns (wanted 32 of 48, supported a multiple of 8 that divides the columns)"),
     ],
 )

@@ -13,7 +13,7 @@ from hardpoint.attention.quantized_cache import QuantizedCacheAttention, ScaledL
 from hardpoint.conformance.families.ops import cases
 from hardpoint.ops.judge import judge
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
-from hardpoint_plugin_api import AttentionSpec, CacheSpec, ConfigError, OpWorkload
+from hardpoint_plugin_api import AttentionSpec, CacheSpec, ConfigError, OpWorkload, QuantSpec, Scale
 from tests.cpu.building import needs_kernels
 
 needs_kernels()
@@ -81,3 +81,35 @@ def test_says_which_argument_does_not_fit() -> None:
         _op("rms_norm", "norm")(x, torch.ones(8, dtype=torch.bfloat16), eps=1e-6)
     with pytest.raises(ConfigError, match=r"sample_tokens: top_k must be int32 \[2\], got float32 \[2\]"):
         _op("sample_tokens", "sampling")(x, *[torch.ones(2)] * 5)
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e36, 1e38, 3.4e38])
+def test_draws_from_logits_that_are_nearly_one(level: str, temperature: float) -> None:
+    """Their spread over the temperature is denormal, or nothing."""
+    logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)) * 3
+    rows = logits.shape[0]
+    settings = [torch.full((rows,), value) for value in (temperature, 0.9, 0.0)]
+    uniform = torch.linspace(0, 0.999, rows)
+    top_k = torch.full((rows,), 5, dtype=torch.int32)
+    drawn = _op("sample_tokens", "sampling")(logits, settings[0], top_k, *settings[1:], uniform)
+    kept = logits.topk(5).indices
+    assert (kept == drawn[:, None]).any(1).all()
+
+
+def test_nothing_in_a_row_with_nan_has_a_probability(level: str) -> None:
+    logits = torch.tensor([[1.0, 2.0, float("nan"), 0.0], [1.0, 2.0, 3.0, 0.0]])
+    _, logprobs, _ = _op("token_logprobs", "sampling")(logits, torch.tensor([1, 1]), top_n=2)
+    assert logprobs[0].isnan().all()
+    assert not logprobs[1].isnan().any()
+
+
+@pytest.mark.parametrize("width", [16, 37])
+def test_rounds_rows_whose_scale_is_denormal(level: str, width: int) -> None:
+    """The scale itself is rounded then, and quotients exceed 127."""
+    spec = QuantSpec("int8", scales=(Scale("float32", (1, -1)),), static=False)
+    x = torch.full((1, width), 2.65e-43)
+    x[0, ::3] *= -1
+    codes, scale = _op("quantize_rows", "quantize")(x, spec=spec)
+    wanted, wanted_scale = ops.get("quantize_rows").reference(x, spec=spec)
+    assert torch.equal(codes, wanted)
+    assert torch.equal(scale, wanted_scale)

@@ -182,6 +182,9 @@ inline float lanes_largest(Floats v) {  // NaN does not count
 #endif
 }
 
+// What is subtracted from scores before their exponentials. Where all so far are -inf that weighs them nothing.
+inline float origin_of(float largest) { return largest == -__builtin_inff() ? 0.0f : largest; }
+
 // Near zero by the series, whose relative error stays small there; else by the exponential.
 inline Floats hyperbolic_tangent(Floats x) {
     const Floats square = x * x;

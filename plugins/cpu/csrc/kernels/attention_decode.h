@@ -274,10 +274,10 @@ struct Decode : Splits {
                     lanes + v * kLanes < static_cast<std::int32_t>(tile.count) ? score : broadcast(-__builtin_inff());
                 top = scores[v] > top ? scores[v] : top;
             }
-            const float largest = lanes_largest(top);
+            const float largest = lanes_largest(top), origin = origin_of(largest);
             Floats total = {};
             for (int v = 0; v < vectors; ++v) {
-                const Floats weight = exponential(scores[v] - largest);
+                const Floats weight = exponential(scores[v] - origin);
                 total += lanes + v * kLanes < static_cast<std::int32_t>(tile.count) ? weight : Floats{};
                 scores[v] = weight;
                 if constexpr (kIsScaled<Element>) scores[v] = weight * load(value_scales + v * kLanes);

@@ -377,13 +377,14 @@ class PairedDecode {
             top = score > top ? score : top;
         }
         top = quarter_largest(top);
+        const Floats origin = top == -__builtin_inff() ? Floats{} : top;  // see origin_of
         Floats total = {};
         for (std::int64_t v = 0; v < vectors; v += 2) {
             Floats weight[2];
             for (int i = 0; i < 2; ++i) {
                 const std::int64_t key = 4 * (v + i);
                 const auto there = lanes < static_cast<std::int32_t>(count - key);
-                weight[i] = exponential_of_negative(scores[v + i] - top);
+                weight[i] = exponential_of_negative(scores[v + i] - origin);
                 if (key + 4 > count) weight[i] = there ? weight[i] : Floats{};
                 total += weight[i];
                 if constexpr (kIsScaled<Element>) {

@@ -281,11 +281,11 @@ struct PrefillTile {
             kept[v] = (key >= low) & (key < high) ? score : broadcast(-__builtin_inff());
             top = kept[v] > top ? kept[v] : top;
         }
-        const float largest = lanes_largest(top);
+        const float largest = lanes_largest(top), origin = origin_of(largest);
         Floats total = {};
         for (std::int64_t v = 0; v < vectors; ++v) {
             const Ints key = lanes + static_cast<std::int32_t>(v * kLanes);
-            Floats weight = exponential(kept[v] - largest);
+            Floats weight = exponential(kept[v] - origin);
             weight = (key >= low) & (key < high) ? weight : Floats{};
             total += weight;
             if constexpr (kIsScaled<Element>) {

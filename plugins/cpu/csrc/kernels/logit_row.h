@@ -119,7 +119,8 @@ class LogitRow {
         if (!(range > 0)) return highest_;
         constexpr int kBins = 1024;
         const auto bin_of = [=, this](float x) {
-            return std::min(kBins - 1, static_cast<int>((highest_ - x) * (kBins / range)));
+            const float bin = (highest_ - x) * (kBins / range);  // infinite or NaN where the range is tiny: the last one
+            return bin < kBins - 1 ? static_cast<int>(bin) : kBins - 1;
         };
         double masses[kBins] = {};
         each_vector_from(low, [&](std::int64_t, Floats x) {
@@ -135,8 +136,8 @@ class LogitRow {
         while (bin < kBins && above + masses[bin] < wanted) above += masses[bin++];
         if (bin == kBins) return low;
         found_.clear();
-        const float bottom = highest_ - range / kBins * static_cast<float>(bin + 2);  // one more: rounding moves edges
-        each_from(std::max(low, bottom), [&](std::int64_t token, float x) {
+        const float edge = highest_ - range / kBins * static_cast<float>(bin + 2);  // one more: rounding moves edges
+        each_from(bin == kBins - 1 ? low : std::max(low, edge), [&](std::int64_t token, float x) {
             if (bin_of(x) == bin) found_.push_back({x, token});
         });
         std::sort(found_.begin(), found_.end(), is_before);

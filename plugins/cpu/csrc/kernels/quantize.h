@@ -1,6 +1,8 @@
 // Rounding rows to int8, alone or behind what makes them.
 #pragma once
 
+#include <algorithm>
+
 #include "../task.h"
 #include "chunking.h"
 #include "scratch.h"
@@ -9,7 +11,7 @@
 namespace hardpoint::HARDPOINT_LEVEL {
 
 // x [n] -> codes [n] and their scale: the greatest magnitude becomes 127, halves are rounded to even, a row of zeros
-// has the scale 1.
+// has the scale 1. Quotients are held within int8: a scale that is denormal is itself rounded by up to half.
 template <typename T>
 void quantize_row(const T* x, std::int8_t* codes, float* scale, std::int64_t n) {
     Floats most = {}, zeros = {};  // zeros turn into NaN where there is one, or an infinity
@@ -35,11 +37,15 @@ void quantize_row(const T* x, std::int8_t* codes, float* scale, std::int64_t n) 
     if (*scale == 0) *scale = 1;
     i = 0;
     for (; i + kLanes <= n; i += kLanes) {
-        const Floats rounded = load(x + i) / *scale + 12582912.0f;  // 1.5 * 2^23: the last bits are a whole number
+        Floats quotient = load(x + i) / *scale;
+        quotient = quotient > 127.0f ? broadcast(127.0f) : quotient < -128.0f ? broadcast(-128.0f) : quotient;
+        const Floats rounded = quotient + 12582912.0f;  // 1.5 * 2^23: the last bits are a whole number
         const Bytes bytes = low_bytes(bits_as<Words>(rounded));
         std::memcpy(codes + i, &bytes, sizeof(bytes));
     }
-    for (; i < n; ++i) codes[i] = static_cast<std::int8_t>(std::nearbyint(to_float(x[i]) / *scale));
+    for (; i < n; ++i) {
+        codes[i] = static_cast<std::int8_t>(std::nearbyint(std::clamp(to_float(x[i]) / *scale, -128.0f, 127.0f)));
+    }
 }
 
 // The results of a kernel: rows of n numbers as they are.

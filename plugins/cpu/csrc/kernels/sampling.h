@@ -70,7 +70,8 @@ struct TokenLogprobs {
         const T* x = logits + row * stride;
         const std::int64_t start = row * (1 + top_n);
         const LogitRow<T> all(x, n, 1.0f, scratch_of_thread());
-        const auto log_mass = static_cast<float>(std::log(all.mass(-__builtin_inff())));
+        const bool has_nan = std::isnan(to_float(x[argmax_row(x, n)]));  // the first of them, where there is one
+        const float log_mass = has_nan ? std::nanf("") : std::log(all.mass(-__builtin_inff()));
         const auto put = [&](std::int64_t place, std::int64_t token, float value, std::int64_t likelier) {
             ids[start + place] = token;
             logprobs[start + place] = value - all.highest() - log_mass;
@@ -85,7 +86,7 @@ struct TokenLogprobs {
             if (top[i].value != top[likelier].value) likelier = i;
             put(1 + i, top[i].token, top[i].value, likelier);
         }
-        // A row with fewer numbers than that holds NaN, and nothing in it has a probability.
+        // A row with fewer numbers than that holds NaN.
         for (auto i = static_cast<std::int64_t>(top.size()); i < top_n; ++i) put(1 + i, 0, __builtin_nanf(""), i);
     }
 };

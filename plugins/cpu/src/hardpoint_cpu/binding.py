@@ -14,7 +14,9 @@ from pathlib import Path
 from hardpoint.platforms import host
 from hardpoint_plugin_api import ConfigError
 
-_LIST = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_LIST = re.compile(r"[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*")
+
+_MOST_LISTED = 64
 
 
 def usable_cpus() -> tuple[int, ...]:
@@ -35,14 +37,15 @@ def chosen_cpus(
         return _one_node(usable, root) if ranks == 1 else _part_of_a_node(usable, root, rank, ranks)
     if not setting:
         return ()
-    cpus = host.parse_cpu_list(setting) if _LIST.fullmatch(setting) else ()
-    if not cpus:
+    parts = [host.parse_cpu_list(part) for part in setting.split(",")] if _LIST.fullmatch(setting) else [()]
+    if not all(parts):
         raise ConfigError(f'cpu.bind must be "", "auto" or a list of CPUs such as "0-3,8", got {setting!r}')
-    if foreign := sorted(set(cpus) - set(usable)):
+    cpus = {cpu for part in parts for cpu in part}
+    if foreign := sorted(cpus - set(usable)):
         raise ConfigError(
             f"cpu.bind names CPUs that this process may not use: {_listed(foreign)}; it may use {_listed(usable)}"
         )
-    return tuple(sorted(set(cpus)))
+    return tuple(sorted(cpus))
 
 
 def bind(cpus: Collection[int]) -> None:
@@ -89,4 +92,5 @@ def _running_on(root: Path) -> int | None:
 
 
 def _listed(cpus: Collection[int]) -> str:
-    return ", ".join(str(cpu) for cpu in sorted(cpus))
+    first = ", ".join(str(cpu) for cpu in sorted(cpus)[:_MOST_LISTED])
+    return first if len(cpus) <= _MOST_LISTED else f"{first} and {len(cpus) - _MOST_LISTED} more"

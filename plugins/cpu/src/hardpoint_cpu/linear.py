@@ -15,6 +15,9 @@ from hardpoint_cpu import native
 from hardpoint_cpu.ops.quantize import rounded
 from hardpoint_plugin_api import BuildContext, DeviceInfo, Feature, LinearKernel, LinearWorkload, Quantized, Reason
 
+_MOST_INT8_COLUMNS = (2**31 - 1) // 128**2
+"""Of a weight whose products with int8 activations are summed in 32 bits."""
+
 
 class PanelLinear(LinearKernel):
     """What the kernels share."""
@@ -141,6 +144,16 @@ class Int8PanelLinear(Int8WeightPanelLinear):
     """int8 elements on both sides, a scale for each row of each; activations are rounded when they come, or before."""
 
     kernel, pairs = "linear_int8", False
+
+    @classmethod
+    def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse rows whose sum of products may not fit 32 bits."""
+        if (workload.in_features or 0) <= _MOST_INT8_COLUMNS:
+            return []
+        text = "sums of whole numbers have 32 bits"
+        return [
+            Reason("in-features", text, wanted=str(workload.in_features), supported=f"up to {_MOST_INT8_COLUMNS}")
+        ]
 
     def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
         super().__init__(ctx, workload)
