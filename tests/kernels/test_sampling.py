@@ -78,6 +78,13 @@ def test_truncation_keeps_equally_likely_tokens_together() -> None:
     assert set(drawn(logits, top_k=1)) == set(drawn(logits, top_p=0.1)) == {3, 200, 599}
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e36, 3.4e38])
+def test_temperatures_beside_which_all_logits_are_one_or_far_apart(temperature: float) -> None:
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(0)) * 3
+    kept = set(logits.topk(5).indices.tolist())
+    assert set(drawn(logits, temperature=temperature, top_k=5, top_p=0.9)) <= kept
+
+
 def test_top_p_is_a_share_of_what_top_k_and_min_p_leave() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     assert set(drawn(logits, top_p=0.65)) == {0, 1}
