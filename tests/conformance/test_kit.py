@@ -16,13 +16,20 @@ import pytest
 from hardpoint.cli.main import run as hardpoint
 from hardpoint.config import EngineConfig
 from hardpoint.conformance import certificate
-from hardpoint.conformance.certificate import Certificate, Certificates, content_of, merge, read_certificate
-from hardpoint.conformance.certify import certify
+from hardpoint.conformance.certificate import (
+    KIT_VERSION,
+    Certificate,
+    Certificates,
+    content_of,
+    merge,
+    read_certificate,
+)
+from hardpoint.conformance.certify import Silent, certify
 from hardpoint.conformance.kit import Order, Shard
 from hardpoint.conformance.plan import Level, Plan, covering_array
 from hardpoint.conformance.trials import Result
 from hardpoint.engine.explain import explain
-from hardpoint.plugins import PluginSet, discover
+from hardpoint.plugins import Offer, PluginSet, discover
 from hardpoint_plugin_api import ConfigError, PluginLoadError, SelectionError, UnknownNameError
 
 ONE_THREAD = {"cpu": {"threads": 1}}
@@ -153,6 +160,36 @@ def test_shards_merge_into_the_whole(tried_plugin: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="seed is 0 in one, 7"):
         merge([parts[0], replace(parts[1], seed=7)])
     assert not merge(parts[:2]).is_complete
+    assert not replace(whole, num_shards=0, shards=()).is_complete
+
+
+@pytest.mark.parametrize(
+    ("what", "other"),
+    [
+        *(("device", {key: "another"}) for key in ("platform", "name", "arch", "driver")),
+        ("libraries", {"torch": "1.0"}),
+        ("api_version", "9.9"),
+    ],
+)
+def test_shards_of_unlike_places_do_not_merge(what: str, other: Any) -> None:
+    one = made_up()
+    changes: dict[str, Any] = {what: {**getattr(one, what), **other} if isinstance(other, dict) else other}
+    with pytest.raises(ConfigError, match=f"unlike runs: {what} is "):
+        merge([one, replace(one, shards=(2,), **changes)])
+
+
+def made_up(*results: Result) -> Certificate:
+    """A certificate of nothing that was ever run."""
+    return Certificate(
+        plugin={"name": "tried", "version": "1.0", "content_hash": "0" * 64},
+        device={"platform": "cpu", "name": "a CPU", "arch": "x86_64", "driver": None},
+        level="quick",
+        seed=0,
+        results=results,
+        created="2026-01-01T00:00:00Z",
+        case_list="0" * 16,
+        libraries={"torch": "2.9.0"},
+    )
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": 2}', '{"schema": 1, "level": "best"}', '{"schema": 1}'])
@@ -163,9 +200,60 @@ def test_a_file_that_is_no_certificate(tmp_path: Path, text: str) -> None:
         read_certificate(path)
 
 
-def standing(plugins: PluginSet, name: str, folder: Path | None) -> str:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("scope", []),
+        ("plugin", "x"),
+        ("plugin", None),
+        ("device", None),
+        ("num_shards", "1"),
+        ("created", 5),
+        ("shards", ["1"]),
+        ("level", "best"),
+        ("settings", {"cpu": 1}),
+        ("results", [{"outcome": "almost"}]),
+    ],
+)
+def test_a_field_that_is_none_of_a_certificate_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    line = Result("op", "rms_norm", "n", "c", "values", "passed", measured={"peak": (float("nan"), 1)})
+    data = made_up(line).to_json()
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(data))
+    assert read_certificate(path).to_json().keys() == data.keys()
+    bad = [{**data["results"][0], **value[0]}] if field == "results" else value
+    path.write_text(json.dumps({**data, field: bad}))
+    with pytest.raises(ConfigError, match=rf"c\.json: is no certificate: {field}.*: Input should be"):
+        read_certificate(path)
+
+
+def test_what_a_class_declares_proves_nothing_of_what_it_computes() -> None:
+    says = Result("attention", None, "acme", "declared", "conventions", "passed")
+    refused = replace(says, case="decode", check="claim", outcome="unsupported", reason="not today")
+    assert not made_up(says, refused).proves(*says.contribution)
+    assert made_up(says, replace(says, case="decode", check="values")).proves(*says.contribution)
+
+
+def test_a_plugin_that_changes_while_it_is_tried_is_not_certified(tried_plugin: Path) -> None:
+    kernels = tried_plugin / "hp_tried" / "kernels.py"
+    text = kernels.read_text()
+
+    class Meddler(Silent):
+        def found(self, offer: Offer, result: Result) -> None:
+            kernels.write_text(text + "\n")
+
+    try:
+        with pytest.raises(PluginLoadError, match=r"tried.* changed while it was tried"):
+            certify(discover(), order("right", case="*/zeros"), Meddler(), isolated=False)
+    finally:
+        kernels.write_text(text)
+
+
+def standing(plugins: PluginSet, name: str, folder: Path | None, settings: Any = ONE_THREAD) -> str:
     offer = next(o for o in plugins.offers("op", "rms_norm") if o.contribution.name == name)
-    return str(Certificates(plugins, str(folder) if folder else None).standing(offer, _cpu(plugins)))
+    config = EngineConfig.create(model="demo", certificates=str(folder) if folder else None, plugin_config=settings)
+    certificates = Certificates(plugins, config.with_plugin_keys(plugins.config_keys()))
+    return str(certificates.standing(offer, _cpu(plugins)))
 
 
 def _cpu(plugins: PluginSet) -> Any:
@@ -184,6 +272,7 @@ def test_a_certificate_counts_for_the_content_and_device_that_it_names(tried_plu
         "shard": replace(good, num_shards=2),
         "case": replace(good, scope={**good.scope, "case": "float32/*"}),
         "failed": replace(good, results=(*good.results, replace(good.results[0], outcome="failed"))),
+        "rules": replace(good, kit_version=KIT_VERSION - 1),
     }
     for name, other in others.items():
         other.write(tmp_path / name / "c.json")
@@ -192,6 +281,31 @@ def test_a_certificate_counts_for_the_content_and_device_that_it_names(tried_plu
     assert standing(plugins, "tried_right", tmp_path) == f"quick, {good.created[:10]}"
     with pytest.raises(ConfigError, match="no such folder"):
         standing(plugins, "tried_right", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("made", "runs", "counts"),
+    [
+        ({"cpu": {"threads": "1"}}, {"cpu": {"threads": 1}}, True),
+        ({"tried": {"speed": "1"}}, {}, True),  # the default, given
+        ({}, {"tried": {"speed": 1}}, True),
+        ({"tried": {"speed": "2"}}, {"tried": {"speed": 2}}, True),
+        ({"tried": {"speed": "2"}}, {}, False),
+        ({}, {"tried": {"speed": 2}}, False),
+        ({"cpu": {"threads": "1"}}, {}, False),  # what is right on one thread may race on several
+        ({"tried": {"size": "2"}}, {}, False),  # a key that there is no longer
+        ({"cuda": {"overlap_launches": "false"}}, {}, True),  # of a plugin that has no part in it
+    ],
+)
+def test_a_certificate_counts_for_engines_of_its_settings(
+    tried_plugin: Path, tmp_path: Path, made: Any, runs: Any, counts: bool
+) -> None:
+    plugins = discover()
+    passed = Result("op", "rms_norm", "tried_right", "float32/random", "values", "passed")
+    content = {"name": "tried", "version": "1.0", "content_hash": content_of(plugins.record("tried"))}
+    here = {"platform": "cpu", "arch": _cpu(plugins).arch}
+    replace(made_up(passed), plugin=content, device=here, settings=made).write(tmp_path / "c.json")
+    assert standing(plugins, "tried_right", tmp_path, runs) == ("quick, 2026-01-01" if counts else "no")
 
 
 def test_a_shipped_certificate_is_found_and_changes_no_hash(tried_plugin: Path) -> None:
@@ -231,6 +345,7 @@ def test_code_of_core_that_a_plugin_contributes_is_part_of_its_content(
 
 def test_require_certified_refuses_the_rest_and_explain_says_why(tried_plugin: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"model": "demo", "platform": "cpu", "dtype": "float32", "certificates": str(tmp_path)}
+    settings["plugin_config"] = ONE_THREAD
     free = explain(EngineConfig.create(**settings, use={"op.rms_norm": "tried_right"}))
     assert {r.certified for r in free.rows if r.chosen == "tried_right"} == {"no"}
     assert {r.certified for r in free.rows if r.plugin == "core"} == {"reference"}
@@ -247,7 +362,9 @@ def test_require_certified_refuses_the_rest_and_explain_says_why(tried_plugin: P
     reasons = {r.offer.contribution.name: r.reasons[0] for r in rows[0].rejected}
     assert reasons["tried_right"].code == "not-certified"
     assert (reasons["tried_right"].wanted, reasons["tried_right"].supported) == ("level full or better", "quick")
-    assert "hardpoint conform tried --family op --name tried_right --level full" in str(reasons["tried_right"].fix)
+    command = "hardpoint conform tried --family op --name tried_right --level full --setting cpu.threads=1 --json"
+    assert command in str(reasons["tried_right"].fix)
+    assert f"by this kit's rules (version {KIT_VERSION})" in reasons["tried_right"].message
     assert {r.plugin for r in refused.rows} == {"core", "cpu"}
 
     certified("right", level="full").write(tmp_path / "full.json")
@@ -286,6 +403,16 @@ def test_shards_on_the_command_line(tried_plugin: Path, tmp_path: Path, capsys: 
     assert capsys.readouterr().out.rstrip().endswith("none failed")
 
 
+def test_a_shard_that_holds_no_case_has_failed_in_nothing(
+    tried_plugin: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["conform", "tried", "--name", "tried_right", "--setting", "cpu.threads=1", "--in-process"]
+    assert hardpoint([*command, "--shard", "99/99"]) == 0
+    assert "shard 99/99 holds none of these cases" in capsys.readouterr().out
+    assert hardpoint([*command, "--case", "nothing"]) == 1
+    assert "no case has such a name" in capsys.readouterr().out
+
+
 def test_what_was_tried_in_no_case_is_named(
     tried_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +433,8 @@ def test_what_was_tried_in_no_case_is_named(
         (["tried", "--name", "tried_write"], "tried_"),
         (["tried", "--shard", "3/2"], "write I/N"),
         (["tried", "--level", "fast"], "'fast' is not one of"),
+        (["tried", "--seed", "9" * 20], f"not in the range 0<=x<={2**63 - 1}"),
+        (["tried", "--timeout", "9" * 12], "not in the range 1<=x<=86400"),
         (["tried", "--setting", "speed=1"], "PLUGIN.KEY=VALUE"),
         (["tried", "--json", "/proc/nowhere/c.json"], "--json"),
         (["tried", "--json", "/dev"], "--json: cannot write /dev: Is a directory"),
@@ -335,6 +464,15 @@ def test_the_pytest_plugin_collects_a_test_for_each_case(tried_plugin: Path, tmp
     assert "PASSED hardpoint::op/rms_norm/tried_wrong[float32/zeros]" in out
     assert "[gain]" in out
     assert "test_own.py::test_own" in out
-    code, out = pytest_run("tryed")
-    assert code == 4
-    assert "did you mean 'tried'" in out
+    code, out = pytest_run("tried", "--hardpoint-name", "tried_right", "--hardpoint-platform", "cuda", "-k", "not own")
+    assert code == 1, out
+    assert "1 skipped" in out
+    assert "nothing was proved: no case could be tried here" in out
+    for arguments, message in (
+        (["tryed"], "did you mean 'tried'"),
+        (["tried", "--hardpoint-timeout", "nan"], "--hardpoint-timeout is a whole number from 1 to 86400, not nan"),
+        (["tried", "--hardpoint-seed", "9" * 20], "the seed is a whole number from 0"),
+    ):
+        code, out = pytest_run(*arguments)
+        assert code == 4
+        assert message in out

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hardpoint.platforms.testing import write_tree
+from hardpoint_cpu.compiled import missing
 from hardpoint_cpu.platform import CpuMemory, CpuPlatform, describe
 from hardpoint_plugin_api import ConfigError, PlatformError
 from tests.support.traces import trace_events
@@ -136,6 +137,12 @@ def test_times_depend_on_threads_and_level(threads: None) -> None:
     assert said["threads"] == str(torch.get_num_threads()), "asked before the device is activated"
     assert set(said) <= {"threads", "isa"}
     assert CpuPlatform(CpuPlatform.detect(), {"threads": 3}).tuning_context() == {**said, "threads": "3"}
+
+
+@pytest.mark.skipif(missing() is not None, reason="no kernels are compiled")
+def test_certificates_name_the_level_that_kernels_use() -> None:
+    for given, level in (({"isa": "plain"}, "plain"), ({}, CpuPlatform(CpuPlatform.detect()).tuning_context()["isa"])):
+        assert CpuPlatform(CpuPlatform.detect(), given).info.driver == f"kernels: {level}"
 
 
 def test_bad_input() -> None:

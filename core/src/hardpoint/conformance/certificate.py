@@ -3,8 +3,9 @@
 A certificate is a list of cases with their errors and limits, not a signature: it is worth as much as whoever ran it.
 Where a plugin contributes what stands in core, such as a portable kernel, core's package that it stands in is part of
 that content: tiles that were tuned later and written there, too, were not tried. It counts for a contribution if it was
-made for the installed content and for a device of the same architecture, if all shards are there, and if the
-contribution has cases of which none failed and not all were skipped.
+made by these rules or later ones, for the installed content, for a device of the same architecture and with the same
+settings of the plugin and of the platform's, if all shards are there, and if the contribution has cases of which none
+failed and not all were skipped.
 
 Where they are looked for: in ``certificates/`` in the plugin's own package, where an author ships them (such a file is
 no part of the content that it speaks of, or none could name its hash), and in ``hardpoint-certificates/`` in the
@@ -15,6 +16,7 @@ author's word on its results; who does not names a folder of his own with ``--ce
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,12 +26,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 import hardpoint
 from hardpoint.conformance.plan import LEVELS, Level
 from hardpoint.plugins.content_hash import hash_of, package_hashes
-from hardpoint_plugin_api import API_VERSION, ConfigError, DeviceInfo, PluginLoadError, Reason
+from hardpoint_plugin_api import API_VERSION, ConfigError, ConfigKey, ConfigValue, DeviceInfo, PluginLoadError, Reason
 
 if TYPE_CHECKING:
+    from hardpoint.config import EngineConfig
     from hardpoint.conformance.trials import Result
     from hardpoint.plugins import Offer, PluginSet
     from hardpoint.plugins.record import PluginRecord
@@ -44,6 +49,9 @@ SHIPPED_FOLDER = "certificates"
 """In a plugin's package: certificates that its author ships."""
 OPERATOR_FOLDER = "hardpoint-certificates"
 """In the working directory: certificates of the operator's own."""
+
+_OF_WORDS = frozenset({"conventions"})
+"""Checks of what a class declares, in which it computes nothing."""
 
 _LIBRARIES = ("torch", "triton", "numpy", "transformers", "covertable", "hardpoint-core", "hardpoint-plugin-api")
 
@@ -75,12 +83,14 @@ class Certificate:
     @property
     def is_complete(self) -> bool:
         """Whether all shards are there, and no case was picked out by hand."""
-        return self.shards == tuple(range(1, self.num_shards + 1)) and self.scope.get("case", "*") == "*"
+        numbers = tuple(range(1, self.num_shards + 1))
+        return self.num_shards >= 1 and self.shards == numbers and self.scope.get("case", "*") == "*"
 
     def proves(self, family: str, of: str | None, name: str) -> bool:
-        """Whether its cases show one contribution to be right."""
-        outcomes = Counter(r.outcome for r in self.results if r.contribution == (family, of, name))
-        return self.is_complete and outcomes["failed"] == 0 and outcomes["passed"] > 0
+        """Whether its cases show one contribution to be right: none failed, and it computed something in some."""
+        own = [r for r in self.results if r.contribution == (family, of, name)]
+        tried = any(r.outcome == "passed" and r.check not in _OF_WORDS for r in own)
+        return self.is_complete and tried and not any(r.outcome == "failed" for r in own)
 
     def to_json(self) -> dict[str, Any]:
         """This certificate as plain data."""
@@ -114,17 +124,13 @@ class Certificate:
 
 
 def read_certificate(path: Path) -> Certificate:
-    """Read a certificate; raises ConfigError, naming the file, if it is none."""
+    """Read a certificate; raises ConfigError, naming the file and the field, if it is none."""
+    from hardpoint.conformance.certificate_file import CertificateFile
     from hardpoint.conformance.trials import Result
 
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["schema"] != SCHEMA:
-            raise ConfigError(
-                f"certificate {path}: schema {data['schema']} is not {SCHEMA}, which this Hardpoint reads"
-            )
-        if data["level"] not in LEVELS:
-            raise ConfigError(f"certificate {path}: level {data['level']!r} is not one of {', '.join(LEVELS)}")
+        CertificateFile.model_validate(data)
         return Certificate(
             plugin=data["plugin"],
             device=data["device"],
@@ -143,26 +149,31 @@ def read_certificate(path: Path) -> Certificate:
         )
     except OSError as error:
         raise ConfigError(f"certificate {path}: cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"certificate {path}: is no certificate: {type(error).__name__}: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise ConfigError(f"certificate {path}: is no certificate: {where}: {first['msg']}") from error
+    except ValueError as error:
+        raise ConfigError(f"certificate {path}: is no certificate: {error}") from error
+
+
+_OF_A_RUN = (
+    *("plugin", "device", "libraries", "api_version", "kit_version"),
+    *("level", "seed", "scope", "settings", "num_shards", "case_list"),
+)
+"""What all shards of one run have in common."""
 
 
 def merge(certificates: Sequence[Certificate]) -> Certificate:
     """Join the shards of one run. Raises ConfigError where they are of unlike runs, or one shard comes twice."""
     first = certificates[0]
     for other in certificates[1:]:
-        for what in ("plugin", "level", "seed", "scope", "settings", "num_shards", "case_list", "kit_version"):
+        for what in _OF_A_RUN:
             ours, theirs = getattr(first, what), getattr(other, what)
             if ours != theirs:
                 raise ConfigError(
                     f"these certificates are of unlike runs: {what} is {ours!r} in one, {theirs!r} in another"
                 )
-        if first.device.get("arch") != other.device.get("arch"):
-            raise ConfigError(
-                f"these certificates are of unlike devices: {first.device.get('arch')} and {other.device.get('arch')}"
-            )
     numbers = [n for c in certificates for n in c.shards]
     twice = [n for n, count in Counter(numbers).items() if count > 1]
     if twice:
@@ -253,17 +264,22 @@ class Standing:
 
 
 class Certificates:
-    """The certificates that count for the installed plugins. Files are read when they are first asked about."""
+    """The certificates that count for an engine with the installed plugins. Files are read when first asked about."""
 
-    def __init__(self, plugins: PluginSet, folder: str | None = None) -> None:
-        """``folder`` is the only place to look in, where one was named; raises ConfigError if it is none."""
+    def __init__(self, plugins: PluginSet, config: EngineConfig) -> None:
+        """``config`` is the engine's, with the plugins' own settings.
+
+        Where it names a folder, certificates are looked for there alone; raises ConfigError if there is no such folder.
+        """
+        folder = config.certificates
         self._plugins, self._folder = plugins, Path(folder).expanduser() if folder is not None else None
         if self._folder is not None and not self._folder.is_dir():
             raise ConfigError(f"--certificates {folder}: there is no such folder")
+        self._settings = config.plugin_config
         self._by_plugin: dict[str, list[Certificate]] = {}
 
     def standing(self, offer: Offer, device: DeviceInfo) -> Standing:
-        """The best level that a certificate for the installed content and this architecture shows."""
+        """The best level that a certificate for the installed content, this architecture and these settings shows."""
         record = self._plugins.record(offer.plugin)
         if record.is_core:
             return Standing(is_core=True)
@@ -273,6 +289,8 @@ class Certificates:
             if (known.get("platform"), known.get("arch")) != (device.platform, device.arch):
                 continue
             if not certificate.proves(c.family, c.of, c.name):
+                continue
+            if not all(self._has_settings(certificate, plugin) for plugin in self._deciding(offer, device)):
                 continue
             found = Standing(certificate.level, certificate.created)
             if best.level is None or (LEVELS.index(certificate.level), found.date) > (
@@ -288,14 +306,38 @@ class Certificates:
         if standing.is_core or (standing.level and LEVELS.index(standing.level) >= LEVELS.index(least)):
             return None
         c = offer.contribution
+        settings = "".join(
+            f" --setting {shlex.quote(f'{plugin}.{name}={self._setting(plugin, key)}')}"
+            for plugin in self._deciding(offer, device)
+            for name, key in self._plugins.config_keys()[plugin].items()
+            if self._setting(plugin, key) != key.default
+        )
         return Reason(
             "not-certified",
-            f"no certificate shows it right in its installed version on {device.arch}",
+            f"no certificate by this kit's rules (version {KIT_VERSION}) shows it right in its installed version on "
+            f"{device.arch}, with this engine's settings of {' and '.join(self._deciding(offer, device))}",
             wanted=f"level {least} or better",
             supported=str(standing.level or "none"),
-            fix=f"hardpoint conform {offer.plugin} --family {c.family} --name {c.name} --level {least} "
+            fix=f"hardpoint conform {offer.plugin} --family {c.family} --name {c.name} --level {least}{settings} "
             f"--json {OPERATOR_FOLDER}/{offer.plugin}-{c.family}-{c.name}.json",
         )
+
+    def _deciding(self, offer: Offer, device: DeviceInfo) -> list[str]:
+        """The plugins on whose settings results may depend: the contribution's own, and the platform's."""
+        platforms = [o.plugin for o in self._plugins.offers("platform") if o.contribution.name == device.platform]
+        return list(dict.fromkeys([offer.plugin, *platforms]))
+
+    def _setting(self, plugin: str, key: ConfigKey) -> ConfigValue:
+        return self._settings.get(plugin, {}).get(key.name, key.default)
+
+    def _has_settings(self, certificate: Certificate, plugin: str) -> bool:
+        """Whether it was made with the settings of a plugin that the engine has, defaults included."""
+        keys, given = self._plugins.config_keys()[plugin], certificate.settings.get(plugin, {})
+        try:
+            made = {name: keys[name].parse(value, name) for name, value in given.items()}
+        except (KeyError, ValueError):  # of a version of the plugin that had other keys
+            return False
+        return all(made.get(name, key.default) == self._setting(plugin, key) for name, key in keys.items())
 
     def _of(self, record: PluginRecord) -> list[Certificate]:
         if record.name not in self._by_plugin:
@@ -314,7 +356,8 @@ class Certificates:
         except PluginLoadError:
             return  # what cannot be hashed cannot be certified
         for certificate in self._all(paths):
-            if (certificate.plugin.get("name"), certificate.plugin.get("content_hash")) == (record.name, content):
+            tried = certificate.plugin["name"], certificate.plugin["content_hash"]
+            if tried == (record.name, content) and certificate.kit_version >= KIT_VERSION:
                 yield certificate
 
     def _all(self, paths: Iterable[Path]) -> Iterator[Certificate]:

@@ -7,13 +7,13 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from hardpoint.config import EngineConfig
-from hardpoint.conformance.certificate import Certificate, describe_plugin, library_versions, now
+from hardpoint.conformance.certificate import Certificate, content_of, describe_plugin, library_versions, now
 from hardpoint.conformance.isolation import Listing, run
 from hardpoint.conformance.kit import Order, case_list_digest
 from hardpoint.conformance.plan import CASE_SECONDS
 from hardpoint.conformance.trials import Result
 from hardpoint.plugins import Offer, PluginSet
-from hardpoint_plugin_api import Contribution, UnknownNameError
+from hardpoint_plugin_api import Contribution, PluginLoadError, UnknownNameError
 
 
 class Watcher(Protocol):
@@ -48,7 +48,8 @@ def certify(
     """Run ``order`` and return what came out, failures and all; ``jobs`` processes at once, see ``isolation.run``.
 
     Raises UnknownNameError for a plugin, family, contribution, platform or setting that does not exist, ConfigError for
-    a setting's bad value, and the plugin's own error where it cannot be used at all; then nothing has run.
+    a setting's bad value, and the plugin's own error where it cannot be used at all; then nothing has run. Raises
+    PluginLoadError where the plugin's files changed while it was tried: nobody knows which of them were.
     """
     check(plugins, order)
     record, watcher = order.record(plugins), watcher or Silent()
@@ -66,6 +67,8 @@ def certify(
             for result in found:
                 results.append(result)
                 watcher.found(runner.offer, result)
+    if content_of(record) != described["content_hash"]:
+        raise PluginLoadError(f"plugin {record.title} changed while it was tried: nothing is certified; run it again")
     return Certificate(
         plugin=described,
         device=device,

@@ -11,7 +11,12 @@ from typing import Any
 from hardpoint.conformance.plan import LEVELS, Level
 from hardpoint.plugins import Offer, PluginSet
 from hardpoint.plugins.record import PluginRecord
-from hardpoint_plugin_api import FAMILIES, Contribution, UnknownNameError
+from hardpoint_plugin_api import FAMILIES, ConfigError, Contribution, UnknownNameError
+
+SEEDS = range(2**63)
+"""What inputs can be drawn from: torch's generators take no more."""
+TIMEOUTS = range(1, 24 * 3600 + 1)
+"""Seconds that a case can be given: a day at most, far below what clocks and timers can count."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Order:
             raise UnknownNameError("family", self.family, FAMILIES)
         if self.level not in LEVELS:
             raise UnknownNameError("level", self.level, LEVELS)
+        check_number("the seed", self.seed, SEEDS)
 
     def record(self, plugins: PluginSet) -> PluginRecord:
         """The plugin; raises UnknownNameError for none, and its own error where it cannot be used."""
@@ -91,6 +97,12 @@ class Order:
         for number, name in enumerate(names, already):
             if self.shard.holds(number) and fnmatch.fnmatchcase(name, self.case):
                 yield name
+
+
+def check_number(what: str, number: float, allowed: range) -> None:
+    """Raise ConfigError for a number that is none of ``allowed``."""
+    if number not in allowed:
+        raise ConfigError(f"{what} is a whole number from {allowed[0]} to {allowed[-1]}, not {number}")
 
 
 def platform_for(plugins: PluginSet, offers: Sequence[Offer], wanted: str | None) -> str | None:

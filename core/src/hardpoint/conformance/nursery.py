@@ -2,11 +2,13 @@
 
 Importing takes seconds, and each contribution is tried in a process of its own; so it is done once. Between this
 process and each trial's stands a guardian, which tells how the trial ended, and ends it, and all that it started,
-when whoever wanted it is gone, however that came about. ``processes.py`` is the other end.
+when whoever wanted it is gone, however that came about. On Linux that includes what was started in a session of its
+own: the guardian is handed every process below it whose parent has ended. ``processes.py`` is the other end.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -17,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 # What checks would otherwise import in each process again, a second or two for each. Making a fake tensor here would
 # import it as well, but asks for devices, and a process that is forked after that question may not be able to use one.
@@ -34,6 +37,7 @@ NUM_DESCRIPTORS = 4
 """Questions to read, answers to write, a file for what the process prints, and the guardian's socket."""
 _POLL_SECONDS = 0.05
 _FINISHED, _FAILED = 0, 1
+_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 
 def main(orders_from: int) -> None:
@@ -64,6 +68,7 @@ def _exactly(source: socket.socket, count: int) -> bytes:
 def _guard(order: bytes, descriptors: list[int]) -> None:
     """Fork the trials' process, and report its status as text once it has ended."""
     questions, answers, printed, asked_by = descriptors
+    _adopt_orphans()
     trials = os.fork()
     if trials == 0:
         os.close(asked_by)
@@ -81,6 +86,7 @@ def _guard(order: bytes, descriptors: list[int]) -> None:
             _, status = os.waitpid(trials, 0)
             break
     _end_group(trials)
+    _end_children()
     with suppress(OSError):
         os.write(asked_by, str(os.waitstatus_to_exitcode(status)).encode())
 
@@ -88,6 +94,32 @@ def _guard(order: bytes, descriptors: list[int]) -> None:
 def _end_group(group: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent ends, where the system can do that."""
+    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end_children() -> None:
+    """End this process's children, and theirs, which become its own by that, until none is left."""
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            for child in _children():
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def _children() -> list[int]:
+    """The children of this process that it has not waited for; none where there is no /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            _, parent, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
+            if int(parent) == os.getpid():
+                found.append(int(stat.parent.name))
+    return found
 
 
 def _try(order: bytes, questions: int, answers: int, printed: int) -> None:

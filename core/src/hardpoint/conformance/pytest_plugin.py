@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _RUNNERS = pytest.StashKey[list["Runner"]]()
 _NURSERY: pytest.StashKey[Nursery] = pytest.StashKey()
+_OUTCOMES = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +43,23 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         items.extend(_collect(session, config))
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where cases ran and nothing at all could be tried: that shows no kernel to be right."""
+    if session.exitstatus == pytest.ExitCode.OK and _proved_nothing(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say so."""
+    if _proved_nothing(config):
+        terminalreporter.write_line("hardpoint: nothing was proved: no case could be tried here", red=True)
+
+
+def _proved_nothing(config: pytest.Config) -> bool:
+    outcomes = config.stash.get(_OUTCOMES, set())
+    return bool(outcomes) and outcomes.isdisjoint(("passed", "failed"))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the processes in which contributions were tried."""
     for runner in config.stash.get(_RUNNERS, []):
@@ -53,7 +71,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.Item]:
     from hardpoint.conformance.certify import check
     from hardpoint.conformance.isolation import Isolated
-    from hardpoint.conformance.kit import Order, platform_for
+    from hardpoint.conformance.kit import TIMEOUTS, Order, check_number, platform_for
     from hardpoint.conformance.processes import Nursery
     from hardpoint.plugins import discover
     from hardpoint_plugin_api import HardpointError
@@ -69,6 +87,7 @@ def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.
             seed=config.getoption("hardpoint_seed"),
             platform=config.getoption("hardpoint_platform"),
         )
+        check_number("--hardpoint-timeout", config.getoption("hardpoint_timeout"), TIMEOUTS)
         check(plugins, order)
     except HardpointError as error:
         raise pytest.UsageError(str(error)) from error
@@ -103,6 +122,7 @@ class ConformanceItem(pytest.Item):
     def runtest(self) -> None:
         """Run the case in the contribution's process."""
         results = [self._done] if self._done else list(self._runner.run(self._case))
+        self.config.stash.setdefault(_OUTCOMES, set()).update(r.outcome for r in results)
         failures = [f"{r.check}: {fault}" for r in results for fault in r.faults]
         if failures:
             raise NonConformanceError("\n".join(failures))

@@ -172,7 +172,7 @@ def _refusals(config: EngineConfig, plugins: PluginSet, choice: PlatformChoice) 
 
     if not config.require_certified:
         return denied
-    certificates = Certificates(plugins, config.certificates)
+    certificates = Certificates(plugins, config)
     if refused := certificates.refusal(choice.plan.offer, choice.device):
         name = choice.plan.offer.contribution.name
         raise SelectionError(f"--require-certified: platform {name} cannot be used", {name: [refused]})

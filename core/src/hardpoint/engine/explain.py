@@ -17,7 +17,7 @@ def explain(config: EngineConfig, device: str | None = None) -> SelectionTable:
     absent hardware a winner's own ``supports`` is not asked.
     """
     blueprint = draw(config, device)
-    certificates = Certificates(blueprint.plugins, config.certificates)
+    certificates = Certificates(blueprint.plugins, blueprint.config)
 
     def certified(offer: Offer) -> str:
         original = offer.inner if isinstance(offer, AdaptedOffer) else offer

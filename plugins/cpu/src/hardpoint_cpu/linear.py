@@ -151,9 +151,7 @@ class Int8PanelLinear(Int8WeightPanelLinear):
         if (workload.in_features or 0) <= _MOST_INT8_COLUMNS:
             return []
         text = "sums of whole numbers have 32 bits"
-        return [
-            Reason("in-features", text, wanted=str(workload.in_features), supported=f"up to {_MOST_INT8_COLUMNS}")
-        ]
+        return [Reason("in-features", text, wanted=str(workload.in_features), supported=f"up to {_MOST_INT8_COLUMNS}")]
 
     def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
         super().__init__(ctx, workload)

@@ -123,6 +123,8 @@ class CpuPlatform(Platform):
             )
         self._cpus = chosen_cpus(str(self.config.get("bind", "")), usable_cpus())
         self._level = _level(str(self.config.get("isa", "auto")))
+        if self._level is not None:
+            self.info = replace(info, driver=f"kernels: {self._level}")
         self._memory = CpuMemory()
 
     @classmethod
