@@ -57,3 +57,17 @@ def test_backends_run_on_the_host(tmp_path: Path) -> None:
     rows = json.loads(file.read_text())["rows"]
     assert "2q1s40_q9 cpu_paged" in [row["name"] for row in rows]
     assert all(row["value"] > 0 and row["roofline"] > 0 and row["peer"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kv-cache-dtype", "foo"], "unknown dtype 'foo'"),
+        (["--kv-cache-dtype", "float64"], "kv_dtype not supported (wanted float64, supported"),
+        (["--only", "nobody"], "--only nobody: found in the name of no attention backend that serves here: reference"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_nothing_to_measure(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "attention", "q1s40", "--platform", "cpu", *flags]) == 2
+    assert message in capsys.readouterr().err

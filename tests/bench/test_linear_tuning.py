@@ -13,7 +13,7 @@ import torch
 
 from hardpoint.bench import linear_tuning
 from hardpoint.bench.device_timer import DeviceTimer, Run
-from hardpoint.bench.linear_tuning import random_slots
+from hardpoint.bench.linear_tuning import LinearTuner, Measured, random_slots
 from hardpoint.cli.main import run
 from hardpoint.config import EngineConfig
 from hardpoint.dtypes import dtype_of
@@ -115,6 +115,47 @@ def test_a_file_keeps_what_it_holds_of_others(clock: dict[str, float], tmp_path:
     assert len(after) > len(before)
 
 
+def test_other_rows_are_added_to_what_was_measured(clock: dict[str, float], tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    command = [*TUNE, "--output", str(path), "--rows"]
+    clock["PlainLinear"] = 32e-6
+    assert run([*command, "1,2"]) == 0
+    clock["PlainLinear"], clock["BatchInvariantLinear"] = 1.0, 16e-6
+    assert run([*command, "2,64"]) == 0
+    for verdicts in TuningFile.read(path).winners.values():
+        first, rest = sorted(verdicts, key=lambda verdict: verdict.tokens.min)
+        assert (first.name, first.tokens.max, first.measured[1]["torch"]) == ("torch", 1, 32)
+        assert (rest.name, sorted(rest.measured)) == ("torch_batch_invariant", [2, 64])
+        assert rest.measured[2]["torch"] == 1e6, "measured again"
+
+
+def test_other_versions_are_not_mixed_with_what_is_measured(clock: dict[str, float], tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    command = [*TUNE, "--output", str(path), "--rows"]
+    assert run([*command, "1"]) == 0
+    path.write_text(path.read_text().replace('"torch": "2', '"torch": "1'))
+    assert run([*command, "64"]) == 0
+    for (verdict,) in TuningFile.read(path).winners.values():
+        assert list(verdict.measured) == [64]
+
+
+def test_an_interrupt_keeps_what_was_measured(
+    clock: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tuned.json"
+    measure, calls = LinearTuner.measure, []
+
+    def interrupted(*arguments: Any) -> Measured:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(LinearTuner, "measure", interrupted)
+    assert run([*TUNE, "--rows", "1", "--output", str(path)]) == 130
+    assert len(TuningFile.read(path).winners) == 2
+
+
 def test_times_hold_for_the_threads_they_were_measured_with(
     clock: dict[str, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,6 +207,8 @@ def test_what_cannot_run_is_left_out_unless_it_serves(
         (["--rows", "1,2", "--layout-by", "3"], "--layout-by 3: it is none of --rows 1,2"),
         (["--linear-backend", "torch"], "'torch' was asked for as linear kernel, which leaves nothing to tune"),
         (["--output", "absent/tuned.json"], "--output: cannot write absent/tuned.json"),
+        (["--output", "-"], "--output -: a tuning file cannot be stdout"),
+        (["--output", "b.json", "--tuning-file", "a.json"], "--output b.json and --tuning-file a.json: one file"),
     ],
 )
 def test_bad_options(

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from hardpoint.bench import stages, startup
-from hardpoint.bench.registry import BenchResult, BenchRow, find
+from hardpoint.bench.registry import BenchResult, BenchRow, environment, find
 from hardpoint.cli.main import run
 from hardpoint.config import EngineConfig
+from hardpoint_plugin_api import DeviceInfo
 
 
 def test_ratios_are_above_one_where_the_value_is_better() -> None:
@@ -40,6 +41,19 @@ def test_the_start_up_benchmark_is_there() -> None:
     assert find()["startup"].target == "hardpoint.bench.startup:startup"
 
 
+def test_a_result_says_on_which_devices_and_with_which_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hardpoint import plugins
+
+    found = environment()
+    info = detect_host()
+    assert found["devices"].startswith(f"{info.count} x {info.name}")
+    records = plugins.discover(quiet=True).records
+    assert {record.distribution for record in records if record.is_usable} <= found.keys()
+    records[-1].version = "99"
+    monkeypatch.setattr(plugins, "discover", lambda **_: plugins.PluginSet(records))
+    assert environment() == found | {records[-1].distribution: "99"}
+
+
 def test_a_stage_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "_marks", {})
     stages.mark("a")
@@ -49,6 +63,14 @@ def test_a_stage_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     marks = json.loads((tmp_path / "marks.json").read_text())
     assert list(marks) == ["a", "b"]
     assert marks["a"] <= marks["b"]
+
+
+def detect_host() -> DeviceInfo:
+    from hardpoint_cpu.platform import CpuPlatform
+
+    info = CpuPlatform.detect()
+    assert isinstance(info, DeviceInfo)
+    return info
 
 
 def test_start_up_divides_the_time_between_stages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,3 +116,8 @@ def test_kernels_beside_what_the_device_can_do(tmp_path: Path) -> None:
         (row,) = json.loads((tmp_path / "ops.json").read_text())["rows"]
         assert row["unit"] == unit
         assert row["of_roofline"] > 0
+
+
+def test_a_row_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "ops", "--platform", "cpu", "--only", "linaer"]) == 2
+    assert "--only linaer: found in the name of no row; they are linear bfloat16, 1 rows;" in capsys.readouterr().err

@@ -8,29 +8,34 @@ from typing import Any
 
 import pytest
 
-from hardpoint.bench import startup
+from hardpoint.bench import registry, startup, sweep
 from hardpoint.bench.registry import BenchResult, BenchRow
 from hardpoint.cli.main import run
 from hardpoint.config import EngineConfig
 from hardpoint_plugin_api import HardpointError
 
 RUNS: list[tuple[str, int]] = []
+SWITCHES: list[bool] = []
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A benchmark that takes no time, with the options of a real one; 13 repeats fail."""
+    """A benchmark that takes no time, with the options of a real one; 13 repeats fail, 11 have no rows."""
 
     def fake(config: EngineConfig, repeat: int) -> BenchResult:
         if repeat == 13:
             raise HardpointError("thirteen")
         RUNS.append((config.model, repeat))
+        SWITCHES.append(config.enforce_eager)
+        if repeat == 11:
+            return BenchResult("startup", ())
         rows = BenchRow("time", repeat * 2.0, "s", peer=1.0), BenchRow("rate", 1 / repeat, "1/s", better="higher")
-        return BenchResult("startup", rows, peer="theirs")
+        return BenchResult("startup", rows, f"for {repeat} sequences", "theirs")
 
     fake.__click_params__ = startup.startup.__click_params__  # type: ignore[attr-defined]  # where click keeps them
     monkeypatch.setattr(startup, "startup", fake)
     RUNS.clear()
+    SWITCHES.clear()
 
 
 def swept(file: Path, *flags: str) -> dict[str, Any]:
@@ -110,6 +115,7 @@ def test_other_versions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["start", "--vary", "repeat=1"], "startup"),
         (["sweep", "--vary", "repeat=1"], "unknown benchmark"),
         (["startup", "--vary", "repeat=1", "--show", "tine"], "time"),
+        (["startup", "--vary", "enforce-eager=true,1"], "--enforce-eager takes no value; vary it as"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -130,3 +136,52 @@ def test_a_file_that_is_something_else(tmp_path: Path, content: str, capsys: pyt
 def test_every_flag_is_checked_before_the_first_point_runs(tmp_path: Path) -> None:
     assert run(["bench", "sweep", "startup", "--file", str(tmp_path / "g"), "--vary", "repeat=1,x"]) == 2
     assert RUNS == []
+
+
+def test_other_devices_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "grid.jsonl"
+    swept(file, "--vary", "repeat=2")
+    here = registry.environment()
+    monkeypatch.setattr(sweep, "environment", lambda: here | {"devices": "2 x another"})
+    assert run(["bench", "sweep", "startup", "--file", str(file), "--vary", "repeat=2"]) == 2
+    assert "'devices': '2 x another'" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_first_point_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nodir" / "grid.jsonl"
+    assert run(["bench", "sweep", "startup", "--file", str(file), "--vary", "repeat=1"]) == 2
+    assert f"--file: cannot write {file}" in capsys.readouterr().err
+    assert RUNS == []
+
+
+def test_a_row_that_is_not_there_is_refused_at_the_first_point(tmp_path: Path) -> None:
+    file = tmp_path / "grid.jsonl"
+    command = ["bench", "sweep", "startup", "--file", str(file), "--vary", "repeat=1,2,3"]
+    assert run([*command, "--show", "tine"]) == 2
+    assert len(RUNS) == 1
+    assert run([*command, "--show", "time"]) == 0
+    assert [repeat for _, repeat in RUNS] == [1, 2, 3], "the first was kept"
+
+
+def test_flags_without_a_value_vary_over_true_and_false(tmp_path: Path) -> None:
+    file = tmp_path / "grid.jsonl"
+    result = swept(file, "--vary", "enforce-eager=true,false", "--vary", "no-enable-prefix-caching=true")
+    assert SWITCHES == [True, False]
+    assert [row["name"].partition(",")[0] for row in result["rows"]] == ["enforce-eager true", "enforce-eager false"]
+
+
+def test_what_is_said_of_a_column_holds_for_all_points(tmp_path: Path) -> None:
+    file = tmp_path / "grid.jsonl"
+    assert swept(file, "--vary", "repeat=2")["roofline"] == "for 2 sequences"
+    both = swept(file, "--vary", "repeat=2,4")
+    assert both["roofline"] == f"another one at each point, which {file} names"
+    assert both["peer"] == "theirs"
+
+
+def test_a_point_without_rows(tmp_path: Path) -> None:
+    result = swept(tmp_path / "grid.jsonl", "--vary", "repeat=2,11")
+    assert [row["name"] for row in result["rows"]] == ["repeat 2: time"]

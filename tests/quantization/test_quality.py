@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from hardpoint.bench import quality as quality_bench
 from hardpoint.bench.quality import quality
+from hardpoint.cli.main import run
+from hardpoint.config import EngineConfig
 
 
 def test_goals_on_a_part_of_the_text() -> None:
@@ -14,3 +21,30 @@ def test_goals_on_a_part_of_the_text() -> None:
     assert abs(rows["cache int8"].value / plain - 1) < 0.005
     assert abs(rows["int4"].value / plain - 1) < 0.03
     assert rows["int4"].peer == plain
+    assert rows["bfloat16"].note == "1,022 tokens scored"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--method", "bogus"], "bogus"), (["--kv-cache-dtype", "bogus"], "bogus"), (["--method", "int8:x=1"], "x")],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_asked_wrongly_is_refused_before_anything_is_measured(
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[EngineConfig] = []
+
+    def loss(config: EngineConfig, text: str, tokens: int) -> tuple[float, int]:
+        measured.append(config)
+        return 1.0, 1
+
+    monkeypatch.setattr(quality_bench, "_loss", loss)
+    assert run(["bench", "quality", "--method", "int8", "--platform", "cpu", *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert measured == []
+
+
+def test_a_text_with_nothing_to_score(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").touch()
+    assert run(["bench", "quality", "--text", str(tmp_path / "empty.txt"), "--platform", "cpu"]) == 2
+    assert "--text has 0 tokens" in capsys.readouterr().err

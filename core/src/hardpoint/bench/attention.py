@@ -26,7 +26,7 @@ from hardpoint.plugins.blame import construct
 from hardpoint.resources import EngineResources
 from hardpoint.selection import Settings
 from hardpoint.selection.selector import Selector
-from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, ConfigError, SelectionError
+from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, ConfigError, Reason, SelectionError
 
 _PIECE = re.compile(r"(?P<count>\d*)q(?P<query>\d+k?)(?:s(?P<total>\d+k?))?")
 _WORKING_SET = 256 * 2**20
@@ -118,15 +118,18 @@ def attention(
     if heads % kv_heads:
         raise ConfigError(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
     kv_dtype = kv_cache_dtype or dtype
+    dtype_of(kv_dtype)  # refuses what is none, before backends are asked
     spec = AttentionSpec(heads, kv_heads, head_size, head_size**-0.5, dtype, kv_dtype, block_size, window)
     ctx, timer = blueprint.ctx, DeviceTimer(blueprint.platform, blueprint.ctx.torch_device, _WORKING_SET)
     parsed = {text: parse_batch(text) for text in batches or ("q1s512", "8q1s4k", "64q1s2k", "32q512", "q4k")}
     rows = []
     with torch.inference_mode():
-        ceilings = timer.read_speed(rounds), timer.product_speed(rounds)
-        backends = [b for b in _serving(ctx, spec, variants) if wanted.search(b.name)]
+        serving = _serving(ctx, spec, variants)
+        backends = [b for b in serving if wanted.search(b.name)]
         if not backends:
-            raise ConfigError(f"--only {only}: found in the name of no attention backend that serves here")
+            names = ", ".join(b.name for b in serving)
+            raise ConfigError(f"--only {only}: found in the name of no attention backend that serves here: {names}")
+        ceilings = timer.read_speed(rounds), timer.product_speed(rounds)
         for text, requests in parsed.items():
             work = _Work.of(spec, requests)
             peer = timer.seconds(_dense(spec, requests, ctx.torch_device, work.copies), rounds) if not window else None
@@ -189,8 +192,13 @@ class _Candidate:
     backend: AttentionBackend
 
 
-def _serving(ctx: Context, spec: AttentionSpec, variants: bool) -> Iterator[_Candidate]:
-    """The backends that this device and spec admit, and where asked for, their other tunings."""
+def _serving(ctx: Context, spec: AttentionSpec, variants: bool) -> list[_Candidate]:
+    """The backends that this device and spec admit, and where asked for, their other tunings.
+
+    Raises SelectionError, with the reasons against each, where there is none.
+    """
+    serving: list[_Candidate] = []
+    rejected: dict[str, Sequence[Reason]] = {}
     for offer in ctx.plugins.offers("attention"):
         name = offer.contribution.name
         asked = Settings({"attention": name})
@@ -203,14 +211,19 @@ def _serving(ctx: Context, spec: AttentionSpec, variants: bool) -> Iterator[_Can
         )
         try:
             plan = chosen.select(spec.workload())
-        except SelectionError:
+        except SelectionError as error:
+            rejected |= error.rejected
             continue
         parts = [(e.range, construct(e.offer, ctx.load(e.offer), AttentionBackend, chosen, spec)) for e in plan.entries]
         built = [_Candidate(name, parts[0][1] if len(parts) == 1 else PhasedBackend(chosen, spec, parts))]
         if variants:
             built += _variants(offer, chosen, spec)
         chosen.resources.allocate(ctx.torch_device)
-        yield from built
+        serving += built
+    if not serving:
+        workload = spec.workload().key()
+        raise SelectionError(f"nothing can serve attention ({workload}) on {ctx.device.name}", rejected)
+    return serving
 
 
 def _variants(offer: Offer, ctx: Context, spec: AttentionSpec) -> Iterator[_Candidate]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import click
 
 from hardpoint.bench.peers.contest import Contest, Entrant, Load, Score, Worker
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
+from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint_plugin_api import ConfigError, HardpointError
 
 _LOADS = {
@@ -19,6 +20,8 @@ _LOADS = {
     "b8": Load("decode, 8 requests", 8, 32, 32),
     "b32": Load("decode, 32 requests", 32, 32, 32),
 }
+_VOCABULARY = 30_000
+"""Prompts are drawn from so many first tokens."""
 
 
 @click.argument("model")
@@ -62,26 +65,29 @@ def peers(
     """
     if not (Path(model).expanduser() / "config.json").is_file():
         raise ConfigError(f"{model!r} is no folder with a checkpoint: other engines need the files, give their folder")
-    folder = str(Path(model).expanduser().resolve())
-    workers = [Worker(Entrant.parse(text), threads) for text in engines]
-    try:
-        return _contest(folder, workers, [_LOADS[name] for name in loads], threads, runs, attempts, quiet, tolerance)
-    finally:
-        for worker in workers:
-            worker.close()
+    entrants = [Entrant.parse(text) for text in engines]
+    if twice := next((text for text in engines if engines.count(text) > 1), None):
+        raise ConfigError(f"--engine {twice} is given twice; results go by that name, so give it once")
+    folder = Path(model).expanduser().resolve()
+    vocabulary = min(HFConfig.read(folder).integer("vocab_size"), _VOCABULARY)
+    with ExitStack() as running:
+        workers = [running.enter_context(closing(Worker(entrant, threads))) for entrant in entrants]
+        contest = Contest(workers, quiet, vocabulary)
+        return _measure(
+            str(folder), workers, contest, [_LOADS[name] for name in loads], threads, runs, attempts, tolerance
+        )
 
 
-def _contest(
+def _measure(
     model: str,
     workers: list[Worker],
+    contest: Contest,
     loads: list[Load],
     threads: int,
     runs: int,
     attempts: int,
-    quiet: float,
     tolerance: float,
 ) -> BenchResult:
-    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     rows = []
     for worker in workers:
         before = worker.private_bytes()
@@ -89,9 +95,8 @@ def _contest(
         grown = (worker.private_bytes() - before) / 2**20
         note = f"{loaded['version']}; {grown:,.0f} MiB more private memory"
         rows.append(BenchRow(f"{worker.entrant.label}: load", loaded["seconds"], "s", note=note))
-    contest = Contest(workers, quiet, min(config["vocab_size"], 30_000))
     for label, differs in contest.disagreement().items():
-        if differs > tolerance:
+        if not differs <= tolerance:  # NaN is no agreement
             raise HardpointError(
                 f"{label} and {workers[0].entrant.label} disagree by {differs:.2f} nats on what comes next, "
                 f"{tolerance} allowed: they do not run the same model; see --tolerance for quantized ones"

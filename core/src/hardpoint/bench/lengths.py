@@ -64,8 +64,9 @@ class Lengths:
             return list(islice(cycle(self.mixed), count))
         if self.sigma is None:
             return [generator.randint(self.low, self.high) for _ in range(count)]
-        drawn = [generator.lognormvariate(math.log(self.low), self.sigma) for _ in range(count)]
-        return [min(self.high, max(1, round(length))) for length in drawn]
+        logarithms = [generator.normalvariate(math.log(self.low), self.sigma) for _ in range(count)]
+        longest = math.log(self.high)  # cut off here, as what a wide distribution draws may exceed any float
+        return [max(1, round(math.exp(min(longest, logarithm)))) for logarithm in logarithms]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -28,7 +28,7 @@ from hardpoint.plugins import Offer
 from hardpoint.plugins.blame import blame, construct
 from hardpoint.quantization.numerics import travels
 from hardpoint.resources import EngineResources
-from hardpoint.selection import Plan, TuningFile
+from hardpoint.selection import Plan, TuningFile, Verdict
 from hardpoint.selection.decide import Contender, Decision, Times, decide, verdicts, within_noise
 from hardpoint.selection.tuning import versions_of
 from hardpoint_plugin_api import (
@@ -72,11 +72,12 @@ class Roofline:
 class Measured:
     """One workload: what serves it now, the times, and the versions that mattered.
 
-    ``nbytes`` are those of the packed weight by layout, ``loaded_bytes`` before it is packed; ``itemsize`` is that of
-    plain inputs and outputs.
+    ``contenders`` are those of every number of tokens. ``nbytes`` are those of the packed weight by layout,
+    ``loaded_bytes`` before it is packed; ``itemsize`` is that of plain inputs and outputs.
     """
 
     plan: Plan
+    contenders: Sequence[Contender]
     times: Times
     nbytes: Mapping[str, int]
     loaded_bytes: int
@@ -87,6 +88,19 @@ class Measured:
     def heavy(self) -> frozenset[str]:
         """Layouts that take clearly more memory than the weight as loaded: to save it may be why it is quantized."""
         return frozenset(layout for layout, nbytes in self.nbytes.items() if nbytes > _HEAVY * self.loaded_bytes)
+
+    def with_times_of(self, older: Iterable[Verdict]) -> Measured:
+        """This, and the times that verdicts with the same versions hold of other numbers of tokens.
+
+        A verdict has one time of a candidate, which stands for both forms of its input.
+        """
+        times = dict(self.times)
+        for verdict in older:
+            if verdict.versions == self.versions:
+                for tokens, microseconds in verdict.measured.items():
+                    able = (contender for contender in self.contenders if contender.serves(tokens))
+                    times.setdefault(tokens, {c: microseconds.get(c.name, math.inf) / 1e6 for c in able})
+        return replace(self, times=dict(sorted(times.items())))
 
 
 @dataclass(frozen=True)
@@ -105,10 +119,12 @@ def tune_linears(
     decisive: Collection[int],
     margin: float,
     most_rounds: int,
+    save: Callable[[TuningFile], None],
 ) -> Tuned:
     """Measure and decide about all matrices of the model of ``config``, whose tuning file holds ``known``.
 
-    See ``decide`` for ``decisive`` and ``margin``. Where nothing has changed by more than noise, ``known`` is returned.
+    See ``decide`` for ``decisive`` and ``margin``. ``save`` gets the new contents after each matrix that changes them,
+    so that an interrupt loses one. Where nothing has changed by more than noise, ``known`` is returned.
     Raises the errors of ``draw``, and PluginLoadError.
     """
     blueprint = draw(config)
@@ -123,15 +139,16 @@ def tune_linears(
     with torch.inference_mode(), progress_bar("matmuls measured", len(plans) * len(tokens)) as advance:
         roofline = tuner.roofline()
         for plan in plans:
-            measured = tuner.measure(plan, tokens, advance)
-            decision = decide(measured.times, plan, decisive, margin, measured.heavy)
-            decided.append((measured, decision))
             key = (ctx.device.name, plan.workload.family, plan.workload.of, plan.workload.key())
-            new = verdicts(decision, measured.times, measured.versions, context)
             elsewhere = tuple(v for v in winners.get(key, ()) if v.context and v.context != context)
             here = tuple(v for v in winners.get(key, ()) if v not in elsewhere)
+            measured = tuner.measure(plan, tokens, advance).with_times_of(v for v in here if v.context == context)
+            decision = decide(measured.times, plan, decisive, margin, measured.heavy)
+            decided.append((measured, decision))
+            new = verdicts(decision, measured.times, measured.versions, context)
             if not within_noise(here, new, margin):
                 winners[key] = (*elsewhere, *new)
+                save(TuningFile(winners))
     return Tuned(decided, roofline, TuningFile(winners))
 
 
@@ -167,13 +184,16 @@ class LinearTuner:
         loaded_bytes = sum(x.nbytes for x in slots.values())
         weights, nbytes = self._packed(kernels, slots)
         del slots
+        contenders = {c: kernel for offer, kernel in kernels.items() for c in _contenders(offer, kernel)}
         times: dict[int, dict[Contender, float]] = {}
         hopeless: set[Contender] = set()
         for number in tokens:
             x = torch.randn(number, workload.in_features, device=self._ctx.torch_device).to(self._ctx.dtype)
-            runs: dict[Contender, Run] = {}
-            for offer, kernel in kernels.items():
-                runs |= self._runs(offer, kernel, weights[offer.contribution.layout], x)
+            runs = {
+                contender: self._run(contender, kernel, weights[contender.form.layout], x)
+                for contender, kernel in contenders.items()
+                if contender.serves(number)
+            }
             times[number] = dict.fromkeys(runs, math.inf)
             able = [
                 contender
@@ -187,7 +207,8 @@ class LinearTuner:
                 slow = {c for c in able if times[number][c] > _HOPELESS * min(seconds) and c.offer not in serving}
                 hopeless |= slow
             advance()
-        return Measured(plan, times, nbytes, loaded_bytes, _versions(offers), self._ctx.dtype.itemsize)
+        versions, itemsize = _versions(offers), self._ctx.dtype.itemsize
+        return Measured(plan, tuple(contenders), times, nbytes, loaded_bytes, versions, itemsize)
 
     def _attempt(self, call: Callable[[], T], offer: Offer, must_succeed: bool) -> T | None:
         """What ``call``, code of the offer's plugin, returns; None, with a warning, where it fails and may fail."""
@@ -224,20 +245,25 @@ class LinearTuner:
             weights[layout] = cycle([packed, *others])
         return weights, nbytes
 
-    def _runs(
-        self, offer: Offer, kernel: LinearKernel, weights: Iterator[dict[str, torch.Tensor]], x: torch.Tensor
-    ) -> dict[Contender, Run]:
-        """The kernel with plain input, which it may round for itself, and with input in the form that it wants."""
-        spec = kernel.input_spec
-        runs: dict[Contender, Run] = {Contender(offer): lambda: kernel.apply(x, next(weights), None)}
-        if spec is not None and travels(spec):
-            rounded = self._rounded(x, spec)
-            runs[Contender(offer, spec)] = lambda: kernel.apply_quantized(rounded, next(weights), None)
-        return {contender: run for contender, run in runs.items() if contender.serves(x.shape[0])}
+    def _run(
+        self, contender: Contender, kernel: LinearKernel, weights: Iterator[dict[str, torch.Tensor]], x: torch.Tensor
+    ) -> Run:
+        """The kernel on ``x``, in the contender's form of input."""
+        if contender.input_spec is None:
+            return lambda: kernel.apply(x, next(weights), None)
+        rounded = self._rounded(x, contender.input_spec)
+        return lambda: kernel.apply_quantized(rounded, next(weights), None)
 
     def _rounded(self, x: torch.Tensor, spec: QuantSpec) -> Quantized:
         data, scale = quantize_rows.bind(self._ctx, spec=spec)(x, spec=spec)
         return Quantized(data, scale, spec)
+
+
+def _contenders(offer: Offer, kernel: LinearKernel) -> Iterator[Contender]:
+    """The kernel with plain input, which it may round for itself, and with input in the form that it wants."""
+    yield Contender(offer)
+    if kernel.input_spec is not None and travels(kernel.input_spec):
+        yield Contender(offer, kernel.input_spec)
 
 
 def random_slots(workload: LinearWorkload, device: torch.device) -> dict[str, torch.Tensor]:

@@ -26,6 +26,7 @@ from hardpoint.resources import EngineResources
 from hardpoint_plugin_api import (
     AttentionBatch,
     AttentionSpec,
+    ConfigError,
     EagerGraphEngine,
     ExpertsKernel,
     ExpertsWorkload,
@@ -80,13 +81,14 @@ def ops(platform: str | None, only: str, rounds: int, eager: bool, sequences: in
     settings = {"platform": platform} if platform else {}
     blueprint = draw(EngineConfig.create(model="demo", dtype=_DTYPE, **settings))
     ctx, device = blueprint.ctx, blueprint.platform
+    kernels = dict(_kernels(ctx, sequences, length))
+    wanted = [name for name in kernels if only in name]
+    if not wanted:
+        raise ConfigError(f"--only {only}: found in the name of no row; they are {'; '.join(kernels)}")
     timer = DeviceTimer(device, ctx.torch_device, _WORKING_SET, by_host=eager)
     bench = _Bench(timer, rounds, EagerGraphEngine() if eager else device.graph_engine())
-    rows = []
     with torch.inference_mode():
-        for name, prepare in _kernels(ctx, sequences, length):
-            if only in name:
-                rows.append(bench.row(name, prepare()))
+        rows = [bench.row(name, kernels[name]()) for name in wanted]
     return BenchResult(
         "ops",
         tuple(rows),

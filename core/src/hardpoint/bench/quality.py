@@ -9,6 +9,8 @@ import click
 from hardpoint import LLM, SamplingParams
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
 from hardpoint.checkpoint.source import demo_model
+from hardpoint.config import EngineConfig
+from hardpoint.engine.blueprint import draw
 from hardpoint_plugin_api import ConfigError
 
 _METHODS = (
@@ -53,16 +55,18 @@ def quality(
     """
     words = _read(text or demo_model() / "heldout.txt")
     common = {"dtype": dtype, **({"platform": platform} if platform else {})}
-    plain = _loss(model, words, tokens, common)
-    rows = [BenchRow(dtype, plain, "nats/token")]
+    changes: dict[str, dict[str, str]] = {dtype: {}}
     for method in methods:
         name, _, options = method.partition(":")
-        settings = {"quantization": name, "quantization_options": options}
-        rows.append(_row(method, _loss(model, words, tokens, common | settings), plain))
-    rows += [
-        _row(f"cache {cache}", _loss(model, words, tokens, common | {"kv_cache_dtype": cache}), plain)
-        for cache in cache_dtypes
-    ]
+        changes[method] = {"quantization": name, "quantization_options": options}
+    changes |= {f"cache {cache}": {"kv_cache_dtype": cache} for cache in cache_dtypes}
+    configs = {name: EngineConfig.create(model=model, **common, **change) for name, change in changes.items()}
+    for config in configs.values():
+        draw(config)  # refuses what is asked wrongly, before the first is measured
+    losses = {name: _loss(config, words, tokens) for name, config in configs.items()}
+    plain, count = losses.pop(dtype)
+    rows = [BenchRow(dtype, plain, "nats/token", note=f"{count:,} tokens scored")]
+    rows += [_row(name, loss, plain) for name, (loss, _) in losses.items()]
     return BenchResult("quality", tuple(rows), peer=f"the same model in {dtype}, unquantized")
 
 
@@ -77,10 +81,15 @@ def _read(path: Path) -> str:
         raise ConfigError(f"--text {path}: cannot be read as UTF-8 text: {error}") from None
 
 
-def _loss(model: str, text: str, tokens: int, settings: dict[str, str]) -> float:
-    """The mean negative log-probability of the text's tokens but for the first of each window."""
-    with LLM(model, **settings) as llm:
+def _loss(config: EngineConfig, text: str, tokens: int) -> tuple[float, int]:
+    """The mean negative log-probability of the text's tokens but for the first of each window, and of how many.
+
+    Raises ConfigError for a text that has no such token.
+    """
+    with LLM.from_config(config) as llm:
         ids = llm.tokenizer.encode(text)[:tokens]
+        if len(ids) < 2:
+            raise ConfigError(f"--text has {len(ids)} tokens, none of which follows another; give a longer text")
         windows = [ids[start : start + _WINDOW] for start in range(0, len(ids) - 1, _WINDOW)]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         total, count = 0.0, 0
@@ -88,4 +97,4 @@ def _loss(model: str, text: str, tokens: int, settings: dict[str, str]) -> float
             scored = [entry for entry in output.prompt_logprobs or () if entry]
             total -= sum(entry[token].logprob for entry, token in zip(scored, output.prompt_token_ids[1:], strict=True))
             count += len(scored)
-    return total / count
+    return total / count, count

@@ -115,11 +115,22 @@ def find(folder: Path = HERE, package: str = "hardpoint.bench") -> dict[str, Ben
 
 
 def environment() -> dict[str, str]:
-    """What a result depends on: machine, interpreter, and the packages that do the work."""
-    versions = {name: importlib.metadata.version(name) for name in ("hardpoint-core", "torch")}
+    """What a result depends on: machine, devices, interpreter, and the packages that do the work.
+
+    Devices are those of every installed platform, whichever the benchmark uses; asking makes no device context.
+    """
+    from hardpoint.plugins import discover
+    from hardpoint.selection.platform_choice import detect
+    from hardpoint_plugin_api import Reason
+
+    plugins = discover(quiet=True)
+    answers = [detect(plugins, offer) for offer in plugins.offers("platform")]
+    devices = [f"{answer[1].count} x {answer[1].name}" for answer in answers if not isinstance(answer, Reason)]
     return {
         "machine": f"{platform.system()} {platform.machine()}",
+        "devices": ", ".join(devices),
         "cpus": str(os.cpu_count()),
         "python": platform.python_version(),
-        **versions,
+        "torch": importlib.metadata.version("torch"),
+        **{record.distribution: record.version for record in plugins.records if record.is_usable},
     }

@@ -12,6 +12,7 @@ from typing import Any, cast
 import click
 
 from hardpoint.bench.registry import BenchResult, BenchRow, Curve, benchmark, environment, find
+from hardpoint.cli.output import check_writable
 from hardpoint_plugin_api import ConfigError, UnknownNameError
 
 Point = dict[str, str]
@@ -37,23 +38,23 @@ def sweep(name: str, flags: tuple[str, ...], vary: tuple[str, ...], file: Path, 
     """
     grid = _grid(vary)
     head = {"benchmark": name, "flags": list(flags), "environment": dict(environment())}
-    run = _runner(name)
+    run = _runner(name, flags)
     for point in grid:
-        run(_arguments(flags, point), False)
+        run(point, False)
+    check_writable("--file", str(file))
     done = _read(file, head)
+    rows: list[BenchRow] = []
     for point in grid:
         if _key(point) not in done:
             click.echo(f"hardpoint: {name} at {_words(point)}", err=True)
-            result = run(_arguments(flags, point), True)
+            result = run(point, True)
             assert result is not None
             done[_key(point)] = result.to_json()
             _append(file, head, {"point": point, "result": done[_key(point)]})
+        rows += [_row(point, row) for row in _shown(done[_key(point)], show)]  # refuses --show at the first point
     results = [(point, done[_key(point)]) for point in grid]
-    rows = [_row(point, row) for point, result in results for row in _shown(result, show)]
-    first = results[0][1]
-    return BenchResult(
-        f"sweep {name}", tuple(rows), first["roofline"], first["peer"], curves=_curves(results, grid, show)
-    )
+    roofline, peer = (_common(key, results, file) for key in ("roofline", "peer"))
+    return BenchResult(f"sweep {name}", tuple(rows), roofline, peer, curves=_curves(results, grid, show))
 
 
 def _grid(vary: Sequence[str]) -> list[Point]:
@@ -71,12 +72,27 @@ def _grid(vary: Sequence[str]) -> list[Point]:
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
 
 
-def _arguments(flags: Sequence[str], point: Point) -> list[str]:
-    return [*flags, *(part for flag, value in point.items() for part in (f"--{flag}", value))]
+def _arguments(command: click.Command, point: Point) -> list[str]:
+    """The flags of a point; those that take no value are varied over true and false. Raises ConfigError."""
+    opposites: dict[str, list[str]] = {}
+    for param in command.get_params(click.Context(command)):
+        if isinstance(param, click.Option) and param.is_flag:
+            opposites |= dict.fromkeys(param.opts, param.secondary_opts[:1])
+            opposites |= dict.fromkeys(param.secondary_opts, param.opts[:1])
+    found: list[str] = []
+    for name, value in point.items():
+        flag = f"--{name}"
+        if flag not in opposites:
+            found += [flag, value]
+        elif value in ("true", "false"):
+            found += [flag] if value == "true" else opposites[flag]  # one without an opposite is left out
+        else:
+            raise ConfigError(f"--vary {name}={value}: {flag} takes no value; vary it as {name}=true,false")
+    return found
 
 
-def _runner(name: str) -> Callable[[list[str], bool], BenchResult | None]:
-    """What parses a benchmark's arguments and, if told so, runs it. Raises UnknownNameError."""
+def _runner(name: str, flags: Sequence[str]) -> Callable[[Point, bool], BenchResult | None]:
+    """What parses a benchmark's arguments at a point and, if told so, runs it. Raises UnknownNameError."""
     from hardpoint.cli.bench import as_command
 
     known = {each: entry for each, entry in find().items() if each != "sweep"}
@@ -85,11 +101,12 @@ def _runner(name: str) -> Callable[[list[str], bool], BenchResult | None]:
     module, _, attribute = known[name].target.partition(":")
     function = cast(Callable[..., BenchResult], getattr(importlib.import_module(module), attribute))
 
-    def call(arguments: list[str], really: bool) -> BenchResult | None:
+    def call(point: Point, really: bool) -> BenchResult | None:
         def measured(**options: object) -> BenchResult | None:
             return function(**options) if really else None
 
         command = as_command(name, function, measured)
+        arguments = [*flags, *_arguments(command, point)]
         result = command.main(arguments, f"hardpoint bench {name}", standalone_mode=False)
         return cast("BenchResult | None", result)
 
@@ -146,7 +163,13 @@ def _shown(result: Mapping[str, Any], show: Sequence[str]) -> list[dict[str, Any
     for name in show:
         if name not in rows:
             raise UnknownNameError("row in --show:", name, rows)
-    return [rows[name] for name in show or [result["rows"][0]["name"]]]
+    return [rows[name] for name in show or list(rows)[:1]]
+
+
+def _common(key: str, results: Sequence[tuple[Point, Mapping[str, Any]]], file: Path) -> str:
+    """What all points say of their column ``key``, or where to find what each says."""
+    texts = {result[key] for _, result in results}
+    return texts.pop() if len(texts) == 1 else f"another one at each point, which {file} names"
 
 
 def _row(point: Point, row: Mapping[str, Any]) -> BenchRow:

@@ -160,7 +160,8 @@ def linear(
 
     MODEL needs no weights: they are random, packed once for each layout, and no cache holds them. Kernels take turns.
     What serves now stays unless another is faster by the margin. What FILE says of these matrices counts as what serves
-    now, and what it says of others stays in it. An engine reads it with --tuning-file FILE.
+    now; what it says of others, and of other numbers of tokens, stays in it. It is written after each matrix, so that
+    an interrupt keeps what was measured. An engine reads it with --tuning-file FILE.
     """
     from hardpoint.bench.linear_tuning import tune_linears
     from hardpoint.selection import TuningFile
@@ -170,11 +171,17 @@ def linear(
         raise ConfigError(f"--layout-by {absent[0]}: it is none of --rows {','.join(map(str, rows))}")
     if name := config.choices.get("linear"):
         raise ConfigError(f"{name!r} was asked for as linear kernel, which leaves nothing to tune; leave that out")
+    if output is not None and config.tuning_file is not None:
+        raise ConfigError(
+            f"--output {output} and --tuning-file {config.tuning_file}: one file is read and written; give one of them"
+        )
     path = Path(output or config.tuning_file or _TUNING_FILE)
+    if str(path) == "-":
+        raise ConfigError("--output -: a tuning file cannot be stdout, for it is read, too; give the name of a file")
     check_writable("--output", str(path))
     known = TuningFile.read(path) if path.exists() else TuningFile()
     config = config.model_copy(update={"tuning_file": str(path) if path.exists() else None})
-    tuned = tune_linears(config, known, rows, decisive, margin / 100, rounds)
+    tuned = tune_linears(config, known, rows, decisive, margin / 100, rounds, lambda file: file.write(path))
     for measured, decision in tuned.decided:
         _print_decision(measured, decision, tuned.roofline, decisive)
     speed, rate = tuned.roofline.bytes_per_second / 1e9, tuned.roofline.flops_per_second / 1e12
@@ -185,7 +192,6 @@ def linear(
     if tuned.file == known:
         click.echo(f"{path} stays as it is: no winner is another, and no time differs by more than {margin:g} %")
         return
-    tuned.file.write(path)
     click.echo(f"written to {path}; an engine reads it with --tuning-file {path}")
 
 

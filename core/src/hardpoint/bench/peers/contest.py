@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +21,14 @@ from hardpoint_plugin_api import ConfigError, HardpointError
 HERE = Path(__file__).parent
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TOP = 20
+_LAST_LINES = 20
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """One engine: which worker, in which Python, with which of its own options; ``label`` names it in the table."""
+    """One engine: which worker, in which Python, with which of its own options; ``label``, all of it as it was asked
+    for, names it in the table.
+    """
 
     engine: str
     python: str = sys.executable
@@ -39,7 +44,7 @@ class Entrant:
         if engine not in known:
             raise ConfigError(f"--engine {text!r}: there is no engine {engine!r}; known are {', '.join(known)}")
         pairs = dict(part.partition("=")[::2] for part in options.split(",") if part)
-        return cls(engine, python or sys.executable, pairs, f"{engine}:{options}" if options else engine)
+        return cls(engine, python or sys.executable, pairs, text)
 
 
 @dataclass(frozen=True)
@@ -58,19 +63,27 @@ class Load:
 
 
 class Worker:
-    """A running worker; see protocol.py."""
+    """A running worker; see protocol.py. Raises ConfigError where its Python cannot be started."""
 
     def __init__(self, entrant: Entrant, threads: int) -> None:
         self.entrant = entrant
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # closed with the process
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        self._process = subprocess.Popen(
-            [entrant.python, str(HERE / f"{entrant.engine}_worker.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [entrant.python, str(HERE / f"{entrant.engine}_worker.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                text=True,
+                env=environment,
+            )
+        except OSError as error:
+            self._stderr.close()
+            raise ConfigError(
+                f"--engine {entrant.label}: {entrant.python} cannot be started: {error.strerror}; "
+                "after @ stands the Python of an environment that has the engine"
+            ) from error
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Send a request and wait for its answer. Raises HardpointError for an engine that fails."""
@@ -79,9 +92,13 @@ class Worker:
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-            answer: dict[str, Any] = json.loads(self._process.stdout.readline() or '{"error": "its process ended"}')
+            line = self._process.stdout.readline()
         except BrokenPipeError:
-            answer = {"error": "its process ended"}
+            line = ""
+        try:
+            answer: dict[str, Any] = json.loads(line) if line else {"error": self._ending()}
+        except ValueError:
+            answer = {"error": f"{self.entrant.python} wrote {line!r}, which is no answer of a worker"}
         if "error" in answer:
             raise HardpointError(f"{self.entrant.label}: {answer['error']}")
         return answer
@@ -105,6 +122,14 @@ class Worker:
         """End it."""
         self._process.kill()
         self._process.communicate()
+        self._stderr.close()
+
+    def _ending(self) -> str:
+        """How the process ended, and the last that it wrote on stderr."""
+        code = self._process.wait()
+        self._stderr.seek(0)
+        last = self._stderr.read().splitlines()[-_LAST_LINES:]
+        return "\n".join([f"its process ended with exit code {code}", *last])
 
 
 @dataclass
@@ -128,18 +153,17 @@ class Contest:
         self._random = random.Random(seed)
 
     def disagreement(self, length: int = 32) -> dict[str, float]:
-        """By how much each engine's log-probability of the first one's likeliest tokens differs at most, in nats."""
+        """By how much each engine's log-probability of the first one's likeliest tokens differs at most, in nats.
+
+        NaN where one of them is.
+        """
         prompt = self._prompt(length)
         by_engine = {
             w.entrant.label: dict(map(tuple, w.ask(do="logprobs", prompt=prompt, top=_TOP)["logprobs"]))
             for w in self._workers
         }
         first = next(iter(by_engine.values()))
-        # An engine that ranks a token beyond its own likeliest gives it no more than the least of those.
-        return {
-            label: max(abs(found.get(token, min(found.values())) - logprob) for token, logprob in first.items())
-            for label, found in by_engine.items()
-        }
+        return {label: _largest_difference(first, found) for label, found in by_engine.items()}
 
     def play(self, load: Load, runs: int, attempts: int) -> dict[str, Score]:
         """Measure all engines in turns until each has so many quiet runs, or for so many rounds."""
@@ -169,6 +193,14 @@ class Contest:
     def _prompts(self, load: Load) -> list[list[int]]:
         """Fresh ones for each run, so that no cache knows them."""
         return [self._prompt(load.prompt) for _ in range(load.batch)]
+
+
+def _largest_difference(first: Mapping[int, float], found: Mapping[int, float]) -> float:
+    """That of the tokens of ``first``; NaN where any log-probability is, which ``max`` may pass over."""
+    if any(map(math.isnan, (*first.values(), *found.values()))):
+        return math.nan
+    least = min(found.values())  # an engine that ranks a token beyond its own likeliest gives it no more than this
+    return max(abs(found.get(token, least) - logprob) for token, logprob in first.items())
 
 
 def _all_cpu_seconds() -> float:
