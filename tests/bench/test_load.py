@@ -69,14 +69,16 @@ def test_requests_are_those_of_the_seed() -> None:
 
 
 class Server:
-    """Takes a moment for each request, and notes when each came and how many were open."""
+    """Takes a moment for each request, and notes them, when each came and how many were open."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._open, self.most, self.came = seconds, 0, 0, list[float]()
+        self.requests: list[SyntheticRequest] = []
 
     async def send(self, request: SyntheticRequest) -> Timing:
         """Answer ``request`` with its own number of tokens."""
         self.came.append(time.perf_counter())
+        self.requests.append(request)
         self._open += 1
         self.most = max(self.most, self._open)
         await asyncio.sleep(self._seconds)
@@ -109,6 +111,29 @@ def test_requests_repeat_for_so_long() -> None:
     timings = asyncio.run(Load(3, None, 0.2, 0).apply(server.send, REQUESTS[:2], lambda timing: None))
     assert len(timings) > 3
     assert time.perf_counter() - began >= 0.2
+
+
+def test_requests_that_repeat_have_new_prompts() -> None:
+    """No prompt comes twice, for a prefix cache would find it; lengths do."""
+    requests = [SyntheticRequest(list(range(40)), 3), SyntheticRequest(list(range(50, 70)), 5)]
+    server = Server(0.005)
+    asyncio.run(Load(2, None, 0.1, 0).apply(server.send, requests, lambda timing: None))
+    assert server.requests[:2] == requests
+    assert len(server.requests) > 6
+    assert len({tuple(request.prompt[:16]) for request in server.requests}) == len(server.requests)
+    shapes = [(len(request.prompt), request.num_output_tokens) for request in server.requests]
+    assert shapes == [shapes[number % 2] for number in range(len(shapes))]
+    again = Server(0.005)
+    asyncio.run(Load(2, None, 0.1, 0).apply(again.send, requests, lambda timing: None))
+    assert all(one == other for one, other in zip(server.requests, again.requests, strict=False)), "those of the seed"
+
+
+def test_no_request_begins_after_the_time() -> None:
+    """At one in 50 seconds, the second is due long after a tenth of a second; nobody waits for it."""
+    server, began = Server(0.0), time.perf_counter()
+    asyncio.run(Load(None, 0.02, 0.1, 0).apply(server.send, REQUESTS, lambda timing: None))
+    assert len(server.came) == 1
+    assert time.perf_counter() - began < 5
 
 
 def test_percentiles_are_values_by_nearest_rank() -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 from hardpoint.bench.processes import sample_processes
 from hardpoint.cli.main import run
 from hardpoint_plugin_api import ConfigError
+from tests.support.engines import until
 from tests.support.serving import SMALL, RunningServer, running_server
 
 SHORT = ("--input-len", "uniform:3:20", "--output-len", "6")
@@ -80,6 +85,32 @@ def test_a_server_of_its_own_beside_the_engine_in_process(tmp_path: Path) -> Non
 def children() -> set[int]:
     """The processes below this one."""
     return set(sample_processes(os.getpid())) - {os.getpid()}
+
+
+@contextmanager
+def process_of(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is killed in the end."""
+    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_of_its_own_ends_with_the_benchmark(sig: signal.Signals) -> None:
+    """Whatever ends that: nothing is left that holds a device's memory."""
+    with process_of(sys.executable, "-m", "hardpoint.cli", "bench", "serve", *SMALL, "--duration", "600") as process:
+        until(lambda: len(sample_processes(process.pid)) == 3, 60)
+        started = set(sample_processes(process.pid)) - {process.pid}
+        process.send_signal(sig)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))
+
+
+def test_processes_and_threads_that_end_while_they_are_counted() -> None:
+    with process_of("bash", "-c", "while true; do sleep 0.001; done") as process:
+        names = {sample.name for _ in range(1000) for sample in sample_processes(process.pid).values()}
+    assert names == {"server", "engine"}
 
 
 def test_the_engine_in_process(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
+from hardpoint.bench import steps as module
 from hardpoint.bench.steps import steps
 from hardpoint.config import EngineConfig
 from hardpoint.engine import core
@@ -17,7 +18,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import SMALL
 
 MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LENGTHS: dict[str, Any] = {"decodes": "1,2", "prefills": "2", "input_len": "8", "output_len": 4, "repeat": 1}
+LENGTHS: dict[str, Any] = {"decodes": "1,2", "prefills": "2", "input_len": "8", "output_len": 33, "repeat": 3}
 
 
 def config(folder: Path, **settings: Any) -> EngineConfig:
@@ -51,3 +52,29 @@ def test_prompts_of_several_lengths(tmp_path: Path) -> None:
     rows = {row.name: row for row in steps(config(tmp_path), kernels=0, **(LENGTHS | sizes)).rows}
     assert rows.keys() == {"decode, 3 x mixed:8:24", "prefill, 3 x mixed:8:24", "load"}
     assert all(row.value for row in rows.values())
+
+
+@pytest.mark.parametrize(("kind", "flag"), [("decodes", "--decode"), ("prefills", "--prefill")])
+def test_more_than_run_at_once(kind: str, flag: str, tmp_path: Path) -> None:
+    """In two lots, a step would seem to take twice as long as it does."""
+    with pytest.raises(ConfigError, match=f"{flag} 4: at most 3 sequences run at once; raise --max-num-seqs to 4"):
+        steps(config(tmp_path, max_num_seqs=3), kernels=0, **(LENGTHS | {kind: "1,4"}))
+
+
+def test_tokens_that_add_no_time(tmp_path: Path) -> None:
+    """Runs of a single token that took longer than those of all tokens leave nothing to divide by."""
+    write_checkpoint(tmp_path, "qwen3")
+    with (
+        patch.object(module, "generate", lambda llm, data: 1.0 / data[0].num_output_tokens),
+        pytest.raises(ConfigError, match="decode, 1 x 8: what --output-len 33 adds"),
+    ):
+        steps(config(tmp_path), kernels=0, **LENGTHS)
+
+
+def test_sequences_that_end_while_kernels_are_counted(tmp_path: Path) -> None:
+    """43 steps behind a prompt of 8 tokens do not fit in 45."""
+    write_checkpoint(tmp_path, "qwen3")
+    with pytest.raises(ConfigError, match="--kernels takes 43 steps behind prompts, but sequences end before"):
+        steps(config(tmp_path, max_model_len=45), kernels=1, **LENGTHS)
+    rows = steps(config(tmp_path, max_model_len=64), kernels=1, **LENGTHS).rows
+    assert [row.name for row in rows].count("  step") == 2

@@ -21,12 +21,18 @@ _GOALS = {1: 0.3, 64: 0.6, 256: 2.0}
 """Milliseconds on one core, from the engine's requirements."""
 
 _PROMPT_TOKENS = 16
+_STEPS_BEFORE = 4
+"""Those that read the prompts, and some that are not counted."""
+_MOST_STEPS = 2000
+"""The demo model's sequences have at most 2048 tokens."""
 
 
 @click.option("--dry-device", is_flag=True, help="Replace the model by nothing; the only way to run it so far.")
 @click.option("--running", multiple=True, type=click.IntRange(min=1), default=(1, 64, 256), show_default=True)
 @click.option("--waiting", default=10_000, show_default=True, type=click.IntRange(min=0), help="For the second half.")
-@click.option("--steps", default=100, show_default=True, type=click.IntRange(min=2), help="Measured steps (median).")
+@click.option(
+    "--steps", default=100, show_default=True, type=click.IntRange(2, _MOST_STEPS), help="Measured steps (median)."
+)
 @benchmark("engine", "Host time per decode step, without a model.")
 def engine(dry_device: bool, running: tuple[int, ...], waiting: int, steps: int) -> BenchResult:
     """Measure decode steps at each number of RUNNING requests, with none and with WAITING requests in the queue.
@@ -68,15 +74,15 @@ def _milliseconds(running: int, waiting: int, steps: int) -> float:
         platform="cpu",
         max_num_seqs=running,
         max_num_batched_tokens=max(2048, running * _PROMPT_TOKENS),
-        max_model_len=1024,
+        max_model_len=max(1024, _PROMPT_TOKENS + _STEPS_BEFORE + steps + 8),  # none ends while steps are measured
         enable_prefix_caching=False,
         plugin_config={"cpu": {"threads": 1}},
     )
     core = EngineCore.start(draw(config), model=_NoModel(vocabulary=8, most_rows=running))
-    params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=_STEPS_BEFORE + steps + 8, ignore_eos=True)
     for number in range(running):
         core.add_request([2 + number % 5] * _PROMPT_TOKENS, params, frozenset())
-    for _ in range(4):  # prompts, and steps that are not counted
+    for _ in range(_STEPS_BEFORE):
         core.step()
     for _ in range(waiting):
         core.add_request([2] * _PROMPT_TOKENS, replace(params, max_tokens=1), frozenset())

@@ -16,10 +16,13 @@ from hardpoint.bench.lengths import SyntheticRequest
 from hardpoint.bench.load import Timing
 from hardpoint_plugin_api import ConfigError, HardpointError
 
+_QUESTION_SECONDS = 30.0
+"""Most that a question may take which no model has to answer, connecting included."""
+
 
 @dataclass(frozen=True)
 class StreamClient:
-    """Asks the server at ``url`` for ``model``; every request has a connection of its own.
+    """Asks the server at ``url`` for ``model``; every request has a connection of its own, and ``timeout`` seconds.
 
     Any server will do that speaks OpenAI's protocol, takes token ids as a prompt and knows ``ignore_eos``.
     """
@@ -27,19 +30,24 @@ class StreamClient:
     url: str
     model: str = ""
     api_key: str | None = None
+    timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.url)
+            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port that is no number, or none that can be
+            is_address = False
+        if not is_address:
             raise ConfigError(f"--url {self.url} is no address of a server; give it as http://HOST:PORT")
 
     async def get(self, path: str) -> Any:
-        """The JSON at ``path``. Raises HardpointError where there is none."""
-        return (await self._exchange("GET", path, b"")).json(self.url + path)
+        """The JSON at ``path``. Raises HardpointError where there is none, OSError where nobody answers."""
+        return (await self._exchange("GET", path, b"", _QUESTION_SECONDS)).json()
 
     async def post(self, path: str, body: object) -> Any:
-        """The JSON that answers ``body``. Raises HardpointError where there is none."""
-        return (await self._exchange("POST", path, json.dumps(body).encode())).json(self.url + path)
+        """The JSON that answers ``body``. Raises HardpointError where there is none, OSError where nobody answers."""
+        return (await self._exchange("POST", path, json.dumps(body).encode(), _QUESTION_SECONDS)).json()
 
     async def stream(self, request: SyntheticRequest) -> Timing:
         """Have a prompt continued greedily, by exactly as many tokens as the request says. Raises nothing."""
@@ -54,18 +62,22 @@ class StreamClient:
         }
         timing = Timing(time.perf_counter(), num_prompt_tokens=len(request.prompt))
         try:
-            answer = await self._exchange("POST", "/v1/completions", json.dumps(body).encode(), timing)
-            if answer.status != 200:
-                answer.json(self.url)
+            answer = await self._exchange("POST", "/v1/completions", json.dumps(body).encode(), self.timeout, timing)
+            answer.check_status()
+            if "completion_tokens" not in answer.usage:
+                raise HardpointError("the server did not say how many tokens came (usage, with include_usage)")
             timing.num_output_tokens = answer.usage["completion_tokens"]
             if timing.num_output_tokens != request.num_output_tokens:
                 timing.error = f"{request.num_output_tokens} tokens were asked for, {timing.num_output_tokens} came"
-        except (HardpointError, OSError, KeyError, ValueError, httptools.HttpParserError) as error:
+        except (HardpointError, OSError) as error:
             timing.error = f"{type(error).__name__}: {error}"
         timing.ended = time.perf_counter()
         return timing
 
-    async def _exchange(self, method: str, path: str, body: bytes, timing: Timing | None = None) -> _Answer:
+    async def _exchange(
+        self, method: str, path: str, body: bytes, timeout: float, timing: Timing | None = None
+    ) -> _Answer:
+        """The whole answer. Raises OSError, or HardpointError where it does not come in time or cannot be read."""
         parts = urlsplit(self.url)
         head = [
             f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1",
@@ -76,14 +88,21 @@ class StreamClient:
             *([f"Authorization: Bearer {self.api_key}"] if self.api_key else []),
         ]
         loop = asyncio.get_running_loop()
-        answer = _Answer("\r\n".join([*head, "", ""]).encode() + body, loop.create_future(), timing)
+        request = "\r\n".join([*head, "", ""]).encode() + body
+        answer = _Answer(self.url + path, request, loop.create_future(), timing)
         secure = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if secure else 80)
-        transport, _ = await loop.create_connection(lambda: answer, str(parts.hostname), port, ssl=secure)
         try:
-            await answer.complete
-        finally:
-            transport.abort()
+            async with asyncio.timeout(timeout) as limit:
+                transport, _ = await loop.create_connection(lambda: answer, str(parts.hostname), port, ssl=secure)
+                try:
+                    await answer.complete
+                finally:
+                    transport.abort()
+        except TimeoutError:
+            if not limit.expired():  # the system's own, of connecting
+                raise
+            raise HardpointError(f"{answer.url} did not answer within {timeout:g} seconds") from None
         return answer
 
 
@@ -91,6 +110,7 @@ class StreamClient:
 class _Answer(asyncio.Protocol):
     """Sends ``request`` once connected, and notes in ``timing`` when events with choices come."""
 
+    url: str
     request: bytes
     complete: asyncio.Future[None]
     timing: Timing | None
@@ -102,11 +122,18 @@ class _Answer(asyncio.Protocol):
     def __post_init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
 
-    def json(self, url: str) -> Any:
-        """The body. Raises HardpointError for another status than 200, ValueError for what is no JSON."""
+    def check_status(self) -> None:
+        """Raise HardpointError for another status than 200."""
         if self.status != 200:
-            raise HardpointError(f"{url} answered {self.status}: {self._received.decode(errors='replace')[:300]}")
-        return json.loads(self._received)
+            raise HardpointError(f"{self.url} answered {self.status}: {_shown(self._received)}")
+
+    def json(self) -> Any:
+        """The body. Raises HardpointError for another status than 200, and for what is no JSON."""
+        self.check_status()
+        try:
+            return json.loads(self._received)
+        except ValueError:
+            raise HardpointError(f"{self.url} answered what is no JSON: {_shown(self._received)}") from None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
@@ -117,7 +144,7 @@ class _Answer(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(error)
+            self._fail(HardpointError(f"{self.url} answered what cannot be read ({error}): {_shown(data)}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(exc or ConnectionError("the server closed the connection before the answer's end"))
@@ -128,15 +155,15 @@ class _Answer(asyncio.Protocol):
         self._received += body
         if self.timing is None or self.status != 200:
             return
-        *events, self._received = self._received.split(b"\n\n")
+        *events, self._received = self._received.replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
             if b'"choices":[{' in event or b'"choices": [{' in event:
                 if self.timing.deliveries[-1:] != [self._now]:
                     self.timing.deliveries.append(self._now)
             elif event.startswith(b'data: {"error"'):
-                self._fail(HardpointError(event.decode(errors="replace")[:300]))
+                self._fail(HardpointError(_shown(event)))
             elif b'"usage"' in event:
-                self.usage = json.loads(event.removeprefix(b"data: "))["usage"]
+                self.usage = json.loads(event.removeprefix(b"data: "))["usage"] or self.usage
 
     def on_message_complete(self) -> None:
         """The answer has ended; called by the parser."""
@@ -147,3 +174,8 @@ class _Answer(asyncio.Protocol):
     def _fail(self, error: Exception) -> None:
         if not self.complete.done():
             self.complete.set_exception(error)
+
+
+def _shown(data: bytes) -> str:
+    """The beginning of what a server sent, for a message."""
+    return data.decode(errors="replace")[:300]

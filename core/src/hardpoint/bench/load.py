@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import cycle
+from dataclasses import dataclass, field, replace
 
 from hardpoint.bench.lengths import SyntheticRequest
 from hardpoint.bench.registry import BenchRow, Curve
@@ -37,7 +37,7 @@ Send = Callable[[SyntheticRequest], Awaitable[Timing]]
 class Load:
     """How requests arrive: ``concurrency`` of them always open, or ``rate`` a second at random moments (Poisson).
 
-    Where ``seconds`` are given, requests begin for so long, the given ones over and over.
+    Where ``seconds`` are given, requests begin for so long: the given ones, then others of the same lengths.
     """
 
     concurrency: int | None
@@ -50,7 +50,9 @@ class Load:
     ) -> list[Timing]:
         """Send ``requests`` and wait for all; ``advance`` is called as each ends."""
         timings: list[Timing] = []
-        coming = self._until_the_end(requests)
+        coming = iter(requests) if self.seconds is None else _rounds(requests, self.seed)
+        due = time.perf_counter()
+        end = math.inf if self.seconds is None else due + self.seconds
 
         async def one(request: SyntheticRequest) -> None:
             timings.append(await send(request))
@@ -58,6 +60,8 @@ class Load:
 
         async def one_after_another() -> None:
             for request in coming:
+                if time.perf_counter() >= end:
+                    return
                 await one(request)
 
         if self.rate is None:
@@ -65,23 +69,32 @@ class Load:
                 for _ in range(self.concurrency or 1):
                     group.create_task(one_after_another())
             return timings
-        generator, due = random.Random(self.seed), time.perf_counter()
+        generator = random.Random(self.seed)
         async with asyncio.TaskGroup() as group:
             for request in coming:
+                if due >= end:
+                    break
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 group.create_task(one(request))
                 due += generator.expovariate(self.rate)
         return timings
 
-    def _until_the_end(self, requests: Sequence[SyntheticRequest]) -> Iterator[SyntheticRequest]:
-        if self.seconds is None:
-            yield from requests
-            return
-        end = time.perf_counter() + self.seconds
-        for request in cycle(requests):
-            if time.perf_counter() >= end:
-                return
-            yield request
+
+def redrawn(requests: Iterable[SyntheticRequest], generator: random.Random) -> Iterator[SyntheticRequest]:
+    """As many requests of the same lengths, with other prompts: no prefix cache finds these for those.
+
+    The tokens of each are drawn from those of its prompt.
+    """
+    for request in requests:
+        yield replace(request, prompt=generator.choices(request.prompt, k=len(request.prompt)))
+
+
+def _rounds(requests: Sequence[SyntheticRequest], seed: int) -> Iterator[SyntheticRequest]:
+    """``requests``, and again and again others of their lengths."""
+    yield from requests
+    generator = random.Random(seed)
+    while True:
+        yield from redrawn(requests, generator)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,10 @@ from hardpoint.bench.registry import BenchResult, BenchRow, Curve, benchmark
 from hardpoint.config import EngineConfig
 from hardpoint_plugin_api import ConfigError
 
-ROOFLINE = "every weight is read once in each step, as fast as torch sums as many bytes on this device"
+ROOFLINE = (
+    "every weight is read once in each step (of an untied embedding a few rows), as fast as torch sums as many bytes "
+    "on this device"
+)
 
 
 @click.option("--requests", default=64, show_default=True, type=click.IntRange(min=1), help="All at once.")
@@ -80,6 +83,7 @@ def latency(
     The time per token is that of the steps without prompts, divided by their number. One pair before is not counted.
     """
     check_here(config)
+    check_at_once(config, batch_size, "--batch-size")
     first: list[float] = []
     token: list[float] = []
     whole: list[float] = []
@@ -110,11 +114,23 @@ def latency(
 
 
 def generate(llm: LLM, data: Sequence[SyntheticRequest]) -> float:
-    """Have every prompt continued by as many tokens as it says, and return the seconds that all took."""
+    """Have every prompt continued by as many tokens as it says, and return the seconds that all took.
+
+    Raises ConfigError for one that the engine would end early, at the longest sequence that it takes.
+    """
+    longest = max((len(request.prompt) + request.num_output_tokens for request in data), default=0)
+    most = llm.client.facts.max_model_len
+    if longest > most:
+        raise ConfigError(
+            f"--input-len and --output-len make a sequence of {longest} tokens, and the engine ends one at {most} "
+            "(--max-model-len, or the cache's size); give shorter ones, or raise that"
+        )
     params = [SamplingParams(temperature=0, max_tokens=r.num_output_tokens, ignore_eos=True) for r in data]
     began = time.perf_counter()
-    llm.generate([request.prompt for request in data], params, use_tqdm=False)
-    return time.perf_counter() - began
+    outputs = llm.generate([request.prompt for request in data], params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [request.num_output_tokens for request in data]
+    return seconds
 
 
 _LARGEST_READ = 2**30
@@ -131,20 +147,29 @@ def check_here(config: EngineConfig, *, several_ranks: bool = False) -> None:
         )
 
 
+def check_at_once(config: EngineConfig, count: int, flag: str) -> None:
+    """Raise ConfigError where the engine would not run all of ``count`` requests, as ``flag`` asks for, at once."""
+    if count > config.max_num_seqs:
+        raise ConfigError(
+            f"{flag} {count}: at most {config.max_num_seqs} sequences run at once; raise --max-num-seqs to {count}, or "
+            "give fewer"
+        )
+
+
 def alphabet(llm: LLM) -> list[int]:
     """Tokens that synthetic prompts are drawn from."""
     return sorted(set(llm.tokenizer.encode(SAMPLE_TEXT)) - set(llm.tokenizer.special_ids))
 
 
 def read_seconds(llm: LLM, repeat: int = 30) -> float:
-    """How long torch takes to sum as many bytes as the weights have, where they are: no step can be shorter.
+    """How long torch takes to sum as many bytes as a step reads of the weights, where they are: none can be shorter.
 
     The weights of a mixture of experts are not all read for a few tokens: there this is no bound. The engine has one
     rank: several have devices of their own, in other processes.
     """
     import torch
 
-    nbytes = max(4, llm.memory_report().by_tag["weights"])
+    nbytes = max(4, bytes_read(llm))
     part = min(nbytes, _LARGEST_READ)
     values = torch.ones(part // 4, dtype=torch.float32, device=llm.core.blueprint.ctx.torch_device)
     times = []
@@ -153,3 +178,12 @@ def read_seconds(llm: LLM, repeat: int = 30) -> float:
         values.sum().item()  # item waits for the device
         times.append(time.perf_counter() - began)
     return min(times) * nbytes / part
+
+
+def bytes_read(llm: LLM) -> int:
+    """Bytes of the weights that every step reads: of an untied embedding it looks up a few rows, which do not count.
+
+    A tied one is the head's weight, of which a step reads all.
+    """
+    embedding = llm.core.blueprint.model.embedding.weights.values()
+    return llm.memory_report().by_tag["weights"] - sum(weight.nbytes for weight in embedding)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,15 +32,16 @@ class ProcessSample:
 def sample_processes(pid: int) -> dict[int, ProcessSample]:
     """The server ``pid`` and every process below it, by pid, as Linux tells (proc(5)).
 
-    The first is called "server", the others "engine", "engine 2" and so on. Raises ConfigError where there is no such
-    process or no /proc.
+    The first is called "server", the others "engine", "engine 2" and so on; what ends meanwhile is left out. Raises
+    ConfigError where there is no process ``pid`` or no /proc.
     """
     try:
         found = {pid: _sample(pid, "server")}
     except OSError as error:
         raise ConfigError(f"process {pid} cannot be measured: {error}; /proc must be there, and the process") from None
-    for number, child in enumerate(_engines_below(pid), 1):
-        found[child] = _sample(child, "engine" if number == 1 else f"engine {number}")
+    for child in _engines_below(pid):
+        with suppress(OSError):
+            found[child] = _sample(child, "engine" if len(found) == 1 else f"engine {len(found)}")
     return found
 
 
@@ -52,11 +55,18 @@ def _sample(pid: int, name: str) -> ProcessSample:
 
 
 def _engines_below(pid: int) -> Iterator[int]:
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (thread / "children").read_text(encoding="utf-8").split()):
+    for child in _children(pid):
+        with suppress(OSError):
             if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():  # multiprocessing's own
                 yield child
-            yield from _engines_below(child)
+        yield from _engines_below(child)
+
+
+def _children(pid: int) -> Iterator[int]:
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                yield from map(int, (thread / "children").read_text(encoding="utf-8").split())
 
 
 @dataclass(frozen=True)
@@ -79,11 +89,12 @@ class OwnServer:
 def own_server(config: EngineConfig) -> Iterator[OwnServer]:
     """A server with ``config`` in a process of its own, on a free port of this host; it may be loading still.
 
-    Raises HardpointError where it does not even listen.
+    It ends with the context, and with this process, whatever ends that. Raises HardpointError where it does not even
+    listen.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(config, theirs), name="hardpoint server")
+    process = context.Process(target=_serve, args=(config, theirs, os.getpid()), name="hardpoint server")
     process.start()
     theirs.close()
     try:
@@ -105,10 +116,16 @@ def own_server(config: EngineConfig) -> Iterator[OwnServer]:
         ours.close()
 
 
-def _serve(config: EngineConfig, connection: Connection) -> None:
+def _serve(config: EngineConfig, connection: Connection, parent: int) -> None:
+    from hardpoint.engine.processes.child_process import listen
     from hardpoint.server.run import Server
     from hardpoint.server.settings import ServerSettings
 
+    def end_with_parent() -> None:
+        listen(connection, parent, lambda message: None)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_with_parent, name="parent's end", daemon=True).start()
     try:
         server = Server(config, ServerSettings(port=0, shutdown_deadline=0))
         connection.send(server.address[1])

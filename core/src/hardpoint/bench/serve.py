@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import click
 
 from hardpoint.bench.http_stream import StreamClient
 from hardpoint.bench.lengths import SAMPLE_TEXT, Lengths, SyntheticRequest, synthetic_requests
-from hardpoint.bench.load import Load, Summary, Timing
+from hardpoint.bench.load import Load, Summary, Timing, redrawn
 from hardpoint.bench.processes import OwnServer, ProcessSample, own_server, sample_processes
 from hardpoint.bench.progress import progress_bar
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
+from hardpoint.cli.options import DEFAULTS
 from hardpoint.config import EngineConfig
-from hardpoint_plugin_api import ConfigError, HardpointError
+from hardpoint_plugin_api import ConfigError, HardpointError, UnknownNameError
 
 _CPU_GOAL = "goal at most 60 us"
 """Of the server's process, from the requirements of serving."""
@@ -27,12 +30,22 @@ _CPU_GOAL = "goal at most 60 us"
 )
 @click.option("--api-key", metavar="KEY", help="For the server at --url.")
 @click.option("--pid", type=int, help="Its process, where that is on this host: says what it uses.")
-@click.option("--requests", default=100, show_default=True, type=click.IntRange(min=1), help="How many different ones.")
+@click.option("--requests", default=100, show_default=True, type=click.IntRange(min=1), help="How many.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests open at a time.  [default: 16]")
 @click.option(
     "--request-rate", type=click.FloatRange(min=0, min_open=True), help="Instead: requests a second (Poisson)."
 )
-@click.option("--duration", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Repeat them so long.")
+@click.option(
+    "--duration", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Repeat their lengths so long."
+)
+@click.option(
+    "--request-timeout",
+    default=600.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="One that takes longer has failed.",
+)
 @click.option("--warmup", default=8, show_default=True, type=click.IntRange(min=0), help="Requests not counted.")
 @click.option("--input-len", default="128", show_default=True, metavar="LENGTHS", help="Tokens of prompts.")
 @click.option("--output-len", default="64", show_default=True, metavar="LENGTHS", help="Tokens of outputs.")
@@ -48,6 +61,7 @@ def serve(
     concurrency: int | None,
     request_rate: float | None,
     duration: float | None,
+    request_timeout: float,
     warmup: int,
     input_len: str,
     output_len: str,
@@ -74,9 +88,13 @@ def serve(
     with server as running:
         if url is None:
             asyncio.run(_wait_until_ready(running, config.core_start_timeout))
-        client, alphabet = asyncio.run(_connect(running.url, api_key))
+        # without MODEL, the config has the default
+        model = config.model if url is not None and config.model != DEFAULTS["model"] else ""
+        client, alphabet = asyncio.run(_connect(StreamClient(running.url, model, api_key, request_timeout)))
         data = synthetic_requests(requests, inputs, outputs, alphabet, data_seed)
         warm = synthetic_requests(warmup, inputs, outputs, alphabet, data_seed + 1)
+        if url is not None:  # its prefix cache may hold the prompts of an earlier run
+            data, warm = (list(redrawn(each, random.Random())) for each in (data, warm))
         asyncio.run(Load(in_flight or warmup, None, None, 0).apply(client.stream, warm, lambda timing: None))
         before = sample_processes(running.pid) if running.pid else {}
         timings = asyncio.run(_measure(load, client, data))
@@ -84,22 +102,40 @@ def serve(
     summary = Summary(timings)
     if not summary.good:
         raise HardpointError(f"every one of {len(timings)} requests failed, the first so: {timings[0].error}")
-    beside = _in_process(config, warm, data, in_flight) if peer and url is None and not duration and in_flight else None
+    beside, said = None, ""
+    if peer and url is None and not duration and in_flight:
+        said = "the same engine in process, the same requests, as many at a time"
+        try:
+            beside = _in_process(config, warm, data, in_flight)
+        except (Exception, KeyboardInterrupt) as error:  # what the server did is known all the same
+            said += f"; not measured: {str(error) or type(error).__name__}"
     rows = [*summary.rows(beside), *_usage(before, after, summary.num_output_tokens)]
-    said = "the same engine in process, the same requests, as many at a time" if beside else ""
     return BenchResult("serve", tuple(rows), peer=said, curves=summary.curves())
 
 
-async def _connect(url: str, api_key: str | None) -> tuple[StreamClient, list[int]]:
-    """A client of the model that is served, and tokens to make prompts of."""
-    client = StreamClient(url, api_key=api_key)
+async def _connect(client: StreamClient) -> tuple[StreamClient, list[int]]:
+    """``client`` of its model, or else of the first that is served, and tokens to make prompts of.
+
+    Raises UnknownNameError for a model that is not served, HardpointError for a server that answers otherwise than
+    OpenAI's and vLLM's do.
+    """
+    asked, answer = "/v1/models", None
     try:
-        model = (await client.get("/v1/models"))["data"][0]["id"]
-        body = {"model": model, "prompt": SAMPLE_TEXT, "add_special_tokens": False}
-        tokens = (await client.post("/tokenize", body))["tokens"]
-    except OSError as error:
-        raise HardpointError(f"the server at {url} cannot be reached: {error}") from None
-    return StreamClient(url, model, api_key), sorted(set(tokens))
+        answer = await client.get(asked)
+        served = [str(model["id"]) for model in answer["data"]]
+        client = replace(client, model=client.model or served[0])
+        if client.model not in served:
+            raise UnknownNameError("model", client.model, served, f"It is asked for at {client.url}.")
+        body = {"model": client.model, "prompt": SAMPLE_TEXT, "add_special_tokens": False}
+        asked = "/tokenize"
+        answer = await client.post(asked, body)
+        return client, sorted(set(answer["tokens"]))
+    except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
+        raise HardpointError(f"the server at {client.url} cannot be reached: {error}") from None
+    except (LookupError, TypeError):
+        raise HardpointError(
+            f"{client.url}{asked} does not answer as servers of completions do: {str(answer)[:300]}"
+        ) from None
 
 
 async def _wait_until_ready(server: OwnServer, timeout: float) -> None:

@@ -14,7 +14,7 @@ import click
 from hardpoint import LLM, SamplingParams
 from hardpoint.bench.busy_time import BusyTime, device_intervals
 from hardpoint.bench.lengths import Lengths, SyntheticRequest
-from hardpoint.bench.offline import ROOFLINE, alphabet, check_here, generate, read_seconds
+from hardpoint.bench.offline import ROOFLINE, alphabet, check_at_once, check_here, generate, read_seconds
 from hardpoint.bench.progress import progress_bar
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
 from hardpoint.config import EngineConfig
@@ -50,6 +50,8 @@ def steps(
     """
     check_here(config, several_ranks=not kernels)
     sizes = {"decode": _numbers(decodes, "--decode"), "prefill": _numbers(prefills, "--prefill")}
+    for kind, numbers in sizes.items():
+        check_at_once(config, max(numbers, default=0), f"--{kind}")
     inputs, seeds = Lengths.parse(input_len, "--input-len"), count()
     rows = []
 
@@ -70,6 +72,7 @@ def steps(
 
         for kind, numbers in sizes.items():
             for size in numbers:
+                name = f"{kind}, {size} x {input_len}"
                 firsts = [seconds(size, 1) for _ in range(repeat + 1)][1:]
                 made, roofline = sum(lengths(size)), None
                 times = firsts
@@ -77,11 +80,15 @@ def steps(
                     first = statistics.median(firsts)
                     times = [seconds(size, output_len) - first for _ in range(repeat + 1)][1:]
                     made, roofline = size * (output_len - 1), size / read if read else None
+                    if min(times) <= 0:
+                        raise ConfigError(
+                            f"{name}: what --output-len {output_len} adds to one token is less than the runs differ "
+                            "by; raise it"
+                        )
                 rates = [made / x for x in times]
                 note = f"from {min(rates):,.0f} to {max(rates):,.0f}"
                 if kind == "decode":
                     note += f"; {1e3 * statistics.median(times) / (output_len - 1):.3f} ms a step"
-                name = f"{kind}, {size} x {input_len}"
                 rows.append(BenchRow(name, statistics.median(rates), "tokens/s", roofline, better="higher", note=note))
                 if kernels:
                     rows += _kernel_rows(llm, requests(size, 1), kind, kernels)
@@ -102,13 +109,15 @@ def _numbers(text: str, flag: str) -> list[int]:
 
 
 def _kernel_rows(llm: LLM, data: Sequence[SyntheticRequest], kind: str, num_shown: int) -> Iterator[BenchRow]:
-    """What the device does in a step, and how long it does nothing; no rows where torch cannot see it."""
+    """What the device does in a step, and how long it does nothing; no rows where torch cannot see it.
+
+    Raises ConfigError where sequences reach the longest that the engine takes before all steps are done.
+    """
     from torch.profiler import profile
 
     core, num_steps = llm.core, 0
-    longest = max(len(request.prompt) for request in data)
-    most = core.blueprint.ctx.max_model_len - longest  # none ends while another's prompt is still read
-    params = SamplingParams(temperature=0, max_tokens=most if kind == "decode" else 1, ignore_eos=True)
+    most = core.max_model_len if kind == "decode" else 1
+    params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
     requests = [core.add_request(request.prompt, params, frozenset()) for request in data]
     while kind == "decode" and not all(request.output_token_ids for request in requests):
         core.step()
@@ -125,6 +134,11 @@ def _kernel_rows(llm: LLM, data: Sequence[SyntheticRequest], kind: str, num_show
             core.step()
             num_steps += 1
         llm.core.blueprint.platform.synchronize()
+    if kind == "decode" and any(request.finish_reason is not None for request in requests):
+        raise ConfigError(
+            f"--kernels takes {_STEPS_BEFORE + 2 * _PROFILED_STEPS} steps behind prompts, but sequences end before, "
+            f"at {core.max_model_len} tokens (--max-model-len, or the cache's size); shorten --input-len, or raise that"
+        )
     for request in requests:
         core.abort(request)
     intervals = device_intervals(profiler.events() or ())

@@ -26,14 +26,14 @@ def _command(name: str, entry: Lazy) -> click.Command:
         if plot_file is not None:
             check_plot("--plot", plot_file)
         result = function(**options)
+        if json_file not in (None, "-"):  # files first: who reads stdout may have gone
+            write_text(json_file, json.dumps(result.to_json(), indent=2) + "\n")
+        if plot_file is not None:
+            write_plot(result, plot_file)
         if json_file == "-":
             print_json(result.to_json())
         else:
             _print(result)
-        if json_file not in (None, "-"):
-            write_text(json_file, json.dumps(result.to_json(), indent=2) + "\n")
-        if plot_file is not None:
-            write_plot(result, plot_file)
 
     return as_command(name, function, run)
 
