@@ -293,6 +293,7 @@ def test_a_certificate_counts_for_the_content_and_device_that_it_names(tried_plu
         ({"tried": {"speed": "2"}}, {}, False),
         ({}, {"tried": {"speed": 2}}, False),
         ({"cpu": {"threads": "1"}}, {}, False),  # what is right on one thread may race on several
+        ({}, {"cpu": {"threads": 1}}, True),  # of the platform, what the run was given counts alone
         ({"tried": {"size": "2"}}, {}, False),  # a key that there is no longer
         ({"cuda": {"overlap_launches": "false"}}, {}, True),  # of a plugin that has no part in it
     ],
@@ -306,6 +307,15 @@ def test_a_certificate_counts_for_engines_of_its_settings(
     here = {"platform": "cpu", "arch": _cpu(plugins).arch}
     replace(made_up(passed), plugin=content, device=here, settings=made).write(tmp_path / "c.json")
     assert standing(plugins, "tried_right", tmp_path, runs) == ("quick, 2026-01-01" if counts else "no")
+
+
+def test_the_command_that_certifies_has_the_engines_settings(tried_plugin: Path) -> None:
+    plugins = discover()
+    offer = next(o for o in plugins.offers("op", "rms_norm") if o.contribution.name == "tried_right")
+    config = EngineConfig.create(model="demo", plugin_config={"tried": {"speed": 2}, "cpu": {"threads": 1}})
+    refused = Certificates(plugins, config.with_plugin_keys(plugins.config_keys())).refusal(offer, _cpu(plugins))
+    assert refused is not None
+    assert "--level full --setting tried.speed=2 --json" in str(refused.fix)
 
 
 def test_a_shipped_certificate_is_found_and_changes_no_hash(tried_plugin: Path) -> None:
@@ -362,7 +372,7 @@ def test_require_certified_refuses_the_rest_and_explain_says_why(tried_plugin: P
     reasons = {r.offer.contribution.name: r.reasons[0] for r in rows[0].rejected}
     assert reasons["tried_right"].code == "not-certified"
     assert (reasons["tried_right"].wanted, reasons["tried_right"].supported) == ("level full or better", "quick")
-    command = "hardpoint conform tried --family op --name tried_right --level full --setting cpu.threads=1 --json"
+    command = "hardpoint conform tried --family op --name tried_right --level full --json"
     assert command in str(reasons["tried_right"].fix)
     assert f"by this kit's rules (version {KIT_VERSION})" in reasons["tried_right"].message
     assert {r.plugin for r in refused.rows} == {"core", "cpu"}

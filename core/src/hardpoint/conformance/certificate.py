@@ -4,8 +4,7 @@ A certificate is a list of cases with their errors and limits, not a signature: 
 Where a plugin contributes what stands in core, such as a portable kernel, core's package that it stands in is part of
 that content: tiles that were tuned later and written there, too, were not tried. It counts for a contribution if it was
 made by these rules or later ones, for the installed content, for a device of the same architecture and with the same
-settings of the plugin and of the platform's, if all shards are there, and if the contribution has cases of which none
-failed and not all were skipped.
+settings, if all shards are there, and if the contribution has cases of which none failed and not all were skipped.
 
 Where they are looked for: in ``certificates/`` in the plugin's own package, where an author ships them (such a file is
 no part of the content that it speaks of, or none could name its hash), and in ``hardpoint-certificates/`` in the
@@ -290,7 +289,7 @@ class Certificates:
                 continue
             if not certificate.proves(c.family, c.of, c.name):
                 continue
-            if not all(self._has_settings(certificate, plugin) for plugin in self._deciding(offer, device)):
+            if not self._has_settings(certificate, offer, device):
                 continue
             found = Standing(certificate.level, certificate.created)
             if best.level is None or (LEVELS.index(certificate.level), found.date) > (
@@ -307,37 +306,41 @@ class Certificates:
             return None
         c = offer.contribution
         settings = "".join(
-            f" --setting {shlex.quote(f'{plugin}.{name}={self._setting(plugin, key)}')}"
-            for plugin in self._deciding(offer, device)
-            for name, key in self._plugins.config_keys()[plugin].items()
-            if self._setting(plugin, key) != key.default
+            f" --setting {shlex.quote(f'{offer.plugin}.{key.name}={self._setting(offer.plugin, key)}')}"
+            for key in self._plugins.config_keys()[offer.plugin].values()
+            if offer.plugin not in self._of_platform(device) and self._setting(offer.plugin, key) != key.default
         )
         return Reason(
             "not-certified",
             f"no certificate by this kit's rules (version {KIT_VERSION}) shows it right in its installed version on "
-            f"{device.arch}, with this engine's settings of {' and '.join(self._deciding(offer, device))}",
+            f"{device.arch}, with this engine's settings",
             wanted=f"level {least} or better",
             supported=str(standing.level or "none"),
             fix=f"hardpoint conform {offer.plugin} --family {c.family} --name {c.name} --level {least}{settings} "
             f"--json {OPERATOR_FOLDER}/{offer.plugin}-{c.family}-{c.name}.json",
         )
 
-    def _deciding(self, offer: Offer, device: DeviceInfo) -> list[str]:
-        """The plugins on whose settings results may depend: the contribution's own, and the platform's."""
-        platforms = [o.plugin for o in self._plugins.offers("platform") if o.contribution.name == device.platform]
-        return list(dict.fromkeys([offer.plugin, *platforms]))
+    def _of_platform(self, device: DeviceInfo) -> set[str]:
+        """The plugin that contributes the device's platform."""
+        return {o.plugin for o in self._plugins.offers("platform") if o.contribution.name == device.platform}
 
     def _setting(self, plugin: str, key: ConfigKey) -> ConfigValue:
         return self._settings.get(plugin, {}).get(key.name, key.default)
 
-    def _has_settings(self, certificate: Certificate, plugin: str) -> bool:
-        """Whether it was made with the settings of a plugin that the engine has, defaults included."""
-        keys, given = self._plugins.config_keys()[plugin], certificate.settings.get(plugin, {})
-        try:
-            made = {name: keys[name].parse(value, name) for name, value in given.items()}
-        except (KeyError, ValueError):  # of a version of the plugin that had other keys
-            return False
-        return all(made.get(name, key.default) == self._setting(plugin, key) for name, key in keys.items())
+    def _has_settings(self, certificate: Certificate, offer: Offer, device: DeviceInfo) -> bool:
+        """Whether it was made with the engine's settings: all of the contribution's plugin, defaults included, and
+        those of the platform's plugin that the run was given."""
+        platforms = self._of_platform(device)
+        for plugin in {offer.plugin} | platforms:
+            keys, given = self._plugins.config_keys()[plugin], certificate.settings.get(plugin, {})
+            try:
+                made = {name: keys[name].parse(value, name) for name, value in given.items()}
+            except (KeyError, ValueError):  # of a version of the plugin that had other keys
+                return False
+            decisive = made if plugin in platforms else keys
+            if any(made.get(name, keys[name].default) != self._setting(plugin, keys[name]) for name in decisive):
+                return False
+        return True
 
     def _of(self, record: PluginRecord) -> list[Certificate]:
         if record.name not in self._by_plugin:
