@@ -22,6 +22,11 @@ class Quarantine:
         self._held: list[int] = []
         self._tried: int | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request is in doubt: then there is nothing to clear."""
+        return not self._failures
+
     def holds(self, number: int) -> bool:
         """Whether no engine has the request now."""
         return number in self._held

@@ -350,6 +350,8 @@ class RemoteCore(RemoteControl):
 
     def _clear(self, numbers: Iterable[int]) -> None:
         """These got a token, or ended: give the core what waited for that."""
+        if self._quarantine.is_empty:  # as it is at each token, unless a core has failed
+            return
         with self._opening:
             for following in [self._quarantine.clear(number) for number in numbers]:
                 if following in self._open and self._restarting is None:
