@@ -80,7 +80,7 @@ from hardpoint_plugin_api.platform import (
     Platform,
     StepLimits,
 )
-from hardpoint_plugin_api.quant import QuantSpec, Scale
+from hardpoint_plugin_api.quant import QuantSpec, Scale, SpecPattern
 from hardpoint_plugin_api.quantization import (
     CacheScales,
     CheckpointTensors,
@@ -212,6 +212,7 @@ __all__ = [
     "PluginError",
     "PluginLoadError",
     "QuantSpec",
+    "SpecPattern",
     "QuantizationMethod",
     "QuantizationWorkload",
     "Quantized",

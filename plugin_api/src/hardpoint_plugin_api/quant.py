@@ -110,21 +110,39 @@ def matches(pattern: str, specs: tuple[QuantSpec, ...]) -> bool:
 def _matches(pattern: str, spec: QuantSpec) -> bool:
     if pattern == "*":
         return True
-    wanted, actual = _PATTERN.match(pattern), _PATTERN.match(str(spec))
-    assert wanted is not None
-    assert actual is not None
-    globs, scales = (match["scales"].split("@")[1:] for match in (wanted, actual))
-    flags, used = (set(match["flags"].split("+")[1:]) for match in (wanted, actual))
+    wanted, actual = SpecPattern.parse(pattern), SpecPattern.parse(str(spec))
     return (
-        _fits(actual["element"], wanted["element"])
-        and len(globs) == len(scales)
+        _fits(actual.element, wanted.element)
+        and len(wanted.scales) == len(actual.scales)
         and all(
             _fits(part, glob)
-            for scale, of in zip(scales, globs, strict=True)
-            for part, glob in zip(scale.split(":"), of.split(":"), strict=True)
+            for scale, globs in zip(actual.scales, wanted.scales, strict=True)
+            for part, glob in zip(scale, globs, strict=True)
         )
-        and (used == flags or "*" in flags)
+        and (actual.flags == wanted.flags or "*" in wanted.flags)
     )
+
+
+@dataclass(frozen=True)
+class SpecPattern:
+    """A written spec in parts, each of which may hold the wildcards ``*`` and ``?``: element, scales and flags.
+
+    ``scales`` are (format, block) for each level.
+    """
+
+    element: str
+    scales: tuple[tuple[str, str], ...] = ()
+    flags: frozenset[str] = frozenset()
+
+    @classmethod
+    def parse(cls, text: str) -> SpecPattern:
+        """Read one side of a pair; raises ValueError for what is no spec (``*`` alone names none)."""
+        found = _PATTERN.match(text)
+        if found is None:
+            raise ValueError(f"{text!r} is no spec: write ELEMENT@FORMAT:BLOCK+FLAG")
+        scales = (scale.split(":") for scale in found["scales"].split("@")[1:])
+        flags = frozenset(found["flags"].split("+")[1:])
+        return cls(found["element"], tuple((format_, block) for format_, block in scales), flags)
 
 
 def _fits(text: str, glob: str) -> bool:

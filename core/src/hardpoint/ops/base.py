@@ -60,6 +60,9 @@ class CustomOp(Generic[P, R]):
     ``sums`` names the parameter that is summed over the ranks of ``tp`` before anything else: each rank calls the op
     with its own summand, which may be written to, and the reference gets the sum. Such an op is bound where there are
     several ranks, and its implementations are factories: they need to know the group. See GroupMember.
+
+    ``has_rows`` False says that the first axis of the first input does not number what results are made of one by one:
+    the conformance kit then does not pick and exchange its rows.
     """
 
     def __init__(
@@ -73,8 +76,9 @@ class CustomOp(Generic[P, R]):
         aliases: Sequence[tuple[int, str]] = (),
         unrounded: Callable[..., Any] | None = None,
         sums: str | None = None,
+        has_rows: bool = True,
     ) -> None:
-        self.name, self.unrounded, self.sums = reference.__name__, unrounded, sums
+        self.name, self.unrounded, self.sums, self.has_rows = reference.__name__, unrounded, sums, has_rows
         self.reference, self.cases, self.errors, self.allocate = reference, cases, errors, allocate
         self.mutates, self.aliases = tuple(mutates), tuple(aliases)
         self.__doc__ = reference.__doc__
@@ -165,6 +169,7 @@ def custom_op(
     aliases: Sequence[tuple[int, str]] = (),
     unrounded: Callable[..., Any] | None = None,
     sums: str | None = None,
+    has_rows: bool = True,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """Turn a reference function into a CustomOp of the function's name."""
     return lambda reference: CustomOp(
@@ -176,6 +181,7 @@ def custom_op(
         aliases=aliases,
         unrounded=unrounded,
         sums=sums,
+        has_rows=has_rows,
     )
 
 

@@ -71,7 +71,12 @@ def allocate_step(groups: int, rows: int, width: int, device: torch.device) -> d
     }
 
 
-@custom_op(cases=_cases, errors=ErrorModel(exact=True), mutates=["block_tables", "step"])
+@custom_op(
+    cases=_cases,
+    errors=ErrorModel(exact=True),
+    mutates=["block_tables", "step"],
+    has_rows=False,  # the first axis of ``rows`` tells slots from lengths and tokens
+)
 def decode_inputs(
     rows: torch.Tensor,
     last_tokens: torch.Tensor,

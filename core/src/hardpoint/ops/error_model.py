@@ -10,10 +10,12 @@ The rule, and why it is this one:
    largest element (``scale="row"``, for ops that mix elements and so may cancel) or of the element itself
    (``scale="element"``, where the last step is one rounding; what accumulates in float32 then adds a float32 unit at
    the row's magnitude). A row is the last axis.
-4. Five bounds hold at once, since each sees what the others do not:
+4. Six bounds hold at once, since each sees what the others do not:
    peak (an element's error), mean (a row's root-mean-square), gain (the error along the true row: a wrong scale),
    direction (the error across it: what its cosine with the truth shows, but linear in the error, so that it can be
-   compared), and outliers (how many elements exceed what the reference exceeds in ``outliers`` of its own).
+   compared), outliers (how many elements exceed what the reference exceeds in ``outliers`` of its own), and
+   accumulation (the root mean square over the whole output: sums in 16 bits; see ``_Numbers._accumulation``).
+   The floor of a row's bounds falls with the number of its elements, from an element's floor to ``floor_row``.
 5. Whatever the size of the errors, all zeros fail where the truth is not zero, and NaN and infinities stand where the
    reference or the rounded truth has them and nowhere else.
 6. Integer outputs, and ops that only move or select data (``exact``), agree with the reference to the bit.
@@ -29,7 +31,12 @@ from typing import Literal
 
 import torch
 
-Bound = Literal["peak", "mean", "gain", "direction", "outliers"]
+Bound = Literal["peak", "mean", "gain", "direction", "outliers", "accumulation"]
+
+_DEVIATIONS = 3.0
+"""How many standard deviations of a mean over random roundings a bound leaves to chance."""
+_FLOAT32_UNITS = 16.0
+"""What sums in float32 may add to an output of 16 bits, in units of float32: far below one of its own."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,10 @@ class ErrorModel:
     """An op's part of the rule; the defaults are the rule's own numbers.
 
     ``floor_peak`` and ``floor_row`` are in units: an element may be off by four however well the reference rounds, a
-    row on the average by one. A unit is never finer than ``finest`` of the magnitude, for what is built on functions
-    that hardware only approximates. ``ignore_null_page`` names mutated caches whose page 0 nobody reads.
+    long row on the average by one. A unit is never finer than ``finest`` of the magnitude, for what is built on
+    functions that hardware only approximates. ``accumulated`` is how many times as large as one rounding of a sum in
+    float32 (or as the reference's error) the root mean square error of a whole 16-bit output may be.
+    ``ignore_null_page`` names mutated caches whose page 0 nobody reads.
     """
 
     scale: Literal["row", "element"] = "row"
@@ -47,6 +56,7 @@ class ErrorModel:
     floor_peak: float = 4.0
     floor_row: float = 1.0
     outliers: float = 0.01
+    accumulated: float = 2.0
     finest: float = 0.0
     ignore_null_page: tuple[str, ...] = ()
 
@@ -142,7 +152,7 @@ class _Numbers:
         found, honest = _row_errors(error, truth, units), _row_errors(own_error, truth, units)
         result = Comparison()
         for bound, errors in found.items():
-            floor = self.model.floor_peak if bound == "peak" else self.model.floor_row
+            floor = self.model.floor_peak if bound == "peak" else self._floor_of_rows()
             typical = honest[bound].square().mean().sqrt()
             allowed = self.model.multiple * torch.maximum(honest[bound], typical) + floor
             nearest = int((errors / allowed).argmax())
@@ -156,7 +166,13 @@ class _Numbers:
                 many = f"{int((errors > allowed).sum())} of {len(errors)} rows"
                 result.faults.append(Fault(bound, self.where, f"{self._mismatch(rows)}; {size}; {many}"))
         self._outliers(error.abs() / units, own_error.abs() / units, result)
+        self._accumulation(error / units, own_error / units, truth, units, result)
         return result
+
+    def _floor_of_rows(self) -> float:
+        """A row of one element has an element's floor; the mean of n independent errors falls with the root of n."""
+        few, many = self.model.floor_peak, self.model.floor_row
+        return many + (few - many) / math.sqrt(self.truth.shape[-1])
 
     def _units(self, truth: torch.Tensor) -> torch.Tensor:
         """One unit in the last place per element (rule 3), never below the dtype's smallest number."""
@@ -178,6 +194,39 @@ class _Numbers:
         if count > allowed_count:
             size = f"{count} elements are over {float(allowed):.3g} units, {allowed_count} may be"
             result.faults.append(Fault("outliers", self.where, f"{self._mismatch(errors > allowed)}; {size}"))
+
+    def _accumulation(
+        self, errors: torch.Tensor, honest: torch.Tensor, truth: torch.Tensor, units: torch.Tensor, result: Comparison
+    ) -> None:
+        """Bound the root mean square error of the whole output, where its dtype has 16 bits.
+
+        A kernel that sums in float32 and rounds once is off by a rounding of the truth alone: a root mean square of
+        2^e * eps / sqrt(12) for an element between 2^e and 2^(e+1), whatever the length of the sum. The bound is
+        ``accumulated`` times that, or times the reference's own error where it rounds more often (weights that were
+        dequantized, a middle between two products). A kernel that rounds n partial sums to 16 bits is off by some
+        sqrt(n / 2) roundings.
+        """
+        limits = torch.finfo(self.dtype)
+        counts = truth != 0
+        if limits.bits != 16 or not counts.any():
+            return
+        exponent = torch.frexp(truth[counts]).exponent - 1
+        rounding = torch.ldexp(torch.full_like(truth[counts], limits.eps), exponent) / math.sqrt(12)
+        rounding = rounding.clamp(min=limits.smallest_normal * limits.eps / math.sqrt(12)) / units[counts]
+
+        def root_mean_square(x: torch.Tensor) -> float:
+            return float(x.square().mean().sqrt())
+
+        found = root_mean_square(errors[counts])
+        by_chance = 1 + _DEVIATIONS / math.sqrt(int(counts.sum()))
+        typical = max(root_mean_square(rounding), root_mean_square(honest[counts]))
+        float32 = max(_FLOAT32_UNITS * torch.finfo(torch.float32).eps, self.model.finest) / limits.eps
+        allowed = self.model.accumulated * by_chance * typical + float32
+        result.measured["accumulation"] = (found, allowed)
+        if found > allowed:
+            size = f"the whole output is off by {found:.3g} units (root mean square), {allowed:.3g} allowed"
+            why = "are sums kept in 16 bits?"
+            result.faults.append(Fault("accumulation", self.where, f"{size}: {why}"))
 
     def _mismatch(self, wrong: torch.Tensor) -> str:
         shaped = (x.reshape(self.shape) for x in (wrong, self.truth, self.actual))

@@ -45,7 +45,12 @@ def _allocate(
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-@custom_op(cases=_cases, errors=ErrorModel(scale="row"), allocate=_allocate, aliases=[(0, "q"), (1, "k")])
+@custom_op(
+    cases=_cases,
+    errors=ErrorModel(scale="row", accumulated=1.15),  # one rounding, and none of the table: that would make it 1.3
+    allocate=_allocate,
+    aliases=[(0, "q"), (1, "k")],
+)
 def rotary_embedding(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ from hardpoint.conformance.families.cache_layout import layout_trials
 from hardpoint.conformance.families.scaled_cache import cache_dtypes, clash, scalings, set_scales
 from hardpoint.conformance.families.steps import (
     HIGH_SCORE,
+    LONG,
     Piece,
     Request,
     Step,
@@ -62,6 +63,10 @@ HIGH_SCORE_ERRORS = replace(ERRORS, finest=HIGH_SCORE * 2.0**-24)
 _ANY_HEAD_SIZE = (16, 33, 64, 80, 128, 256)
 _ANY_BLOCK_SIZE = (1, 5, 16, 32, 128)
 _HEADS = ((4, 2), (3, 3), (8, 1), (20, 4), (32, 1))
+_MOST_HEADS_OF_LONG = 4
+_PIECE = 512
+"""Tokens of a prompt, where a step has as many tokens as a claim begins with."""
+_MOST_CLAIMED = 2**15
 _CONTRACT = NumericConventions()
 _LSE_BASES = ("e", "2")
 
@@ -79,8 +84,12 @@ class AttentionTrials:
         """The declarations, the cache layout, then steps."""
         yield Trial("declared", (Check("conventions", partial(conventions, subject), decisive=True),))
         yield from layout_trials(subject, plan, _block_sizes(subject), _head_sizes(subject))
-        nothing_is_left: Exclusions = {("batch", "values"): lambda batch, values: (batch, values) == ("one", "nan")}
-        factors, excludes = _factors(subject), {**nothing_is_left}
+        senseless: Exclusions = {
+            ("batch", "values"): _has_no_point,
+            ("batch", "heads"): lambda batch, heads: batch in LONG and heads[0] > _MOST_HEADS_OF_LONG,
+            ("batch", "span"): lambda batch, span: batch == "deep" and span[0] != "all",
+        }
+        factors, excludes = _factors(subject), {**senseless}
         if True in scalings(subject):
             factors["static_scales"], excludes["kv_dtype", "static_scales"] = scalings(subject), clash
         rows = plan.combinations(factors, excludes)
@@ -88,6 +97,11 @@ class AttentionTrials:
         situations = {situation.title: situation for situation in map(Situation.of, rows)}
         for number, situation in enumerate(situations.values()):
             yield _trial(AttentionProbe(subject, situation), plan, number)
+
+
+def _has_no_point(batch: str, values: str) -> bool:
+    """Nothing is left of one NaN; and a deep context is there for sums over many keys, not over few."""
+    return (batch, values) == ("one", "nan") or (batch == "deep" and values not in ("normal", "flat"))
 
 
 def _factors(subject: Subject) -> dict[str, Sequence[Any]]:
@@ -112,7 +126,7 @@ def _factors(subject: Subject) -> dict[str, Sequence[Any]]:
         "sinks": on_off(Feature.SINKS),
         "alibi": on_off(Feature.ALIBI),
         "batch": _batch_names(subject),
-        "values": ("normal", "peaked", "flat", "large", "nan"),
+        "values": ("normal", "peaked", "flat", "large", "uneven", "nan"),
         "shared": (False, True),
         "padding": (0, 3),
         "slack": (0, 2),
@@ -136,7 +150,8 @@ def _batch_names(subject: Subject) -> Sequence[str]:
     """Kinds of batches that the backend's range of tokens and its phase admit, and the ends of that range."""
     need = subject.tokens
     names = [name for name, pieces in batches(16).items() if _admits(need, pieces)]
-    return (*names, *(f"tokens {n}" for n in {need.min, need.max} if n and need != TokensRequirement() and n <= 4096))
+    ends = sorted({need.min, need.max or need.min} if need != TokensRequirement() else ())
+    return (*names, *(f"tokens {n}" for n in ends if 0 < n <= (4096 if n == need.max else _MOST_CLAIMED)))
 
 
 def _admits(need: TokensRequirement, pieces: Sequence[Piece]) -> bool:
@@ -198,9 +213,11 @@ class Situation:
         kind, _, count = self.batch.partition(" ")
         if kind != "tokens":
             return batches(self.spec.block_size)[self.batch]
-        if need.phase == "prefill":
-            return (Piece(int(count), int(count) + 5),)
-        return tuple(Piece(1, 1 + 5 * i % 40) for i in range(int(count)))
+        tokens = int(count)
+        if need.phase == "decode" or (need.phase is None and tokens <= _PIECE):
+            return tuple(Piece(1, 1 + 5 * i % 40) for i in range(tokens))
+        whole, rest = divmod(tokens, _PIECE)
+        return tuple(Piece(n, n + 5) for n in (*[_PIECE] * whole, *([rest] if rest else [])))
 
 
 def _trial(probe: AttentionProbe, plan: Plan, number: int) -> Trial:
@@ -208,7 +225,11 @@ def _trial(probe: AttentionProbe, plan: Plan, number: int) -> Trial:
     seed = plan.seed_of(f"{probe.subject.offer.contribution}/{title}")
     if reason := probe.subject.refuses(probe.spec.workload()):
         return Trial(title, unsupported=reason)
-    own: dict[str, Callable[[AttentionProbe, int], Finding]] = {"group": group, "interleaved": interleaved}
+    own: dict[str, Callable[[AttentionProbe, int], Finding]] = {
+        "group": group,
+        "interleaved": interleaved,
+        "sizes": sizes,
+    }
     checks = kernel_checks(probe, seed, plan, number)
     checks += [Check(name, partial(check, probe, seed)) for name, check in own.items() if plan.includes(number, 0)]
     if Feature.BATCH_INVARIANT in probe.subject.features:
@@ -463,18 +484,57 @@ def interleaved(probe: AttentionProbe, seed: int) -> Finding:
     return Finding.of(judge_call(first, both))
 
 
+def sizes(probe: AttentionProbe, seed: int) -> Finding:
+    """``sizes``: layers whose first step was a small one serve a larger one."""
+    fresh = AttentionProbe(probe.subject, probe.situation)
+    requests = fresh.requests(seed)
+    step, backend = fresh.step(seed, requests, Placement.AS_DRAWN, None), fresh.layers[0]
+    smallest = min(range(len(fresh.pieces)), key=lambda i: fresh.pieces[i].total)
+    with torch.inference_mode():
+        _alone(backend, step, smallest)
+    return Finding.of(judge_call(fresh.call_of(step, requests, lambda: backend.plan(step.batch), (seed, None, 0))))
+
+
 def batch_invariant(probe: AttentionProbe, seed: int) -> Finding:
-    """``batch-invariant``: a request by itself has the bits that it has in the batch."""
+    """``batch-invariant``: a request by itself has the bits that it has in the batch, and so has a prompt's last token
+    that is computed as a decode.
+    """
     requests = probe.requests(seed)
     step, backend = probe.step(seed, requests, Placement.AS_DRAWN, None), probe.layers[0]
     whole = run(probe.call_of(step, requests, lambda: backend.plan(step.batch), (seed, None, 0)))
     for i, piece in enumerate(probe.pieces):
-        rows = slice(step.batch.query_start_host[i], step.batch.query_start_host[i + 1])
-        alone = torch.full_like(step.q[rows], float("nan"))
         with torch.inference_mode():
-            metadata = backend.plan(sub_batch(step.batch, i, i + 1))
-            backend.forward(step.q[rows], step.k[rows], step.v[rows], step.cache, metadata, alone)
+            alone = _alone(backend, step, i)
+            last = _alone(backend, step, i, last_only=True)
+        where = f"request {i} ({piece.query} of {piece.total})"
         if not same_bits([whole[i]], [alone[1:] if i == 0 and probe.first_is_undefined else alone]):
-            where = f"request {i} ({piece.query} of {piece.total})"
             return Finding.failed("batch-variant", where, "has other bits by itself than in the batch")
+        if piece.query > 1 and _decodes(probe) and not same_bits([alone[-1:]], [last]):
+            return Finding.failed("batch-variant", where, "its last token has other bits when it is decoded")
     return Finding()
+
+
+def _decodes(probe: AttentionProbe) -> bool:
+    """Whether the contribution serves a step of one decode."""
+    return _admits(probe.subject.tokens, (Piece(1, 2),))
+
+
+def _alone(backend: AttentionBackend, step: Step, request: int, *, last_only: bool = False) -> torch.Tensor:
+    """The output of one request of a step that is laid out, or of its last token alone, [T, H, D]."""
+    batch = sub_batch(step.batch, request, request + 1)
+    rows = slice(step.batch.query_start_host[request], step.batch.query_start_host[request + 1])
+    if last_only:
+        rows = slice(rows.stop - 1, rows.stop)
+        one = torch.tensor([0, 1], dtype=batch.query_start.dtype, device=batch.query_start.device)
+        batch = replace(
+            batch,
+            query_start=one,
+            query_start_host=(0, 1),
+            slot_mapping=batch.slot_mapping[-1:],
+            num_decodes=1,
+            graph_key=1,
+        )
+    out = torch.full_like(step.q[rows], float("nan"))
+    metadata = backend.plan(batch)
+    backend.forward(step.q[rows], step.k[rows], step.v[rows], step.cache, metadata, out)
+    return out

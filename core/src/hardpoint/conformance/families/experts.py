@@ -8,37 +8,38 @@ Axes: T tokens, H hidden, I intermediate, E experts, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
+from torch.nn import functional
 
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
+from hardpoint.conformance.families.linear import summed_one_by_one
 from hardpoint.conformance.families.ops import batch_invariant
-from hardpoint.conformance.families.specs import SPECS, Specs, pair_of, unclaimed
+from hardpoint.conformance.families.specs import Pair, claimed_specs, pair_of, static_scales
 from hardpoint.conformance.families.steps import worst
 from hardpoint.conformance.memory import POISON, Placement, place, soil_allocator
 from hardpoint.conformance.plan import Exclusions, Plan, Row
 from hardpoint.conformance.site import Subject, TrialResources
-from hardpoint.conformance.trials import Check, Trial
+from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_of
 from hardpoint.experts.local import LocalAll2All, LocalBatches
 from hardpoint.experts.middle import is_gated, names
 from hardpoint.experts.prepare_finalize import AnyExpertsKernel, PrepareFinalize
 from hardpoint.experts.reference import ReferenceExperts
-from hardpoint.ops.error_model import ErrorModel
-from hardpoint.ops.judge import Call, Expectation, Expected, Input
-from hardpoint.quantization.numerics import quantize_weight
+from hardpoint.ops.error_model import Comparison, ErrorModel
+from hardpoint.ops.judge import Call, Expectation, Expected, Input, judge_call
+from hardpoint.quantization.numerics import quantize_weight, step
 from hardpoint_plugin_api import (
     All2AllWorkload,
     Contribution,
     ExpertsWorkload,
     Feature,
-    QuantSpec,
-    Scale,
 )
 
 ERRORS = ErrorModel(finest=2.0**-20)
@@ -47,16 +48,24 @@ ERRORS = ErrorModel(finest=2.0**-20)
 _HOST = torch.device("cpu")
 _EVALUATIONS = 8
 _BATCHES = {"one": 1, "few": 7, "many": 150, "none": 0}
+_BORDERS = (1, 2, 3, 5, 6, 15, 16, 17, 31, 33, 63, 65, 127, 129)
+"""Steps about the edges of tiles; with one expert these are the tiles' rows."""
 _MIXTURES = {"8x2": (8, 2), "60x4": (60, 4), "5x5": (5, 5), "1x1": (1, 1)}
-_WIDTHS = {"even": (64, 32), "odd": (34, 58), "wide": (160, 224)}
+_WIDTHS = {
+    "even": (128, 64),
+    "odd": (34, 58),
+    "wide": (160, 224),
+    "long": (4224, 64),
+    "long-inner": (72, 4224),
+    "tiled": (640, 384),
+}
+"""Hidden and intermediate sizes. Long ones are sums of more than 4,096 products, of the first matrix and the second."""
 _ABSENT = {"here": 0.0, "some-elsewhere": 0.4, "all-elsewhere": 1.0}
 """How many of a token's experts are on other ranks."""
-
-_SPECS: Specs = {name: SPECS[name] for name in ("int8-rows", "int8-dynamic", "fp8-tiles")} | {
-    "uint4-pairs": (QuantSpec("uint4", scales=(Scale("float32", (1, 2)),), zero_point=True), None),
-    "uint4-groups": (QuantSpec("uint4", scales=(Scale("float32", (1, 32)),), zero_point=True), None),
-}
-"""Groups divide the widths: pairs all of them, those of 32 all but odd ones."""
+_LARGEST_OF_ROW = 8.0
+"""How much larger the largest of the middle's numbers is than their root mean square, at most."""
+_LEAST_WEIGHT, _LARGEST_WEIGHT = 2.0**-14, 2.0**4
+"""Router weights of a token are of one magnitude between these."""
 
 
 class ExpertsTrials:
@@ -70,17 +79,28 @@ class ExpertsTrials:
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """Combinations of what is claimed and what every kernel must cope with."""
-        claims = {spec: unclaimed(subject, _SPECS, spec, ExpertsWorkload) for spec in ("plain", *_SPECS)}
-        for spec, reason in claims.items():
-            if reason is not None:
-                yield Trial(f"spec/{spec}", unsupported=reason)
+        usual = partial(
+            ExpertsWorkload,
+            activation=next(iter(subject.claimed("activation") or names())),
+            format=next(iter(subject.claimed("format") or ("standard",))),
+            num_experts=8,
+            top_k=2,
+            hidden_size=256,
+            intermediate_size=256,
+        )
+        claims = claimed_specs(subject, plan, usual)
+        for pattern, reason in claims.refused.items():
+            yield Trial(f"spec/{pattern.replace('/', '~')}", unsupported=reason)
+        if not claims.names:
+            return
         few: Exclusions = {
             ("batch", "mixture"): lambda batch, mixture: (batch, mixture) == ("many", "60x4"),
-            ("spec", "widths"): lambda spec, widths: (spec, widths) == ("uint4-groups", "odd"),
+            ("mixture", "widths"): lambda mixture, widths: mixture == "60x4" and "long" in widths,
+            ("spec", "widths"): lambda spec, widths: _does_not_fit(claims.pairs.get(spec), widths),
         }
         factors: dict[str, Sequence[Any]] = {
             "dtype": subject.dtypes(),
-            "spec": [spec for spec, reason in claims.items() if reason is None],
+            "spec": claims.names,
             "activation": tuple(subject.claimed("activation") or names()),
             "format": tuple(subject.claimed("format") or ("standard",)),
             "batch": tuple(_BATCHES),
@@ -88,28 +108,83 @@ class ExpertsTrials:
             "widths": tuple(_WIDTHS),
             "absent": tuple(_ABSENT),
         }
+        sized: set[tuple[Any, ...]] = set()
         for number, row in enumerate(plan.combinations(factors, few)):
-            yield _trial(ExpertsProbe(subject, row), plan, number)
+            key = (row["dtype"], row["spec"], row["widths"])
+            yield _trial(ExpertsProbe(subject, row, claims.pairs), plan, number, with_sizes=key not in sized)
+            sized.add(key)
 
 
-def _trial(probe: ExpertsProbe, plan: Plan, number: int) -> Trial:
+def _does_not_fit(pair: Pair | None, widths: str) -> bool:
+    """Whether a row of either matrix would end within a unit of storage, or within a group (no kernel has such)."""
+    if pair is None:
+        return False
+    group = max(1, pair[0].scales[0].block[1] if pair[0].scales[0].block[0] == 1 else 1)
+    return any(size % pair[0].per_byte or (size % group and size > group) for size in _WIDTHS[widths])
+
+
+def _trial(probe: ExpertsProbe, plan: Plan, number: int, *, with_sizes: bool) -> Trial:
     if reason := probe.subject.refuses(probe.workload):
         return Trial(probe.title, unsupported=reason)
     seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
     is_empty = probe.has_no_results
     checks = kernel_checks(probe, seed, plan, number, without=tuple(ADVERSARIAL) if is_empty else ())
+    if with_sizes:
+        checks.append(Check("sizes", partial(sizes, probe, seed)))
+        checks.append(Check("extremes", partial(extremes, probe, seed)))
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
-        checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed)))
+        checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed, has_rows=True)))
     return Trial(probe.title, checks)
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """What one seed draws, on the host."""
+class Drawn:
+    """What one seed draws, on the host: x [T, H], ids and weights [T, K]."""
 
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
+
+    def rows(self, index: torch.Tensor | slice) -> Drawn:
+        """Some of the tokens."""
+        return Drawn(self.x[index], self.ids[index], self.weights[index])
+
+
+def magnitudes(tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """Factors [T, 1] for router weights: a power of two for each token."""
+    low, high = math.log2(_LEAST_WEIGHT), math.log2(_LARGEST_WEIGHT)
+    return (torch.rand(tokens, 1, generator=generator) * (high - low) + low).round().exp2()
+
+
+class _Float32Experts(ReferenceExperts):
+    """The reference, whose products are summed in float32 at least, and rounded once to the activations' dtype.
+
+    With a ``nudge``, the first product is off by as much as a kernel's may be, in another way for each number.
+    """
+
+    nudge = 0
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = self.product(x.to(wide), weight.to(wide))
+        if self.nudge and name == "w13":
+            size = y.abs()
+            if x.dtype == torch.float32:  # the error of a sum of n numbers grows with the root of n
+                size += size.mean(-1, keepdim=True) * (x.shape[1] ** 0.5 / 4)
+            drawn = torch.rand(y.shape, generator=torch.Generator().manual_seed(self.nudge))
+            y += torch.finfo(x.dtype).eps * size * (2 * drawn - 1)
+        return y.to(x.dtype)
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [T, columns] times weight [rows, columns]."""
+        return functional.linear(x, weight)
+
+
+class _OneByOneExperts(_Float32Experts):
+    """Each product is added to the sum of those before it, as a kernel may whose threads have a result each."""
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return summed_one_by_one(x, weight)
 
 
 class ExpertsProbe:
@@ -117,14 +192,15 @@ class ExpertsProbe:
 
     allocates = True
 
-    def __init__(self, subject: Subject, row: Row) -> None:
+    def __init__(self, subject: Subject, row: Row, pairs: Mapping[str, Pair]) -> None:
+        """``pairs`` are those of specs by name."""
         self.subject, self._row = subject, row
         self.title = "/".join(str(value) for value in row.values())
         self._experts, self._top_k = _MIXTURES[row["mixture"]]
         self._hidden, self._width = _WIDTHS[row["widths"]]
         self.workload = ExpertsWorkload(
             dtype=row["dtype"],
-            spec=pair_of(_SPECS, row["spec"], row["dtype"]),
+            spec=pair_of(pairs, row["spec"], row["dtype"]),
             activation=row["activation"],
             routing="topk_softmax",
             parallel="none" if row["absent"] == "here" else "ep",
@@ -150,10 +226,16 @@ class ExpertsProbe:
         order: Sequence[int] | None = None,
     ) -> Call:
         """See Probe. Inputs are contiguous, by the contract."""
-        drawn, device = self._draw(seed), self.subject.site.device
+        drawn = self.draw(seed, _BATCHES[self._row["batch"]])
         if order is not None:
-            index = torch.tensor(order)
-            drawn = _Drawn(drawn.x[index], drawn.ids[index], drawn.weights[index])
+            drawn = drawn.rows(torch.tensor(order))
+        return self.call_of(drawn, lambda: self.expect(drawn), placement)
+
+    def call_of(
+        self, drawn: Drawn, expect: Callable[[], Expected], placement: Placement = Placement.AS_DRAWN
+    ) -> Call:
+        """The call with inputs ``drawn``, which are on the host."""
+        device = self.subject.site.device
         at = Placement.AS_DRAWN if placement is Placement.APART else placement
         x, ids, weights = (place(value, device, at) for value in (drawn.x, drawn.ids, drawn.weights))
         scratch = torch.empty(self._scratch_bytes(x.shape[0]), dtype=torch.uint8, device=device)
@@ -170,8 +252,8 @@ class ExpertsProbe:
                 *(Input("w", f"w[{name}]", value) for name, value in w.items()),
             ),
             run=lambda: around.run(x, ids, weights, w, scratch),
-            expect=lambda: self._expect(drawn),
-            errors=ERRORS,
+            expect=expect,
+            errors=self.errors,
             idle=lambda: torch.full_like(x, float("nan")),
             before=before,
         )
@@ -188,57 +270,79 @@ class ExpertsProbe:
         """None: inputs are contiguous, and that many tokens or experts would fill most memories."""
         return ()
 
-    def _draw(self, seed: int) -> _Drawn:
-        generator = torch.Generator().manual_seed(seed)
-        tokens, experts = _BATCHES[self._row["batch"]], self._experts
+    def draw(self, seed: int, tokens: int) -> Drawn:
+        """The inputs of a seed."""
+        generator, experts = torch.Generator().manual_seed(seed), self._experts
         x = torch.randn(tokens, self._hidden, generator=generator).to(dtype_of(self._row["dtype"]))
         ids = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, : self._top_k]
         away = torch.rand(ids.shape, generator=generator) < _ABSENT[self._row["absent"]]
-        weights = torch.rand(ids.shape, generator=generator) + 0.1
-        return _Drawn(x, ids.masked_fill(away, -1).to(torch.int32), weights)
+        weights = (torch.rand(ids.shape, generator=generator) + 0.1) * magnitudes(tokens, generator)
+        return Drawn(x, ids.masked_fill(away, -1).to(torch.int32), weights)
 
     @cached_property
     def _weights(self) -> Mapping[str, torch.Tensor]:
         """The slots as loaded, on the host."""
         assert self.workload.spec is not None
         assert self.workload.activation is not None
-        spec, dtype = self.workload.spec[0], dtype_of(self._row["dtype"])
+        (spec, activation), dtype = self.workload.spec, dtype_of(self._row["dtype"])
         generator = torch.Generator().manual_seed(1)
         rows = self._width * (2 if is_gated(self.workload.activation) else 1)
         slots: dict[str, torch.Tensor] = {}
         for name, shape in {"w13": (rows, self._hidden), "w2": (self._hidden, self._width)}.items():
             drawn = torch.randn(self._experts, *shape, generator=generator) * shape[1] ** -0.5
             each = [{"weight": w.to(dtype)} if spec.is_plain else quantize_weight(w, spec) for w in drawn]
+            each = [one | static_scales(activation) for one in each]
             slots |= {f"{name}.{slot}": torch.stack([one[slot] for one in each]) for slot in each[0]}
         return slots
 
-    def _expect(self, drawn: _Drawn) -> Expected:
+    def expect(self, drawn: Drawn) -> Expected:
         """The truth, and the reference's own.
 
         Where activations are rounded to few bits on the way, that is the worst of several whose first product is off by
-        up to a rounding: which of its elements end at another code is luck, and a code is many roundings.
+        roundings: which of its elements end at another code is luck, and a code is many roundings.
         """
         assert self.workload.spec is not None
         dtype, true = dtype_of(self._row["dtype"]), self._reference(drawn, torch.float64)
         count = 1 if self.workload.spec[1].is_plain else _EVALUATIONS
-        own = worst(true, [self._reference(drawn, dtype, nudge) for nudge in range(count)])
-        return Expected((Expectation("output 0", own, true),))
+        evaluations = [self._reference(drawn, dtype, _Float32Experts, nudge) for nudge in range(count)]
+        if dtype == torch.float32:
+            evaluations.append(self._reference(drawn, dtype, _OneByOneExperts))
+        return Expected((Expectation("output 0", worst(true, evaluations), true),))
 
-    def _reference(self, drawn: _Drawn, dtype: torch.dtype, nudge: int = 0) -> torch.Tensor:
-        """In ``dtype``; with a ``nudge``, each row of the first weight a little longer or shorter, another way each."""
+    def _reference(
+        self, drawn: Drawn, dtype: torch.dtype, kind: type[_Float32Experts] | None = None, nudge: int = 0
+    ) -> torch.Tensor:
+        """By a reference of that kind in ``dtype``."""
         ctx = self.subject.site.context(dtype, device=_HOST)
         assert self.workload.spec is not None
         is_plain = self.workload.spec[0].is_plain
         w = {name: value.to(dtype) if is_plain else value for name, value in self._weights.items()}
-        if nudge:
-            name = "w13.weight" if is_plain else "w13.weight_scale"
-            rows = torch.rand(w[name].shape[:2], generator=torch.Generator().manual_seed(nudge)) - 0.5
-            factor = 1 + torch.finfo(dtype).eps * rows
-            w[name] = (w[name] * factor.view(*rows.shape, *[1] * (w[name].dim() - 2))).to(w[name].dtype)
         out = torch.empty(drawn.x.shape, dtype=dtype)
-        scratch = torch.empty(0, dtype=torch.uint8)
-        ReferenceExperts(ctx, self.workload).apply(drawn.x.to(dtype), drawn.ids, drawn.weights, w, out, scratch)
+        reference = (kind or _Float32Experts)(ctx, self.workload)
+        reference.nudge = nudge
+        reference.apply(
+            drawn.x.to(dtype), drawn.ids, drawn.weights, w, out, workspace=torch.empty(0, dtype=torch.uint8)
+        )
         return out
+
+    @property
+    def errors(self) -> ErrorModel:
+        """In float32, units no finer than what one code makes of a row: seldom does one of the middle's numbers lie
+        where a last bit decides between two codes, and then either is right.
+        """
+        assert self.workload.spec is not None
+        activation = self.workload.spec[1]
+        if activation.is_plain or self._row["dtype"] != "float32":
+            return ERRORS
+        one_code = _LARGEST_OF_ROW * step(activation.element) / self._width**0.5
+        return replace(ERRORS, finest=max(ERRORS.finest, one_code / 2))
+
+    @property
+    def rows_share_a_scale(self) -> bool:
+        """Whether how a row of activations is rounded depends on the others."""
+        assert self.workload.spec is not None
+        activation = self.workload.spec[1]
+        return not activation.static and any(scale.block[0] == -1 for scale in activation.scales)
 
     @cached_property
     def _context(self) -> Context:
@@ -267,3 +371,33 @@ class ExpertsProbe:
     def _scratch_bytes(self, tokens: int) -> int:
         rows = tokens * self._experts if self._row["format"] == "batched" else tokens
         return self._kernel.workspace_bytes(rows)
+
+
+def sizes(probe: ExpertsProbe, seed: int) -> Finding:
+    """``sizes``: one instance serves steps of all sizes about the borders of tiles, small ones first and again last."""
+    drawn = probe.draw(seed + 1, _BORDERS[-1])
+    (whole,) = probe.expect(drawn).outputs
+    middle = torch.randperm(len(_BORDERS), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def expect(count: int) -> Expected:
+        if probe.rows_share_a_scale:
+            return probe.expect(drawn.rows(slice(count)))
+        return Expected((Expectation(f"{count} tokens", whole.own[:count], whole.truth[:count]),))
+
+    found = Comparison()
+    for count in (_BORDERS[0], _BORDERS[-1], *(_BORDERS[i] for i in middle)):
+        found.add(judge_call(probe.call_of(drawn.rows(slice(count)), partial(expect, count))))
+    return Finding.of(found)
+
+
+def extremes(probe: ExpertsProbe, seed: int) -> Finding:
+    """``extremes``: a token of zeros, one with a NaN, one whose weights are zero: no other may notice."""
+    if probe.rows_share_a_scale:
+        return Finding.not_claimed("shared-scale", "rows share a scale")
+    drawn = probe.draw(seed + 2, 7)
+    drawn.x[1], drawn.weights[5] = 0, 0
+    assert probe.workload.spec is not None
+    activation = probe.workload.spec[1]
+    if activation.is_plain or not activation.static:  # a NaN has no code of its own
+        drawn.x[3, drawn.x.shape[1] // 2] = torch.nan
+    return Finding.of(judge_call(probe.call_of(drawn, partial(probe.expect, drawn))))

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
 from hardpoint.conformance.families.ops import batch_invariant
-from hardpoint.conformance.families.specs import SPECS, pair_of, unclaimed
+from hardpoint.conformance.families.specs import Pair, claimed_specs, pair_of, static_scales
 from hardpoint.conformance.families.steps import worst
 from hardpoint.conformance.memory import Placement, place, place_far, soil_allocator
 from hardpoint.conformance.plan import Exclusions, Plan, Row
@@ -41,12 +41,27 @@ from hardpoint_plugin_api import (
 ERRORS = ErrorModel()
 
 _TOKENS = {"one": 1, "few": 7, "many": 130, "none": 0}
+_BORDERS = (1, 2, 3, 4, 5, 6, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130)
+"""Steps about the edges of tiles of 4, 16, 32, 64 and 128 rows."""
 _MOST_TOKENS = 1024
-"""The ends of a claimed range of tokens are tried up to this."""
-_MOST_SIZES = 3
-"""Of those that a kernel itself says it is for."""
-_WIDTHS = {"even": (96, 64), "odd": (57, 33), "odd-out": (57, 34), "narrow": (3, 64), "wide": (160, 384)}
-_EVALUATIONS = 8
+"""The end of a claimed range of tokens is tried up to this."""
+_MOST_OWN_SIZES = 3
+"""Of those that a kernel names, beside the others."""
+_WIDTHS = {
+    "even": (96, 128),
+    "odd": (57, 33),
+    "odd-out": (57, 34),
+    "narrow": (3, 64),
+    "wide": (160, 384),
+    "long": (72, 4224),
+    "broad": (656, 256),
+    "broad-odd": (641, 192),
+}
+"""Out and in features. The long one is a sum of more than 4,096 products; broad ones have several tiles of columns."""
+_LARGE, _SMALL = {"float16": (2.0**12, 2.0**-10)}, (2.0**60, 2.0**-60)
+"""Magnitudes of rows, by dtype and for all others."""
+_ORDERS = 4
+"""Orders of summation for the reference's own error; where results have 16 bits, an order changes next to nothing."""
 
 
 class LinearTrials:
@@ -60,44 +75,62 @@ class LinearTrials:
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """Combinations of what is claimed and what every kernel must cope with."""
-        claims = {spec: unclaimed(subject, SPECS, spec, LinearWorkload) for spec in ("plain", *SPECS)}
-        for spec, reason in claims.items():
-            if reason is not None:
-                yield Trial(f"spec/{spec}", unsupported=reason)
+        claims = claimed_specs(subject, plan, partial(LinearWorkload, out_features=256, in_features=256))
+        for pattern, reason in claims.refused.items():
+            yield Trial(f"spec/{pattern.replace('/', '~')}", unsupported=reason)
+        if not claims.names:
+            return
+        own = subject.target.trial_sizes(subject.site.platform.info)[:_MOST_OWN_SIZES]
         factors: dict[str, Sequence[Any]] = {
             "dtype": subject.dtypes(),
-            "spec": [spec for spec, reason in claims.items() if reason is None],
-            **_sizes(subject),
+            "spec": claims.names,
+            "widths": (*_WIDTHS, *("x".join(map(str, size)) for size in own)),
+            "tokens": _numbers_of_tokens(subject),
             "bias": ("bias", "no-bias"),
         }
-        halves: Exclusions = {}
-        if "widths" in factors:
-            halves = {("spec", "widths"): lambda spec, widths: (spec, widths) == ("uint4-groups", "odd")}
+        halves: Exclusions = {("spec", "widths"): lambda spec, widths: _is_half(claims.pairs.get(spec), widths)}
+        sized: set[tuple[Any, ...]] = set()
         for number, row in enumerate(plan.combinations(factors, halves)):
-            yield _trial(LinearProbe(subject, row), plan, number)
+            probe = LinearProbe(subject, row, claims.pairs)
+            key = (row["dtype"], row["spec"], row["widths"])
+            yield _trial(probe, plan, number, with_sizes=key not in sized)
+            sized.add(key)
 
 
-def _sizes(subject: Subject) -> dict[str, Sequence[str]]:
-    """The factors that say how large products are: widths, and tokens of the claimed range, or the kernel's own."""
-    own = subject.target.trial_sizes(subject.site.platform.info)[:_MOST_SIZES]
-    if own:
-        return {"size": ["x".join(map(str, size)) for size in own]}
+def _is_half(pair: Pair | None, widths: str) -> bool:
+    """Whether a row of such a weight would end within a unit of storage."""
+    return pair is not None and _of_widths(widths)[1] % pair[0].per_byte != 0
+
+
+def _of_widths(widths: str) -> tuple[int, int]:
+    """Out and in features, by name or of a kernel's own size."""
+    if widths in _WIDTHS:
+        return _WIDTHS[widths]
+    _, out_features, in_features = map(int, widths.split("x"))
+    return out_features, in_features
+
+
+def _numbers_of_tokens(subject: Subject) -> tuple[str, ...]:
+    """Steps of the claimed range: usual ones by name, and its ends; its beginning however large it is."""
     need = subject.tokens
     named = [name for name, n in _TOKENS.items() if need.min <= max(n, 1) <= (need.max or n + 1)]
-    ends = {n for n in (need.min, need.max) if n and n <= _MOST_TOKENS} - {_TOKENS[name] for name in named}
-    return {"widths": tuple(_WIDTHS), "tokens": (*named, *map(str, sorted(ends)))}
+    ends = {need.min, *([need.max] if need.max and need.max <= _MOST_TOKENS else [])}
+    return (*named, *map(str, sorted(ends - {0} - {_TOKENS[name] for name in named})))
 
 
-def _trial(probe: LinearProbe, plan: Plan, number: int) -> Trial:
+def _trial(probe: LinearProbe, plan: Plan, number: int, *, with_sizes: bool) -> Trial:
     if reason := probe.subject.refuses(probe.workload):
         return Trial(probe.title, unsupported=reason)
     seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
     is_empty = not probe.num_tokens
     checks = kernel_checks(probe, seed, plan, number, without=tuple(ADVERSARIAL) if is_empty else ())
+    if with_sizes:
+        checks.append(Check("sizes", partial(sizes, probe, seed)))
+        checks.append(Check("extremes", partial(extremes, probe, seed)))
     checks.append(Check("unpack", partial(unpack, probe)))
     checks.append(Check("quantized-input", partial(quantized_input, probe, seed)))
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
-        checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed)))
+        checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed, has_rows=True)))
     return Trial(probe.title, checks)
 
 
@@ -106,19 +139,17 @@ class LinearProbe:
 
     allocates = True
 
-    def __init__(self, subject: Subject, row: Row, *, turned: bool = False) -> None:
-        """``turned`` exchanges the widths of inputs and outputs."""
-        self.subject, self._row = subject, row
+    def __init__(self, subject: Subject, row: Row, pairs: Mapping[str, Pair], *, turned: bool = False) -> None:
+        """``pairs`` are those of specs by name; ``turned`` exchanges the widths of inputs and outputs."""
+        self.subject, self._row, self._pairs = subject, row, pairs
         self.title = "/".join(str(value) for value in row.values())
-        self.pair = pair_of(SPECS, row["spec"], row["dtype"])
+        self.pair = pair_of(pairs, row["spec"], row["dtype"])
         self.dtype = dtype_of(row["dtype"])
-        if "size" in row:
-            self.num_tokens, *widths = map(int, row["size"].split("x"))
-        else:
-            tokens = row["tokens"]
-            self.num_tokens = _TOKENS[tokens] if tokens in _TOKENS else int(tokens)
-            widths = [*_WIDTHS[row["widths"]]]
-        out_features, in_features = reversed(widths) if turned else widths
+        tokens, widths = row["tokens"], row["widths"]
+        self.num_tokens = _TOKENS[tokens] if tokens in _TOKENS else int(tokens)
+        if widths not in _WIDTHS:
+            self.num_tokens = int(widths.split("x")[0])
+        out_features, in_features = reversed(_of_widths(widths)) if turned else _of_widths(widths)
         self.workload = LinearWorkload(
             dtype=row["dtype"],
             in_features=in_features,
@@ -136,11 +167,25 @@ class LinearProbe:
         order: Sequence[int] | None = None,
     ) -> Call:
         """See Probe."""
-        site, w, bias = self.subject.site, self.packed, self.placed_bias
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(self.num_tokens, cast(int, self.workload.in_features), generator=generator).to(self.dtype)
+        drawn = self.draw(seed, self.num_tokens)
         if order is not None:
             drawn = drawn[torch.tensor(order)]
+        return self.call_of(drawn, lambda: self.expect(drawn), placement, far)
+
+    def draw(self, seed: int, num_tokens: int) -> torch.Tensor:
+        """Activations [T, K] on the host."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(num_tokens, cast(int, self.workload.in_features), generator=generator).to(self.dtype)
+
+    def call_of(
+        self,
+        drawn: torch.Tensor,
+        expect: Callable[[], Expected],
+        placement: Placement = Placement.AS_DRAWN,
+        far: str | None = None,
+    ) -> Call:
+        """The call with activations ``drawn`` [T, K], which are on the host."""
+        site, w, bias = self.subject.site, self.packed, self.placed_bias
         x = place_far(drawn, site.device, site.free_bytes) if far else place(drawn, site.device, placement)
 
         def before() -> None:
@@ -154,7 +199,7 @@ class LinearProbe:
                 *([] if bias is None else [Input("bias", "bias", bias)]),
             ),
             run=lambda: self.kernel.apply(x, w, bias),
-            expect=lambda: self._expect(drawn),
+            expect=expect,
             errors=ERRORS,
             idle=lambda: x.new_full((x.shape[0], cast(int, self.workload.out_features)), float("nan")),
             before=before,
@@ -174,7 +219,7 @@ class LinearProbe:
 
     def links(self) -> Sequence[Callable[[torch.Tensor], torch.Tensor]] | Reason:
         """See Chained: there and back, by a weight of the same kernel's whose widths are exchanged."""
-        back = LinearProbe(self.subject, self._row, turned=True)
+        back = LinearProbe(self.subject, self._row, self._pairs, turned=True)
         if reason := self.subject.refuses(back.workload):
             return reason
         return [partial(p.kernel.apply, weights=p.packed, bias=p.placed_bias) for p in (self, back)]
@@ -203,7 +248,9 @@ class LinearProbe:
         """The slots as loaded, on the host."""
         shape = (cast(int, self.workload.out_features), cast(int, self.workload.in_features))
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * shape[1] ** -0.5
-        return {"weight": drawn.to(self.dtype)} if self.pair[0].is_plain else quantize_weight(drawn, self.pair[0])
+        weight, activation = self.pair
+        slots = {"weight": drawn.to(self.dtype)} if weight.is_plain else quantize_weight(drawn, weight)
+        return slots | static_scales(activation)
 
     def plain_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] as numbers of ``dtype``, on the host."""
@@ -222,24 +269,99 @@ class LinearProbe:
         """The bias, where there is one."""
         return None if self._bias is None else place(self._bias, self.subject.site.device)
 
-    def _expect(self, drawn: torch.Tensor) -> Expected:
-        """The truth, and the product in the trial's dtype with the weight rounded to it, as emulation does.
+    @cached_property
+    def given(self) -> dict[str, torch.Tensor]:
+        """Those of the slots that activations are rounded by, on the host."""
+        return {name: value for name, value in self.slots.items() if name.startswith("input_")}
 
-        That is the worst of several orders of summation: where a row nearly cancels, how far off one is, is luck.
+    def expect(self, drawn: torch.Tensor) -> Expected:
+        """The truth, and the product with the weight rounded to the trial's dtype, as emulation does, summed in float32.
+
+        Where results are float32, too, that is the worst of several orders of summation: where a row nearly cancels,
+        how far off one is, is luck. Half of them add one product at a time, as a kernel may whose threads have a
+        result each: that loses most.
         """
-        rounded, weight, bias = fake_quantize(drawn, self.pair[1], {}), self.plain_weight(self.dtype), self._bias
+        own, true = self._products(drawn)
+        return Expected((Expectation("output 0", own, true),))
+
+    def _products(self, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The reference's own result [T, N], and the truth."""
+        rounded, weight, bias = fake_quantize(drawn, self.pair[1], self.given), self.plain_weight(self.dtype), self._bias
         true = functional.linear(
-            fake_quantize(drawn.double(), self.pair[1], {}),
+            fake_quantize(drawn.double(), self.pair[1], self.given),
             self.plain_weight(torch.float64),
             None if bias is None else bias.double(),
         )
+        rounded, weight = rounded.float(), weight.float()
         if bias is not None:  # one more column: where in the order a kernel adds it is its own affair
             rounded = torch.cat([rounded, torch.ones_like(rounded[:, :1])], 1)
-            weight = torch.cat([weight, bias[:, None]], 1)
-        generator = torch.Generator().manual_seed(0)
-        orders = [torch.randperm(weight.shape[1], generator=generator) for _ in range(_EVALUATIONS)]
-        own = worst(true, [functional.linear(rounded[:, order], weight[:, order]) for order in orders])
-        return Expected((Expectation("output 0", own, true),))
+            weight = torch.cat([weight, bias.float()[:, None]], 1)
+        if self.dtype != torch.float32:
+            return functional.linear(rounded, weight).to(self.dtype), true
+        generator, products = torch.Generator().manual_seed(0), []
+        for _ in range(_ORDERS):
+            order = torch.randperm(weight.shape[1], generator=generator)
+            some = rounded[:, order], weight[:, order]
+            products += [functional.linear(*some), summed_one_by_one(*some)]
+        return worst(true, products), true
+
+    def steps(self, counts: Sequence[int]) -> list[int]:
+        """Those of ``counts`` that the manifest's range of tokens admits."""
+        need = self.subject.tokens
+        return [n for n in counts if need.min <= n <= (need.max or n)]
+
+    @property
+    def rows_share_a_scale(self) -> bool:
+        """Whether how a row of activations is rounded depends on the others."""
+        activation = self.pair[1]
+        return not activation.static and any(scale.block[0] == -1 for scale in activation.scales)
+
+
+def summed_one_by_one(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, K] times weight [N, K], both float32: each product is added to the sum of those before it."""
+    total = x.new_zeros(x.shape[0], weight.shape[0])
+    for column, other in zip(x.T[:, :, None], weight.T[:, None].contiguous(), strict=True):
+        total.addcmul_(column, other)
+    return total
+
+
+def sizes(probe: LinearProbe, seed: int) -> Finding:
+    """``sizes``: one instance serves steps of all sizes about the borders of tiles, small ones first and again last."""
+    counts = probe.steps(_BORDERS)
+    if not counts:
+        return Finding.not_claimed("tokens", f"steps of {_BORDERS[0]} to {_BORDERS[-1]} tokens are not claimed")
+    drawn = probe.draw(seed + 1, counts[-1])
+    middle = torch.randperm(len(counts), generator=torch.Generator().manual_seed(seed)).tolist()
+    (whole,) = probe.expect(drawn).outputs
+
+    def expect(count: int) -> Expected:
+        if probe.rows_share_a_scale:
+            return probe.expect(drawn[:count])
+        return Expected((Expectation(f"{count} tokens", whole.own[:count], whole.truth[:count]),))
+
+    found = Comparison()
+    for count in (counts[0], counts[-1], *(counts[i] for i in middle)):
+        found.add(judge_call(probe.call_of(drawn[:count], partial(expect, count))))
+    return Finding.of(found)
+
+
+def extremes(probe: LinearProbe, seed: int) -> Finding:
+    """``extremes``: rows of zeros, large and small ones, and one with a NaN, each right and none noticed by another."""
+    activation = probe.pair[1]
+    if probe.rows_share_a_scale:
+        return Finding.not_claimed("shared-scale", "rows share a scale")
+    large, small = _LARGE.get(probe.workload.dtype or "", _SMALL)
+    drawn = probe.draw(seed + 2, 6)
+    drawn[1], drawn[2], drawn[4] = 0, drawn[2] * large, drawn[4] * small
+    if activation.is_plain or not activation.static:  # a NaN has no code of its own
+        drawn[3, drawn.shape[1] // 2] = torch.nan
+    need, found = probe.subject.tokens, Comparison()
+    at_once = min(6, need.max or 6)
+    for some in drawn.split(at_once):
+        missing = max(0, need.min - len(some))
+        x = torch.cat([some, probe.draw(seed + 3, missing)])
+        found.add(judge_call(probe.call_of(x, partial(probe.expect, x))))
+    return Finding.of(found)
 
 
 def quantized_input(probe: LinearProbe, seed: int) -> Finding:

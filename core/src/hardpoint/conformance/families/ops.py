@@ -27,6 +27,7 @@ from hardpoint.ops.judge import (
     Input,
     Verdict,
     judge,
+    judge_call,
     op_expected,
     op_inputs,
     op_read,
@@ -45,6 +46,9 @@ from hardpoint_plugin_api import (
 )
 
 _HOST = torch.device("cpu")
+_MANY_ROWS = (1025, 129, 33)
+"""One more than tiles of 16 to 1,024 rows hold, where inputs of as many rows have few enough elements."""
+_MOST_ELEMENTS = 1 << 21
 _PLAIN = "plain"
 _CACHE = "cache"
 """The parameter by which ops take an attention layer's cache as the named views of its layout."""
@@ -119,6 +123,8 @@ def _trial(probe: OpProbe, case: Case, plan: Plan, number: int) -> Trial:
     checks = kernel_checks(probe, seed, plan, number, without=tuple(ADVERSARIAL) if is_empty else ())
     if probe.op.allocate is not None:
         checks.append(Check("fake", partial(fake, probe, seed)))
+    if not is_empty and not probe.op.mutates and plan.includes(number, 0):
+        checks.append(Check("rows", partial(rows, probe, seed)))
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
         alike = OpProbe(probe.subject, probe.op, probe.dtype, case, probe.cache, batch_invariant=True)
         checks.append(Check("batch-invariant", partial(batch_invariant, alike, seed)))
@@ -242,6 +248,8 @@ class OpProbe:
 
     def num_rows(self, call: Call) -> int:
         """The first input's first axis: tokens or requests."""
+        if not self.op.has_rows:
+            return 0
         first = call.inputs[0].tensor
         return first.shape[0] if first.dim() else 0
 
@@ -357,14 +365,33 @@ def fake(probe: OpProbe, seed: int) -> Finding:
     return Finding()
 
 
-def batch_invariant(probe: Probe, seed: int) -> Finding:
-    """``batch-invariant``: a row alone, or among other rows, has the same bits."""
+def rows(probe: Probe, seed: int) -> Finding:
+    """``rows``: as many rows as fill several tiles and one row of another, among them few that differ."""
     call = probe.call(seed)
-    truth, count = call.expect().outputs, probe.num_rows(call)
+    count, size = probe.num_rows(call), max((i.tensor.numel() for i in call.inputs), default=0)
+    if not count:
+        return Finding.not_claimed("no-rows", "the results of this op do not belong to rows of its inputs")
+    many = next((n for n in _MANY_ROWS if n * size // count <= _MOST_ELEMENTS), _MANY_ROWS[-1])
+    order = torch.randint(count, (many,), generator=torch.Generator().manual_seed(seed))
+    part = probe.call(seed, order=order.tolist())
+    if not _are_rows(call.expect().outputs, _reordered_truth(part), order):
+        return Finding.not_claimed("no-rows", "the results of this op do not belong to rows of its inputs")
+    return Finding.of(judge_call(part))
+
+
+def batch_invariant(probe: Probe, seed: int, *, has_rows: bool = False) -> Finding:
+    """``batch-invariant``: a row alone, or among other rows, has the same bits.
+
+    ``has_rows`` says that results belong to rows of the inputs; otherwise the reference is asked.
+    """
+    call = probe.call(seed)
+    count = probe.num_rows(call)
+    if not count:
+        return Finding.not_claimed("no-rows", "the results of this op do not belong to rows of its inputs")
     whole = _outputs(call)
     for order in ([0], [count - 1], [*range(1, count), 0], list(range(0, count, 2))):
         index, part = torch.tensor(order), probe.call(seed, order=order)
-        if not _are_rows(truth, _reordered_truth(part), index):
+        if not has_rows and not _are_rows(call.expect().outputs, _reordered_truth(part), index):
             return Finding.not_claimed("no-rows", "the results of this op do not belong to rows of its inputs")
         if not same_bits(_outputs(part), [y[index.to(y.device)] for y in whole]):
             return Finding.failed("batch-variant", "outputs", f"rows {order[:8]} by themselves have other bits")
@@ -374,7 +401,7 @@ def batch_invariant(probe: Probe, seed: int) -> Finding:
 def _outputs(call: Call) -> Sequence[torch.Tensor]:
     """What the kernel returns, without what it changes."""
     results = run(call)
-    return results[: len(results) - len(call.expect().state)]
+    return results[: len(results) - len(call.state())]
 
 
 def _reordered_truth(part: Call) -> Sequence[Expectation]:

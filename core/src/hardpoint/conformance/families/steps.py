@@ -19,6 +19,8 @@ from hardpoint.ops.judge import Expectation
 from hardpoint_plugin_api import NULL_PAGE, AttentionBackend, AttentionBatch, AttentionSpec, CacheLayout, CacheSpec
 
 _EVALUATIONS = 8
+_MAGNITUDES = (1.0, 2.0**8, 0.0, 2.0**-8)
+"""What the values of requests are multiplied with where they are uneven."""
 HIGH_SCORE = 100.0
 """Float32 exponentials overflow at 88.7."""
 
@@ -49,7 +51,13 @@ def batches(block: int) -> dict[str, tuple[Piece, ...]]:
         "one": (Piece(1, 1),),
         "long": (Piece(1, 600), Piece(20, 500)),
         "many": tuple(Piece(1, 1 + 7 * i % (2 * b + 3)) for i in range(33)),
+        "prompt": (Piece(300, 300), Piece(130, 190)),
+        "deep": (Piece(1, 2500), Piece(1, 1025), Piece(5, 1100)),
     }
+
+
+LONG = ("prompt", "deep")
+"""Batches that take the reference long: prompts of several tiles of queries, contexts of more than 1,024 tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +80,8 @@ def draw_requests(
     """Draw the requests of a step. Those with a context of ``shared`` positions or more begin alike.
 
     ``values``: "normal"; "flat" (queries are zero: all keys weigh alike); "peaked" (few keys outweigh all);
-    "large" (all scores are so high that an exponential would overflow); "nan" (in a query of the first request: no
-    other may notice).
+    "large" (all scores are so high that an exponential would overflow); "uneven" (values of zero, large and small ones,
+    request by request); "nan" (in a query of the first request: no other may notice).
     """
     dtype, scale = dtype_of(spec.dtype), {"flat": 0.0, "peaked": 5.0}.get(values, 1.0)
 
@@ -90,6 +98,8 @@ def draw_requests(
         )
         if values == "large":  # the same for every query and key, so that nothing changes but the scores' height
             q[..., 0] = k[..., 0] = (HIGH_SCORE / spec.scale) ** 0.5
+        if values == "uneven":
+            v *= _MAGNITUDES[len(requests) % len(_MAGNITUDES)]
         if shared and piece.total - piece.query >= shared:
             prefix = prefix or (k[:shared].clone(), v[:shared].clone())
             k[:shared], v[:shared] = prefix
