@@ -11,6 +11,7 @@ def hardpoint_conformance() -> list[object]:
     from hardpoint.conformance.families.all2all import All2AllTrials
     from hardpoint.conformance.families.attention import AttentionTrials
     from hardpoint.conformance.families.communicator import CommunicatorTrials
+    from hardpoint.conformance.families.element import ElementTrials
     from hardpoint.conformance.families.experts import ExpertsTrials
     from hardpoint.conformance.families.layers import LayerTrials
     from hardpoint.conformance.families.linear import LinearTrials
@@ -28,4 +29,5 @@ def hardpoint_conformance() -> list[object]:
         CommunicatorTrials(),
         All2AllTrials(),
         QuantizationTrials(),
+        ElementTrials(),
     ]

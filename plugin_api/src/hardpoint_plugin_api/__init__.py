@@ -16,6 +16,7 @@ from hardpoint_plugin_api.context import BuildContext, Counter, Gauge, Histogram
 from hardpoint_plugin_api.contributions import Contribution, Form
 from hardpoint_plugin_api.dequantization import decode_elements, dequantize, scale_slot
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format, MemorySnapshot, NumaNode
+from hardpoint_plugin_api.elements import Element, TableElement
 from hardpoint_plugin_api.errors import (
     CapacityError,
     CheckpointError,
@@ -98,6 +99,7 @@ from hardpoint_plugin_api.requests import (
     All2AllWorkload,
     AttentionWorkload,
     CommunicatorWorkload,
+    ElementWorkload,
     ExpertsWorkload,
     Feature,
     LayerWorkload,
@@ -158,6 +160,8 @@ __all__ = [
     "Dispatched",
     "ENTRY_POINT_GROUP",
     "EagerGraphEngine",
+    "Element",
+    "ElementWorkload",
     "EmbeddingArgs",
     "EngineDeadError",
     "EngineError",
@@ -242,6 +246,7 @@ __all__ = [
     "StoredTensor",
     "StructureKind",
     "StructuredOutput",
+    "TableElement",
     "TensorInfo",
     "TokensRequirement",
     "ToolCallDelta",

@@ -14,9 +14,6 @@ from hardpoint_plugin_api.quant import QuantSpec, Scale
 if TYPE_CHECKING:
     import torch
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""OCP Microscaling Formats (MX) specification 1.0, section 5.3.3: the values of codes 0 to 7; bit 3 is the sign."""
-
 
 def scale_slot(level: int, of: str = "weight") -> str:
     """The name of the slot with the scales of ``level`` (from 0): ``weight_scale``, ``weight_scale_2``, ..."""
@@ -24,18 +21,18 @@ def scale_slot(level: int, of: str = "weight") -> str:
 
 
 def decode_elements(stored: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> torch.Tensor:
-    """The elements of ``spec`` as numbers: [..., K / per_byte] as stored -> [..., K] in ``dtype``, before any scale."""
+    """The elements of ``spec`` as numbers: [..., K / per_byte] as stored -> [..., K] in ``dtype``, before any scale.
+
+    Raises UnknownNameError where the spec names an element that it does not define.
+    """
     import torch
 
-    if spec.packing == "none":
+    if spec.definition is None and spec.is_plain:
         return stored.to(dtype)
-    codes = torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)
-    if spec.element == "float4_e2m1":
-        values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=dtype, device=stored.device)
-        return values[codes.int()]
-    if spec.element == "int4":
-        codes = (codes ^ 8).to(torch.int8) - 8
-    return codes.to(dtype)
+    element = spec.number_format
+    if spec.packing == "nibbles":
+        stored = torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)
+    return element.decode(stored, dtype)
 
 
 def dequantize(

@@ -65,6 +65,7 @@ _ALL = (
         "a reader of quantized checkpoints, or a quantizer of others",
         True,
     ),
+    Family("element", requests.ElementWorkload, "provisional", "a number format of quantized matrices, by its name"),
     Family(
         "experts",
         requests.ExpertsWorkload,

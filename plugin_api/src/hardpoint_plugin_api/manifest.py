@@ -318,6 +318,8 @@ def _contribution(table: _Table) -> Contribution:
             f"family {family.name!r} "
             + ("needs 'of': which one it implements" if family.has_of else "has no 'of'; remove the key")
         )
+    if family.name == "element" and "replaces" in table.data:
+        raise table.fail("'replaces': an element's name says what stored numbers mean; give yours another one")
     target = table.text("target")
     if not _TARGET.match(target):
         raise table.fail(f"target {target!r} must be of the form 'package.module:attribute'")

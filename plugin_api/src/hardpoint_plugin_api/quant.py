@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-_NIBBLES = frozenset({"int4", "uint4", "float4_e2m1"})
+from hardpoint_plugin_api.elements import BUILT_IN, Element, unknown_element
+
 _SHAPES = {(-1, -1): "all", (1, -1): "row"}
 _PATTERN = re.compile(r"(?P<element>[^@+/]+)(?P<scales>(@[^@+/:]+:[^@+/:]+)*)(?P<flags>(\+[^@+/:]+)*)\Z")
 
@@ -43,10 +45,12 @@ class Scale:
 class QuantSpec:
     """How one operand is stored: element type, packing, scales (they multiply), zero point.
 
-    ``element`` is a torch dtype's name, or ``int4``, ``uint4``, ``float4_e2m1``. ``packing`` says how elements lie in
-    memory: one by one (``none``), or two to a byte along a row, low nibble first (``nibbles``); an element of four bits
-    has no other form here. ``static`` says whether the scales come with the checkpoint (weights always) or are computed
-    per call. ``permuted`` says that a column's group is looked up (GPTQ's ``desc_act``), not counted off.
+    ``element`` is a torch dtype's name where the spec is plain, else an element's: core's own need only be named,
+    others come from ``QuantSpec.of``, which sets ``definition``. ``packing`` says how elements lie in memory: one by
+    one (``none``), or two to a byte along a row, low nibble first (``nibbles``), as elements of up to four bits do.
+    ``static`` says whether the scales come with the checkpoint (weights always) or are computed per call. ``permuted``
+    says that a column's group is looked up (GPTQ's ``desc_act``), not counted off. Specs that are written alike are
+    equal.
     """
 
     element: str
@@ -55,10 +59,41 @@ class QuantSpec:
     zero_point: bool = False
     static: bool = True
     permuted: bool = False
+    definition: Element | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.element in _NIBBLES and self.packing == "none":
-            object.__setattr__(self, "packing", "nibbles")
+        if self.definition is None:
+            object.__setattr__(self, "definition", BUILT_IN.get(self.element))
+        if self.definition is not None and self.packing == "none":
+            object.__setattr__(self, "packing", self.definition.packing)
+
+    @classmethod
+    def of(
+        cls,
+        element: Element,
+        scales: Iterable[Scale],
+        *,
+        zero_point: bool = False,
+        static: bool = True,
+        permuted: bool = False,
+    ) -> QuantSpec:
+        """Return the spec of ``element``, be it core's or a plugin's own, with at least one level of ``scales``."""
+        levels = tuple(scales)
+        return cls(element.name, element.packing, levels, zero_point, static, permuted, definition=element)
+
+    @property
+    def number_format(self) -> Element:
+        """What the elements mean. Raises UnknownNameError where ``element`` is just a name."""
+        if self.definition is None:
+            raise unknown_element(self.element)
+        return self.definition
+
+    @property
+    def storage(self) -> str:
+        """The torch dtype of a stored matrix: uint8 where elements are packed."""
+        if self.packing == "nibbles":
+            return "uint8"
+        return self.element if self.definition is None else self.definition.storage
 
     @property
     def is_plain(self) -> bool:

@@ -8,7 +8,7 @@ The slots of a matrix [out, in] with weight spec ``w``:
 
 | slot                | shape                           | dtype                     | where                  |
 |---------------------|---------------------------------|---------------------------|------------------------|
-| weight              | [out, in / w.per_byte]          | w.element; nibbles: uint8 | always                 |
+| weight              | [out, in / w.per_byte]          | w.storage                 | always                 |
 | weight_scale        | w.scales[0].shape(out, in)      | w.scales[0].format        | one level or more      |
 | weight_scale_2, ... | w.scales[1].shape(out, in), ... | w.scales[1].format, ...   | two levels or more     |
 | weight_zero_point   | as weight_scale                 | uint8, or int8 if signed  | w.zero_point           |
@@ -214,8 +214,7 @@ def weight_slots(
         return WeightSlot((*lead, *shape), dtype, len(lead) if of_parts else None, divided, stack)
 
     weight = scheme.weight
-    element = "uint8" if weight.packing == "nibbles" else weight.element
-    slots = {"weight": slot((rows, columns // weight.per_byte), element, lambda n: n)}
+    slots = {"weight": slot((rows, columns // weight.per_byte), weight.storage, lambda n: n)}
     for level, scale in enumerate(weight.scales):
         per = scale.block[0]
         by_parts = None if per == -1 else lambda n, per=per: -(-n // per)

@@ -139,6 +139,13 @@ class QuantizationWorkload(Workload):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElementWorkload(Workload):
+    """An element, a number format of quantized matrices. Nothing is selected: specs say which element they are of."""
+
+    family: ClassVar[str] = "element"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertsWorkload(Workload):
     """One mixture-of-experts layer.
 

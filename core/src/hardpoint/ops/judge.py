@@ -208,7 +208,7 @@ def _numbers(spec: QuantSpec, outputs: Sequence[Any]) -> Sequence[Any]:
     codes, scale, *rest = outputs
     shape = spec.scales[0].shape(*codes.shape[:2])
     for what, x, wanted in (
-        ("elements", codes, (codes.shape, dtype_of(spec.element))),
+        ("elements", codes, (codes.shape, dtype_of(spec.storage))),
         ("scales", scale, (shape, torch.float32)),
     ):
         if (tuple(x.shape), x.dtype) != (tuple(wanted[0]), wanted[1]):

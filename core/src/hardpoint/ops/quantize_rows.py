@@ -57,7 +57,7 @@ def allocate_rounded(x: torch.Tensor, columns: int, spec: QuantSpec) -> tuple[to
     """Empty elements and scales of [T, ``columns``], for as many rows as ``x`` has."""
     scales = spec.scales[0].shape(x.shape[0], columns)
     return (
-        x.new_empty(x.shape[0], columns, dtype=dtype_of(spec.element)),
+        x.new_empty(x.shape[0], columns, dtype=dtype_of(spec.storage)),
         x.new_empty(scales, dtype=torch.float32),
     )
 

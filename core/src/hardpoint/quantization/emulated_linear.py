@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional
 
 from hardpoint.quantization.batch_invariant_linear import rows_are_alike
-from hardpoint.quantization.numerics import ELEMENTS, fake_quantize
+from hardpoint.quantization.numerics import fake_quantize
 from hardpoint_plugin_api import DeviceInfo, Feature, LinearKernel, LinearWorkload, QuantSpec, Reason, dequantize
+from hardpoint_plugin_api.elements import BUILT_IN
 
 _CHUNK = 1 << 22
 """Elements of the weight that are numbers at one time: 16 MiB of float32."""
@@ -109,13 +110,16 @@ class DequantizedLinear(LinearKernel):
 def _unreadable(spec: QuantSpec, what: str, most_levels: int) -> Reason | None:
     if spec.is_plain:
         return None
-    if spec.element not in ELEMENTS:
+    if spec.definition is None:
         return Reason(
             "spec",
-            f"no way is known to read the {what}'s elements",
+            f"nobody says what the {what}'s elements mean",
             wanted=spec.element,
-            supported=", ".join(sorted(ELEMENTS)),
+            supported=", ".join(sorted(BUILT_IN)),
+            fix="offer an Element of that name in the family 'element', and write specs with QuantSpec.of",
         )
+    if spec.zero_point and not spec.definition.takes_zero_point:
+        return Reason("spec", f"the {what}'s elements are no whole numbers, and have no zero point", wanted=str(spec))
     if spec.packing not in ("none", "nibbles"):
         return Reason("spec", f"the {what}'s packing is not known", wanted=spec.packing, supported="none, nibbles")
     if len(spec.scales) > most_levels:

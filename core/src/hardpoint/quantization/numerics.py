@@ -7,28 +7,19 @@ tokens, N rows, K columns, n x k a block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad
 
 from hardpoint.dtypes import dtype_of
-from hardpoint_plugin_api import QuantSpec, decode_elements, scale_slot
-
-_INTEGERS = {"int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7), "uint4": (0, 15)}
-_FLOATS = {
-    "float8_e4m3fn": 448.0,
-    "float8_e4m3fnuz": 240.0,
-    "float8_e5m2": 57344.0,
-    "float8_e5m2fnuz": 57344.0,
-    "float4_e2m1": 6.0,
-}
-ELEMENTS = frozenset({*_INTEGERS, *_FLOATS})
-"""The elements that can be rounded to and read back."""
+from hardpoint_plugin_api import QuantSpec, Scale, decode_elements, scale_slot
+from hardpoint_plugin_api.elements import BUILT_IN
 
 _E8M0 = "float8_e8m0fnu"
-_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_ALL = Scale("float32", (-1, -1))
 _CHUNK = 1 << 19
 """Elements of a weight that are worked on at once: 2 MiB of float32 each, beside a matrix of any size. With fewer, the
 calls cost more than the work: on two busy cores, 64 Ki took eight times as long for int8."""
@@ -40,8 +31,8 @@ def is_integer(element: str) -> bool:
 
 
 def largest(element: str) -> float:
-    """The largest magnitude that a symmetric scale maps to: 127 of int8, not 128, so that both signs reach as far."""
-    return float(_INTEGERS[element][1]) if element in _INTEGERS else _FLOATS[element]
+    """The largest magnitude that a symmetric scale maps to, of one of core's own elements; see Element.largest."""
+    return BUILT_IN[element].largest
 
 
 def step(element: str) -> float:
@@ -54,23 +45,19 @@ def step(element: str) -> float:
 
 
 def round_to(x: torch.Tensor, element: str) -> torch.Tensor:
-    """Round float32 ``x`` to the nearest element (ties to even), saturating; codes in uint8 for four-bit floats."""
-    if element in _INTEGERS:
-        low, high = _INTEGERS[element]
-        return x.round().clamp_(low, high).to(torch.uint8 if element.startswith("uint") else torch.int8)
-    if element != "float4_e2m1":
-        return x.clamp(-_FLOATS[element], _FLOATS[element]).to(dtype_of(element))
-    # A tie goes to the even code: down at the first midpoint, up at the second, and so on.
-    bounds = torch.tensor(_E2M1_MIDPOINTS)
-    bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros(()))
-    codes = torch.bucketize(x.abs(), bounds.to(x.device))
-    return (codes | (x.signbit().long() << 3)).to(torch.uint8)
+    """Round float32 ``x`` to one of core's own elements, see Element.encode; codes in uint8 for four-bit floats."""
+    return BUILT_IN[element].encode(x)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """[..., K] of four bits each, in any integer dtype -> uint8 [..., K / 2], the low nibble first."""
     nibbles = codes.to(torch.uint8) & 0xF
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+
+
+def unpack_nibbles(stored: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``pack_nibbles``: uint8 [..., K / 2] -> uint8 [..., K] of 0 to 15."""
+    return torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -108,7 +95,7 @@ def quantize_rows(x: torch.Tensor, spec: QuantSpec, given: Mapping[str, torch.Te
     else:
         scale, zero_point = _fit(blocks, spec, (0, 1) if n == -1 else (-1,))
     scaled = blocks / scale if zero_point is None else blocks / scale + zero_point
-    return Rounded(_joined(round_to(scaled, spec.element), x.shape), scale, zero_point)
+    return Rounded(_joined(spec.number_format.encode(scaled), x.shape), scale, zero_point)
 
 
 def fake_quantize(x: torch.Tensor, spec: QuantSpec, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -140,12 +127,80 @@ def _joined(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
-    """Round a weight [N, K] to the nearest elements of a spec with one level of scales; returns the spec's slots.
+    """Round a weight [N, K] to the nearest elements of any spec that is not plain; returns the spec's slots.
 
-    Works on a few rows at a time, on the weight's device. A block at the edge may be smaller than the others.
+    ``weight_group_index`` is [K]: columns of alike magnitude share a group. Of several levels of scales the last is
+    fitted first, and the others to what it leaves. A block at the edge may be smaller than the others. Of one level of
+    scales, a few rows are worked on at a time, on the weight's device. Raises UnknownNameError for an element that the
+    spec does not define, ValueError for zero points of elements that are no whole numbers, for an odd K of packed
+    elements, and for column groups of unlike sizes.
     """
+    spec.number_format  # noqa: B018  # raises what there is to say of the element
+    if weight.shape[1] % spec.per_byte:
+        raise ValueError(f"{spec}: two elements share a byte, so that K must be even, got {weight.shape[1]}")
+    if spec.permuted:
+        return _quantize_permuted(weight, spec)
+    if len(spec.scales) > 1:
+        level, last = len(spec.scales) - 1, spec.scales[-1]
+        scale = _outer_scale(weight, spec)
+        rest = replace(spec, scales=spec.scales[:-1])
+        return {
+            **quantize_weight(weight.float() / _spread(scale.float(), last, weight.shape), rest),
+            scale_slot(level): scale,
+        }
+    return _quantize_level(weight, spec)
+
+
+def _quantize_permuted(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
+    """Columns in the order of their largest magnitude, cut into groups, and back in their own order."""
+    columns = weight.shape[1]
+    widths = {scale.block[1] for scale in spec.scales} - {-1}
+    if len(widths) > 1:
+        raise ValueError(f"{spec}: one group index cannot serve groups of {' and '.join(map(str, sorted(widths)))}")
+    order = weight.abs().amax(0).argsort(descending=True)
+    slots = quantize_weight(weight[:, order], replace(spec, permuted=False))
+    place = order.argsort()
+    codes = unpack_nibbles(slots["weight"]) if spec.packing == "nibbles" else slots["weight"]
+    codes = codes.view(torch.uint8)[:, place]  # not every dtype can be indexed on every device
+    slots["weight"] = pack_nibbles(codes) if spec.packing == "nibbles" else codes.view(slots["weight"].dtype)
+    slots["weight_group_index"] = (place // next(iter(widths), columns)).int()
+    return slots
+
+
+def _outer_scale(weight: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """The last level's scales, with which the levels before it reach as far as their formats do."""
+    last = spec.scales[-1]
+    blocks, element = _blocks(weight, *_whole(last.block, weight.shape)), spec.number_format
+    if spec.zero_point:
+        extent = blocks.amax((1, 3)).clamp(min=0.0) - blocks.amin((1, 3)).clamp(max=0.0)
+        span = element.values[-1] - element.values[0]
+    else:
+        extent, span = blocks.abs().amax((1, 3)), element.largest
+    scale = divided(extent, span * math.prod(_top(scale.format) for scale in spec.scales[:-1]))
+    return _or_one(scale.to(dtype_of(last.format)).float()).to(dtype_of(last.format))
+
+
+def _top(format_: str) -> float:
+    """What a scale that has another one above it is at most: the most that 8 bits with a mantissa hold; else 1."""
+    dtype = dtype_of(format_)
+    return torch.finfo(dtype).max if dtype.itemsize == 1 and format_ != _E8M0 else 1.0
+
+
+def _spread(per_block: torch.Tensor, scale: Scale, shape: torch.Size) -> torch.Tensor:
+    """What is said of blocks, said of each row and column of a matrix of ``shape``."""
+    n, k = _whole(scale.block, shape)
+    return per_block.repeat_interleave(n, dim=0)[: shape[0]].repeat_interleave(k, dim=1)[:, : shape[1]]
+
+
+def _whole(block: tuple[int, int], shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns of a block; -1 is all of them."""
+    return shape[0] if block[0] == -1 else block[0], shape[1] if block[1] == -1 else block[1]
+
+
+def _quantize_level(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
+    """``quantize_weight`` for one level of scales over groups of neighbours."""
     rows, columns = weight.shape
-    n, k = (whole if size == -1 else size for size, whole in zip(spec.scales[0].block, weight.shape, strict=True))
+    n, k = _whole(spec.scales[0].block, weight.shape)
     height = max(n if n < rows else 1, _CHUNK // columns // n * n if n < rows else _CHUNK // columns)
     fitted = None
     if n == rows > height:  # the range of a column is that of its parts' extremes
@@ -158,7 +213,7 @@ def quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Te
         scale, zero_point = fitted or _fit(blocks, spec, (1, 3))
         scale = scale.to(dtype_of(spec.scales[0].format))
         blocks.div_(scale.float())
-        codes = round_to(blocks if zero_point is None else blocks.add_(zero_point), spec.element)
+        codes = spec.number_format.encode(blocks if zero_point is None else blocks.add_(zero_point))
         codes = codes.flatten(2).flatten(0, 1)[: part.shape[0], :columns]
         found = {
             "weight": pack_nibbles(codes) if spec.packing == "nibbles" else codes,
@@ -171,6 +226,26 @@ def quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Te
             if name not in slots:
                 slots[name] = value.new_empty(-(-rows // per), value.shape[1])
             slots[name][start // per : start // per + value.shape[0]] = value
+    return slots
+
+
+def calibrate(x: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
+    """The slots that a spec of activations takes from the checkpoint, as activations ``x`` [T, K] would have them.
+
+    That is ``input_scale`` and ``input_zero_point`` where scales are static, and ``input_scale_2`` where there are two
+    levels, each [1]; none for others.
+    """
+    if spec.is_plain:
+        return {}
+    wide, slots = x.float(), {}
+    if len(spec.scales) == 2:
+        slots[scale_slot(1, "input")] = outer = _outer_scale(wide, replace(spec, scales=(spec.scales[0], _ALL))).view(1)
+        wide = wide / outer
+    if spec.static:
+        scale, zero_point = _fit(wide, replace(spec, scales=(_ALL,)), (0, 1))
+        slots[scale_slot(0, "input")] = scale.view(1)
+        if zero_point is not None:
+            slots["input_zero_point"] = zero_point.view(1)
     return slots
 
 
@@ -188,22 +263,39 @@ def _fit(blocks: torch.Tensor, spec: QuantSpec, dims: tuple[int, ...]) -> tuple[
     if not spec.zero_point:
         top, bottom = blocks.amax(dims, keepdim=True), blocks.amin(dims, keepdim=True)
         return _scale(torch.maximum(top, -bottom), spec), None
-    low, high = _INTEGERS[spec.element]
+    if not spec.number_format.takes_zero_point:
+        raise ValueError(f"{spec}: zero points need elements that are consecutive whole numbers")
+    low, high = (int(spec.number_format.values[end]) for end in (0, -1))
     smallest = blocks.amin(dims, keepdim=True).clamp(max=0.0)  # zero stays exact
-    scale = _or_one(divided(blocks.amax(dims, keepdim=True).clamp(min=0.0) - smallest, high - low))
+    scale = divided(blocks.amax(dims, keepdim=True).clamp(min=0.0) - smallest, high - low)
+    if dtype_of(spec.scales[0].format).itemsize == 1:  # so coarse that zero points have to follow it
+        scale = _rounded_up(scale, spec.scales[0].format)
+    scale = _or_one(scale)
     zero_point = (low - smallest / scale).round().clamp(low, high)
     return scale, zero_point.to(dtype_of(spec.zero_point_dtype))
 
 
 def _scale(amax: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """The scale, float32, that maps ``amax`` to the largest element."""
-    format_, top = spec.scales[0].format, largest(spec.element)
+    format_, top = spec.scales[0].format, spec.number_format.largest
     if format_ == _E8M0:  # OCP Microscaling Formats (MX) specification 1.0, section 6.3
         exponent = torch.frexp(amax).exponent - torch.frexp(torch.tensor(top)).exponent.to(amax.device)
         scale = torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127))
         return torch.where(amax > 0, scale, 1.0) + 0 * amax  # NaN stays NaN
     scale = divided(amax, top)
     return _or_one(scale if format_ == "float32" else scale.to(dtype_of(format_)).float())
+
+
+def _rounded_up(scale: torch.Tensor, format_: str) -> torch.Tensor:
+    """Float32 ``scale`` as 8 bits hold it, not below what it is, so that the range still fits."""
+    dtype = dtype_of(format_)
+    if format_ == _E8M0:
+        mantissa, exponent = torch.frexp(scale)
+        powers = torch.ldexp(torch.ones_like(scale), (exponent - (mantissa == 0.5).int()).clamp(-127, 127))
+        return torch.where(scale > 0, powers, scale)
+    nearest = scale.to(dtype).float()
+    above = (scale * (1 + torch.finfo(dtype).eps)).clamp(max=torch.finfo(dtype).max).to(dtype).float()
+    return torch.where(nearest < scale, above, nearest)
 
 
 def divided(x: torch.Tensor, divisor: float) -> torch.Tensor:

@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 
 from hardpoint.conformance.families.quantization_samples import SAMPLES, Sample
+from hardpoint.conformance.families.rounding_bound import rounding_bound
 from hardpoint.conformance.memory import equal_bits
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Subject
@@ -32,7 +33,6 @@ from hardpoint_plugin_api import (
     Module,
     QuantizationMethod,
     QuantizationWorkload,
-    QuantSpec,
     Scheme,
     StoredTensor,
     TensorInfo,
@@ -44,8 +44,6 @@ _ONLINE = "_online"
 _NAME = "model.layers.0.mlp.up_proj"
 _PLAIN = ("float32", "float16", "bfloat16", "float64")
 _WEIGHTS = ((96, 64), (33, 192), (256, 128), (5, 384))
-_TOPS = {"int8": 127.0, "int4": 7.0}
-_STEPS = {"uint8": 255.0, "uint4": 15.0, "int8": 255.0, "int4": 15.0}
 
 
 class QuantizationTrials:
@@ -403,10 +401,11 @@ class OnlineProbe(_Probe):
 
     def values(self) -> Finding:
         """``values``: no number is further off than rounding by the spec, with scales that just fit, can take it."""
-        weight, spec = self.drawn[1], self._loaded[0].weight
-        limit = rounding_bound(weight, spec)
+        (scheme, slots), weight = self._loaded, self.drawn[1]
+        spec, groups = scheme.weight, slots.get("weight_group_index")
+        limit = rounding_bound(weight, spec, None if groups is None else groups.reshape(-1))
         if limit is None:
-            return Finding.not_claimed("bound", f"the kit knows no bound for {spec}")
+            return Finding.not_claimed("bound", f"{spec} does not define its elements; see QuantSpec.of")
         error = (self.numbers(torch.float64) - weight).abs()
         ratio = torch.where(error == 0, 0.0, error / limit)
         worst = float(ratio.max())
@@ -435,36 +434,6 @@ class OnlineProbe(_Probe):
         except HardpointError:
             return Finding()
         return Finding.failed("options", "no_such_option", "is accepted; it must raise ConfigError or UnknownNameError")
-
-
-def rounding_bound(weight: torch.Tensor, spec: QuantSpec) -> torch.Tensor | None:
-    """How far [N, K] each number of ``weight`` [N, K], float64, may be off: rounded to nearest, with the finest scale.
-
-    That scale maps the largest magnitude of a block to the largest element, or with a zero point the block's range,
-    with zero in it, to that of the elements. Half a step is lost by rounding; half another where a zero point is
-    rounded too; and what rounding the scale itself to its format shifts. None for specs of more than one level.
-    """
-    if len(spec.scales) != 1 or spec.permuted:
-        return None
-    scale, (rows, columns) = spec.scales[0], weight.shape
-    n, k = rows if scale.block[0] == -1 else scale.block[0], columns if scale.block[1] == -1 else scale.block[1]
-    limit = torch.empty_like(weight)
-    lost = torch.finfo(dtype_of(scale.format)).eps if _is_dtype(scale.format) else 0.0
-    for top, left in itertools.product(range(0, rows, n), range(0, columns, k)):
-        block = weight[top : top + n, left : left + k]
-        most = block.abs().max()
-        if spec.element.startswith("float8"):
-            facts = torch.finfo(dtype_of(spec.element))
-            finest = facts.smallest_normal * most / facts.max
-            step = facts.eps * torch.maximum(block.abs() * (1 + lost), finest)
-        elif spec.zero_point and spec.element in _STEPS:
-            step = 2 * (block.max().clamp(min=0) - block.min().clamp(max=0)) / _STEPS[spec.element]
-        elif spec.element in _TOPS:
-            step = most / _TOPS[spec.element]
-        else:
-            return None
-        limit[top : top + n, left : left + k] = (0.5 * step + lost * most) * (1 + 2**-10) + 1e-12
-    return limit
 
 
 def _is_dtype(name: str) -> bool:

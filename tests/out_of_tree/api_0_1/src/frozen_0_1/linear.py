@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearKernel, LinearWorkload, QuantSpec, Reason
+from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearKernel, LinearWorkload, QuantSpec, Reason, TableElement
+
+TERNARY = TableElement("ternary", 2, table=(0.0, 1.0, -1.0, -1.0))
 
 
 class FrozenLinear(LinearKernel):
