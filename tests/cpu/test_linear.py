@@ -26,6 +26,7 @@ from hardpoint_cpu.linear import (
 )
 from hardpoint_plugin_api import BuildContext, Feature, LinearWorkload, Quantized, QuantSpec, Scale, dequantize
 from tests.cpu.building import needs_kernels
+from tests.support.specs import SPECS
 
 needs_kernels()
 
@@ -157,7 +158,7 @@ def site() -> Site:
 def _experts(site: Site, name: str, **row: str) -> ExpertsProbe:
     kernel, spec = _EXPERTS[name]
     offer = next(o for o in site.plugins.offers("experts") if o.contribution.name == kernel)
-    return ExpertsProbe(Subject.load(offer, site), {"spec": spec, "format": "standard"} | row)
+    return ExpertsProbe(Subject.load(offer, site), {"spec": spec, "format": "standard"} | row, SPECS)
 
 
 @pytest.mark.parametrize("name", _EXPERTS)

@@ -11,13 +11,14 @@ from functools import partial
 import click
 import torch
 
-from hardpoint.conformance.families.specs import SPECS, pair_of
+from hardpoint.conformance.families.specs import pair_of
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.ops.quantize_rows import quantize_rows
 from hardpoint.plugins import discover
 from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_plugin_api import LinearKernel, LinearWorkload, Quantized
 from tests.kernels.sweeping import microseconds
+from tests.support.specs import SPECS
 
 _KERNELS = ("triton_fp8_gemm", "flashinfer_fp8_blocks")
 _SHAPES = ("6144x4096", "4096x4096", "28672x4096", "4096x14336")

@@ -17,7 +17,7 @@ import torch
 
 from hardpoint.conformance.checks import values
 from hardpoint.conformance.families.linear import LinearProbe, quantized_input, unpack
-from hardpoint.conformance.families.specs import SPECS, pair_of
+from hardpoint.conformance.families.specs import pair_of
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.context import load_target
 from hardpoint.ops.error_model import ErrorModel, compare
@@ -31,6 +31,7 @@ from hardpoint_cuda.platform import describe_arch
 from hardpoint_plugin_api import DeviceInfo, LinearWorkload, PlatformError, dequantize
 from tests.cuda.test_flashinfer_library import install
 from tests.support.flashinfer import needs_flashinfer
+from tests.support.specs import SPECS
 
 NAME = "flashinfer_fp8_blocks"
 H200 = describe_arch("H200", (9, 0))
@@ -202,14 +203,15 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
 
 def probe(site: Site, **row: str) -> LinearProbe:
     offer = next(o for o in site.plugins.offers("linear") if o.contribution.name == NAME)
-    return LinearProbe(Subject.load(offer, site), {"dtype": "bfloat16", "spec": "fp8-tiles-dynamic", **row})
+    usual = {"dtype": "bfloat16", "spec": "fp8-tiles-dynamic", "tokens": "none"}
+    return LinearProbe(Subject.load(offer, site), usual | row, SPECS)
 
 
 @pytest.mark.parametrize("bias", ["bias", "no-bias"])
 @pytest.mark.parametrize("size", ["65x256x256", "131x576x256", "0x128x128"])
 def test_what_the_library_is_given(flashinfer: Path, runner: Runner, size: str, bias: str) -> None:
     """By the kit's own checks, of plain input and of input that comes rounded."""
-    one = probe(Site.open(discover(), "cpu"), size=size, bias=bias)
+    one = probe(Site.open(discover(), "cpu"), widths=size, bias=bias)
     for finding in (values.values(one, 0), unpack(one), quantized_input(one, 0)):
         assert not finding.faults, finding
     assert not one.num_tokens or runner.rows[:3] == [65, 128, one.num_tokens]
@@ -222,7 +224,7 @@ def test_what_is_compiled_serves_all_layers_of_a_size(
     site = Site.open(discover(), "cpu")
     with caplog.at_level(logging.INFO):
         for size in ("66x128x128", "67x128x128", "66x192x128"):
-            one = probe(site, size=size, bias="bias")
+            one = probe(site, widths=size, bias="bias")
             one.kernel.apply(torch.ones(one.num_tokens, 128).bfloat16(), one.packed, None)
     assert runner.rows == [65, 128, 66, 67, 65, 128, 66]
     assert [message for message in caplog.messages if "192 x 128" in message and str(PRODUCT.kernels) in message]
@@ -246,7 +248,7 @@ def test_a_compiler_that_fails_is_told_of(flashinfer: Path, runner: Runner, monk
         raise RuntimeError("Assertion failed: isPathValid(path_)")
 
     monkeypatch.setattr(runner, "run_gemm", run_gemm)
-    one = probe(Site.open(discover(), "cpu"), size="65x256x128", bias="bias")
+    one = probe(Site.open(discover(), "cpu"), widths="65x256x128", bias="bias")
     with pytest.raises(PlatformError, match=r"weights of 256 x 128: Assertion failed.*choose another linear kernel"):
         one.kernel.apply(torch.ones(65, 128).bfloat16(), one.packed, None)
 
@@ -276,7 +278,7 @@ def test_large_matrices_eager_and_captured(n: int, k: int) -> None:
     """Against the product of the dequantized numbers, in float64 as everywhere."""
     site = Site.open(discover(), "cuda")
     subject, workload = (
-        probe(site, size="1x128x128", bias="bias").subject,
+        probe(site, widths="1x128x128", bias="bias").subject,
         replace(WORKLOAD, in_features=k, out_features=n),
     )
     if reason := subject.refuses(workload):

@@ -32,6 +32,7 @@ from hardpoint.plugins import discover
 from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_plugin_api import ConfigError, ExpertsKernel, ExpertsWorkload, QuantSpec, Scale
 from tests.kernels.compiling import SHARED_KIB, TARGETS, Compiled, Job, compile_in_stages_that_fit, compile_kernels
+from tests.support.specs import SPECS
 
 ROW: Row = {
     "dtype": "float32",
@@ -77,7 +78,7 @@ def site() -> Site:
 def test_meets_the_error_model(site: Site, row: Row) -> None:
     offer = next(o for o in site.plugins.offers("experts") if o.contribution.name == "reference")
     subject = replace(Subject.load(offer, site), target=TritonGroupedExperts)
-    found = judge_call(ExpertsProbe(subject, row).call(3))
+    found = judge_call(ExpertsProbe(subject, row, SPECS).call(3))
     assert not found.faults, "\n".join(map(str, found.faults))
 
 
@@ -190,7 +191,7 @@ def scaled(element: str, rows: int, columns: int, static: bool = True) -> QuantS
 
 FP8 = "float8_e4m3fn"
 BFLOAT16 = QuantSpec("bfloat16")
-SPECS = {
+QUANTIZED = {
     "fp8 rows, rounded": (scaled(FP8, 1, -1), scaled(FP8, 1, -1, static=False)),
     "fp8 tiles, rounded by groups": (scaled(FP8, 32, 32), scaled(FP8, 1, 32, static=False)),
     "fp8 tensor": (scaled(FP8, -1, -1), BFLOAT16),
@@ -200,9 +201,9 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_specs_that_the_kit_does_not_try(site: Site, name: str) -> None:
-    layer = Layer(site, 2, 3, 2, dtype=torch.bfloat16, hidden=96, width=80, specs=SPECS[name])
+    layer = Layer(site, 2, 3, 2, dtype=torch.bfloat16, hidden=96, width=80, specs=QUANTIZED[name])
     assert not TritonGroupedExperts.supports(layer.workload, site.platform.info)
     assert not layer.faults()
 

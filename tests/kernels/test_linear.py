@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
 
 import pytest
 import torch
 
 from hardpoint.conformance.checks import values
 from hardpoint.conformance.families.linear import LinearProbe, quantized_input, unpack
-from hardpoint.conformance.families.specs import SPECS
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.kernels import gemv as gemv_module
 from hardpoint.kernels.block_scaled import TritonScaledGemm, TritonScaledGemv
@@ -27,6 +25,7 @@ from hardpoint.quantization.emulated_linear import EmulatedLinear
 from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_cuda.linear import Fp8ScaledMatmul, Int8Matmul
 from hardpoint_plugin_api import LinearKernel, LinearWorkload, QuantSpec, Scale
+from tests.support.specs import SPECS
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,9 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def _probe(site: Site, name: str, **row: str) -> LinearProbe:
     offer = next(o for o in site.plugins.offers("linear") if o.contribution.name == name)
     subject = Subject.load(offer, site)
-    probe = LinearProbe(subject, {"dtype": "bfloat16", "spec": "plain", "bias": "no-bias", "tokens": "one", **row})
+    probe = LinearProbe(
+        subject, {"dtype": "bfloat16", "spec": "plain", "bias": "no-bias", "tokens": "one", **row}, SPECS
+    )
     reason = subject.refuses(probe.workload)
     assert reason is None or reason.code in ("arch", "device-feature")  # the host lacks what is not needed here
     return probe
@@ -103,7 +104,7 @@ _TILES = QuantSpec("float8_e4m3fn", scales=(Scale("float32", (1, 128)),), static
 def test_scaled(
     site: Site, monkeypatch: pytest.MonkeyPatch, size: str, spec: str, widths: str, tokens: str, dtype: str
 ) -> None:
-    monkeypatch.setitem(cast(dict[str, Any], SPECS), "fp8-tiles-dynamic", (SPECS["fp8-tiles"][0], _TILES))
+    monkeypatch.setitem(SPECS, "fp8-tiles-dynamic", (SPECS["fp8-tiles"][0], _TILES))
     element = spec.partition("-")[0]
     _judge(_probe(site, f"triton_{element}_{size}", spec=spec, widths=widths, tokens=tokens, dtype=dtype, bias="bias"))
 
@@ -236,7 +237,7 @@ def test_libraries(
     site: Site, monkeypatch: pytest.MonkeyPatch, name: str, spec: str, widths: str, tokens: str, dtype: str, bias: str
 ) -> None:
     tensor = SPECS["fp8-tensor"][0], SPECS["fp8-rows-dynamic"][1]
-    monkeypatch.setitem(cast(dict[str, Any], SPECS), "fp8-tensor-dynamic", tensor)
+    monkeypatch.setitem(SPECS, "fp8-tensor-dynamic", tensor)
     _judge(_probe(site, name, spec=spec, widths=widths, tokens=tokens, dtype=dtype, bias=bias))
 
 
@@ -264,7 +265,7 @@ def test_int4(
     dtype: str,
 ) -> None:
     spec = QuantSpec(element, scales=(Scale("bfloat16", (1, group)),), zero_point=zero_point)
-    monkeypatch.setitem(cast(dict[str, Any], SPECS), "int4", (spec, None))
+    monkeypatch.setitem(SPECS, "int4", (spec, None))
     _judge(_probe(site, name, spec="int4", widths=widths, tokens=tokens, dtype=dtype, bias="bias"))
 
 

@@ -10,13 +10,14 @@ import torch
 
 from hardpoint.cli.main import run
 from hardpoint.config import EngineConfig
-from hardpoint.conformance.families.specs import SPECS, pair_of
+from hardpoint.conformance.families.specs import pair_of
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.engine.explain import explain
 from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.plugins import discover
 from hardpoint.quantization.numerics import fake_quantize, quantize_rows, quantize_weight
 from hardpoint_plugin_api import LinearKernel, LinearWorkload, dequantize
+from tests.support.specs import SPECS
 
 pytestmark = pytest.mark.accelerator
 

@@ -25,23 +25,9 @@ _CHUNK = 1 << 19
 calls cost more than the work: on two busy cores, 64 Ki took eight times as long for int8."""
 
 
-def is_integer(element: str) -> bool:
-    """Whether an element's codes are whole numbers, so that it may have zero points."""
-    return element in _INTEGERS
-
-
 def largest(element: str) -> float:
     """The largest magnitude that a symmetric scale maps to, of one of core's own elements; see Element.largest."""
     return BUILT_IN[element].largest
-
-
-def step(element: str) -> float:
-    """The largest distance of two neighbouring elements, as a share of ``largest``."""
-    if element in _INTEGERS:
-        return 1 / largest(element)
-    if element == "float4_e2m1":
-        return 2 / largest(element)
-    return torch.finfo(dtype_of(element)).eps
 
 
 def round_to(x: torch.Tensor, element: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 
+from hardpoint.conformance.families.router_weights import draw_router_weights
 from hardpoint.conformance.families.steps import worst
 from hardpoint.conformance.plan import Plan, Row
 from hardpoint.conformance.ranks import CommunicatorGroup, Member, device_of, together, too_few_devices, worlds
@@ -170,7 +171,7 @@ class All2AllProbe:
         ids = torch.rand(tokens, choices, generator=generator).argsort(-1)[:, : self._top_k] + first
         share = {"some-absent": 0.4, "all-absent": 1.0}.get(routes, 0.0)
         ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < share, -1).to(torch.int32)
-        weights = torch.rand(ids.shape, generator=generator) + 0.1
+        weights = draw_router_weights(ids.shape, generator)
         x, scales = torch.randn(tokens, _HIDDEN, generator=generator).to(self._dtype), None
         if self._row["travels"] == "int8":
             scales = torch.rand(tokens, 1, generator=generator) + 0.5

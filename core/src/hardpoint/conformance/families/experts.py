@@ -8,10 +8,10 @@ Axes: T tokens, H hidden, I intermediate, E experts, K experts per token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn import functional
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
 from hardpoint.conformance.families.linear import summed_one_by_one
 from hardpoint.conformance.families.ops import batch_invariant
+from hardpoint.conformance.families.router_weights import draw_router_weights
 from hardpoint.conformance.families.specs import Pair, claimed_specs, pair_of, static_scales
 from hardpoint.conformance.families.steps import worst
 from hardpoint.conformance.memory import POISON, Placement, place, soil_allocator
@@ -34,7 +35,7 @@ from hardpoint.experts.prepare_finalize import AnyExpertsKernel, PrepareFinalize
 from hardpoint.experts.reference import ReferenceExperts
 from hardpoint.ops.error_model import Comparison, ErrorModel
 from hardpoint.ops.judge import Call, Expectation, Expected, Input, judge_call
-from hardpoint.quantization.numerics import quantize_weight, step
+from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_plugin_api import (
     All2AllWorkload,
     Contribution,
@@ -64,8 +65,6 @@ _ABSENT = {"here": 0.0, "some-elsewhere": 0.4, "all-elsewhere": 1.0}
 """How many of a token's experts are on other ranks."""
 _LARGEST_OF_ROW = 8.0
 """How much larger the largest of the middle's numbers is than their root mean square, at most."""
-_LEAST_WEIGHT, _LARGEST_WEIGHT = 2.0**-14, 2.0**4
-"""Router weights of a token are of one magnitude between these."""
 
 
 class ExpertsTrials:
@@ -88,19 +87,21 @@ class ExpertsTrials:
             hidden_size=256,
             intermediate_size=256,
         )
-        claims = claimed_specs(subject, plan, usual)
+        claims = claimed_specs(subject, plan, [usual])
         for pattern, reason in claims.refused.items():
             yield Trial(f"spec/{pattern.replace('/', '~')}", unsupported=reason)
-        if not claims.names:
+        if not claims.served:
             return
         few: Exclusions = {
+            ("dtype", "spec"): claims.is_foreign,
+            ("absent", "widths"): lambda absent, widths: absent == "all-elsewhere" and "long" in widths,
             ("batch", "mixture"): lambda batch, mixture: (batch, mixture) == ("many", "60x4"),
             ("mixture", "widths"): lambda mixture, widths: mixture == "60x4" and "long" in widths,
             ("spec", "widths"): lambda spec, widths: _does_not_fit(claims.pairs.get(spec), widths),
         }
         factors: dict[str, Sequence[Any]] = {
-            "dtype": subject.dtypes(),
-            "spec": claims.names,
+            "dtype": claims.dtypes,
+            "spec": tuple(claims.served),
             "activation": tuple(subject.claimed("activation") or names()),
             "format": tuple(subject.claimed("format") or ("standard",)),
             "batch": tuple(_BATCHES),
@@ -108,11 +109,11 @@ class ExpertsTrials:
             "widths": tuple(_WIDTHS),
             "absent": tuple(_ABSENT),
         }
-        sized: set[tuple[Any, ...]] = set()
+        seen: set[tuple[Any, ...]] = set()
         for number, row in enumerate(plan.combinations(factors, few)):
             key = (row["dtype"], row["spec"], row["widths"])
-            yield _trial(ExpertsProbe(subject, row, claims.pairs), plan, number, with_sizes=key not in sized)
-            sized.add(key)
+            yield _trial(ExpertsProbe(subject, row, claims.pairs), plan, number, with_sizes=key not in seen)
+            seen.add(key)
 
 
 def _does_not_fit(pair: Pair | None, widths: str) -> bool:
@@ -148,12 +149,6 @@ class Drawn:
     def rows(self, index: torch.Tensor | slice) -> Drawn:
         """Some of the tokens."""
         return Drawn(self.x[index], self.ids[index], self.weights[index])
-
-
-def magnitudes(tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """Factors [T, 1] for router weights: a power of two for each token."""
-    low, high = math.log2(_LEAST_WEIGHT), math.log2(_LARGEST_WEIGHT)
-    return (torch.rand(tokens, 1, generator=generator) * (high - low) + low).round().exp2()
 
 
 class _Float32Experts(ReferenceExperts):
@@ -231,9 +226,7 @@ class ExpertsProbe:
             drawn = drawn.rows(torch.tensor(order))
         return self.call_of(drawn, lambda: self.expect(drawn), placement)
 
-    def call_of(
-        self, drawn: Drawn, expect: Callable[[], Expected], placement: Placement = Placement.AS_DRAWN
-    ) -> Call:
+    def call_of(self, drawn: Drawn, expect: Callable[[], Expected], placement: Placement = Placement.AS_DRAWN) -> Call:
         """The call with inputs ``drawn``, which are on the host."""
         device = self.subject.site.device
         at = Placement.AS_DRAWN if placement is Placement.APART else placement
@@ -276,7 +269,7 @@ class ExpertsProbe:
         x = torch.randn(tokens, self._hidden, generator=generator).to(dtype_of(self._row["dtype"]))
         ids = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, : self._top_k]
         away = torch.rand(ids.shape, generator=generator) < _ABSENT[self._row["absent"]]
-        weights = (torch.rand(ids.shape, generator=generator) + 0.1) * magnitudes(tokens, generator)
+        weights = draw_router_weights(ids.shape, generator)
         return Drawn(x, ids.masked_fill(away, -1).to(torch.int32), weights)
 
     @cached_property
@@ -334,7 +327,9 @@ class ExpertsProbe:
         activation = self.workload.spec[1]
         if activation.is_plain or self._row["dtype"] != "float32":
             return ERRORS
-        one_code = _LARGEST_OF_ROW * step(activation.element) / self._width**0.5
+        element = activation.number_format
+        widest = max(b - a for a, b in pairwise(element.values))
+        one_code = _LARGEST_OF_ROW * widest / element.largest / self._width**0.5
         return replace(ERRORS, finest=max(ERRORS.finest, one_code / 2))
 
     @property

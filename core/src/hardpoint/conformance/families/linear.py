@@ -75,26 +75,31 @@ class LinearTrials:
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """Combinations of what is claimed and what every kernel must cope with."""
-        claims = claimed_specs(subject, plan, partial(LinearWorkload, out_features=256, in_features=256))
+        own = subject.target.trial_sizes(subject.site.platform.info)[:_MOST_OWN_SIZES]
+        shapes = [(256, 256), *((out_features, in_features) for _, out_features, in_features in own)]
+        sized = [partial(LinearWorkload, out_features=n, in_features=k) for n, k in shapes]
+        claims = claimed_specs(subject, plan, sized)
         for pattern, reason in claims.refused.items():
             yield Trial(f"spec/{pattern.replace('/', '~')}", unsupported=reason)
-        if not claims.names:
+        if not claims.served:
             return
-        own = subject.target.trial_sizes(subject.site.platform.info)[:_MOST_OWN_SIZES]
         factors: dict[str, Sequence[Any]] = {
-            "dtype": subject.dtypes(),
-            "spec": claims.names,
+            "dtype": claims.dtypes,
+            "spec": tuple(claims.served),
             "widths": (*_WIDTHS, *("x".join(map(str, size)) for size in own)),
             "tokens": _numbers_of_tokens(subject),
             "bias": ("bias", "no-bias"),
         }
-        halves: Exclusions = {("spec", "widths"): lambda spec, widths: _is_half(claims.pairs.get(spec), widths)}
-        sized: set[tuple[Any, ...]] = set()
-        for number, row in enumerate(plan.combinations(factors, halves)):
+        senseless: Exclusions = {
+            ("dtype", "spec"): claims.is_foreign,
+            ("spec", "widths"): lambda spec, widths: _is_half(claims.pairs.get(spec), widths),
+        }
+        seen: set[tuple[Any, ...]] = set()
+        for number, row in enumerate(plan.combinations(factors, senseless)):
             probe = LinearProbe(subject, row, claims.pairs)
             key = (row["dtype"], row["spec"], row["widths"])
-            yield _trial(probe, plan, number, with_sizes=key not in sized)
-            sized.add(key)
+            yield _trial(probe, plan, number, with_sizes=key not in seen)
+            seen.add(key)
 
 
 def _is_half(pair: Pair | None, widths: str) -> bool:
@@ -275,7 +280,7 @@ class LinearProbe:
         return {name: value for name, value in self.slots.items() if name.startswith("input_")}
 
     def expect(self, drawn: torch.Tensor) -> Expected:
-        """The truth, and the product with the weight rounded to the trial's dtype, as emulation does, summed in float32.
+        """The truth, and the product summed in float32 with the weight rounded to the trial's dtype, as emulation does.
 
         Where results are float32, too, that is the worst of several orders of summation: where a row nearly cancels,
         how far off one is, is luck. Half of them add one product at a time, as a kernel may whose threads have a
@@ -286,7 +291,11 @@ class LinearProbe:
 
     def _products(self, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The reference's own result [T, N], and the truth."""
-        rounded, weight, bias = fake_quantize(drawn, self.pair[1], self.given), self.plain_weight(self.dtype), self._bias
+        rounded, weight, bias = (
+            fake_quantize(drawn, self.pair[1], self.given),
+            self.plain_weight(self.dtype),
+            self._bias,
+        )
         true = functional.linear(
             fake_quantize(drawn.double(), self.pair[1], self.given),
             self.plain_weight(torch.float64),

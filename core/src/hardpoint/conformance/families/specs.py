@@ -18,9 +18,10 @@ import torch
 
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Subject
-from hardpoint.dtypes import dtype_of
-from hardpoint.quantization.numerics import ELEMENTS, is_integer, largest
-from hardpoint_plugin_api import CheckContext, QuantSpec, Reason, Request, Scale, SpecPattern, Workload
+from hardpoint.plugins import PluginSet
+from hardpoint.quantization.elements import element, known_elements
+from hardpoint.quantization.numerics import calibrate
+from hardpoint_plugin_api import QuantSpec, Reason, Scale, SpecPattern, Workload
 from hardpoint_plugin_api.requirements import SpecRequirement
 
 Pair = tuple[QuantSpec, QuantSpec | None]
@@ -30,6 +31,7 @@ PLAIN = "plain"
 _FORMATS = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn")
 _BLOCKS = ("row", "all", "1x32", "1x64", "1x128", "1x16", "128x128")
 _TOKEN_BLOCKS = ("row", "1x128", "1x32", "1x64", "all")
+_E4M3 = "float8_e4m3fn"
 _FLAGS = ("", "asym", "permuted", "asym+permuted")
 _DTYPES = ("float32", "float16", "bfloat16")
 _ANY_ACTIVATION = (
@@ -55,48 +57,47 @@ def pair_of(pairs: Mapping[str, Pair], name: str, dtype: str) -> tuple[QuantSpec
 
 
 def static_scales(activation: QuantSpec) -> dict[str, torch.Tensor]:
-    """The slots that a checkpoint holds of activations with a static scale: such that normal numbers just fit."""
-    if activation.is_plain or not activation.static:
-        return {}
-    slots = {"input_scale": torch.tensor([_MOST_NORMAL / largest(activation.element)])}
-    if activation.zero_point:
-        slots["input_scale"] *= 2 if activation.element.startswith("uint") else 1
-        middle = largest(activation.element) // 2 if activation.element.startswith("uint") else 3
-        slots["input_zero_point"] = torch.tensor([middle], dtype=dtype_of(activation.zero_point_dtype))
-    return slots
+    """The slots that a checkpoint holds of activations: with scales such that most normal numbers just fit."""
+    return calibrate(torch.linspace(-_MOST_NORMAL, _MOST_NORMAL, 64)[None], activation)
 
 
 @dataclass(frozen=True)
 class ClaimedSpecs:
-    """What there is to try. ``pairs`` are the quantized ones by name; ``refused`` are patterns, or parts of them, of
-    which no pair can be tried, with the reason.
+    """What there is to try. ``pairs`` are the quantized ones by name; ``served`` says in which dtypes each is claimed,
+    the plain one included; ``refused`` are patterns, or parts of them, of which no pair can be tried, with the reason.
     """
 
     pairs: Mapping[str, Pair]
-    plain: bool
+    served: Mapping[str, Sequence[str]]
     refused: Mapping[str, Reason] = field(default_factory=dict)
 
     @property
-    def names(self) -> list[str]:
-        """All, plain first."""
-        return [*([PLAIN] if self.plain else []), *self.pairs]
+    def dtypes(self) -> list[str]:
+        """Those in which any is claimed."""
+        return list(dict.fromkeys(dtype for dtypes in self.served.values() for dtype in dtypes))
+
+    def is_foreign(self, dtype: str, name: str) -> bool:
+        """Whether the pair of that name is not claimed in ``dtype``."""
+        return dtype not in self.served[name]
 
 
-def claimed_specs(subject: Subject, plan: Plan, workload: Callable[..., Workload]) -> ClaimedSpecs:
+def claimed_specs(subject: Subject, plan: Plan, workloads: Sequence[Callable[..., Workload]]) -> ClaimedSpecs:
     """Pairs that cover each pattern of the manifest.
 
-    ``workload`` makes one of a pair (``spec``) and a ``dtype``, of a size that any pair goes with: the contribution's
-    own ``supports`` is asked, and a pair that it refuses in every dtype is no pair.
+    Each of ``workloads`` makes one of a pair (``spec``) and a ``dtype``, in another size: the contribution's own
+    ``supports`` is asked, and a pair that it refuses in every dtype and size is no pair.
     """
     needs = [r for r in subject.offer.contribution.requires if isinstance(r, SpecRequirement)]
     patterns = [pattern for need in needs for pattern in need.pairs] or ["*"]
     dtypes, rng = subject.dtypes(), random.Random(plan.seed)
 
+    def refused_in(pair: Pair, dtype: str) -> Reason | None:
+        spec = pair[0], pair[1] or QuantSpec(dtype)
+        reasons = [subject.refuses(workload(dtype=dtype, spec=spec)) for workload in workloads]
+        return None if None in reasons else reasons[0]
+
     def refusal(pair: Pair) -> Reason | None:
-        activation = pair[1]
-        reasons = [
-            subject.refuses(workload(dtype=dtype, spec=(pair[0], activation or QuantSpec(dtype)))) for dtype in dtypes
-        ]
+        reasons = [refused_in(pair, dtype) for dtype in dtypes]
         return None if None in reasons else next(iter(reasons), None)
 
     pairs: dict[str, Pair] = {}
@@ -105,10 +106,15 @@ def claimed_specs(subject: Subject, plan: Plan, workload: Callable[..., Workload
         weight, _, activation = pattern.partition("/")
         if "@" not in weight and weight != "*":
             continue  # plain numbers
-        found, reasons = _cover(_Choices.of(weight, activation or "*"), refusal, rng, plan)
+        choices = _Choices.of(weight, activation or "*", subject.site.plugins)
+        found, reasons = _cover(choices, refusal, rng, plan)
         pairs |= {written(pair): pair for pair in found}
         refused |= {f"{pattern} {value}".strip(): reason for value, reason in reasons.items()}
-    return ClaimedSpecs(pairs, any(_claims_plain(subject, needs, workload, dtype) for dtype in dtypes), refused)
+    plain = [dtype for dtype in dtypes if refused_in((QuantSpec(dtype), None), dtype) is None]
+    served = {PLAIN: plain} if plain else {}
+    for name, pair in pairs.items():
+        served[name] = [dtype for dtype in dtypes if refused_in(pair, dtype) is None]
+    return ClaimedSpecs(pairs, served, refused)
 
 
 def written(pair: Pair) -> str:
@@ -117,39 +123,32 @@ def written(pair: Pair) -> str:
     return str(weight) if activation is None else f"{weight}~{activation}"
 
 
-def _claims_plain(
-    subject: Subject, needs: Sequence[SpecRequirement], workload: Callable[..., Workload], dtype: str
-) -> bool:
-    plain = QuantSpec(dtype)
-    context = CheckContext(
-        Request(subject.site.platform.info, workload(dtype=dtype, spec=(plain, plain))), subject.offer.api
-    )
-    return all(need.check(context) is None for need in needs)
-
-
 @dataclass(frozen=True)
 class _Choices:
     """A pattern as factors, each with the values that its wildcards may stand for; ``make`` joins one of each."""
 
     factors: tuple[tuple[str, ...], ...]
     levels: int
+    plugins: PluginSet
 
     @classmethod
-    def of(cls, weight: str, activation: str) -> _Choices:
+    def of(cls, weight: str, activation: str, plugins: PluginSet) -> _Choices:
+        """The factors of a pattern's two sides; elements are those that plugins offer."""
         pattern = SpecPattern.parse("*@*:*+*" if weight == "*" else weight)
-        factors = [_chosen(pattern.element, sorted(ELEMENTS))]
+        elements = known_elements(plugins)
+        factors = [_chosen(pattern.element, elements)]
         for format_, block in pattern.scales:
             factors += [_chosen(format_, _FORMATS), _chosen(block, _BLOCKS)]
         flags = tuple("+".join(sorted(pattern.flags)).split()) or ("",)
         factors.append(_FLAGS if "*" in pattern.flags else flags)
-        return cls((*factors, tuple(_activations(activation))), len(pattern.scales))
+        return cls((*factors, tuple(_activations(activation, elements))), len(pattern.scales), plugins)
 
     def make(self, values: Sequence[str]) -> Pair | None:
         """The pair, None where the values do not go together."""
-        element, *scales, flags, activation = values
+        name, *scales, flags, activation = values
         levels = "".join(f"@{scales[2 * i]}:{scales[2 * i + 1]}" for i in range(self.levels))
-        weight = parsed(f"{element}{levels}" + (f"+{flags}" if flags else ""))
-        other = None if "@" not in activation else parsed(activation)
+        weight = parsed(f"{name}{levels}" + (f"+{flags}" if flags else ""), self.plugins)
+        other = None if "@" not in activation else parsed(activation, self.plugins)
         fits = _makes_sense(weight, of_weight=True) and (other is None or _makes_sense(other, of_weight=False))
         return (weight, other) if fits else None
 
@@ -161,7 +160,7 @@ def _chosen(glob: str, vocabulary: Sequence[str]) -> tuple[str, ...]:
     return tuple(value for value in vocabulary if fnmatch.fnmatchcase(value, glob)) or (glob,)
 
 
-def _activations(pattern: str) -> Iterator[str]:
+def _activations(pattern: str, known: Sequence[str]) -> Iterator[str]:
     """Written specs of activations; one without scales is the dtype as it is."""
     if pattern == "*":
         yield from _ANY_ACTIVATION
@@ -170,7 +169,7 @@ def _activations(pattern: str) -> Iterator[str]:
     if not parts.scales:
         yield pattern
         return
-    elements = _chosen(parts.element, sorted(ELEMENTS))
+    elements = _chosen(parts.element, known)
     formats = [_chosen(format_, _FORMATS[:1]) for format_, _ in parts.scales]
     blocks = [_chosen(block, _TOKEN_BLOCKS) for _, block in parts.scales]
     flags = ("dynamic", "", "asym") if "*" in parts.flags else ("+".join(sorted(parts.flags)),)
@@ -181,17 +180,17 @@ def _activations(pattern: str) -> Iterator[str]:
         yield f"{elements[i % len(elements)]}{scales}" + (f"+{flag}" if flag else "")
 
 
-def parsed(text: str) -> QuantSpec:
-    """The spec that is written so, without wildcards."""
+def parsed(text: str, plugins: PluginSet) -> QuantSpec:
+    """The spec that is written so, without wildcards. Raises UnknownNameError for an element that nobody offers."""
     parts = SpecPattern.parse(text)
     known = {"all": (-1, -1), "row": (1, -1)}
     scales = []
     for format_, block in parts.scales:
         rows, _, columns = block.partition("x")
         scales.append(Scale(format_, known.get(block) or (int(rows), int(columns))))
-    return QuantSpec(
-        parts.element,
-        scales=tuple(scales),
+    return QuantSpec.of(
+        element(parts.element, plugins),
+        scales,
         zero_point="asym" in parts.flags,
         static="dynamic" not in parts.flags,
         permuted="permuted" in parts.flags,
@@ -199,18 +198,23 @@ def parsed(text: str) -> QuantSpec:
 
 
 def _makes_sense(spec: QuantSpec, *, of_weight: bool) -> bool:
-    """Whether there can be such a matrix, and whether core's own rounding can make one."""
-    if spec.zero_point and not is_integer(spec.element):
+    """Whether there can be such a matrix."""
+    if spec.zero_point and not (spec.number_format.takes_zero_point and spec.scales[0].format in _DTYPES):
         return False
-    if spec.zero_point and spec.scales[0].format not in _DTYPES:
-        return False
-    if any(scale.format == "float8_e4m3fn" for scale in spec.scales) and len(spec.scales) < 2:
+    if any(scale.format == _E4M3 for scale in spec.scales) and (len(spec.scales) < 2 or spec.scales[1].format == _E4M3):
         return False  # it reaches too few magnitudes to stand alone
+    if len(spec.scales) > 1 and not _is_part(spec.scales[0].block, spec.scales[1].block):
+        return False
     if spec.permuted and spec.scales[0].block[1] == -1:
         return False
     if of_weight:
-        return spec.static and len(spec.scales) == 1 and not spec.permuted
+        return spec.static
     return not spec.static or spec.scales[0].block == (-1, -1)
+
+
+def _is_part(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+    """Whether blocks of the first level lie within those of the second, and are smaller."""
+    return inner != outer and all(o == -1 or (i != -1 and o % i == 0) for i, o in zip(inner, outer, strict=True))
 
 
 def _cover(
@@ -232,8 +236,7 @@ def _cover(
         reason: Reason | None = None
         for _ in range(_TRIES):
             row = [
-                values[n] if n in values else _pick(rng, options, n, rows)
-                for n, options in enumerate(choices.factors)
+                values[n] if n in values else _pick(rng, options, n, rows) for n, options in enumerate(choices.factors)
             ]
             pair = choices.make(row)
             if pair is None or len(pair[0].scales) != choices.levels:
