@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hardpoint.ops.base import Case, CustomOp, custom_op
-from hardpoint.ops.error_model import ErrorModel
+from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.ops.judge import Verdict, judge
 
 Tensor = torch.Tensor
@@ -223,3 +223,39 @@ def test_integers_are_exact_and_empty_outputs_pass() -> None:
 def test_the_rule_can_be_printed() -> None:
     assert str(ErrorModel(exact=True)) == "equal to the reference, bit for bit"
     assert str(ErrorModel()) == "4 x the reference's own error + 4 units per element, 1 per row, at the row's magnitude"
+
+
+def test_right_results_of_few_columns_raise_no_alarm() -> None:
+    """A row of a few elements has no mean to speak of: its floor is an element's."""
+    generator = torch.Generator().manual_seed(0)
+    model, alarms = ErrorModel(), 0
+    for number in range(4000):
+        x = torch.rand(1 + number % 5, 24, generator=generator)
+        weight = torch.rand(1 + number % 3, 24, generator=generator)
+        truth, own = x.double() @ weight.double().T, x @ weight.T
+        total = torch.zeros_like(own)
+        for column in range(24):  # another order of summation
+            total += x[:, column, None] * weight[None, :, column]
+        alarms += bool(compare("y", total, own, truth, model, torch.device("cpu")).faults)
+    assert alarms == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [1, 3, 64, 20_000])
+def test_one_rounding_is_within_the_bound_on_accumulation(dtype: torch.dtype, count: int) -> None:
+    for seed in range(100):
+        truth = torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        found = compare("y", truth.to(dtype), truth.to(dtype), truth, ErrorModel(), torch.device("cpu"))
+        error, limit = found.measured["accumulation"]
+        assert error <= 0.75 * limit
+        assert not found.faults
+
+
+def test_sixteen_roundings_are_beyond_the_bound_on_accumulation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(32, 64, 96, generator=generator, dtype=torch.float64)
+    truth, total = parts.sum(0), torch.zeros(64, 96, dtype=torch.bfloat16)
+    for part in parts:
+        total += part.bfloat16()
+    found = compare("y", total, truth.bfloat16(), truth, ErrorModel(), torch.device("cpu"))
+    assert {fault.code for fault in found.faults} == {"accumulation"}

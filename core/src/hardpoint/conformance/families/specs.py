@@ -205,8 +205,8 @@ def _makes_sense(spec: QuantSpec, *, of_weight: bool) -> bool:
         return False  # it reaches too few magnitudes to stand alone
     if len(spec.scales) > 1 and not _is_part(spec.scales[0].block, spec.scales[1].block):
         return False
-    if spec.permuted and spec.scales[0].block[1] == -1:
-        return False
+    if spec.permuted and [scale.block[1] == -1 for scale in spec.scales] != [False, *[True] * (len(spec.scales) - 1)]:
+        return False  # one index says to which group of one level a column belongs
     if of_weight:
         return spec.static
     return not spec.static or spec.scales[0].block == (-1, -1)

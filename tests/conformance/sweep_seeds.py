@@ -1,0 +1,115 @@
+"""Runs checks of values with many seeds, in many processes: a right kernel has no alarm in any.
+
+python3 tests/conformance/sweep_seeds.py cuda --family linear --seeds 100 --share 20
+
+Prints for each contribution how many checks were made, how near any came to a limit, and the first alarms. Exits with 1
+where there are any.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+
+import click
+
+_CHECKS = ("values", "sizes", "extremes", "rows", "fresh")
+
+
+@dataclass
+class Seen:
+    """What the checks of one contribution found."""
+
+    checks: int = 0
+    alarms: list[str] = field(default_factory=list)
+    nearest: dict[str, tuple[float, str]] = field(default_factory=dict)
+    unsupported: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Seen) -> None:
+        """Take in what another process found."""
+        self.checks += other.checks
+        self.alarms += other.alarms
+        self.unsupported += other.unsupported
+        for bound, (share, case) in other.nearest.items():
+            if share > self.nearest.get(bound, (0.0, ""))[0]:
+                self.nearest[bound] = (share, case)
+
+
+def one_seed(platform: str, plugin: str, family: str, names: tuple[str, ...], share: int, seed: int) -> dict[str, Seen]:
+    """By contribution, what one seed's trials found; of each ``share`` trials one is made, another for each seed."""
+    from hardpoint.conformance.generators import generator_for
+    from hardpoint.conformance.plan import Plan
+    from hardpoint.conformance.site import Site, Subject
+    from hardpoint.plugins import discover
+
+    plugins = discover()
+    site = Site.open(plugins, platform, {"cpu": {"threads": 1}} if platform == "cpu" else None)
+    found: dict[str, Seen] = {}
+    for contribution in plugins.record(plugin).contributions:
+        if contribution.family != family or (names and contribution.name not in names):
+            continue
+        if contribution.platforms and platform not in contribution.platforms:
+            continue
+        offer = next(
+            o for o in plugins.offers(family, contribution.of) if (o.plugin, o.contribution) == (plugin, contribution)
+        )
+        title = "/".join(filter(None, (family, contribution.of, contribution.name)))
+        seen = found[title] = Seen()
+        generator = generator_for(plugins, contribution)
+        assert generator, f"{title} has no trials"
+        for number, trial in enumerate(generator.trials(Subject.load(offer, site), Plan(seed=seed))):
+            if trial.unsupported:
+                seen.unsupported[trial.unsupported.code] += 1
+            elif number % share == seed % share:
+                for name, finding in trial.run():
+                    if name not in _CHECKS:
+                        continue
+                    seen.checks += 1
+                    for bound, (error, limit) in finding.measured.items():
+                        if error / limit > seen.nearest.get(bound, (0.0, ""))[0]:
+                            seen.nearest[bound] = (error / limit, f"seed {seed}, {trial.case}, {name}")
+                    seen.alarms += [f"seed {seed}, {trial.case}, {name}: {fault}" for fault in finding.faults]
+    return found
+
+
+def all_seeds(
+    platform: str, plugin: str, family: str, names: tuple[str, ...], share: int, seeds: int, jobs: int
+) -> Iterator[tuple[str, Seen]]:
+    """What all seeds together found."""
+    total: dict[str, Seen] = {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        made = [pool.submit(one_seed, platform, plugin, family, names, share, seed) for seed in range(seeds)]
+        for future in made:
+            for title, seen in future.result().items():
+                total.setdefault(title, Seen()).add(seen)
+    yield from total.items()
+
+
+@click.command()
+@click.argument("plugin")
+@click.option("--family", default="linear", help="The family of contributions to try.")
+@click.option("--name", "names", multiple=True, help="A contribution's name; may be repeated. All by default.")
+@click.option("--platform", default=None, help="Where to run; the plugin's name by default.")
+@click.option("--seeds", default=100, help="Seeds to try, from 0.")
+@click.option("--share", default=10, help="One of so many trials is made for each seed.")
+@click.option("--jobs", default=os.cpu_count() or 1, help="Processes at once.")
+def main(
+    plugin: str, family: str, names: tuple[str, ...], platform: str | None, seeds: int, share: int, jobs: int
+) -> None:
+    """Try the contributions of PLUGIN with many seeds."""
+    alarms = 0
+    for title, seen in all_seeds(platform or plugin, plugin, family, names, share, seeds, jobs):
+        near = ", ".join(f"{bound} {share:.2f}" for bound, (share, _) in sorted(seen.nearest.items()))
+        print(f"{title}: {seen.checks} checks, {len(seen.alarms)} alarms; nearest: {near}", flush=True)
+        alarms += len(seen.alarms)
+        for alarm in seen.alarms[:8]:
+            print(f"    {alarm[:400]}", flush=True)
+    raise SystemExit(1 if alarms else 0)
+
+
+if __name__ == "__main__":
+    main()
