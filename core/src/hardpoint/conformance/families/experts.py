@@ -94,13 +94,13 @@ class ExpertsTrials:
 
 def _trial(probe: ExpertsProbe, plan: Plan, number: int) -> Trial:
     if reason := probe.subject.refuses(probe.workload):
-        return Trial(probe.title, unsupported=reason)
+        return Trial(probe.title, unsupported=reason, workload=probe.workload)
     seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
     is_empty = probe.has_no_results
     checks = kernel_checks(probe, seed, plan, number, without=tuple(ADVERSARIAL) if is_empty else ())
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
         checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed)))
-    return Trial(probe.title, checks)
+    return Trial(probe.title, checks, workload=probe.workload)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _sizes(subject: Subject) -> dict[str, Sequence[str]]:
 
 def _trial(probe: LinearProbe, plan: Plan, number: int) -> Trial:
     if reason := probe.subject.refuses(probe.workload):
-        return Trial(probe.title, unsupported=reason)
+        return Trial(probe.title, unsupported=reason, workload=probe.workload)
     seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
     is_empty = not probe.num_tokens
     checks = kernel_checks(probe, seed, plan, number, without=tuple(ADVERSARIAL) if is_empty else ())
@@ -98,7 +98,7 @@ def _trial(probe: LinearProbe, plan: Plan, number: int) -> Trial:
     checks.append(Check("quantized-input", partial(quantized_input, probe, seed)))
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
         checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed)))
-    return Trial(probe.title, checks)
+    return Trial(probe.title, checks, workload=probe.workload)
 
 
 class LinearProbe:

@@ -346,18 +346,18 @@ def dtype_works(subject: Subject, dtype: str) -> Finding:
     if not kind.is_floating_point:
         x = torch.arange(10, dtype=kind)
         same = torch.equal((x.to(device) + 1).cpu(), x + 1)
-        return Finding() if same else Finding.failed("dtype", dtype, "adds wrongly")
+        return Finding(compared=x.numel()) if same else Finding.failed("dtype", dtype, "adds wrongly")
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(48, 48, generator=generator).to(kind) for _ in range(2))
     if kind.itemsize == 1:
         same = torch.equal(a.to(device).float().cpu(), a.float())
-        return Finding() if same else Finding.failed("dtype", dtype, "does not keep numbers")
+        return Finding(compared=a.numel()) if same else Finding.failed("dtype", dtype, "does not keep numbers")
     got, wanted = (a.to(device) @ b.to(device) + a.to(device)).cpu().double(), a.double() @ b.double() + a.double()
     limit = 8 * torch.finfo(kind).eps * float(wanted.abs().max())
     error = float((got - wanted).abs().max())
     if not error <= limit:
         return Finding.failed("dtype", dtype, f"a product is {error:.3g} off, {limit:.3g} allowed")
-    return Finding(measured={"peak": (error, limit)})
+    return Finding(measured={"peak": (error, limit)}, compared=wanted.numel())
 
 
 _CHECKS: dict[str, Callable[[Subject], Finding]] = {
