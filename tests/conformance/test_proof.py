@@ -318,6 +318,9 @@ def test_a_certificate_counts_for_the_library_that_it_was_made_with(site_folder:
     assert "another library than is installed: the files of lib-gain 2.0 are not those" in refused.message
     library.write_text("GAIN = 1.0\n")
     assert standing().startswith("quick, ")
+    library.unlink()
+    library.symlink_to("/proc/self/mem")  # what cannot be read is not what was tried
+    assert standing() == "no"
 
 
 def test_pytest_fails_for_what_is_not_proved(site_folder: Path, tmp_path: Path) -> None:

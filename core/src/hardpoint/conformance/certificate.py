@@ -340,7 +340,7 @@ class Certificates:
             proof = certificate.proof_of(c.family, c.of, c.name)
             if proof is None or proof.verdict == "not here" or not self._has_settings(certificate, offer, device):
                 continue
-            if difference := self._wrapped.difference(required_by([c]), certificate.wrapped):
+            if difference := self._other_library(offer, certificate):
                 best = best if best.level else replace(best, stale=difference)
                 continue
             if proof.verdict != "proved":
@@ -353,6 +353,13 @@ class Certificates:
             ):
                 best = found
         return best
+
+    def _other_library(self, offer: Offer, certificate: Certificate) -> str | None:
+        """Which library that the contribution requires is not the one that the certificate was made with."""
+        try:
+            return self._wrapped.difference(required_by([offer.contribution]), certificate.wrapped)
+        except PluginLoadError as error:  # what cannot be read cannot be certified
+            return str(error)
 
     def refusal(self, offer: Offer, device: DeviceInfo, least: Level = "full") -> Reason | None:
         """Why ``--require-certified`` refuses a contribution; None where it is certified, or core's own."""
