@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ import pytest
 from hardpoint.cli.main import run as hardpoint
 from hardpoint.config import EngineConfig
 from hardpoint.conformance.certificate import KIT_VERSION, Certificate, Certificates, merge, read_certificate
+from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.proof import Asked, asked_of, elsewhere, met_by, prove, tally
-from hardpoint.conformance.trials import Outcome, Result
+from hardpoint.conformance.site import Site
+from hardpoint.conformance.trials import Outcome, Result, Trial
+from hardpoint.conformance.worker import Bench
 from hardpoint.plugins import discover
 from hardpoint_plugin_api import (
     API_VERSION,
@@ -27,6 +30,7 @@ from hardpoint_plugin_api import (
     LinearWorkload,
     PlatformWorkload,
     QuantSpec,
+    Reason,
     Scale,
     parse_requirement,
 )
@@ -239,6 +243,18 @@ def _made_up(results: tuple[Result, ...], asked: tuple[Asked, ...]) -> Certifica
         case_list="0" * 16,
         asked=asked,
     )
+
+
+def test_a_pattern_that_is_refused_as_a_whole_was_asked_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def trials(self, subject: object, plan: object) -> Iterator[Trial]:
+            yield Trial("spec/nf4", unsupported=Reason("spec", "no nf4 here"), claims=("spec nf4/*",))
+
+    monkeypatch.setattr("hardpoint.conformance.worker.generator_for", lambda plugins, contribution: Refusing())
+    offer = next(o for o in site.plugins.offers("linear") if o.contribution.name == "torch")
+    bench = Bench(site.plugins, offer, "cpu", Plan(), {"cpu": {"threads": 1}})
+    (result,) = bench.run("spec/nf4")
+    assert (result.check, result.outcome, result.claims) == ("claim", "unsupported", ("spec nf4/*",))
 
 
 # A plugin, as its author runs the kit.

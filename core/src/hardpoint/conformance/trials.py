@@ -66,14 +66,17 @@ class Trial:
     Nothing is drawn or built before a check runs: thousands of trials can be listed at no cost.
 
     ``workload`` is the request that the case stands for: a passing comparison of values proves the claims that it
-    falls under (see ``proof.py``). ``of_a_part`` says that the case computes less than the contribution is for, such
-    as a backend's store without its attention: its values prove nothing of the whole.
+    falls under (see ``proof.py``). ``claims`` are further ones, as ``proof.py`` writes them, of a case that has no
+    workload: a pattern of specs that the contribution refuses as a whole. ``of_a_part`` says that the case computes
+    less than the contribution is for, such as a backend's store without its attention: its values prove nothing of the
+    whole.
     """
 
     case: str
     checks: Sequence[Check] = ()
     unsupported: Reason | None = None
     workload: Workload | None = None
+    claims: tuple[str, ...] = ()
     of_a_part: bool = False
 
     def run(self) -> Iterator[tuple[str, Finding]]:

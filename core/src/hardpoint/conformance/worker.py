@@ -93,7 +93,7 @@ class Bench:
         """Make the checks of one case, and leave the device's memory to the other processes that try kernels there."""
         assert self._site is not None
         c, trial = self.offer.contribution, self._trials[case]
-        claims = met_by(c, trial.workload, self._site.platform.info, self.offer.api)
+        claims = met_by(c, trial.workload, self._site.platform.info, self.offer.api) + trial.claims
         for check, finding in trial.run():
             proves = check == proving_check(c.family) and not trial.of_a_part
             yield Result(
