@@ -235,9 +235,12 @@ def test_env_reports_a_platform_that_answers_nonsense(
     monkeypatch.setattr(cpu, "detect", classmethod(lambda cls: answer))
     assert run(["env", "--json"]) == 0
     (platform,) = (p for p in json.loads(capsys.readouterr().out)["platforms"] if p["platform"] == "cpu")
-    assert platform["problem"] == f"its detect() must return DeviceInfo or Reason, got {answer}"
+    assert platform["problem"] == f"detect() of CpuPlatform, plugin cpu, must return DeviceInfo or Reason, got {answer}"
     assert run(["generate", "--platform", "cpu", "--prompt", "x"]) == 2
-    assert f"cpu: its detect() must return DeviceInfo or Reason, got {answer}" in capsys.readouterr().err
+    assert (
+        f"cpu: detect() of CpuPlatform, plugin cpu, must return DeviceInfo or Reason, got {answer}"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

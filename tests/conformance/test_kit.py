@@ -227,13 +227,6 @@ def test_a_field_that_is_none_of_a_certificate_is_named(tmp_path: Path, field: s
         read_certificate(path)
 
 
-def test_what_a_class_declares_proves_nothing_of_what_it_computes() -> None:
-    says = Result("attention", None, "acme", "declared", "conventions", "passed")
-    refused = replace(says, case="decode", check="claim", outcome="unsupported", reason="not today")
-    assert not made_up(says, refused).proves(*says.contribution)
-    assert made_up(says, replace(says, case="decode", check="values")).proves(*says.contribution)
-
-
 def test_a_plugin_that_changes_while_it_is_tried_is_not_certified(tried_plugin: Path) -> None:
     kernels = tried_plugin / "hp_tried" / "kernels.py"
     text = kernels.read_text()
@@ -276,7 +269,7 @@ def test_a_certificate_counts_for_the_content_and_device_that_it_names(tried_plu
     }
     for name, other in others.items():
         other.write(tmp_path / name / "c.json")
-        assert standing(plugins, "tried_right", tmp_path / name) == "no", name
+        assert standing(plugins, "tried_right", tmp_path / name) == ("failed" if name == "failed" else "no"), name
     good.write(tmp_path / "c.json")
     assert standing(plugins, "tried_right", tmp_path) == f"quick, {good.created[:10]}"
     with pytest.raises(ConfigError, match="no such folder"):
@@ -302,7 +295,7 @@ def test_a_certificate_counts_for_engines_of_its_settings(
     tried_plugin: Path, tmp_path: Path, made: Any, runs: Any, counts: bool
 ) -> None:
     plugins = discover()
-    passed = Result("op", "rms_norm", "tried_right", "float32/random", "values", "passed")
+    passed = Result("op", "rms_norm", "tried_right", "float32/random", "values", "passed", compared=1)
     content = {"name": "tried", "version": "1.0", "content_hash": content_of(plugins.record("tried"))}
     here = {"platform": "cpu", "arch": _cpu(plugins).arch}
     replace(made_up(passed), plugin=content, device=here, settings=made).write(tmp_path / "c.json")
@@ -429,10 +422,8 @@ def test_what_was_tried_in_no_case_is_named(
     found = certified("right")
     other = Result("op", "rms_norm", "tried_elsewhere", "all", "claim", "unsupported", reason="another device")
     replace(found, results=(*found.results, other)).write(tmp_path / "one.json")
-    assert hardpoint(["merge-certificates", str(tmp_path / "one.json"), "--json", str(tmp_path / "whole.json")]) == 0
-    assert "none failed; nothing could be tried of tried_elsewhere, not proved" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert hardpoint(["merge-certificates", str(tmp_path / "one.json"), "--json", str(tmp_path / "whole.json")]) == 1
+    assert "none failed; not proved: tried_elsewhere" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

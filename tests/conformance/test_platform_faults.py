@@ -59,6 +59,16 @@ class RunsWhatWasRecorded(GraphEngine):
         return _Recorded(fn(**inputs).clone())
 
 
+class TakesNoInputs(GraphEngine):
+    def prepare(self, key: Any, fn: Callable[..., Any]) -> Any:  # type: ignore[override]  # that is the fault
+        raise AssertionError("it is seen before it is called")
+
+
+class WithoutInputs(CpuPlatform):
+    def graph_engine(self) -> GraphEngine:
+        return TakesNoInputs()
+
+
 class _Recorded:
     def __init__(self, result: torch.Tensor) -> None:
         self.result = result
@@ -128,6 +138,7 @@ PLANTED: dict[str, tuple[Callable[[Site], CpuPlatform], str]] = {
     "a cache larger than memory": (of(Overcommits), "step-limits"),
     "buckets descend": (of(BadBuckets), "step-limits"),
     "results recorded": (of(RecordsResults), "graph-engine"),
+    "prepare takes no inputs": (of(WithoutInputs), "graph-engine"),
     "interruptions forgotten": (of(ForgetsInterruptions), "graph-pieces"),
     "pin loses content": (of(PinLosesContent), "pin"),
     "range raises": (of(RangeThatRaises), "range"),

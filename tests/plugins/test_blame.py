@@ -14,6 +14,7 @@ from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.layers import PluggableLayer
 from hardpoint.layers.linear import Linear
 from hardpoint.plugins import Offer
+from hardpoint.plugins.blame import blame
 from hardpoint.quantization.assignment import Quantization
 from hardpoint.quantization.plain_linear import PlainLinear
 from hardpoint_plugin_api import (
@@ -153,10 +154,41 @@ def test_what_a_kernel_raises_in_a_step(
         llm.generate([1, 2])
     said = "".join(traceback.format_exception(caught.value))
     assert "Raised in plugin fails_in_steps (fails-in-steps-hardpoint 1.0), hp_fails_in_steps/ops.py, line 2." in said
+    assert "It serves as op.rms_norm=failing." in said
 
 
 def test_a_kernel_that_does_not_take_what_the_op_does(installed: Installer) -> None:
     installed("wrong_signature")
-    fact = r"plugin wrong_signature: .*cannot be called as rms_norm\(x, weight, \*, eps\)"
+    fact = r"plugin wrong_signature .*cannot be called as rms_norm\(x, weight, \*, eps\)"
     with pytest.raises(PluginLoadError, match=fact):
         LLM(**SMALL, plugins=["cpu", "wrong_signature"])
+
+
+def test_what_a_kernel_raises_while_weights_are_packed(installed: Installer) -> None:
+    installed("fails_to_pack")
+    with pytest.raises(PluginLoadError) as caught:
+        LLM(**SMALL, plugins=["cpu", "fails_to_pack"])
+    assert (
+        "plugin fails_to_pack: linear: packing: target 'hp_fails_to_pack.kernels:Packing' raised KeyError: 'tile'"
+        in str(caught.value)
+    )
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_what_a_backend_raises_while_the_engine_starts(installed: Installer) -> None:
+    installed("fails_to_limit")
+    with pytest.raises(NameError, match="undefined_name") as caught:
+        LLM(**SMALL, plugins=["cpu", "fails_to_limit"], core_process=False)
+    said = "".join(traceback.format_exception(caught.value))
+    assert (
+        "Raised in plugin fails_to_limit (fails-to-limit-hardpoint 1.0), hp_fails_to_limit/kernels.py, line 6." in said
+    )
+    assert "It serves as attention=limits." in said
+    assert said.count("Raised in plugin") == 1
+
+
+def test_want_of_memory_stays_what_it_is() -> None:
+    mine = offer("mine", family="linear")
+    with pytest.raises(MemoryError) as caught, blame(mine):
+        raise MemoryError
+    assert caught.value.__notes__ == ["Raised in plugin acme: linear: mine."]

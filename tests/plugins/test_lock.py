@@ -64,6 +64,7 @@ def test_what_is_written(installed: Installer, lock_file: Path, capsys: pytest.C
         "entry": "hp_kit.plugin",
         "editable": False,
         "sha256": record.content_hash(),
+        "wrapped": {},
     }
     assert run(["plugins", "verify"]) == 0
     assert "plugins are as hardpoint-plugins.lock says" in capsys.readouterr().out
@@ -235,19 +236,20 @@ def entry(**changes: Any) -> str:
         "editable": "false",
         "sha256": '"49bd1b1f6b6aa0c7ea8bcf2ac39ddb1fc6acfc1a9b4c3b8e3a8d2c4d4c0ef4b2"',
         "files": "{}",
+        "wrapped": "{}",
     }
-    return "schema = 1\n[[plugin]]\n" + "\n".join(f"{k} = {v}" for k, v in (values | changes).items() if v is not None)
+    return "schema = 2\n[[plugin]]\n" + "\n".join(f"{k} = {v}" for k, v in (values | changes).items() if v is not None)
 
 
 @pytest.mark.parametrize(
     ("text", "fact"),
     [
-        ("schema = 1\n[[plugin", "is not valid TOML"),
-        ("", "has schema None, this Hardpoint reads 1"),
-        ("schema = 2", "has schema 2"),
-        ("schema = 1\nplugin = 3", "holds something else"),
-        ("schema = 1\nplugin = [3]", r"must be \[\[plugin\]\] tables"),
-        ("schema = 1\nother = 3", "holds something else"),
+        ("schema = 2\n[[plugin", "is not valid TOML"),
+        ("", "has schema None, this Hardpoint reads 2"),
+        ("schema = 1", "has schema 1"),
+        ("schema = 2\nplugin = 3", "holds something else"),
+        ("schema = 2\nplugin = [3]", r"must be \[\[plugin\]\] tables"),
+        ("schema = 2\nother = 3", "holds something else"),
         (entry(version="3"), "plugin a: 'version' must be a str, got 3"),
         (entry(entry=None), "plugin a: 'entry' must be a str, got None"),
         (entry(more="3"), "plugin a: unknown key 'more'"),

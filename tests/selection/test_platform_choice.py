@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from hardpoint.plugins import Offer
-from hardpoint.selection import PlatformChoice, Settings, choose_platform, preset_choice
+from hardpoint.selection import PlatformChoice, Settings, choose_platform, platform_choice, preset_choice
 from hardpoint_plugin_api import (
     NO_DEVICE,
     DeviceInfo,
@@ -219,3 +221,37 @@ def test_an_unknown_preset() -> None:
 def test_a_preset_of_a_platform_that_nobody_offers() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown platform 'acme'; known: cpu\."):
         preset_choice(plugins(CPU, presets=(PRESET,)), Settings(), "acme-2")
+
+
+def test_a_detect_that_hangs_is_passed_over_unless_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(platform_choice, "DETECT_SECONDS", 0.05)
+    over = threading.Event()
+
+    def hang() -> object:
+        over.wait(60)
+        return NOTHING_HERE
+
+    cpu = fake("cpu", lambda: device("cpu", accelerator=False))
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert choose(fake("stuck", hang), cpu).device.platform == "cpu"
+        (warning,) = (r.getMessage() for r in caplog.records)
+        assert "platform stuck is passed over" in warning
+        assert "plugin stuck, did not return within 0.05 s; it is at " in warning
+        assert "threading.py, line" in warning
+        with pytest.raises(SelectionError, match="--platform stuck: it cannot be used here") as caught:
+            choose(fake("stuck", hang), cpu, name="stuck")
+        assert "did not return within" in str(caught.value)
+    finally:
+        over.set()
+
+
+def test_a_detect_that_exits_ends_nothing_else() -> None:
+    def leave() -> object:
+        raise SystemExit(3)
+
+    cpu = fake("cpu", lambda: device("cpu", accelerator=False))
+    with pytest.raises(PlatformError, match="plugin leaving, raised SystemExit"):
+        choose(fake("leaving", leave), cpu)

@@ -370,8 +370,10 @@ _PARSERS: dict[str, Callable[[object], Requirement]] = {
 }
 
 VOCABULARY: Mapping[str, str] = {
-    "package": 'The distribution is installed, in a version that the text admits (PEP 508): "acme-kernels>=2".',
-    "symbol": '"module:attribute" of the distribution that `from` names, which must be what an import would find.',
+    "package": 'The distribution is installed, in a version that the text admits (PEP 508): "acme-kernels>=2". '
+    "Certificates and the lock file keep its version and hash.",
+    "symbol": '"module:attribute" of the distribution that `from` names, which must be what an import would find. '
+    "Certificates and the lock file keep the distribution's version and hash.",
     "arch": "The device's architecture matches one of these globs. There is no >=: sm_120 is no superset of sm_100.",
     "device_feature": "The device has all of these features.",
     "dtype": "The activations' dtype is one of these.",

@@ -15,12 +15,14 @@ import click
 from hardpoint.cli.output import check_writable, make_folder, print_json, print_table, write_text
 from hardpoint.conformance.kit import SEEDS, TIMEOUTS, Order, Shard
 from hardpoint.conformance.plan import CASE_SECONDS, Level
+from hardpoint.conformance.proof import tally
 from hardpoint.plugins import discover
 from hardpoint_plugin_api import ConfigError
 
 if TYPE_CHECKING:
     from hardpoint.conformance.certificate import Certificate
     from hardpoint.conformance.isolation import Listing
+    from hardpoint.conformance.proof import Proof, Tally
     from hardpoint.conformance.trials import Result
     from hardpoint.plugins import Offer
 
@@ -36,6 +38,13 @@ class _ShardType(click.ParamType[Shard]):
             return value if isinstance(value, Shard) else Shard.parse(value)
         except ValueError:
             self.fail(f"{value!r} is no shard; write I/N, as in 2/8, with I from 1 to N", param, ctx)
+
+
+_COMPACT = click.option(
+    "--compact",
+    is_flag=True,
+    help="With --json: counts for each check in place of the cases, small enough to ship in a plugin's package.",
+)
 
 
 def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -80,6 +89,7 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
     help="A setting of a plugin's own; repeatable.",
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the certificate; - is stdout.")
+@_COMPACT
 @click.option("--in-process", is_flag=True, help="Run everything in this process, for a debugger.")
 @click.option(
     "--jobs",
@@ -93,11 +103,20 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
     show_default=True,
     help="Seconds that one case may take.",
 )
-def conform(plugin: str, json_file: str | None, in_process: bool, jobs: int | None, timeout: int, **order: Any) -> int:
+def conform(
+    plugin: str,
+    json_file: str | None,
+    compact: bool,
+    in_process: bool,
+    jobs: int | None,
+    timeout: int,
+    **order: Any,
+) -> int:
     """Run the contributions of PLUGIN on the inputs that break kernels, against references in higher precision.
 
-    What a contribution claims is tried; what it does not claim is recorded as unsupported. The exit code is 1 if
-    anything failed, or if nothing at all could be tried; a shard that holds no case has failed in nothing.
+    What a contribution claims is tried; what it does not claim is recorded as unsupported. The exit code is 1 if a
+    check failed, and if a contribution for this hardware is not proved: its values were compared in no case. A shard is
+    not judged by what the other shards hold: 'hardpoint merge-certificates' has the last word.
     """
     from hardpoint.conformance.certify import certify
 
@@ -111,12 +130,13 @@ def conform(plugin: str, json_file: str | None, in_process: bool, jobs: int | No
             _print_results(progress.results, f"{plugin}, up to the interrupt")
         click.echo("hardpoint: interrupted; nothing is certified", err=True)
         return 130
+    written = certificate.compact() if compact else certificate
     if json_file == "-":
-        print_json(certificate.to_json())
+        print_json(written.to_json())
     else:
         _print(certificate)
         if json_file:
-            write_text(json_file, json.dumps(certificate.to_json(), indent=1) + "\n")
+            write_text(json_file, json.dumps(written.to_json(), indent=1) + "\n")
             click.echo(f"certificate written to {json_file}")
     return _exit_code(certificate)
 
@@ -124,17 +144,20 @@ def conform(plugin: str, json_file: str | None, in_process: bool, jobs: int | No
 @click.command(short_help="Join the certificates of all shards of one run.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--json", "json_file", metavar="FILE", required=True, help="Where to write the whole; - is stdout.")
-def merge_certificates(files: Sequence[Path], json_file: str) -> int:
+@_COMPACT
+def merge_certificates(files: Sequence[Path], json_file: str, compact: bool) -> int:
     """Join certificates FILES, which 'hardpoint conform --shard I/N --json FILE' wrote, into one.
 
     Refuses shards of unlike runs (plugin content, level, seed, device, list of cases) and one that comes twice. The
-    exit code is 1 if a case failed.
+    exit code is 1 if a check failed, or a contribution is not proved. One whole certificate and --compact make the
+    compact one of the same run.
     """
     from hardpoint.conformance.certificate import merge, read_certificate
 
     check_writable("--json", json_file)
     whole = merge([read_certificate(path) for path in files])
-    write_text(json_file, json.dumps(whole.to_json(), indent=1) + "\n")
+    written = whole.compact() if compact else whole
+    write_text(json_file, json.dumps(written.to_json(), indent=1) + "\n")
     if json_file != "-":
         _print(whole)
     return _exit_code(whole)
@@ -150,13 +173,18 @@ def _require_writable(json_file: str | None) -> None:
 def _exit_code(certificate: Certificate) -> int:
     if _holds_no_case(certificate):
         return 0
-    outcomes = {result.outcome for result in certificate.results}
-    return 1 if "failed" in outcomes or "passed" not in outcomes else 0
+    outcomes = certificate.outcomes
+    return 1 if outcomes["failed"] or not outcomes["passed"] or _unproved(certificate) else 0
+
+
+def _unproved(certificate: Certificate) -> list[Proof]:
+    """What a whole run was asked to prove and did not; a part of a run is asked for nothing."""
+    return [proof for proof in certificate.proofs if proof.verdict == "not proved" and certificate.is_complete]
 
 
 def _holds_no_case(certificate: Certificate) -> bool:
     """Whether it is of a part of a run to which no case fell."""
-    return not certificate.results and len(certificate.shards) < certificate.num_shards
+    return not certificate.tallies and len(certificate.shards) < certificate.num_shards
 
 
 class _Progress(AbstractContextManager["_Progress"]):
@@ -208,22 +236,33 @@ class _Progress(AbstractContextManager["_Progress"]):
 def _print(certificate: Certificate) -> None:
     device = certificate.device.get("name", "no device")
     title = f"{certificate.plugin['name']} {certificate.plugin['version']} on {device}, level {certificate.level}, "
-    _print_results(certificate.results, f"{title}seed {certificate.seed}")
-    _print_reasons(certificate.results)
+    _print_tallies(certificate.tallies, f"{title}seed {certificate.seed}", certificate.proofs)
+    _print_failures(certificate.results)
+    _print_reasons(certificate.tallies)
+    _print_proofs(certificate)
     click.echo(_conclusion(certificate))
 
 
 def _print_results(results: Sequence[Result], title: str) -> None:
     """What each contribution came to, and the first failures."""
-    contributions = list(dict.fromkeys(r.contribution for r in results))
-    rows = []
-    for key in contributions:
-        own = [r for r in results if r.contribution == key]
-        counts = Counter(r.outcome for r in own)
+    _print_tallies(tally(results), title)
+    _print_failures(results)
+
+
+def _print_tallies(tallies: Sequence[Tally], title: str, proofs: Sequence[Proof] = ()) -> None:
+    """What each contribution came to."""
+    verdicts, rows = {proof.key: proof.verdict for proof in proofs}, []
+    for key in dict.fromkeys(t.key for t in tallies):
+        own = [t for t in tallies if t.key == key]
+        counts = sum((t.outcomes for t in own), Counter[str]())
         numbers = [counts[o] or None for o in ("passed", "failed", "unsupported", "skipped")]
-        rows.append([*_title(key), len({r.case for r in own}), *numbers, _nearest(own)])
-    heads = ["family", "name", "cases", "passed", "failed", "unsupported", "skipped", "nearest to a limit"]
+        rows.append([*_title(key), *numbers, _nearest(own), verdicts.get(key)])
+    heads = ["family", "name", "passed", "failed", "unsupported", "skipped", "nearest to a limit", "verdict"]
     print_table(heads, rows, title=title)
+
+
+def _print_failures(results: Sequence[Result]) -> None:
+    """The first failures."""
     failures = [r for r in results if r.outcome == "failed"]
     if failures:
         print_table(
@@ -234,19 +273,26 @@ def _print_results(results: Sequence[Result], title: str) -> None:
             click.echo(f"... and {len(failures) - _MOST_FAILURES} more; --json has all of them")
 
 
-def _print_reasons(results: Sequence[Result]) -> None:
+def _print_reasons(tallies: Sequence[Tally]) -> None:
     """Why something was not tried, most frequent first."""
-    reasons = Counter(
-        (r.name, r.outcome, r.check, r.reason) for r in results if r.outcome in ("unsupported", "skipped")
-    )
+    reasons = Counter({(t.key[2], t.check, reason): n for t in tallies for reason, n in t.reasons.items()})
     if reasons:
-        rows = [
-            [name, outcome, check, n, reason]
-            for (name, outcome, check, reason), n in reasons.most_common(_MOST_REASONS)
-        ]
-        print_table(["not tried", "outcome", "check", "times", "why"], rows)
+        rows = [[name, check, n, reason] for (name, check, reason), n in reasons.most_common(_MOST_REASONS)]
+        print_table(["not tried", "check", "times", "why"], rows)
         if len(reasons) > _MOST_REASONS:
             click.echo(f"... and {len(reasons) - _MOST_REASONS} more reasons; --json has all of them")
+
+
+def _print_proofs(certificate: Certificate) -> None:
+    """What a whole run did not prove, and claims of the rest that no comparison covers."""
+    if not certificate.is_complete:
+        return
+    unproved = [[proof.title, "\n".join(proof.why)] for proof in _unproved(certificate)]
+    if unproved:
+        print_table(["not proved", "why"], unproved)
+    untried = [[p.title, ", ".join(p.untried)] for p in certificate.proofs if p.verdict == "proved" and p.untried]
+    if untried:
+        print_table(["proved", "claimed and not tried here"], untried)
 
 
 def _title(key: tuple[str, str | None, str]) -> tuple[str, str]:
@@ -254,29 +300,33 @@ def _title(key: tuple[str, str | None, str]) -> tuple[str, str]:
     return (f"{family} {of}" if of else family), name
 
 
-def _nearest(results: Sequence[Result]) -> str | None:
+def _nearest(tallies: Sequence[Tally]) -> str | None:
     """The largest share of an error's limit that was used up, and by which bound."""
     shares = [
         (error / limit, bound)
-        for r in results
-        for bound, (error, limit) in r.measured.items()
+        for t in tallies
+        for bound, (error, limit) in t.nearest.items()
         if bound != "outliers" and limit > 0
     ]
     return f"{max(shares)[0]:.0%} ({max(shares)[1]})" if shares else None
 
 
 def _conclusion(certificate: Certificate) -> str:
-    counts = Counter(r.outcome for r in certificate.results)
+    counts = certificate.outcomes
     checks = f"{counts['passed']} checks passed"
-    if failures := [r for r in certificate.results if r.outcome == "failed"]:
-        bad = list(dict.fromkeys(r.name for r in failures))
-        return f"{checks}, {len(failures)} failed: {', '.join(bad)}"
+    if counts["failed"]:
+        bad = dict.fromkeys(t.key[2] for t in certificate.tallies if t.outcomes["failed"])
+        return f"{checks}, {counts['failed']} failed: {', '.join(bad)}"
     if _holds_no_case(certificate):
         return f"shard {certificate.shards[0]}/{certificate.num_shards} holds none of these cases"
     if not counts["passed"]:
-        why = "could be tried here" if certificate.results else "has such a name; --json of a run lists the names"
+        why = "could be tried here" if certificate.tallies else "has such a name; --json of a run lists the names"
         return f"nothing was proved: no case {why}"
     if not certificate.is_complete:
         return f"{checks}, none failed; this is a part of a run and certifies nothing by itself"
-    rest = dict.fromkeys(r.name for r in certificate.results if not certificate.proves(*r.contribution))
-    return f"{checks}, none failed" + (f"; nothing could be tried of {', '.join(rest)}, not proved" if rest else "")
+    said = f"{checks}, none failed"
+    if elsewhere := [proof.key[2] for proof in certificate.proofs if proof.verdict == "not here"]:
+        said += f"; for other hardware: {', '.join(elsewhere)}"
+    if unproved := [proof.key[2] for proof in _unproved(certificate)]:
+        said += f"; not proved: {', '.join(unproved)}"
+    return said

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from hardpoint.plugins import Offer, PluginRecord, PluginSet
+from hardpoint.plugins.wrapped import Installed, required_by
 from hardpoint.selection.platform_choice import detect
 from hardpoint_plugin_api import (
     NO_DEVICE,
@@ -30,9 +31,11 @@ from hardpoint_plugin_api.requirements import (
     SymbolRequirement,
 )
 
-State = Literal["works", "missing", "not for this machine", "broken", "namesake"]
+State = Literal["works", "missing", "not for this machine", "broken", "namesake", "edited"]
+"""``edited``: a library that the plugin requires is not as it was installed."""
 _OF_THE_MACHINE = (PackageRequirement, SymbolRequirement, ArchRequirement, DeviceFeatureRequirement)
 """Requirements that a machine meets or not, whatever is asked of it later."""
+_MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def _of_plugin(
         yield Finding(record.name, "the plugin", "broken", record.reason.message, record.reason.fix or "")
         yield from _namesakes(record)
         return
+    yield from _libraries(record)
     for offer in offers:
         if offer in found:
             yield _of_platform(offer, found[offer])
@@ -117,6 +121,27 @@ def _unmet(offer: Offer, device: DeviceInfo) -> Reason | None:
     context = CheckContext(Request(device, PlatformWorkload()), offer.api)
     requirements = [r for r in offer.contribution.requires if isinstance(r, _OF_THE_MACHINE)]
     return next((reason for r in requirements if (reason := r.check(context))), None)
+
+
+def _libraries(record: PluginRecord) -> Iterator[Finding]:
+    """The installed distributions that the plugin requires: versions, and whether their files are as RECORD says."""
+    installed = Installed()
+    for name in sorted(required_by(record.contributions)):
+        library = installed.find(name)
+        if library is None:
+            continue  # a contribution's own finding says so
+        about, fix = f"library {name} {library.version}", f"pip install --force-reinstall {name}=={library.version}"
+        try:
+            edited, digest = library.edited(), library.sha256
+        except OSError as error:
+            yield Finding(record.name, about, "broken", f"a file of it cannot be read: {error}", fix)
+            continue
+        if edited:
+            named = ", ".join(edited[:_MOST_NAMES]) + (", ..." if len(edited) > _MOST_NAMES else "")
+            yield Finding(record.name, about, "edited", f"changed since it was installed: {named}", fix)
+        else:
+            editable = ", editable" if library.editable else ""
+            yield Finding(record.name, about, "works", f"sha256 {digest[:12]}{editable}")
 
 
 def _namesakes(record: PluginRecord) -> Iterator[Finding]:

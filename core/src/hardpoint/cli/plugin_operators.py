@@ -30,7 +30,9 @@ def lock(lock_file: Path) -> None:
     locked = LockFile.of(lock_file, discover().records)
     locked.write()
     for plugin in locked.plugins.values():
-        click.echo(f"  {plugin.title}, {len(plugin.files)} files{', editable' if plugin.editable else ''}")
+        libraries = "".join(f", with {name} {wrapped.version}" for name, wrapped in plugin.wrapped.items())
+        editable = ", editable" if plugin.editable else ""
+        click.echo(f"  {plugin.title}, {len(plugin.files)} files{editable}{libraries}")
     click.echo(f"{len(locked.plugins)} plugins are locked in {lock_file}")
 
 
@@ -38,7 +40,10 @@ def lock(lock_file: Path) -> None:
 @_LOCK_FILE
 @_JSON
 def verify(lock_file: Path, as_json: bool) -> int:
-    """Say how the installed plugins differ from the lock file; the exit code is 1 if they do. Runs no plugin's code."""
+    """Say how the installed plugins, and the libraries that they require, differ from the lock file.
+
+    The exit code is 1 if they do. Runs no plugin's code.
+    """
     locked = LockFile.read(lock_file)
     found = locked.differences(discover().records)
     if as_json:
@@ -54,7 +59,8 @@ def verify(lock_file: Path, as_json: bool) -> int:
 @click.argument("names", nargs=-1, metavar="[PLUGIN]...")
 @_JSON
 def doctor(names: tuple[str, ...], as_json: bool) -> int:
-    """Try every installed plugin, or those named, on this machine; the exit code is 1 if one is broken.
+    """Try every installed plugin, or those named, on this machine; the exit code is 1 if one is broken, or requires a
+    library that was edited after it was installed.
 
     This runs plugins' code: platforms look for devices, and what fits a device that is here is imported.
     """
@@ -67,4 +73,4 @@ def doctor(names: tuple[str, ...], as_json: bool) -> int:
         print_table(
             ["plugin", "what", "state", "note", "fix"], [[f.plugin, f.about, f.state, f.note, f.fix] for f in found]
         )
-    return 1 if any(finding.state == "broken" for finding in found) else 0
+    return 1 if any(finding.state in ("broken", "edited") for finding in found) else 0

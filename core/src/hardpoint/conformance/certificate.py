@@ -1,10 +1,13 @@
 """Certificates: what a run of the kit found, as JSON, bound to the plugin's content and to the device's architecture.
 
 A certificate is a list of cases with their errors and limits, not a signature: it is worth as much as whoever ran it.
+Its compact form has counts, reasons and nearest errors for each check in place of the cases; both say the same of every
+contribution.
 Where a plugin contributes what stands in core, such as a portable kernel, core's package that it stands in is part of
 that content: tiles that were tuned later and written there, too, were not tried. It counts for a contribution if it was
-made by these rules or later ones, for the installed content, for a device of the same architecture and with the same
-settings, if all shards are there, and if the contribution has cases of which none failed and not all were skipped.
+made by these rules or later ones, for the installed content, for the installed distributions that the contribution
+requires, for a device of the same architecture and with the same settings, if all shards are there, and if it proves
+the contribution (``proof.py``).
 
 Where they are looked for: in ``certificates/`` in the plugin's own package, where an author ships them (such a file is
 no part of the content that it speaks of, or none could name its hash), and in ``hardpoint-certificates/`` in the
@@ -29,7 +32,9 @@ from pydantic import ValidationError
 
 import hardpoint
 from hardpoint.conformance.plan import LEVELS, Level
+from hardpoint.conformance.proof import Asked, Proof, Tally, join, prove, tally
 from hardpoint.plugins.content_hash import hash_of, package_hashes
+from hardpoint.plugins.wrapped import Installed, Wrapped, required_by
 from hardpoint_plugin_api import API_VERSION, ConfigError, ConfigKey, ConfigValue, DeviceInfo, PluginLoadError, Reason
 
 if TYPE_CHECKING:
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
     from hardpoint.plugins.record import PluginRecord
 
 SCHEMA = 1
-KIT_VERSION = 3
+KIT_VERSION = 4
 """Raised when a check comes to ask for more than before, or results are judged by another rule."""
 
 _CORE = Path(hardpoint.__file__).parent
@@ -48,9 +53,6 @@ SHIPPED_FOLDER = "certificates"
 """In a plugin's package: certificates that its author ships."""
 OPERATOR_FOLDER = "hardpoint-certificates"
 """In the working directory: certificates of the operator's own."""
-
-_OF_WORDS = frozenset({"conventions"})
-"""Checks of what a class declares, in which it computes nothing."""
 
 _LIBRARIES = ("torch", "triton", "numpy", "transformers", "covertable", "hardpoint-core", "hardpoint-plugin-api")
 
@@ -61,7 +63,10 @@ class Certificate:
 
     ``plugin`` holds name, distribution, version, content_hash, api and editable; ``device`` platform, name, arch and
     driver; ``libraries`` versions. ``shards`` are the numbers that were run, of ``num_shards``. ``case_list`` is the
-    digest of all cases of all shards; ``scope`` says which contributions were asked for.
+    digest of all cases of all shards; ``scope`` says which contributions were asked for, and ``asked`` what there was
+    to prove of them. ``wrapped`` are the distributions that they require, as they were installed.
+
+    ``results`` are empty in the compact form, which has ``tallied`` alone; else ``tallied`` is empty.
     """
 
     plugin: Mapping[str, Any]
@@ -78,6 +83,9 @@ class Certificate:
     api_version: str = str(API_VERSION)
     kit_version: int = KIT_VERSION
     libraries: Mapping[str, str] = field(default_factory=dict)
+    asked: tuple[Asked, ...] = ()
+    wrapped: Mapping[str, Wrapped] = field(default_factory=dict)
+    tallied: tuple[Tally, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -85,14 +93,43 @@ class Certificate:
         numbers = tuple(range(1, self.num_shards + 1))
         return self.num_shards >= 1 and self.shards == numbers and self.scope.get("case", "*") == "*"
 
+    @cached_property
+    def tallies(self) -> tuple[Tally, ...]:
+        """What each check of each contribution came to."""
+        return tally(self.results) or self.tallied
+
+    @cached_property
+    def proofs(self) -> tuple[Proof, ...]:
+        """What the run says of each contribution that was asked for, in the manifest's order."""
+        asked = {one.key: one for one in self.asked}
+        asked |= {one.key: Asked(one.key) for one in self.tallies if one.key not in asked}
+        return tuple(prove(one, [t for t in self.tallies if t.key == one.key]) for one in asked.values())
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """How many checks came to which outcome."""
+        return sum((one.outcomes for one in self.tallies), Counter())
+
+    def proof_of(self, family: str, of: str | None, name: str) -> Proof | None:
+        """What the run says of one contribution; None where it was not asked for, or the run is not complete."""
+        own = (proof for proof in self.proofs if proof.key == (family, of, name))
+        return next(own, None) if self.is_complete else None
+
     def proves(self, family: str, of: str | None, name: str) -> bool:
-        """Whether its cases show one contribution to be right: none failed, and it computed something in some."""
-        own = [r for r in self.results if r.contribution == (family, of, name)]
-        tried = any(r.outcome == "passed" and r.check not in _OF_WORDS for r in own)
-        return self.is_complete and tried and not any(r.outcome == "failed" for r in own)
+        """Whether it shows one contribution to be right."""
+        proof = self.proof_of(family, of, name)
+        return proof is not None and proof.verdict == "proved"
+
+    def compact(self) -> Certificate:
+        """The same without its cases: small enough to be shipped in a plugin's package."""
+        return replace(self, results=(), tallied=self.tallies)
 
     def to_json(self) -> dict[str, Any]:
-        """This certificate as plain data."""
+        """This certificate as plain data: with ``results``, or in the compact form with ``checks``."""
+        if self.results or not self.tallied:
+            found = {"results": [r.to_json() for r in self.results]}
+        else:
+            found = {"checks": [t.to_json() for t in self.tallied]}
         return {
             "schema": SCHEMA,
             "kit_version": self.kit_version,
@@ -109,8 +146,11 @@ class Certificate:
             "num_shards": self.num_shards,
             "complete": self.is_complete,
             "case_list": self.case_list,
-            "summary": dict(sorted(Counter(r.outcome for r in self.results).items())),
-            "results": [r.to_json() for r in self.results],
+            "summary": dict(sorted(self.outcomes.items())),
+            "wrapped": {name: wrapped.to_json() for name, wrapped in self.wrapped.items()},
+            "asked": [one.to_json() for one in self.asked],
+            "proofs": [proof.to_json() for proof in self.proofs],
+            **found,
         }
 
     def write(self, path: Path) -> None:
@@ -135,7 +175,7 @@ def read_certificate(path: Path) -> Certificate:
             device=data["device"],
             level=data["level"],
             seed=data["seed"],
-            results=tuple(map(Result.from_json, data["results"])),
+            results=tuple(map(Result.from_json, data.get("results", ()))),
             created=data["created"],
             case_list=data["case_list"],
             scope=data["scope"],
@@ -145,6 +185,9 @@ def read_certificate(path: Path) -> Certificate:
             api_version=data["api_version"],
             kit_version=data["kit_version"],
             libraries=data["libraries"],
+            asked=tuple(map(Asked.from_json, data.get("asked", ()))),
+            wrapped={name: Wrapped.from_json(name, entry) for name, entry in data.get("wrapped", {}).items()},
+            tallied=tuple(map(Tally.from_json, data.get("checks", ()))),
         )
     except OSError as error:
         raise ConfigError(f"certificate {path}: cannot be read: {error.strerror}") from error
@@ -157,14 +200,17 @@ def read_certificate(path: Path) -> Certificate:
 
 
 _OF_A_RUN = (
-    *("plugin", "device", "libraries", "api_version", "kit_version"),
+    *("plugin", "device", "libraries", "wrapped", "api_version", "kit_version", "asked"),
     *("level", "seed", "scope", "settings", "num_shards", "case_list"),
 )
 """What all shards of one run have in common."""
 
 
 def merge(certificates: Sequence[Certificate]) -> Certificate:
-    """Join the shards of one run. Raises ConfigError where they are of unlike runs, or one shard comes twice."""
+    """Join the shards of one run; the whole is compact if a shard is.
+
+    Raises ConfigError where they are of unlike runs, or one shard comes twice.
+    """
     first = certificates[0]
     for other in certificates[1:]:
         for what in _OF_A_RUN:
@@ -177,9 +223,11 @@ def merge(certificates: Sequence[Certificate]) -> Certificate:
     twice = [n for n, count in Counter(numbers).items() if count > 1]
     if twice:
         raise ConfigError(f"shard {twice[0]} of {first.num_shards} is among them {Counter(numbers)[twice[0]]} times")
-    results = tuple(result for c in sorted(certificates, key=lambda c: c.shards) for result in c.results)
-    newest = max(c.created for c in certificates)
-    return replace(first, results=results, shards=tuple(sorted(numbers)), created=newest)
+    ordered = sorted(certificates, key=lambda c: c.shards)
+    whole = replace(first, shards=tuple(sorted(numbers)), created=max(c.created for c in certificates))
+    if any(c.tallied for c in certificates):
+        return replace(whole, results=(), tallied=join([c.tallies for c in ordered]))
+    return replace(whole, results=tuple(result for c in ordered for result in c.results))
 
 
 def describe_plugin(record: PluginRecord) -> dict[str, Any]:
@@ -226,16 +274,8 @@ def _of_core(record: PluginRecord) -> dict[str, str]:
 
 def library_versions(record: PluginRecord) -> dict[str, str]:
     """Versions of what results may depend on: torch and the like, and the packages that the manifest requires."""
-    from packaging.requirements import Requirement as PackageSpec
-
-    from hardpoint_plugin_api.requirements import PackageRequirement, SymbolRequirement
-
-    requires = [r for c in record.contributions for r in c.requires]
-    names = {*_LIBRARIES, record.distribution}
-    names |= {PackageSpec(r.spec).name for r in requires if isinstance(r, PackageRequirement)}
-    names |= {r.distribution for r in requires if isinstance(r, SymbolRequirement)}
     found = {}
-    for name in sorted(names):
+    for name in sorted({*_LIBRARIES, record.distribution, *required_by(record.contributions)}):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -250,16 +290,25 @@ def now() -> str:
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of one contribution on one device. ``level`` None: nothing; ``is_core``: nothing is needed."""
+    """What is known of one contribution on one device. ``level`` None: nothing; ``is_core``: nothing is needed.
+
+    ``unproved`` is what a certificate that would count says of it instead ("not proved", "failed"), and ``why`` its
+    reasons. ``stale`` says which installed distribution is not the one that a certificate was made with.
+    """
 
     level: Level | None = None
     date: str = ""
     is_core: bool = False
+    unproved: str = ""
+    why: str = ""
+    stale: str = ""
 
     def __str__(self) -> str:
         if self.is_core:
             return "reference"
-        return f"{self.level}, {self.date[:10]}" if self.level else "no"
+        if self.level:
+            return f"{self.level}, {self.date[:10]}"
+        return self.unproved or "no"
 
 
 class Certificates:
@@ -275,6 +324,7 @@ class Certificates:
         if self._folder is not None and not self._folder.is_dir():
             raise ConfigError(f"--certificates {folder}: there is no such folder")
         self._settings = config.plugin_config
+        self._wrapped = Installed()
         self._by_plugin: dict[str, list[Certificate]] = {}
 
     def standing(self, offer: Offer, device: DeviceInfo) -> Standing:
@@ -287,9 +337,14 @@ class Certificates:
             known = certificate.device
             if (known.get("platform"), known.get("arch")) != (device.platform, device.arch):
                 continue
-            if not certificate.proves(c.family, c.of, c.name):
+            proof = certificate.proof_of(c.family, c.of, c.name)
+            if proof is None or proof.verdict == "not here" or not self._has_settings(certificate, offer, device):
                 continue
-            if not self._has_settings(certificate, offer, device):
+            if difference := self._other_library(offer, certificate):
+                best = best if best.level else replace(best, stale=difference)
+                continue
+            if proof.verdict != "proved":
+                best = best if best.level else replace(best, unproved=proof.verdict, why="; ".join(proof.why))
                 continue
             found = Standing(certificate.level, certificate.created)
             if best.level is None or (LEVELS.index(certificate.level), found.date) > (
@@ -298,6 +353,13 @@ class Certificates:
             ):
                 best = found
         return best
+
+    def _other_library(self, offer: Offer, certificate: Certificate) -> str | None:
+        """Which library that the contribution requires is not the one that the certificate was made with."""
+        try:
+            return self._wrapped.difference(required_by([offer.contribution]), certificate.wrapped)
+        except PluginLoadError as error:  # what cannot be read cannot be certified
+            return str(error)
 
     def refusal(self, offer: Offer, device: DeviceInfo, least: Level = "full") -> Reason | None:
         """Why ``--require-certified`` refuses a contribution; None where it is certified, or core's own."""
@@ -310,10 +372,17 @@ class Certificates:
             for key in self._plugins.config_keys()[offer.plugin].values()
             if offer.plugin not in self._of_platform(device) and self._setting(offer.plugin, key) != key.default
         )
-        return Reason(
-            "not-certified",
+        what = (
             f"no certificate by this kit's rules (version {KIT_VERSION}) shows it right in its installed version on "
-            f"{device.arch}, with this engine's settings",
+            f"{device.arch}, with this engine's settings"
+        )
+        if not standing.level and standing.unproved:
+            what = ": ".join(filter(None, [f"it was tried on {device.arch}, and {standing.unproved}", standing.why]))
+        elif not standing.level and standing.stale:
+            what = f"its certificate was made with another library than is installed: {standing.stale}"
+        return Reason(
+            "not-proved" if not standing.level and standing.unproved else "not-certified",
+            what,
             wanted=f"level {least} or better",
             supported=str(standing.level or "none"),
             fix=f"hardpoint conform {offer.plugin} --family {c.family} --name {c.name} --level {least}{settings} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hardpoint.conformance.plan import Level
 from hardpoint.conformance.trials import Outcome
@@ -43,6 +43,43 @@ class Line(_Strict):
     faults: list[Fault] = []
     reason: str = ""
     measured: dict[str, Measured] = {}
+    compared: int = 0
+    claims: list[str] = []
+
+
+class TallyLine(_Strict):
+    """What one check found in all cases of a contribution."""
+
+    family: str
+    of: str | None
+    name: str
+    check: str
+    outcomes: dict[Outcome, int]
+    compared: int = 0
+    claims: list[str] = []
+    met: list[str] = []
+    reasons: dict[str, int] = {}
+    faults: dict[str, int] = {}
+    nearest: dict[str, Measured] = {}
+
+
+class AskedLine(_Strict):
+    """A contribution that was to be proved."""
+
+    family: str
+    of: str | None
+    name: str
+    claims: list[str]
+    formats: list[str]
+
+
+class WrappedLine(_Strict):
+    """A distribution that contributions require."""
+
+    version: str
+    editable: bool
+    outline: str
+    sha256: str
 
 
 class CertificateFile(_Strict):
@@ -62,4 +99,13 @@ class CertificateFile(_Strict):
     shards: list[int]
     num_shards: int
     case_list: str
-    results: list[Line]
+    results: list[Line] = []
+    checks: list[TallyLine] = []
+    asked: list[AskedLine] = []
+    wrapped: dict[str, WrappedLine] = {}
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> CertificateFile:
+        if not self.model_fields_set & {"results", "checks"}:
+            raise ValueError("it has neither 'results' nor 'checks'")
+        return self

@@ -11,8 +11,10 @@ from hardpoint.conformance.certificate import Certificate, content_of, describe_
 from hardpoint.conformance.isolation import Listing, run
 from hardpoint.conformance.kit import Order, case_list_digest
 from hardpoint.conformance.plan import CASE_SECONDS
+from hardpoint.conformance.proof import Asked
 from hardpoint.conformance.trials import Result
 from hardpoint.plugins import Offer, PluginSet
+from hardpoint.plugins.wrapped import Installed, required_by, wrapped_by
 from hardpoint_plugin_api import Contribution, PluginLoadError, UnknownNameError
 
 
@@ -49,26 +51,33 @@ def certify(
 
     Raises UnknownNameError for a plugin, family, contribution, platform or setting that does not exist, ConfigError for
     a setting's bad value, and the plugin's own error where it cannot be used at all; then nothing has run. Raises
-    PluginLoadError where the plugin's files changed while it was tried: nobody knows which of them were.
+    PluginLoadError where the plugin's files, or a library's that it requires, changed while it was tried: nobody knows
+    which of them were.
     """
     check(plugins, order)
     record, watcher = order.record(plugins), watcher or Silent()
     described, libraries = describe_plugin(record), library_versions(record)
+    required = required_by(offer.contribution for offer in order.offers(plugins))
+    wrapped = wrapped_by(required)
     device: Mapping[str, Any] = {}
     results: list[Result] = []
     listed: list[tuple[Contribution, Sequence[str]]] = []
+    asked: list[Asked] = []
     with closing(run(plugins, order, isolated=isolated, seconds=seconds, jobs=jobs)) as contributions:
         first = 0
         for runner, listing, found in contributions:
             watcher.begins(runner.offer, listing, len(list(order.cases(listing.cases, first))))
             first += len(listing.cases)
             listed.append((runner.offer.contribution, listing.cases))
+            asked.append(listing.asked)
             device = device or listing.device
             for result in found:
                 results.append(result)
                 watcher.found(runner.offer, result)
     if content_of(record) != described["content_hash"]:
         raise PluginLoadError(f"plugin {record.title} changed while it was tried: nothing is certified; run it again")
+    if difference := Installed().difference(required, wrapped):
+        raise PluginLoadError(f"a library changed while {record.title} was tried: nothing is certified: {difference}")
     return Certificate(
         plugin=described,
         device=device,
@@ -82,6 +91,8 @@ def certify(
         shards=(order.shard.index,),
         num_shards=order.shard.count,
         libraries=libraries,
+        asked=tuple(asked),
+        wrapped=wrapped,
     )
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hardpoint.conformance.kit import Order, platform_for
 from hardpoint.conformance.plan import CASE_SECONDS, CoveringArrays, Plan
 from hardpoint.conformance.processes import DeathError, Nursery, TrialProcess
+from hardpoint.conformance.proof import Asked, asked_of
 from hardpoint.conformance.trials import Result
 from hardpoint.ops.error_model import Fault
 from hardpoint.platforms.host import available_cores
@@ -35,7 +36,7 @@ _MOST_DEATHS = 5
 
 @dataclass
 class Listing:
-    """What a contribution's trials are. ``unfit`` is the one result where there are none.
+    """What a contribution's trials are, and what they are to prove. ``unfit`` is the one result where there are none.
 
     ``on_host`` says that they run on the host itself, where several processes may run trials at once. ``arrays`` are
     the covering arrays that the list was made from, which other processes need not make again.
@@ -43,6 +44,7 @@ class Listing:
 
     cases: Sequence[str]
     device: Mapping[str, Any]
+    asked: Asked
     unfit: Result | None = None
     on_host: bool = False
     arrays: CoveringArrays = field(default_factory=dict, repr=False)
@@ -86,7 +88,7 @@ class InProcess:
 
     def list(self) -> Listing:
         """See Runner."""
-        return Listing(self._bench.cases, self._bench.described, self._bench.unfit)
+        return Listing(self._bench.cases, self._bench.described, self._bench.asked, self._bench.unfit)
 
     def run(self, case: str) -> Iterator[Result]:
         """See Runner."""
@@ -133,7 +135,8 @@ class Isolated:
             try:
                 self._start()
             except DeathError as death:
-                self._known.listing = Listing([], {}, self._failed("all", "load", death))
+                asked = asked_of(self.offer.contribution, None)
+                self._known.listing = Listing([], {}, asked, self._failed("all", "load", death))
         assert self._known.listing is not None
         return self._known.listing
 
@@ -185,7 +188,8 @@ class Isolated:
             raise DeathError("load", first["error"])
         unfit = Result.from_json(first["unfit"]) if first["unfit"] else None
         if self._known.listing is None:
-            listed = (first["cases"], first["device"], unfit, first["on_host"], first["arrays"])
+            asked = Asked.from_json(first["asked"])
+            listed = (first["cases"], first["device"], asked, unfit, first["on_host"], first["arrays"])
             self._known.listing = Listing(*listed)
         return self._process
 

@@ -6,6 +6,7 @@ Importing this module imports neither torch nor a plugin: pytest loads it in eve
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,11 +16,12 @@ from hardpoint.conformance.plan import CASE_SECONDS, LEVELS
 if TYPE_CHECKING:
     from hardpoint.conformance.isolation import Runner
     from hardpoint.conformance.processes import Nursery
+    from hardpoint.conformance.proof import Asked
     from hardpoint.conformance.trials import Result
 
 _RUNNERS = pytest.StashKey[list["Runner"]]()
 _NURSERY: pytest.StashKey[Nursery] = pytest.StashKey()
-_OUTCOMES = pytest.StashKey[set[str]]()
+_COLLECTED = pytest.StashKey[list["_Contribution"]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,20 +46,28 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail where cases ran and nothing at all could be tried: that shows no kernel to be right."""
-    if session.exitstatus == pytest.ExitCode.OK and _proved_nothing(session.config):
+    """Fail where a contribution is not proved, or cases ran and nothing at all could be tried."""
+    if session.exitstatus == pytest.ExitCode.OK and _unproved(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say so."""
-    if _proved_nothing(config):
-        terminalreporter.write_line("hardpoint: nothing was proved: no case could be tried here", red=True)
+    for line in _unproved(config):
+        terminalreporter.write_line(f"hardpoint: {line}", red=True)
 
 
-def _proved_nothing(config: pytest.Config) -> bool:
-    outcomes = config.stash.get(_OUTCOMES, set())
-    return bool(outcomes) and outcomes.isdisjoint(("passed", "failed"))
+def _unproved(config: pytest.Config) -> list[str]:
+    """What is not proved, and why: of contributions of which every case ran."""
+    from hardpoint.conformance.proof import prove, tally
+
+    collected = config.stash.get(_COLLECTED, [])
+    proofs = [prove(c.asked, tally(c.results)) for c in collected if c.results and c.ran == c.cases]
+    lines = [f"{p.title}: not proved: {'; '.join(p.why)}" for p in proofs if p.verdict == "not proved"]
+    outcomes = {result.outcome for c in collected for result in c.results}
+    if outcomes and outcomes.isdisjoint(("passed", "failed")):
+        lines.append("nothing was proved: no case could be tried here")
+    return lines
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -99,11 +109,23 @@ def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.
         runners.append(runner)
         c, listing = offer.contribution, runner.list()
         runner.close()  # its process is started again when its first case runs
+        of = _Contribution(listing.asked, len(listing.cases) or 1)
+        config.stash.setdefault(_COLLECTED, []).append(of)
         title = "/".join(part for part in (c.family, c.of, c.name) if part)
         if listing.unfit:
-            yield ConformanceItem.from_parent(session, name=f"{title}[all]", runner=runner, done=listing.unfit)
+            yield ConformanceItem.from_parent(session, name=f"{title}[all]", runner=runner, of=of, done=listing.unfit)
         for case in listing.cases:
-            yield ConformanceItem.from_parent(session, name=f"{title}[{case}]", runner=runner, case=case)
+            yield ConformanceItem.from_parent(session, name=f"{title}[{case}]", runner=runner, of=of, case=case)
+
+
+@dataclass
+class _Contribution:
+    """What is to be proved of a contribution by so many ``cases``, and what those that ``ran`` found."""
+
+    asked: Asked
+    cases: int
+    ran: int = 0
+    results: list[Result] = field(default_factory=list)
 
 
 class NonConformanceError(Exception):
@@ -114,15 +136,23 @@ class ConformanceItem(pytest.Item):
     """One case of one contribution. It fails where a check fails, and is skipped where nothing could be tried."""
 
     def __init__(
-        self, *, name: str, parent: pytest.Session, runner: Runner, case: str = "all", done: Result | None = None
+        self,
+        *,
+        name: str,
+        parent: pytest.Session,
+        runner: Runner,
+        of: _Contribution,
+        case: str = "all",
+        done: Result | None = None,
     ) -> None:
         super().__init__(name, parent, nodeid=f"hardpoint::{name}")
-        self._runner, self._case, self._done = runner, case, done
+        self._runner, self._of, self._case, self._done = runner, of, case, done
 
     def runtest(self) -> None:
         """Run the case in the contribution's process."""
         results = [self._done] if self._done else list(self._runner.run(self._case))
-        self.config.stash.setdefault(_OUTCOMES, set()).update(r.outcome for r in results)
+        self._of.ran += 1
+        self._of.results += results
         failures = [f"{r.check}: {fault}" for r in results for fault in r.faults]
         if failures:
             raise NonConformanceError("\n".join(failures))

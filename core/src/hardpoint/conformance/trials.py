@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hardpoint.ops.error_model import Comparison, Fault
-from hardpoint_plugin_api import Reason
+from hardpoint_plugin_api import Reason, Workload
 
 Outcome = Literal["passed", "failed", "unsupported", "skipped"]
 """``unsupported``: the contribution does not claim this, or says that it cannot; recorded with the reason. ``skipped``:
@@ -17,17 +17,18 @@ memory or hardware to try it with is not here. A failure is never either."""
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. ``measured`` holds errors and their limits by bound, as in ``Comparison``."""
+    """What one check found. ``measured`` and ``compared`` are as in ``Comparison``."""
 
     faults: tuple[Fault, ...] = ()
     measured: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     unsupported: Reason | None = None
     skipped: str | None = None
+    compared: int = 0
 
     @classmethod
     def of(cls, comparison: Comparison) -> Finding:
         """The finding of a judged call."""
-        return cls(tuple(comparison.faults), comparison.measured)
+        return cls(tuple(comparison.faults), comparison.measured, compared=comparison.compared)
 
     @classmethod
     def failed(cls, code: str, where: str, message: str) -> Finding:
@@ -63,11 +64,20 @@ class Trial:
     """One case of a contribution. ``case`` is unique within it, and the same for every run with the same seed.
 
     Nothing is drawn or built before a check runs: thousands of trials can be listed at no cost.
+
+    ``workload`` is the request that the case stands for: a passing comparison of values proves the claims that it
+    falls under (see ``proof.py``). ``claims`` are further ones, as ``proof.py`` writes them, of a case that has no
+    workload: a pattern of specs that the contribution refuses as a whole. ``of_a_part`` says that the case computes
+    less than the contribution is for, such as a backend's store without its attention: its values prove nothing of the
+    whole.
     """
 
     case: str
     checks: Sequence[Check] = ()
     unsupported: Reason | None = None
+    workload: Workload | None = None
+    claims: tuple[str, ...] = ()
+    of_a_part: bool = False
 
     def run(self) -> Iterator[tuple[str, Finding]]:
         """Make the checks, in order; what one raises is its fault."""
@@ -93,7 +103,11 @@ def _place(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """One line of a report and of a certificate: what one check of one trial of one contribution found."""
+    """One line of a report and of a certificate: what one check of one trial of one contribution found.
+
+    ``compared`` counts the elements whose values were held against the truth as proof of the contribution; ``claims``
+    are the contribution's claims that the case falls under.
+    """
 
     family: str
     of: str | None
@@ -104,6 +118,8 @@ class Result:
     faults: tuple[Fault, ...] = ()
     reason: str = ""
     measured: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    compared: int = 0
+    claims: tuple[str, ...] = ()
 
     @property
     def contribution(self) -> tuple[str, str | None, str]:
@@ -131,6 +147,10 @@ class Result:
             data["reason"] = self.reason
         if self.measured:
             data["measured"] = {bound: {"error": e, "limit": limit} for bound, (e, limit) in self.measured.items()}
+        if self.compared:
+            data["compared"] = self.compared
+        if self.claims:
+            data["claims"] = list(self.claims)
         return data
 
     @classmethod
@@ -146,4 +166,6 @@ class Result:
             faults=tuple(Fault(f["code"], f["where"], f["message"]) for f in data.get("faults", ())),
             reason=data.get("reason", ""),
             measured={bound: (m["error"], m["limit"]) for bound, m in data.get("measured", {}).items()},
+            compared=data.get("compared", 0),
+            claims=tuple(data.get("claims", ())),
         )

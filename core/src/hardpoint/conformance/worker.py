@@ -16,10 +16,11 @@ import torch
 
 from hardpoint.conformance.generators import generator_for
 from hardpoint.conformance.plan import Level, Plan
+from hardpoint.conformance.proof import ELSEWHERE, Asked, asked_of, elsewhere, met_by, proving_check
 from hardpoint.conformance.site import Site, Subject
-from hardpoint.conformance.trials import Result, Trial
+from hardpoint.conformance.trials import Outcome, Result, Trial
 from hardpoint.plugins import Offer, PluginSet, discover
-from hardpoint_plugin_api import NO_DEVICE, DeviceInfo, HardpointError, SelectionError
+from hardpoint_plugin_api import NO_DEVICE, DeviceInfo, HardpointError, PlatformWorkload, SelectionError
 
 
 class Bench:
@@ -44,35 +45,39 @@ class Bench:
             reasons = [reason for each in error.rejected.values() for reason in each]
             if not reasons or any(reason.code != NO_DEVICE for reason in reasons):
                 raise
-            self.unfit = self._whole("skipped", f"the platform's hardware is not here: {reasons[0]}")
+            self.unfit = self._whole(ELSEWHERE, "skipped", f"the platform's hardware is not here: {reasons[0]}")
         else:
             self._site, self.device = site, site.platform.info
             self.unfit, self._trials = self._prepare(plugins, site)
 
     def _prepare(self, plugins: PluginSet, site: Site) -> tuple[Result | None, dict[str, Trial]]:
         """Make the trials, or say why there are none."""
-        contribution, here = self.offer.contribution, site.platform.name
-        platforms = contribution.platforms or (contribution.name,) * (contribution.family == "platform")
-        if platforms and here not in platforms:
-            return self._whole("skipped", reason=f"it is for {', '.join(platforms)}; this run is on {here}"), {}
+        contribution = self.offer.contribution
+        if reason := elsewhere(contribution, site.platform.info, self.offer.api, PlatformWorkload()):
+            return self._whole(ELSEWHERE, "skipped", str(reason)), {}
         generator = generator_for(plugins, contribution)
         if generator is None:
             what = f"{contribution.family} {contribution.of}" if contribution.of else contribution.family
-            return self._whole("unsupported", reason=f"the kit has no trials for {what} yet"), {}
+            return self._whole("claim", "unsupported", f"the kit has no trials for {what} yet"), {}
         trials = list(generator.trials(Subject.load(self.offer, site), self.plan))
         by_case = {trial.case: trial for trial in trials}
         assert len(by_case) == len(trials), f"two trials of {contribution} are of one case"
         return None, by_case
 
-    def _whole(self, outcome: Any, reason: str) -> Result:
+    def _whole(self, check: str, outcome: Outcome, reason: str) -> Result:
         c = self.offer.contribution
-        return Result(c.family, c.of, c.name, "all", "claim", outcome, reason=reason)
+        return Result(c.family, c.of, c.name, "all", check, outcome, reason=reason)
 
     @property
     def described(self) -> dict[str, Any]:
         """The device, as far as certificates name it; empty where it is not here."""
         keys = ("platform", "name", "arch", "driver")
         return {key: getattr(self.device, key) for key in keys} if self.device else {}
+
+    @property
+    def asked(self) -> Asked:
+        """What there is to prove."""
+        return asked_of(self.offer.contribution, self.device)
 
     @property
     def on_host(self) -> bool:
@@ -87,10 +92,17 @@ class Bench:
     def run(self, case: str) -> Iterator[Result]:
         """Make the checks of one case, and leave the device's memory to the other processes that try kernels there."""
         assert self._site is not None
-        c = self.offer.contribution
-        for check, finding in self._trials[case].run():
-            reason = str(finding.unsupported or finding.skipped or "")
-            yield Result(c.family, c.of, c.name, case, check, finding.outcome, finding.faults, reason, finding.measured)
+        c, trial = self.offer.contribution, self._trials[case]
+        claims = met_by(c, trial.workload, self._site.platform.info, self.offer.api) + trial.claims
+        for check, finding in trial.run():
+            proves = check == proving_check(c.family) and not trial.of_a_part
+            yield Result(
+                *(c.family, c.of, c.name, case, check, finding.outcome, finding.faults),
+                reason=str(finding.unsupported or finding.skipped or ""),
+                measured=finding.measured,
+                compared=finding.compared if proves else 0,
+                claims=claims if proves or check == "claim" else (),
+            )
         self._site.platform.memory.trim()
 
 
@@ -124,6 +136,7 @@ def serve(order: Mapping[str, Any]) -> None:
         unfit=bench.unfit.to_json() if bench.unfit else None,
         device=bench.described,
         on_host=bench.on_host,
+        asked=bench.asked.to_json(),
         arrays=plan.arrays,
     )
     with os.fdopen(order["questions"], encoding="utf-8") as questions:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, cast
@@ -31,11 +31,12 @@ from hardpoint.ops.rope_table import extended_length
 from hardpoint.ops.shadow_check import ShadowCheck
 from hardpoint.parallel.groups import Groups, Seat
 from hardpoint.plugins import LockFile, Offer, PluginSet, discover
+from hardpoint.plugins.blame import blame, name_culprit
 from hardpoint.plugins.culprits import KERNELS, Suspect, code_spans
 from hardpoint.plugins.record import CORE
 from hardpoint.profiling import Profiler
 from hardpoint.quantization.choice import choose_quantization, method_name
-from hardpoint.selection import PlatformChoice, SelectionTable, Selector, Settings, TuningFile, preset_choice
+from hardpoint.selection import Plan, PlatformChoice, SelectionTable, Selector, Settings, TuningFile, preset_choice
 from hardpoint.selection import choose_platform as choose
 from hardpoint.selection.adapters import AdaptedOffer
 from hardpoint_plugin_api import (
@@ -110,7 +111,8 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     config, notes = config.with_changes(plugins.configure(config.selection_view(), choice.device))
     for note in notes:
         logger.info(note)
-    platform = choice.platform(choice.device, config.plugin_config.get(choice.plan.offer.plugin))
+    with blame(choice.plan.offer):
+        platform = choice.platform(choice.device, config.plugin_config.get(choice.plan.offer.plugin))
     tuning = None
     if config.tuning_file:
         context = None
@@ -135,7 +137,7 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     groups = Groups.of(config, seat or Seat())
     ctx = (Context if preset is None else AbsentDeviceContext)(
         device=choice.device,
-        torch_device=_activate(platform, config, seat or Seat()) if runs_here else torch.device("meta"),
+        torch_device=_activate(platform, choice, config, seat or Seat()) if runs_here else torch.device("meta"),
         dtype=dtype_of(dtype),
         config=config,
         plugins=plugins,
@@ -153,8 +155,12 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     ctx.select(RunnerWorkload())
     ctx = replace(ctx, quantization=choose_quantization(ctx, hf_config, method))
     groups.select(ctx)
-    model = _build_model(ctx, hf_config)
-    ops = StepOps.bind(ctx)
+    try:
+        model = _build_model(ctx, hf_config)
+        ops = StepOps.bind(ctx)
+    except Exception as error:
+        name_culprit(error, plugins, _serving(plugins, selector.plans) if preset is None else ())
+        raise
     if seat is None or seat.rank == 0:
         _warn_of_unasked(config, selector)
     return Blueprint(config, folder, hf_config, plugins, choice, platform, ctx, model, ops, groups)
@@ -188,26 +194,31 @@ def choice_of(offer: Offer) -> str:
 
 def suspects(blueprint: Blueprint) -> tuple[Suspect, ...]:
     """The kernels of plugins that serve this engine, and where their code is."""
+    return _serving(blueprint.plugins, blueprint.ctx.selector.plans)
+
+
+def _serving(plugins: PluginSet, plans: Iterable[Plan]) -> tuple[Suspect, ...]:
     uses: dict[Offer, dict[str, None]] = {}
-    for plan in blueprint.ctx.selector.plans:
+    for plan in plans:
         for entry in plan.entries:
             plain = entry.offer.inner if isinstance(entry.offer, AdaptedOffer) else entry.offer
             if plain.contribution.family in KERNELS and plain.plugin != CORE:
                 uses.setdefault(plain, {})[plan.workload.key()] = None
-    folders = {record.name: record.folder for record in blueprint.plugins.records}
+    folders = {record.name: record.folder for record in plugins.records}
     found = []
     for offer, workloads in uses.items():
         slot, _, name = choice_of(offer).partition("=")
-        spans, folder = code_spans(blueprint.plugins.load(offer)), folders[offer.plugin]
+        spans, folder = code_spans(plugins.load(offer)), folders[offer.plugin]
         own = tuple(span for span in spans if folder is None or Path(span[0]).is_relative_to(folder))
         found.append(Suspect(offer.plugin, slot, name, own, tuple(workloads)))
     return tuple(found)
 
 
-def _activate(platform: Platform, config: EngineConfig, seat: Seat) -> torch.device:
+def _activate(platform: Platform, choice: PlatformChoice, config: EngineConfig, seat: Seat) -> torch.device:
     """The device of a rank. Ranks of a platform whose device is the host itself share it."""
-    platform.share_host(seat.local_rank, seat.local_ranks)
-    return platform.activate(config.device_index + (seat.local_rank if platform.info.accelerator else 0))
+    with blame(choice.plan.offer):
+        platform.share_host(seat.local_rank, seat.local_ranks)
+        return platform.activate(config.device_index + (seat.local_rank if platform.info.accelerator else 0))
 
 
 def _settings(config: EngineConfig, quantization_method: str | None) -> Settings:

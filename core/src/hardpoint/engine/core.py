@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Unpack, cast
 
 from hardpoint.checkpoint.source import resolve_tokenizer
-from hardpoint.engine.blueprint import Blueprint
+from hardpoint.engine.blueprint import Blueprint, suspects
 from hardpoint.engine.client import CoreFacts, EngineStats, RequestOptions
 from hardpoint.engine.control import MemoryReport
 from hardpoint.engine.engine_metrics import StatsCollector, StepMetrics
@@ -76,8 +76,16 @@ class EngineCore:
 
         ``model`` runs in place of the blueprint's own: for measuring the host.
 
-        Raises CheckpointError and CapacityError.
+        Raises CheckpointError and CapacityError. What a plugin's code raises bears a note that names it.
         """
+        try:
+            return cls._start(blueprint, model)
+        except Exception as error:
+            name_culprit(error, blueprint.plugins, suspects(blueprint))
+            raise
+
+    @classmethod
+    def _start(cls, blueprint: Blueprint, model: Model | None) -> EngineCore:
         began = time.perf_counter()
         ctx, config, table = blueprint.ctx, blueprint.config, blueprint.table
         logger.info("selection table %s on %s", table.digest, ctx.device.name)
@@ -202,7 +210,7 @@ class EngineCore:
 
     def _abandon(self, error: BaseException) -> None:
         """End every request and forget every step, as one has failed with ``error``."""
-        name_culprit(error, self.blueprint.plugins)
+        name_culprit(error, self.blueprint.plugins, suspects(self.blueprint))
         self._is_unsettled = True
         try:
             self._abandon_submitted()

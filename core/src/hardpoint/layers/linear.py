@@ -10,7 +10,7 @@ from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.ops.base import by_tokens
-from hardpoint.plugins.blame import construct, misbehaved
+from hardpoint.plugins.blame import blame, construct, misbehaved
 from hardpoint.quantization.merging import collapse_parts
 from hardpoint.quantization.numerics import travels
 from hardpoint_plugin_api import LinearArgs, LinearKernel, LinearWorkload, Quantized, Scheme, WeightSlot, weight_slots
@@ -46,6 +46,7 @@ class Linear(PluggableLayer, name="linear"):
             spec=self.scheme.pair,
         )
         plan = ctx.select(workload)
+        self._offer = plan.entries[0].offer
         self.kernels = [construct(e.offer, ctx.load(e.offer), LinearKernel, ctx, plan.workload) for e in plan.entries]
         for entry, kernel in zip(plan.entries, self.kernels, strict=True):
             if kernel.input_spec is not None and not travels(kernel.input_spec):
@@ -80,7 +81,9 @@ class Linear(PluggableLayer, name="linear"):
             return
         bias, columns = self.weights.pop("bias", None), self.args.column_shard
         self._bias = None if columns is not None and columns.rank else bias
-        self.weights = self.kernels[0].prepack(collapse_parts(self.weights, self.path))
+        weights = collapse_parts(self.weights, self.path)
+        with blame(self._offer):
+            self.weights = self.kernels[0].prepack(weights)
 
     def release(self) -> None:
         super().release()

@@ -22,7 +22,7 @@ from hardpoint.layers.mlp import MLP
 from hardpoint.ops.activation import activation
 from hardpoint.ops.route_topk import route_topk, settings
 from hardpoint.parallel.shards import even_shard
-from hardpoint.plugins.blame import construct
+from hardpoint.plugins.blame import blame, construct
 from hardpoint.quantization.merging import collapse_parts
 from hardpoint_plugin_api import (
     All2All,
@@ -168,11 +168,15 @@ class Experts(PluggableLayer):
         standard = workload.format == "standard"
         kind: Callable[..., AnyExpertsKernel] = ExpertsKernel if standard else BatchedExpertsKernel
         self.kernels = [construct(e.offer, ctx.load(e.offer), kind, ctx, plan.workload) for e in plan.entries]
+        self._offer = plan.entries[0].offer
         self._limits = [entry.range.max for entry in plan.entries]
         self._around = [PrepareFinalize(ctx, self._all2all, kernel) for kernel in self.kernels]
         self._most_tokens = ctx.config.max_num_batched_tokens
         most = self._all2all.most_rows(max(self._of_ranks(self._most_tokens)))
-        self._scratch = [kernel.workspace_bytes(most) for kernel in self.kernels]
+        self._scratch = []
+        for entry, kernel in zip(plan.entries, self.kernels, strict=True):
+            with blame(entry.offer):
+                self._scratch.append(kernel.workspace_bytes(most))
         ctx.resources.declare(_WORKSPACE, max(self._scratch))
 
     def declare(self) -> dict[str, WeightSlot]:
@@ -192,7 +196,8 @@ class Experts(PluggableLayer):
         weights = self.weights
         for matrix in self._matrices:
             weights = collapse_parts(weights, self.path, f"{matrix}.", stacked=True)
-        self.weights = self.kernels[0].prepack(weights)
+        with blame(self._offer):
+            self.weights = self.kernels[0].prepack(weights)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, tokens: int) -> torch.Tensor:
         """x [t, H], ids int32 and weights float32 [t, K] -> [t, H]: this rank's t of a step's ``tokens``.

@@ -20,6 +20,7 @@ import torch
 from hardpoint.dtypes import dtype_name
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.plugins.blame import blame, misbehaved
+from hardpoint.plugins.signatures import op_misfit
 from hardpoint_plugin_api import Feature, GroupMember, OpWorkload, PluginLoadError
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ class CustomOp(Generic[P, R]):
                     function = target(ctx.for_plugin(offer.plugin), workload, parts)
                 if not callable(function):
                     raise misbehaved(offer, f"returned {function!r}, which cannot be called")
+                if fault := op_misfit(function, self.reference, "functional"):
+                    raise misbehaved(offer, f"returned what {fault}")
                 if self.sums is not None and isinstance(function, GroupMember):
                     ctx.adopt(offer, function)
                 return cast(Callable[P, R], function)
@@ -139,25 +142,8 @@ class CustomOp(Generic[P, R]):
                     f"op {self.name!r} has no outputs, it mutates its inputs: {offer.contribution.name!r} of plugin "
                     f"{offer.plugin!r} cannot be of form 'out'; declare form = 'functional'"
                 )
-            self._check_signature(offer, target, more_outputs=True)
             return functional_from_out(target, self.allocate, self.reference)
-        self._check_signature(offer, target)
         return cast(Callable[P, R], target)
-
-    def _check_signature(self, offer: Offer, target: Callable[..., Any], more_outputs: bool = False) -> None:
-        """Raise PluginLoadError unless ``target`` takes what the reference takes, and outputs behind the inputs."""
-        wanted = inspect.signature(self.reference)
-        try:
-            found = inspect.signature(target)
-        except (TypeError, ValueError):  # compiled code need not say what it takes
-            return
-        inputs = [p.name for p in wanted.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        scalars = dict.fromkeys(p.name for p in wanted.parameters.values() if p.kind is p.KEYWORD_ONLY)
-        try:
-            (found.bind_partial if more_outputs else found.bind)(*inputs, **scalars)
-        except TypeError as error:
-            takes = f"{self.name}({', '.join([*inputs, *(['outputs'] if more_outputs else []), '*', *scalars])})"
-            raise misbehaved(offer, f"cannot be called as {takes}: {error}") from error
 
 
 def custom_op(

@@ -86,15 +86,17 @@ class Comparison:
     """What was found in one tensor.
 
     ``measured`` holds for each bound the error and its limit where it came nearest: in units, and for ``outliers`` in
-    elements.
+    elements. ``compared`` counts the elements that were held against the truth: an empty tensor has none.
     """
 
     faults: list[Fault] = field(default_factory=list)
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)
+    compared: int = 0
 
     def add(self, other: Comparison) -> None:
         """Take in what was found in another tensor."""
         self.faults += other.faults
+        self.compared += other.compared
         for bound, (error, limit) in other.measured.items():
             worst = self.measured.get(bound, (0.0, 1.0))
             if error * worst[1] >= worst[0] * limit:
@@ -119,8 +121,11 @@ def compare(
         return Comparison()
     if model.exact or not actual.dtype.is_floating_point:
         wrong = (actual != own) & ~((actual != actual) & (own != own))
-        return Comparison([Fault("exact", where, mismatch(wrong, own, actual))] if wrong.any() else [])
-    return _Numbers(where, actual, own, truth, model).judge()
+        found = Comparison([Fault("exact", where, mismatch(wrong, own, actual))] if wrong.any() else [])
+    else:
+        found = _Numbers(where, actual, own, truth, model).judge()
+    found.compared = actual.numel()
+    return found
 
 
 class _Numbers:

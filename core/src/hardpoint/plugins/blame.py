@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
@@ -13,22 +13,28 @@ from hardpoint.plugins.record import Offer
 from hardpoint_plugin_api import HardpointError, PluginLoadError
 
 if TYPE_CHECKING:
+    from hardpoint.plugins.culprits import Suspect
     from hardpoint.plugins.registry import PluginSet
 
 T = TypeVar("T")
+_RAISED_IN = "Raised in plugin"
 
 
 @contextmanager
 def blame(offer: Offer) -> Iterator[None]:
     """Turn what the plugin's code inside raises into ``misbehaved``; Hardpoint's own errors pass through unchanged.
 
-    For construction only: nothing on the token path is worth the cost.
+    So does want of memory, which is the machine's; a note names the contribution. For construction only: nothing on
+    the token path is worth the cost.
     """
     try:
         yield
     except HardpointError:
         raise
     except Exception as error:
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            error.add_note(f"Raised in plugin {offer.plugin}: {offer.contribution}.")
+            raise
         raise misbehaved(offer, f"raised {describe(error)}") from error
 
 
@@ -42,20 +48,40 @@ def misbehaved(offer: Offer, fact: str) -> PluginLoadError:
     )
 
 
-def name_culprit(error: BaseException, plugins: PluginSet) -> None:
-    """Note on ``error``, which a step raised, from which plugin's code it came, if from any but core's."""
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+def name_culprit(error: BaseException, plugins: PluginSet, serving: Iterable[Suspect] = ()) -> None:
+    """Note on ``error`` from which plugin's code it came, if from any but core's, and which of ``serving`` that is.
+
+    An error that bears such a note already gets no other.
+    """
+    if any(note.startswith(_RAISED_IN) for note in getattr(error, "__notes__", ())):
+        return
+    frames = list(reversed(list(traceback.walk_tb(error.__traceback__))))
+    for frame, line in frames:
         filename = frame.f_code.co_filename
         for record in plugins.records:
             if record.folder and not record.is_core and Path(filename).is_relative_to(record.folder):
                 where = Path(filename).relative_to(record.folder.parent)
+                suspect = _innermost(serving, [(f.f_code.co_filename, number) for f, number in frames])
+                choice = f" It serves as {suspect.slot}={suspect.name}." if suspect else ""
                 error.add_note(
-                    f"Raised in plugin {record.title}, {where}, line {line}. Choose another implementation "
+                    f"{_RAISED_IN} {record.title}, {where}, line {line}.{choice} Choose another implementation "
                     "with --use, leave the plugin out with --plugins, or report this to its author."
                 )
                 if tensors := _tensors(frame.f_locals):
                     error.add_note(f"Tensors there: {tensors}")
                 return
+
+
+def _innermost(serving: Iterable[Suspect], lines: Iterable[tuple[str, int]]) -> Suspect | None:
+    """Whose code the first of ``lines`` (file, line) is that is anybody's."""
+    known = list(serving)
+    owners = (
+        suspect
+        for file, line in lines
+        for suspect in known
+        if any(file == path and first <= line <= last for path, first, last in suspect.spans)
+    )
+    return next(owners, None)
 
 
 def _tensors(values: Mapping[str, object]) -> str:

@@ -52,7 +52,7 @@ def file_hashes(distribution: Distribution) -> dict[str, str]:
         files = dict(_files(distribution))
         if not files:
             raise PluginLoadError(f"{distribution.name} has no plugin files to hash; fix: {_reinstall(distribution)}")
-        return {name: _file_hash(files[name]) for name in sorted(files, key=_encoded)}
+        return {name: file_hash(files[name]) for name in sorted(files, key=_encoded)}
     except OSError as error:
         raise PluginLoadError(
             f"a file of {distribution.name} cannot be read: {error}; fix: {_reinstall(distribution)}"
@@ -61,7 +61,7 @@ def file_hashes(distribution: Distribution) -> dict[str, str]:
 
 def package_hashes(folder: Path, name: str) -> dict[str, str]:
     """The same for a folder of code called ``name``, whoever's it is. Raises OSError."""
-    return {file: _file_hash(path) for file, path in sorted(_walk(folder, name))}
+    return {file: file_hash(path) for file, path in sorted(walk(folder, name))}
 
 
 def _files(distribution: Distribution) -> Iterator[tuple[str, Path]]:
@@ -75,18 +75,19 @@ def _files(distribution: Distribution) -> Iterator[tuple[str, Path]]:
         package = locate_module(distribution, top)
         if isinstance(package, Reason):
             raise PluginLoadError(f"{distribution.name} cannot be hashed: {package}")
-        yield from _walk(package, top) if package.is_dir() else [(package.name, package)]
+        yield from walk(package, top) if package.is_dir() else [(package.name, package)]
     for recorded in distribution.files or () if not editable else ():
-        if _counts(recorded) and (path := Path(str(distribution.locate_file(recorded)))).is_file():
+        if counts(recorded) and (path := Path(str(distribution.locate_file(recorded)))).is_file():
             yield recorded.as_posix(), path
 
 
-def _counts(recorded: PurePosixPath) -> bool:
+def counts(recorded: PurePosixPath) -> bool:
+    """Whether a file that an installation recorded is content: no metadata, no bytecode, nothing outside."""
     top, *inner = recorded.parts
     return top != ".." and not recorded.is_absolute() and not top.endswith(".dist-info") and _CACHE not in (top, *inner)
 
 
-def _walk(folder: Path, name: str, above: frozenset[Path] = frozenset()) -> Iterator[tuple[str, Path]]:
+def walk(folder: Path, name: str, above: frozenset[Path] = frozenset()) -> Iterator[tuple[str, Path]]:
     """The regular files of a folder. Linked folders are followed, as imports follow them, but not in circles."""
     real = folder.resolve()
     if real in above:
@@ -95,10 +96,11 @@ def _walk(folder: Path, name: str, above: frozenset[Path] = frozenset()) -> Iter
         if path.is_file():
             yield f"{name}/{path.name}", path
         elif path.is_dir() and path.name != _CACHE:
-            yield from _walk(path, f"{name}/{path.name}", above | {real})
+            yield from walk(path, f"{name}/{path.name}", above | {real})
 
 
-def _file_hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
+    """The SHA-256, in hexadecimal, of a file's bytes. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -2,11 +2,16 @@
 
 ``hardpoint-plugins.lock`` is TOML. Each ``[[plugin]]`` has its ``distribution``, ``version``, ``entry`` (the entry
 point's value), whether it is installed ``editable``, its content hash ``sha256`` and, for naming a difference, the
-hash of each file (``content_hash.py`` says which count). Core is among them: it is a plugin like the others.
+hash of each file (``content_hash.py`` says which count). Core is among them: it is a plugin like the others. Its table
+``wrapped`` has the distributions that its contributions require, with versions and digests (``wrapped.py``).
 
 With ``--plugins-locked`` a plugin that is not in the file, or not as the file says, is refused before any of it is
-imported. What this does not see: the libraries that plugins import (pin those with ``pip install --require-hashes``),
-and bytecode caches, which Python trusts: where others may write to the installation, let it be read-only.
+imported. What this does not see:
+
+* libraries that plugins import without naming them in ``requires``, and what libraries depend on: pin them with
+  ``pip install --require-hashes``;
+* in a required library of more than 32 MiB, a change that leaves sizes and RECORD alone: ``plugins verify`` finds it;
+* bytecode caches, which Python trusts: where others may write to the installation, let it be read-only.
 """
 
 from __future__ import annotations
@@ -20,13 +25,14 @@ from typing import Any, Literal
 
 from hardpoint.plugins.content_hash import hash_of
 from hardpoint.plugins.record import PluginRecord
+from hardpoint.plugins.wrapped import Installed, Wrapped, required_by, wrapped_by
 from hardpoint_plugin_api import ConfigError, PluginError, Reason
 
-SCHEMA = 1
+SCHEMA = 2
 LOCK_FILE_NAME = "hardpoint-plugins.lock"
 """The file that commands write and read where they are told no other."""
 
-Kind = Literal["added", "missing", "version", "editable", "content", "unreadable"]
+Kind = Literal["added", "missing", "version", "editable", "content", "library", "unreadable"]
 _KEYS: dict[str, type] = {
     "name": str,
     "distribution": str,
@@ -35,14 +41,17 @@ _KEYS: dict[str, type] = {
     "editable": bool,
     "sha256": str,
     "files": dict,
+    "wrapped": dict,
 }
+_WRAPPED_KEYS: dict[str, type] = {"version": str, "editable": bool, "outline": str, "sha256": str}
 _MOST_NAMES = 5
 _HEADER = "# Written by 'hardpoint plugins lock'; 'hardpoint plugins verify' compares it with what is installed.\n"
 
 
 @dataclass(frozen=True)
 class LockedPlugin:
-    """One plugin as it was when it was locked. ``files`` has the SHA-256 of each by its name."""
+    """One plugin as it was when it was locked. ``files`` has the SHA-256 of each by its name, ``wrapped`` the
+    distributions that it requires by theirs."""
 
     name: str
     distribution: str
@@ -50,12 +59,19 @@ class LockedPlugin:
     entry: str
     editable: bool
     files: Mapping[str, str]
+    wrapped: Mapping[str, Wrapped] = field(default_factory=dict)
 
     @classmethod
     def of(cls, record: PluginRecord) -> LockedPlugin:
-        """The plugin as it is installed. Raises PluginLoadError where its files cannot be read."""
+        """The plugin as it is installed. Raises PluginLoadError where its files, or a library's, cannot be read."""
         return cls(
-            record.name, record.distribution, record.version, record.entry_value, record.editable, record.file_hashes()
+            name=record.name,
+            distribution=record.distribution,
+            version=record.version,
+            entry=record.entry_value,
+            editable=record.editable,
+            files=record.file_hashes(),
+            wrapped=wrapped_by(required_by(record.contributions)),
         )
 
     @property
@@ -130,6 +146,7 @@ class LockFile:
                 "editable": plugin.editable,
                 "sha256": hash_of(plugin.files),
                 "files": dict(plugin.files),
+                "wrapped": {name: wrapped.to_json() for name, wrapped in plugin.wrapped.items()},
             }
             for plugin in self.plugins.values()
         ]
@@ -148,12 +165,12 @@ class LockFile:
         return Reason("lock-mismatch", f"{self.path}: {'; '.join(d.detail for d in found)}", fix=found[0].fix)
 
     def differences(self, records: Iterable[PluginRecord]) -> list[Difference]:
-        """Every difference between the file and what is installed."""
+        """Every difference between the file and what is installed. Reads every byte of it."""
         installed = {(r.distribution, r.entry_value): r for r in records}
         found = []
         for key, record in installed.items():
             if key in self.plugins:
-                found += self.compare(record)
+                found += self.compare(record, thorough=True)
             elif record.folder is not None:
                 fix = f"pip uninstall {record.distribution}, or if you trust it: {_relock(self.path)}"
                 found.append(Difference("added", record.title, "it is installed, and not in the lock file", fix))
@@ -163,8 +180,11 @@ class LockFile:
                 found.append(Difference("missing", locked.title, "it is in the lock file, and not installed", fix))
         return found
 
-    def compare(self, record: PluginRecord) -> list[Difference]:
-        """How ``record`` differs from what the file says of it, which must be something."""
+    def compare(self, record: PluginRecord, *, thorough: bool = False) -> list[Difference]:
+        """How ``record`` differs from what the file says of it, which must be something.
+
+        ``thorough`` reads every byte of large libraries, too.
+        """
         locked = self.plugins[record.distribution, record.entry_value]
         restore = (
             "restore its source tree"
@@ -194,7 +214,18 @@ class LockFile:
                 f"{what} {_listed(names)}" for what, names in changes.items()
             )
             found.append(Difference("content", record.title, detail, fix, changes))
-        return found
+        return found + self._libraries(record, locked, thorough)
+
+    def _libraries(self, record: PluginRecord, locked: LockedPlugin, thorough: bool) -> list[Difference]:
+        """How the distributions that ``record`` requires differ from the locked ones."""
+        names = required_by(record.contributions)
+        try:
+            found = list(Installed().differences(names, locked.wrapped, thorough=thorough))
+        except PluginError as error:
+            note, _, fix = str(error).partition("; fix: ")
+            return [Difference("unreadable", record.title, note, fix)]
+        fix = f"install the locked libraries again, or if you trust what is there: {_relock(self.path)}"
+        return [Difference("library", record.title, f"it requires a library, and {what}", fix) for what in found]
 
 
 def _parse(path: Path, entry: Any) -> LockedPlugin:
@@ -219,7 +250,16 @@ def _parse(path: Path, entry: Any) -> LockedPlugin:
             f"lock file {path}: plugin {title}: its sha256 is not that of its files; the file was changed by hand or "
             f"damaged; write it anew: {_relock(path)}"
         )
-    return LockedPlugin(**{key: entry[key] for key in _KEYS if key != "sha256"})
+    for name, wrapped in entry["wrapped"].items():
+        kinds = {key: type(value) for key, value in wrapped.items()} if isinstance(wrapped, dict) else None
+        if kinds != _WRAPPED_KEYS:
+            raise ConfigError(
+                f"lock file {path}: plugin {title}: library {name!r} must have {', '.join(_WRAPPED_KEYS)}; "
+                f"write it anew: {_relock(path)}"
+            )
+    libraries = {name: Wrapped.from_json(name, wrapped) for name, wrapped in entry["wrapped"].items()}
+    known = {key: entry[key] for key in _KEYS if key not in ("sha256", "wrapped")}
+    return LockedPlugin(**known, wrapped=libraries)
 
 
 def _relock(path: Path) -> str:

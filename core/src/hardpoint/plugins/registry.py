@@ -14,6 +14,7 @@ from hardpoint.plugins.hooks import Hooks
 from hardpoint.plugins.loading import IMPORT_ERRORS, describe, import_fix, load_target
 from hardpoint.plugins.record import Offer, PluginRecord
 from hardpoint.plugins.shims import fitted
+from hardpoint.plugins.signatures import DECLARING, layer_misfit, misfit, op_misfit
 from hardpoint_plugin_api import (
     ConfigChange,
     ConfigKey,
@@ -131,19 +132,47 @@ class PluginSet:
     def load(self, offer: Offer) -> object:
         """Return the target of ``offer``, imported on first use, with its plugin activated before.
 
-        Raises PluginLoadError naming the plugin, the target, the cause and the fix. What failed is not tried again.
+        Raises PluginLoadError naming the plugin, the target, the cause and the fix: where it cannot be imported, and
+        where its methods cannot be called as their interface says. What failed is not tried again.
         """
         if offer not in self._targets:
             if offer in self._failures:
                 raise self._failures[offer].with_traceback(None)
             self.activate(offer.plugin)
             try:
-                self._targets[offer] = fitted(load_target(offer.contribution, offer.distribution), offer)
+                target = fitted(load_target(offer.contribution, offer.distribution), offer)
+                self._check_signatures(offer, target)
+                self._targets[offer] = target
             except PluginLoadError as error:
                 failure = PluginLoadError(f"plugin {self.record(offer.plugin).title}: {error}")
                 self._failures[offer] = failure
                 raise failure from error.__cause__
         return self._targets[offer]
+
+    def _check_signatures(self, offer: Offer, target: object) -> None:
+        """Raise PluginLoadError where ``target`` cannot be called as what it implements."""
+        c, fault = offer.contribution, misfit(target)
+        if fault is None and (declaring := self._declaring(offer)) is not None:
+            if c.family == "layer":
+                fault = layer_misfit(target, declaring)
+            elif callable(declaring):
+                fault = op_misfit(target, declaring, c.form)
+        if fault:
+            fix = f"pip install --upgrade {offer.distribution}, or report this to its author"
+            raise PluginLoadError(f"{c}: target {c.target!r}: {fault}; fix: {fix}")
+
+    def _declaring(self, offer: Offer) -> object:
+        """The target that declares the signature of what ``offer`` implements; None where that is itself, or broken."""
+        c = offer.contribution
+        name = DECLARING.get(c.family)
+        found = (o for o in self.offers(c.family, c.of) if o.contribution.name == name) if name else iter(())
+        declaring = next(found, None)
+        if declaring is None or declaring == offer:
+            return None
+        try:
+            return self.load(declaring)
+        except PluginLoadError:  # whoever asks for that one is told
+            return None
 
     def configure(self, config: Mapping[str, object], device: DeviceInfo) -> list[ConfigChange]:
         """Return the changes that active plugins wish; raises PluginLoadError naming the plugin whose hook fails."""

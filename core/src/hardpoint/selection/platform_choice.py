@@ -2,15 +2,21 @@
 
 The user's flag decides; else an accelerator comes before a CPU. Two accelerators and no flag are an error that names
 both. A platform that is broken, or whose devices are there but unusable, is never passed over in favour of a CPU:
-that is how a failed plugin becomes a slow server that nobody notices.
+that is how a failed plugin becomes a slow server that nobody notices. One whose ``detect`` hangs is passed over with a
+warning: whether its devices are there, nobody knows.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+import threading
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import cast
 
 from hardpoint.plugins import Offer, PluginRecord, PluginSet
+from hardpoint.plugins.loading import describe
 from hardpoint.selection.plan import Plan, PlanEntry, Rejection, Rule, StepRange
 from hardpoint.selection.settings import Settings
 from hardpoint_plugin_api import (
@@ -27,6 +33,13 @@ from hardpoint_plugin_api import (
     SelectionError,
     UnknownNameError,
 )
+
+logger = logging.getLogger(__name__)
+
+DETECT_SECONDS = 30.0
+"""What a platform may take to look for its devices; drivers of hosts with many take some seconds."""
+HANGS = "detect-hangs"
+"""The code of the Reason against a platform that takes longer."""
 
 
 @dataclass(frozen=True)
@@ -108,21 +121,44 @@ def _not_asked_for(name: str) -> Reason:
 
 
 def detect(plugins: PluginSet, offer: Offer) -> tuple[type[Platform], DeviceInfo] | Reason:
-    """Load a platform and ask it what is here; whatever it does wrong becomes the reason."""
+    """Load a platform and ask it what is here; whatever it does wrong becomes the reason.
+
+    A ``detect`` that does not return within DETECT_SECONDS is left alone, in a thread that nobody waits for. One that
+    keeps Python's lock meanwhile cannot be left alone.
+    """
     try:
         platform = plugins.load(offer)
-        if not (isinstance(platform, type) and issubclass(platform, Platform)):
-            return Reason("load-failed", f"{offer.contribution.target} is no Platform")
-        info: object = platform.detect()
     except PluginError as error:
         return Reason("load-failed", str(error), fix="hardpoint plugins list")
-    except Exception as error:  # a plugin's own bug must not stop the others
-        return Reason("detect-failed", f"its detect() raised {type(error).__name__}: {error}")
+    if not (isinstance(platform, type) and issubclass(platform, Platform)):
+        return Reason("load-failed", f"{offer.contribution.target} is no Platform")
+    who, answers = f"detect() of {platform.__qualname__}, plugin {offer.plugin},", SimpleQueue[object]()
+
+    def ask() -> None:
+        try:
+            answers.put(platform.detect())
+        except Exception as error:  # a plugin's own bug must not stop the others
+            answers.put(Reason("detect-failed", f"{who} raised {describe(error)}"))
+        except BaseException as error:  # an exit, of this thread alone
+            answers.put(Reason("detect-failed", f"{who} raised {type(error).__name__}"))
+
+    thread = threading.Thread(target=ask, name=f"detect {offer.contribution.name}", daemon=True)
+    thread.start()
+    try:
+        info = answers.get(timeout=DETECT_SECONDS)
+    except Empty:
+        return Reason(HANGS, f"{who} did not return within {DETECT_SECONDS:g} s; it is at {_place_of(thread)}")
     if isinstance(info, DeviceInfo):
         return platform, info
     if isinstance(info, Reason):
         return info
-    return Reason("detect-failed", f"its detect() must return DeviceInfo or Reason, got {info!r}")
+    return Reason("detect-failed", f"{who} must return DeviceInfo or Reason, got {info!r}")
+
+
+def _place_of(thread: threading.Thread) -> str:
+    """Where a thread is now: its innermost line of Python."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return f"{frame.f_code.co_filename}, line {frame.f_lineno}" if frame else "its end"
 
 
 def _ask(plugins: PluginSet, offer: Offer) -> tuple[type[Platform], DeviceInfo] | Reason:
@@ -144,7 +180,11 @@ def _automatic(plugins: PluginSet, found: dict[Offer, DeviceInfo], refused: dict
     if accelerators:
         return accelerators[0]
     best = min(found, key=lambda o: (-o.contribution.priority, o.contribution.name), default=None)
-    failed = {o: reason for o, reason in refused.items() if reason.code != NO_DEVICE}
+    for offer, reason in refused.items():
+        if reason.code == HANGS:
+            name = offer.contribution.name
+            logger.warning("platform %s is passed over: %s; ask for it with --platform %s", name, reason, name)
+    failed = {o: reason for o, reason in refused.items() if reason.code not in (NO_DEVICE, HANGS)}
     if failed and best:
         lines = "\n".join(f"  {o.contribution.name}: {reason}" for o, reason in failed.items())
         fallback = best.contribution.name

@@ -90,14 +90,14 @@ class All2AllTrials:
 
 def _trial(probe: All2AllProbe) -> Trial:
     if reason := probe.subject.refuses(probe.workload):
-        return Trial(probe.title, unsupported=reason)
+        return Trial(probe.title, unsupported=reason, workload=probe.workload)
     checks = [Check("values", probe.values, decisive=True)]
     if too_few_devices(probe.subject.site, probe.world) is None:
         checks += [Check(name, partial(probe.told, name)) for name in ("dispatch", "inputs", "handle")]
         checks.append(Check("in-place", probe.in_place))
         if probe.subject.deterministic:
             checks.append(Check("repeat", probe.repeat))
-    return Trial(probe.title, checks)
+    return Trial(probe.title, checks, workload=probe.workload)
 
 
 @dataclass(frozen=True)
@@ -327,8 +327,7 @@ class All2AllProbe:
             for rank, result in enumerate(results):
                 where = f"step {number}, rank {rank} of tokens {list(step.rows)}"
                 one = compare(where, result, step.part(own, rank), step.part(true, rank), ERRORS, _HOST)
-                found.faults += one.faults
-                found.measured |= one.measured
+                found.add(one)
         return Finding.of(found)
 
     def told(self, check: str) -> Finding:

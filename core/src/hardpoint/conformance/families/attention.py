@@ -224,7 +224,7 @@ def _trial(probe: AttentionProbe, plan: Plan, number: int) -> Trial:
     title = probe.situation.title
     seed = plan.seed_of(f"{probe.subject.offer.contribution}/{title}")
     if reason := probe.subject.refuses(probe.spec.workload()):
-        return Trial(title, unsupported=reason)
+        return Trial(title, unsupported=reason, workload=probe.spec.workload())
     own: dict[str, Callable[[AttentionProbe, int], Finding]] = {
         "group": group,
         "interleaved": interleaved,
@@ -234,7 +234,8 @@ def _trial(probe: AttentionProbe, plan: Plan, number: int) -> Trial:
     checks += [Check(name, partial(check, probe, seed)) for name, check in own.items() if plan.includes(number, 0)]
     if Feature.BATCH_INVARIANT in probe.subject.features:
         checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed)))
-    return Trial(title, [replace(check, run=partial(_within_limits, probe, check.run)) for check in checks])
+    checks = [replace(check, run=partial(_within_limits, probe, check.run)) for check in checks]
+    return Trial(title, checks, workload=probe.spec.workload())
 
 
 def _within_limits(probe: AttentionProbe, check: Callable[[], Finding]) -> Finding:

@@ -97,7 +97,7 @@ def _store_trial(probe: StoreProbe, plan: Plan, number: int) -> Trial:
         return Trial(probe.title, unsupported=reason)
     seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
     without = ("ghost", "far", "offset", "apart", "fresh", "repeat") if probe.num_tokens == 0 else ()
-    return Trial(probe.title, kernel_checks(probe, seed, plan, number, without))
+    return Trial(probe.title, kernel_checks(probe, seed, plan, number, without), of_a_part=True)
 
 
 def regions(subject: Subject, spec: CacheSpec, block_size: int) -> Finding:

@@ -117,7 +117,7 @@ def _where_possible(group: CommunicatorGroup, check: partial[Finding]) -> Findin
 
 def _trial(probe: CommunicatorProbe) -> Trial:
     if reason := probe.refuses():
-        return Trial(probe.title, unsupported=reason)
+        return Trial(probe.title, unsupported=reason, workload=probe.workload)
     checks = [Check("values", probe.values, decisive=True)]
     if too_few_devices(probe.subject.site, probe.world) is None:
         checks += [Check("inputs", probe.inputs), Check("aliases", probe.aliases)]
@@ -127,7 +127,7 @@ def _trial(probe: CommunicatorProbe) -> Trial:
             checks.append(Check("agree", probe.agree))
         if probe.collective in SUMS and Feature.BATCH_INVARIANT in probe.subject.features:
             checks.append(Check("batch-invariant", probe.batch_invariant))
-    return Trial(probe.title, checks)
+    return Trial(probe.title, checks, workload=probe.workload)
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,12 @@ class CommunicatorProbe:
                 size = sum(self._rows) if self.collective == "reduce_scatter" else max(self._rows)
                 if size < need.min or (need.max is not None and size > need.max):
                     return Reason("tokens", "another size", wanted=str(size), supported=f"{need.min} to {need.max}")
-        return self.subject.refuses(self._group.workload)
+        return self.subject.refuses(self.workload)
+
+    @property
+    def workload(self) -> CommunicatorWorkload:
+        """What the group is asked for."""
+        return self._group.workload
 
     @cached_property
     def _seen(self) -> list[Seen]:

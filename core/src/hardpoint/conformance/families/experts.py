@@ -89,7 +89,8 @@ class ExpertsTrials:
         )
         claims = claimed_specs(subject, plan, [usual])
         for pattern, reason in claims.refused.items():
-            yield Trial(f"spec/{pattern.replace('/', '~')}", unsupported=reason)
+            claim = f"spec {pattern.partition(' ')[0]}"
+            yield Trial(f"spec/{pattern.replace('/', '~')}", unsupported=reason, claims=(claim,))
         if not claims.served:
             return
         few: Exclusions = {
@@ -126,7 +127,7 @@ def _does_not_fit(pair: Pair | None, widths: str) -> bool:
 
 def _trial(probe: ExpertsProbe, plan: Plan, number: int, *, with_sizes: bool) -> Trial:
     if reason := probe.subject.refuses(probe.workload):
-        return Trial(probe.title, unsupported=reason)
+        return Trial(probe.title, unsupported=reason, workload=probe.workload)
     seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
     is_empty = probe.has_no_results
     checks = kernel_checks(probe, seed, plan, number, without=tuple(ADVERSARIAL) if is_empty else ())
@@ -135,7 +136,7 @@ def _trial(probe: ExpertsProbe, plan: Plan, number: int, *, with_sizes: bool) ->
         checks.append(Check("extremes", partial(extremes, probe, seed)))
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
         checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed, has_rows=True)))
-    return Trial(probe.title, checks)
+    return Trial(probe.title, checks, workload=probe.workload)
 
 
 @dataclass(frozen=True)

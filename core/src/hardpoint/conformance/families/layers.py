@@ -110,7 +110,7 @@ def _forward_trial(probe: LayerProbe, plan: Plan, number: int) -> Trial:
 def _unless_refused(probe: LayerProbe, title: str, checks: Sequence[Check]) -> Trial:
     """Arguments that a manifest cannot speak of are refused by ``supports``, or by the constructor with an error."""
     if reason := probe.subject.refuses(probe.workload):
-        return Trial(title, unsupported=reason)
+        return Trial(title, unsupported=reason, workload=probe.workload)
 
     def unless_refused(check: Check) -> Finding:
         try:
@@ -119,7 +119,8 @@ def _unless_refused(probe: LayerProbe, title: str, checks: Sequence[Check]) -> T
             return Finding.not_claimed("refused", str(error))
         return check.run()
 
-    return Trial(title, [Check(c.name, partial(unless_refused, c), c.decisive) for c in checks])
+    guarded = [Check(c.name, partial(unless_refused, c), c.decisive) for c in checks]
+    return Trial(title, guarded, workload=probe.workload)
 
 
 class LayerProbe:

@@ -80,7 +80,8 @@ class LinearTrials:
         sized = [partial(LinearWorkload, out_features=n, in_features=k) for n, k in shapes]
         claims = claimed_specs(subject, plan, sized)
         for pattern, reason in claims.refused.items():
-            yield Trial(f"spec/{pattern.replace('/', '~')}", unsupported=reason)
+            claim = f"spec {pattern.partition(' ')[0]}"
+            yield Trial(f"spec/{pattern.replace('/', '~')}", unsupported=reason, claims=(claim,))
         if not claims.served:
             return
         factors: dict[str, Sequence[Any]] = {
@@ -125,7 +126,7 @@ def _numbers_of_tokens(subject: Subject) -> tuple[str, ...]:
 
 def _trial(probe: LinearProbe, plan: Plan, number: int, *, with_sizes: bool) -> Trial:
     if reason := probe.subject.refuses(probe.workload):
-        return Trial(probe.title, unsupported=reason)
+        return Trial(probe.title, unsupported=reason, workload=probe.workload)
     seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
     is_empty = not probe.num_tokens
     checks = kernel_checks(probe, seed, plan, number, without=tuple(ADVERSARIAL) if is_empty else ())
@@ -136,7 +137,7 @@ def _trial(probe: LinearProbe, plan: Plan, number: int, *, with_sizes: bool) -> 
     checks.append(Check("quantized-input", partial(quantized_input, probe, seed)))
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
         checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed, has_rows=True)))
-    return Trial(probe.title, checks)
+    return Trial(probe.title, checks, workload=probe.workload)
 
 
 class LinearProbe:
@@ -402,6 +403,5 @@ def unpack(probe: LinearProbe) -> Finding:
     found = Comparison()
     for where, got, o, t in (("unpack", whole, own, true), ("rows", rows, own[ids], true[ids])):
         one = compare(where, got, o, t, ErrorModel(scale="element"), device)
-        found.faults += one.faults
-        found.measured |= one.measured
+        found.add(one)
     return Finding.of(found)

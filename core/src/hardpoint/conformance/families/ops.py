@@ -118,7 +118,7 @@ def _caches(subject: Subject, layout: str) -> list[_Cache]:
 def _trial(probe: OpProbe, case: Case, plan: Plan, number: int) -> Trial:
     seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
     if reason := probe.refused():
-        return Trial(probe.title, unsupported=reason)
+        return Trial(probe.title, unsupported=reason, workload=probe.workload)
     is_empty = not op_inputs(probe.op, case)[0].tensor.numel()
     checks = kernel_checks(probe, seed, plan, number, without=tuple(ADVERSARIAL) if is_empty else ())
     if probe.op.allocate is not None:
@@ -128,7 +128,7 @@ def _trial(probe: OpProbe, case: Case, plan: Plan, number: int) -> Trial:
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
         alike = OpProbe(probe.subject, probe.op, probe.dtype, case, probe.cache, batch_invariant=True)
         checks.append(Check("batch-invariant", partial(batch_invariant, alike, seed)))
-    return Trial(probe.title, checks)
+    return Trial(probe.title, checks, workload=probe.workload)
 
 
 class OpProbe:

@@ -15,6 +15,7 @@ from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Subject
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.dtypes import dtype_of
+from hardpoint.plugins.signatures import misfit
 from hardpoint_plugin_api import (
     Contribution,
     DeviceInfo,
@@ -161,6 +162,8 @@ def activate(subject: Subject) -> Finding:
 def memory(subject: Subject) -> Finding:
     """``memory``: counters are plausible, and a peak covers what was allocated since it was reset."""
     platform, size = _platform(subject), 64 * _MIB
+    if fault := misfit(type(platform.memory)):
+        return Finding.failed("signature", "memory", fault)
     before = platform.memory.snapshot()
     if not isinstance(before, MemorySnapshot) or not 0 <= before.free <= before.total or before.peak < 0:
         return Finding.failed("memory", "snapshot", f"{before!r}")
@@ -264,6 +267,8 @@ def graph_engine(subject: Subject) -> Finding:
     platform, device = _platform(subject), subject.site.device
     engine = platform.graph_engine()
     declared = {f: getattr(engine, f, None) for f in ("bytes_per_executable", "max_executables")}
+    if isinstance(engine, GraphEngine) and (fault := misfit(type(engine))):
+        return Finding.failed("signature", "graph_engine", fault)
     if not isinstance(engine, GraphEngine) or (declared["max_executables"] or 0) < 0:
         return Finding.failed("graph-engine", "graph_engine", f"{engine!r}, {declared}")
 
@@ -346,18 +351,18 @@ def dtype_works(subject: Subject, dtype: str) -> Finding:
     if not kind.is_floating_point:
         x = torch.arange(10, dtype=kind)
         same = torch.equal((x.to(device) + 1).cpu(), x + 1)
-        return Finding() if same else Finding.failed("dtype", dtype, "adds wrongly")
+        return Finding(compared=x.numel()) if same else Finding.failed("dtype", dtype, "adds wrongly")
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(48, 48, generator=generator).to(kind) for _ in range(2))
     if kind.itemsize == 1:
         same = torch.equal(a.to(device).float().cpu(), a.float())
-        return Finding() if same else Finding.failed("dtype", dtype, "does not keep numbers")
+        return Finding(compared=a.numel()) if same else Finding.failed("dtype", dtype, "does not keep numbers")
     got, wanted = (a.to(device) @ b.to(device) + a.to(device)).cpu().double(), a.double() @ b.double() + a.double()
     limit = 8 * torch.finfo(kind).eps * float(wanted.abs().max())
     error = float((got - wanted).abs().max())
     if not error <= limit:
         return Finding.failed("dtype", dtype, f"a product is {error:.3g} off, {limit:.3g} allowed")
-    return Finding(measured={"peak": (error, limit)})
+    return Finding(measured={"peak": (error, limit)}, compared=wanted.numel())
 
 
 _CHECKS: dict[str, Callable[[Subject], Finding]] = {

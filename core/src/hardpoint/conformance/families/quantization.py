@@ -328,7 +328,7 @@ class StoredProbe(_Probe):
             return Finding.failed("values", "weight", f"is {list(got.shape)}, expected {list(wanted.shape)}")
         wrong = got != wanted
         if not wrong.any():
-            return Finding()
+            return Finding(compared=wrong.numel())
         row, column = (int(i) for i in wrong.nonzero()[0])
         text = f"at [{row}, {column}] expected {wanted[row, column]:.6g}, got {got[row, column]:.6g}"
         return Finding.failed("values", "weight", f"{text}; {int(wrong.sum())} of {wrong.numel()} differ")
@@ -410,7 +410,7 @@ class OnlineProbe(_Probe):
         ratio = torch.where(error == 0, 0.0, error / limit)
         worst = float(ratio.max())
         if worst <= 1:
-            return Finding(measured={"rounding": (worst, 1.0)})
+            return Finding(measured={"rounding": (worst, 1.0)}, compared=ratio.numel())
         row, column = (int(i) for i in (ratio == ratio.max()).nonzero()[0])
         text = f"at [{row}, {column}] {weight[row, column]:.6g} is {worst:.3g} times as far off as {spec} allows"
         return Finding.failed("rounding", "weight", text)

@@ -39,7 +39,7 @@ def summed_trials(subject: Subject, op: CustomOp[..., Any], plan: Plan) -> Itera
     for row in plan.combinations(factors):
         probe = SummedProbe(subject, op, plan, **row)
         if reason := probe.refuses():
-            yield Trial(probe.title, unsupported=reason)
+            yield Trial(probe.title, unsupported=reason, workload=probe.workload)
             continue
         checks = [Check("values", probe.values, decisive=True)]
         if too_few_devices(subject.site, probe.world) is None:
@@ -48,7 +48,7 @@ def summed_trials(subject: Subject, op: CustomOp[..., Any], plan: Plan) -> Itera
                 checks.append(Check("repeat", probe.repeat))
             if Feature.BATCH_INVARIANT in subject.features and probe.num_rows:
                 checks.append(Check("batch-invariant", probe.batch_invariant))
-        yield Trial(probe.title, checks)
+        yield Trial(probe.title, checks, workload=probe.workload)
 
 
 def _cases(op: CustomOp[..., Any], dtype: str, seed: int) -> Iterator[Case]:

@@ -107,8 +107,10 @@ class Rank:
             serve(worker, self.commands, send if self.spec.seat.rank == 0 else None, send)
             worker.close()
         except Exception as error:
+            from hardpoint.engine.blueprint import suspects
+
             if self.blueprint is not None:
-                name_culprit(error, self.blueprint.plugins)
+                name_culprit(error, self.blueprint.plugins, suspects(self.blueprint))
             send(RankFailed(Failure.of(error)))
         self.closed.set()
 
