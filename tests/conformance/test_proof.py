@@ -22,6 +22,7 @@ from hardpoint.conformance.proof import Asked, asked_of, elsewhere, met_by, prov
 from hardpoint.conformance.site import Site
 from hardpoint.conformance.trials import Outcome, Result, Trial
 from hardpoint.conformance.worker import Bench
+from hardpoint.ops.error_model import Fault
 from hardpoint.plugins import discover
 from hardpoint_plugin_api import (
     API_VERSION,
@@ -230,6 +231,13 @@ def test_both_forms_are_read_as_they_were_written(form: Callable[[Certificate], 
     assert data["kit_version"] == KIT_VERSION == 4
     assert data["proofs"][0]["verdict"] == "proved"
     assert ("results" in data) != ("checks" in data)
+
+
+def test_a_certificate_with_failures_is_read(tmp_path: Path) -> None:
+    failed = replace(VALUES, outcome="failed", faults=(Fault("peak", "output 0", "is wrong"),))
+    _made_up((failed,), ()).write(tmp_path / "c.json")
+    (read,) = read_certificate(tmp_path / "c.json").results
+    assert read.faults == failed.faults
 
 
 def _made_up(results: tuple[Result, ...], asked: tuple[Asked, ...]) -> Certificate:

@@ -168,8 +168,9 @@ def read_certificate(path: Path) -> Certificate:
     from hardpoint.conformance.trials import Result
 
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        CertificateFile.model_validate(data)
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text)
+        CertificateFile.model_validate_json(text)
         return Certificate(
             plugin=data["plugin"],
             device=data["device"],

@@ -88,9 +88,7 @@ class ExpertsTrials:
             intermediate_size=256,
         )
         claims = claimed_specs(subject, plan, [usual])
-        for pattern, reason in claims.refused.items():
-            claim = f"spec {pattern.partition(' ')[0]}"
-            yield Trial(f"spec/{pattern.replace('/', '~')}", unsupported=reason, claims=(claim,))
+        yield from claims.untried()
         if not claims.served:
             return
         few: Exclusions = {

@@ -79,9 +79,7 @@ class LinearTrials:
         shapes = [(256, 256), *((out_features, in_features) for _, out_features, in_features in own)]
         sized = [partial(LinearWorkload, out_features=n, in_features=k) for n, k in shapes]
         claims = claimed_specs(subject, plan, sized)
-        for pattern, reason in claims.refused.items():
-            claim = f"spec {pattern.partition(' ')[0]}"
-            yield Trial(f"spec/{pattern.replace('/', '~')}", unsupported=reason, claims=(claim,))
+        yield from claims.untried()
         if not claims.served:
             return
         factors: dict[str, Sequence[Any]] = {

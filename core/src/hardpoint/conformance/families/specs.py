@@ -13,11 +13,13 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Subject
+from hardpoint.conformance.trials import Trial
 from hardpoint.plugins import PluginSet
 from hardpoint.quantization.elements import element, known_elements
 from hardpoint.quantization.numerics import calibrate
@@ -64,12 +66,24 @@ def static_scales(activation: QuantSpec) -> dict[str, torch.Tensor]:
 @dataclass(frozen=True)
 class ClaimedSpecs:
     """What there is to try. ``pairs`` are the quantized ones by name; ``served`` says in which dtypes each is claimed,
-    the plain one included; ``refused`` are patterns, or parts of them, of which no pair can be tried, with the reason.
+    the plain one included. ``refused`` are patterns, or parts of them, of which the contribution serves no pair, and
+    ``unknown`` are patterns of elements that nobody offers, each with the reason.
     """
 
     pairs: Mapping[str, Pair]
     served: Mapping[str, Sequence[str]]
     refused: Mapping[str, Reason] = field(default_factory=dict)
+    unknown: Mapping[str, Reason] = field(default_factory=dict)
+
+    def untried(self) -> Iterator[Trial]:
+        """A trial for each pattern, or part of one, that cannot be tried, with the reason.
+
+        What the contribution itself refuses was asked for; what nobody here can make stays unproved.
+        """
+        for pattern, reason in self.refused.items():
+            yield Trial(_case(pattern), unsupported=reason, claims=(f"spec {pattern.partition(' ')[0]}",))
+        for pattern, reason in self.unknown.items():
+            yield Trial(_case(pattern), unsupported=reason)
 
     @property
     def dtypes(self) -> list[str]:
@@ -79,6 +93,10 @@ class ClaimedSpecs:
     def is_foreign(self, dtype: str, name: str) -> bool:
         """Whether the pair of that name is not claimed in ``dtype``."""
         return dtype not in self.served[name]
+
+
+def _case(pattern: str) -> str:
+    return f"spec/{pattern.replace('/', '~')}"
 
 
 def claimed_specs(subject: Subject, plan: Plan, workloads: Sequence[Callable[..., Workload]]) -> ClaimedSpecs:
@@ -102,10 +120,18 @@ def claimed_specs(subject: Subject, plan: Plan, workloads: Sequence[Callable[...
 
     pairs: dict[str, Pair] = {}
     refused: dict[str, Reason] = {}
+    unknown: dict[str, Reason] = {}
     for pattern in patterns:
         weight, _, activation = pattern.partition("/")
-        if "@" not in weight and weight != "*":
-            continue  # plain numbers
+        if "@" not in weight and weight != "*":  # plain numbers
+            named = [dtype for dtype in dtypes if fnmatch.fnmatchcase(dtype, weight)]
+            plain_reasons = [refused_in((QuantSpec(dtype), None), dtype) for dtype in named]
+            if plain_reasons and all(plain_reasons):
+                refused[pattern] = cast(Reason, plain_reasons[0])
+            continue
+        if foreign := _foreign_element(subject.site.plugins, weight, activation):
+            unknown[pattern] = Reason("element", "no plugin offers such an element", wanted=foreign)
+            continue
         choices = _Choices.of(weight, activation or "*", subject.site.plugins)
         found, reasons = _cover(choices, refusal, rng, plan)
         pairs |= {written(pair): pair for pair in found}
@@ -114,7 +140,14 @@ def claimed_specs(subject: Subject, plan: Plan, workloads: Sequence[Callable[...
     served = {PLAIN: plain} if plain else {}
     for name, pair in pairs.items():
         served[name] = [dtype for dtype in dtypes if refused_in(pair, dtype) is None]
-    return ClaimedSpecs(pairs, served, refused)
+    return ClaimedSpecs(pairs, served, refused, unknown)
+
+
+def _foreign_element(plugins: PluginSet, *sides: str) -> str | None:
+    """An element of a pattern's two sides that has a name and is not known."""
+    known = known_elements(plugins)
+    named = [SpecPattern.parse(side).element for side in sides if "@" in side]
+    return next((name for name in named if not {"*", "?"} & set(name) and name not in known), None)
 
 
 def written(pair: Pair) -> str:
