@@ -45,7 +45,13 @@ def _allocate(
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-@custom_op(cases=_cases, errors=ErrorModel(scale="row"), allocate=_allocate, aliases=[(0, "q"), (1, "k")])
+@custom_op(
+    cases=_cases,
+    errors=ErrorModel(scale="row"),
+    allocate=_allocate,
+    aliases=[(0, "q"), (1, "k")],
+    static=["interleaved"],
+)
 def rotary_embedding(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
