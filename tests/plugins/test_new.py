@@ -178,7 +178,8 @@ def test_it_is_typed(environment: Environment, tmp_path: Path, language: str) ->
     """mypy --strict, of all families at once; nothing has to be compiled or run for that."""
     project = tmp_path / language
     write(Recipe.create(f"typed_{language}", TEMPLATED, language), project)
-    command = f"{sys.executable} -m mypy --strict --python-executable {environment.folder}/bin/python src tests"
+    known = f"--python-executable {environment.folder}/bin/python --cache-dir {environment.folder}/mypy"
+    command = f"{sys.executable} -m mypy --strict {known} src tests"
     assert "Success: no issues found" in check(environment, project, command)
 
 

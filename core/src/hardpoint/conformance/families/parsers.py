@@ -30,7 +30,7 @@ from hardpoint_plugin_api import (
 
 _PLAIN = ParserExample("It was late.\nThe whale, it seemed, slept: 3 > 2, e-mail me.\n\n")
 _NUM_DAMAGED = 24
-_LENGTHS = (2_000, 16_000)
+_LENGTHS = (1_000, 8_000)
 _MOST_GROWTH = 24
 """Eight times the text, eight times the work; quadratic work is sixty-four times. Between them lies the noise."""
 _LEAST_SECONDS = 0.05
