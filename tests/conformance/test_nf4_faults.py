@@ -98,4 +98,4 @@ def test_a_fault_is_caught(site: Site, kernel: Callable[..., Any]) -> None:
     caught = tried(site, kernel)  # type: ignore[arg-type]  # a class by any name
     assert caught is not None
     assert "nf4" in caught.case
-    assert caught.check == "values"
+    assert caught.check in ("values", "sizes"), caught
