@@ -17,6 +17,7 @@ from hardpoint.context import Context
 from hardpoint.ops.add_rms_norm import add_rms_norm
 from hardpoint.ops.qk_norm_rope_store import compose
 from hardpoint.ops.rms_norm import rms_norm
+from hardpoint.ops.rotary_embedding import rotary_embedding
 from hardpoint.ops.slot_mapping import slot_mapping
 from hardpoint.ops.store_kv import store_kv
 from hardpoint_plugin_api import OpWorkload, Platform
@@ -353,3 +354,21 @@ def test_caches_of_8_bit_elements_are_compared(site: Site, spoil: Callable[..., 
     assert {case.rpartition("/kv-")[2] for case in cases} >= {"int8", "float8_e4m3fn", "float8_e5m2"}
     caught = first_failure(kernel, OpTrials(), "float32/*", Plan())
     assert (caught.codes >= {code} and caught.check == "values") if caught else code is None
+
+
+def test_a_kernel_that_requires_a_scalar_is_tried_with_it_alone(site: Site) -> None:
+    """A rope kernel that knows one way of pairing elements: right where it declines the other, caught where not."""
+
+    def halves(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> Any:
+        return rotary_embedding.reference(q, k, positions, cos_sin)
+
+    declines = [{"scalar": {"interleaved": False}}]
+    plan = Plan()
+    tried = subject(site, halves, "op", "rotary_embedding", requires=declines)
+    cases = {trial.case: trial.unsupported for trial in OpTrials().trials(tried, plan)}
+    refused = {case for case, reason in cases.items() if reason is not None}
+    assert refused == {case for case in cases if "interleaved" in case}
+    assert first_failure(tried, OpTrials(), "float32/*", plan) is None
+    caught = first_failure(subject(site, halves, "op", "rotary_embedding"), OpTrials(), "float32/*", plan)
+    assert caught is not None
+    assert "interleaved" in caught.case

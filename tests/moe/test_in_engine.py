@@ -16,7 +16,17 @@ from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.layers import MoE
-from hardpoint_plugin_api import CheckpointError, ConfigError, HardpointError, SelectionError, UnknownNameError
+from hardpoint.quantization.methods.online import Int8Online
+from hardpoint_plugin_api import (
+    CheckpointError,
+    ConfigError,
+    HardpointError,
+    Module,
+    QuantSpec,
+    Scale,
+    SelectionError,
+    UnknownNameError,
+)
 from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads
 from tests.support.checkpoints import check_tokens_equal, random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
@@ -513,3 +523,23 @@ def test_what_cannot_be_divided(
     with pytest.raises(HardpointError, match=what) as caught:
         small_llm(tmp_path, tensor_parallel_size=ranks, **settings)
     assert isinstance(caught.value, (ConfigError, SelectionError))
+
+
+def test_a_method_can_tell_experts_from_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts in four bits, everything else in eight: ``Module.expert`` says which are which."""
+    write_mixture(tmp_path)
+    seen: dict[str, int | None] = {}
+
+    def specs(method: Int8Online, module: Module) -> tuple[QuantSpec, QuantSpec]:
+        seen[module.name] = module.expert
+        rows = (Scale("float32", (1, -1)),)
+        return QuantSpec("int4" if module.expert is not None else "int8", scales=rows), method.plain
+
+    monkeypatch.setattr(Int8Online, "specs", specs)
+    with small_llm(tmp_path, quantization="int8") as llm:
+        chosen = {row.family: row.workload for row in llm.table.rows if row.family in ("linear", "experts")}
+    in_name = {name: re.search(r"\.experts\.(\d+)\.", name) for name in seen}
+    assert seen == {name: int(found[1]) if found else None for name, found in in_name.items()}
+    assert len({number for number in seen.values() if number is not None}) > 1
+    assert None in seen.values()
+    assert "spec=int4" in str(chosen["experts"])

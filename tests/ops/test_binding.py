@@ -10,7 +10,7 @@ import torch
 
 from hardpoint.ops import get
 from hardpoint.ops.add_rms_norm import add_rms_norm
-from hardpoint.ops.base import by_tokens, functional_from_out, poisoned
+from hardpoint.ops.base import CustomOp, by_tokens, functional_from_out, poisoned
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.ops.store_kv import store_kv
@@ -181,3 +181,28 @@ def test_what_a_factory_says_in_our_words_passes_unchanged() -> None:
     contribution = plugin_op("rms_norm", "acme:norm", form="factory")
     with pytest.raises(ConfigError, match=r"^acme\.tile: only 8 is compiled$"):
         rms_norm.bind(context(contribution, targets={"acme:norm": refusing_factory}))
+
+
+# Static arguments
+
+
+def test_the_workload_says_the_static_arguments_and_composites_pass_them_on() -> None:
+    ctx = context()
+    qk_norm_rope_store.bind(ctx, parts={"store": print}, scalars={"interleaved": True, "eps": 1e-5})
+    told = {workload.of: dict(workload.scalars) for workload in ctx.asked}
+    assert told == {
+        "qk_norm_rope_store": {"eps": 1e-5, "interleaved": True},
+        "rms_norm": {"eps": 1e-5},
+        "rotary_embedding": {"interleaved": True},
+    }
+    assert ctx.asked[0].key() == "dtype=float32 eps=1e-05 interleaved=True"
+    with pytest.raises(TypeError, match=r"op rms_norm: epsilon not among its static arguments \(eps\)"):
+        rms_norm.bind(ctx, scalars={"epsilon": 1e-5})
+
+
+def test_only_an_argument_by_keyword_can_be_static() -> None:
+    def times(x: Tensor, *, n: int) -> Tensor:
+        return x * n
+
+    with pytest.raises(ValueError, match="op times: static arguments must be keyword-only, got x"):
+        CustomOp(times, cases=rms_norm.cases, errors=rms_norm.errors, static=["x", "n"])

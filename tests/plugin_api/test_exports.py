@@ -14,17 +14,18 @@ AttentionMetadata AttentionSpec AttentionWorkload BatchedExpertsKernel BlockArgs
 CacheSpec CapacityError CaptureGrade CheckContext CheckpointError CheckpointTensors Collectives Communicator
 CommunicatorWorkload ConfigChange ConfigError ConfigKey ConfigValue ContentDelta Contribution Counter DeviceInfo Dim
 DispatchHandle Dispatched ENTRY_POINT_GROUP EagerGraphEngine Element ElementWorkload EmbeddingArgs EngineDeadError
-EngineError EngineInfo Executable ExpertsKernel ExpertsWorkload FAMILIES Family Feature Form ForwardStep Fp8Format
-Gauge GraphEngine GroupMember HardpointError Histogram HookSpecs LayerWorkload LinearArgs LinearKernel LinearWorkload
-MANIFEST_NAME MANIFEST_SCHEMA MLPArgs Manifest ManifestError Memory MemorySnapshot MemoryTag MethodRequest Metrics
-MoEArgs ModelWorkload Module NO_DEVICE NULL_PAGE Namesake NormArgs NumaNode NumericConventions OpWorkload Parallel
-ParserArgs ParserEvent Phase Platform PlatformError PlatformWorkload PluginConflictError PluginError PluginLoadError
-QuantSpec QuantizationMethod QuantizationWorkload Quantized RankGroup Reason ReasoningDelta ReasoningParser
-ReasoningParserWorkload Region Request RequestError Requirement Resources RopeArgs RouterArgs RunnerWorkload Scale
-SchedulerWorkload Scheme Scope SelectionError ShardPlan ShardSlice Span SpecPattern Stability StepLimits StoredTensor
-StructureKind StructuredOutput TableElement TensorInfo TokensRequirement ToolCallDelta ToolCallEnd ToolCallStart
-ToolParser ToolParserWorkload UnknownNameError WeightSlot Workload check_api decode_elements dequantize expert_matrix
-hookimpl nearest parse_manifest parse_requirement read_manifest scale_slot weight_slots
+EngineError EngineInfo EngineLimits Executable ExpertsKernel ExpertsWorkload FAMILIES Family Feature Form ForwardStep
+Fp8Format Gauge GraphEngine GroupMember HardpointError Histogram HookSpecs LayerWorkload LinearArgs LinearKernel
+LinearWorkload MANIFEST_NAME MANIFEST_SCHEMA MLPArgs Manifest ManifestError Memory MemorySnapshot MemoryTag
+MethodRequest Metrics MoEArgs ModelWorkload Module NO_DEVICE NULL_PAGE Namesake NormArgs NumaNode NumericConventions
+OpWorkload Parallel ParserArgs ParserEvent ParserExample Phase Platform PlatformError PlatformWorkload
+PluginConflictError PluginError PluginLoadError QuantSpec QuantizationMethod QuantizationWorkload Quantized RankGroup
+Reason ReasoningDelta ReasoningParser ReasoningParserWorkload Region Request RequestError Requirement Resources
+RopeArgs RouterArgs RunnerWorkload ScalarValue Scale SchedulerWorkload Scheme Scope SelectionError ShardPlan
+ShardSlice Span SpecPattern Stability StepLimits StoredTensor StructureKind StructuredOutput TableElement TensorInfo
+TokensRequirement ToolCallDelta ToolCallEnd ToolCallStart ToolParser ToolParserWorkload UnknownNameError WeightSlot
+Workload check_api decode_elements dequantize expert_matrix hookimpl nearest parse_manifest parse_requirement
+read_manifest scale_slot weight_slots
 """
 """A name that disappears from here breaks a plugin somewhere; one that is added stays for good."""
 

@@ -26,6 +26,7 @@ from hardpoint_plugin_api import (
     Reason,
     Request,
     Requirement,
+    ScalarValue,
     Scale,
     SchedulerWorkload,
     TokensRequirement,
@@ -100,6 +101,35 @@ def test_head_multiple() -> None:
     assert check(requirement, AttentionWorkload()) is None
     reason = check(requirement, AttentionWorkload(head_size=80))
     assert facts(reason) == ("head-multiple", "80", "multiples of 64")
+
+
+@pytest.mark.parametrize(
+    ("table", "told", "wanted", "supported"),
+    [
+        ({"interleaved": False}, {"interleaved": False}, None, None),
+        ({"interleaved": False}, {"interleaved": True}, "True", "False"),
+        ({"interleaved": [False, True]}, {"interleaved": True}, None, None),
+        ({"eps": [1e-5, 1e-6]}, {"eps": 1e-6, "interleaved": True}, None, None),
+        ({"eps": 0}, {"eps": 0.0}, None, None),
+        ({"eps": 1e-5}, {"eps": 1e-6}, "1e-06", "1e-05"),
+        ({"interleaved": True}, {"interleaved": 1}, "1", "True"),
+        ({"scoring": ["softmax"]}, {"scoring": "sigmoid"}, "sigmoid", "softmax"),
+        ({"interleaved": False}, {"eps": 1e-6}, "eps", "interleaved = False"),
+        ({"interleaved": False}, {}, None, "interleaved = False"),
+    ],
+)
+def test_a_scalar_of_the_op(
+    table: dict[str, object], told: dict[str, ScalarValue], wanted: str | None, supported: str | None
+) -> None:
+    """What the caller does not say may come at any time, so that it is rejected, too."""
+    reason = check(parsed("op", scalar=table), OpWorkload(of="rope", scalars=tuple(told.items())))
+    assert facts(reason) == (None if supported is None else ("scalar", wanted, supported))
+
+
+@pytest.mark.parametrize("value", [True, "interleaved", {}, {"a": 1, "b": 2}, {"a": []}, {"a": [{}]}, {"a": None}])
+def test_a_malformed_scalar(value: object) -> None:
+    with pytest.raises(ManifestError, match=r"requirement 'scalar': expected .*; got"):
+        parsed("op", scalar=value)
 
 
 @pytest.mark.parametrize(
@@ -429,12 +459,14 @@ def test_the_vocabulary_is_closed() -> None:
     """Another key takes another schema; each key is for exactly the families whose workload has its field."""
     values: dict[str, object] = {"head_size": 64, "block_size": 16, "dtype": "a", "kv_dtype": "a", "routing": "a"}
     values |= {"parallel": "a", "format": "a", "layout": "a", "activation": "a", "spec": "a/b"}
+    values |= {"scalar": {"eps": 0.5}}
+    fields_of = {"scalar": "scalars"}
     others = {"package", "symbol", "arch", "device_feature", "feature", "head_multiple", "tokens"}
     assert requirements._PARSERS.keys() == values.keys() | others
     for family in FAMILIES.values():
         own = {f.name for f in fields(family.workload)}
         for key, value in values.items():
-            if key in own:
+            if fields_of.get(key, key) in own:
                 assert parse_requirement({key: value}, family, "here")
             else:
                 with pytest.raises(ManifestError, match="does not apply"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint.cli.main import run
-from hardpoint.plugins.scaffold import LANGUAGES, TEMPLATED, Recipe, write
+from hardpoint.plugins.scaffold import LANGUAGES, TEMPLATED, UNTEMPLATED, Recipe, write
 from hardpoint_plugin_api import API_VERSION, FAMILIES, parse_manifest
 from tests.support.environment import Environment
 
@@ -31,10 +31,17 @@ COMPILER = shutil.which("g++") or shutil.which("c++")
         (["my-kernels"], "'my-kernels' cannot be a plugin's name"),
         (["core"], "a plugin named 'core' is installed already: hardpoint-core"),
         (["acme", "--families", "op,atention"], "unknown family 'atention'; did you mean 'attention'?"),
-        (["acme", "--families", "runner"], "there is no template for the family 'runner' yet; there are op, attention"),
+        (
+            ["acme", "--families", "runner"],
+            "for the family 'runner': the engine's runner cannot be exchanged",
+        ),
+        (["acme", "--families", "model"], "'model': models are built from core's layers: start from a file of"),
         (["acme", "--families", ","], "--families is empty; choose among op, attention"),
         (["acme", "--language", "tritn"], "unknown language 'tritn'; did you mean 'triton'?"),
-        (["acme", "--families", "platform", "--language", "cpp"], "a platform has no kernels"),
+        (
+            ["acme", "--families", "platform", "--language", "cpp"],
+            "the templates of platform have no kernels",
+        ),
         (["acme", "--folder", "taken"], "taken exists already and is not empty; choose another with --folder"),
         (["acme", "--folder", "taken/file"], "taken/file exists already"),
         (["acme", "--folder", "taken/file/deeper"], "cannot write taken/file/deeper"),
@@ -68,8 +75,10 @@ def test_it_says_what_it_wrote_and_what_comes_next(
 
 def recipes() -> list[Recipe]:
     """Every language with each family, each pair of families, and all of them."""
-    families = [*combinations(TEMPLATED, 1), *combinations(TEMPLATED, 2), TEMPLATED]
-    wanted = [(f, language) for language in LANGUAGES for f in families if f != ("platform",) or language == "torch"]
+    with_kernels = set(TEMPLATED[:4])
+    pairs = [pair for pair in combinations(TEMPLATED, 2) if with_kernels & set(pair) or "parser" in pair[1]]
+    families = [*combinations(TEMPLATED, 1), *pairs, TEMPLATED]
+    wanted = [(f, name) for name in LANGUAGES for f in families if name == "torch" or with_kernels & set(f)]
     return [Recipe.create(f"p{i}", f, language) for i, (f, language) in enumerate(wanted)]
 
 
@@ -92,14 +101,30 @@ def test_everything_it_writes_is_well_formed(tmp_path: Path) -> None:
         for contribution in manifest.contributions:
             module, _, attribute = contribution.target.partition(":")
             source = (folder / "src" / f"{module.replace('.', '/')}.py").read_text()
-            assert attribute in {getattr(node, "name", None) for node in ast.parse(source).body}
+            body = ast.parse(source).body
+            assigned = {ast.unparse(target) for node in body if isinstance(node, ast.Assign) for target in node.targets}
+            assert attribute in assigned | {getattr(node, "name", None) for node in body}
     ruff = [sys.executable, "-m", "ruff"]
     subprocess.run([*ruff, "check", "--quiet", "--isolated", "--line-length", "120", tmp_path], check=True)
     subprocess.run([*ruff, "format", "--quiet", "--check", tmp_path], check=True)
 
 
-def test_there_is_a_template_or_a_word_for_every_family(tmp_path: Path) -> None:
-    assert set(TEMPLATED) <= set(FAMILIES)
+def test_there_is_a_template_or_a_word_for_every_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each family is written, or refused with what to do instead; and the help names those that are written."""
+    assert set(TEMPLATED) | set(UNTEMPLATED) == set(FAMILIES)
+    for family in FAMILIES:
+        code = run(["plugins", "new", "acme", "--families", family, "--folder", str(tmp_path / family)])
+        said = capsys.readouterr()
+        if family in UNTEMPLATED:
+            assert code == 2
+            assert UNTEMPLATED[family] in said.err
+        else:
+            assert code == 0
+            manifest = (tmp_path / family / "src/hardpoint_acme/hardpoint.toml").read_text()
+            assert {c.family for c in parse_manifest(manifest, family).contributions} == {family}
+            assert f"| {family}" in (tmp_path / family / "README.md").read_text()
+    assert run(["plugins", "new", "--help"]) == 0
+    assert ", ".join(TEMPLATED) in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +149,38 @@ def install(environment: Environment, folder: Path, name: str, families: str, la
     return project
 
 
-def test_a_plugin_of_every_family_serves_an_engine(environment: Environment, tmp_path: Path) -> None:
-    project = install(environment, tmp_path, "plain", ALL, "torch")
-    assert "1 passed" in check(environment, project, "pytest -o addopts= -q")
+@pytest.fixture(scope="module")
+def plain(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plugin of every family, in plain PyTorch, installed once."""
+    return install(environment, tmp_path_factory.mktemp("plain"), "plain", ALL, "torch")
+
+
+def test_a_plugin_of_every_family_serves_an_engine(environment: Environment, plain: Path) -> None:
+    """Its own tests: an engine with prepared steps, and one that quantizes."""
+    assert "2 passed" in check(environment, plain, "pytest -o addopts= -q")
+
+
+def test_it_generates_what_an_engine_without_it_does(environment: Environment, plain: Path) -> None:
+    command = "hardpoint generate demo --platform cpu --dtype float32 --prompt Hello --max-tokens 8 --temperature 0"
+    uses = "--use op.rms_norm=plain_rms_norm --use layer.norm=plain_norm --attention-backend plain_paged"
+    told = check(environment, plain, f"{command} --plugins cpu 2>/dev/null")
+    assert check(environment, plain, f"{command} {uses} --linear-backend plain_linear 2>/dev/null") == told
+
+
+@pytest.mark.parametrize("family", ["element", "quantization", "tool_parser", "reasoning_parser", "all2all"])
+def test_what_is_no_kernel_conforms(environment: Environment, plain: Path, family: str) -> None:
+    said = check(environment, plain, f"hardpoint conform plain --platform cpu --family {family}")
+    assert "checks passed, none failed" in said
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_it_is_typed(environment: Environment, tmp_path: Path, language: str) -> None:
+    """mypy --strict, of all families at once; nothing has to be compiled or run for that."""
+    project = tmp_path / language
+    write(Recipe.create(f"typed_{language}", TEMPLATED, language), project)
+    known = f"--python-executable {environment.folder}/bin/python --cache-dir {environment.folder}/mypy"
+    command = f"{sys.executable} -m mypy --strict {known} src tests"
+    assert "Success: no issues found" in check(environment, project, command)
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
@@ -134,7 +188,7 @@ def test_its_compiled_variant_serves_an_engine(environment: Environment, tmp_pat
     project = install(environment, tmp_path, "compiled", ALL, "cpp")
     (library,) = (project / "src/hardpoint_compiled").glob("_kernels*.so")
     assert library.name == "_kernels.abi3.so", "one binary for every CPython"
-    assert "1 passed" in check(environment, project, "pytest -o addopts= -q")
+    assert "2 passed" in check(environment, project, "pytest -o addopts= -q")
     code = "from hardpoint_compiled import _kernels\ntry: _kernels.rms_norm(1)\nexcept TypeError as e: print(e)\n"
     code += "try: _kernels.rms_norm(*'123456789')\nexcept TypeError as e: print(e)\n"
     said = check(environment, project, f'python -c "{code}"').splitlines()

@@ -26,7 +26,16 @@ from hardpoint.quantization.assignment import Quantization
 from hardpoint.resources import EngineResources
 from hardpoint.selection import Plan, Selector
 from hardpoint.selection.adapters import AdaptedOffer
-from hardpoint_plugin_api import FAMILIES, ConfigValue, DeviceInfo, Feature, GroupMember, Parallel, Workload
+from hardpoint_plugin_api import (
+    FAMILIES,
+    ConfigValue,
+    DeviceInfo,
+    EngineLimits,
+    Feature,
+    GroupMember,
+    Parallel,
+    Workload,
+)
 
 T = TypeVar("T")
 
@@ -46,7 +55,7 @@ class Context:
     selector: Selector
     kv_dtype: str
     block_size: int
-    max_model_len: int
+    limits: EngineLimits
     path: str = ""
     plugin: str = CORE
     resources: EngineResources = field(default_factory=EngineResources)
@@ -70,6 +79,11 @@ class Context:
     def for_plugin(self, plugin: str) -> Context:
         """The same context, as code of ``plugin`` gets it."""
         return replace(self, plugin=plugin)
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of one request."""
+        return self.limits.max_model_len
 
     @property
     def metrics(self) -> PluginMetrics:

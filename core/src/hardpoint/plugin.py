@@ -16,6 +16,7 @@ def hardpoint_conformance() -> list[object]:
     from hardpoint.conformance.families.layers import LayerTrials
     from hardpoint.conformance.families.linear import LinearTrials
     from hardpoint.conformance.families.ops import OpTrials
+    from hardpoint.conformance.families.parsers import ParserTrials
     from hardpoint.conformance.families.platform import PlatformTrials
     from hardpoint.conformance.families.quantization import QuantizationTrials
 
@@ -30,4 +31,6 @@ def hardpoint_conformance() -> list[object]:
         All2AllTrials(),
         QuantizationTrials(),
         ElementTrials(),
+        ParserTrials("tool_parser"),
+        ParserTrials("reasoning_parser"),
     ]

@@ -12,7 +12,16 @@ from hardpoint_plugin_api.attention import (
 )
 from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Region, Span
 from hardpoint_plugin_api.communicator import Collectives, Communicator, GroupMember, Parallel, RankGroup
-from hardpoint_plugin_api.context import BuildContext, Counter, Gauge, Histogram, Metrics, Resources, Scope
+from hardpoint_plugin_api.context import (
+    BuildContext,
+    Counter,
+    EngineLimits,
+    Gauge,
+    Histogram,
+    Metrics,
+    Resources,
+    Scope,
+)
 from hardpoint_plugin_api.contributions import Contribution, Form
 from hardpoint_plugin_api.dequantization import decode_elements, dequantize, scale_slot
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format, MemorySnapshot, NumaNode
@@ -64,6 +73,7 @@ from hardpoint_plugin_api.parsers import (
     ContentDelta,
     ParserArgs,
     ParserEvent,
+    ParserExample,
     ReasoningDelta,
     ReasoningParser,
     ToolCallDelta,
@@ -112,6 +122,7 @@ from hardpoint_plugin_api.requests import (
     ReasoningParserWorkload,
     Request,
     RunnerWorkload,
+    ScalarValue,
     SchedulerWorkload,
     ToolParserWorkload,
     Workload,
@@ -166,6 +177,7 @@ __all__ = [
     "EngineDeadError",
     "EngineError",
     "EngineInfo",
+    "EngineLimits",
     "Executable",
     "ExpertsKernel",
     "ExpertsWorkload",
@@ -208,6 +220,7 @@ __all__ = [
     "Parallel",
     "ParserArgs",
     "ParserEvent",
+    "ParserExample",
     "Phase",
     "Platform",
     "PlatformError",
@@ -233,6 +246,7 @@ __all__ = [
     "RopeArgs",
     "RouterArgs",
     "RunnerWorkload",
+    "ScalarValue",
     "Scale",
     "SchedulerWorkload",
     "Scheme",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
 
 from hardpoint_plugin_api.device import DeviceInfo
@@ -34,6 +35,19 @@ class Resources(Protocol):
         than keep the tensor: one that is kept holds on to memory that sleep is meant to give back.
         """
         ...
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """The most that a step of the engine holds, padding included: what workspaces have to be large enough for.
+
+    ``max_tokens`` tokens in a step, ``max_sequences`` requests in a step, ``max_model_len`` tokens of one request,
+    prompt and output together. An engine may stay below them, where the device or a backend allows less.
+    """
+
+    max_tokens: int
+    max_sequences: int
+    max_model_len: int
 
 
 class Counter(Protocol):
@@ -127,6 +141,11 @@ class BuildContext(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The activations' dtype."""
+        ...
+
+    @property
+    def limits(self) -> EngineLimits:
+        """How large steps and requests can become; known before anything is constructed."""
         ...
 
     @property

@@ -74,13 +74,16 @@ class Module:
     """One matrix as the checkpoint knows it: ``name`` is its module's there, without the tensor's own name.
 
     ``kind`` is ``linear`` (expert matrices included), ``lm_head`` for an output head that is not tied, or ``router``
-    for what chooses among experts, and for the gate of a shared one.
+    for what chooses among experts, and for the gate of a shared one. ``expert`` is the number of the routed expert
+    that the matrix belongs to, None for other modules, shared experts among them. All experts of a layer need one
+    scheme.
     """
 
     name: str
     out_features: int
     in_features: int
     kind: Literal["linear", "lm_head", "router"] = "linear"
+    expert: int | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hardpoint_plugin_api.quant import QuantSpec, written_pair
 from hardpoint_plugin_api.versions import ApiVersion
 
 Phase = Literal["prefill", "decode"]
+ScalarValue = bool | int | float | str
 
 
 class Feature(StrEnum):
@@ -61,12 +62,15 @@ class Workload:
         parts = []
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name == "of" or not f.repr or value is None or value == frozenset():
+            if f.name == "of" or not f.repr or value is None or value in (frozenset(), ()):
                 continue
             if isinstance(value, frozenset):
                 value = "|".join(sorted(value))
             elif f.name == "spec" and isinstance(value, tuple):
                 value = written_pair(value)
+            elif f.name == "scalars":
+                parts += [f"{name}={scalar}" for name, scalar in value]
+                continue
             parts.append(f"{f.name}={value}")
         return " ".join(parts)
 
@@ -83,7 +87,9 @@ class OpWorkload(Workload):
     """One use of an op. ``layout`` is the cache layout, where the op touches a cache; ``spec`` its output's spec.
 
     ``routing`` names the op that chooses experts, where this one contains it. Of an op of all ranks, ``parallel`` is
-    what the group of ``ranks`` shares (``tp``), and ``hidden_size`` the width of a row.
+    what the group of ``ranks`` shares (``tp``), and ``hidden_size`` the width of a row. ``scalars`` are the values, by
+    name, of those keyword arguments that this use gives in every call: of the op's ``static`` ones, as far as they are
+    known when it is bound.
     """
 
     family: ClassVar[str] = "op"
@@ -96,6 +102,7 @@ class OpWorkload(Workload):
     parallel: str | None = None
     ranks: int | None = None
     hidden_size: int | None = None
+    scalars: tuple[tuple[str, ScalarValue], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from hardpoint_plugin_api.errors import ManifestError, nearest
 from hardpoint_plugin_api.families import Family
 from hardpoint_plugin_api.quant import check_pattern, matches
 from hardpoint_plugin_api.reasons import Reason
-from hardpoint_plugin_api.requests import FEATURE_SINCE, Feature, Phase, Request
+from hardpoint_plugin_api.requests import FEATURE_SINCE, Feature, Phase, Request, ScalarValue
 from hardpoint_plugin_api.versions import ApiVersion
 
 
@@ -170,6 +170,29 @@ class SpecRequirement(Requirement):
 
 
 @dataclass(frozen=True)
+class ScalarRequirement(Requirement):
+    """A keyword argument of the op has one of the values in every call of this use.
+
+    An op's ``static`` arguments are known when it is bound, if the layer that binds it says them; where one is not, the
+    contribution is rejected, since any value might come. A number is no truth value: 1 is not true.
+    """
+
+    name: str
+    values: tuple[ScalarValue, ...]
+
+    def check(self, context: CheckContext) -> Reason | None:
+        told = dict(getattr(context.request.workload, "scalars", ()))
+        supported = ", ".join(map(str, self.values))
+        if self.name not in told:
+            message = f"the op's caller does not say {self.name} beforehand"
+            return Reason("scalar", message, wanted=", ".join(told) or None, supported=f"{self.name} = {supported}")
+        value = told[self.name]
+        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values):
+            return None
+        return Reason("scalar", f"{self.name} not supported", wanted=str(value), supported=supported)
+
+
+@dataclass(frozen=True)
 class HeadMultipleRequirement(Requirement):
     """The head size is a multiple of ``multiple``. Core can meet this by padding: see the generated ``+padN`` rows."""
 
@@ -245,7 +268,7 @@ def applies(key: str, family: Family) -> bool:
     if key == "tokens":
         return family.stepwise != "no"
     return key not in _WORKLOAD_KEYS or family.takes(
-        {"head_multiple": "head_size", "feature": "features"}.get(key, key)
+        {"head_multiple": "head_size", "feature": "features", "scalar": "scalars"}.get(key, key)
     )
 
 
@@ -344,13 +367,25 @@ def _tokens(value: object) -> Requirement:
     return TokensRequirement(low, high, phase)
 
 
+def _scalar(value: object) -> Requirement:
+    if not isinstance(value, dict) or len(value) != 1:
+        raise ValueError(
+            f"expected a table of one argument of the op, such as {{ interleaved = false }}; got {value!r}"
+        )
+    name, wanted = next(iter(value.items()))
+    items = wanted if isinstance(wanted, list) else [wanted]
+    if not items or not all(isinstance(item, bool | int | float | str) for item in items):
+        raise ValueError(f"expected a truth value, number or text for {name!r}, or a list of them; got {wanted!r}")
+    return ScalarRequirement(str(name), tuple(items))
+
+
 def _one_of(key: str, read: Callable[[object], tuple[str | int, ...]]) -> Callable[[object], Requirement]:
     return lambda value: OneOfRequirement(key, read(value))
 
 
 _WORKLOAD_KEYS = frozenset(
     {"dtype", "kv_dtype", "head_size", "head_multiple", "block_size", "feature", "spec", "layout", "activation"}
-    | {"routing", "parallel", "format"}
+    | {"routing", "parallel", "format", "scalar"}
 )
 
 _PARSERS: dict[str, Callable[[object], Requirement]] = {
@@ -362,6 +397,7 @@ _PARSERS: dict[str, Callable[[object], Requirement]] = {
     "spec": _spec,
     "head_multiple": _head_multiple,
     "tokens": _tokens,
+    "scalar": _scalar,
     **{
         key: _one_of(key, _texts)
         for key in ("dtype", "kv_dtype", "layout", "activation", "routing", "parallel", "format")
@@ -388,6 +424,7 @@ VOCABULARY: Mapping[str, str] = {
     "routing": "The router's method is one of these.",
     "parallel": "The parallel layout is one of these: none, tp, ep, tp+ep.",
     "format": "Activations come in one of these formats, standard or batched; without this, in standard.",
+    "scalar": "A keyword argument of the op, one of its static ones, has one of these values: { eps = [1e-5, 1e-6] }.",
     "tokens": 'Steps of { min, max } tokens, for attention of one { phase }: "prefill" or "decode".',
 }
 """Every requirement there is, with its meaning: closed per manifest schema. Only symbol takes a second key, from."""

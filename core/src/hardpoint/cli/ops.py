@@ -76,6 +76,7 @@ def _print_definition(name: str, reference: Any, target: str) -> None:
     if isinstance(op, CustomOp):
         cases = op.cases(torch.Generator(), torch.float32, torch.device("cpu"))
         click.echo(f"mutates: {', '.join(op.mutates) or 'nothing'}")
+        click.echo(f"static:  {', '.join(op.static) or 'nothing'}")
         click.echo(f"errors:  {op.errors}")
         click.echo(f"cases:   {', '.join(case.name for case in cases)}")
     click.echo(f"\n{target}\n")

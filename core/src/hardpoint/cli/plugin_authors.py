@@ -12,7 +12,12 @@ from hardpoint_plugin_api import ApiVersion, ConfigError
 
 @click.command(short_help="Write a new plugin that works: kernels, tests, CI.")
 @click.argument("name")
-@click.option("--families", metavar="F,F,...", help="What it offers: op, attention, layer, linear, platform.")
+@click.option(
+    "--families",
+    metavar="F,F,...",
+    help="What it offers: op, attention, layer, linear, platform, element, quantization, experts, all2all, "
+    "communicator, tool_parser, reasoning_parser.",
+)
 @click.option(
     "--language",
     metavar="LANGUAGE",

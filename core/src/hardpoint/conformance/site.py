@@ -24,6 +24,7 @@ from hardpoint.selection import Plan as SelectionPlan
 from hardpoint.selection import PlanEntry, Selector, Settings, StepRange, choose_platform
 from hardpoint_plugin_api import (
     CheckContext,
+    EngineLimits,
     Platform,
     Reason,
     Request,
@@ -44,6 +45,10 @@ _REFERENCES = {
     "communicator": "torch_distributed",
 }
 """The contribution of each family that is the truth of it."""
+
+
+LIMITS = EngineLimits(max_tokens=8192, max_sequences=256, max_model_len=4096)
+"""Those of trials, unless a generator asks for others."""
 
 
 class TrialResources(EngineResources):
@@ -117,10 +122,12 @@ class Site:
         block_size: int = 16,
         device: torch.device | None = None,
         batch_invariant: bool = False,
+        limits: EngineLimits = LIMITS,
     ) -> Context:
         """A fresh build context, in which everything but what is under trial is served by references.
 
-        With ``batch_invariant``, it is served by what core offers for that.
+        With ``batch_invariant``, it is served by what core offers for that. No trial of what is built with it may go
+        beyond ``limits``: workspaces are made for them.
         """
         dtype, info = dtype_of(dtype) if isinstance(dtype, str) else dtype, self.platform.info
         core = PluginSet(record for record in self.plugins.records if record.is_core)
@@ -142,7 +149,7 @@ class Site:
             selector=selector,
             kv_dtype=kv_dtype or dtype_name(dtype),
             block_size=block_size,
-            max_model_len=4096,
+            limits=limits,
             resources=TrialResources(),
         )
 

@@ -23,6 +23,7 @@ from hardpoint.conformance.certificate import Certificates
 from hardpoint.context import Context, load_target
 from hardpoint.dtypes import dtype_of
 from hardpoint.engine.absent_device import AbsentDeviceContext
+from hardpoint.engine.execution.decode_graphs import decode_sizes
 from hardpoint.engine.execution.runner import StepOps
 from hardpoint.layers import CausalLM
 from hardpoint.metrics import EngineMetrics
@@ -42,12 +43,14 @@ from hardpoint.selection.adapters import AdaptedOffer
 from hardpoint_plugin_api import (
     FAMILIES,
     ConfigError,
+    EngineLimits,
     ModelWorkload,
     Platform,
     Reason,
     RunnerWorkload,
     SchedulerWorkload,
     SelectionError,
+    StepLimits,
     UnknownNameError,
 )
 
@@ -135,16 +138,17 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     if preset is None:
         _check_devices(config, platform)
     groups = Groups.of(config, seat or Seat())
+    device = _activate(platform, choice, config, seat or Seat()) if runs_here else torch.device("meta")
     ctx = (Context if preset is None else AbsentDeviceContext)(
         device=choice.device,
-        torch_device=_activate(platform, choice, config, seat or Seat()) if runs_here else torch.device("meta"),
+        torch_device=device,
         dtype=dtype_of(dtype),
         config=config,
         plugins=plugins,
         selector=selector,
         kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         block_size=config.block_size or platform.default_block_size(),
-        max_model_len=_max_model_len(config, hf_config),
+        limits=_limits(config, hf_config, platform, runs_here),
         engine_metrics=metrics,
         profiler=Profiler(platform),
         shadow=ShadowCheck(config.shadow_check, config.seed, metrics) if config.shadow_check else None,
@@ -292,6 +296,20 @@ def _dtype(config: EngineConfig, hf_config: HFConfig, platform: Platform) -> str
         supported = ", ".join(sorted(platform.info.dtypes))
         raise SelectionError(f"--dtype {config.dtype}: {platform.info.name} supports {supported}")
     return config.dtype
+
+
+def _limits(config: EngineConfig, hf_config: HFConfig, platform: Platform, runs_here: bool) -> EngineLimits:
+    """The largest steps, as padding makes them: to the platform's buckets, and to the batches that it prepares."""
+    wanted = StepLimits(max_tokens=config.max_num_batched_tokens, max_requests=config.max_num_seqs)
+    limits = wanted.intersect(platform.step_limits())
+    assert limits.max_tokens is not None
+    assert limits.max_requests is not None
+    tokens, requests = limits.max_tokens, limits.max_requests
+    if limits.token_buckets:
+        tokens = next((size for size in limits.token_buckets if size >= tokens), max(limits.token_buckets))
+    if runs_here and not config.enforce_eager:  # a graph engine may need the device
+        requests = max((requests, *(decode_sizes(platform.graph_engine(), limits) or ())))
+    return EngineLimits(tokens, requests, _max_model_len(config, hf_config))
 
 
 def _max_model_len(config: EngineConfig, hf_config: HFConfig) -> int:

@@ -5,6 +5,8 @@ Axes: T tokens, H query heads, K KV heads, D head size. A group of ranks divides
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hardpoint.attention.build import attention_backend
@@ -62,8 +64,12 @@ class Attention(PluggableLayer, name="attention"):
         )
         self._static_cache_scales = spec.static_cache_scales
         self.index, self.backend, layout = attention_backend(ctx, spec)
+        self._scalars: dict[str, Any] = {
+            "eps": args.qk_norm_eps or 0.0,
+            "interleaved": args.rope is not None and args.rope.interleaved,
+        }
         self._qk_norm_rope_store = qk_norm_rope_store.bind(
-            ctx, parts={"store": self.backend.store}, layout=layout, head_size=args.head_size
+            ctx, parts={"store": self.backend.store}, layout=layout, head_size=args.head_size, scalars=self._scalars
         )
         self._shared = ctx.shared
         self._cos_sin: torch.Tensor | None = None
@@ -109,8 +115,7 @@ class Attention(PluggableLayer, name="attention"):
             metadata.batch.slot_mapping,
             self.weights.get("q_norm"),
             self.weights.get("k_norm"),
-            eps=args.qk_norm_eps or 0.0,
-            interleaved=args.rope is not None and args.rope.interleaved,
+            **self._scalars,
         )
         attended = torch.empty_like(q)
         step.attend(self.index, self.backend, q, k, v, attended)

@@ -19,12 +19,13 @@ class Norm(PluggableLayer, name="norm"):
     def __init__(self, ctx: Context, args: NormArgs) -> None:
         super().__init__(ctx)
         self.args, self.dtype = args, dtype_name(ctx.dtype)
-        spec = args.spec
+        spec, self._scalars = args.spec, {"eps": args.eps}
         if spec is None:
-            self._rms_norm, self._add_rms_norm = rms_norm.bind(ctx), add_rms_norm.bind(ctx)
+            self._rms_norm = rms_norm.bind(ctx, scalars=self._scalars)
+            self._add_rms_norm = add_rms_norm.bind(ctx, scalars=self._scalars)
         else:
-            self._rms_norm_quantized = rms_norm_quantized.bind(ctx, spec=spec)
-            self._add_rms_norm_quantized = add_rms_norm_quantized.bind(ctx, spec=spec)
+            self._rms_norm_quantized = rms_norm_quantized.bind(ctx, spec=spec, scalars=self._scalars)
+            self._add_rms_norm_quantized = add_rms_norm_quantized.bind(ctx, spec=spec, scalars=self._scalars)
 
     def declare(self) -> dict[str, WeightSlot]:
         return {"weight": WeightSlot((self.args.size,), self.dtype)}
@@ -35,7 +36,7 @@ class Norm(PluggableLayer, name="norm"):
         return self.args.spec is None
 
     def take_summand(self, ctx: Context) -> None:
-        self._add_rms_norm = allreduce_add_rms_norm.bind(ctx, hidden_size=self.args.size)
+        self._add_rms_norm = allreduce_add_rms_norm.bind(ctx, hidden_size=self.args.size, scalars=self._scalars)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None

@@ -43,7 +43,9 @@ def _allocate(
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-@custom_op(cases=_cases, errors=ErrorModel(scale="element"), allocate=_allocate, aliases=[(1, "residual")])
+@custom_op(
+    cases=_cases, errors=ErrorModel(scale="element"), allocate=_allocate, aliases=[(1, "residual")], static=["eps"]
+)
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +60,7 @@ def compose(
     ctx: Context, workload: OpWorkload, parts: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The op out of the norm as selected; part ``rms_norm`` stands in for it where given."""
-    return _add_then(parts.get("rms_norm") or rms_norm.bind(ctx))
+    return _add_then(parts.get("rms_norm") or rms_norm.bind(ctx, scalars=rms_norm.told(workload)))
 
 
 def _add_then(norm: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -83,6 +85,7 @@ def _allocate_quantized(
     allocate=_allocate_quantized,
     aliases=[(2, "residual")],
     unrounded=add_rms_norm.reference,
+    static=["eps"],
 )
 def add_rms_norm_quantized(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float, spec: QuantSpec
@@ -100,7 +103,7 @@ def compose_quantized(
     ctx: Context, workload: OpWorkload, parts: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The op out of its two parts as selected, or as given by name."""
-    norm = parts.get("add_rms_norm") or add_rms_norm.bind(ctx)
+    norm = parts.get("add_rms_norm") or add_rms_norm.bind(ctx, scalars=add_rms_norm.told(workload))
     quantize = parts.get("quantize_rows") or quantize_rows.bind(ctx, spec=workload.spec)
 
     def add_rms_norm_quantized(

@@ -31,6 +31,7 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     errors=ErrorModel(),  # at the row's magnitude: summands may cancel
     allocate=add_rms_norm.allocate,
     aliases=add_rms_norm.aliases,
+    static=["eps"],
     sums="x",
 )
 def allreduce_add_rms_norm(
@@ -50,7 +51,7 @@ def compose(
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The group's ``all_reduce``, and then ``add_rms_norm`` as selected; parts of these names stand in for them."""
     all_reduce = parts.get("all_reduce") or ctx.parallel.tp.all_reduce
-    add_then_norm = parts.get("add_rms_norm") or add_rms_norm.bind(ctx)
+    add_then_norm = parts.get("add_rms_norm") or add_rms_norm.bind(ctx, scalars=add_rms_norm.told(workload))
 
     def allreduce_add_rms_norm(
         x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float

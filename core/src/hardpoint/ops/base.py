@@ -21,7 +21,7 @@ from hardpoint.dtypes import dtype_name
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.plugins.blame import blame, misbehaved
 from hardpoint.plugins.signatures import op_misfit
-from hardpoint_plugin_api import Feature, GroupMember, OpWorkload, PluginLoadError
+from hardpoint_plugin_api import Feature, GroupMember, OpWorkload, PluginLoadError, ScalarValue
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Scalars = tuple[tuple[str, ScalarValue], ...]
+"""The field of OpWorkload: static arguments' names and values, in the op's order."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class CustomOp(Generic[P, R]):
     Where an op returns its first result rounded to ``spec``, as elements and scales, ``unrounded`` computes it as it is
     (without that keyword), and results are judged by the numbers that they stand for; see quantize_rows.py.
 
+    ``static`` names the keyword arguments that a use gives the same value in every call. ``bind`` is told them, and
+    implementations may require values: ``requires = [{ scalar = { interleaved = false } }]``.
+
     ``sums`` names the parameter that is summed over the ranks of ``tp`` before anything else: each rank calls the op
     with its own summand, which may be written to, and the reference gets the sum. Such an op is bound where there are
     several ranks, and its implementations are factories: they need to know the group. See GroupMember.
@@ -78,8 +83,13 @@ class CustomOp(Generic[P, R]):
         unrounded: Callable[..., Any] | None = None,
         sums: str | None = None,
         has_rows: bool = True,
+        static: Sequence[str] = (),
     ) -> None:
         self.name, self.unrounded, self.sums, self.has_rows = reference.__name__, unrounded, sums, has_rows
+        self.static = tuple(static)
+        scalars = {p.name for p in inspect.signature(reference).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        if unknown := set(static) - scalars:
+            raise ValueError(f"op {self.name}: static arguments must be keyword-only, got {', '.join(sorted(unknown))}")
         self.reference, self.cases, self.errors, self.allocate = reference, cases, errors, allocate
         self.mutates, self.aliases = tuple(mutates), tuple(aliases)
         self.__doc__ = reference.__doc__
@@ -88,18 +98,26 @@ class CustomOp(Generic[P, R]):
         return f"CustomOp({self.name!r})"
 
     def bind(
-        self, ctx: Context, *, parts: Mapping[str, Callable[..., Any]] | None = None, **workload: Any
+        self,
+        ctx: Context,
+        *,
+        parts: Mapping[str, Callable[..., Any]] | None = None,
+        scalars: Mapping[str, ScalarValue] | None = None,
+        **workload: Any,
     ) -> Callable[P, R]:
         """Select an implementation for this use and return it as a function of the reference's signature.
 
         ``workload`` are fields of OpWorkload beside the dtype; ``parts`` are functions that a factory may build on
-        (a composite's default composition takes them from here or binds its own).
-        Raises SelectionError or PluginLoadError, each with every reason.
+        (a composite's default composition takes them from here or binds its own). ``scalars`` are the values of
+        ``static`` arguments that every call of this use will give; it must give them all the same.
+        Raises TypeError for an argument that is not static; SelectionError or PluginLoadError, each with every
+        reason.
         """
         if self.sums is not None:
             apart = frozenset(() if ctx.parallel.on_one_host else {Feature.SEVERAL_HOSTS})
             workload = {"parallel": "tp", "ranks": ctx.parallel.tp.size, "features": apart, **workload}
-        wanted = OpWorkload(of=self.name, **{"dtype": dtype_name(ctx.dtype), **workload})
+        workload = {"dtype": dtype_name(ctx.dtype), "scalars": self.scalars_of(scalars or {}), **workload}
+        wanted = OpWorkload(of=self.name, **workload)
         plan = ctx.select(wanted)
         functions = [self._functional(ctx, entry.offer, plan.workload, parts or {}) for entry in plan.entries]
         if ctx.shadow is not None:
@@ -109,6 +127,23 @@ class CustomOp(Generic[P, R]):
             name = ctx.call_names.name
             functions = [name(entry.offer, wanted, f) for entry, f in zip(plan.entries, functions, strict=True)]
         return by_tokens([entry.range.max for entry in plan.entries], functions)
+
+    def scalars_of(self, values: Mapping[str, Any]) -> Scalars:
+        """The field ``scalars`` of this op's workload for these values of static arguments; TypeError for others."""
+        if unknown := values.keys() - set(self.static):
+            known = ", ".join(self.static) or "none"
+            raise TypeError(f"op {self.name}: {', '.join(sorted(unknown))} not among its static arguments ({known})")
+        return tuple((name, values[name]) for name in self.static if name in values)
+
+    def scalars_in(self, case: Case) -> Scalars:
+        """The field ``scalars`` of the workload of a use that calls the op as ``case`` does."""
+        arguments = inspect.signature(self.reference).bind(*case.args, **case.kwargs)
+        arguments.apply_defaults()
+        return self.scalars_of({name: arguments.arguments[name] for name in self.static})
+
+    def told(self, workload: OpWorkload) -> dict[str, ScalarValue]:
+        """Those of this op's static arguments that ``workload``, of an op composed of this one, says."""
+        return {name: value for name, value in workload.scalars if name in self.static}
 
     def _functional(
         self, ctx: Context, offer: Offer, workload: object, parts: Mapping[str, Callable[..., Any]]
@@ -156,6 +191,7 @@ def custom_op(
     unrounded: Callable[..., Any] | None = None,
     sums: str | None = None,
     has_rows: bool = True,
+    static: Sequence[str] = (),
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """Turn a reference function into a CustomOp of the function's name."""
     return lambda reference: CustomOp(
@@ -168,6 +204,7 @@ def custom_op(
         unrounded=unrounded,
         sums=sums,
         has_rows=has_rows,
+        static=static,
     )
 
 

@@ -20,6 +20,7 @@ class OpInfo:
     doc: str
     mutates: tuple[str, ...]
     aliases: tuple[tuple[int, str], ...]
+    static: tuple[str, ...]
     cases: tuple[str, ...]
     error_model: str
 
@@ -40,6 +41,7 @@ def describe(name: str) -> OpInfo:
         doc=inspect.cleandoc(op.__doc__ or ""),
         mutates=op.mutates,
         aliases=op.aliases,
+        static=op.static,
         cases=tuple(case.name for case in cases),
         error_model=str(op.errors),
     )

@@ -65,6 +65,7 @@ def _allocate(q: torch.Tensor, k: torch.Tensor, *rest: Any, **scalars: Any) -> t
     allocate=_allocate,
     mutates=["cache"],
     aliases=[(0, "q"), (1, "k")],
+    static=["eps", "interleaved"],
 )
 def qk_norm_rope_store(
     q: torch.Tensor,
@@ -108,9 +109,10 @@ def compose(
                 "'store'; pass the attention backend's own: bind(ctx, parts={'store': backend.store})"
             )
         store = _plain_store(store_kv.bind(ctx, layout="plain"))
+    turns, norms = rotary_embedding.told(workload), rms_norm.told(workload)
     return _chain(
-        parts.get("rms_norm") or rms_norm.bind(ctx),
-        parts.get("rotary_embedding") or rotary_embedding.bind(ctx, head_size=workload.head_size),
+        parts.get("rms_norm") or rms_norm.bind(ctx, scalars=norms),
+        parts.get("rotary_embedding") or rotary_embedding.bind(ctx, head_size=workload.head_size, scalars=turns),
         store,
     )
 

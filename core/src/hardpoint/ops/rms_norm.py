@@ -44,7 +44,7 @@ def _allocate(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Ten
     return x.new_empty(x.shape)
 
 
-@custom_op(cases=_cases, errors=ErrorModel(scale="element"), allocate=_allocate)
+@custom_op(cases=_cases, errors=ErrorModel(scale="element"), allocate=_allocate, static=["eps"])
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
     """x [..., n], weight [n] -> [..., n] in x's dtype: ``x / sqrt(mean(x^2) + eps) * weight``.
 
@@ -68,7 +68,13 @@ def _allocate_quantized(
     return allocate_rounded(x, x.shape[1], spec)
 
 
-@custom_op(cases=rounded_cases(_cases), errors=ROUNDED, allocate=_allocate_quantized, unrounded=rms_norm.reference)
+@custom_op(
+    cases=rounded_cases(_cases),
+    errors=ROUNDED,
+    allocate=_allocate_quantized,
+    unrounded=rms_norm.reference,
+    static=["eps"],
+)
 def rms_norm_quantized(
     x: torch.Tensor, weight: torch.Tensor, *, eps: float, spec: QuantSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +86,7 @@ def compose_quantized(
     ctx: Context, workload: OpWorkload, parts: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The op out of its two parts as selected, or as given by name."""
-    norm = parts.get("rms_norm") or rms_norm.bind(ctx)
+    norm = parts.get("rms_norm") or rms_norm.bind(ctx, scalars=rms_norm.told(workload))
     quantize = parts.get("quantize_rows") or quantize_rows.bind(ctx, spec=workload.spec)
 
     def rms_norm_quantized(

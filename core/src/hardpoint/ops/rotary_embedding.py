@@ -50,6 +50,7 @@ def _allocate(
     errors=ErrorModel(scale="row", accumulated=1.15),  # one rounding, and none of the table: that would make it 1.3
     allocate=_allocate,
     aliases=[(0, "q"), (1, "k")],
+    static=["interleaved"],
 )
 def rotary_embedding(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool = False

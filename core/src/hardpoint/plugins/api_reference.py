@@ -127,8 +127,8 @@ def _ops(entries: Mapping[str, Entry]) -> Iterator[str]:
     yield "## Ops"
     yield (
         "A pure function over tensors and keyword-only scalars. What is not named under *mutates* is left alone; an "
-        "output may share memory with an input only where *may alias* says so. `hardpoint ops show NAME` prints the "
-        "reference too."
+        "output may share memory with an input only where *may alias* says so. A `scalar` requirement may name what "
+        "stands under *static*. `hardpoint ops show NAME` prints the reference too."
     )
     for op in describe_all():
         yield f"### `{op.name}`"
@@ -137,6 +137,7 @@ def _ops(entries: Mapping[str, Entry]) -> Iterator[str]:
         facts = [
             ["mutates", ", ".join(f"`{name}`" for name in op.mutates) or "nothing"],
             ["may alias", ", ".join(f"output {i}: `{name}`" for i, name in op.aliases) or "nothing"],
+            ["static", ", ".join(f"`{name}`" for name in op.static) or "nothing"],
             ["errors", op.error_model],
             ["cases", ", ".join(op.cases)],
         ]

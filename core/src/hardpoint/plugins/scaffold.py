@@ -16,16 +16,44 @@ from hardpoint_plugin_api import API_VERSION, ConfigError, PluginConflictError, 
 from hardpoint_plugin_api.families import FAMILIES
 from hardpoint_plugin_api.manifest import is_name
 
-TEMPLATED = ("op", "attention", "layer", "linear", "platform")
+_KERNELS = ("op", "attention", "layer", "linear")
+"""The families whose templates have kernels in every language; those of others are Python and PyTorch."""
+
+TEMPLATED = (
+    *_KERNELS,
+    "platform",
+    "element",
+    "quantization",
+    "experts",
+    "all2all",
+    "communicator",
+    "tool_parser",
+    "reasoning_parser",
+)
 """The families that there is a template for."""
 
+UNTEMPLATED = {
+    "model": "models are built from core's layers: start from a file of hardpoint/models",
+    "scheduler": "the engine's scheduler cannot be exchanged yet",
+    "runner": "the engine's runner cannot be exchanged yet",
+}
+"""The other families, and what to do instead."""
+
 LANGUAGES = ("torch", "triton", "cpp")
-_WITHOUT_KERNELS = {"platform"}
 _DTYPES = {
     "torch": ("float32", "float16", "bfloat16"),
     "triton": ("float32", "float16", "bfloat16"),
     "cpp": ("float32", "bfloat16"),
 }
+_MODULES: dict[str, tuple[str, ...]] = {
+    "op": (),  # its kernel is all there is
+    "layer": ("norm",),
+    "element": ("elements",),
+    "quantization": ("quantization", "samples"),
+    "tool_parser": ("parsers",),
+    "reasoning_parser": ("parsers",),
+}
+"""The modules of a family, where it is not one of its own name."""
 _AXES = "\n\nAxes: T tokens, H query heads, K KV heads, D head size, S keys of one request.\n"
 
 
@@ -54,15 +82,18 @@ class Recipe:
                 raise UnknownNameError("family", family, TEMPLATED)
             if family not in TEMPLATED:
                 raise ConfigError(
-                    f"there is no template for the family {family!r} yet; there are {', '.join(TEMPLATED)}. "
-                    "'hardpoint plugins api-reference' says what one of it must do"
+                    f"there is no template for the family {family!r}: {UNTEMPLATED[family]}; there are "
+                    f"{', '.join(TEMPLATED)}"
                 )
         if not families:
             raise ConfigError(f"--families is empty; choose among {', '.join(TEMPLATED)}")
         if language not in LANGUAGES:
             raise UnknownNameError("language", language, LANGUAGES)
-        if language != "torch" and not set(families) - _WITHOUT_KERNELS:
-            raise ConfigError(f"--language {language}: a platform has no kernels; name more families, or leave it out")
+        if language != "torch" and not set(families) & set(_KERNELS):
+            raise ConfigError(
+                f"--language {language}: the templates of {', '.join(families)} have no kernels; name one of "
+                f"{', '.join(_KERNELS)}, too, or leave it out"
+            )
         _refuse_installed(name)
         return cls(name, tuple(f for f in TEMPLATED if f in families), language)
 
@@ -77,7 +108,7 @@ class Recipe:
         return f"hardpoint_{self.name}"
 
     def _kernels(self) -> bool:
-        return bool(set(self.families) - _WITHOUT_KERNELS)
+        return bool(set(self.families) & set(_KERNELS))
 
     def sources(self) -> dict[str, str]:
         """The template of each file that is written, by its path."""
@@ -93,8 +124,7 @@ class Recipe:
             f"{package}/plugin.py": "package/plugin.py",
             f"{package}/py.typed": "package/py.typed",
         }
-        modules = {"attention": "attention", "layer": "norm", "linear": "linear", "platform": "platform"}
-        found |= {f"{package}/{m}.py": f"package/{m}.py" for f, m in modules.items() if f in self.families}
+        found |= {f"{package}/{m}.py": f"package/{m}.py" for f in self.families for m in _MODULES.get(f, (f,))}
         if self._kernels():
             found[f"{package}/kernels.py"] = by_language
         if self.language == "cpp":
@@ -122,6 +152,7 @@ class Recipe:
             "package": self.package,
             "families": list(self.families),
             "language": self.language,
+            "kernels": self._kernels(),
             "api": str(API_VERSION),
             "next_major": API_VERSION.major + 1,
             "axes": _AXES if "attention" in self.families else "",

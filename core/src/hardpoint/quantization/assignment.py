@@ -94,7 +94,8 @@ class Quantization:
         for number in numbers:
             names = [f"{number}.{part}" if len(args.parts) > 1 else str(number) for part, _ in args.parts]
             keys = [(path, name) for name in names]
-            schemes = [self._scheme(key, rows, args, dtype) for key, (_, rows) in zip(keys, args.parts, strict=True)]
+            parts = zip(keys, args.parts, strict=True)
+            schemes = [self._scheme(key, rows, args, dtype, number) for key, (_, rows) in parts]
             whole = merge_schemes(schemes, [rows for _, rows in args.own_parts])
             first = first or whole
             if whole is None and all(scheme == schemes[0] for scheme in schemes):
@@ -116,7 +117,9 @@ class Quantization:
         check_shards(path, first, args, _WHOLE_EXPERTS)
         return by_row(first)
 
-    def _scheme(self, key: tuple[str, str | None], rows: int, args: LinearArgs, dtype: str) -> Scheme:
+    def _scheme(
+        self, key: tuple[str, str | None], rows: int, args: LinearArgs, dtype: str, expert: int | None = None
+    ) -> Scheme:
         name = self._modules.get(key)
         if name is None and key[1] is None:  # a part on its own asks again, under its own path
             path, _, part = key[0].rpartition(".")
@@ -127,7 +130,7 @@ class Quantization:
             with blame(self.method.offer):
                 self.method.reader.leave_tied_head()
             return Scheme.plain(dtype)
-        module = Module(name, rows, args.in_features, args.kind)
+        module = Module(name, rows, args.in_features, args.kind, expert)
         with blame(self.method.offer):
             scheme: object = self.method.reader.scheme(module)
         if scheme is None:

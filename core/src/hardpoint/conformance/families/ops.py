@@ -153,7 +153,7 @@ class OpProbe:
         self._batch_invariant = batch_invariant
         self.title = f"{dtype}/{case.name}{cache.title}"
         more: dict[str, Any] = {"layout": cache.layout} if op.mutates else {}
-        self.workload = OpWorkload(of=op.name, dtype=dtype, **more, **case.workload)
+        self.workload = OpWorkload(of=op.name, dtype=dtype, **more, **case.workload, scalars=op.scalars_in(case))
         self._drawn: dict[int, Case] = {}
         self._expected: dict[tuple[int, tuple[int, ...] | None], Expected] = {}
         self._plain = next((i.tensor for i in op_inputs(op, case) if i.parameter == _CACHE), None)

@@ -74,7 +74,12 @@ class SummedProbe:
         first = self._draws[0][0]
         self.num_rows = first[self._summed].shape[0]
         self.workload = OpWorkload(
-            of=op.name, dtype=dtype, parallel="tp", ranks=world, hidden_size=first[self._summed].shape[-1]
+            of=op.name,
+            dtype=dtype,
+            parallel="tp",
+            ranks=world,
+            hidden_size=first[self._summed].shape[-1],
+            scalars=op.scalars_of({name: first[name] for name in op.static}),
         )
         self.is_invariant = Feature.BATCH_INVARIANT in subject.features
 
