@@ -168,6 +168,8 @@ class Experts(PluggableLayer):
         standard = workload.format == "standard"
         kind: Callable[..., AnyExpertsKernel] = ExpertsKernel if standard else BatchedExpertsKernel
         self.kernels = [construct(e.offer, ctx.load(e.offer), kind, ctx, plan.workload) for e in plan.entries]
+        for entry, kernel in zip(plan.entries, self.kernels, strict=True):
+            ctx.kernel_calls.attach(entry.offer, kernel)
         self._limits = [entry.range.max for entry in plan.entries]
         self._around = [PrepareFinalize(ctx, self._all2all, kernel) for kernel in self.kernels]
         self._most_tokens = ctx.config.max_num_batched_tokens

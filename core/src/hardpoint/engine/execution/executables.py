@@ -11,13 +11,16 @@ import logging
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward
+from hardpoint.engine.execution.replay_check import ReplayCheck
+from hardpoint.kernel_calls import REPEATED, can_repeat
 from hardpoint.layers.moe import Experts
 from hardpoint_plugin_api import CaptureGrade, Executable, GraphEngine, PlatformError, StepLimits
 
@@ -40,9 +43,11 @@ class Executables:
         new_engine: Callable[[], GraphEngine],
         forward: Forward,
         pool: Callable[[], AbstractContextManager[None]],
+        exchange: Callable[[Any], list[Any]],
     ) -> None:
         self._new_engine, self._pool = new_engine, pool
         self.engine = new_engine()
+        self.check = ReplayCheck(ctx.kernel_calls, forward, ctx.block_size, exchange)
         self.off = self._why_off(ctx, forward)
         self.off_whole = self.off or self._why_off_whole(ctx)
         self.at_once = 0
@@ -80,8 +85,17 @@ class Executables:
         """Whether the one of ``key`` is prepared."""
         return key in self._kept
 
-    def get(self, key: Hashable, step: Callable[..., object], tensors: Mapping[str, torch.Tensor]) -> Executable:
-        """The one of ``key``; where it is new, ``step(**tensors)`` is prepared. Raises PlatformError if that fails."""
+    def get(
+        self,
+        key: Hashable,
+        step: Callable[..., object],
+        tensors: Mapping[str, torch.Tensor],
+        slots: Sequence[torch.Tensor],
+    ) -> Executable:
+        """The one of ``key``; where it is new, ``step(**tensors)`` is prepared, and compared with an eager run.
+
+        ``slots`` are those that the step stores to, for each cache group. Raises PlatformError if that fails.
+        """
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
@@ -91,7 +105,7 @@ class Executables:
         began = time.perf_counter()
         try:
             with self._pool():
-                prepared = self.engine.prepare(key, step, tensors)
+                prepared = self.check.prepare(self.engine, key, step, tensors, slots)
             self._kept[key] = prepared
         except PlatformError as error:
             traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
@@ -142,14 +156,19 @@ def listed_sizes(sizes: tuple[int, ...], name: str, limits: StepLimits) -> tuple
 
 def uncapturable(ctx: Context, engine: GraphEngine, forward: Forward) -> Iterator[str]:
     """What of a model's steps cannot be prepared by ``engine``, not even in pieces, a line each."""
+    repeats = can_repeat(engine)
     if ctx.parallel.tp.size > 1 and not engine.collectives_allowed:
         yield "the platform's graph engine allows no collectives between ranks"
     for module in getattr(forward.model, "modules", list)():
-        if isinstance(module, Experts):
+        if isinstance(module, Experts) and not repeats:
             for kernel in module.kernels:
                 if not kernel.capturable:
                     yield f"experts kernel {type(kernel).__name__} cannot be captured"
+    if not repeats:
+        for offer in dict.fromkeys(k.offer for k in ctx.kernel_calls.opaque(engine) if k.capturable):
+            yield f"{offer.contribution} of plugin {offer.plugin} is no sequence of the operators that are recorded"
     for plan in ctx.selector.plans:
-        for entry in plan.entries if plan.workload.family != "experts" else ():
+        family = plan.workload.family
+        for entry in plan.entries if family != "experts" and not (repeats and family in REPEATED) else ():
             if not getattr(ctx.load(entry.offer), "capturable", True):
                 yield f"{plan.workload.family} {entry.offer.contribution.name} cannot be captured"

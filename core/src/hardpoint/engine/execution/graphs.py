@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from hardpoint.context import Context
 from hardpoint.engine.execution.decode_graphs import NUM_DRAWS, DecodeGraphs, Draw, decode_sizes, is_decode
@@ -29,12 +30,14 @@ class Graphs:
         draw: Draw,
         limits: StepLimits,
         pool: Callable[[], AbstractContextManager[None]],
+        exchange: Callable[[Any], list[Any]],
     ) -> None:
-        """``limits`` are those of the engine's steps; memory is allocated within ``pool()``.
+        """``limits`` are those of the engine's steps; memory is allocated within ``pool()``. ``exchange`` returns what
+        every rank calls it with.
 
         Raises PlatformError for a graph engine whose data contradict each other.
         """
-        self.executables = Executables(ctx, new_engine, forward, pool)
+        self.executables = Executables(ctx, new_engine, forward, pool, exchange)
         self.decodes = DecodeGraphs(ctx, self.executables, forward, draw, limits)
         self.prompts = PromptGraphs(ctx, self.executables, forward, limits)
         self.pieces = PieceGraphs(ctx, self.executables, forward, limits)

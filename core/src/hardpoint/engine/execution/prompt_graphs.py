@@ -183,6 +183,7 @@ class PromptGraphs:
         for size in sorted(self.sizes, reverse=True):
             buffers = self._of(size)
             buffers.clear(self._block_size)
+            buffers.ids.fill_(1)  # what is compared is not what it is prepared on
             self._executable(size, self._forward.plan(buffers.batches))
         if self.sizes:
             listed = ", ".join(map(str, self.sizes))
@@ -207,7 +208,9 @@ class PromptGraphs:
         """None where that cannot be prepared; the size is given up then."""
         key = ("tokens", size, self._forward.tokens(metadata))
         try:
-            return self._executables.get(key, self._step(metadata), self._of(size).tensors)
+            buffers = self._of(size)
+            slots = [batch.slot_mapping for batch in buffers.batches]
+            return self._executables.get(key, self._step(metadata), buffers.tensors, slots)
         except PlatformError as error:
             logger.warning("steps of %d tokens run eagerly: %s", size, str(error))
             self.sizes = tuple(other for other in self.sizes if other != size)
