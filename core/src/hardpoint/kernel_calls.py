@@ -101,7 +101,7 @@ class KernelCalls:
         written: Sequence[str] = (),
         errors: ErrorModel = _ERRORS,
     ) -> Callable[..., Any]:
-        """``function``, an implementation of an op with these ``errors``, which writes to its parameters ``written``."""
+        """``function``, an implementation of an op with these ``errors`` that writes to its parameters ``written``."""
 
         def changed(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> object:
             if not written:

@@ -97,6 +97,13 @@ class DecodeBuffers:
         for name, x in self.step.items():
             x.fill_(values.get(name, 0))
 
+    def take_pages(self, first_pages: Sequence[int], block_size: int) -> None:
+        """Put the one token of each row into a page of its own, in each cache group from this page on."""
+        for group, first in enumerate(first_pages):
+            pages = torch.arange(first, first + self.size, dtype=torch.int32, device=self.step["ids"].device)
+            self.step["block_table"][group, :, 0] = pages
+            self.step["slot_mapping"][group] = pages * block_size
+
     def lasting(self, seq_lens_host: tuple[int, ...]) -> list[AttentionBatch]:
         """The batches of a step whose requests have these lengths."""
         return [replace(batch, seq_lens_host=seq_lens_host) for batch in self.batches]
@@ -196,7 +203,10 @@ class DecodeGraphs:
             logger.info("preparing decode steps of %d requests (%d of %d)", size, number, len(sizes))
             buffers = self.buffers(size)
             buffers.clear(self._block_size, self._padding_slot)  # what a step left names pages that are others' now
-            buffers.step["ids"].fill_(1)  # what is compared is not what it is prepared on
+            first_pages = self._executables.trial_pages(size, len(buffers.batches))
+            if first_pages is not None:
+                buffers.take_pages(first_pages, self._block_size)
+            self._executables.trial_ids(buffers.step["ids"], alike=first_pages is None)
             metadata = self._forward.plan(buffers.batches)
             draws: tuple[PlainDraw, ...] = get_args(PlainDraw) if self.sizes else ("greedy",)
             drawing = [self._drawing(size, metadata, draw) for draw in draws]

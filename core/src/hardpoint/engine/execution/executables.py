@@ -34,7 +34,7 @@ class Executables:
     """One rank's executables by key, kept as long as there is room. Memory is allocated within ``pool()``.
 
     ``off`` says why there are none at all, ``off_whole`` why there are none of whole steps, as the metric's reason;
-    ``at_once`` how many are prepared ahead.
+    ``at_once`` how many are prepared ahead. Meanwhile ``free_pages`` of the cache, from 1 on, belong to nobody.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class Executables:
         forward: Forward,
         pool: Callable[[], AbstractContextManager[None]],
         exchange: Callable[[Any], list[Any]],
+        vocab_size: int,
     ) -> None:
+        self._vocab_size, self._block_size, self.free_pages = vocab_size, ctx.block_size, 0
         self._new_engine, self._pool = new_engine, pool
         self.engine = new_engine()
         self.check = ReplayCheck(ctx.kernel_calls, forward, ctx.block_size, exchange)
@@ -72,6 +74,21 @@ class Executables:
     def kept(self) -> list[Executable]:
         """All of them, the least recently used first."""
         return list(self._kept.values())
+
+    def trial_ids(self, ids: torch.Tensor, *, alike: bool) -> None:
+        """Fill ``ids`` [T] with tokens on which a step that is prepared ahead is compared, all the same if ``alike``.
+
+        None is 0, and the first ones, which checkpoints put aside for padding and the like, come last.
+        """
+        rows = torch.arange(ids.shape[0], device=ids.device)
+        first = self._vocab_size // 3
+        ids.copy_(1 + (first + (0 if alike else rows)) % max(1, self._vocab_size - 1))
+
+    def trial_pages(self, pages: int, groups: int) -> list[int] | None:
+        """The first of ``pages`` pages that nobody uses, for each of so many cache groups; None if there are too few."""
+        if pages * groups > self.free_pages:
+            return None
+        return [1 + group * pages for group in range(groups)]
 
     def count_eager(self, reason: str) -> None:
         """Count a step that runs without an executable."""

@@ -144,7 +144,7 @@ class PieceGraphs:
         if key not in self._executables:
             for buffer in buffers.tensors.values():
                 buffer.zero_()  # what a step left names slots that are others' now
-            buffers.ids.fill_(1)  # what is compared is not what it is prepared on
+            self._executables.trial_ids(buffers.ids, alike=True)
             plan = self._forward.plan(self._padding(size, buffers))
             self._steps[size] = PiecesStep(
                 buffers.positions, self._forward.caches, plan, self._executables.engine.interrupt

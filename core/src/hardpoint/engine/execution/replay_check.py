@@ -99,7 +99,7 @@ class ReplayCheck:
             likeness = max(self._exchange(eager.compare(self._outcome(executable.run(), slots))))
             if likeness is Likeness.SAME:
                 return executable
-            fault = self._agreed(self._find(engine, key, step, tensors))
+            fault = self._agreed(self._find(engine, key, step, tensors) or self._only_suspect(likeness))
             if fault is None and likeness is Likeness.CLOSE:
                 logger.debug("step %s: the bits of a replay differ from an eager run's, within bounds", key)
                 return executable
@@ -144,7 +144,10 @@ class ReplayCheck:
         held = ids.clone()
         ids.zero_()
         try:
-            return self._calls.prepare(engine, key, step, tensors, watched)
+            prepared = self._calls.prepare(engine, key, step, tensors, watched)
+            if self._calls.offers:
+                step(**tensors)  # writes over what kernels have kept of the run that is compared
+            return prepared
         finally:
             ids.copy_(held)
 
@@ -170,6 +173,13 @@ class ReplayCheck:
             if what := _fault(eager, replayed):
                 return eager.kernel.offer, f"{eager.kernel.name}: {what}"
         return None
+
+    def _only_suspect(self, likeness: Likeness) -> tuple[Offer, str] | None:
+        """The one kernel that neither core nor the platform's plugin brought, where results are far apart."""
+        offers = self._calls.offers
+        if likeness is not Likeness.UNLIKE or len(offers) != 1:
+            return None
+        return offers[0], "the step's results differ, and no other kernel in it is a third party's"
 
     def _agreed(self, fault: tuple[Offer, str] | None) -> tuple[Offer, str] | None:
         """The fault that the first rank found which found one."""

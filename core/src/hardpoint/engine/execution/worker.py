@@ -118,7 +118,14 @@ class Worker:
         forward = Forward(model or blueprint.model, ctx.attention_layers, cache.views)
         sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
         graphs = Graphs(
-            ctx, graph_engine, forward, sampler.draw, limits, lambda: memory.pool("graphs"), control.exchange
+            ctx,
+            graph_engine,
+            forward,
+            sampler.draw,
+            limits,
+            lambda: memory.pool("graphs"),
+            control.exchange,
+            vocab_size,
         )
         if graphs.executables.tell_nbytes:
             memory.know("graphs", lambda: graphs.executables.nbytes)
@@ -138,7 +145,7 @@ class Worker:
             )
         )
         holdings = Holdings(memory, weights, {"resources": ctx.resources, "kv": cache})
-        graphs.prepare_ahead()
+        graphs.prepare_ahead(cache.num_pages - 1)
         culprits = graphs.executables.check.culprits  # the same on every rank
         if culprits and config.executor_kind != "torchrun":  # whose processes can be started once
             graphs.drop()
