@@ -73,7 +73,12 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("mixture")
-    changes = {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    changes: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
     return folder, write_checkpoint(folder, "qwen3_moe", **changes)
 
 

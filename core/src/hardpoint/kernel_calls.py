@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -54,7 +54,13 @@ def _result_alone(args: _Arguments, kwargs: _Keywords, result: object) -> object
     return result
 
 
-register_pytree_node(Quantized, lambda q: ([q.data, q.scale], q.spec), lambda values, spec: Quantized(*values, spec))
+def _quantized(values: Iterable[Any], spec: Any) -> Quantized:
+    data, scale = values
+    return Quantized(data, scale, spec)
+
+
+# So that whoever looks for tensors among arguments finds those that travel quantized.
+register_pytree_node(Quantized, lambda q: ([q.data, q.scale], q.spec), _quantized)
 
 
 @dataclass(frozen=True, eq=False)

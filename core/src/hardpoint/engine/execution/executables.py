@@ -80,12 +80,11 @@ class Executables:
 
         None is 0, and the first ones, which checkpoints put aside for padding and the like, come last.
         """
-        rows = torch.arange(ids.shape[0], device=ids.device)
-        first = self._vocab_size // 3
-        ids.copy_(1 + (first + (0 if alike else rows)) % max(1, self._vocab_size - 1))
+        rows = torch.arange(ids.shape[0], device=ids.device) * (not alike)
+        ids.copy_((rows + self._vocab_size // 3) % max(1, self._vocab_size - 1) + 1)
 
     def trial_pages(self, pages: int, groups: int) -> list[int] | None:
-        """The first of ``pages`` pages that nobody uses, for each of so many cache groups; None if there are too few."""
+        """The first of ``pages`` pages that nobody uses, for each of ``groups``; None where there are too few."""
         if pages * groups > self.free_pages:
             return None
         return [1 + group * pages for group in range(groups)]
