@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.execution.executor import InProcessExecutor
+from hardpoint.engine.remote.remote_core import RemoteCore
+from hardpoint.parallel.torch_distributed import TorchDistributed
 from hardpoint_cpu.native import missing
+from hardpoint_cpu.platform import CpuPlatform
 from hardpoint_cpu.recorded_list import RecordedList
 from tests.out_of_tree.build import Dist, install
+from tests.parallel.ranks import ranks_in_threads
 from tests.support import raw_kernels
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import counted, small_llm
+from tests.support.recorder import RecordableAttention, RecordedCall, RecordedCalls, recordable
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason="no compiled kernels were built")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"dtype": "float32"}
+UNSEEN = "op.rms_norm=cpu_native"
 _SLOTS = {"norm": "op.rms_norm", "Linear": "linear", "Experts": "experts"}
 
 Plugin = Callable[[str], str]
@@ -149,3 +156,83 @@ def test_a_kernel_whose_replay_is_wrong_gives_way_to_the_next(
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert said.startswith(f"{choice} of plugin raw (replay of step (1, 'greedy'")
     assert f"start with --deny {choice}" in said
+
+
+def test_a_fault_that_shows_later_is_worked_around(
+    dense: tuple[Path, PreTrainedModel], plugin: Plugin, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests are under way then: the kernel stays, and is called by each run from there on."""
+    choice = plugin("many_rows_norm")
+    with small_llm(dense[0], **SETTINGS) as llm:
+        check(llm, dense[1])
+        assert chosen(llm, choice)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said.startswith(f"{choice} of plugin raw does something else in a replay of step (3, 'greedy'")
+    assert "steps run in pieces around it" in said
+
+
+def test_a_core_in_another_process_finds_it_too(dense: tuple[Path, PreTrainedModel], plugin: Plugin) -> None:
+    """Its front end knows what was denied, for whatever core comes next."""
+    choice = plugin("lying_norm")
+    with small_llm(dense[0], core_process=True, **SETTINGS) as llm:
+        check(llm, dense[1])
+        assert not chosen(llm, choice)
+        assert isinstance(llm.client, RemoteCore)
+        assert [culprit.choice for culprit in llm.client.recovery.denied] == [choice]
+
+
+def test_ranks_find_it_together(
+    dense: tuple[Path, PreTrainedModel], plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them deny the same kernel, and are started again."""
+    choice = plugin("lying_norm")
+    monkeypatch.setattr("hardpoint.attention.reference.ReferenceAttention", RecordableAttention)
+    monkeypatch.setattr(CpuPlatform, "graph_engine", lambda platform: RecordedCalls(None))
+    monkeypatch.setattr(TorchDistributed, "capturable", True)
+    for name in ("all_reduce", "all_gather"):
+        monkeypatch.setattr(TorchDistributed, name, recordable(getattr(TorchDistributed, name)))
+    # The recorder sees torch's operators alone.
+    others: dict[str, Any] = {"linear_backend": "torch", "attention_backend": "reference", "deny": (UNSEEN,)}
+    folder, model = dense
+    with ranks_in_threads(folder, 2, custom_ops=["none", "+rms_norm"], **others, **SETTINGS) as llm:
+        check(llm, model)
+        assert not chosen(llm, choice)
+        assert llm.config.deny == (UNSEEN, choice)
+
+
+class FaultyEngine(RecordedCalls):
+    """Replays that are wrong for no kernel's fault: what comes out is twice what it should be, or nothing is stored."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self._fault = fault
+
+    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> RecordedCall:
+        prepared = super().prepare(key, fn, inputs)
+        if self._fault == "store":
+            prepared._calls = [call for call in prepared._calls if "index_put" not in str(call[0])]
+        else:
+            twice = [(torch.Tensor.mul_, (x, 2), {}, x) for x in prepared._results if x.is_floating_point()]
+            prepared._calls += twice
+        return prepared
+
+
+@pytest.mark.parametrize("fault", ["double", "store"])
+def test_replays_that_are_wrong_for_no_known_reason_are_not_used(
+    fault: str,
+    dense: tuple[Path, PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("hardpoint.attention.reference.ReferenceAttention", RecordableAttention)
+    monkeypatch.setattr(CpuPlatform, "graph_engine", lambda platform: FaultyEngine(fault))
+    folder, model = dense
+    settings: dict[str, Any] = {"custom_ops": ["none"], "linear_backend": "torch", "attention_backend": "reference"}
+    with small_llm(folder, **SETTINGS, **settings) as llm:
+        prompts = random_prompts(3, 20, seed=4)
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        assert counted(llm)["graph_replays_total"] == 0
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said.startswith("decode steps of 3 requests run eagerly: step (3, None")
+    assert "gives other results when it is replayed than when it is called, and no plugin's kernel can be named" in said
