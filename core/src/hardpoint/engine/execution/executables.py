@@ -47,9 +47,9 @@ class Executables:
         vocab_size: int,
     ) -> None:
         self._vocab_size, self._block_size, self.free_pages = vocab_size, ctx.block_size, 0
-        self._new_engine, self._pool = new_engine, pool
+        self._new_engine = new_engine
         self.engine = new_engine()
-        self.check = ReplayCheck(ctx.kernel_calls, forward, ctx.block_size, exchange)
+        self.check = ReplayCheck(ctx.kernel_calls, forward, ctx.block_size, pool, exchange)
         self.off = self._why_off(ctx, forward)
         self.off_whole = self.off or self._why_off_whole(ctx)
         self.at_once = 0
@@ -120,9 +120,7 @@ class Executables:
             self._kept.popitem(last=False)
         began = time.perf_counter()
         try:
-            with self._pool():
-                prepared = self.check.prepare(self.engine, key, step, tensors, slots)
-            self._kept[key] = prepared
+            prepared = self._kept[key] = self.check.prepare(self.engine, key, step, tensors, slots)
         except PlatformError as error:
             traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
             raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -70,15 +71,21 @@ class Outcome:
 
 
 class ReplayCheck:
-    """Prepares steps, and vouches for them. ``exchange`` gives the value of every rank: all decide alike.
+    """Prepares steps, within ``pool()``, and vouches for them. ``exchange`` gives every rank's value: all decide alike.
 
     ``culprits`` are the kernels that were found at fault. Their calls are repeated by each run from then on.
     """
 
     def __init__(
-        self, calls: KernelCalls, forward: Forward, block_size: int, exchange: Callable[[Any], list[Any]]
+        self,
+        calls: KernelCalls,
+        forward: Forward,
+        block_size: int,
+        pool: Callable[[], AbstractContextManager[None]],
+        exchange: Callable[[Any], list[Any]],
     ) -> None:
-        self._calls, self._forward, self._block_size, self._exchange = calls, forward, block_size, exchange
+        self._calls, self._forward, self._block_size = calls, forward, block_size
+        self._pool, self._exchange = pool, exchange
         self.culprits: list[Culprit] = []
 
     def prepare(
@@ -144,7 +151,8 @@ class ReplayCheck:
         held = ids.clone()
         ids.zero_()
         try:
-            prepared = self._calls.prepare(engine, key, step, tensors, watched)
+            with self._pool():
+                prepared = self._calls.prepare(engine, key, step, tensors, watched)
             if self._calls.offers:
                 step(**tensors)  # writes over what kernels have kept of the run that is compared
             return prepared
