@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
+from hardpoint.conformance.memory import equal_bits
 from hardpoint.engine.execution.forward import Forward
 from hardpoint.kernel_calls import KernelCalls, WatchedCall, can_repeat
 from hardpoint.ops.error_model import compare
@@ -219,9 +220,9 @@ class ReplayCheck:
 
 def _fault(eager: WatchedCall, replayed: WatchedCall) -> str | None:
     """What a replayed call made wrongly of what the eager call was given, too."""
-    if all(map(_equal_bits, eager.made, replayed.made)):
+    if all(map(equal_bits, eager.made, replayed.made)):
         return None
-    if not all(map(_equal_bits, eager.given, replayed.given)):
+    if not all(map(equal_bits, eager.given, replayed.given)):
         return None
     for number, (wanted, got) in enumerate(zip(eager.made, replayed.made, strict=True)):
         own = wanted.cpu()
@@ -233,7 +234,7 @@ def _fault(eager: WatchedCall, replayed: WatchedCall) -> str | None:
 
 
 def _likeness(a: torch.Tensor, b: torch.Tensor) -> Likeness:
-    if _equal_bits(a, b):
+    if equal_bits(a, b):
         return Likeness.SAME
     if not a.is_floating_point() or a.shape != b.shape:
         return Likeness.UNLIKE
@@ -245,9 +246,3 @@ def _likeness(a: torch.Tensor, b: torch.Tensor) -> Likeness:
     a, b = a.masked_fill(~finite, 0), b.masked_fill(~finite, 0)
     bound = share * a.abs().amax(-1, keepdim=True)
     return Likeness.CLOSE if bool(((a - b).abs() <= bound).all()) else Likeness.UNLIKE
-
-
-def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (a, b)))
