@@ -212,8 +212,8 @@ class FaultyEngine(RecordedCalls):
         if self._fault == "store":
             prepared._calls = [call for call in prepared._calls if "index_put" not in str(call[0])]
         else:
-            twice = [(torch.Tensor.mul_, (x, 2), {}, x) for x in prepared._results if x.is_floating_point()]
-            prepared._calls += twice
+            floats = [x for x in prepared._results if x.is_floating_point()]
+            prepared._calls += [(torch.Tensor.mul_, (x, 2), {}, x) for x in floats]
         return prepared
 
 

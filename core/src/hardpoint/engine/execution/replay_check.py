@@ -66,6 +66,8 @@ class Outcome:
     def compare(self, other: Outcome) -> Likeness:
         """Numbers drawn from logits may differ only where the logits do."""
         mine, others = [*self.results, *self.stored], [*other.results, *other.stored]
+        if _all_equal(mine, others):
+            return Likeness.SAME
         found = [_likeness(a, b) for a, b in zip(mine, others, strict=True)]
         floats = max((f for f, x in zip(found, mine, strict=True) if x.is_floating_point()), default=Likeness.SAME)
         return max(found) if floats is Likeness.SAME else floats
@@ -231,6 +233,17 @@ def _fault(eager: WatchedCall, replayed: WatchedCall) -> str | None:
         if faults := compare(where, got, own, truth, eager.kernel.errors, got.device).faults:
             return str(faults[0])
     return None
+
+
+def _all_equal(mine: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether all have equal bits, found out with one wait for the device: it is asked for each prepared step."""
+    flags = []
+    for a, b in zip(mine, others, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        first, second = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))
+        flags.append((first == second).all())
+    return bool(torch.stack(flags).all()) if flags else True
 
 
 def _likeness(a: torch.Tensor, b: torch.Tensor) -> Likeness:
