@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from hardpoint.ops.slot_mapping import slot_mapping
 from hardpoint.ops.store_kv import store_kv
 from hardpoint_plugin_api import OpWorkload, Platform
 from tests.conformance.trying import Caught, first_failure, subject
+from tests.support import raw_kernels
 
 Tensor = torch.Tensor
 norm = rms_norm.reference
@@ -316,6 +318,26 @@ def test_deterministic_false_is_recorded_not_skipped(site: Site) -> None:
     kernel = partial(random_order)
     kernel.deterministic = False  # type: ignore[attr-defined]  # how a target declares it
     assert tried(site, kernel, "rms_norm", "*/long") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("rms_norm", True),
+        ("traced_norm", True),
+        ("lying_norm", False),
+        ("baking_norm", False),
+        ("last_column_norm", False),
+    ],
+)
+def test_replays_of_third_parties_kernels_are_tried_as_engines_run_them(site: Site, name: str, right: bool) -> None:
+    """What writes through addresses is called again by each run, unless it says that a recorder sees it."""
+    if not site.records_graphs:
+        pytest.skip("no compiled kernels were built, and no steps are recorded without")
+    kernel = subject(site, getattr(raw_kernels, name), "op", "rms_norm", requires=[{"dtype": ["float32"]}])
+    kernel = replace(kernel, offer=replace(kernel.offer, plugin="acme"))
+    caught = first_failure(kernel, OpTrials(), "*/odd")
+    assert caught is None if right else caught and caught.check == "replay"
 
 
 # Kernels that write a cache whose elements have scales.

@@ -35,6 +35,10 @@ def test_no_step_waits_but_for_tokens(site: Path, tmp_path: Path) -> None:
     check(site, tmp_path, "-m", "accelerator", "-k", "greedy", "tests/engine/test_waiting.py")
 
 
+def test_replays_are_compared_on_it(site: Path, tmp_path: Path) -> None:
+    check(site, tmp_path, "-m", "accelerator", "tests/engine/test_replay_on_device.py")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("tests", ["engine/test_cache_groups.py", "engine/test_token_equality.py", "structured"])
 def test_engines_run_on_it_however_they_schedule(site: Path, tmp_path: Path, tests: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 import hardpoint
+from hardpoint.kernel_calls import KernelCalls
 from hardpoint_plugin_api import MANIFEST_NAME, Contribution, OpWorkload, TokensRequirement, read_manifest
 
 MANIFEST = read_manifest(Path(hardpoint.__file__).parent / MANIFEST_NAME)
@@ -47,6 +48,7 @@ class ManifestContext:
     dtype = torch.float32
     shadow = None
     call_names = None
+    kernel_calls = KernelCalls(is_on=False)
 
     def __init__(self, *extra: Contribution, targets: dict[str, Any] | None = None) -> None:
         self.offers = [Offer(c) for c in (*OPS, *extra)]

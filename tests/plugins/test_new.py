@@ -196,6 +196,21 @@ def test_its_compiled_variant_serves_an_engine(environment: Environment, tmp_pat
     assert len(said) == 2
 
 
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+def test_its_compiled_kernels_are_replayed(environment: Environment, tmp_path: Path) -> None:
+    """On the CPU's own platform, which records decode steps, and knows nothing of kernels that a plugin compiled."""
+    project = install(environment, tmp_path, "replayed", "op,linear", "cpp")
+    assert "1 passed" in check(environment, project, "pytest -o addopts= -q")
+    code = (
+        "from hardpoint import LLM, SamplingParams\n"
+        "with LLM(platform='cpu', use={'linear': 'replayed_linear', 'op.rms_norm': 'replayed_rms_norm'}) as llm:\n"
+        "    llm.generate('The whale', SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))\n"
+        "    print(llm.config.deny, llm.metrics.value('hardpoint_graph_replays_total'))\n"
+    )
+    (project / "replay.py").write_text(code)
+    assert check(environment, project, "python replay.py").splitlines()[-1] == "() 4.0"
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("language", ["torch", "cpp"])
 def test_every_kernel_of_it_conforms(environment: Environment, tmp_path: Path, language: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hardpoint.kernel_calls import can_repeat
 from hardpoint_plugin_api import GraphEngine, PlatformError
 
 
@@ -158,6 +159,47 @@ class RecordingContract(GraphEngineContract):
         assert prepared.run().tolist() == [9.0, 19.0, 29.0, 39.0], "it waits for the device, and has changed since"
         factor[0] = 0.0
         assert prepared.run().tolist() == [-1.0] * 4
+
+    def test_what_is_opaque_is_called_by_each_run(self, graphs: GraphEngine, device: torch.device) -> None:
+        """On tensors that the function made, wherever these are when it runs, the result's own memory among them."""
+        if not can_repeat(graphs):
+            pytest.skip("this engine takes no opaque calls")
+        x, calls = torch.ones(4, device=device), []
+
+        def call(tensors: dict[str, torch.Tensor], factor: float) -> None:
+            calls.append(factor)
+            tensors["behind"].copy_(torch.tensor([value * factor for value in tensors["before"].tolist()]))
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            before = x + 1
+            behind = torch.empty_like(before)
+            graphs.opaque(call, {"before": before, "behind": behind}, 2.0)
+            return behind, behind - 1
+
+        prepared = graphs.prepare("opaque", step, {"x": x})
+        calls.clear()
+        for start in (0.0, 3.0):
+            x.copy_(torch.arange(start, start + 4))
+            doubled, less = prepared.run()
+            assert doubled.tolist() == [2 * (start + i + 1) for i in range(4)]
+            assert less.tolist() == [2 * (start + i + 1) - 1 for i in range(4)]
+        assert calls == [2.0, 2.0]
+
+    def test_a_transient_result_is_there_until_the_next_run(self, graphs: GraphEngine, device: torch.device) -> None:
+        x = torch.ones(3, 5, device=device)
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            large = x * 3
+            return graphs.transient(large), large.sum(-1)
+
+        kept = [graphs.prepare(number, step, {"x": x}) for number in range(2)]
+        for value, prepared in enumerate([*kept, *kept]):
+            x.fill_(value)
+            large, sums = prepared.run()
+            assert large.shape == (3, 5)
+            assert large.dtype == x.dtype
+            assert large.tolist() == [[3.0 * value] * 5] * 3
+            assert sums.tolist() == [15.0 * value] * 3
 
     def test_no_more_executables_than_it_says(self, graphs: GraphEngine, device: torch.device) -> None:
         if graphs.max_executables is None:

@@ -35,6 +35,8 @@ _RECORDING = threading.local()
 class RecordedCalls(GraphEngine):
     """See the top of this file. ``keys`` are those of all that was prepared, in order."""
 
+    sees_all_kernels = False
+
     def __init__(self, batch_sizes: tuple[int, ...] | None = None, max_executables: int | None = 8) -> None:
         self.batch_sizes, self.max_executables = batch_sizes, max_executables
         self.keys: list[Hashable] = []

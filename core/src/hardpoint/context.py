@@ -15,6 +15,7 @@ import torch
 
 from hardpoint.attention.groups import AttentionLayers
 from hardpoint.config import EngineConfig
+from hardpoint.kernel_calls import KernelCalls
 from hardpoint.metrics import EngineMetrics, PluginMetrics
 from hardpoint.ops.call_names import CallNames
 from hardpoint.ops.shadow_check import ShadowCheck
@@ -63,6 +64,7 @@ class Context:
     profiler: Profiler = field(default_factory=Profiler)
     shadow: ShadowCheck | None = None
     call_names: CallNames | None = None
+    kernel_calls: KernelCalls = field(default_factory=lambda: KernelCalls(is_on=False))
     parallel: Parallel = field(default_factory=alone)
     attention_layers: AttentionLayers = field(default_factory=AttentionLayers)
     quantization: Quantization = field(default_factory=Quantization)

@@ -195,9 +195,11 @@ class AttentionBackend(ABC):
     """One backend. An instance is built per attention layer; layers of equal spec and backend form a group.
 
     ``plan`` is called once per step on the first layer of a group, and its metadata is handed to all of the group.
+    ``traceable`` is as in ExpertsKernel, for ``store`` and ``forward``.
     """
 
     layout: ClassVar[CacheLayout]
+    traceable: ClassVar[bool] = False
     capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
     conventions: ClassVar[NumericConventions] = NumericConventions()
 

@@ -43,14 +43,20 @@ class _Experts(ABC):
 
     ``layout`` names the weight layout that ``prepack`` produces ("plain": the slots as loaded). ``input_spec`` is the
     form that it wants its input in, by which core quantizes before tokens are sent to other ranks; None means plain
-    activations, which the kernel quantizes itself where its workload's spec says so. ``capturable`` says whether
-    ``apply`` may be recorded in a graph: whether it never waits for the device.
+    activations, which the kernel quantizes itself where its workload's spec says so.
+
+    ``capturable`` says whether a call may be recorded in a graph: it never waits for the device, reads no tensor's
+    values on the host, and does the same work for tensors of the same shapes at the same addresses. Steps run in
+    pieces around a kernel that is not. ``traceable`` says that all of its device work is torch's operators, so that a
+    graph engine that knows these alone may record them one by one; otherwise such an engine calls the kernel again in
+    each run.
     """
 
     format: ClassVar[ActivationFormat]
     layout: str = "plain"
     input_spec: QuantSpec | None = None
     capturable: bool = True
+    traceable: ClassVar[bool] = False
 
     def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
         self.ctx, self.workload = ctx, workload

@@ -44,12 +44,15 @@ class LinearKernel(ABC):
     ``apply_quantized`` gets it, and no pass over the activations is spent on rounding them. It must be dynamic, with
     one level of scales, each of a row's own, without zero points, of elements that lie one by one. None, or input
     that comes from elsewhere, means plain activations, which ``apply`` quantizes itself where the workload's spec says
-    so. ``overlapped`` says that its device work begins before what was launched before it has ended (programmatic
-    dependent launch): until it has waited for that, it touches nothing but weights.
+    so. ``capturable`` and ``traceable`` are as in ExpertsKernel. ``overlapped`` says that its device work begins before
+    what was launched before it has ended (programmatic dependent launch): until it has waited for that, it touches
+    nothing but weights.
     """
 
     layout: str = "plain"
     input_spec: QuantSpec | None = None
+    capturable: bool = True
+    traceable: ClassVar[bool] = False
     overlapped: ClassVar[bool] = False
 
     def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:

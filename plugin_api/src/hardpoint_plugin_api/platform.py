@@ -85,6 +85,11 @@ class GraphEngine(ABC):
     ``piece_sizes``: for how many tokens steps that are not prepared whole are prepared in pieces, by ``interrupt``.
 
     ``bytes_per_executable`` is what the cache leaves free for each before any is prepared, ``nbytes`` what they take.
+
+    ``sees_all_kernels`` says that whatever a kernel launches on the device becomes part of what is prepared, in
+    whatever language it is written. An engine that records torch's operators and its own plugin's kernels alone sets
+    it to False: core then makes each call of another plugin's kernel an ``opaque`` call, unless that kernel declares
+    ``traceable = True``.
     """
 
     max_executables: int | None = None
@@ -95,6 +100,7 @@ class GraphEngine(ABC):
     token_sizes: tuple[int, ...] = ()
     requests_per_token_size: int = 16
     piece_sizes: tuple[int, ...] = ()
+    sees_all_kernels: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +127,23 @@ class GraphEngine(ABC):
         default: PlatformError.
         """
         raise PlatformError(f"{type(self).__name__} does not prepare functions in pieces")
+
+    def opaque(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Within a function that is being prepared: have each run call ``call(*arguments)`` here.
+
+        The same as ``interrupt``, but for where tensors come from: those that the function made stand in
+        ``arguments`` (which may be lists, tuples and dicts), and ``call`` holds none of them. So an engine may move
+        them. Whatever ``call`` does is its own affair: nothing of it is recorded. Default: ``interrupt``.
+        """
+        self.interrupt(lambda: call(*arguments))
+
+    def transient(self, result: torch.Tensor) -> torch.Tensor:
+        """Within a function that is being prepared: mark ``result``, which the function is to return in what this
+        returns, as valid only until any executable of this engine runs again. No memory needs to be kept for it.
+
+        Default: nothing is done, and it is a result like any other.
+        """
+        return result
 
 
 class EagerGraphEngine(GraphEngine):

@@ -17,6 +17,8 @@ def attention_backend(ctx: Context, spec: AttentionSpec) -> tuple[int, Attention
     """
     plan = ctx.select(spec.workload())
     built = {e.offer: construct(e.offer, ctx.load(e.offer), AttentionBackend, ctx, spec) for e in plan.entries}
+    for offer, backend in built.items():
+        ctx.kernel_calls.attach(offer, backend)
     if len(built) == 1:
         (backend,) = built.values()
     else:

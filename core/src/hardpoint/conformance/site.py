@@ -105,6 +105,12 @@ class Site:
         return cls(chosen, chosen.activate(0), plugins, config)
 
     @property
+    def home(self) -> str:
+        """The plugin that the platform is of, whose kernels its graph engine knows."""
+        offers = self.plugins.offers("platform")
+        return next(offer.plugin for offer in offers if offer.contribution.name == self.platform.name)
+
+    @property
     def free_bytes(self) -> int:
         """Memory of the device that is free now."""
         return self.platform.memory.snapshot().free

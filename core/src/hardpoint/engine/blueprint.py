@@ -25,6 +25,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.engine.absent_device import AbsentDeviceContext
 from hardpoint.engine.execution.decode_graphs import decode_sizes
 from hardpoint.engine.execution.runner import StepOps
+from hardpoint.kernel_calls import KernelCalls
 from hardpoint.layers import CausalLM
 from hardpoint.metrics import EngineMetrics
 from hardpoint.ops.call_names import CallNames
@@ -152,6 +153,7 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
         engine_metrics=metrics,
         profiler=Profiler(platform),
         shadow=ShadowCheck(config.shadow_check, config.seed, metrics) if config.shadow_check else None,
+        kernel_calls=KernelCalls(choice.plan.offer.plugin, is_on=runs_here and not config.enforce_eager),
         call_names=CallNames(platform.synchronize) if config.blame_ops and runs_here else None,
         parallel=groups.parallel(platform.collectives, seat or Seat(), config.step_timeout),
     )
@@ -177,8 +179,9 @@ def _refusals(config: EngineConfig, plugins: PluginSet, choice: PlatformChoice) 
     """
 
     def denied(offer: Offer) -> Reason | None:
-        choice = choice_of(offer)
-        return Reason("denied", f"it is on the deny list (--deny {choice})") if choice in config.deny else None
+        if offer.choice not in config.deny:
+            return None
+        return Reason("denied", f"it is on the deny list (--deny {offer.choice})")
 
     if not config.require_certified:
         return denied
@@ -187,13 +190,6 @@ def _refusals(config: EngineConfig, plugins: PluginSet, choice: PlatformChoice) 
         name = choice.plan.offer.contribution.name
         raise SelectionError(f"--require-certified: platform {name} cannot be used", {name: [refused]})
     return lambda offer: denied(offer) or certificates.refusal(offer, choice.device)
-
-
-def choice_of(offer: Offer) -> str:
-    """An offer as --deny writes it: ``op.rms_norm=NAME``, ``attention=NAME``."""
-    contribution = offer.contribution
-    slot = contribution.family + (f".{contribution.of}" if FAMILIES[contribution.family].has_of else "")
-    return f"{slot}={contribution.name}"
 
 
 def suspects(blueprint: Blueprint) -> tuple[Suspect, ...]:
@@ -211,7 +207,7 @@ def _serving(plugins: PluginSet, plans: Iterable[Plan]) -> tuple[Suspect, ...]:
     folders = {record.name: record.folder for record in plugins.records}
     found = []
     for offer, workloads in uses.items():
-        slot, _, name = choice_of(offer).partition("=")
+        slot, _, name = offer.choice.partition("=")
         spans, folder = code_spans(plugins.load(offer)), folders[offer.plugin]
         own = tuple(span for span in spans if folder is None or Path(span[0]).is_relative_to(folder))
         found.append(Suspect(offer.plugin, slot, name, own, tuple(workloads)))

@@ -10,6 +10,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.control import CoreControl
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.request import Request
+from hardpoint.plugins.culprits import Culprit
 from hardpoint.selection import SelectionTable
 
 
@@ -39,7 +40,7 @@ class EngineStats:
 class CoreFacts:
     """What stays as it is while a core lives. ``config`` is the user's with the changes that plugins wished for.
 
-    ``pid`` is the process that it runs in.
+    ``pid`` is the process that it runs in. ``denied`` are kernels that its start put on the deny list.
     """
 
     config: EngineConfig
@@ -47,6 +48,7 @@ class CoreFacts:
     max_model_len: int
     vocab_size: int
     pid: int
+    denied: tuple[Culprit, ...] = ()
 
 
 class RequestOptions(TypedDict, total=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Unpack, cast
 
 from hardpoint.checkpoint.source import resolve_tokenizer
-from hardpoint.engine.blueprint import Blueprint, suspects
+from hardpoint.engine.blueprint import Blueprint, draw, suspects
 from hardpoint.engine.client import CoreFacts, EngineStats, RequestOptions
 from hardpoint.engine.control import MemoryReport
 from hardpoint.engine.engine_metrics import StatsCollector, StepMetrics
@@ -20,6 +21,7 @@ from hardpoint.engine.execution.executor import Executor, InProcessExecutor, Pen
 from hardpoint.engine.execution.forward import Model
 from hardpoint.engine.execution.holdings import Holdings
 from hardpoint.engine.execution.multiprocess_executor import MultiprocessExecutor
+from hardpoint.engine.execution.replay_check import ReplayError
 from hardpoint.engine.execution.torchrun_executor import TorchrunExecutor
 from hardpoint.engine.execution.worker import Worker, cache_geometry, step_limits
 from hardpoint.engine.sampling_params import SamplingParams
@@ -31,6 +33,7 @@ from hardpoint.engine.scheduling.scheduler import Scheduler, SchedulerArgs
 from hardpoint.engine.scheduling.step import StepInput
 from hardpoint.metrics import MetricsSnapshot
 from hardpoint.plugins.blame import name_culprit
+from hardpoint.plugins.culprits import Culprit
 from hardpoint.selection import SelectionTable
 from hardpoint.structured import Grammars
 from hardpoint.tokenizer import Tokenizer
@@ -63,6 +66,7 @@ class EngineCore:
     _metrics: StepMetrics
     _ahead: int
     _submitted: deque[tuple[StepInput, Pending]] = field(default_factory=deque)
+    _denied: tuple[Culprit, ...] = ()
     _structures: Grammars | None = None
     _is_unsettled: bool = False
     """Whether a step that was given up may still run on the device, and read what the next one overwrites."""
@@ -74,18 +78,36 @@ class EngineCore:
     def start(cls, blueprint: Blueprint, model: Model | None = None) -> EngineCore:
         """Load the weights, size the cache, construct scheduler and runner as selected.
 
-        ``model`` runs in place of the blueprint's own: for measuring the host.
+        A plugin's kernel whose replays differ from its calls is put on the deny list, and the engine is drawn and
+        loaded again, with another in its place. ``model`` runs in place of the blueprint's own: for measuring the host.
 
-        Raises CheckpointError and CapacityError. What a plugin's code raises bears a note that names it.
+        Raises CheckpointError and CapacityError, and SelectionError where no other kernel can serve. What a plugin's
+        code raises bears a note that names it.
         """
-        try:
-            return cls._start(blueprint, model)
-        except Exception as error:
-            name_culprit(error, blueprint.plugins, suspects(blueprint))
-            raise
+        denied: tuple[Culprit, ...] = ()
+        while True:
+            try:
+                return cls._start(blueprint, model, denied)
+            except ReplayError as error:
+                traceback.clear_frames(error.__traceback__)  # they hold what was loaded
+                found = error.culprits
+            except Exception as error:
+                name_culprit(error, blueprint.plugins, suspects(blueprint))
+                raise
+            denied += found
+            config = blueprint.config
+            for culprit in found:
+                config = config.denying(culprit.choice)
+                logger.error(
+                    "%s gives other results in replayed steps than when it is called: it is not used, and the engine "
+                    "is built with another; to keep it so, start with --deny %s, and report it to its author",
+                    culprit,
+                    ",".join(config.deny),
+                )
+            blueprint = draw(config)
 
     @classmethod
-    def _start(cls, blueprint: Blueprint, model: Model | None) -> EngineCore:
+    def _start(cls, blueprint: Blueprint, model: Model | None, denied: tuple[Culprit, ...]) -> EngineCore:
         began = time.perf_counter()
         ctx, config, table = blueprint.ctx, blueprint.config, blueprint.table
         logger.info("selection table %s on %s", table.digest, ctx.device.name)
@@ -100,7 +122,8 @@ class EngineCore:
         stats = EngineStats(load_seconds=time.perf_counter() - began)
         ahead = ctx.device.accelerator if config.async_scheduling is None else config.async_scheduling
         admission = Admission(facts.max_model_len, vocab_size, config.seed)
-        core = cls(blueprint, table, executor, scheduler, admission, stats, StepMetrics(ctx.engine_metrics), int(ahead))
+        metrics = StepMetrics(ctx.engine_metrics)
+        core = cls(blueprint, table, executor, scheduler, admission, stats, metrics, int(ahead), _denied=denied)
         ctx.engine_metrics.add(StatsCollector(stats, lambda: core.memory_report().by_tag))
         return core
 
@@ -119,7 +142,7 @@ class EngineCore:
     def facts(self) -> CoreFacts:
         """What stays as it is while this core lives."""
         config, admission = self.blueprint.config, self.admission
-        return CoreFacts(config, self.table, self.max_model_len, admission.vocab_size, os.getpid())
+        return CoreFacts(config, self.table, self.max_model_len, admission.vocab_size, os.getpid(), self._denied)
 
     def add_request(
         self,

@@ -39,6 +39,7 @@ class _PluggableMeta(type):
             return super().__call__(ctx.for_plugin(offer.plugin), args, *rest, **options)
         layer = construct(offer, winner, PluggableLayer, ctx, args, *rest, **options)
         _check_slots(offer, layer)
+        ctx.kernel_calls.attach(offer, layer)
         return layer
 
 
@@ -46,7 +47,10 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
     """Base of every layer. ``weights`` holds tensors by slot name: as loaded, then as ``prepare`` leaves them.
 
     Decode steps may be replayed from a recording of what ``forward`` launched, without Python. ``capturable`` is False
-    for a layer whose forward does more: waits for the device, decides by its values, counts.
+    for a layer whose forward does more: waits for the device, decides by its values, counts. No
+    step of its model is prepared then, since preparing calls it more often than there are steps. ``traceable`` is True
+    for a layer of which every launch is torch's, an op's or another layer's: graph engines that know those alone then
+    record through it, and otherwise call it again in each run.
 
     ``input_spec`` is the form in which ``forward`` wants its first argument, which is ``Quantized`` then, or plain all
     the same. It is known once the layer is constructed.
@@ -59,6 +63,7 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
 
     pluggable_name: ClassVar[str | None] = None
     capturable: ClassVar[bool] = True
+    traceable: ClassVar[bool] = False
     input_spec: QuantSpec | None = None
 
     def __init_subclass__(cls, name: str | None = None, **options: Any) -> None:

@@ -49,6 +49,7 @@ class Linear(PluggableLayer, name="linear"):
         self._offer = plan.entries[0].offer
         self.kernels = [construct(e.offer, ctx.load(e.offer), LinearKernel, ctx, plan.workload) for e in plan.entries]
         for entry, kernel in zip(plan.entries, self.kernels, strict=True):
+            ctx.kernel_calls.attach(entry.offer, kernel)
             if kernel.input_spec is not None and not travels(kernel.input_spec):
                 raise misbehaved(
                     entry.offer,

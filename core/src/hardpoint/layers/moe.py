@@ -169,6 +169,8 @@ class Experts(PluggableLayer):
         kind: Callable[..., AnyExpertsKernel] = ExpertsKernel if standard else BatchedExpertsKernel
         self.kernels = [construct(e.offer, ctx.load(e.offer), kind, ctx, plan.workload) for e in plan.entries]
         self._offer = plan.entries[0].offer
+        for entry, kernel in zip(plan.entries, self.kernels, strict=True):
+            ctx.kernel_calls.attach(entry.offer, kernel)
         self._limits = [entry.range.max for entry in plan.entries]
         self._around = [PrepareFinalize(ctx, self._all2all, kernel) for kernel in self.kernels]
         self._most_tokens = ctx.config.max_num_batched_tokens

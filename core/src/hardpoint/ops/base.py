@@ -126,6 +126,10 @@ class CustomOp(Generic[P, R]):
         if ctx.call_names is not None:
             name = ctx.call_names.name
             functions = [name(entry.offer, wanted, f) for entry, f in zip(plan.entries, functions, strict=True)]
+        functions = [
+            ctx.kernel_calls.wrap(entry.offer, ctx.load(entry.offer), f, self.mutates, self.errors)
+            for entry, f in zip(plan.entries, functions, strict=True)
+        ]
         return by_tokens([entry.range.max for entry in plan.entries], functions)
 
     def scalars_of(self, values: Mapping[str, Any]) -> Scalars:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from hardpoint.plugins.content_hash import file_hashes, hash_of
 from hardpoint_plugin_api import (
+    FAMILIES,
     ApiVersion,
     Contribution,
     Manifest,
@@ -46,6 +47,13 @@ class Offer:
     api: ApiVersion
     distribution: str
     version: str
+
+    @property
+    def choice(self) -> str:
+        """As --deny writes it: ``op.rms_norm=NAME``, ``attention=NAME``."""
+        contribution = self.contribution
+        of = f".{contribution.of}" if FAMILIES[contribution.family].has_of else ""
+        return f"{contribution.family}{of}={contribution.name}"
 
 
 @dataclass(eq=False)

@@ -1,8 +1,8 @@
 """Steps as recorded lists: what a function calls is written down with the memory it uses, and done again.
 
-Compiled kernels stand in a list that is replayed by one call into C and one wake of the threads; other torch operators
-are called again from Python, between lists. While a step is recorded nothing is computed: memory holds nothing yet,
-so what asks for a tensor's values cannot be recorded.
+Compiled kernels stand in a list that is replayed by one call into C and one wake of the threads; other torch operators,
+and kernels of other plugins (opaque calls), are called again from Python, between lists. While a step is recorded
+nothing is computed: memory holds nothing yet, so what asks for a tensor's values cannot be recorded.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ class RecordedLists(GraphEngine):
 
     collectives_allowed = False
     host_sync_allowed = False
+    sees_all_kernels = False
 
     def __init__(self) -> None:
         self._arena = Arena()
+        self._recorder: _Recorder | None = None
         self.bytes_per_executable = 0  # the most that one has taken so far, beside the shared memory
         self._alive: weakref.WeakSet[RecordedList] = weakref.WeakSet()
 
@@ -79,7 +81,11 @@ class RecordedLists(GraphEngine):
         a tensor's shape in place, keeps tensors, or is prepared within another; ``fn``'s own errors come through.
         """
         recorder = _Recorder(key, self._arena)
-        result = recorder.record(fn, inputs)
+        before, self._recorder = self._recorder, recorder
+        try:
+            result = recorder.record(fn, inputs)
+        finally:
+            self._recorder = before
         prepared = recorder.finish(result)
         del result
         recorder.check_that_nothing_is_kept()
@@ -87,6 +93,19 @@ class RecordedLists(GraphEngine):
         self.bytes_per_executable = max(self.bytes_per_executable, executable.nbytes)
         self._alive.add(executable)
         return executable
+
+    def opaque(self, call: Callable[..., None], *arguments: Any) -> None:
+        """See GraphEngine; ``call`` is not called while it is recorded."""
+        if self._recorder is None:
+            call(*arguments)
+        else:
+            self._recorder.write_opaque(call, arguments)
+
+    def transient(self, result: torch.Tensor) -> torch.Tensor:
+        """See GraphEngine: ``result`` stays in the memory that all executables share."""
+        if self._recorder is not None:
+            self._recorder.leave_in_arena(result)
+        return result
 
 
 @dataclass(frozen=True)
@@ -121,10 +140,28 @@ class _Operator:
 
 
 @dataclass
+class _OpaqueCall:
+    """A function to be called again on the same tensors."""
+
+    call: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+    def map_places(self, place: Callable[[_Place], torch.Tensor]) -> None:
+        """Replace places by tensors."""
+        self.arguments = tree_map_only(_Place, place, self.arguments)
+
+    def __call__(self) -> None:
+        self.call(*self.arguments)
+
+
+_FromPython = _Operator | _OpaqueCall
+
+
+@dataclass
 class _Recording:
     """What a replay does, in order, and what it returns. ``constants`` are tensors whose addresses lists may hold."""
 
-    steps: list[CapsuleType | _Operator]
+    steps: list[CapsuleType | _FromPython]
     result: Any
     constants: list[torch.Tensor]
     result_bytes: int = 0
@@ -145,7 +182,7 @@ class RecordedList:
     def __init__(self, fn: Callable[..., Any], inputs: dict[str, object], recording: _Recording, arena: Arena) -> None:
         self._fn, self._inputs, self._recording, self._arena = fn, inputs, recording, arena
         steps = recording.steps
-        self._lists = [step for step in steps if not isinstance(step, _Operator)]
+        self._lists = [step for step in steps if not isinstance(step, _FromPython)]
         self._only_list = self._lists[0] if len(steps) == len(self._lists) == 1 else None
 
     @property
@@ -161,7 +198,12 @@ class RecordedList:
     @property
     def num_operators(self) -> int:
         """How many operators are called from Python."""
-        return len(self._recording.steps) - self.num_lists
+        return sum(isinstance(step, _Operator) for step in self._recording.steps)
+
+    @property
+    def num_opaque_calls(self) -> int:
+        """How many calls of other plugins' kernels each run repeats."""
+        return len(self._recording.steps) - self.num_lists - self.num_operators
 
     @property
     def nbytes(self) -> int:
@@ -181,7 +223,7 @@ class RecordedList:
             return self._recording.result
         with torch.inference_mode():
             for step in self._recording.steps:
-                if isinstance(step, _Operator):
+                if isinstance(step, _FromPython):
                     step()
                 else:
                     native.replay(step)
@@ -228,10 +270,11 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, key: Hashable, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, which says nothing of types
         self._key, self._arena = key, arena
-        self._steps: list[CapsuleType | _Operator] = []
+        self._steps: list[CapsuleType | _FromPython] = []
         self._list = native.new_list()
         self._births: list[_Birth] = []
         self._constants: list[torch.Tensor] = []
+        self._in_arena: set[Block] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -258,6 +301,8 @@ class _Recorder(TorchDispatchMode):
             block = self._arena.block_of(x)
             if block is None:
                 return x
+            if block in self._in_arena:
+                return Geometry.of(x).on(block.bytes())
             if block not in own:
                 own[block] = torch.zeros(block.size, dtype=torch.uint8)
                 self._relocate(block, own[block])
@@ -265,9 +310,19 @@ class _Recorder(TorchDispatchMode):
 
         result = tree_map_only(torch.Tensor, on_own_memory, result)
         for step in self._steps:
-            if isinstance(step, _Operator):
+            if isinstance(step, _FromPython):
                 step.map_places(lambda at: at.geometry.on(own.get(at.block, at.block.bytes())))
         return _Recording(self._steps, result, self._constants, sum(memory.numel() for memory in own.values()))
+
+    def write_opaque(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Write down ``call(*arguments)``, which is not called now."""
+        self._close_list()
+        self._steps.append(_OpaqueCall(call, tree_map_only(torch.Tensor, self._place, arguments)))
+
+    def leave_in_arena(self, x: torch.Tensor) -> None:
+        """Give ``x``, which is to be a result, no memory of its own."""
+        if (block := self._arena.block_of(x)) is not None:
+            self._in_arena.add(block)
 
     def check_that_nothing_is_kept(self) -> None:
         """Raise PlatformError where tensors of this step outlive it: other steps would write over them."""
@@ -372,7 +427,7 @@ class _Recorder(TorchDispatchMode):
         """Have lists use ``memory`` for a block, from when it was handed out: before, its place was another's."""
         birth = next(birth for birth in self._births if birth.block is block)
         for number, step in enumerate(self._steps[birth.step :], birth.step):
-            if not isinstance(step, _Operator):
+            if not isinstance(step, _FromPython):
                 first = birth.task if number == birth.step else 0
                 native.relocate(step, first, block.address, block.address + block.size, memory.data_ptr())
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from hardpoint.platforms.host_parameters import rebinds
 from hardpoint_plugin_api import GraphEngine, PlatformError
@@ -113,6 +114,12 @@ class CudaGraphs(GraphEngine):
         else:
             self._capture.interrupt(call)
 
+    def transient(self, result: torch.Tensor) -> torch.Tensor:
+        """See GraphEngine: from the end of the capture on, the graph alone knows of the memory of ``result``."""
+        if self._capture is not None:
+            self._capture.transient.add(result.data_ptr())
+        return result
+
     def _taken_by_driver(self) -> int:
         """Bytes in use on the device that are not torch's; other processes' count, too."""
         free, total = torch.cuda.mem_get_info(self._device)
@@ -150,7 +157,7 @@ class CudaGraphs(GraphEngine):
             ) from cause
         finally:
             self._capture = None
-        return capture.pieces, result
+        return capture.pieces, tree_map_only(torch.Tensor, capture.let_go, result)
 
 
 Piece = torch.cuda.CUDAGraph | Callable[[], None]
@@ -163,6 +170,7 @@ class _Capture:
     def __init__(self, pool: Any, device: torch.device) -> None:
         self._pool, self._device = pool, device
         self.pieces: list[Piece] = []
+        self.transient: set[int] = set()
 
     def __enter__(self) -> None:
         self._begin()
@@ -174,6 +182,13 @@ class _Capture:
         self._end()
         self.pieces.append(call)
         self._begin()
+
+    def let_go(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, or where it is transient a tensor at the same place that does not keep the memory there."""
+        if x.data_ptr() not in self.transient or not x.numel() or not x.is_contiguous():
+            return x
+        flat = torch.as_tensor(_Bytes(x.data_ptr(), x.numel() * x.element_size()), device=x.device)
+        return flat.view(x.dtype).view(x.shape)
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -200,6 +215,13 @@ class _Capture:
         with suppress(RuntimeError):  # of a torch that does it itself
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             torch._C._cuda_releasePool(self._device.index, self._pool)
+
+
+class _Bytes:
+    """Memory of a device that somebody else holds, in the form in which torch takes it."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (count,), "typestr": "|u1", "version": 3}
 
 
 class CudaGraph:

@@ -13,6 +13,7 @@ from hardpoint.conformance.memory import equal_bits, poison
 from hardpoint.conformance.probe import Chained, Probe, refill, run
 from hardpoint.conformance.site import Site
 from hardpoint.conformance.trials import Finding
+from hardpoint.kernel_calls import KernelCalls
 from hardpoint.ops.judge import Call, judge_call
 from hardpoint_plugin_api import Reason
 
@@ -35,7 +36,10 @@ def replay(probe: Probe, seed: int) -> Finding:
         token = call.plan()
         engine = probe.subject.site.platform.graph_engine()
         inputs = {i.label: i.tensor for i in call.inputs}
-        executable = engine.prepare("conformance", lambda **_: call.run(), inputs)
+        # As in an engine: a kernel that the graph engine cannot see is called again by each run.
+        calls, offer = KernelCalls(probe.subject.site.home), probe.subject.offer
+        run_kernel = calls.wrap(offer, probe.subject.target, call.run)
+        executable = calls.prepare(engine, "conformance", lambda **_: run_kernel(), inputs)
     for number in range(2):
         other = probe.call(seed + number)
         if not refill(call, other):

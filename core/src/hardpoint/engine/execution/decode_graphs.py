@@ -97,6 +97,13 @@ class DecodeBuffers:
         for name, x in self.step.items():
             x.fill_(values.get(name, 0))
 
+    def take_pages(self, first_pages: Sequence[int], block_size: int) -> None:
+        """Put the one token of each row into a page of its own, in each cache group from this page on."""
+        for group, first in enumerate(first_pages):
+            pages = torch.arange(first, first + self.size, dtype=torch.int32, device=self.step["ids"].device)
+            self.step["block_table"][group, :, 0] = pages
+            self.step["slot_mapping"][group] = pages * block_size
+
     def lasting(self, seq_lens_host: tuple[int, ...]) -> list[AttentionBatch]:
         """The batches of a step whose requests have these lengths."""
         return [replace(batch, seq_lens_host=seq_lens_host) for batch in self.batches]
@@ -138,6 +145,7 @@ class DecodeGraphs:
             self._buffers[self.most_rows] = DecodeBuffers.allocate(
                 self.most_rows, num_groups, max_pages, ctx.block_size, ctx.torch_device
             )
+        self._trials = () if self.sizes or not self.most_rows else self._trial_sizes(ctx, limits.max_requests)
         self._unrecordable: set[int] = set()
         self._undrawable: set[PlainDraw] = set()
 
@@ -182,19 +190,37 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def prepare_ahead(self) -> None:
-        """Prepare what is listed, largest first so that memory which is shared is taken once."""
-        if self._executables.off_whole or not self.sizes:
+        """Prepare what is listed, largest first so that memory which is shared is taken once.
+
+        Without a list: one step for each kernel of a plugin, so that one which must not be replayed is known before
+        any request is.
+        """
+        sizes = self.sizes or self._trials
+        if self._executables.off_whole or not sizes:
             return
         began = time.perf_counter()
-        for number, size in enumerate(sorted(self.sizes, reverse=True), 1):
-            logger.info("preparing decode steps of %d requests (%d of %d)", size, number, len(self.sizes))
+        for number, size in enumerate(sorted(sizes, reverse=True), 1):
+            logger.info("preparing decode steps of %d requests (%d of %d)", size, number, len(sizes))
             buffers = self.buffers(size)
             buffers.clear(self._block_size, self._padding_slot)  # what a step left names pages that are others' now
+            first_pages = self._executables.trial_pages(size, len(buffers.batches))
+            if first_pages is not None:
+                buffers.take_pages(first_pages, self._block_size)
+            self._executables.trial_ids(buffers.step["ids"], alike=first_pages is None)
             metadata = self._forward.plan(buffers.batches)
-            drawing = [self._drawing(size, metadata, draw) for draw in get_args(PlainDraw)]
+            draws: tuple[PlainDraw, ...] = get_args(PlainDraw) if self.sizes else ("greedy",)
+            drawing = [self._drawing(size, metadata, draw) for draw in draws]
             if None in drawing:
                 self._executable(size, metadata, None)
         logger.info("%d decode steps prepared in %.1f s", len(self._executables.kept), time.perf_counter() - began)
+
+    def _trial_sizes(self, ctx: Context, most: int) -> tuple[int, ...]:
+        """Numbers of rows, ascending, of which each is the first that some kernel serves; none without plugins' own."""
+        if not ctx.kernel_calls.offers:
+            return ()
+        entries = [entry for plan in ctx.selector.plans for entry in plan.entries if entry.range.phase != "prefill"]
+        firsts = {max(1, entry.range.min) for entry in entries}
+        return tuple(sorted({self._padded(rows) for rows in firsts if rows <= most}))
 
     def _row_count(self, num_requests: int) -> int | None:
         if self.sizes is None:
@@ -213,8 +239,9 @@ class DecodeGraphs:
             logits = self._forward.model.logits(self._forward.hidden(ids, positions, metadata))
             if draw is None:
                 return logits, None
-            # Logits are no result here: memory for all sizes' would be held at once.
-            return None, self._draw(draw, logits, slots, positions + 1 if draw == "random" else positions)
+            tokens = self._draw(draw, logits, slots, positions + 1 if draw == "random" else positions)
+            # Logits are there to be compared alone: memory for all sizes' would be held at once.
+            return self._executables.engine.transient(logits), tokens
 
         return decode
 
@@ -233,7 +260,9 @@ class DecodeGraphs:
         """The one for ``size`` rows and the tokens of ``metadata``, prepared where it is new; None where that fails."""
         key = (size, draw, self._forward.tokens(metadata))
         try:
-            return self._executables.get(key, self._step(metadata, draw), self.buffers(size).tensors)
+            buffers = self.buffers(size)
+            slots = [batch.slot_mapping for batch in buffers.batches]
+            return self._executables.get(key, self._step(metadata, draw), buffers.tensors, slots)
         except PlatformError as error:
             if draw is not None:
                 logger.info("tokens are drawn behind the prepared steps, not within: %s", str(error))

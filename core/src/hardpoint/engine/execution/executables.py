@@ -11,13 +11,16 @@ import logging
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward
+from hardpoint.engine.execution.replay_check import ReplayCheck
+from hardpoint.kernel_calls import REPEATED, can_repeat
 from hardpoint.layers.moe import Experts
 from hardpoint_plugin_api import CaptureGrade, Executable, GraphEngine, PlatformError, StepLimits
 
@@ -31,7 +34,7 @@ class Executables:
     """One rank's executables by key, kept as long as there is room. Memory is allocated within ``pool()``.
 
     ``off`` says why there are none at all, ``off_whole`` why there are none of whole steps, as the metric's reason;
-    ``at_once`` how many are prepared ahead.
+    ``at_once`` how many are prepared ahead. Meanwhile ``free_pages`` of the cache, from 1 on, belong to nobody.
     """
 
     def __init__(
@@ -40,9 +43,13 @@ class Executables:
         new_engine: Callable[[], GraphEngine],
         forward: Forward,
         pool: Callable[[], AbstractContextManager[None]],
+        exchange: Callable[[Any], list[Any]],
+        vocab_size: int,
     ) -> None:
-        self._new_engine, self._pool = new_engine, pool
+        self._vocab_size, self._block_size, self.free_pages = vocab_size, ctx.block_size, 0
+        self._new_engine = new_engine
         self.engine = new_engine()
+        self.check = ReplayCheck(ctx.kernel_calls, forward, ctx.block_size, pool, exchange)
         self.off = self._why_off(ctx, forward)
         self.off_whole = self.off or self._why_off_whole(ctx)
         self.at_once = 0
@@ -68,6 +75,20 @@ class Executables:
         """All of them, the least recently used first."""
         return list(self._kept.values())
 
+    def trial_ids(self, ids: torch.Tensor, *, alike: bool) -> None:
+        """Fill ``ids`` [T] with tokens on which a step that is prepared ahead is compared, all the same if ``alike``.
+
+        None is 0, and the first ones, which checkpoints put aside for padding and the like, come last.
+        """
+        rows = torch.arange(ids.shape[0], device=ids.device) * (not alike)
+        ids.copy_((rows + self._vocab_size // 3) % max(1, self._vocab_size - 1) + 1)
+
+    def trial_pages(self, pages: int, groups: int) -> list[int] | None:
+        """The first of ``pages`` pages that nobody uses, for each of ``groups``; None where there are too few."""
+        if pages * groups > self.free_pages:
+            return None
+        return [1 + group * pages for group in range(groups)]
+
     def count_eager(self, reason: str) -> None:
         """Count a step that runs without an executable."""
         self._eager.labels(reason).inc()
@@ -80,8 +101,17 @@ class Executables:
         """Whether the one of ``key`` is prepared."""
         return key in self._kept
 
-    def get(self, key: Hashable, step: Callable[..., object], tensors: Mapping[str, torch.Tensor]) -> Executable:
-        """The one of ``key``; where it is new, ``step(**tensors)`` is prepared. Raises PlatformError if that fails."""
+    def get(
+        self,
+        key: Hashable,
+        step: Callable[..., object],
+        tensors: Mapping[str, torch.Tensor],
+        slots: Sequence[torch.Tensor],
+    ) -> Executable:
+        """The one of ``key``; where it is new, ``step(**tensors)`` is prepared, and compared with an eager run.
+
+        ``slots`` are those that the step stores to, for each cache group. Raises PlatformError if that fails.
+        """
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
@@ -90,9 +120,7 @@ class Executables:
             self._kept.popitem(last=False)
         began = time.perf_counter()
         try:
-            with self._pool():
-                prepared = self.engine.prepare(key, step, tensors)
-            self._kept[key] = prepared
+            prepared = self._kept[key] = self.check.prepare(self.engine, key, step, tensors, slots)
         except PlatformError as error:
             traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
             raise
@@ -142,14 +170,19 @@ def listed_sizes(sizes: tuple[int, ...], name: str, limits: StepLimits) -> tuple
 
 def uncapturable(ctx: Context, engine: GraphEngine, forward: Forward) -> Iterator[str]:
     """What of a model's steps cannot be prepared by ``engine``, not even in pieces, a line each."""
+    repeats = can_repeat(engine)
     if ctx.parallel.tp.size > 1 and not engine.collectives_allowed:
         yield "the platform's graph engine allows no collectives between ranks"
     for module in getattr(forward.model, "modules", list)():
-        if isinstance(module, Experts):
+        if isinstance(module, Experts) and not repeats:
             for kernel in module.kernels:
                 if not kernel.capturable:
                     yield f"experts kernel {type(kernel).__name__} cannot be captured"
+    if not repeats:
+        for offer in dict.fromkeys(k.offer for k in ctx.kernel_calls.opaque(engine) if k.capturable):
+            yield f"{offer.contribution} of plugin {offer.plugin} is no sequence of the operators that are recorded"
     for plan in ctx.selector.plans:
-        for entry in plan.entries if plan.workload.family != "experts" else ():
+        family = plan.workload.family
+        for entry in plan.entries if family != "experts" and not (repeats and family in REPEATED) else ():
             if not getattr(ctx.load(entry.offer), "capturable", True):
                 yield f"{plan.workload.family} {entry.offer.contribution.name} cannot be captured"

@@ -29,6 +29,7 @@ class Forward:
     def __init__(self, model: Model, attention: AttentionLayers, caches: list[dict[str, torch.Tensor]]) -> None:
         self.model, self.caches = model, caches
         self._layers, self._groups = attention.layers, attention.plan_groups()
+        self._cache_groups = attention.cache_groups()
 
     def plan(self, batches: Sequence[AttentionBatch]) -> list[AttentionMetadata]:
         """Have attention plan a step; ``batches`` has what each cache group sees. Returns each layer's metadata."""
@@ -42,6 +43,17 @@ class Forward:
     def tokens(self, metadata: Sequence[AttentionMetadata]) -> Hashable:
         """The compatibility tokens of a planned step, all groups' together."""
         return tuple(metadata[group.layers[0]].token for group in self._groups)
+
+    def stored(self, slots: Sequence[torch.Tensor], block_size: int) -> list[torch.Tensor]:
+        """Copies of the keys and values [T, K, D] of each layer at ``slots``, int32 [T] for each cache group."""
+        found: list[torch.Tensor] = []
+        for group, at in zip(self._cache_groups, slots, strict=True):
+            pages, places = torch.unique(at.long() // block_size, return_inverse=True)
+            for index in group.layers:
+                layout = self._layers[index].backend.layout
+                k, v = layout.to_logical(self.caches[index], pages)
+                found += [x[places, at.long() % block_size] for x in (k, v)]
+        return found
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, metadata: Sequence[AttentionMetadata]) -> torch.Tensor:
         """ids, positions int64 [T] -> hidden states [T, hidden]; writes the caches."""

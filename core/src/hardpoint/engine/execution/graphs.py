@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from hardpoint.context import Context
 from hardpoint.engine.execution.decode_graphs import NUM_DRAWS, DecodeGraphs, Draw, decode_sizes, is_decode
@@ -29,12 +30,15 @@ class Graphs:
         draw: Draw,
         limits: StepLimits,
         pool: Callable[[], AbstractContextManager[None]],
+        exchange: Callable[[Any], list[Any]],
+        vocab_size: int,
     ) -> None:
-        """``limits`` are those of the engine's steps; memory is allocated within ``pool()``.
+        """``limits`` are those of the engine's steps; memory is allocated within ``pool()``. ``exchange`` returns what
+        every rank calls it with.
 
         Raises PlatformError for a graph engine whose data contradict each other.
         """
-        self.executables = Executables(ctx, new_engine, forward, pool)
+        self.executables = Executables(ctx, new_engine, forward, pool, exchange, vocab_size)
         self.decodes = DecodeGraphs(ctx, self.executables, forward, draw, limits)
         self.prompts = PromptGraphs(ctx, self.executables, forward, limits)
         self.pieces = PieceGraphs(ctx, self.executables, forward, limits)
@@ -51,11 +55,13 @@ class Graphs:
         elif not is_decode(step):
             self.executables.count_eager("prefill")
 
-    def prepare_ahead(self) -> None:
-        """Prepare what is listed."""
+    def prepare_ahead(self, free_pages: int = 0) -> None:
+        """Prepare what is listed. Steps may be tried on pages 1 to ``free_pages`` of the cache, which nobody uses."""
+        self.executables.free_pages = free_pages
         self.decodes.prepare_ahead()
         self.prompts.prepare_ahead()
         self.pieces.prepare_ahead()
+        self.executables.free_pages = 0
 
     def drop(self) -> None:
         """Forget every executable, since what they read is about to move, and the engine with the memory they share."""

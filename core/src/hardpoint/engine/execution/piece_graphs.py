@@ -39,6 +39,7 @@ class PiecesStep(ForwardStep):
 
     interrupt: Callable[[Callable[[], None]], None]
     num_attended: int = 0
+    most_attended: int = 0
 
     def attend(
         self,
@@ -143,12 +144,13 @@ class PieceGraphs:
         if key not in self._executables:
             for buffer in buffers.tensors.values():
                 buffer.zero_()  # what a step left names slots that are others' now
+            self._executables.trial_ids(buffers.ids, alike=True)
             plan = self._forward.plan(self._padding(size, buffers))
             self._steps[size] = PiecesStep(
                 buffers.positions, self._forward.caches, plan, self._executables.engine.interrupt
             )
         try:
-            return self._executables.get(key, self._pieces(self._steps[size]), buffers.tensors)
+            return self._executables.get(key, self._pieces(self._steps[size]), buffers.tensors, buffers.slots)
         except PlatformError as error:
             logger.warning("steps of %d tokens run eagerly: %s", size, str(error))
             self.sizes = tuple(other for other in self.sizes if other != size)
@@ -158,7 +160,8 @@ class PieceGraphs:
         def read(ids: torch.Tensor, **_: torch.Tensor) -> torch.Tensor:
             step.num_attended = 0
             hidden = self._forward.model(ids, step)
-            if step.num_attended != len(step.metadata):
+            step.most_attended = max(step.most_attended, step.num_attended)  # opaque layers attend in runs alone
+            if step.most_attended != len(step.metadata):
                 raise PlatformError("an attention layer calls its backend, and not ForwardStep.attend")
             return hidden
 

@@ -103,6 +103,15 @@ class PromptBuffers:
             batch.block_table.fill_(NULL_PAGE)
             batch.slot_mapping.fill_(NULL_PAGE * block_size)
 
+    def take_pages(self, first_pages: Sequence[int], block_size: int) -> None:
+        """Have the one request lie in pages of its own, in each cache group from this page on."""
+        tokens = torch.arange(self.size, dtype=torch.int32, device=self.ids.device)
+        self.positions.copy_(tokens)
+        for first, batch in zip(first_pages, self.batches, strict=True):
+            batch.slot_mapping.copy_(first * block_size + tokens)
+            pages = -(-self.size // block_size)
+            batch.block_table[0, :pages] = torch.arange(first, first + pages, dtype=torch.int32, device=tokens.device)
+
     def load(self, ids: torch.Tensor, positions: torch.Tensor, batches: Sequence[AttentionBatch]) -> None:
         """Copy a step's arrays into the buffers; they have as many tokens and requests as these."""
         self.ids.copy_(ids)
@@ -130,7 +139,7 @@ class PromptGraphs:
     def __init__(self, ctx: Context, executables: Executables, forward: Forward, limits: StepLimits) -> None:
         """``limits`` are those of the engine's steps."""
         self._executables, self._forward = executables, forward
-        self._block_size, self._profiler = ctx.block_size, ctx.profiler
+        self._block_size, self._max_model_len, self._profiler = ctx.block_size, ctx.max_model_len, ctx.profiler
         engine = executables.engine
         self.sizes = () if executables.off_whole else prompt_sizes(engine, limits)
         backends = [layer.backend for layer in ctx.attention_layers.layers]
@@ -183,6 +192,13 @@ class PromptGraphs:
         for size in sorted(self.sizes, reverse=True):
             buffers = self._of(size)
             buffers.clear(self._block_size)
+            pages = -(-size // self._block_size)
+            first_pages = self._executables.trial_pages(pages, len(buffers.batches))
+            if size > self._max_model_len:
+                first_pages = None
+            if first_pages is not None:
+                buffers.take_pages(first_pages, self._block_size)
+            self._executables.trial_ids(buffers.ids, alike=first_pages is None)
             self._executable(size, self._forward.plan(buffers.batches))
         if self.sizes:
             listed = ", ".join(map(str, self.sizes))
@@ -207,7 +223,9 @@ class PromptGraphs:
         """None where that cannot be prepared; the size is given up then."""
         key = ("tokens", size, self._forward.tokens(metadata))
         try:
-            return self._executables.get(key, self._step(metadata), self._of(size).tensors)
+            buffers = self._of(size)
+            slots = [batch.slot_mapping for batch in buffers.batches]
+            return self._executables.get(key, self._step(metadata), buffers.tensors, slots)
         except PlatformError as error:
             logger.warning("steps of %d tokens run eagerly: %s", size, str(error))
             self.sizes = tuple(other for other in self.sizes if other != size)

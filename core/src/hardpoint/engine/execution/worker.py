@@ -19,6 +19,7 @@ from hardpoint.engine.execution.graphs import Graphs, graph_bytes
 from hardpoint.engine.execution.holdings import Holdings
 from hardpoint.engine.execution.logits_state import LogitsState
 from hardpoint.engine.execution.memory import CacheMemory, place_bytes, require_free
+from hardpoint.engine.execution.replay_check import ReplayError
 from hardpoint.engine.execution.runner import Runner, RunnerArgs
 from hardpoint.engine.execution.sampler import Sampler
 from hardpoint.engine.execution.tagged_memory import TaggedMemory
@@ -74,7 +75,8 @@ class Worker:
         """Join the groups of ranks, load the weights, size the cache, construct the runner.
 
         ``control`` and ``store`` are given where there are other ranks. ``model`` runs in place of the blueprint's own:
-        for measuring the host. Raises CheckpointError and CapacityError, and EngineError where another rank does.
+        for measuring the host. Raises CheckpointError and CapacityError, EngineError where another rank does, and
+        ReplayError for kernels that others should take the place of.
         """
         ctx, platform, config = blueprint.ctx, blueprint.platform, blueprint.config
         control = control or ControlGroup()
@@ -115,7 +117,16 @@ class Worker:
         max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
         forward = Forward(model or blueprint.model, ctx.attention_layers, cache.views)
         sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
-        graphs = Graphs(ctx, graph_engine, forward, sampler.draw, limits, lambda: memory.pool("graphs"))
+        graphs = Graphs(
+            ctx,
+            graph_engine,
+            forward,
+            sampler.draw,
+            limits,
+            lambda: memory.pool("graphs"),
+            control.exchange,
+            vocab_size,
+        )
         if graphs.executables.tell_nbytes:
             memory.know("graphs", lambda: graphs.executables.nbytes)
         runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
@@ -133,12 +144,17 @@ class Worker:
                 token_buckets=limits.token_buckets,
             )
         )
-        with control.together():
-            graphs.prepare_ahead()
+        holdings = Holdings(memory, weights, {"resources": ctx.resources, "kv": cache})
+        graphs.prepare_ahead(cache.num_pages - 1)
+        culprits = graphs.executables.check.culprits  # the same on every rank
+        if culprits and config.executor_kind != "torchrun":  # whose processes can be started once
+            graphs.drop()
+            blueprint.groups.close()
+            holdings.drop_all()
+            raise ReplayError(culprits)
         platform.memory.trim()
         info = EngineInfo(config.model, ctx.device, blueprint.table.digest)
         blueprint.plugins.engine_started(info)
-        holdings = Holdings(memory, weights, {"resources": ctx.resources, "kv": cache})
         logger.info("memory: %s", memory.report())
         facts = WorkerFacts(cache.num_pages, max_model_len)
         return cls(blueprint, runner, graphs, holdings, facts, weights, info, control)

@@ -47,6 +47,13 @@ class Recovery:
         since = time.monotonic() - self.config.engine_restart_window
         return sum(when > since for when in tuple(self._recent))
 
+    def adopt(self, denied: Sequence[Culprit]) -> None:
+        """Take over what a start has put on the deny list, for the next."""
+        for culprit in denied:
+            if culprit.choice not in self.config.deny:
+                self.denied += (culprit,)
+                self.config = self.config.denying(culprit.choice)
+
     def verdict(self, cause: str) -> str:
         """What everybody is told who waited for an engine that is not built again."""
         if not self.config.restarts_engine or not self._recent:

@@ -125,6 +125,7 @@ class RemoteCore(RemoteControl):
             raise report.error
         assert isinstance(report, Ready), "a core's first report says how its start went"
         self._facts, self._stats, self._suspects = report.facts, report.stats, report.suspects
+        self._recovery.adopt(report.facts.denied)
         self._admission = Admission(report.facts.max_model_len, report.facts.vocab_size, report.facts.config.seed)
 
     @property
@@ -320,6 +321,7 @@ class RemoteCore(RemoteControl):
     def _readmit(self, ready: Ready) -> list[Request]:
         """Give the new core what the last one had: other weights, sleep, and every request from its tokens so far."""
         self._facts, self._stats, self._suspects = ready.facts, ready.stats, ready.suspects
+        self._recovery.adopt(ready.facts.denied)
         self._admission.max_model_len = ready.facts.max_model_len
         self._repeat_calls()
         aborted = self._take_aborted()

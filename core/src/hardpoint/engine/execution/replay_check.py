@@ -1,0 +1,261 @@
+"""What is replayed is compared: a prepared step runs once on the inputs that the same step ran on eagerly.
+
+Equal bits end the matter. Where bits differ, the step is prepared once more with copies taken around each plugin
+kernel's calls; the first call that is given the same and makes something else, beyond the op's error model, is at
+fault. The step is prepared on other token ids than it is compared on, so that a value which a kernel kept from then
+shows, and memory that an eager call used has been written over.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hardpoint.conformance.memory import equal_bits
+from hardpoint.engine.execution.forward import Forward
+from hardpoint.kernel_calls import KernelCalls, WatchedCall, can_repeat
+from hardpoint.ops.error_model import compare
+from hardpoint.plugins import Offer
+from hardpoint.plugins.culprits import Culprit
+from hardpoint_plugin_api import EngineError, Executable, GraphEngine, PlatformError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Step = Callable[..., object]
+
+_CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_CLOSE_IN_FEW_BITS = 2.0**-4
+"""Of a row's largest magnitude: by how much a whole step's results may differ where no kernel is at fault, because
+sums are taken in another order in each run. One kernel's own results are held to the error model, which is far
+narrower."""
+
+
+class ReplayError(EngineError):
+    """Kernels of plugins do something else in a replay than when they are called. Others can take their place."""
+
+    def __init__(self, culprits: Sequence[Culprit]) -> None:
+        self.culprits = tuple(culprits)
+        names = "; ".join(map(str, culprits))
+        super().__init__(f"replays differ from eager steps: {names}; fix: --deny, or --enforce-eager")
+
+
+class Likeness(IntEnum):
+    """How a replay's results compare with an eager run's."""
+
+    SAME = 0
+    CLOSE = 1
+    UNLIKE = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step made: copies of its results, and of what it stored in the cache."""
+
+    results: list[torch.Tensor]
+    stored: list[torch.Tensor]
+
+    def compare(self, other: Outcome) -> Likeness:
+        """Numbers drawn from logits may differ only where the logits do."""
+        mine, others = [*self.results, *self.stored], [*other.results, *other.stored]
+        if _all_equal(mine, others):
+            return Likeness.SAME
+        found = [_likeness(a, b) for a, b in zip(mine, others, strict=True)]
+        floats = max((f for f, x in zip(found, mine, strict=True) if x.is_floating_point()), default=Likeness.SAME)
+        return max(found) if floats is Likeness.SAME else floats
+
+
+class ReplayCheck:
+    """Prepares steps, within ``pool()``, and vouches for them. ``exchange`` gives every rank's value: all decide alike.
+
+    ``culprits`` are the kernels that were found at fault. Their calls are repeated by each run from then on.
+    """
+
+    def __init__(
+        self,
+        calls: KernelCalls,
+        forward: Forward,
+        block_size: int,
+        pool: Callable[[], AbstractContextManager[None]],
+        exchange: Callable[[Any], list[Any]],
+    ) -> None:
+        self._calls, self._forward, self._block_size = calls, forward, block_size
+        self._pool, self._exchange = pool, exchange
+        self.culprits: list[Culprit] = []
+
+    def prepare(
+        self,
+        engine: GraphEngine,
+        key: Hashable,
+        step: Step,
+        tensors: Mapping[str, torch.Tensor],
+        slots: Sequence[torch.Tensor],
+    ) -> Executable:
+        """Prepare ``step(**tensors)``, whose ``ids`` are among ``tensors``; ``slots`` are where it stores, by group.
+
+        Raises PlatformError for what cannot be prepared, or replays something else for no reason that can be named.
+        """
+        eager = self._outcome(step(**tensors), slots)
+        while True:
+            executable = self._on_every_rank(lambda: self._prepared(engine, key, step, tensors))
+            likeness = max(self._exchange(eager.compare(self._outcome(executable.run(), slots))))
+            if likeness is Likeness.SAME:
+                return executable
+            fault = self._agreed(self._find(engine, key, step, tensors) or self._only_suspect(likeness))
+            if fault is None and likeness is Likeness.CLOSE:
+                logger.debug("step %s: the bits of a replay differ from an eager run's, within bounds", key)
+                return executable
+            del executable  # an engine may keep few
+            if fault is None:
+                raise PlatformError(
+                    f"step {key!r} gives other results when it is replayed than when it is called, and no plugin's "
+                    "kernel can be named as the cause; report this to the platform's author"
+                )
+            offer, what = fault
+            if not self._blame(offer, key, what):
+                raise PlatformError(
+                    f"step {key!r} cannot be replayed: {offer.choice} of plugin {offer.plugin} keeps something from "
+                    "one call to the next"
+                )
+
+    def _on_every_rank(self, prepare: Callable[[], Executable]) -> Executable:
+        """What ``prepare`` returns. Raises PlatformError on every rank where it does on any."""
+        executable, failure = None, None
+        try:
+            executable = prepare()
+        except PlatformError as error:
+            failure = error
+        told = self._exchange(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        if others := [each for each in told if each is not None]:
+            raise PlatformError(f"another rank: {others[0]}")
+        assert executable is not None
+        return executable
+
+    def _prepared(
+        self,
+        engine: GraphEngine,
+        key: Hashable,
+        step: Step,
+        tensors: Mapping[str, torch.Tensor],
+        watched: list[WatchedCall] | None = None,
+    ) -> Executable:
+        """Prepare on other token ids than the caller's, which are there again afterwards."""
+        ids = tensors["ids"]
+        held = ids.clone()
+        ids.zero_()
+        try:
+            with self._pool():
+                prepared = self._calls.prepare(engine, key, step, tensors, watched)
+            if self._calls.offers:
+                step(**tensors)  # writes over what kernels have kept of the run that is compared
+            return prepared
+        finally:
+            ids.copy_(held)
+
+    def _find(
+        self, engine: GraphEngine, key: Hashable, step: Step, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[Offer, str] | None:
+        """The kernel whose call is the first to go wrong on this rank, and what it did."""
+        if not self._calls.offers or not can_repeat(engine):
+            return None
+        expected = self._calls.watch(engine, step, tensors)
+        found: list[WatchedCall] = []
+        try:
+            executable = self._on_every_rank(lambda: self._prepared(engine, (key, "watched"), step, tensors, found))
+            found.clear()  # engines may have run it
+            executable.run()
+        except PlatformError as error:
+            traceback.clear_frames(error.__traceback__)
+            logger.debug("step %s cannot be watched: %s", key, error)
+            return None
+        for eager, replayed in zip(expected, found, strict=False):
+            if eager.kernel is not replayed.kernel:
+                return None
+            if what := _fault(eager, replayed):
+                return eager.kernel.offer, f"{eager.kernel.name}: {what}"
+        return None
+
+    def _only_suspect(self, likeness: Likeness) -> tuple[Offer, str] | None:
+        """The one kernel that neither core nor the platform's plugin brought, where results are far apart."""
+        offers = self._calls.offers
+        if likeness is not Likeness.UNLIKE or len(offers) != 1:
+            return None
+        return offers[0], "the step's results differ, and no other kernel in it is a third party's"
+
+    def _agreed(self, fault: tuple[Offer, str] | None) -> tuple[Offer, str] | None:
+        """The fault that the first rank found which found one."""
+        told = self._exchange(None if fault is None else (fault[0].choice, fault[1]))
+        choice, what = next((each for each in told if each is not None), (None, ""))
+        offer = next((offer for offer in self._calls.offers if offer.choice == choice), None)
+        return None if offer is None else (offer, what)
+
+    def _blame(self, offer: Offer, key: Hashable, what: str) -> bool:
+        """Note a culprit; False where its calls were repeated by each run already."""
+        known = any(culprit.choice == offer.choice for culprit in self.culprits)
+        if not known:
+            slot, _, name = offer.choice.partition("=")
+            self.culprits.append(Culprit(offer.plugin, slot, name, f"replay of step {key!r}: {what}"))
+            logger.warning(
+                "%s of plugin %s does something else in a replay of step %s than when it is called (%s): steps run in "
+                "pieces around it; report this to its author",
+                offer.choice,
+                offer.plugin,
+                key,
+                what,
+            )
+        return self._calls.repeat(offer) and not known
+
+    def _outcome(self, result: object, slots: Sequence[torch.Tensor]) -> Outcome:
+        results = [x.clone() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        return Outcome(results, self._forward.stored(slots, self._block_size))
+
+
+def _fault(eager: WatchedCall, replayed: WatchedCall) -> str | None:
+    """What a replayed call made wrongly of what the eager call was given, too."""
+    if all(map(equal_bits, eager.made, replayed.made)):
+        return None
+    if not all(map(equal_bits, eager.given, replayed.given)):
+        return None
+    for number, (wanted, got) in enumerate(zip(eager.made, replayed.made, strict=True)):
+        own = wanted.cpu()
+        truth = own.double() if own.is_floating_point() else own
+        where = f"output {number}"
+        if faults := compare(where, got, own, truth, eager.kernel.errors, got.device).faults:
+            return str(faults[0])
+    return None
+
+
+def _all_equal(mine: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether all have equal bits, found out with one wait for the device: it is asked for each prepared step."""
+    flags = []
+    for a, b in zip(mine, others, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        first, second = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))
+        flags.append((first == second).all())
+    return bool(torch.stack(flags).all()) if flags else True
+
+
+def _likeness(a: torch.Tensor, b: torch.Tensor) -> Likeness:
+    if equal_bits(a, b):
+        return Likeness.SAME
+    if not a.is_floating_point() or a.shape != b.shape:
+        return Likeness.UNLIKE
+    share = _CLOSE.get(a.dtype, _CLOSE_IN_FEW_BITS)
+    a, b = a.double(), b.double()
+    finite = torch.isfinite(a)
+    if not torch.equal(finite, torch.isfinite(b)):
+        return Likeness.UNLIKE
+    a, b = a.masked_fill(~finite, 0), b.masked_fill(~finite, 0)
+    bound = share * a.abs().amax(-1, keepdim=True)
+    return Likeness.CLOSE if bool(((a - b).abs() <= bound).all()) else Likeness.UNLIKE

@@ -1,0 +1,412 @@
+"""Calls of plugins' kernels while a step is prepared: which of them a graph engine records, and which each run repeats.
+
+A graph engine may know torch's operators and its own plugin's kernels alone. Whatever else a kernel does, such as a
+call into C++ with addresses, leaves no trace in what such an engine records. So a call of a kernel that another plugin
+brought passes through here. Outside of preparation it is the call and nothing else. While a step is prepared it is
+recorded through, or stands in the step as an *opaque call*: each run calls the kernel again, on the same tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
+
+from hardpoint.ops.error_model import ErrorModel
+from hardpoint.plugins import Offer
+from hardpoint.plugins.record import CORE
+from hardpoint.selection.adapters import AdaptedOffer
+from hardpoint_plugin_api import EngineError, Executable, GraphEngine, PlatformError, Quantized
+
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "attention": ("store", "forward"),
+    "experts": ("apply",),
+    "layer": ("forward",),
+    "linear": ("apply", "apply_quantized", "rows"),
+}
+"""What of a kernel is called in steps, by family. Implementations of ops are functions."""
+
+REPEATED = frozenset({"op", "experts", "linear"})
+"""Families of which a kernel that is not ``capturable`` can be an opaque call. Layers may count their calls, and what
+may be captured of attention its grades say."""
+
+_ERRORS = ErrorModel()
+"""Of a kernel that is no op's: its own results are the reference."""
+
+_LARGEST_WATCHED = 2**26
+"""Bytes: larger tensors are a model's, not a step's, and are not copied."""
+
+_Arguments = tuple[Any, ...]
+_Keywords = Mapping[str, Any]
+
+
+def _all_given(args: _Arguments, kwargs: _Keywords) -> object:
+    return args, list(kwargs.values())
+
+
+def _result_alone(args: _Arguments, kwargs: _Keywords, result: object) -> object:
+    return result
+
+
+def _quantized(values: Iterable[Any], spec: Any) -> Quantized:
+    data, scale = values
+    return Quantized(data, scale, spec)
+
+
+# So that whoever looks for tensors among arguments finds those that travel quantized.
+register_pytree_node(Quantized, lambda q: ([q.data, q.scale], q.spec), _quantized)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A function of a plugin's kernel. ``offer`` is whose; ``read`` and ``written`` find the call's inputs and outputs
+    among its arguments and its result, as far as they are tensors of the step."""
+
+    offer: Offer
+    name: str
+    function: Callable[..., Any]
+    capturable: bool
+    traceable: bool
+    errors: ErrorModel
+    read: Callable[[tuple[Any, ...], Mapping[str, Any]], object]
+    written: Callable[[tuple[Any, ...], Mapping[str, Any], object], object]
+
+
+@dataclass(frozen=True)
+class WatchedCall:
+    """One call of a step that ran: copies of what the kernel was given, and of what came of it."""
+
+    kernel: Kernel
+    given: list[torch.Tensor]
+    made: list[torch.Tensor]
+
+
+class KernelCalls:
+    """One engine's kernels of plugins other than core and ``home``, which is the platform's own.
+
+    Kernels of those are left as they are, but for what cannot be captured. With ``is_on`` False all are.
+    """
+
+    def __init__(self, home: str = CORE, is_on: bool = True) -> None:
+        self._home, self._is_on = frozenset({CORE, home}), is_on
+        self._kernels: list[Kernel] = []
+        self._repeated: set[Offer] = set()
+        self._stage: _Noting | _Recording | _Watching | None = None
+
+    def wrap(
+        self,
+        offer: Offer,
+        target: object,
+        function: Callable[..., Any],
+        written: Sequence[str] = (),
+        errors: ErrorModel = _ERRORS,
+    ) -> Callable[..., Any]:
+        """``function``, an implementation of an op with these ``errors`` that writes to its parameters ``written``."""
+
+        def changed(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> object:
+            if not written:
+                return result
+            arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+            return result, [arguments.get(name) for name in written]
+
+        name = offer.contribution.of or offer.contribution.name
+        return self._seam(offer, (function, target), name, function, _all_given, changed, errors)
+
+    def attach(self, offer: Offer, kernel: object) -> None:
+        """Have what steps call of ``kernel``, an instance that ``offer`` made, pass through here."""
+        family = offer.contribution.family
+        for name in METHODS[family]:
+            function = getattr(kernel, name)
+            read, written = _ENDS.get((family, name), (_all_given, _result_alone))
+            seam = self._seam(offer, (kernel,), name, function, read, written)
+            if seam is not function:
+                setattr(kernel, name, seam)
+
+    @property
+    def offers(self) -> list[Offer]:
+        """Whose calls pass through here, each once."""
+        return list(dict.fromkeys(kernel.offer for kernel in self._kernels))
+
+    def repeat(self, offer: Offer) -> bool:
+        """From now on have calls of ``offer`` stand as opaque calls in what is prepared; False where they did."""
+        new = offer not in self._repeated
+        self._repeated.add(offer)
+        return new
+
+    def opaque(self, engine: GraphEngine) -> list[Kernel]:
+        """The kernels whose calls ``engine`` does not record, and each run repeats."""
+        return [kernel for kernel in self._kernels if self._is_opaque(kernel, engine)]
+
+    def prepare(
+        self,
+        engine: GraphEngine,
+        key: Hashable,
+        fn: Callable[..., Any],
+        inputs: Mapping[str, Any],
+        watched: list[WatchedCall] | None = None,
+    ) -> Executable:
+        """``engine.prepare(key, fn, inputs)``, with the kernels' calls in it as they belong there.
+
+        Where any is opaque, ``fn`` runs once before: that shows what these calls return. Each run of the executable
+        appends its calls to ``watched``, where given. Raises PlatformError for an engine that takes no opaque calls.
+        """
+        noted: list[_Noted] = []
+        if self.opaque(engine):
+            held = {name: x.clone() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+            with self._at(_Noting(self, engine, noted)), torch.no_grad():
+                fn(**inputs)
+            for name, x in held.items():
+                inputs[name].copy_(x)
+        recording = _Recording(self, engine, key, noted, watched)
+
+        @functools.wraps(fn)
+        def recorded(**arguments: Any) -> Any:
+            recording.num_opaque = 0
+            return fn(**arguments)
+
+        with self._at(recording):
+            return engine.prepare(key, recorded, inputs)
+
+    def watch(self, engine: GraphEngine, fn: Callable[..., Any], inputs: Mapping[str, Any]) -> list[WatchedCall]:
+        """Run ``fn(**inputs)``, and return the calls that a watched executable's run has, in the same order."""
+        calls: list[WatchedCall] = []
+        with self._at(_Watching(self, engine, calls)):
+            fn(**inputs)
+        return calls
+
+    def _is_opaque(self, kernel: Kernel, engine: GraphEngine) -> bool:
+        is_seen = engine.sees_all_kernels or kernel.traceable or kernel.offer.plugin in self._home
+        return not kernel.capturable or not is_seen or kernel.offer in self._repeated
+
+    def _seam(
+        self,
+        offer: Offer,
+        declaring: tuple[object, ...],
+        name: str,
+        function: Callable[..., Any],
+        read: Callable[[tuple[Any, ...], Mapping[str, Any]], object],
+        written: Callable[[tuple[Any, ...], Mapping[str, Any], object], object],
+        errors: ErrorModel = _ERRORS,
+    ) -> Callable[..., Any]:
+        capturable = all(getattr(each, "capturable", True) for each in declaring)
+        if not self._is_on or (offer.plugin in self._home and capturable):
+            return function
+        offer = offer.inner if isinstance(offer, AdaptedOffer) else offer
+        traceable = any(getattr(each, "traceable", False) for each in declaring)
+        kernel = Kernel(offer, name, function, capturable, traceable, errors, read, written)
+        self._kernels.append(kernel)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            stage = self._stage
+            return function(*args, **kwargs) if stage is None else stage.call(kernel, args, kwargs)
+
+        return call
+
+    @contextmanager
+    def _at(self, stage: _Noting | _Recording | _Watching | None) -> Iterator[None]:
+        before, self._stage = self._stage, stage
+        try:
+            yield
+        finally:
+            self._stage = before
+
+    def plainly(self, kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call ``kernel`` with nothing within it passing through here: what an opaque call does, all of it."""
+        with self._at(None):
+            return kernel.function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one tensor of a result lies: in memory of its own, or in that of argument number ``argument``.
+
+    ``offset`` is from the argument's first element, in elements.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    argument: int | None
+    offset: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor, arguments: Sequence[object]) -> _Place:
+        number, offset = None, 0
+        for i, given in enumerate(arguments):
+            if isinstance(given, torch.Tensor) and x.numel() and _same_storage(x, given) and x.dtype == given.dtype:
+                number, offset = i, int(x.storage_offset()) - int(given.storage_offset())
+                break
+        return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.device, number, offset)
+
+    def make(self, arguments: Sequence[object]) -> torch.Tensor:
+        if self.argument is None:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        given = arguments[self.argument]
+        assert isinstance(given, torch.Tensor)
+        return given.as_strided(self.shape, self.stride, int(given.storage_offset()) + self.offset)
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """What an opaque call returned."""
+
+    kernel: Kernel
+    values: list[object]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, kernel: Kernel, result: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Noted:
+        values, spec = tree_flatten(result)
+        arguments = tree_leaves((args, dict(kwargs)))
+        return cls(kernel, [_Place.of(x, arguments) if isinstance(x, torch.Tensor) else x for x in values], spec)
+
+    def make(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[object]:
+        arguments = tree_leaves((args, dict(kwargs)))
+        return [x.make(arguments) if isinstance(x, _Place) else x for x in self.values]
+
+
+@dataclass
+class _Noting:
+    """The run before recording."""
+
+    calls: KernelCalls
+    engine: GraphEngine
+    noted: list[_Noted]
+
+    def call(self, kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if not self.calls._is_opaque(kernel, self.engine):
+            return kernel.function(*args, **kwargs)
+        result = self.calls.plainly(kernel, args, kwargs)
+        self.noted.append(_Noted.of(kernel, result, args, kwargs))
+        return result
+
+
+@dataclass
+class _Recording:
+    """The function is being prepared. Engines may call it several times."""
+
+    calls: KernelCalls
+    engine: GraphEngine
+    key: Hashable
+    noted: list[_Noted]
+    watched: list[WatchedCall] | None
+    num_opaque: int = 0
+
+    def call(self, kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given: list[torch.Tensor] = []
+        if self.watched is not None:
+            self.engine.opaque(lambda *values: given.extend(_copies(values)), *_tensors(kernel.read(args, kwargs)))
+        if self.calls._is_opaque(kernel, self.engine):
+            result = self._repeat(kernel, args, kwargs)
+        else:
+            result = kernel.function(*args, **kwargs)
+        if self.watched is not None:
+            done = functools.partial(_note, self.watched, kernel, given)
+            self.engine.opaque(done, *_tensors(kernel.written(args, kwargs, result)))
+        return result
+
+    def _repeat(self, kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        known = self.noted[self.num_opaque] if self.num_opaque < len(self.noted) else None
+        if known is None or known.kernel is not kernel:
+            raise PlatformError(
+                f"step {self.key!r} cannot be prepared: it takes another course when it runs again, at {kernel.name} "
+                f"of {kernel.offer.contribution}"
+            )
+        self.num_opaque += 1
+        outputs = known.make(args, kwargs)
+        self.engine.opaque(functools.partial(_run_again, self.calls, kernel), outputs, args, dict(kwargs))
+        return tree_unflatten(outputs, known.spec)
+
+
+@dataclass
+class _Watching:
+    """A run that is looked at."""
+
+    calls: KernelCalls
+    engine: GraphEngine
+    watched: list[WatchedCall]
+
+    def call(self, kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = _copies(_tensors(kernel.read(args, kwargs)))
+        if self.calls._is_opaque(kernel, self.engine):
+            result = self.calls.plainly(kernel, args, kwargs)
+        else:
+            result = kernel.function(*args, **kwargs)
+        _note(self.watched, kernel, given, *_tensors(kernel.written(args, kwargs, result)))
+        return result
+
+
+def can_repeat(engine: GraphEngine) -> bool:
+    """Whether what ``engine`` prepares may hold opaque calls."""
+    kind = type(engine)
+    return kind.opaque is not GraphEngine.opaque or kind.interrupt is not GraphEngine.interrupt
+
+
+def _run_again(
+    calls: KernelCalls, kernel: Kernel, outputs: list[object], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Call ``kernel``, and bring what it returns to where the step expects it."""
+    values = tree_leaves(calls.plainly(kernel, args, kwargs))
+    for wanted, value in zip(outputs, values, strict=True):
+        if not isinstance(wanted, torch.Tensor):
+            continue
+        if value.shape != wanted.shape or value.dtype != wanted.dtype:
+            raise EngineError(
+                f"{kernel.offer.contribution} of plugin {kernel.offer.plugin}: {kernel.name} returned "
+                f"{value.dtype} {list(value.shape)}, and {wanted.dtype} {list(wanted.shape)} for the same shapes before"
+            )
+        if value.data_ptr() != wanted.data_ptr() or value.stride() != wanted.stride():
+            wanted.copy_(value)
+
+
+def _note(watched: list[WatchedCall], kernel: Kernel, given: list[torch.Tensor], *made: torch.Tensor) -> None:
+    watched.append(WatchedCall(kernel, list(given), _copies(made)))
+    given.clear()
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    """The tensors of a step among ``values``: weights and caches come in dicts, and models' tables are large."""
+    if isinstance(values, torch.Tensor):
+        return [values] if values.nbytes <= _LARGEST_WATCHED and values.layout == torch.strided else []
+    if isinstance(values, Quantized):
+        return _tensors((values.data, values.scale))
+    if isinstance(values, tuple | list):
+        return [x for value in values for x in _tensors(value)]
+    return []
+
+
+def _copies(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.clone() for x in values]
+
+
+def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.device == b.device and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+_Ends = tuple[
+    Callable[[tuple[Any, ...], Mapping[str, Any]], object],
+    Callable[[tuple[Any, ...], Mapping[str, Any], object], object],
+]
+
+
+def _experts_output(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> object:
+    """``out`` stands before the workspace, which is the last of the positional arguments in both formats."""
+    return args[-2]
+
+
+_ENDS = cast(
+    "Mapping[tuple[str, str], _Ends]",
+    {
+        ("attention", "forward"): (lambda a, k: a[:3], lambda a, k, result: a[5]),
+        ("experts", "apply"): (lambda a, k: a[:-3], _experts_output),
+    },
+)
+"""For methods that write to an argument: their inputs without it, and what they write."""

@@ -1,0 +1,176 @@
+"""Kernels that write through addresses, as C++ does, and kernels whose replays go wrong: the module of a test plugin.
+
+It is installed as ``hp_raw.kernels``, and knows the plugin API alone. float32 on a CPU; NumPy computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from hardpoint_plugin_api import ExpertsKernel, LinearKernel
+
+
+def raw(x: torch.Tensor, address: int | None = None) -> Any:
+    """A contiguous tensor's memory as an array, found by its address alone."""
+    assert x.dtype == torch.float32, "these kernels know float32"
+    memory = (ctypes.c_float * x.numel()).from_address(address or x.data_ptr())
+    return np.ctypeslib.as_array(memory).reshape(tuple(x.shape))
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+@np.errstate(all="ignore")  # of those that are recorded by mistake: memory holds anything then
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Right, and nothing that a recorder of torch's operators could see."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if out.numel():
+        values = raw(x)
+        raw(out)[...] = values / np.sqrt(np.square(values).mean(-1, keepdims=True) + eps) * raw(weight.contiguous())
+    return out
+
+
+def lying_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """The same, but it says that it is made of torch's operators."""
+    return rms_norm(x, weight, eps=eps)
+
+
+lying_norm.traceable = True  # type: ignore[attr-defined]  # a plugin's word, which is not true
+
+
+def traced_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Right, of torch's operators."""
+    return normed(x, weight, eps)
+
+
+traced_norm.traceable = True  # type: ignore[attr-defined]  # a plugin's word
+
+
+def baking_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Right when it is called; a recording keeps what the first elements of rows were when it was made."""
+    x = x.contiguous()
+    first = torch.tensor(raw(x).reshape(-1, x.shape[-1])[:, 0].tolist()).view(*x.shape[:-1], 1)
+    return normed(torch.cat([first, x[..., 1:]], -1), weight, eps)
+
+
+baking_norm.traceable = True  # type: ignore[attr-defined]  # a plugin's word, which is not true
+
+
+def last_column_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Right when it is called; a replay has half of what belongs in the last column."""
+    out = normed(x.contiguous(), weight, eps)
+    out[..., -1].mul_(0.5)
+    raw(out)[..., -1] *= 2
+    return out
+
+
+last_column_norm.traceable = True  # type: ignore[attr-defined]  # a plugin's word, which is not true
+
+
+def many_rows_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Right for few rows; replays of more have half of what belongs in the last column."""
+    return normed(x, weight, eps) if x.shape[0] < 3 else last_column_norm(x, weight, eps=eps)
+
+
+many_rows_norm.traceable = True  # type: ignore[attr-defined]  # a plugin's word, which is not true
+
+
+class RawLinear(LinearKernel):
+    """Right; whatever it multiplies, no recorder sees it."""
+
+    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        x, weight = x.contiguous(), weights["weight"]
+        out = x.new_empty(*x.shape[:-1], weight.shape[0])
+        if out.numel():
+            self.multiply(x, weight, out)
+            if bias is not None:
+                raw(out)[...] += raw(bias)
+        return out
+
+    @np.errstate(all="ignore")
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        raw(out)[...] = raw(x) @ raw(weight).T
+
+
+class LyingLinear(RawLinear):
+    """The same, but it says that it is made of torch's operators."""
+
+    traceable: ClassVar[bool] = True
+
+
+class KeepingLinear(LinearKernel):
+    """Right when it is called; a replay reads what its own memory, which it keeps from its first call, held last."""
+
+    traceable: ClassVar[bool] = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.kept: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        x = x.contiguous()
+        shape = tuple(x.shape)
+        if shape not in self.kept:
+            self.kept[shape] = x.clone()
+        if x.numel():
+            raw(self.kept[shape])[...] = raw(x)
+        return torch.nn.functional.linear(self.kept[shape], weights["weight"], bias)
+
+
+class LastColumnLinear(LinearKernel):
+    """Right when it is called; a replay has half of what belongs in the last column."""
+
+    traceable: ClassVar[bool] = True
+
+    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        out = torch.nn.functional.linear(x, weights["weight"], bias)
+        out[..., -1].mul_(0.5)
+        raw(out)[..., -1] *= 2
+        return out
+
+
+class RawExperts(ExpertsKernel):
+    """Right; gated by SiLU."""
+
+    @np.errstate(all="ignore")
+    def apply(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        w: dict[str, torch.Tensor],
+        out: torch.Tensor,
+        workspace: torch.Tensor,
+        *,
+        scales: torch.Tensor | None = None,
+    ) -> None:
+        values, w13, w2, made = raw(x), raw(w["w13.weight"]), raw(w["w2.weight"]), raw(out)
+        made[...] = 0
+        for token, (chosen, shares) in enumerate(zip(_ints(ids), raw(weights), strict=True)):
+            for expert, share in zip(chosen, shares, strict=True):
+                if 0 <= expert < len(w2):
+                    gate, up = np.split(w13[expert] @ values[token], 2)
+                    made[token] += share * (w2[expert] @ (gate / (1 + np.exp(-gate)) * up))
+
+
+class LyingExperts(RawExperts):
+    """The same, but it says that it is made of torch's operators."""
+
+    traceable: ClassVar[bool] = True
+
+
+class UncapturableExperts(RawExperts):
+    """The same, and it says that it must not be recorded."""
+
+    capturable = False
+
+
+def _ints(x: torch.Tensor) -> Any:
+    memory = (ctypes.c_int32 * x.numel()).from_address(x.data_ptr())
+    return np.ctypeslib.as_array(memory).reshape(tuple(x.shape))
