@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from hardpoint.cli.output import check_writable, make_folder, print_json, print_table, write_text
-from hardpoint.conformance.kit import SEEDS, TIMEOUTS, Order, Shard
+from hardpoint.conformance.kit import SEEDS, TIMEOUTS, Order, Shard, not_tried_here
 from hardpoint.conformance.plan import CASE_SECONDS, Level
 from hardpoint.plugins import discover
 from hardpoint_plugin_api import ConfigError
@@ -70,7 +70,9 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
 )
 @click.option("--shard", type=_ShardType(), default="1/1", show_default=True, help="Run the I-th of N parts.")
 @click.option("--case", metavar="GLOB", default="*", help="Only cases of such names; certifies nothing.")
-@click.option("--platform", metavar="NAME", help="Where to run; by default where the plugin says that it belongs.")
+@click.option(
+    "--platform", metavar="NAME", help="Where to run; by default the first platform that PLUGIN names and that is here."
+)
 @click.option(
     "--setting",
     "settings",
@@ -210,6 +212,8 @@ def _print(certificate: Certificate) -> None:
     title = f"{certificate.plugin['name']} {certificate.plugin['version']} on {device}, level {certificate.level}, "
     _print_results(certificate.results, f"{title}seed {certificate.seed}")
     _print_reasons(certificate.results)
+    for line in not_tried_here(certificate.results):
+        click.echo(line)
     click.echo(_conclusion(certificate))
 
 
@@ -278,5 +282,6 @@ def _conclusion(certificate: Certificate) -> str:
         return f"nothing was proved: no case {why}"
     if not certificate.is_complete:
         return f"{checks}, none failed; this is a part of a run and certifies nothing by itself"
-    rest = dict.fromkeys(r.name for r in certificate.results if not certificate.proves(*r.contribution))
+    tried = dict.fromkeys(r.contribution for r in certificate.results)
+    rest = dict.fromkeys(name for family, of, name in tried if not certificate.proves(family, of, name))
     return f"{checks}, none failed" + (f"; nothing could be tried of {', '.join(rest)}, not proved" if rest else "")
