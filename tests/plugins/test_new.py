@@ -98,8 +98,19 @@ def test_everything_it_writes_is_well_formed(tmp_path: Path) -> None:
     subprocess.run([*ruff, "format", "--quiet", "--check", tmp_path], check=True)
 
 
-def test_there_is_a_template_or_a_word_for_every_family(tmp_path: Path) -> None:
-    assert set(TEMPLATED) <= set(FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_is_a_template_or_a_word_for_every_family(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = run(["plugins", "new", "acme", "--families", family])
+    if family in TEMPLATED:
+        (manifest,) = tmp_path.rglob("hardpoint.toml")
+        assert code == 0
+        assert [c.family for c in parse_manifest(manifest.read_text(), "acme").contributions] == [family]
+    else:
+        assert code == 2
+        assert f"there is no template for the family {family!r} yet; there are " in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
