@@ -7,13 +7,25 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint con
 PACKAGES := plugin_api core plugins/cpu plugins/cuda plugins/rocm plugins/xpu
 METADATA := constraints.txt $(PACKAGES:%=%/pyproject.toml)
 
-.PHONY: demo test lint reference nightly sanitize test-accelerator device-bundle clean
+.PHONY: demo test quick lint reference nightly sanitize test-accelerator device-bundle clean
 
 demo: $(STAMPS)/demo  ## generate text with the demo model on this machine's CPU
 	$(VENV)/bin/hardpoint generate --platform cpu --prompt "It is a truth" --temperature 0.8 --seed 1 --max-tokens 80
 
 test: $(STAMPS)/test  ## the default test suite, one thread per worker
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+
+# For the inner loop: pure logic, the CPU's kernels, and one engine. Whole folders and files, none of which starts many
+# processes or compiles; a path that is gone fails.
+QUICK := tests/test_core_is_neutral.py tests/plugin_api tests/config tests/platforms tests/attention tests/tokenizer \
+    tests/selection/test_decide.py tests/selection/test_order.py tests/selection/test_plans.py \
+    tests/selection/test_supports.py tests/selection/test_table.py tests/parsers/test_formats.py \
+    tests/structured/test_values.py tests/plugins/test_conflicts.py tests/plugins/test_discovery.py \
+    tests/ops/test_error_model.py tests/ops/test_rope_table.py tests/cpu/test_linear.py tests/moe/test_kernels.py \
+    tests/engine/test_scheduler.py tests/server/test_messages.py tests/server/test_responses.py
+
+quick: $(STAMPS)/test  ## a part of the default suite that takes less than a minute on two cores
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(QUICK)
 
 lint: $(STAMPS)/test  ## style, format and types
 	$(VENV)/bin/ruff check .

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+
+# Before torch is loaded, here and in every process that a test starts: threads of OpenMP that wait for work leave the
+# core to others. Several processes share few cores here, and threads that spin made some tests 40 times as slow.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 

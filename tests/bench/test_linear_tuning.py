@@ -35,7 +35,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Seconds that a kernel is said to take, by the name of its class; others take one. Each runs nonetheless."""
+    """Seconds that a kernel is said to take, by the name of its class; others take a millisecond. Each still runs."""
     seconds: dict[str, float] = {}
 
     def in_turns(timer: DeviceTimer, runs: Sequence[Run], most_rounds: int) -> list[float]:
@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         for call in runs:
             call()
             (kernel,) = (c.cell_contents for c in call.__closure__ or () if hasattr(c.cell_contents, "prepack"))
-            found.append(seconds.get(type(kernel).__name__, 1.0))
+            found.append(seconds.get(type(kernel).__name__, 1e-3))
         return found
 
     monkeypatch.setattr(DeviceTimer, "in_turns", in_turns)
@@ -92,7 +92,7 @@ def test_what_was_fastest_serves_and_is_found_again(
         assert row.measured.startswith("32.0 us at 1 token, next best ")
         against = {r.offer.contribution.name: str(r.reasons[0]) for r in row.rejected}
         if "cpu_native" in against:
-            assert "torch was measured: 32.0 us at 1 token, this 1,000,000 us" in against["cpu_native"]
+            assert "torch was measured: 32.0 us at 1 token, this 1,000 us" in against["cpu_native"]
     written = path.read_text()
     clock["PlainLinear"] = 32.5e-6
     capsys.readouterr()
@@ -120,13 +120,13 @@ def test_other_rows_are_added_to_what_was_measured(clock: dict[str, float], tmp_
     command = [*TUNE, "--output", str(path), "--rows"]
     clock["PlainLinear"] = 32e-6
     assert run([*command, "1,2"]) == 0
-    clock["PlainLinear"], clock["BatchInvariantLinear"] = 1.0, 16e-6
+    clock["PlainLinear"], clock["BatchInvariantLinear"] = 1e-3, 16e-6
     assert run([*command, "2,64"]) == 0
     for verdicts in TuningFile.read(path).winners.values():
         first, rest = sorted(verdicts, key=lambda verdict: verdict.tokens.min)
         assert (first.name, first.tokens.max, first.measured[1]["torch"]) == ("torch", 1, 32)
         assert (rest.name, sorted(rest.measured)) == ("torch_batch_invariant", [2, 64])
-        assert rest.measured[2]["torch"] == 1e6, "measured again"
+        assert rest.measured[2]["torch"] == 1e3, "measured again"
 
 
 def test_other_versions_are_not_mixed_with_what_is_measured(clock: dict[str, float], tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_times_hold_for_the_threads_they_were_measured_with(
     assert not caplog.records
     assert "tuning file" not in {row.rule for row in linears(path, plugin_config={"cpu": {"threads": 2}})}
     assert "threads 1 is left aside, since this engine has" in caplog.text
-    clock["PlainLinear"], clock["BatchInvariantLinear"] = 1.0, 16e-6
+    clock["PlainLinear"], clock["BatchInvariantLinear"] = 1e-3, 16e-6
     assert run([*command, "2"]) == 0
     for number, name in ((1, "torch"), (2, "torch_batch_invariant")):
         assert {row.chosen for row in linears(path, plugin_config={"cpu": {"threads": number}})} == {name}
@@ -229,7 +229,7 @@ def test_turns_are_not_wasted_on_what_is_hopeless() -> None:
 
     info = CpuPlatform.detect()
     assert isinstance(info, DeviceInfo)
-    calls = {"quick": 0, "slow": 0}
+    calls = {"quick": 0, "slow": 0, "crawling": 0}
 
     def quick() -> None:
         calls["quick"] += 1
@@ -239,9 +239,14 @@ def test_turns_are_not_wasted_on_what_is_hopeless() -> None:
         calls["slow"] += 1
         time.sleep(0.05)
 
+    def crawling() -> None:
+        calls["crawling"] += 1
+        time.sleep(0.6)
+
     timer = DeviceTimer(CpuPlatform(info, None), torch.device("cpu"), 2**20)
-    first, second = timer.in_turns([quick, slow], 4)
-    assert first < second
+    first, second, third = timer.in_turns([quick, slow, crawling], 4)
+    assert first < second < third
+    assert calls["crawling"] == 2, "to see how many make a turn, and one turn"
     assert calls["slow"] == 3, "to see how many make a turn, and two turns"
     assert calls["quick"] >= 1 + 4
     assert timer.in_turns([], 4) == []
@@ -262,12 +267,71 @@ def test_one_turn_that_was_held_up_decides_nothing(monkeypatch: pytest.MonkeyPat
 
 def test_what_is_hopeless_with_many_tokens_is_not_tried_with_more(clock: dict[str, float], tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
-    clock["BatchInvariantLinear"] = 100.0
-    assert run([*TUNE, "--rows", "1,16,32", "--output", str(path)]) == 0
-    for verdicts in TuningFile.read(path).winners.values():
-        (verdict,) = verdicts
-        tried = {n for n, times in verdict.measured.items() if "torch_batch_invariant" in times}
-        assert tried == {1, 16}
+    clock["BatchInvariantLinear"] = 0.01
+    assert run([*TUNE, "--rows", "1,2,16,32", "--output", str(path)]) == 0
+    assert tried(path, "torch_batch_invariant") == {1, 2, 16}
+
+
+def tried(path: Path, name: str) -> set[int]:
+    """The numbers of tokens that a candidate has times of, of every matrix the same."""
+    found = {
+        frozenset(n for verdict in verdicts for n, times in verdict.measured.items() if name in times)
+        for verdicts in TuningFile.read(path).winners.values()
+    }
+    (numbers,) = found
+    return set(numbers)
+
+
+def test_what_is_hopeless_is_left_where_one_more_call_would_take_long(clock: dict[str, float], tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    clock["BatchInvariantLinear"] = 0.2
+    assert run([*TUNE, "--rows", "1,2,16", "--output", str(path)]) == 0
+    assert tried(path, "torch_batch_invariant") == {1}, "two tokens would take 0.4 s"
+
+
+def test_what_is_hopeless_is_found_with_few_tokens(
+    clock: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call with 1,024 tokens would take minutes where torch's matmul crawls; two tokens show it."""
+    path, calls = tmp_path / "tuned.json", []
+    apply = BatchInvariantLinear.apply
+
+    def crawls(self: BatchInvariantLinear, x: torch.Tensor, w: Any, bias: Any = None) -> torch.Tensor:
+        calls.append(len(x))
+        time.sleep(0.01)
+        return apply(self, x, w, bias)
+
+    monkeypatch.setattr(BatchInvariantLinear, "apply", crawls)
+    assert run([*TUNE, "--rows", "1,64", "--output", str(path)]) == 0
+    assert tried(path, "torch_batch_invariant") == {1}
+    assert set(calls) == {1, 2}
+
+
+def crawl(monkeypatch: pytest.MonkeyPatch, *slow: torch.dtype) -> DeviceTimer:
+    """A timer of a host whose matmul takes 30 times as long in some dtypes as in the others."""
+    from hardpoint_cpu.platform import CpuPlatform
+
+    info = CpuPlatform.detect()
+    assert isinstance(info, DeviceInfo)
+    timer = DeviceTimer(CpuPlatform(info, None), torch.device("cpu"), 2**20)
+
+    def once(call: Run) -> float:
+        product = call()
+        assert isinstance(product, torch.Tensor)
+        return 0.03 if product.dtype in slow else 0.001
+
+    monkeypatch.setattr(timer, "once", once)
+    return timer
+
+
+def test_the_roofline_is_multiplied_in_a_dtype_that_does_not_crawl(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = (torch.bfloat16, torch.float16)
+    quick, slow = crawl(monkeypatch), crawl(monkeypatch, *half)
+    assert (quick.product.dtype, slow.product.dtype) == (torch.bfloat16, torch.float32)
+    assert quick.dtype_at_speed(torch.float16) == torch.float16
+    assert {slow.dtype_at_speed(dtype) for dtype in (*half, torch.float32)} == {torch.float32}
+    assert slow.multiply().dtype == torch.float32
+    assert str(slow.product) == "torch's float32 matmul of 512 x 512", "1,024 would take 0.064 s"
 
 
 @pytest.mark.parametrize(

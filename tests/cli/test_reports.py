@@ -11,11 +11,12 @@ import pytest
 
 from hardpoint.bench.startup import _STAGES
 from hardpoint.cli import env as _env  # noqa: F401  # imported, so that its module can be patched by name
-from hardpoint.cli.explain import _losers, _subject
+from hardpoint.cli.explain import _losers, _subject, _summary
 from hardpoint.cli.main import run
 from hardpoint.cli.output import print_table
-from hardpoint.plugins import PluginRecord, PluginSet
+from hardpoint.plugins import PluginRecord, PluginSet, discover
 from hardpoint_plugin_api import DeviceInfo, Reason, parse_manifest
+from tests.support.checkpoints import write_checkpoint
 
 MANIFEST = """
 schema = 1
@@ -148,18 +149,64 @@ def test_a_losers_reasons_stand_wanted_beside_supported() -> None:
     ]
 
 
-def test_what_is_for_other_platforms_is_counted() -> None:
-    elsewhere = {"message": "it is for another platform", "code": "platform"}
-    row = {
-        "rejected": [
-            {"name": "far", "plugin": "faraway", "reasons": [elsewhere]},
-            {"name": "here", "plugin": "faraway", "reasons": [{"message": "too slow", "code": "lower-rank"}]},
-            {"name": "acme", "plugin": "acme", "reasons": [elsewhere]},
-        ]
+def row_of(workload: str, range: str = "any", **changes: object) -> dict[str, object]:
+    return {
+        "family": "linear",
+        "of": None,
+        "workload": workload,
+        "range": range,
+        "chosen": "best",
+        "plugin": "acme",
+        "certified": "no",
+        "rule": "priority",
+        "rejected": [],
+        **changes,
     }
-    shown = ["here (faraway)", "  too slow", "acme (acme)", "  it is for another platform"]
-    assert _losers(row, {"faraway"}).splitlines() == [*shown, "1 more is for another platform (--all shows it)"]
-    assert _losers(row).splitlines() == ["far (faraway)", "  it is for another platform", *shown]
+
+
+def test_a_summary_has_a_line_for_what_is_served_alike() -> None:
+    two = [row_of("n=2", "1-8"), row_of("n=2", "9+", chosen="torch", plugin="core", certified="reference")]
+    rows = [row_of("n=1"), *two, row_of("n=3"), row_of("n=4", rule="tuning file", measured="32 us\nat 1 token")]
+    heads, *lines = _summary(rows, 100)
+    assert heads.split() == ["for", "tokens", "chosen", "certified", "by"]
+    assert [line.split() for line in lines[:4]] == [
+        ["linear", "x2", "any", "best", "(acme)", "no", "priority"],
+        ["linear", "1-8", "best", "(acme)", "no", "priority"],
+        ["9+", "torch", "(core)", "reference", "priority"],
+        ["linear", "any", "best", "(acme)", "no", "tuned"],
+    ]
+    assert lines[4:] == ["", "linear: best: 32 us...", "all reasons: --all; for programs: --json"]
+    narrow = _summary([row_of("n=1", chosen="a_name_of_many_letters"), *two], 48)
+    assert max(map(len, narrow[:3])) <= 48
+    assert "a_name_o..." in narrow[1]
+
+
+def test_a_summary_gives_the_reasons_that_are_of_use() -> None:
+    def against(name: str, *codes: str, **more: str) -> dict[str, object]:
+        return {
+            "name": name,
+            "plugin": "p",
+            "reasons": [{"code": code, "message": f"{code}!", **more} for code in codes],
+        }
+
+    rejected = [
+        against("far", "platform", "package-missing"),
+        against("later", "lower-rank"),
+        against("other", "package-missing", "spec"),
+        against("near", "package-missing", fix="pip install it"),
+        against("picky", "head-size"),
+    ]
+    notes = _summary([row_of("n=1", rejected=rejected), row_of("n=2", rejected=rejected)], 100)[3:-1]
+    assert notes == ["linear: not near: package-missing!; fix: pip install it", "linear: not picky: head-size!"]
+    many = [row_of(f"n={i}", chosen=f"c{i}", rejected=[against(f"near{i}", "head-size")]) for i in range(80)]
+    *_, cut, _ = _summary(many, 100)
+    assert cut == "75 more reasons"
+
+
+def test_a_summary_marks_who_was_not_asked() -> None:
+    lines = _summary([row_of("n=1", not_asked="it cannot be imported here: No module named 'acme_kernels'")], 100)
+    assert lines[1].split() == ["linear", "any", "best", "(acme)?", "no", "priority"]
+    assert lines[3].startswith("? linear: best was not asked whether it supports this: it cannot be imported here: No")
 
 
 def test_explain_answers_for_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,17 +217,33 @@ def test_explain_answers_for_the_demo_model(capsys: pytest.CaptureFixture[str]) 
     assert run(["explain", "--platform", "cpu"]) == 0
     short = capsys.readouterr().out
     assert "selection digest" in short
+    assert len(short.splitlines()) <= 60
+    assert max(map(len, short.splitlines())) <= 100
+    assert {line.split()[0] for line in short.splitlines() if line} >= {row["family"] for row in rows}
     assert run(["explain", "--platform", "cpu", "--all"]) == 0
     full = capsys.readouterr().out
-    for output in (short, full):
-        assert "cpu was asked for" in output, "other platforms themselves stand in both"
-    if any(reason["code"] == "platform" for row in rows for loser in row["rejected"] for reason in loser["reasons"]):
-        assert "more are for other platforms (--all shows them)" in short
-        assert "it is for another platform" not in short
-        assert "it is for another platform" in full
-    assert len(short.splitlines()) < len(full.splitlines())
-    assert "as above" in short
-    assert "as above" not in full
+    reasons = {reason["message"] for row in rows for loser in row["rejected"] for reason in loser["reasons"]}
+    assert all(reason in full for reason in reasons)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a layer of experts."""
+    folder = tmp_path_factory.mktemp("experts")
+    write_checkpoint(folder, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    return folder
+
+
+@pytest.mark.parametrize("model", ["demo", "experts"])
+@pytest.mark.parametrize("options", [[], ["--quantization", "fp8"]], ids=["plain", "fp8"])
+@pytest.mark.parametrize("preset", sorted(discover().devices()))
+def test_a_summary_fits_a_screen(
+    preset: str, options: list[str], model: str, experts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["explain", str(experts) if model == "experts" else model, "--device", preset, *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ from hardpoint.conformance.worker import serve
 torch.set_num_threads(2)
 (questions, asked), answers = os.pipe(), os.open(os.devnull, os.O_WRONLY)
 os.close(asked)
-order = {{"plugin": "core", "family": "op", "of": "rms_norm", "name": "reference", "platform": "{platform}"}}
+order = {{"plugin": "core", "family": "op", "of": "rms_norm", "name": "reference", "platforms": ["{platform}"]}}
 order |= {{"level": "quick", "seed": 0, "settings": {{"cpu": {{"threads": 2}}}}, "threads": 1, "arrays": {{}}}}
 serve({{**order, "questions": questions, "answers": answers}})
 print(torch.get_num_threads())

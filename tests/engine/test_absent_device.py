@@ -8,10 +8,24 @@ from typing import Any
 import pytest
 
 from hardpoint.config import EngineConfig
+from hardpoint.context import load_target
+from hardpoint.engine.absent_device import AbsentDeviceSelector
 from hardpoint.engine.blueprint import draw
 from hardpoint.engine.explain import explain
 from hardpoint.plugins import Offer, discover
-from hardpoint_plugin_api import API_VERSION, Contribution, Form, PluginLoadError
+from hardpoint.selection import SelectionTable, Settings
+from hardpoint_plugin_api import (
+    API_VERSION,
+    Contribution,
+    DeviceInfo,
+    Form,
+    LinearKernel,
+    LinearWorkload,
+    PluginLoadError,
+    QuantSpec,
+    Reason,
+)
+from tests.selection.fakes import FakePlugins
 
 CONFIG = EngineConfig.create(model="demo")
 PRESETS = sorted(discover().devices())
@@ -35,6 +49,52 @@ def offer_of_a_missing_library(family: str, form: Form = "functional") -> Offer:
     of = "rms_norm" if family in ("op", "layer") else None
     contribution = Contribution(family, "absent", "no_such_vendor_library:thing", of=of, form=form)
     return Offer(contribution, "core", API_VERSION, "hardpoint-core", "0")
+
+
+class Refuses(LinearKernel):
+    """A kernel whose own word is against every workload."""
+
+    @classmethod
+    def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
+        return [Reason("too-wide", f"not on {device.name}")]
+
+
+class AsksTheDevice(LinearKernel):
+    """A kernel that must touch the device to answer."""
+
+    @classmethod
+    def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
+        raise RuntimeError("no device is here")
+
+
+@pytest.mark.parametrize(
+    ("target", "serves", "not_asked"),
+    [
+        (f"{__name__}:Refuses", False, None),
+        (f"{__name__}:AsksTheDevice", True, "its supports() fails without the device: no device is here"),
+        ("no_such_vendor_library:thing", True, "it cannot be imported here: No module named 'no_such_vendor_library'"),
+    ],
+)
+def test_kernels_are_asked_where_they_can_be(target: str, serves: bool, not_asked: str | None) -> None:
+    contribution = Contribution("linear", "ours", target, priority=1000)
+    ours = Offer(contribution, "core", API_VERSION, "hardpoint-core", "0")
+    plugins = discover()
+    device = plugins.devices()["zen4"]
+    selector = AbsentDeviceSelector(
+        FakePlugins([ours, *plugins.offers("linear")]),
+        device,
+        Settings({}),
+        load=lambda offer: load_target(plugins, offer),
+    )
+    spec = QuantSpec("bfloat16")
+    plan = selector.select(LinearWorkload(dtype="bfloat16", in_features=64, out_features=64, spec=(spec, spec)))
+    (row,) = SelectionTable([plan], not_asked=selector.not_asked).rows
+    assert (row.chosen == "ours") == serves
+    assert row.not_asked == not_asked
+    assert row.to_json().get("not_asked") == not_asked
+    if not serves:
+        against = {r.offer.contribution.name: r.reasons for r in row.rejected}
+        assert [str(reason) for reason in against["ours"]] == [f"not on {device.name}"]
 
 
 @pytest.mark.parametrize("form", ["functional", "out", "factory"])

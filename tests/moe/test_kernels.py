@@ -62,8 +62,11 @@ ROWS: list[Row] = [
 
 
 @pytest.fixture(scope="module")
-def site() -> Site:
-    return Site.open(discover(), "cpu")
+def site() -> Iterator[Site]:
+    """The CPU with one thread: matrices are small, and threads that wait for each other take long beside neighbours."""
+    threads = torch.get_num_threads()
+    yield Site.open(discover(), "cpu", {"cpu": {"threads": 1}})
+    torch.set_num_threads(threads)
 
 
 def subject_of(site: Site, name: str) -> Subject:

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import hardpoint_cpu
 import hardpoint_cuda
 import hardpoint_rocm
 import hardpoint_xpu
+from hardpoint.dtypes import dtype_of
 from hardpoint_cuda import platform as cuda
 from hardpoint_plugin_api import DeviceInfo, Manifest, Platform, read_manifest
 from hardpoint_rocm import platform as rocm
@@ -69,6 +71,8 @@ def test_presets_use_the_documented_vocabulary(name: str) -> None:
         assert device.accelerator == (name != "cpu")
         assert device.features <= FEATURES
         assert ("fp8" in device.features) == (device.fp8 is not None)
+        if device.fp8:
+            assert device.fp8.max == torch.finfo(dtype_of(device.fp8.dtype)).max, "core rounds to the whole range"
         assert device.memory_bytes >= 2**30
 
 

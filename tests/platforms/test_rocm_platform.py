@@ -69,7 +69,7 @@ def test_two_linked_gpus(tmp_path: Path) -> None:
         count=2,
         memory_bytes=192 * GIB,
         features=frozenset({"fp8", "pinned_memory", "p2p"}),
-        fp8=Fp8Format("float8_e4m3fnuz", 224.0),
+        fp8=Fp8Format("float8_e4m3fnuz", 240.0),
     )
     assert info.numa == (NumaNode(0, (0, 1), 0, (1,)),)
 

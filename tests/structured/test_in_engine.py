@@ -177,6 +177,22 @@ def test_reasoning_may_come_first(llm: LLM) -> None:
     assert texts(llm, [params])[0] in CHOICE.choices
 
 
+def test_reasoning_ends_that_the_prompt_holds_do_not_end_the_outputs(llm: LLM) -> None:
+    """As in gpt-oss's later turns, whose prompt holds the marks that ended the reasoning of the earlier ones."""
+    end, start = "<|im_end|>", "<|im_start|>"
+    after = replace(CHOICE, after=end)
+    ends = llm.tokenizer.encode(end, add_special_tokens=False)
+    params = SamplingParams(max_tokens=12, temperature=0, logit_bias=dict.fromkeys(ends, -100.0))
+    earlier = f"{start}user\nHello{end}{start}assistant\nIt is thought.{end} She said"
+    free = llm.generate([earlier], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert not set(ends) & set(free), "the output never gets to an end of its own"
+    held = llm.generate([earlier], replace(params, structured=after), use_tqdm=False)[0].outputs[0].token_ids
+    assert held == free, "nothing is constrained before the output's own end"
+    whole = replace(params, structured=CHOICE, max_tokens=100, logit_bias=None)
+    at_once = llm.generate([earlier], whole, use_tqdm=False)
+    assert at_once[0].outputs[0].text in CHOICE.choices
+
+
 BOUNDED = (tool("weather", city={"enum": ["Paris", "Rome"]}), tool("clock"))
 
 

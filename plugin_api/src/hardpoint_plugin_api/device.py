@@ -9,10 +9,10 @@ from hardpoint_plugin_api.reasons import Reason
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """The platform's 8-bit float for data, and the largest magnitude it may be used at.
+    """The platform's 8-bit float for data, and the largest magnitude that it represents.
 
-    ``dtype`` is a torch dtype's name. ``max`` is the usable maximum, which is not always the format's own:
-    ``float8_e4m3fn`` reaches 448; ``float8_e4m3fnuz`` reaches 240 and is used at 224.
+    ``dtype`` is a torch dtype's name. ``max`` is 448 for ``float8_e4m3fn`` and 240 for ``float8_e4m3fnuz``. Core rounds
+    to the whole range of the dtype.
     """
 
     dtype: str

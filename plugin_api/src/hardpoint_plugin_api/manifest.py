@@ -57,7 +57,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "dtypes": "Names of torch dtypes; by default float32, float16, bfloat16.",
         "features": "Device features, as device_feature requirements name them.",
         "fp8_dtype": "The torch dtype of its 8-bit floats.",
-        "fp8_max": "The largest magnitude that those are used at; 448 by default.",
+        "fp8_max": "The largest magnitude that those represent; 448 by default.",
     },
     "contribution": {
         "family": "The family it is an offer in; required.",

@@ -19,7 +19,7 @@ from hardpoint.bench.device_timer import DeviceTimer, Run
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
 from hardpoint.config import EngineConfig
 from hardpoint.context import Context
-from hardpoint.dtypes import dtype_of
+from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.engine.blueprint import draw
 from hardpoint.plugins import Offer
 from hardpoint.plugins.blame import construct
@@ -130,9 +130,11 @@ def attention(
             names = ", ".join(b.name for b in serving)
             raise ConfigError(f"--only {only}: found in the name of no attention backend that serves here: {names}")
         ceilings = timer.read_speed(rounds), timer.product_speed(rounds)
+        peer_dtype = timer.dtype_at_speed(dtype_of(spec.dtype))
         for text, requests in parsed.items():
             work = _Work.of(spec, requests)
-            peer = timer.seconds(_dense(spec, requests, ctx.torch_device, work.copies), rounds) if not window else None
+            dense = _dense(spec, requests, ctx.torch_device, peer_dtype, work.copies) if not window else None
+            peer = timer.seconds(dense, rounds) if dense else None
             for candidate in backends:
                 runs = _runs(candidate.backend, spec, requests, ctx.torch_device, work.copies)
                 seconds = timer.seconds(runs, rounds)
@@ -141,8 +143,8 @@ def attention(
     return BenchResult(
         "attention",
         tuple(rows),
-        roofline="torch's sum over as many bytes, or its bfloat16 matmul",
-        peer="torch's scaled_dot_product_attention over keys and values that lie one by one",
+        roofline=f"torch's sum over as many bytes, or {timer.product}",
+        peer=f"torch's scaled_dot_product_attention in {dtype_name(peer_dtype)}, keys and values side by side",
     )
 
 
@@ -282,9 +284,11 @@ def _slots(table: torch.Tensor, each: Sequence[tuple[int, int]], block: int) -> 
     return torch.cat(found).int()
 
 
-def _dense(spec: AttentionSpec, batch: Sequence[Requests], device: torch.device, copies: int) -> list[Run]:
+def _dense(
+    spec: AttentionSpec, batch: Sequence[Requests], device: torch.device, dtype: torch.dtype, copies: int
+) -> list[Run]:
     """Torch's own attention, one call for requests alike."""
-    dtype, size = dtype_of(spec.dtype), spec.head_size
+    size = spec.head_size
 
     def call(one: Requests) -> Run:
         q = torch.randn(one.count, spec.num_heads, one.query, size, device=device).to(dtype)

@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import TypeVar
 
 import torch
 from packaging.requirements import Requirement
 
-from hardpoint.bench.device_timer import DeviceTimer, Run
+from hardpoint.bench.device_timer import DeviceTimer, Product, Run
 from hardpoint.bench.progress import progress_bar
 from hardpoint.config import EngineConfig
 from hardpoint.context import Context
@@ -50,18 +50,24 @@ _WORKING_SET = 256 * 2**20
 """Bytes of weights that are gone through before one is read again: more than caches hold."""
 _HEAVY = 1.25
 """Times the bytes of the weight as loaded; a layout's padding of small matrices is less."""
-_MANY_TOKENS, _HOPELESS = 16, 8.0
-"""From so many tokens on, and so many times the best's time."""
+_HOPELESS = 8.0
+"""Times the best's time: a candidate that takes more is not tried with more tokens, from ``_MANY_TOKENS`` on."""
+_MANY_TOKENS = 16
+_PATIENCE = 0.25
+"""Seconds. With fewer tokens, a hopeless candidate is left where one call with the next number would take longer."""
+_RUNGS = (2, _MANY_TOKENS)
+"""Numbers of tokens that are tried once, where none near them is measured, before a hopeless candidate gets more."""
 _FINITE = 0x77
 """Bits of a floating-point element of 8 bits that make neither infinity nor NaN."""
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Bytes a second that the device reads, and operations a second of a plain matmul, both measured."""
+    """Bytes a second that the device reads, and operations a second of torch's matmul ``product``, both measured."""
 
     bytes_per_second: float
     flops_per_second: float
+    product: Product
 
     def seconds(self, nbytes: int, flops: int) -> float:
         """The least time for reading so much and computing so much."""
@@ -160,12 +166,14 @@ class LinearTuner:
 
     def roofline(self) -> Roofline:
         """Measure it."""
-        return Roofline(self._timer.read_speed(self._most_rounds), self._timer.product_speed(self._most_rounds))
+        timer, rounds = self._timer, self._most_rounds
+        return Roofline(timer.read_speed(rounds), timer.product_speed(rounds), timer.product)
 
     def measure(self, plan: Plan, tokens: Sequence[int], advance: Callable[[], None] = lambda: None) -> Measured:
         """Measure all candidates for ``plan.workload`` with each number of tokens; ``advance`` is called after each.
 
-        ``tokens`` ascend: what takes many times the best's time with many of them is not tried with more.
+        ``tokens`` ascend. A candidate that takes many times the best's time with many of them is not tried with more;
+        nor is it with few of them, where a call would take long. What serves now is always measured.
 
         The weight is packed once for each layout, and copied until caches cannot hold all. What cannot be built or
         run is left out with a warning; raises its error where it is what serves now.
@@ -185,30 +193,60 @@ class LinearTuner:
         weights, nbytes = self._packed(kernels, slots)
         del slots
         contenders = {c: kernel for offer, kernel in kernels.items() for c in _contenders(offer, kernel)}
-        times: dict[int, dict[Contender, float]] = {}
-        hopeless: set[Contender] = set()
-        for number in tokens:
-            x = torch.randn(number, workload.in_features, device=self._ctx.torch_device).to(self._ctx.dtype)
-            runs = {
-                contender: self._run(contender, kernel, weights[contender.form.layout], x)
-                for contender, kernel in contenders.items()
-                if contender.serves(number)
-            }
-            times[number] = dict.fromkeys(runs, math.inf)
-            able = [
-                contender
-                for contender, run in runs.items()
-                if contender not in hopeless
-                and self._attempt(run, contender.offer, contender.offer in serving) is not None
-            ]
-            seconds = self._timer.in_turns([runs[contender] for contender in able], self._most_rounds)
-            times[number] |= zip(able, seconds, strict=True)
-            if number >= _MANY_TOKENS:
-                slow = {c for c in able if times[number][c] > _HOPELESS * min(seconds) and c.offer not in serving}
-                hopeless |= slow
-            advance()
+        runs_of = partial(self._attempted, contenders, weights, workload.in_features, serving)
+        times = self._times(runs_of, contenders, serving, tokens, advance)
         versions, itemsize = _versions(offers), self._ctx.dtype.itemsize
         return Measured(plan, tuple(contenders), times, nbytes, loaded_bytes, versions, itemsize)
+
+    def _times(
+        self,
+        runs_of: Callable[[int, Collection[Contender]], dict[Contender, Run]],
+        contenders: Collection[Contender],
+        serving: Collection[Offer],
+        tokens: Sequence[int],
+        advance: Callable[[], None],
+    ) -> Times:
+        """Seconds by number of tokens and contender, infinite where it failed or was left aside as hopeless.
+
+        ``runs_of`` gives calls with so many tokens of those of the contenders that can run.
+        """
+        times: dict[int, dict[Contender, float]] = {}
+        hopeful = dict.fromkeys(contenders)
+
+        def leave(seconds: Mapping[Contender, float], longest: float) -> None:
+            """Have no hope of those that take many times the best's time, and longer than ``longest``."""
+            slow = max(longest, _HOPELESS * min(seconds.values(), default=0.0))
+            for contender, own in seconds.items():
+                if own > slow and contender.offer not in serving:
+                    del hopeful[contender]
+
+        for last, number in pairwise((0, *tokens)):
+            for rung in (rung for rung in _RUNGS if last < rung < number):
+                once = {contender: self._timer.once(run) for contender, run in runs_of(rung, hopeful).items()}
+                leave(once, _PATIENCE * rung / number)
+            runs = runs_of(number, hopeful)
+            seconds = self._timer.in_turns(list(runs.values()), self._most_rounds)
+            times[number] = {c: math.inf for c in contenders if c.serves(number)}
+            times[number] |= zip(runs, seconds, strict=True)
+            following = next((n for n in tokens if n > number), number)
+            longest = 0.0 if number >= _MANY_TOKENS else _PATIENCE * number / following
+            leave(dict(zip(runs, seconds, strict=True)), longest)
+            advance()
+        return times
+
+    def _attempted(
+        self,
+        contenders: Mapping[Contender, LinearKernel],
+        weights: Mapping[str, Iterator[dict[str, torch.Tensor]]],
+        in_features: int,
+        serving: Collection[Offer],
+        number: int,
+        hopeful: Collection[Contender],
+    ) -> dict[Contender, Run]:
+        """Calls with so many tokens of the hopeful contenders, each of which was called once and did not fail."""
+        x = torch.randn(number, in_features, device=self._ctx.torch_device).to(self._ctx.dtype)
+        runs = {c: self._run(c, contenders[c], weights[c.form.layout], x) for c in hopeful if c.serves(number)}
+        return {c: run for c, run in runs.items() if self._attempt(run, c.offer, c.offer in serving) is not None}
 
     def _attempt(self, call: Callable[[], T], offer: Offer, must_succeed: bool) -> T | None:
         """What ``call``, code of the offer's plugin, returns; None, with a warning, where it fails and may fail."""

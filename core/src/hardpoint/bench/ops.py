@@ -12,10 +12,11 @@ import click
 import torch
 
 from hardpoint.attention.build import attention_backend
-from hardpoint.bench.device_timer import OPERATIONS, DeviceTimer, Run
+from hardpoint.bench.device_timer import DeviceTimer, Run
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
 from hardpoint.config import EngineConfig
 from hardpoint.context import Context
+from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.engine.blueprint import draw
 from hardpoint.ops.act_and_mul import act_and_mul
 from hardpoint.ops.add_rms_norm import add_rms_norm
@@ -72,7 +73,8 @@ def ops(platform: str | None, only: str, rounds: int, eager: bool, sequences: in
     """Run the kernels that this platform would choose, each beside a plain read or a plain product.
 
     A kernel that reads more than it computes is compared with torch's sum over as many bytes, one that computes with
-    torch's matmul of 2048 x 2048 bfloat16, measured in turns with it, by the device's clock. Shapes are those of
+    torch's matmul, measured in turns with it, by the device's clock: in bfloat16, or in float32 where the device does
+    not multiply bfloat16 at speed. Shapes are those of
     Qwen3-0.6B, for decode attention 32 query heads and 8 KV heads of 128, in pages of 16, and for experts those of
     Qwen3-30B-A3B. Peers are torch's matmuls that do the work of 4,096 tokens' experts as that of one. Calls are
     prepared by the platform's graph engine and replayed, as an engine's steps are. What it cannot prepare is called
@@ -81,19 +83,19 @@ def ops(platform: str | None, only: str, rounds: int, eager: bool, sequences: in
     settings = {"platform": platform} if platform else {}
     blueprint = draw(EngineConfig.create(model="demo", dtype=_DTYPE, **settings))
     ctx, device = blueprint.ctx, blueprint.platform
-    kernels = dict(_kernels(ctx, sequences, length))
+    timer = DeviceTimer(device, ctx.torch_device, _WORKING_SET, by_host=eager)
+    kernels = dict(_kernels(ctx, timer, sequences, length))
     wanted = [name for name in kernels if only in name]
     if not wanted:
         raise ConfigError(f"--only {only}: found in the name of no row; they are {'; '.join(kernels)}")
-    timer = DeviceTimer(device, ctx.torch_device, _WORKING_SET, by_host=eager)
     bench = _Bench(timer, rounds, EagerGraphEngine() if eager else device.graph_engine())
     with torch.inference_mode():
         rows = [bench.row(name, kernels[name]()) for name in wanted]
     return BenchResult(
         "ops",
         tuple(rows),
-        roofline="torch's sum over as many bytes, or its bfloat16 matmul",
-        peer="torch's matmuls of as much work",
+        roofline=f"torch's sum over as many bytes, or {timer.product}",
+        peer=f"torch's matmuls of as much work, in {dtype_name(timer.dtype_at_speed(dtype_of(_DTYPE)))}",
     )
 
 
@@ -113,7 +115,7 @@ class _Bench:
         ours, bound, *others = self._timer.in_turns(timed, self._rounds, hopeless=math.inf)
         ours /= len(work.runs)
         amount, unit = (work.flops, "GFLOP/s") if work.flops else (work.nbytes, "GB/s")
-        roofline = (OPERATIONS if work.flops else _WORKING_SET) / bound / 1e9
+        roofline = (self._timer.product.flops if work.flops else _WORKING_SET) / bound / 1e9
         peer = amount / others[0] / 1e9 if others else None
         note = f"{ours * 1e6:,.1f} us"
         return BenchRow(name, amount / ours / 1e9, unit, roofline, peer, better="higher", note=note)
@@ -145,13 +147,15 @@ class _Work:
     peer: Run | None = None
 
 
-def _kernels(ctx: Context, sequences: int, length: int) -> Iterator[tuple[str, Callable[[], _Work]]]:
+def _kernels(
+    ctx: Context, timer: DeviceTimer, sequences: int, length: int
+) -> Iterator[tuple[str, Callable[[], _Work]]]:
     for name, specs in _SPECS.items():
         for tokens in (1, 8, 512):
             yield f"linear {name}, {tokens} rows", partial(_linear, ctx, specs, tokens)
     yield f"decode attention, {sequences} x {length}", partial(_attention, ctx, sequences, length)
     for tokens in (32, 4096):
-        yield f"experts, {tokens} tokens", partial(_experts, ctx, tokens)
+        yield f"experts, {tokens} tokens", partial(_experts, ctx, timer, tokens)
     yield "add_rms_norm, 4096 rows", partial(_norm, ctx)
     yield "act_and_mul, 4096 rows", partial(_activation, ctx)
 
@@ -172,7 +176,7 @@ def _linear(ctx: Context, specs: tuple[QuantSpec, QuantSpec], tokens: int) -> _W
     return _Work(runs, nbytes, 2 * tokens * n * k if tokens > 64 else 0)
 
 
-def _experts(ctx: Context, tokens: int) -> _Work:
+def _experts(ctx: Context, timer: DeviceTimer, tokens: int) -> _Work:
     """A layer's experts, each token's drawn at random. For a few tokens the bytes of those that are used count."""
     device, hidden, width = ctx.torch_device, _EXPERTS_HIDDEN, _EXPERT_WIDTH
     workload = ExpertsWorkload(
@@ -198,7 +202,8 @@ def _experts(ctx: Context, tokens: int) -> _Work:
         "w13.weight": torch.randn(_EXPERTS, 2 * width, hidden, device=device).bfloat16(),
         "w2.weight": torch.randn(_EXPERTS, hidden, width, device=device).bfloat16(),
     }
-    dense = [weight[0].clone() for weight in stacked.values()]
+    peer_dtype = timer.dtype_at_speed(x.dtype)
+    dense = [weight[0].to(peer_dtype, copy=True) for weight in stacked.values()]
     w, out, here = kernel.prepack(stacked), torch.empty_like(x), ids.to(device)
     weights = torch.rand(tokens, _TOP_K, device=device)
     workspace = torch.empty(kernel.workspace_bytes(tokens), dtype=torch.uint8, device=device)
@@ -206,8 +211,8 @@ def _experts(ctx: Context, tokens: int) -> _Work:
     nbytes, flops = active * 3 * width * hidden * 2, 6 * tokens * _TOP_K * width * hidden
     if tokens <= 64:
         return _Work([run], nbytes)
-    rows = x.repeat_interleave(_TOP_K, 0)
-    middle = torch.randn(len(rows), width, device=device).bfloat16()
+    rows = x.repeat_interleave(_TOP_K, 0).to(peer_dtype)
+    middle = torch.randn(len(rows), width, device=device).to(peer_dtype)
 
     def as_one() -> None:
         torch.nn.functional.linear(rows, dense[0])

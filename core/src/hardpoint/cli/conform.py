@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from hardpoint.cli.output import check_writable, make_folder, print_json, print_table, write_text
-from hardpoint.conformance.kit import SEEDS, TIMEOUTS, Order, Shard
+from hardpoint.conformance.kit import SEEDS, TIMEOUTS, Order, Shard, not_tried_here
 from hardpoint.conformance.plan import CASE_SECONDS, Level
 from hardpoint.conformance.proof import tally
 from hardpoint.plugins import discover
@@ -79,7 +79,9 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
 )
 @click.option("--shard", type=_ShardType(), default="1/1", show_default=True, help="Run the I-th of N parts.")
 @click.option("--case", metavar="GLOB", default="*", help="Only cases of such names; certifies nothing.")
-@click.option("--platform", metavar="NAME", help="Where to run; by default where the plugin says that it belongs.")
+@click.option(
+    "--platform", metavar="NAME", help="Where to run; by default the first platform that PLUGIN names and that is here."
+)
 @click.option(
     "--setting",
     "settings",
@@ -240,6 +242,8 @@ def _print(certificate: Certificate) -> None:
     _print_failures(certificate.results)
     _print_reasons(certificate.tallies)
     _print_proofs(certificate)
+    for line in not_tried_here(certificate.results):
+        click.echo(line)
     click.echo(_conclusion(certificate))
 
 
@@ -325,8 +329,6 @@ def _conclusion(certificate: Certificate) -> str:
     if not certificate.is_complete:
         return f"{checks}, none failed; this is a part of a run and certifies nothing by itself"
     said = f"{checks}, none failed"
-    if elsewhere := [proof.key[2] for proof in certificate.proofs if proof.verdict == "not here"]:
-        said += f"; for other hardware: {', '.join(elsewhere)}"
     if unproved := [proof.key[2] for proof in _unproved(certificate)]:
         said += f"; not proved: {', '.join(unproved)}"
     return said

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -13,16 +16,35 @@ from hardpoint.cli.options import EngineCommand
 from hardpoint.cli.output import print_json, print_table
 from hardpoint.config import EngineConfig
 
+_WIDTH, _LINES = 100, 60
+"""Columns of the summary where neither a terminal nor COLUMNS says another number, and its lines where all fits."""
+_FEWEST_NOTES = 5
+"""Reasons that are shown however long the table is."""
+_HEADS = ("for", "tokens", "chosen", "certified", "by")
+_GAP = "  "
+_LEAST_NAME = 9
+"""Columns of a name that is cut, at least."""
+_RULES = {"only candidate": "only one", "tuning file": "tuned"}
+"""Rules in a word; the others are one."""
+_LEAST_USEFUL = (
+    {"platform", "not-asked-for"},
+    {"arch", "batch-invariant", "device-feature", "dtype", "kv-dtype", "layout", "phase", "spec", "tokens"},
+    {"lower-rank", "replaced"},
+)
+"""Codes of reasons that tell little: of other hardware, of other requests, and of candidates that come later."""
+
 
 @click.command(cls=EngineCommand, short_help="Show which implementation serves what, and why not the others.")
 @click.option("--device", metavar="PRESET", help="Answer for hardware that is not here, such as a plugin's preset.")
-@click.option("--all", "show_all", is_flag=True, help="Leave nothing out.")
+@click.option("--all", "show_all", is_flag=True, help="Every workload, and every reason against every candidate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, which leaves nothing out.")
 def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: bool) -> None:
     """Show which implementation would serve each part of MODEL, and why not the others. Loads no weights.
 
-    What plugins of other platforms have for those is counted, and reasons that a row shares with the one above it are
-    not repeated; --all shows everything.
+    There is a line for each family and kind of layer, op or matrix, and for each range of tokens where several
+    implementations share it. Below stand the reasons that somebody can act on, or that the workload gives; --all shows
+    every workload and every reason. For hardware that is not here, "?" marks an implementation that could not be asked
+    whether it supports the workload.
     """
     from hardpoint.engine.explain import explain as ask
 
@@ -31,24 +53,97 @@ def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: b
         print_json(table)
         return
     rows: Any = table["rows"]
-    elsewhere = frozenset() if show_all else _of_other_platforms(rows)
-    uses = Counter(
-        (_subject(row), row["range"], _chosen(row), row["certified"], _rule(row), _losers(row, elsewhere))
-        for row in rows
-    )
-    shown = [[subject, count, *rest] for (subject, *rest), count in uses.items()]
-    print_table(
-        ["for", "uses", "tokens", "chosen", "certified", "rule", "not chosen, and why"],
-        shown if show_all else _without_repetition(shown),
-    )
+    if show_all:
+        print_table(
+            ["for", "uses", "tokens", "chosen", "certified", "rule", "not chosen, and why"],
+            [
+                [subject, count, *rest]
+                for (subject, *rest), count in Counter(
+                    (_subject(row), row["range"], _chosen(row), row["certified"], _rule(row), _losers(row))
+                    for row in rows
+                ).items()
+            ],
+        )
+    else:
+        for line in _summary(rows, _width()):
+            click.echo(line)
     click.echo(f"selection digest {table['digest']}")
+
+
+def _summary(rows: list[dict[str, Any]], width: int) -> list[str]:
+    """The table with a line for each subject and range of tokens, and the reasons that are of use."""
+    plans: dict[tuple[str, str], list[tuple[str, str, str, str]]] = {}
+    for row in rows:
+        line = (row["range"], _chosen(row), row["certified"], _RULES.get(row["rule"], row["rule"]))
+        plans.setdefault((_title(row), row["workload"]), []).append(line)
+    alike = Counter((title, tuple(lines)) for (title, _), lines in plans.items())
+    cells = [_HEADS]
+    for (title, lines), uses in alike.items():
+        cells.append((title if uses == 1 else f"{title} x{uses}", *lines[0]))
+        cells += [("", *line) for line in lines[1:]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    chosen, beyond = _HEADS.index("chosen"), sum(widths) + len(_GAP) * (len(widths) - 1) - width
+    widths[chosen] -= max(0, min(beyond, widths[chosen] - _LEAST_NAME))
+    table = [
+        _GAP.join(_cut(cell, size).ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+    notes = list(dict.fromkeys(note for row in rows for note in _notes(row)))
+    room = max(_FEWEST_NOTES, _LINES - len(table) - 4)
+    more = [f"{len(notes) - room} more reasons"] if len(notes) > room else []
+    return [
+        *table,
+        "",
+        *(_cut(note, width) for note in notes[:room]),
+        *more,
+        "all reasons: --all; for programs: --json",
+    ]
+
+
+def _notes(row: dict[str, Any]) -> Iterator[str]:
+    """What is worth knowing of one row: what was measured or not asked, and why the nearest other was not chosen."""
+    title = _title(row)
+    if "not_asked" in row:
+        yield f"? {title}: {row['chosen']} was not asked whether it supports this: {row['not_asked']}"
+    if "measured" in row:
+        yield f"{title}: {row['chosen']}: {row['measured']}"
+    for loser in row["rejected"]:
+        if _use(loser) == len(_LEAST_USEFUL):
+            reason = max(loser["reasons"], key=lambda reason: "fix" in reason)
+            fix = f"; fix: {reason['fix']}" if "fix" in reason else ""
+            yield f"{title}: not {loser['name']}: {reason['message']}{fix}"
+
+
+def _use(loser: dict[str, Any]) -> int:
+    """How much the reasons against a candidate tell: as much as the one that tells least."""
+    ranks = [
+        next((rank for rank, codes in enumerate(_LEAST_USEFUL) if reason["code"] in codes), len(_LEAST_USEFUL))
+        for reason in loser["reasons"]
+    ]
+    return min(ranks)
+
+
+def _title(row: dict[str, Any]) -> str:
+    return f"{row['family']} {row['of']}" if row["of"] else str(row["family"])
+
+
+def _width() -> int:
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else _WIDTH
+
+
+def _cut(text: str, width: int) -> str:
+    """The first line of ``text``, or as much of it as fits, and three dots."""
+    line = text.partition("\n")[0]
+    return line if line == text and len(line) <= width else line[: max(width - 3, 0)].rstrip() + "..."
 
 
 def _subject(row: dict[str, Any]) -> str:
     """Family and name, and the workload's plain fields; nested ones (a layer's arguments) stand in --json."""
-    title = f"{row['family']} {row['of']}" if row["of"] else str(row["family"])
     fields = re.split(r"(?<!,) (?=\w+=)", row["workload"])
-    return "\n".join([title, *(f"  {field}" for field in fields if field and "(" not in field)])
+    return "\n".join([_title(row), *(f"  {field}" for field in fields if field and "(" not in field)])
 
 
 def _rule(row: dict[str, Any]) -> str:
@@ -56,35 +151,13 @@ def _rule(row: dict[str, Any]) -> str:
 
 
 def _chosen(row: dict[str, Any]) -> str:
-    return f"{row['chosen']} ({row['plugin']})"
+    return f"{row['chosen']} ({row['plugin']})" + ("?" if "not_asked" in row else "")
 
 
-def _without_repetition(rows: list[list[Any]]) -> list[list[Any]]:
-    """The rows, with reasons of several lines as a word where those of the row above are the same."""
-    above = [None, *(row[-1] for row in rows)]
-    return [
-        [*row[:-1], "as above"] if row[-1] == before and "\n" in row[-1] else row
-        for row, before in zip(rows, above, strict=False)
-    ]
-
-
-def _of_other_platforms(rows: list[dict[str, Any]]) -> frozenset[str]:
-    """The plugins that offer a platform, but not the one that was chosen."""
-    platform = next(row for row in rows if row["family"] == "platform")
-    return frozenset(loser["plugin"] for loser in platform["rejected"]) - {platform["plugin"]}
-
-
-def _losers(row: dict[str, Any], elsewhere: Collection[str] = ()) -> str:
-    """The losers and why; what those plugins have for other platforms is a number."""
+def _losers(row: dict[str, Any]) -> str:
+    """The losers and why."""
     lines = []
-    hidden = [
-        loser
-        for loser in row["rejected"]
-        if loser["plugin"] in elsewhere and any(reason["code"] == "platform" for reason in loser["reasons"])
-    ]
     for loser in row["rejected"]:
-        if loser in hidden:
-            continue
         lines.append(f"{loser['name']} ({loser['plugin']})")
         for reason in loser["reasons"]:
             lines.append(f"  {reason['message']}")
@@ -92,7 +165,4 @@ def _losers(row: dict[str, Any], elsewhere: Collection[str] = ()) -> str:
                 lines.append(f"    wanted {reason.get('wanted', '-')} | supported {reason.get('supported', '-')}")
             if "fix" in reason:
                 lines.append(f"    fix: {reason['fix']}")
-    if hidden:
-        are = "is for another platform" if len(hidden) == 1 else "are for other platforms"
-        lines.append(f"{len(hidden)} more {are} (--all shows {'it' if len(hidden) == 1 else 'them'})")
     return "\n".join(lines)

@@ -187,7 +187,7 @@ def linear(
     speed, rate = tuned.roofline.bytes_per_second / 1e9, tuned.roofline.flops_per_second / 1e12
     click.echo(
         f"bound: bytes of weight, input and output over {speed:,.1f} GB/s, which torch's sum reads, or operations over "
-        f"{rate:,.2f} TFLOP/s, which torch's bfloat16 matmul reaches, whatever takes longer"
+        f"{rate:,.2f} TFLOP/s, which {tuned.roofline.product} reaches, whatever takes longer"
     )
     if tuned.file == known:
         click.echo(f"{path} stays as it is: no winner is another, and no time differs by more than {margin:g} %")

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from threading import Condition
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hardpoint.conformance.kit import Order, platform_for
+from hardpoint.conformance.kit import WHOLE, Order, platforms_for
 from hardpoint.conformance.plan import CASE_SECONDS, CoveringArrays, Plan
 from hardpoint.conformance.processes import DeathError, Nursery, TrialProcess
 from hardpoint.conformance.proof import Asked, asked_of
@@ -75,16 +75,16 @@ class Runner(Protocol):
 class InProcess:
     """Runs trials in this process: for debuggers. A crash takes the run down."""
 
-    def __init__(self, plugins: PluginSet, order: Order, offer: Offer, platform: str | None) -> None:
+    def __init__(self, plugins: PluginSet, order: Order, offer: Offer, platforms: Sequence[str | None]) -> None:
         self.offer = offer
-        self._plugins, self._order, self._platform = plugins, order, platform
+        self._plugins, self._order, self._platforms = plugins, order, platforms
 
     @cached_property
     def _bench(self) -> Bench:
         from hardpoint.conformance.worker import Bench
 
         order = self._order
-        return Bench(self._plugins, self.offer, self._platform, Plan(order.level, order.seed), order.settings)
+        return Bench(self._plugins, self.offer, self._platforms, Plan(order.level, order.seed), order.settings)
 
     def list(self) -> Listing:
         """See Runner."""
@@ -113,13 +113,14 @@ class _Known:
 class Isolated:
     """Runs trials in a process of its own, which is started when it is first needed, and again after each death.
 
+    Trials run on the first of ``platforms`` that is present; None means the engine's choice.
     ``threads`` are those that the host's part of trials on a device may use in it; None: torch's default.
     """
 
     nursery: Nursery
     order: Order
     offer: Offer
-    platform: str | None
+    platforms: Sequence[str | None]
     seconds: float = CASE_SECONDS
     threads: int | None = None
     _process: TrialProcess | None = None
@@ -136,7 +137,7 @@ class Isolated:
                 self._start()
             except DeathError as death:
                 asked = asked_of(self.offer.contribution, None)
-                self._known.listing = Listing([], {}, asked, self._failed("all", "load", death))
+                self._known.listing = Listing([], {}, asked, self._failed(WHOLE, "load", death))
         assert self._known.listing is not None
         return self._known.listing
 
@@ -174,7 +175,7 @@ class Isolated:
                 "family": c.family,
                 "of": c.of,
                 "name": c.name,
-                "platform": self.platform,
+                "platforms": self.platforms,
                 "level": self.order.level,
                 "seed": self.order.seed,
                 "settings": self.order.settings,
@@ -208,13 +209,13 @@ def run(
     measured. Raises UnknownNameError and the plugin's own error before anything is run.
     """
     offers = order.offers(plugins)
-    platform = platform_for(plugins, offers, order.platform)
+    platforms = platforms_for(plugins, offers, order.platform)
     if not isolated:
-        yield from _one_by_one([InProcess(plugins, order, offer, platform) for offer in offers], order)
+        yield from _one_by_one([InProcess(plugins, order, offer, platforms) for offer in offers], order)
         return
     with closing(Nursery()) as nursery:
         threads = max(1, available_cores() // jobs) if jobs else None
-        runners = [Isolated(nursery, order, offer, platform, seconds, threads) for offer in offers]
+        runners = [Isolated(nursery, order, offer, platforms, seconds, threads) for offer in offers]
         try:
             if (jobs or _jobs(runners)) == 1:
                 yield from _one_by_one(runners, order)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hardpoint.conformance.plan import LEVELS, Level
 from hardpoint.plugins import Offer, PluginSet
 from hardpoint.plugins.record import PluginRecord
 from hardpoint_plugin_api import FAMILIES, ConfigError, Contribution, UnknownNameError
 
+if TYPE_CHECKING:
+    from hardpoint.conformance.trials import Result
+
 SEEDS = range(2**63)
 """What inputs can be drawn from: torch's generators take no more."""
 TIMEOUTS = range(1, 24 * 3600 + 1)
 """Seconds that a case can be given: a day at most, far below what clocks and timers can count."""
+WHOLE = "all"
+"""The case of a result that is about a contribution as a whole."""
+_MOST_NAMES = 6
 
 
 @dataclass(frozen=True)
@@ -105,14 +111,40 @@ def check_number(what: str, number: float, allowed: range) -> None:
         raise ConfigError(f"{what} is a whole number from {allowed[0]} to {allowed[-1]}, not {number}")
 
 
-def platform_for(plugins: PluginSet, offers: Sequence[Offer], wanted: str | None) -> str | None:
-    """The platform to run on: the one asked for; else the first that the contributions name; None for any."""
+def platforms_for(plugins: PluginSet, offers: Sequence[Offer], wanted: str | None) -> tuple[str | None, ...]:
+    """The platforms to run on, best first, of which the first that is present here is meant; None: the engine's choice.
+
+    They are the one asked for; else those that the contributions are or name, as far as they are installed, and the
+    engine's choice where a contribution names none, or none of the named is installed.
+    """
     if wanted:
-        return wanted
-    own = [o.contribution.name for o in offers if o.contribution.family == "platform"]
-    named = [p for o in offers for p in o.contribution.platforms]
-    present = {o.contribution.name for o in plugins.offers("platform")}
-    return next((p for p in (*own, *named) if p in present), None)
+        return (wanted,)
+    named = [p for of_platform in (True, False) for o in offers for p in _named(o, of_platform)]
+    installed = {o.contribution.name for o in plugins.offers("platform")}
+    found = list(dict.fromkeys(p for p in named if p in installed))
+    serves_any = any(not home_platforms(o.contribution) for o in offers)
+    return (*found, None) if serves_any or not found else tuple(found)
+
+
+def home_platforms(contribution: Contribution) -> tuple[str, ...]:
+    """The platforms that a contribution is for; none where it is for any. A platform is for itself."""
+    return contribution.platforms or (contribution.name,) * (contribution.family == "platform")
+
+
+def _named(offer: Offer, of_platform: bool) -> tuple[str, ...]:
+    return home_platforms(offer.contribution) if (offer.contribution.family == "platform") == of_platform else ()
+
+
+def not_tried_here(results: Iterable[Result]) -> Iterator[str]:
+    """Lines that name the contributions of which nothing was tried, since they are for hardware that is not in use."""
+    by_reason: dict[str, list[str]] = {}
+    for result in results:
+        if result.case == WHOLE and result.outcome == "skipped":
+            title = f"{result.family} {result.of}" if result.of else result.family
+            by_reason.setdefault(result.reason, []).append(f"{result.name} ({title})")
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        yield f"not tried: {', '.join(names[:_MOST_NAMES])}{more}: {reason}"
 
 
 def case_list_digest(listed: Sequence[tuple[Contribution, Sequence[str]]]) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from hardpoint.conformance.kit import home_platforms
 from hardpoint_plugin_api import ApiVersion, CheckContext, Contribution, DeviceInfo, Feature, Reason, Request, Workload
 from hardpoint_plugin_api.requirements import (
     ArchRequirement,
@@ -262,7 +263,7 @@ def met_by(
 
 def elsewhere(contribution: Contribution, device: DeviceInfo, api: ApiVersion, workload: Workload) -> Reason | None:
     """Why a contribution is for other hardware than ``device``; None where it is for this one."""
-    platforms = contribution.platforms or (contribution.name,) * (contribution.family == "platform")
+    platforms = home_platforms(contribution)
     if platforms and device.platform not in platforms:
         return Reason("platform", f"it is for {', '.join(platforms)}; this run is on {device.platform}")
     context = CheckContext(Request(device, workload), api)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _RUNNERS = pytest.StashKey[list["Runner"]]()
 _NURSERY: pytest.StashKey[Nursery] = pytest.StashKey()
 _COLLECTED = pytest.StashKey[list["_Contribution"]]()
+_WHOLES: pytest.StashKey[list[Result]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--hardpoint-seed", type=int, default=0, metavar="SEED", help="What inputs are drawn from.")
     group.addoption("--hardpoint-family", metavar="FAMILY", help="Only the plugin's contributions to one family.")
     group.addoption("--hardpoint-name", metavar="NAME", help="Only the plugin's contribution of this name.")
-    group.addoption("--hardpoint-platform", metavar="NAME", help="Where to run; by default where the plugin belongs.")
+    group.addoption("--hardpoint-platform", metavar="NAME", help="Where to run; by default the first that it names.")
     group.addoption(
         "--hardpoint-timeout", type=float, default=CASE_SECONDS, metavar="S", help="Seconds one case may take."
     )
@@ -52,7 +53,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say so."""
+    """Say so, and name the contributions that are for hardware that is not here."""
+    if wholes := config.stash.get(_WHOLES, []):
+        from hardpoint.conformance.kit import not_tried_here
+
+        for line in not_tried_here(wholes):
+            terminalreporter.write_line(f"hardpoint: {line}")
     for line in _unproved(config):
         terminalreporter.write_line(f"hardpoint: {line}", red=True)
 
@@ -81,7 +87,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.Item]:
     from hardpoint.conformance.certify import check
     from hardpoint.conformance.isolation import Isolated
-    from hardpoint.conformance.kit import TIMEOUTS, Order, check_number, platform_for
+    from hardpoint.conformance.kit import TIMEOUTS, Order, check_number, platforms_for
     from hardpoint.conformance.processes import Nursery
     from hardpoint.plugins import discover
     from hardpoint_plugin_api import HardpointError
@@ -103,9 +109,9 @@ def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.
         raise pytest.UsageError(str(error)) from error
     nursery = config.stash.setdefault(_NURSERY, Nursery())
     offers = order.offers(plugins)
-    platform = platform_for(plugins, offers, order.platform)
+    platforms = platforms_for(plugins, offers, order.platform)
     for offer in offers:
-        runner = Isolated(nursery, order, offer, platform, config.getoption("hardpoint_timeout"))
+        runner = Isolated(nursery, order, offer, platforms, config.getoption("hardpoint_timeout"))
         runners.append(runner)
         c, listing = offer.contribution, runner.list()
         runner.close()  # its process is started again when its first case runs
@@ -113,6 +119,7 @@ def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.
         config.stash.setdefault(_COLLECTED, []).append(of)
         title = "/".join(part for part in (c.family, c.of, c.name) if part)
         if listing.unfit:
+            config.stash.setdefault(_WHOLES, []).append(listing.unfit)
             yield ConformanceItem.from_parent(session, name=f"{title}[all]", runner=runner, of=of, done=listing.unfit)
         for case in listing.cases:
             yield ConformanceItem.from_parent(session, name=f"{title}[{case}]", runner=runner, of=of, case=case)

@@ -23,12 +23,14 @@ from hardpoint.resources import EngineResources
 from hardpoint.selection import Plan as SelectionPlan
 from hardpoint.selection import PlanEntry, Selector, Settings, StepRange, choose_platform
 from hardpoint_plugin_api import (
+    NO_DEVICE,
     CheckContext,
     EngineLimits,
     Platform,
     Reason,
     Request,
     Scope,
+    SelectionError,
     TokensRequirement,
     UnknownNameError,
     Workload,
@@ -81,6 +83,10 @@ class ReferenceSelector(Selector):
         return SelectionPlan(workload, (PlanEntry(StepRange(), offer, "only candidate"),))
 
 
+class NotPresentError(Exception):
+    """The hardware of none of the platforms is here; the message says why, of each."""
+
+
 @dataclass(frozen=True)
 class Site:
     """A platform with one device made active, and the plugins that are installed."""
@@ -89,6 +95,28 @@ class Site:
     device: torch.device
     plugins: PluginSet
     config: EngineConfig
+
+    @classmethod
+    def first_present(
+        cls,
+        plugins: PluginSet,
+        platforms: Sequence[str | None],
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Site:
+        """Open the first of ``platforms`` (None: the engine's choice) whose hardware is here; see ``open``.
+
+        Raises NotPresentError, which names all of them, where none is. A platform that is broken is not passed over.
+        """
+        absent: dict[str, Reason] = {}
+        for platform in platforms:
+            try:
+                return cls.open(plugins, platform, settings)
+            except SelectionError as error:
+                reasons = [reason for each in error.rejected.values() for reason in each]
+                if not reasons or any(reason.code != NO_DEVICE for reason in reasons):
+                    raise
+                absent[str(platform)] = reasons[0]
+        raise NotPresentError("; ".join(f"{name}: {reason}" for name, reason in absent.items()))
 
     @classmethod
     def open(

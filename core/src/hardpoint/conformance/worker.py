@@ -9,18 +9,19 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hardpoint.conformance.generators import generator_for
+from hardpoint.conformance.kit import WHOLE
 from hardpoint.conformance.plan import Level, Plan
 from hardpoint.conformance.proof import ELSEWHERE, Asked, asked_of, elsewhere, met_by, proving_check
-from hardpoint.conformance.site import Site, Subject
+from hardpoint.conformance.site import NotPresentError, Site, Subject
 from hardpoint.conformance.trials import Outcome, Result, Trial
 from hardpoint.plugins import Offer, PluginSet, discover
-from hardpoint_plugin_api import NO_DEVICE, DeviceInfo, HardpointError, PlatformWorkload, SelectionError
+from hardpoint_plugin_api import DeviceInfo, HardpointError, PlatformWorkload
 
 
 class Bench:
@@ -30,7 +31,7 @@ class Bench:
         self,
         plugins: PluginSet,
         offer: Offer,
-        platform: str | None,
+        platforms: Sequence[str | None],
         plan: Plan,
         settings: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
@@ -40,12 +41,9 @@ class Bench:
         self._trials: dict[str, Trial] = {}
         self._site: Site | None = None
         try:
-            site = Site.open(plugins, platform, settings)
-        except SelectionError as error:
-            reasons = [reason for each in error.rejected.values() for reason in each]
-            if not reasons or any(reason.code != NO_DEVICE for reason in reasons):
-                raise
-            self.unfit = self._whole(ELSEWHERE, "skipped", f"the platform's hardware is not here: {reasons[0]}")
+            site = Site.first_present(plugins, platforms, settings)
+        except NotPresentError as error:
+            self.unfit = self._whole(ELSEWHERE, "skipped", f"the platform's hardware is not here: {error}")
         else:
             self._site, self.device = site, site.platform.info
             self.unfit, self._trials = self._prepare(plugins, site)
@@ -66,7 +64,7 @@ class Bench:
 
     def _whole(self, check: str, outcome: Outcome, reason: str) -> Result:
         c = self.offer.contribution
-        return Result(c.family, c.of, c.name, "all", check, outcome, reason=reason)
+        return Result(c.family, c.of, c.name, WHOLE, check, outcome, reason=reason)
 
     @property
     def described(self) -> dict[str, Any]:
@@ -125,7 +123,7 @@ def serve(order: Mapping[str, Any]) -> None:
         offer = offer_of(plugins, order["plugin"], order["family"], order["of"], order["name"])
         level: Level = order["level"]
         plan = Plan(level, order["seed"], dict(order["arrays"]))
-        bench = Bench(plugins, offer, order["platform"], plan, order["settings"])
+        bench = Bench(plugins, offer, order["platforms"], plan, order["settings"])
         if order["threads"] and not bench.on_host:  # beside a device, torch on the host computes references alone
             torch.set_num_threads(order["threads"])
     except HardpointError as error:

@@ -1,5 +1,8 @@
 """Explaining for hardware that is not here: kernels that cannot be imported are represented by stand-ins.
 
+Kernels that can be imported are asked for their ``supports``, which answers from the device's description. A kernel
+that cannot be imported, or whose ``supports`` fails without the device, is taken at its manifest's word, and marked.
+
 Layers and models are really imported and constructed, since they say what will be asked; what would touch the device
 is never called, because nothing is loaded and nothing runs.
 """
@@ -14,7 +17,29 @@ from hardpoint.experts.local import LocalAll2All
 from hardpoint.experts.reference import ReferenceExperts
 from hardpoint.plugins import Offer
 from hardpoint.quantization.plain_linear import PlainLinear
-from hardpoint_plugin_api import PluginLoadError
+from hardpoint.selection import Selector
+from hardpoint_plugin_api import HardpointError, PluginError, PluginLoadError, Reason, Workload
+
+
+class AbsentDeviceSelector(Selector):
+    """A selector that takes an offer at its manifest's word where the target cannot be asked without the device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.not_asked: dict[Offer, str] = {}
+        """Why the target of an offer could not be asked."""
+
+    def _dynamic_reasons(self, offer: Offer, workload: Workload) -> list[Reason]:
+        try:
+            target = self._load(offer)
+        except PluginError as error:
+            self.not_asked[offer] = f"it cannot be imported here: {error.__cause__ or error}"
+            return []
+        try:
+            return self._asked_of(target, offer, workload)
+        except HardpointError as error:
+            self.not_asked[offer] = f"its supports() fails without the device: {error.__cause__ or error}"
+            return []
 
 
 class AbsentDeviceContext(Context):

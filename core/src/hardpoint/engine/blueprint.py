@@ -22,7 +22,7 @@ from hardpoint.config.removed import check_environment
 from hardpoint.conformance.certificate import Certificates
 from hardpoint.context import Context, load_target
 from hardpoint.dtypes import dtype_of
-from hardpoint.engine.absent_device import AbsentDeviceContext
+from hardpoint.engine.absent_device import AbsentDeviceContext, AbsentDeviceSelector
 from hardpoint.engine.execution.decode_graphs import decode_sizes
 from hardpoint.engine.execution.runner import StepOps
 from hardpoint.kernel_calls import KernelCalls
@@ -124,12 +124,12 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
             platform.share_host(0, seat.local_ranks if seat else config.tensor_parallel_size)
             context = platform.tuning_context()
         tuning = TuningFile.read(Path(config.tuning_file)).for_engine(choice.device, config.tuning_file, context)
-    selector = Selector(
+    selector = (Selector if preset is None else AbsentDeviceSelector)(
         plugins,
         choice.device,
         _settings(config, method),
         tuning,
-        load=(lambda offer: None) if preset is not None else (lambda offer: load_target(plugins, offer)),
+        load=lambda offer: load_target(plugins, offer),
         refuses=_refusals(config, plugins, choice),
         asked=config.plugins or (),
     )

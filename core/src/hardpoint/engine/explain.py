@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hardpoint.config import EngineConfig
 from hardpoint.conformance.certificate import Certificates
+from hardpoint.engine.absent_device import AbsentDeviceSelector
 from hardpoint.engine.blueprint import draw
 from hardpoint.plugins import Offer
 from hardpoint.selection import SelectionTable
@@ -14,7 +15,7 @@ def explain(config: EngineConfig, device: str | None = None) -> SelectionTable:
     """Return who would serve what for ``config``, on this machine or on the device preset ``device``, and why.
 
     Loads no weights and imports no plugin code but the winners' (to ask what data cannot say) and the allowlist's. For
-    absent hardware a winner's own ``supports`` is not asked.
+    absent hardware, a winner whose ``supports`` cannot be asked here is marked in its row.
     """
     blueprint = draw(config, device)
     certificates = Certificates(blueprint.plugins, blueprint.config)
@@ -23,4 +24,6 @@ def explain(config: EngineConfig, device: str | None = None) -> SelectionTable:
         original = offer.inner if isinstance(offer, AdaptedOffer) else offer
         return str(certificates.standing(original, blueprint.choice.device))
 
-    return SelectionTable([blueprint.choice.plan, *blueprint.ctx.selector.plans], certified)
+    selector = blueprint.ctx.selector
+    not_asked = selector.not_asked if isinstance(selector, AbsentDeviceSelector) else {}
+    return SelectionTable([blueprint.choice.plan, *selector.plans], certified, not_asked)

@@ -114,13 +114,17 @@ class Selector:
         except PluginError as error:
             return [self._broken(offer, "load-failed", error)]
         try:
-            with blame(offer):
-                supports = getattr(target, "supports", None)
-                found = supports(workload, self.device) if supports else []
-            if not isinstance(found, list) or not all(isinstance(r, Reason) for r in found):
-                raise misbehaved(offer, f"must return a list of Reason from supports(), got {found!r}")
+            return self._asked_of(target, offer, workload)
         except HardpointError as error:
             return [self._broken(offer, "supports-failed", error)]
+
+    def _asked_of(self, target: object, offer: Offer, workload: Workload) -> list[Reason]:
+        """What the target's ``supports`` says; raises HardpointError, naming the plugin, where it fails."""
+        with blame(offer):
+            supports = getattr(target, "supports", None)
+            found = supports(workload, self.device) if supports else []
+        if not isinstance(found, list) or not all(isinstance(r, Reason) for r in found):
+            raise misbehaved(offer, f"must return a list of Reason from supports(), got {found!r}")
         return found
 
     def _broken(self, offer: Offer, code: str, error: HardpointError) -> Reason:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from hardpoint.plugins import Offer
 from hardpoint.selection.plan import Plan, Rejection, Rule
@@ -29,6 +30,8 @@ class Row:
     """What certificates say of the chosen, where they were looked at."""
     measured: str | None = None
     """What the tuning file has of it."""
+    not_asked: str | None = None
+    """Why the chosen could not be asked whether it supports the workload; the device is not here."""
 
     def to_json(self) -> dict[str, object]:
         """This row as plain data."""
@@ -48,6 +51,7 @@ class Row:
             "rule": self.rule,
             **({} if self.measured is None else {"measured": self.measured}),
             **({} if self.certified is None else {"certified": self.certified}),
+            **({} if self.not_asked is None else {"not_asked": self.not_asked}),
             "rejected": [
                 {
                     "name": r.offer.contribution.name,
@@ -60,9 +64,17 @@ class Row:
 
 
 class SelectionTable:
-    """Every plan of one engine. ``certified`` says what certificates show of an offer."""
+    """Every plan of one engine.
 
-    def __init__(self, plans: Iterable[Plan], certified: Callable[[Offer], str] | None = None) -> None:
+    ``certified`` says what certificates show of an offer, ``not_asked`` why its ``supports`` could not be called.
+    """
+
+    def __init__(
+        self,
+        plans: Iterable[Plan],
+        certified: Callable[[Offer], str] | None = None,
+        not_asked: Mapping[Offer, str] = MappingProxyType({}),
+    ) -> None:
         self.rows: tuple[Row, ...] = tuple(
             Row(
                 family=plan.workload.family,
@@ -76,6 +88,7 @@ class SelectionTable:
                 rejected=plan.rejected,
                 certified=certified(entry.offer) if certified else None,
                 measured=entry.verdict.evidence() if entry.verdict else None,
+                not_asked=not_asked.get(entry.offer),
             )
             for plan in plans
             for entry in plan.entries

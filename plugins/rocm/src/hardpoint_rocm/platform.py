@@ -18,7 +18,7 @@ RUNTIME_VARIABLE = "ROCR_VISIBLE_DEVICES"
 HIP_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 _FP8 = {
-    "gfx942": Fp8Format("float8_e4m3fnuz", 224.0),
+    "gfx942": Fp8Format("float8_e4m3fnuz", 240.0),
     **dict.fromkeys(("gfx950", "gfx1200", "gfx1201", "gfx1250"), Fp8Format("float8_e4m3fn", 448.0)),
 }
 _MXFP = {"gfx950", "gfx1250"}
