@@ -9,13 +9,15 @@ where there are any.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 import click
+
+from hardpoint.conformance.plan import CoveringArrays, Plan
 
 _CHECKS = ("values", "sizes", "extremes", "rows", "fresh")
 
@@ -39,10 +41,24 @@ class Seen:
                 self.nearest[bound] = (share, case)
 
 
+@dataclass(frozen=True)
+class Reseeded(Plan):
+    """The trials of one plan with inputs of another seed: covering arrays take longer than kernels."""
+
+    inputs: int = 0
+
+    def seed_of(self, case: str) -> int:
+        """By the seed of inputs."""
+        return Plan(seed=self.inputs).seed_of(case)
+
+
+_ARRAYS: CoveringArrays = {}
+_PLANS = 4
+
+
 def one_seed(platform: str, plugin: str, family: str, names: tuple[str, ...], share: int, seed: int) -> dict[str, Seen]:
     """By contribution, what one seed's trials found; of each ``share`` trials one is made, another for each seed."""
     from hardpoint.conformance.generators import generator_for
-    from hardpoint.conformance.plan import Plan
     from hardpoint.conformance.site import Site, Subject
     from hardpoint.plugins import discover
 
@@ -61,10 +77,11 @@ def one_seed(platform: str, plugin: str, family: str, names: tuple[str, ...], sh
         seen = found[title] = Seen()
         generator = generator_for(plugins, contribution)
         assert generator, f"{title} has no trials"
-        for number, trial in enumerate(generator.trials(Subject.load(offer, site), Plan(seed=seed))):
+        plan = Reseeded(seed=seed % _PLANS, arrays=_ARRAYS, inputs=seed)
+        for number, trial in enumerate(generator.trials(Subject.load(offer, site), plan)):
             if trial.unsupported:
                 seen.unsupported[trial.unsupported.code] += 1
-            elif number % share == seed % share:
+            elif number % share == seed // _PLANS % share:
                 for name, finding in trial.run():
                     if name not in _CHECKS:
                         continue
@@ -77,16 +94,23 @@ def one_seed(platform: str, plugin: str, family: str, names: tuple[str, ...], sh
 
 
 def all_seeds(
-    platform: str, plugin: str, family: str, names: tuple[str, ...], share: int, seeds: int, jobs: int
-) -> Iterator[tuple[str, Seen]]:
-    """What all seeds together found."""
+    platform: str, plugin: str, family: str, names: tuple[str, ...], share: int, seeds: int, jobs: int, limit: float
+) -> tuple[int, dict[str, Seen]]:
+    """How many seeds were tried, and what all of them together found."""
     total: dict[str, Seen] = {}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        made = [pool.submit(one_seed, platform, plugin, family, names, share, seed) for seed in range(seeds)]
-        for future in made:
+    done, until = 0, time.monotonic() + limit
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+    made = [pool.submit(one_seed, platform, plugin, family, names, share, seed) for seed in range(seeds)]
+    try:
+        for future in as_completed(made, timeout=until - time.monotonic()):
+            done += 1
             for title, seen in future.result().items():
                 total.setdefault(title, Seen()).add(seen)
-    yield from total.items()
+    except TimeoutError:
+        for process in pool._processes.values():
+            process.kill()
+    pool.shutdown(cancel_futures=True)
+    return done, total
 
 
 @click.command()
@@ -97,12 +121,22 @@ def all_seeds(
 @click.option("--seeds", default=100, help="Seeds to try, from 0.")
 @click.option("--share", default=10, help="One of so many trials is made for each seed.")
 @click.option("--jobs", default=os.cpu_count() or 1, help="Processes at once.")
+@click.option("--limit", default=3600.0, help="Seconds after which no more seeds are tried.")
 def main(
-    plugin: str, family: str, names: tuple[str, ...], platform: str | None, seeds: int, share: int, jobs: int
+    plugin: str,
+    family: str,
+    names: tuple[str, ...],
+    platform: str | None,
+    seeds: int,
+    share: int,
+    jobs: int,
+    limit: float,
 ) -> None:
     """Try the contributions of PLUGIN with many seeds."""
     alarms = 0
-    for title, seen in all_seeds(platform or plugin, plugin, family, names, share, seeds, jobs):
+    done, found = all_seeds(platform or plugin, plugin, family, names, share, seeds, jobs, limit)
+    print(f"{family}: {done} of {seeds} seeds, one trial of {share} each")
+    for title, seen in found.items():
         near = ", ".join(f"{bound} {share:.2f}" for bound, (share, _) in sorted(seen.nearest.items()))
         print(f"{title}: {seen.checks} checks, {len(seen.alarms)} alarms; nearest: {near}", flush=True)
         alarms += len(seen.alarms)

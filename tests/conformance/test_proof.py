@@ -260,7 +260,7 @@ def test_a_pattern_that_is_refused_as_a_whole_was_asked_for(site: Site, monkeypa
 
     monkeypatch.setattr("hardpoint.conformance.worker.generator_for", lambda plugins, contribution: Refusing())
     offer = next(o for o in site.plugins.offers("linear") if o.contribution.name == "torch")
-    bench = Bench(site.plugins, offer, "cpu", Plan(), {"cpu": {"threads": 1}})
+    bench = Bench(site.plugins, offer, ("cpu",), Plan(), {"cpu": {"threads": 1}})
     (result,) = bench.run("spec/nf4")
     assert (result.check, result.outcome, result.claims) == ("claim", "unsupported", ("spec nf4/*",))
 

@@ -11,6 +11,7 @@ import torch
 from hardpoint import LLM
 from hardpoint.attention.build import attention_backend
 from hardpoint.attention.reference import ReferenceAttention
+from hardpoint.kernel_calls import KernelCalls
 from hardpoint.layers import PluggableLayer
 from hardpoint.layers.linear import Linear
 from hardpoint.plugins import Offer
@@ -44,6 +45,7 @@ class Context:
     """A context in which ``target`` wins in its family, and ``Linear`` among the layers elsewhere."""
 
     dtype, path, quantization = torch.float32, "model", Quantization()
+    kernel_calls = KernelCalls(is_on=False)
 
     def __init__(self, family: str, target: object) -> None:
         self.family, self.target = family, target
@@ -148,8 +150,8 @@ def test_what_a_kernel_raises_in_a_step(
     site = installed("fails_in_steps")
     monkeypatch.setenv("PYTHONPATH", str(site))
     with (
+        pytest.raises(Exception, match="not a multiple of 16") as caught,  # as soon as a step is prepared
         LLM(**SMALL, plugins=["cpu", "fails_in_steps"], core_process=own_process) as llm,
-        pytest.raises(Exception, match="not a multiple of 16") as caught,
     ):
         llm.generate([1, 2])
     said = "".join(traceback.format_exception(caught.value))

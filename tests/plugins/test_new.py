@@ -203,7 +203,8 @@ def test_its_compiled_kernels_are_replayed(environment: Environment, tmp_path: P
     assert "1 passed" in check(environment, project, "pytest -o addopts= -q")
     code = (
         "from hardpoint import LLM, SamplingParams\n"
-        "with LLM(platform='cpu', use={'linear': 'replayed_linear', 'op.rms_norm': 'replayed_rms_norm'}) as llm:\n"
+        "use = {'linear': 'replayed_linear', 'op.rms_norm': 'replayed_rms_norm'}\n"
+        "with LLM(platform='cpu', plugins='cpu,replayed', use=use) as llm:\n"
         "    llm.generate('The whale', SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))\n"
         "    print(llm.config.deny, llm.metrics.value('hardpoint_graph_replays_total'))\n"
     )

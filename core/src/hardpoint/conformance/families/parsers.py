@@ -122,7 +122,7 @@ def _differs(subject: Subject, example: ParserExample) -> Finding | None:
 
 def values(subject: Subject, example: ParserExample) -> Finding:
     """``values``: the example means what its author says, however it is cut."""
-    return _differs(subject, example) or Finding()
+    return _differs(subject, example) or Finding(compared=len(example.text))
 
 
 def content(subject: Subject) -> Finding:
