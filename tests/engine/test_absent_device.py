@@ -13,13 +13,13 @@ from hardpoint.engine.absent_device import AbsentDeviceSelector
 from hardpoint.engine.blueprint import draw
 from hardpoint.engine.explain import explain
 from hardpoint.plugins import Offer, discover
+from hardpoint.quantization.plain_linear import PlainLinear
 from hardpoint.selection import SelectionTable, Settings
 from hardpoint_plugin_api import (
     API_VERSION,
     Contribution,
     DeviceInfo,
     Form,
-    LinearKernel,
     LinearWorkload,
     PluginLoadError,
     QuantSpec,
@@ -51,7 +51,7 @@ def offer_of_a_missing_library(family: str, form: Form = "functional") -> Offer:
     return Offer(contribution, "core", API_VERSION, "hardpoint-core", "0")
 
 
-class Refuses(LinearKernel):
+class Refuses(PlainLinear):
     """A kernel whose own word is against every workload."""
 
     @classmethod
@@ -59,7 +59,7 @@ class Refuses(LinearKernel):
         return [Reason("too-wide", f"not on {device.name}")]
 
 
-class AsksTheDevice(LinearKernel):
+class AsksTheDevice(PlainLinear):
     """A kernel that must touch the device to answer."""
 
     @classmethod

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hardpoint_plugin_api import ExpertsKernel, LinearKernel
+from hardpoint_plugin_api import BuildContext, ExpertsKernel, LinearKernel, LinearWorkload
 
 
 def raw(x: torch.Tensor, address: int | None = None) -> Any:
@@ -109,8 +109,8 @@ class KeepingLinear(LinearKernel):
 
     traceable: ClassVar[bool] = True
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
+        super().__init__(ctx, workload)
         self.kept: dict[tuple[int, ...], torch.Tensor] = {}
 
     def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
