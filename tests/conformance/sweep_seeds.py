@@ -1,6 +1,6 @@
 """Runs checks of values with many seeds, in many processes: a right kernel has no alarm in any.
 
-python3 tests/conformance/sweep_seeds.py cuda --family linear --seeds 100 --share 20
+python3 tests/conformance/sweep_seeds.py cuda --family linear --seeds 100 --count 2
 
 Prints for each contribution how many checks were made, how near any came to a limit, and the first alarms. Exits with 1
 where there are any.
@@ -9,17 +9,21 @@ where there are any.
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from typing import Any
 
 import click
 
-from hardpoint.conformance.plan import CoveringArrays, Plan
+from hardpoint.conformance.plan import Exclusions, Plan, Row
 
 _CHECKS = ("values", "sizes", "extremes", "rows", "fresh")
+_SHARE_OF_OPS = 10
 
 
 @dataclass
@@ -42,22 +46,24 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Reseeded(Plan):
-    """The trials of one plan with inputs of another seed: covering arrays take longer than kernels."""
+class Sampled(Plan):
+    """A few combinations drawn by the seed, in place of a covering array, which takes longer than most kernels."""
 
-    inputs: int = 0
+    count: int = 1
 
-    def seed_of(self, case: str) -> int:
-        """By the seed of inputs."""
-        return Plan(seed=self.inputs).seed_of(case)
+    def combinations(self, factors: Mapping[str, Sequence[Any]], excludes: Exclusions | None = None) -> Iterator[Row]:
+        """Yield ``count`` combinations that go together."""
+        rng, made = random.Random(self.seed), 0
+        for _ in range(1000 * self.count):
+            row = {name: rng.choice(values) for name, values in factors.items()}
+            clashes = (clash(*(row[name] for name in names)) for names, clash in (excludes or {}).items())
+            if made < self.count and not any(clashes):
+                made += 1
+                yield row
 
 
-_ARRAYS: CoveringArrays = {}
-_PLANS = 4
-
-
-def one_seed(platform: str, plugin: str, family: str, names: tuple[str, ...], share: int, seed: int) -> dict[str, Seen]:
-    """By contribution, what one seed's trials found; of each ``share`` trials one is made, another for each seed."""
+def one_seed(platform: str, plugin: str, family: str, names: tuple[str, ...], count: int, seed: int) -> dict[str, Seen]:
+    """By contribution, what ``count`` trials of one seed found (of ops, one of ten cases)."""
     from hardpoint.conformance.generators import generator_for
     from hardpoint.conformance.site import Site, Subject
     from hardpoint.plugins import discover
@@ -77,11 +83,11 @@ def one_seed(platform: str, plugin: str, family: str, names: tuple[str, ...], sh
         seen = found[title] = Seen()
         generator = generator_for(plugins, contribution)
         assert generator, f"{title} has no trials"
-        plan = Reseeded(seed=seed % _PLANS, arrays=_ARRAYS, inputs=seed)
+        plan = Sampled(seed=seed, count=count)
         for number, trial in enumerate(generator.trials(Subject.load(offer, site), plan)):
             if trial.unsupported:
                 seen.unsupported[trial.unsupported.code] += 1
-            elif number % share == seed // _PLANS % share:
+            elif family != "op" or number % _SHARE_OF_OPS == seed % _SHARE_OF_OPS:
                 for name, finding in trial.run():
                     if name not in _CHECKS:
                         continue
@@ -94,13 +100,13 @@ def one_seed(platform: str, plugin: str, family: str, names: tuple[str, ...], sh
 
 
 def all_seeds(
-    platform: str, plugin: str, family: str, names: tuple[str, ...], share: int, seeds: int, jobs: int, limit: float
+    platform: str, plugin: str, family: str, names: tuple[str, ...], count: int, seeds: int, jobs: int, limit: float
 ) -> tuple[int, dict[str, Seen]]:
     """How many seeds were tried, and what all of them together found."""
     total: dict[str, Seen] = {}
     done, until = 0, time.monotonic() + limit
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
-    made = [pool.submit(one_seed, platform, plugin, family, names, share, seed) for seed in range(seeds)]
+    made = [pool.submit(one_seed, platform, plugin, family, names, count, seed) for seed in range(seeds)]
     try:
         for future in as_completed(made, timeout=until - time.monotonic()):
             done += 1
@@ -119,7 +125,7 @@ def all_seeds(
 @click.option("--name", "names", multiple=True, help="A contribution's name; may be repeated. All by default.")
 @click.option("--platform", default=None, help="Where to run; the plugin's name by default.")
 @click.option("--seeds", default=100, help="Seeds to try, from 0.")
-@click.option("--share", default=10, help="One of so many trials is made for each seed.")
+@click.option("--count", default=1, help="Trials of each contribution for each seed.")
 @click.option("--jobs", default=os.cpu_count() or 1, help="Processes at once.")
 @click.option("--limit", default=3600.0, help="Seconds after which no more seeds are tried.")
 def main(
@@ -128,14 +134,14 @@ def main(
     names: tuple[str, ...],
     platform: str | None,
     seeds: int,
-    share: int,
+    count: int,
     jobs: int,
     limit: float,
 ) -> None:
     """Try the contributions of PLUGIN with many seeds."""
     alarms = 0
-    done, found = all_seeds(platform or plugin, plugin, family, names, share, seeds, jobs, limit)
-    print(f"{family}: {done} of {seeds} seeds, one trial of {share} each")
+    done, found = all_seeds(platform or plugin, plugin, family, names, count, seeds, jobs, limit)
+    print(f"{family}: {done} of {seeds} seeds, {count} trials of each contribution and seed")
     for title, seen in found.items():
         near = ", ".join(f"{bound} {share:.2f}" for bound, (share, _) in sorted(seen.nearest.items()))
         print(f"{title}: {seen.checks} checks, {len(seen.alarms)} alarms; nearest: {near}", flush=True)
