@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -20,8 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-VOCABULARY = 258
-"""256 bytes and two special tokens."""
+from hardpoint.structured.bytes import VOCABULARY, byte_tokenizer
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
@@ -72,13 +70,7 @@ def write_checkpoint(
 
 def _write_tokenizer(folder: Path) -> None:
     """A tokenizer of single bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)} | {"<s>": 256, "</s>": 257}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
 
 
