@@ -219,7 +219,7 @@ class LayerProbe:
             name: place_far(x, device, self.subject.site.free_bytes) if name == far else place(x, device, placement)
             for name, x in drawn.items()
         }
-        memory = _StepMemory(self.context, device, self.kind.pieces)
+        memory = StepMemory(self.context, device, self.kind.pieces)
         weights = [(f"{path}.{name}", w) for path, part in walk(layer) for name, w in part.weights.items()]
         inputs = [*placed.items(), *((name.lstrip("."), w) for name, w in weights)]
         named = tuple(Input(name, name, x) for name, x in inputs if isinstance(x, torch.Tensor))
@@ -246,7 +246,7 @@ class LayerProbe:
         for (layer, ctx), dtype in zip(self.references, (dtype_of(self.dtype), torch.float64), strict=True):
             inputs = {name: x.to(dtype) if x.is_floating_point() else x.clone() for name, x in drawn.items()}
             inputs = {name: x.clone() for name, x in inputs.items()}
-            memory = _StepMemory(ctx, _HOST, self.kind.pieces)
+            memory = StepMemory(ctx, _HOST, self.kind.pieces)
             results.append(sequence(self.kind.forward(layer, inputs, memory.steps)))
         pairs = zip(*results, strict=True)
         return Expected(tuple(Expectation(f"output {i}", own, truth) for i, (own, truth) in enumerate(pairs)))
@@ -284,7 +284,7 @@ def _load(root: PluggableLayer, weights: Mapping[str, torch.Tensor], device: tor
 
 
 @dataclass
-class _StepMemory:
+class StepMemory:
     """Caches for the attention layers of a context, and consecutive steps that write and read them."""
 
     ctx: Context
@@ -382,7 +382,7 @@ def batch_invariant(probe: LayerProbe, seed: int) -> Finding:
     drawn = {n: (x.to(dtype_of(probe.dtype)) if x.is_floating_point() else x).to(device) for n, x in drawn.items()}
 
     def results(index: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> list[torch.Tensor]:
-        memory = _StepMemory(alike.context, device, pieces)
+        memory = StepMemory(alike.context, device, pieces)
         with torch.inference_mode():
             made = kind.forward(layer, {name: x[index.to(device)] for name, x in drawn.items()}, memory.steps)
             return [y.clone() for y in sequence(made)]

@@ -165,17 +165,23 @@ class ParserProbe:
         letters = iter(text)
         if not all(letter in letters for letter in said):
             return Finding.failed("invented", where, f"{said!r:.100} is not in it in this order")
-        kept = len(said) + sum(map(_size, calls))
-        own = len(self.sample.text) - sum(map(_size, self.sample.said))
-        # A copy's marks say nothing; no text has more of them than a copy for each of the sample's first letters.
+        # Blanks beside a mark may go with it. A copy of the sample has so many marks, and no text has more of them than
+        # the sample's first letter begins copies.
+        said += "".join(call.name + call.arguments for call in calls)
+        gone = _num_letters(text) - _num_letters(said)
         copies = max(1, text.count(self.sample.text[:1]), len(calls))
-        if self.sample.text in text and len(text) - kept > max(own, 0) * copies + len(calls):
-            return Finding.failed("lost", where, f"{len(text) - kept} characters are neither content nor in a call")
+        if self.sample.text in text and gone > self._num_marks * copies + len(calls):
+            return Finding.failed("lost", where, f"{gone} characters are neither content nor in a call")
         return None
 
     @property
+    def _num_marks(self) -> int:
+        """Characters of the sample that are marks."""
+        return max(0, _num_letters(self.sample.text) - sum(map(_size, self.sample.said)))
+
+    @property
     def _is_tool_parser(self) -> bool:
-        return any(isinstance(part, SampleCall) for part in self.sample.said) or hasattr(self.target, "constraint")
+        return hasattr(self.target, "constraint")
 
     def _fault(self, pieces: Sequence[str], wanted: Sequence[Said]) -> Finding | None:
         where = f"{pieces!r:.100}"
@@ -210,7 +216,8 @@ class ParserProbe:
 
     def linear_time(self) -> Finding:
         """``linear-time``: a late character costs as much work as an early one, wherever the sample breaks off."""
-        text, measured = self.sample.text, {}
+        text = self.sample.text
+        measured: dict[str, tuple[float, float]] = {}
         third = len(text) // 3
         heads = (text[:third], text[: 2 * third], text[:-1])
         endless = [*((head, "x") for head in heads), (heads[-1], " "), ("", text[: len(text) // 2] or "x"), ("", text)]
@@ -285,7 +292,12 @@ def constraint(target: Callable[[ParserArgs], Any], samples: Sequence[ParserSamp
 
 
 def _size(part: Said) -> int:
-    return len(part.name) + len(part.arguments) if isinstance(part, SampleCall) else len(part.text)
+    return _num_letters(part.name + part.arguments if isinstance(part, SampleCall) else part.text)
+
+
+def _num_letters(text: str) -> int:
+    """How many characters are no blanks."""
+    return sum(map(len, text.split()))
 
 
 def _cut(text: str, draw: random.Random) -> list[str]:
