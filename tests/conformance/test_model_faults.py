@@ -51,11 +51,12 @@ def changed(
 def renamed(change: Callable[[str], str | None]) -> Builder:
     """Llama, with weights in other places: ``change`` says where what goes to an address belongs."""
 
+    def moved(address: object) -> str | None:
+        return change(address) if isinstance(address, str) else None
+
     def build(ctx: Context, config: HFConfig) -> CausalLM:
         model = llama(ctx, config)
-        model.weight_names = {
-            name: change(address) if address else None for name, address in model.weight_names.items()
-        }
+        model.weight_names = {name: moved(address) for name, address in model.weight_names.items()}
         return model
 
     return build
@@ -91,7 +92,7 @@ def _one_sequence_alone(model: CausalLM, ids: Tensor, step: ForwardStep) -> Tens
 
 def _keeps_the_first_stream(model: CausalLM, ids: Tensor, step: ForwardStep) -> Tensor:
     hidden = _plain(model, ids, step)
-    kept = model.__dict__.setdefault("kept", hidden[:1].clone())
+    kept: Tensor = model.__dict__.setdefault("kept", hidden[:1].clone())
     return hidden + 1e-3 * (kept - hidden[:1])
 
 

@@ -134,8 +134,10 @@ def reference_of(model: PreTrainedModel) -> Reference:
 
     @torch.inference_mode()
     def logits(ids: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        found: torch.Tensor = model.to(dtype)(torch.tensor([list(ids)])).logits[0]
-        model.to(torch.float32)
+        double = dtype == torch.float64
+        (model.double if double else model.float)()
+        found: torch.Tensor = model(torch.tensor([list(ids)])).logits[0]
+        model.float()
         return found
 
     return logits
