@@ -340,11 +340,9 @@ def test_all_of_cores_parsers_pass_and_are_proved(site: Site, family: str) -> No
     for offer in site.plugins.offers(family):
         generator = generator_for(site.plugins, offer)
         assert generator is not None, f"{offer.contribution} has no samples"
-        found = [
-            (trial.case, check, finding)
-            for trial in generator.trials(Subject.load(offer, site), Plan())
-            for check, finding in trial.run()
-        ]
+        trials = list(generator.trials(Subject.load(offer, site), Plan()))
+        assert len({trial.case for trial in trials}) == len(trials)
+        found = [(trial.case, check, finding) for trial in trials for check, finding in trial.run()]
         failed = [(case, check, *finding.faults) for case, check, finding in found if finding.faults]
         assert not failed, f"{offer.contribution}: {failed[:3]}"
         assert sum(finding.compared for _, check, finding in found if check == "values") > 0
@@ -356,5 +354,5 @@ def test_without_a_forced_sample_the_constraint_is_compiled_and_said_not_to_be_t
         t.case: dict(t.run())
         for t in generator.trials(subject(site, Lines, "tool_parser", name="hermes"), EveryCheck())
     }
-    assert cases["forced"]["constraint"].outcome == "unsupported"
-    assert {f.outcome for f in cases["calls"].values()} == {"passed"}
+    assert cases["forced-call"]["constraint"].outcome == "unsupported"
+    assert {f.outcome for f in cases["sample/calls"].values()} == {"passed"}

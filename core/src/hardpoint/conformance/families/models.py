@@ -23,20 +23,22 @@ from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.conformance.families.layers import StepMemory
 from hardpoint.conformance.families.model_samples import ModelSample, Reference, transformers_samples
 from hardpoint.conformance.families.steps import Piece
+from hardpoint.conformance.memory import equal_bits
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Subject
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM
 from hardpoint.ops.error_model import Comparison, ErrorModel, compare
-from hardpoint_plugin_api import ConfigError, Contribution, HardpointError, ModelWorkload
+from hardpoint_plugin_api import ConfigError, Contribution, Feature, HardpointError, ModelWorkload
 
 ERRORS = ErrorModel(scale="row", finest=2.0**-20)
 """Transformers computes norms, routing and rotary angles in float32, also in float64 models: no truth is finer."""
 _DTYPE = "float32"
 _PROMPT, _GREEDY = 41, 8
 _CUTS = ((41,), (16, 16, 9), (1, 7, 8, 24, 1), (33, *(1,) * 8))
-_BATCH = (19, 5, 16, 1)
+_BATCH = ((19, 5, 16, 1), (1, 1, 1, 1), (2, 2, 2, 2))
+"""Tokens of each request in each step."""
 
 
 class ModelTrials:
@@ -67,6 +69,8 @@ class ModelTrials:
                 Check("batch", probe.batch),
                 Check("greedy", probe.greedy),
             ]
+            if Feature.BATCH_INVARIANT in subject.features:
+                checks.append(Check("batch-invariant", probe.batch_invariant))
             yield Trial(sample.name, checks, workload=workload)
 
     def _of(self, architecture: str) -> Sequence[ModelSample]:
@@ -94,11 +98,19 @@ class ModelProbe:
 
     @cached_property
     def _opened(self) -> _Opened:
+        return self._open()
+
+    @cached_property
+    def _invariant(self) -> _Opened:
+        """The model, with parts that are batch invariant."""
+        return self._open(batch_invariant=True)
+
+    def _open(self, *, batch_invariant: bool = False) -> _Opened:
         site = self.subject.site
         with tempfile.TemporaryDirectory(prefix="hardpoint-sample-") as name:
             folder = Path(name)
             reference = self.sample.write(folder, self.seed % 2**31)
-            config, ctx = HFConfig.read(folder), site.context(_DTYPE)
+            config, ctx = HFConfig.read(folder), site.context(_DTYPE, batch_invariant=batch_invariant)
             opened = _Opened(reference, config.integer("vocab_size"), ctx)
             try:
                 model = self.subject.target(ctx.for_plugin(self.subject.offer.plugin), config)
@@ -125,9 +137,12 @@ class ModelProbe:
         return Finding()
 
     @torch.inference_mode()
-    def _logits(self, prompts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def _logits(
+        self, prompts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]], opened: _Opened | None = None
+    ) -> list[torch.Tensor]:
         """Logits [T, vocab] of each prompt, taken in steps: ``cuts[s][i]`` tokens of prompt i in step s."""
-        model, ctx = self._opened.model, self._opened.ctx
+        opened = opened or self._opened
+        model, ctx = opened.model, opened.ctx
         ends = [0] * len(prompts)
         pieces, chosen = [], []
         for counts in cuts:
@@ -160,13 +175,26 @@ class ModelProbe:
             found.add(self._judged(f"steps of {', '.join(map(str, cuts))}", ids, actual))
         return Finding.of(found)
 
+    @property
+    def _prompts(self) -> list[list[int]]:
+        return [self._ids(sum(counts), number) for number, counts in enumerate(zip(*_BATCH, strict=True), 1)]
+
     def batch(self) -> Finding:
         """``batch``: requests in one step, and in two further ones, have the logits that each has alone."""
-        prompts, found = [self._ids(count + 3, number) for number, count in enumerate(_BATCH, 1)], Comparison()
-        actual = self._logits(prompts, [_BATCH, (1,) * len(_BATCH), (2,) * len(_BATCH)])
-        for ids, logits in zip(prompts, actual, strict=True):
+        prompts, found = self._prompts, Comparison()
+        for ids, logits in zip(prompts, self._logits(prompts, _BATCH), strict=True):
             found.add(self._judged(f"a request of {len(ids)} tokens", ids, logits))
         return Finding.of(found)
+
+    def batch_invariant(self) -> Finding:
+        """``batch-invariant``: requests have the bits alone that they have in a batch, where all parts promise so."""
+        prompts = self._prompts
+        together = self._logits(prompts, _BATCH, self._invariant)
+        for number, (ids, logits) in enumerate(zip(prompts, together, strict=True)):
+            (alone,) = self._logits([ids], [[counts[number]] for counts in _BATCH], self._invariant)
+            if not equal_bits(alone, logits):
+                return Finding.failed("batch-variant", f"a request of {len(ids)} tokens", "has other bits in a batch")
+        return Finding()
 
     def greedy(self) -> Finding:
         """``greedy``: the likeliest token each time is the reference's, or one as likely within the bounds."""

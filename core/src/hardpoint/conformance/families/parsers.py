@@ -75,9 +75,9 @@ class ParserTrials:
             ]
             if plan.includes(0, number):
                 checks.append(Check("linear-time", probe.linear_time))
-            yield Trial(sample.name, checks)
+            yield Trial(f"sample/{sample.name}", checks)
         if self.family == "tool_parser":
-            yield Trial("forced", [Check("constraint", partial(constraint, subject.target, samples))])
+            yield Trial("forced-call", [Check("constraint", partial(constraint, subject.target, samples))])
 
 
 class BadEventsError(Exception):
