@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -65,8 +65,9 @@ class ParserTrials:
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """Each sample; and once, the constraint on a forced call."""
         samples = self._samples[subject.offer.contribution.name]
+        marks = max(_num_marks(sample) for sample in samples)
         for number, sample in enumerate(samples):
-            probe = ParserProbe(subject.target, sample, plan.seed_of(f"{self.family}/{sample.name}"))
+            probe = ParserProbe(subject.target, sample, plan.seed_of(f"{self.family}/{sample.name}"), marks)
             checks = [
                 Check("values", probe.values, decisive=True),
                 Check("cuts", probe.cuts),
@@ -86,11 +87,12 @@ class BadEventsError(Exception):
 
 @dataclass(frozen=True)
 class ParserProbe:
-    """One sample, and the parser that reads it."""
+    """One sample, and the parser that reads it. ``marks`` is how many characters of marks the syntax's samples have."""
 
     target: Callable[[ParserArgs], Any]
     sample: ParserSample
     seed: int
+    marks: int
 
     def open(self) -> Any:
         """A parser for one more output."""
@@ -165,19 +167,14 @@ class ParserProbe:
         letters = iter(text)
         if not all(letter in letters for letter in said):
             return Finding.failed("invented", where, f"{said!r:.100} is not in it in this order")
-        # Blanks beside a mark may go with it. A copy of the sample has so many marks, and no text has more of them than
-        # the sample's first letter begins copies.
+        # Blanks beside a mark may go with it. A copy of a sample has so many marks, and the text has no more copies
+        # than first letters of one.
         said += "".join(call.name + call.arguments for call in calls)
         gone = _num_letters(text) - _num_letters(said)
         copies = max(1, text.count(self.sample.text[:1]), len(calls))
-        if self.sample.text in text and gone > self._num_marks * copies + len(calls):
+        if self.sample.text in text and gone > self.marks * copies + len(calls):
             return Finding.failed("lost", where, f"{gone} characters are neither content nor in a call")
         return None
-
-    @property
-    def _num_marks(self) -> int:
-        """Characters of the sample that are marks."""
-        return max(0, _num_letters(self.sample.text) - sum(map(_size, self.sample.said)))
 
     @property
     def _is_tool_parser(self) -> bool:
@@ -198,7 +195,7 @@ class ParserProbe:
     def state(self, other: ParserSample) -> Finding:
         """``state``: outputs that are read by turns, and one after another was given up, mean what they mean alone."""
         samples = (self.sample, other, self.sample)
-        probes = [ParserProbe(self.target, sample, self.seed) for sample in samples]
+        probes = [replace(self, sample=sample) for sample in samples]
         abandoned = self.open()
         abandoned.feed(self.sample.text[: len(self.sample.text) // 2])
         parsers, events = [probe.open() for probe in probes], [list[ParserEvent]() for _ in probes]
@@ -293,6 +290,10 @@ def constraint(target: Callable[[ParserArgs], Any], samples: Sequence[ParserSamp
 
 def _size(part: Said) -> int:
     return _num_letters(part.name + part.arguments if isinstance(part, SampleCall) else part.text)
+
+
+def _num_marks(sample: ParserSample) -> int:
+    return max(0, _num_letters(sample.text) - sum(map(_size, sample.said)))
 
 
 def _num_letters(text: str) -> int:
