@@ -81,7 +81,7 @@ def one_seed(platform: str, plugin: str, family: str, names: tuple[str, ...], co
         )
         title = "/".join(filter(None, (family, contribution.of, contribution.name)))
         seen = found[title] = Seen()
-        generator = generator_for(plugins, contribution)
+        generator = generator_for(plugins, offer)
         assert generator, f"{title} has no trials"
         plan = Sampled(seed=seed, count=count)
         for number, trial in enumerate(generator.trials(Subject.load(offer, site), plan)):

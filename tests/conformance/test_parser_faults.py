@@ -8,31 +8,35 @@ from typing import ClassVar
 
 import pytest
 
+from hardpoint.conformance.families.parser_samples import (
+    ParserSample,
+    SampleCall,
+    tool,
+)
 from hardpoint.conformance.families.parsers import ParserTrials
-from hardpoint.conformance.site import Site
+from hardpoint.conformance.generators import generator_for
+from hardpoint.conformance.plan import Plan
+from hardpoint.conformance.site import Site, Subject
 from hardpoint_plugin_api import (
     ContentDelta,
     ParserArgs,
     ParserEvent,
-    ParserExample,
     ReasoningDelta,
     ReasoningParser,
+    StructuredOutput,
     ToolCallDelta,
     ToolCallEnd,
     ToolCallStart,
     ToolParser,
 )
-from tests.conformance.trying import EveryCheck, first_failure, subject
+from tests.conformance.trying import Caught, EveryCheck, first_failure, subject
 
 _CALL = re.compile(r"@(\w+)(\{.*\})\s*")
+_TOOLS = (tool("f", a={"type": "integer"}), tool("g"))
 
 
 class Lines(ToolParser):
     """Right: a call is ``@name{...}`` in a line of its own."""
-
-    examples: ClassVar[tuple[ParserExample, ...]] = (
-        ParserExample('Hm.\n@f{"a": 1}\n@g{}', content="Hm.\n", calls=(("f", '{"a": 1}'), ("g", "{}"))),
-    )
 
     def __init__(self, args: ParserArgs) -> None:
         super().__init__(args)
@@ -61,12 +65,13 @@ class Lines(ToolParser):
     def is_json(self, text: str) -> bool:
         try:
             return isinstance(json.loads(text), dict)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
 
-
-class WithoutExamples(Lines):
-    examples = ()
+    def constraint(self, name: str | None = None, *, parallel: bool = True) -> StructuredOutput | None:
+        names = "|".join([name] if name else self.args.functions)
+        call = rf'@({names})\{{("a": [0-9]+)?\}}'
+        return StructuredOutput.regex(f"{call}(\n{call})*" if parallel else call)
 
 
 class ForgetsTheLastLine(Lines):
@@ -74,19 +79,50 @@ class ForgetsTheLastLine(Lines):
         return []
 
 
-class CallsOnlyInOnePiece(Lines):
-    def feed(self, delta: str) -> list[ParserEvent]:
-        return self.read(delta) if _CALL.fullmatch(delta) else super().feed(delta)
+class SwapsContentAndCalls(Lines):
+    """Says what a line is when the next one comes: content in front of a call is said behind it."""
 
+    held: ClassVar[tuple[ParserEvent, ...]] = ()
 
-class LosesContentBeforeCalls(Lines):
     def read(self, line: str) -> list[ParserEvent]:
-        return [] if line.startswith("Hm") else super().read(line)
+        events = super().read(line)
+        if events and isinstance(events[0], ContentDelta) and not self.held:
+            self.held = tuple(events)  # type: ignore[misc]  # the instance's own from now on
+            return []
+        return [*events, *self.taken()]
+
+    def taken(self) -> tuple[ParserEvent, ...]:
+        held, self.held = self.held, ()  # type: ignore[misc]  # see above
+        return held
+
+    def finish(self) -> list[ParserEvent]:
+        return [*super().finish(), *self.taken()]
+
+
+class DropsTheArguments(Lines):
+    def read(self, line: str) -> list[ParserEvent]:
+        return [event for event in super().read(line) if not isinstance(event, ToolCallDelta)]
+
+
+class CallsOnlyInOnePiece(Lines):
+    def finish(self) -> list[ParserEvent]:
+        line = "".join(self._line)
+        return super().finish() if len(self._line) == 1 else [ContentDelta(line)] if line else []
+
+
+class LosesWhatIsCutOff(Lines):
+    def finish(self) -> list[ParserEvent]:
+        line = "".join(self._line)
+        return [] if line.startswith("@") and not line.endswith("}") else super().finish()
+
+
+class LosesABrokenCall(Lines):
+    def read(self, line: str) -> list[ParserEvent]:
+        found = _CALL.fullmatch(line)
+        return [] if found and not self.is_json(found[2]) else super().read(line)
 
 
 class StripsContent(Lines):
-    examples = (ParserExample("@f{}", calls=(("f", "{}"),)),)
-
     def read(self, line: str) -> list[ParserEvent]:
         return super().read(line.strip())
 
@@ -107,35 +143,92 @@ class OneIndex(Lines):
         return super().read(line)
 
 
+class OneId(Lines):
+    def make_id(self) -> str:
+        return "call"
+
+
+class NeverEnds(Lines):
+    def read(self, line: str) -> list[ParserEvent]:
+        return [event for event in super().read(line) if not isinstance(event, ToolCallEnd)]
+
+
 class Shared(Lines):
     """Keeps its line in the class."""
 
-    _all: ClassVar[list[str]] = []
+    everyone: ClassVar[list[str]] = []
 
     def __init__(self, args: ParserArgs) -> None:
         super().__init__(args)
-        self._all.clear()
+        self.everyone.clear()
 
     def feed(self, delta: str) -> list[ParserEvent]:
-        self._line = self._all
+        self._line = self.everyone
         events = super().feed(delta)
-        self._all[:] = self._line
-        self._line = self._all
+        self.everyone[:] = self._line
+        self._line = self.everyone
         return events
 
 
-class Quadratic(Lines):
-    """Looks at the whole line for each character."""
+class CountsForAll(Lines):
+    """Counts calls in the class, from 0 again when an output ends."""
+
+    count = 0
+
+    def read(self, line: str) -> list[ParserEvent]:
+        self._calls = type(self).count
+        events = super().read(line)
+        type(self).count = self._calls
+        return events
+
+    def finish(self) -> list[ParserEvent]:
+        events = super().finish()
+        type(self).count = 0
+        return events
+
+
+class JoinsForEachCharacter(Lines):
+    def feed(self, delta: str) -> list[ParserEvent]:
+        self._line = ["".join(self._line)]
+        return super().feed(delta)
+
+
+class SearchesForEachCharacter(Lines):
+    """Lets Python's in-place ``+=`` grow a text, and matches all of it again."""
+
+    text = ""
 
     def feed(self, delta: str) -> list[ParserEvent]:
-        sum(ord(letter) for letter in "".join(self._line[-100_000:]))
+        self.text += delta
+        _CALL.search(self.text)
         return super().feed(delta)
+
+
+class LoopsForEachCharacter(Lines):
+    def feed(self, delta: str) -> list[ParserEvent]:
+        for piece in self._line:
+            assert piece is not None
+        return super().feed(delta)
+
+
+class AdmitsProse(Lines):
+    def constraint(self, name: str | None = None, *, parallel: bool = True) -> StructuredOutput | None:
+        return StructuredOutput.regex(r"[\s\S]+")
+
+
+class AdmitsOneCallAlone(Lines):
+    def constraint(self, name: str | None = None, *, parallel: bool = True) -> StructuredOutput | None:
+        return super().constraint(name, parallel=False)
+
+
+class DoesNotCompile(Lines):
+    def constraint(self, name: str | None = None, *, parallel: bool = True) -> StructuredOutput | None:
+        return StructuredOutput.grammar("start: nothing")
 
 
 class Thinks(ReasoningParser):
     """Right: what an output begins with, up to ``>``, is reasoning."""
 
-    examples = (ParserExample("a b>c", content="c", reasoning="a b"), ParserExample("a", reasoning="a"))
     _open = True
 
     def feed(self, delta: str) -> list[ParserEvent]:
@@ -154,40 +247,112 @@ class ThinksPieceByPiece(Thinks):
         return super().feed(delta)
 
 
-@pytest.mark.parametrize(("family", "parser"), [("tool_parser", Lines), ("reasoning_parser", Thinks)])
-def test_a_right_one_passes(site: Site, family: str, parser: type) -> None:
-    name = site.plugins.names(family)[0]
-    tried = subject(site, parser, family, name=name)
-    caught = first_failure(tried, ParserTrials(family))
-    # ``Thinks`` takes the mark away, so that plain text with one in it loses a character: its author's affair.
-    assert caught is None or (parser is Thinks and caught.check == "content"), caught
+class KeepsThoughtsToItself(Thinks):
+    def feed(self, delta: str) -> list[ParserEvent]:
+        return [event for event in super().feed(delta) if isinstance(event, ContentDelta)]
 
 
-def test_without_examples_its_values_are_not_proved(site: Site) -> None:
-    tried = subject(site, WithoutExamples, "tool_parser", name=site.plugins.names("tool_parser")[0])
-    trials = {trial.case: dict(trial.run()) for trial in ParserTrials("tool_parser").trials(tried, EveryCheck())}
-    assert trials["examples"]["values"].outcome == "unsupported"
-    assert {finding.outcome for finding in trials["any-text"].values()} == {"passed"}
+class CallsATool(Thinks):
+    def finish(self) -> list[ParserEvent]:
+        return [ToolCallStart(0, "a", "f"), ToolCallEnd(0)]
 
 
-@pytest.mark.parametrize(
-    ("parser", "check"),
-    [
-        (ForgetsTheLastLine, "values"),
-        (CallsOnlyInOnePiece, "damaged"),
-        (LosesContentBeforeCalls, "values"),
-        (StripsContent, "content"),
-        (RaisesOnBadJson, "damaged"),
-        (EmptyDeltas, "content"),
-        (OneIndex, "values"),
-        (Shared, "apart"),
-        (Quadratic, "linear"),
-        (ThinksPieceByPiece, "values"),
-    ],
+class RepeatsItself(Thinks):
+    """Says a text without its mark once more."""
+
+    said = ""
+
+    def feed(self, delta: str) -> list[ParserEvent]:
+        self.said += delta
+        return super().feed(delta)
+
+    def finish(self) -> list[ParserEvent]:
+        return [ContentDelta(self.said)] if self._open and self.said.strip("ab ") else []
+
+
+_TWO = (ContentDelta("Hm.\n"), SampleCall("f", '{"a": 1}'), SampleCall("g"))
+LINES = (
+    ParserSample("calls", 'Hm.\n@f{"a": 1}\n@g{}', _TWO, _TOOLS),
+    ParserSample("no call", " @f{a}\nmail@g{}\n", (ContentDelta(" @f{a}\nmail@g{}\n"),), _TOOLS),
+    ParserSample("forced", '@f{"a": 1}\n@g{}', _TWO[1:], _TOOLS, forced=True),
 )
-def test_a_faulty_one_is_caught(site: Site, parser: type[ToolParser], check: str) -> None:
-    family = "tool_parser" if issubclass(parser, ToolParser) else "reasoning_parser"
-    tried = subject(site, parser, family, name=site.plugins.names(family)[0])
-    caught = first_failure(tried, ParserTrials(family))
-    assert caught is not None
-    assert caught.check == check, caught
+THOUGHTS = (
+    ParserSample("both", "a b>c", (ReasoningDelta("a b"), ContentDelta("c"))),
+    ParserSample("no end", "a", (ReasoningDelta("a"),)),
+)
+PLANTED: dict[str, tuple[type[ToolParser | ReasoningParser], str]] = {
+    "the last line forgotten": (ForgetsTheLastLine, "values"),
+    "content behind the call it precedes": (SwapsContentAndCalls, "values"),
+    "arguments dropped": (DropsTheArguments, "values"),
+    "content stripped": (StripsContent, "values"),
+    "a call is whole in one piece alone": (CallsOnlyInOnePiece, "cuts"),
+    "a call that is cut off is lost": (LosesWhatIsCutOff, "malformed"),
+    "a call that is broken is lost": (LosesABrokenCall, "malformed"),
+    "raises on bad JSON": (RaisesOnBadJson, "malformed"),
+    "an index for all calls": (OneIndex, "values"),
+    "an id for all calls": (OneId, "values"),
+    "calls that never end": (NeverEnds, "values"),
+    "empty deltas": (EmptyDeltas, "malformed"),
+    "a line in the class": (Shared, "state"),
+    "a count in the class": (CountsForAll, "state"),
+    "copies of all that was read": (JoinsForEachCharacter, "linear-time"),
+    "searches in all that was read": (SearchesForEachCharacter, "linear-time"),
+    "loops over all that was read": (LoopsForEachCharacter, "linear-time"),
+    "a constraint that admits prose": (AdmitsProse, "constraint"),
+    "a constraint that admits one call alone": (AdmitsOneCallAlone, "constraint"),
+    "a constraint that does not compile": (DoesNotCompile, "constraint"),
+    "reasoning for each piece": (ThinksPieceByPiece, "cuts"),
+    "reasoning left out": (KeepsThoughtsToItself, "values"),
+    "a call from a reasoning parser": (CallsATool, "values"),
+    "text said twice": (RepeatsItself, "malformed"),
+}
+
+
+def trials(parser: type[ToolParser | ReasoningParser]) -> tuple[str, ParserTrials]:
+    """The family of ``parser``, and its trials with the samples of this file, under the name of one of core's."""
+    if issubclass(parser, ToolParser):
+        return "tool_parser", ParserTrials("tool_parser", {"hermes": LINES})
+    return "reasoning_parser", ParserTrials("reasoning_parser", {"think": THOUGHTS})
+
+
+def tried(site: Site, parser: type[ToolParser | ReasoningParser]) -> Caught | None:
+    family, generator = trials(parser)
+    name = "hermes" if family == "tool_parser" else "think"
+    return first_failure(subject(site, parser, family, name=name), generator)
+
+
+@pytest.mark.parametrize("title", PLANTED)
+def test_a_planted_fault_is_caught_by_its_check(site: Site, title: str) -> None:
+    parser, check = PLANTED[title]
+    caught = tried(site, parser)
+    assert caught, f"{title} was not caught"
+    assert caught.check == check, str(caught)
+
+
+@pytest.mark.parametrize("parser", [Lines, Thinks])
+def test_a_right_parser_passes(site: Site, parser: type[ToolParser | ReasoningParser]) -> None:
+    caught = tried(site, parser)
+    assert caught is None, str(caught)
+
+
+@pytest.mark.parametrize("family", ["tool_parser", "reasoning_parser"])
+def test_all_of_cores_parsers_pass_and_are_proved(site: Site, family: str) -> None:
+    for offer in site.plugins.offers(family):
+        generator = generator_for(site.plugins, offer)
+        assert generator is not None, f"{offer.contribution} has no samples"
+        trials = list(generator.trials(Subject.load(offer, site), Plan()))
+        assert len({trial.case for trial in trials}) == len(trials)
+        found = [(trial.case, check, finding) for trial in trials for check, finding in trial.run()]
+        failed = [(case, check, *finding.faults) for case, check, finding in found if finding.faults]
+        assert not failed, f"{offer.contribution}: {failed[:3]}"
+        assert sum(finding.compared for _, check, finding in found if check == "values") > 0
+
+
+def test_without_a_forced_sample_the_constraint_is_compiled_and_said_not_to_be_tried(site: Site) -> None:
+    generator = ParserTrials("tool_parser", {"hermes": LINES[:2]})
+    cases = {
+        t.case: dict(t.run())
+        for t in generator.trials(subject(site, Lines, "tool_parser", name="hermes"), EveryCheck())
+    }
+    assert cases["forced-call"]["constraint"].outcome == "unsupported"
+    assert {f.outcome for f in cases["sample/calls"].values()} == {"passed"}

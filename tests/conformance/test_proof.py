@@ -258,7 +258,7 @@ def test_a_pattern_that_is_refused_as_a_whole_was_asked_for(site: Site, monkeypa
         def trials(self, subject: object, plan: object) -> Iterator[Trial]:
             yield Trial("spec/nf4", unsupported=Reason("spec", "no nf4 here"), claims=("spec nf4/*",))
 
-    monkeypatch.setattr("hardpoint.conformance.worker.generator_for", lambda plugins, contribution: Refusing())
+    monkeypatch.setattr("hardpoint.conformance.worker.generator_for", lambda plugins, offer: Refusing())
     offer = next(o for o in site.plugins.offers("linear") if o.contribution.name == "torch")
     bench = Bench(site.plugins, offer, ("cpu",), Plan(), {"cpu": {"threads": 1}})
     (result,) = bench.run("spec/nf4")
@@ -273,7 +273,7 @@ def test_a_pattern_that_is_refused_as_a_whole_was_asked_for(site: Site, monkeypa
     [
         ("never", "it serves nothing today"),
         ("overclaims", "no case is for the claimed spec nf4@float32:1x64/float32"),
-        ("proving_scheduler", "the kit has no trials for scheduler yet"),
+        ("proving_scheduler", "the kit has no trials for scheduler: no contract in API 0.1"),
     ],
 )
 def test_what_is_not_proved_fails_the_run_and_says_why(

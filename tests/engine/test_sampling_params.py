@@ -16,8 +16,9 @@ from hardpoint.engine.frontend.conversation import bad_word_sequences
 from hardpoint.engine.outputs import PositionLogprobs
 from hardpoint.engine.sampling_params import derived_seed
 from hardpoint.engine.scheduling.request import Request
+from hardpoint.structured.bytes import VOCABULARY
 from hardpoint_plugin_api import RequestError
-from tests.support.checkpoints import VOCABULARY, random_prompts, reference_logits, write_checkpoint
+from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import small_llm
 from tests.support.sampling import changed_logits
 

@@ -17,6 +17,7 @@ import torch
 from hardpoint import LLM, SamplingParams
 from hardpoint.config import EngineConfig
 from hardpoint.conformance.families.experts import ExpertsTrials
+from hardpoint.conformance.generators import generator_for
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.engine.blueprint import draw
@@ -277,3 +278,14 @@ def test_its_tool_parser_reads_outputs(acme: Path) -> None:
     assert [event for event in events if isinstance(event, ContentDelta)] == [ContentDelta("Hi.\n")]
     assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["clock"]
     assert ToolCallDelta(0, '{"zone": "UTC"}') in events
+
+
+def test_its_parser_is_proved_by_its_own_samples(acme: Path) -> None:
+    site = Site.open(discover(), "cpu", {"cpu": {"threads": 1}})
+    (offer,) = [o for o in site.plugins.offers("tool_parser") if o.plugin == "acme"]
+    generator = generator_for(site.plugins, offer)
+    assert generator is not None
+    trials = generator.trials(Subject.load(offer, site), Plan())
+    found = [(check, finding) for trial in trials for check, finding in trial.run()]
+    assert not [fault for _, finding in found for fault in finding.faults]
+    assert sum(finding.compared for check, finding in found if check == "values") > 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 from hardpoint.config import EngineConfig
+from hardpoint.conformance.families.parser_samples import TOOLS
 from hardpoint.parsers import OutputParser, Parsers, choose_parsers
 from hardpoint_plugin_api import (
     ContentDelta,
@@ -20,20 +20,6 @@ from hardpoint_plugin_api import (
 
 TOOL_PARSERS = ("deepseek", "glm", "harmony", "hermes", "llama3_json", "mistral", "pythonic")
 REASONING_PARSERS = ("deepseek_r1", "harmony", "mistral", "think")
-
-
-def tool(name: str, **properties: Any) -> dict[str, Any]:
-    """A tool as chat completions have it."""
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
-TOOLS = (tool("weather", city={"type": "string"}, days={"type": "integer"}), tool("clock"))
 
 
 @cache

@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import pytest
 
-from hardpoint_plugin_api import ToolCallDelta, ToolCallEnd
+from hardpoint.conformance.families.parser_samples import (
+    REASONING_SAMPLES,
+    TOOL_SAMPLES,
+    ParserSample,
+    SampleCall,
+)
+from hardpoint_plugin_api import ReasoningDelta, ToolCallDelta, ToolCallEnd
 from tests.parsers.reading import joined, opened, read
 
 ARGUMENTS = '{"city": "Paris", "days": 2}'
-WEATHER, CLOCK = ("call", "weather", ARGUMENTS), ("call", "clock", "{}")
+WEATHER = ("call", "weather", ARGUMENTS)
 BEGIN, END, CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"
 SEP, CALL_END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 HERMES = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -19,67 +25,25 @@ GLM = (
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
 )
 
-CALLS = {
-    "hermes": ("hermes", f"Let me see.\n{HERMES}\n{HERMES_CLOCK}\n", "Let me see.\n"),
-    "hermes, cut off behind the object": ("hermes", f"{HERMES}\n{HERMES_CLOCK.removesuffix('</tool_call>')}", ""),
-    "llama": ("llama3_json", f'{{"name": "weather", "parameters": {ARGUMENTS}}}; {{"name": "clock"}}', ""),
-    "llama, with its tag": (
-        "llama3_json",
-        f'So: <|python_tag|>{{"name": "weather", "parameters": {ARGUMENTS}}};{{"name":"clock","parameters":{{}}}}',
-        "So: ",
-    ),
-    "mistral, array": (
-        "mistral",
-        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}, "id": "123456789"}}, '
-        '{"name": "clock", "arguments": {}}]',
-        "",
-    ),
-    "mistral, since v11": ("mistral", f"Hm.[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]clock[ARGS]{{}}", "Hm."),
-    "mistral, with ids": (
-        "mistral",
-        f"[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{ARGUMENTS}[TOOL_CALLS]clock[CALL_ID]1[ARGS]{{}}",
-        "",
-    ),
-    "mistral, marks skipped": ("mistral", f"[TOOL_CALLS]weather{ARGUMENTS}[TOOL_CALLS]clock{{}}", ""),
-    "glm": ("glm", f"Well:\n{GLM}\n<tool_call>clock\n</tool_call>", "Well:\n"),
-    "glm, in one line": ("glm", GLM.replace("\n", "") + "<tool_call>clock</tool_call>", ""),
-    "deepseek v3": (
-        "deepseek",
-        f"{BEGIN}{CALL}function{SEP}weather\n```json\n{ARGUMENTS}\n```{CALL_END}\n"
-        f"{CALL}function{SEP}clock\n```json\n{{}}\n```{CALL_END}{END}",
-        "",
-    ),
-    "deepseek v3.1": (
-        "deepseek",
-        f"Sure.{BEGIN}{CALL}weather{SEP}{ARGUMENTS}{CALL_END}{CALL}clock{SEP}{{}}{CALL_END}{END}",
-        "Sure.",
-    ),
-    "harmony": (
-        "harmony",
-        f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
-        "<|start|>assistant to=functions.clock<|channel|>commentary json<|message|>{}<|call|>",
-        "",
-    ),
-    "harmony, the recipient first": (
-        "harmony",
-        f" to=functions.weather<|channel|>commentary <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
-        "<|start|>assistant<|channel|>commentary to=functions.clock<|message|>{}",
-        "",
-    ),
-    "pythonic": ("pythonic", '[weather(city="Paris", days=2), clock()]', ""),
-    "pythonic, with its tags": (
-        "pythonic",
-        '<|python_start|>[weather(city="Paris", days=2), clock()]<|python_end|>',
-        "",
-    ),
-}
+
+def said(sample: ParserSample) -> list[tuple[str, ...]]:
+    """The sample's meaning as ``read`` has it."""
+    return [
+        ("call", part.name, part.arguments)
+        if isinstance(part, SampleCall)
+        else ("reasoning" if isinstance(part, ReasoningDelta) else "content", part.text)
+        for part in sample.said
+    ]
+
+
+CALLS = {f"{parser}, {sample.name}": (parser, sample) for parser, samples in TOOL_SAMPLES.items() for sample in samples}
 
 
 @pytest.mark.parametrize("size", [1, 3, 10_000])
-@pytest.mark.parametrize(("parser", "text", "content"), CALLS.values(), ids=CALLS)
-def test_calls(parser: str, text: str, content: str, size: int) -> None:
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    assert read(opened(parser), pieces) == [*([("content", content)] if content else []), WEATHER, CLOCK]
+@pytest.mark.parametrize(("parser", "sample"), CALLS.values(), ids=CALLS)
+def test_calls(parser: str, sample: ParserSample, size: int) -> None:
+    pieces = [sample.text[i : i + size] for i in range(0, len(sample.text), size)]
+    assert read(opened(parser), pieces) == said(sample)
 
 
 NO_CALLS = {
@@ -275,38 +239,15 @@ def test_glm_takes_the_types_of_values_from_the_tools() -> None:
 
 
 REASONING = {
-    "both tags": ("think", "", "<think>\nHm.\n</think>\n\nYes.", "Hm.\n", "Yes."),
-    "opened by the prompt": ("think", "<|assistant|><think>\n", "Hm.</think>Yes.", "Hm.", "Yes."),
-    "closed by the prompt": ("think", "<think>\n\n</think>\n\n", "Yes.", "", "Yes."),
-    "none": ("think", "", "I write <think> and </think>.", "", "I write <think> and </think>."),
-    "without an end": ("think", "", "<think>Hm. </thin", "Hm. </thin", ""),
-    "begun inside": ("deepseek_r1", "", "Hm.</think>Yes.", "Hm.", "Yes."),
-    "magistral": ("mistral", "", "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
-    "harmony": (
-        "harmony",
-        "",
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Well.<|end|>"
-        "<|start|>assistant<|channel|>final<|message|> Yes.<|return|>",
-        "Hm.",
-        "Well. Yes.",
-    ),
-    "harmony, a message continued": ("harmony", "", "and so on.", "", "and so on."),
-    "harmony, a header without a message": (
-        "harmony",
-        "",
-        "<|channel|>final<|end|>",
-        "",
-        "<|channel|>final<|end|>",
-    ),
+    f"{parser}, {sample.name}": (parser, sample) for parser, samples in REASONING_SAMPLES.items() for sample in samples
 }
 
 
 @pytest.mark.parametrize("size", [1, 4, 10_000])
-@pytest.mark.parametrize(("parser", "prompt", "text", "reasoning", "content"), REASONING.values(), ids=REASONING)
-def test_reasoning(parser: str, prompt: str, text: str, reasoning: str, content: str, size: int) -> None:
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    wanted = [("reasoning", reasoning), ("content", content)]
-    assert read(opened(reasoning=parser, prompt=prompt), pieces) == [each for each in wanted if each[1]]
+@pytest.mark.parametrize(("parser", "sample"), REASONING.values(), ids=REASONING)
+def test_reasoning(parser: str, sample: ParserSample, size: int) -> None:
+    pieces = [sample.text[i : i + size] for i in range(0, len(sample.text), size)]
+    assert read(opened(reasoning=parser, prompt=sample.prompt), pieces) == said(sample)
 
 
 @pytest.mark.parametrize("size", [1, 10_000])

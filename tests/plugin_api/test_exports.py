@@ -18,7 +18,7 @@ EngineError EngineInfo EngineLimits Executable ExpertsKernel ExpertsWorkload FAM
 Fp8Format Gauge GraphEngine GroupMember HardpointError Histogram HookSpecs LayerWorkload LinearArgs LinearKernel
 LinearWorkload MANIFEST_NAME MANIFEST_SCHEMA MLPArgs Manifest ManifestError Memory MemorySnapshot MemoryTag
 MethodRequest Metrics MoEArgs ModelWorkload Module NO_DEVICE NULL_PAGE Namesake NormArgs NumaNode NumericConventions
-OpWorkload Parallel ParserArgs ParserEvent ParserExample Phase Platform PlatformError PlatformWorkload
+OpWorkload Parallel ParserArgs ParserEvent Phase Platform PlatformError PlatformWorkload
 PluginConflictError PluginError PluginLoadError QuantSpec QuantizationMethod QuantizationWorkload Quantized RankGroup
 Reason ReasoningDelta ReasoningParser ReasoningParserWorkload Region Request RequestError Requirement Resources
 RopeArgs RouterArgs RunnerWorkload ScalarValue Scale SchedulerWorkload Scheme Scope SelectionError ShardPlan

@@ -18,13 +18,14 @@ from pydantic import BaseModel, Field
 
 from hardpoint import LLM, AsyncEngine, SamplingParams
 from hardpoint.checkpoint.source import demo_model
+from hardpoint.conformance.families.parser_samples import tool
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.frontend.generation_config import GenerationConfig
 from hardpoint.engine.scheduling.scheduler import Scheduler
 from hardpoint.parsers import choose_parsers
 from hardpoint.structured import Grammars
 from hardpoint_plugin_api import ParserArgs, RequestError, StructuredOutput
-from tests.parsers.reading import joined, tool
+from tests.parsers.reading import joined
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8}
 

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -20,8 +18,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-VOCABULARY = 258
-"""256 bytes and two special tokens."""
+from hardpoint.conformance.families.model_samples import TINY, random_model
+from hardpoint.structured.bytes import byte_tokenizer
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
@@ -39,32 +37,9 @@ def write_checkpoint(
 ) -> PreTrainedModel:
     """Write a random model of ``family`` to ``folder`` and return it, in float32 and evaluation mode.
 
-    ``changes`` override config keys. Weights are larger than the initialisation's, so that attention is far from
-    uniform and a wrong mask or position shows.
+    ``changes`` override config keys.
     """
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": 257,
-        "pad_token_id": None,
-    }
-    config = CONFIGS[family](**(settings | changes))
-    torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(0, 0.08 if parameter.ndim >= 2 else 0.5)
+    model = random_model(CONFIGS[family](**(TINY | changes)), seed)
     model.save_pretrained(folder, max_shard_size="60KB" if shards else "1GB")
     _write_tokenizer(folder)
     return model
@@ -72,13 +47,7 @@ def write_checkpoint(
 
 def _write_tokenizer(folder: Path) -> None:
     """A tokenizer of single bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)} | {"<s>": 256, "</s>": 257}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
 
 

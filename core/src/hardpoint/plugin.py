@@ -15,6 +15,7 @@ def hardpoint_conformance() -> list[object]:
     from hardpoint.conformance.families.experts import ExpertsTrials
     from hardpoint.conformance.families.layers import LayerTrials
     from hardpoint.conformance.families.linear import LinearTrials
+    from hardpoint.conformance.families.models import ModelTrials
     from hardpoint.conformance.families.ops import OpTrials
     from hardpoint.conformance.families.parsers import ParserTrials
     from hardpoint.conformance.families.platform import PlatformTrials
@@ -31,6 +32,7 @@ def hardpoint_conformance() -> list[object]:
         All2AllTrials(),
         QuantizationTrials(),
         ElementTrials(),
+        ModelTrials(),
         ParserTrials("tool_parser"),
         ParserTrials("reasoning_parser"),
     ]

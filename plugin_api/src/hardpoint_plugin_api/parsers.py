@@ -86,28 +86,14 @@ class ParserArgs:
         return {str(f["name"]): f for f in found if isinstance(f, Mapping) and isinstance(f.get("name"), str)}
 
 
-@dataclass(frozen=True)
-class ParserExample:
-    """An output, and what it means: for ``hardpoint conform``, which feeds it cut at every place.
-
-    ``content`` and ``reasoning`` are joined; ``calls`` are names and arguments, as their deltas joined.
-    """
-
-    text: str
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[tuple[str, str], ...] = ()
-
-
 class ToolParser(ABC):
     """Finds tool calls in one output. A call is ToolCallStart, ToolCallDelta (any number), ToolCallEnd.
 
     ``needs_special_tokens`` says that calls are marked by special tokens, which must then be left in the text that is
-    fed (``skip_special_tokens`` off). ``examples`` are what it is proved by.
+    fed (``skip_special_tokens`` off).
     """
 
     needs_special_tokens: ClassVar[bool] = False
-    examples: ClassVar[tuple[ParserExample, ...]] = ()
 
     def __init__(self, args: ParserArgs) -> None:
         self.args = args
@@ -148,11 +134,9 @@ class ReasoningParser(ABC):
 
     Content may hold tool calls, as the model wrote them. ``needs_special_tokens`` is as in ToolParser. ``opening`` and
     ``ending`` are the texts around reasoning, where it has such, for StructuredOutput's ``opening`` and ``after``.
-    ``examples`` are what it is proved by.
     """
 
     needs_special_tokens: ClassVar[bool] = False
-    examples: ClassVar[tuple[ParserExample, ...]] = ()
     opening: ClassVar[str] = ""
     ending: ClassVar[str] = ""
 

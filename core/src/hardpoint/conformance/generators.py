@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Subject, owner_of
 from hardpoint.conformance.trials import Trial
-from hardpoint.plugins import PluginSet
+from hardpoint.plugins import Offer, PluginSet
 from hardpoint.plugins.record import CORE
 from hardpoint_plugin_api import Contribution, PluginLoadError
 
@@ -35,17 +35,38 @@ class Generator(Protocol):
         ...
 
 
-def generator_for(plugins: PluginSet, contribution: Contribution) -> Generator | None:
-    """The generator for a contribution: core's, else that of the plugin that brought what it implements; None: neither.
+_SAMPLES = "return {0} with samples of it from hardpoint_conformance, see docs/conformance.md"
+_NO_CONTRACT = "no contract in API 0.1: its interface is core's own, and nothing says what a right one does"
+_MISSING = {
+    "tool_parser": "no samples of its syntax: " + _SAMPLES.format("ParserTrials"),
+    "reasoning_parser": "no samples of its syntax: " + _SAMPLES.format("ParserTrials"),
+    "quantization": "no samples of its format: " + _SAMPLES.format("QuantizationTrials"),
+    "model": "neither Transformers nor a plugin has a reference: " + _SAMPLES.format("ModelTrials"),
+    "scheduler": _NO_CONTRACT,
+    "runner": _NO_CONTRACT,
+}
+"""Why a contribution of a family has no generator, and the remedy where there is one."""
 
-    A plugin cannot make easier trials for what core knows. Raises PluginLoadError for a plugin that answers badly.
+
+def generator_for(plugins: PluginSet, offer: Offer) -> Generator | None:
+    """The generator for an offer: core's, else that of the plugin that brought what it implements; None: neither.
+
+    Of families without ``of``, such as parsers, that is the offer's own plugin. A plugin cannot make easier trials for
+    what core knows. Raises PluginLoadError for a plugin that answers badly.
     """
-    owner = owner_of(plugins, contribution.family, contribution.of)
+    contribution = offer.contribution
+    owner = owner_of(plugins, contribution.family, contribution.of) if contribution.of else offer.plugin
     for name in dict.fromkeys((CORE, owner)):
         for generator in _generators(plugins, name):
             if generator.family == contribution.family and generator.serves(contribution):
                 return generator
     return None
+
+
+def why_not_tried(contribution: Contribution) -> str:
+    """Why there is no generator for a contribution."""
+    what = f"{contribution.family} {contribution.of}" if contribution.of else contribution.family
+    return f"the kit has no trials for {what}: {_MISSING.get(contribution.family, 'no generator serves it')}"
 
 
 def _generators(plugins: PluginSet, name: str) -> Sequence[Generator]:

@@ -80,7 +80,8 @@ class ReferenceSelector(Selector):
         offer = next((o for o in offers if o.contribution.name == name), None)
         if offer is None:
             raise UnknownNameError(workload.family, workload.of or name, (o.contribution.name for o in offers))
-        return SelectionPlan(workload, (PlanEntry(StepRange(), offer, "only candidate"),))
+        made = SelectionPlan(workload, (PlanEntry(StepRange(), offer, "only candidate"),))
+        return self._plans.setdefault(workload, made)
 
 
 class NotPresentError(Exception):

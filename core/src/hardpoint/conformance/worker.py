@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hardpoint.conformance.generators import generator_for
+from hardpoint.conformance.generators import generator_for, why_not_tried
 from hardpoint.conformance.kit import WHOLE
 from hardpoint.conformance.plan import Level, Plan
 from hardpoint.conformance.proof import ELSEWHERE, Asked, asked_of, elsewhere, met_by, proving_check
@@ -53,10 +53,9 @@ class Bench:
         contribution = self.offer.contribution
         if reason := elsewhere(contribution, site.platform.info, self.offer.api, PlatformWorkload()):
             return self._whole(ELSEWHERE, "skipped", str(reason)), {}
-        generator = generator_for(plugins, contribution)
+        generator = generator_for(plugins, self.offer)
         if generator is None:
-            what = f"{contribution.family} {contribution.of}" if contribution.of else contribution.family
-            return self._whole("claim", "unsupported", f"the kit has no trials for {what} yet"), {}
+            return self._whole("claim", "unsupported", why_not_tried(contribution)), {}
         trials = list(generator.trials(Subject.load(self.offer, site), self.plan))
         by_case = {trial.case: trial for trial in trials}
         assert len(by_case) == len(trials), f"two trials of {contribution} are of one case"

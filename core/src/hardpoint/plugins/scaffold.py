@@ -50,8 +50,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "layer": ("norm",),
     "element": ("elements",),
     "quantization": ("quantization", "samples"),
-    "tool_parser": ("parsers",),
-    "reasoning_parser": ("parsers",),
+    "tool_parser": ("parsers", "samples"),
+    "reasoning_parser": ("parsers", "samples"),
 }
 """The modules of a family, where it is not one of its own name."""
 _AXES = "\n\nAxes: T tokens, H query heads, K KV heads, D head size, S keys of one request.\n"
@@ -110,6 +110,9 @@ class Recipe:
     def _kernels(self) -> bool:
         return bool(set(self.families) & set(_KERNELS))
 
+    def _modules(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(module for f in self.families for module in _MODULES.get(f, (f,))))
+
     def sources(self) -> dict[str, str]:
         """The template of each file that is written, by its path."""
         package, by_language = f"src/{self.package}", f"package/kernels_{self.language}.py"
@@ -124,7 +127,7 @@ class Recipe:
             f"{package}/plugin.py": "package/plugin.py",
             f"{package}/py.typed": "package/py.typed",
         }
-        found |= {f"{package}/{m}.py": f"package/{m}.py" for f in self.families for m in _MODULES.get(f, (f,))}
+        found |= {f"{package}/{module}.py": f"package/{module}.py" for module in self._modules()}
         if self._kernels():
             found[f"{package}/kernels.py"] = by_language
         if self.language == "cpp":
@@ -153,6 +156,8 @@ class Recipe:
             "families": list(self.families),
             "language": self.language,
             "kernels": self._kernels(),
+            "parsers": "parsers" in self._modules(),
+            "samples": "samples" in self._modules(),
             "api": str(API_VERSION),
             "next_major": API_VERSION.major + 1,
             "axes": _AXES if "attention" in self.families else "",

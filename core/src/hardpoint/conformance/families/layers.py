@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 
 from hardpoint.conformance.checks import kernel_checks
+from hardpoint.conformance.families.certain_routing import certain_tokens, correction_bias, router_weight
 from hardpoint.conformance.families.steps import Piece, draw_tables
 from hardpoint.conformance.memory import POISON, Placement, place, place_far, soil_allocator
 from hardpoint.conformance.plan import Plan
@@ -39,8 +40,10 @@ from hardpoint_plugin_api import (
     LayerWorkload,
     LinearArgs,
     MLPArgs,
+    MoEArgs,
     NormArgs,
     RopeArgs,
+    RouterArgs,
     WeightSlot,
 )
 
@@ -58,12 +61,14 @@ class LayerKind:
 
     ``variations`` are constructor arguments by name; ``draw(args, tokens, generator)`` makes inputs, float32 on the
     host; ``forward(layer, inputs, steps)`` calls it, with what a step holds where ``pieces`` says what a step is made
-    of. ``mutates`` and ``aliases`` are what the layer's contract allows.
+    of. ``weights(args)`` are those that must not be random, by the path of their slot. ``mutates`` and ``aliases`` are
+    what the layer's contract allows.
     """
 
     variations: Mapping[str, Any]
     draw: Callable[[Any, int, torch.Generator], dict[str, torch.Tensor]]
     forward: Callable[[PluggableLayer, Inputs, Steps], object]
+    weights: Callable[[Any], Mapping[str, torch.Tensor]] = lambda args: {}
     tokens: Sequence[int] = (1, 7, 33)
     pieces: Sequence[Sequence[Piece]] = ()
     aliases: frozenset[tuple[int, str]] = frozenset()
@@ -183,8 +188,9 @@ class LayerProbe:
     def references(self) -> tuple[tuple[PluggableLayer, Context], tuple[PluggableLayer, Context]]:
         """The default layer with the same weights: in the trial's dtype, and in float64."""
         made = (self.default, self._default(torch.float64))
-        for layer, _ in made:
-            _load(layer, self.weights, _HOST)
+        for layer, ctx in made:
+            _load(layer, self.weights, _HOST, wide=ctx.dtype == torch.float64)
+            ctx.resources.allocate(_HOST)
             for _, part in walk(layer):
                 part.bind()
         return made
@@ -198,7 +204,7 @@ class LayerProbe:
             w = torch.randn(slot.shape, generator=generator)
             fan_in = slot.shape[-1]
             made[path] = (w * 2 * fan_in**-0.5 if w.dim() > 1 else 1 + 0.3 * w).to(dtype_of(slot.dtype))
-        return made
+        return made | {path: w.to(made[path].dtype) for path, w in self.kind.weights(self.args).items()}
 
     def call(
         self,
@@ -219,7 +225,7 @@ class LayerProbe:
             name: place_far(x, device, self.subject.site.free_bytes) if name == far else place(x, device, placement)
             for name, x in drawn.items()
         }
-        memory = _StepMemory(self.context, device, self.kind.pieces)
+        memory = StepMemory(self.context, device, self.kind.pieces)
         weights = [(f"{path}.{name}", w) for path, part in walk(layer) for name, w in part.weights.items()]
         inputs = [*placed.items(), *((name.lstrip("."), w) for name, w in weights)]
         named = tuple(Input(name, name, x) for name, x in inputs if isinstance(x, torch.Tensor))
@@ -246,7 +252,7 @@ class LayerProbe:
         for (layer, ctx), dtype in zip(self.references, (dtype_of(self.dtype), torch.float64), strict=True):
             inputs = {name: x.to(dtype) if x.is_floating_point() else x.clone() for name, x in drawn.items()}
             inputs = {name: x.clone() for name, x in inputs.items()}
-            memory = _StepMemory(ctx, _HOST, self.kind.pieces)
+            memory = StepMemory(ctx, _HOST, self.kind.pieces)
             results.append(sequence(self.kind.forward(layer, inputs, memory.steps)))
         pairs = zip(*results, strict=True)
         return Expected(tuple(Expectation(f"output {i}", own, truth) for i, (own, truth) in enumerate(pairs)))
@@ -259,7 +265,13 @@ class LayerProbe:
         """Layers are recorded with the steps that they make up, unless they are steps of attention: these plan."""
         if self.kind.pieces:
             return "it plans steps of its own in this trial"
-        return None if self.subject.capturable else "the target declares capturable = False"
+        if not self.subject.capturable:
+            return "the target declares capturable = False"
+        self.layer  # noqa: B018  # constructing it asks for what is inside it
+        ctx = self.context
+        parts = [entry.offer for plan in ctx.selector.plans for entry in plan.entries]
+        fixed = [offer for offer in parts if not getattr(ctx.load(offer), "capturable", True)]
+        return f"{fixed[0].contribution} is inside it, which cannot be recorded" if fixed else None
 
     def far_inputs(self, call: Call) -> Sequence[str]:
         """None: see the generator."""
@@ -275,16 +287,19 @@ def declared(root: PluggableLayer) -> dict[str, WeightSlot]:
     return found
 
 
-def _load(root: PluggableLayer, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
+def _load(
+    root: PluggableLayer, weights: Mapping[str, torch.Tensor], device: torch.device, *, wide: bool = False
+) -> None:
+    """Fill the slots; ``wide`` makes float64 of what stays float32 whatever the model's dtype: truth computes in it."""
     for path, layer in walk(root):
         for name, slot in layer.declare().items():
-            weight = weights[f"{path}.{name}" if path else name]
-            layer.weights[name] = weight.to(device, dtype_of(slot.dtype), copy=True)
+            dtype = dtype_of("float64" if wide and slot.dtype == "float32" else slot.dtype)
+            layer.weights[name] = weights[f"{path}.{name}" if path else name].to(device, dtype, copy=True)
         layer.prepare()
 
 
 @dataclass
-class _StepMemory:
+class StepMemory:
     """Caches for the attention layers of a context, and consecutive steps that write and read them."""
 
     ctx: Context
@@ -382,7 +397,7 @@ def batch_invariant(probe: LayerProbe, seed: int) -> Finding:
     drawn = {n: (x.to(dtype_of(probe.dtype)) if x.is_floating_point() else x).to(device) for n, x in drawn.items()}
 
     def results(index: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> list[torch.Tensor]:
-        memory = _StepMemory(alike.context, device, pieces)
+        memory = StepMemory(alike.context, device, pieces)
         with torch.inference_mode():
             made = kind.forward(layer, {name: x[index.to(device)] for name, x in drawn.items()}, memory.steps)
             return [y.clone() for y in sequence(made)]
@@ -443,6 +458,15 @@ def _norm_both_ways(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> obje
     return alone, stream.clone(), *layer(inputs["x"].clone(), inputs["residual"])
 
 
+def _routed(args: MoEArgs, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"x": certain_tokens(args, tokens, generator)}
+
+
+def _routing(args: MoEArgs) -> dict[str, torch.Tensor]:
+    bias = {"correction_bias": correction_bias(args.router)} if args.router.bias else {}
+    return {"router.weight": router_weight(args), **bias}
+
+
 def _step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
     return torch.cat([layer(inputs["x"][rows], step) for rows, step in steps()])
 
@@ -474,6 +498,8 @@ _STEP_TOKENS = (sum(piece.query for pieces in _PROMPTS_THEN_DECODES for piece in
 _ROPE = RopeArgs(rotary_dim=32, theta=10_000.0, max_position=64)
 _ATTENTION = AttentionArgs(64, 4, 2, 32, 0.2, rope=_ROPE)
 _MLP, _NORM = MLPArgs(64, 96), NormArgs(64, 1e-6)
+_MOE = MoEArgs(64, 48, RouterArgs(8, 2, renormalize=True))
+_BIASED = RouterArgs(8, 3, "sigmoid", bias=True, renormalize=True, scaling=2.5)
 
 
 KINDS: dict[str, LayerKind] = {
@@ -501,6 +527,19 @@ KINDS: dict[str, LayerKind] = {
         },
         _hidden,
         _on_x,
+    ),
+    "moe": LayerKind(
+        {
+            "plain": _MOE,
+            "shared": replace(_MOE, router=RouterArgs(8, 2), shared_size=80, shared_gate=True),
+            "sigmoid-bias": replace(_MOE, router=_BIASED, shared_size=80),
+            "groups": replace(_MOE, router=replace(_BIASED, num_experts=16, num_groups=4, top_groups=2)),
+            "softmax-groups": replace(_MOE, router=RouterArgs(16, 2, num_groups=4, top_groups=2, scaling=16.0)),
+            "ungated-odd": MoEArgs(33, 17, RouterArgs(5, 1), activation="relu2", gated=False),
+        },
+        _routed,
+        _on_x,
+        weights=_routing,
     ),
     "embedding": LayerKind({"plain": EmbeddingArgs(97, 64), "odd": EmbeddingArgs(31, 33)}, _ids, _on_ids),
     "lm_head": LayerKind({"plain": EmbeddingArgs(97, 64), "odd": EmbeddingArgs(31, 33)}, _hidden, _on_x),

@@ -7,6 +7,7 @@ import re
 
 from hardpoint_plugin_api import (
     ContentDelta,
+    ParserArgs,
     ParserEvent,
     ToolCallDelta,
     ToolCallEnd,
@@ -21,19 +22,26 @@ _CALL = re.compile(r"@(\w+)(\{.*\})\s*")
 class AcmeToolParser(ToolParser):
     """Reads line by line."""
 
-    _line = ""
-    _num_calls = 0
+    def __init__(self, args: ParserArgs) -> None:
+        super().__init__(args)
+        self._line: list[str] = []
+        self._num_calls = 0
 
     @classmethod
     def recognizes(cls, workload: ToolParserWorkload) -> bool:
         return "@tool{" in (workload.chat_template or "")
 
     def feed(self, delta: str) -> list[ParserEvent]:
-        *lines, self._line = (self._line + delta).split("\n")
-        return [event for line in lines for event in self._read(f"{line}\n")]
+        *lines, rest = delta.split("\n")
+        events: list[ParserEvent] = []
+        for line in lines:
+            events += self._read("".join([*self._line, line, "\n"]))
+            self._line = []
+        self._line.append(rest)
+        return events
 
     def finish(self) -> list[ParserEvent]:
-        return self._read(self._line)
+        return self._read("".join(self._line))
 
     def _read(self, line: str) -> list[ParserEvent]:
         found = _CALL.fullmatch(line)

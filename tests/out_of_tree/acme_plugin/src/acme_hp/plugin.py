@@ -17,8 +17,9 @@ def hardpoint_engine_started(engine: EngineInfo) -> None:
 
 @hookimpl
 def hardpoint_conformance() -> list[object]:
-    """Samples of Acme's checkpoint format, for core's trials of methods that read one."""
-    from acme_hp.samples import SAMPLES
+    """Core's trials of formats and parsers, with samples of Acme's."""
+    from acme_hp.samples import SAMPLES, TOOL_SAMPLES
+    from hardpoint.conformance.families.parsers import ParserTrials
     from hardpoint.conformance.families.quantization import QuantizationTrials
 
-    return [QuantizationTrials(SAMPLES)]
+    return [QuantizationTrials(SAMPLES), ParserTrials("tool_parser", TOOL_SAMPLES)]

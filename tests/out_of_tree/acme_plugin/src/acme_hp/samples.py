@@ -1,10 +1,12 @@
-"""Acme's checkpoint format for the conformance kit: matrices as its tool stores them, and what they mean."""
+"""Samples for the conformance kit: Acme's checkpoint format, and calls as Acme's models write them."""
 
 from __future__ import annotations
 
 import torch
 
+from hardpoint.conformance.families.parser_samples import ParserSample, SampleCall, tool
 from hardpoint.conformance.families.quantization_samples import Sample, Written
+from hardpoint_plugin_api import ContentDelta
 
 
 def _groups(rows: int, columns: int, generator: torch.Generator) -> Written:
@@ -14,3 +16,17 @@ def _groups(rows: int, columns: int, generator: torch.Generator) -> Written:
 
 
 SAMPLES = {"acme_groups": (Sample("groups", {"quant_method": "acme_groups", "group_size": 32}, _groups),)}
+
+_TOOLS = (tool("clock", zone={"type": "string"}), tool("stop"))
+_CLOCK = '@clock{"zone": "UTC"}'
+TOOL_SAMPLES = {
+    "acme": (
+        ParserSample(
+            "calls",
+            f"Late.\n{_CLOCK}\n@stop{{}}",
+            (ContentDelta("Late.\n"), SampleCall("clock", '{"zone": "UTC"}'), SampleCall("stop")),
+            _TOOLS,
+        ),
+        ParserSample("no call", "@clock{zone}\nmail@stop{}\n", (ContentDelta("@clock{zone}\nmail@stop{}\n"),), _TOOLS),
+    )
+}

@@ -1,0 +1,143 @@
+"""Samples of models for the trials of architectures: a tiny random checkpoint, and the logits that it means.
+
+Of an architecture that Transformers has, config, weights and logits are Transformers' own. A plugin brings samples of
+an architecture of its own by the hook ``hardpoint_conformance``, see docs/conformance.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hardpoint.structured.bytes import VOCABULARY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+Reference = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+"""Token ids of one sequence, and a dtype, float32 or float64 -> logits [T, vocab], computed in it on the host."""
+
+
+@dataclass(frozen=True)
+class ModelSample:
+    """A checkpoint. ``write(folder, seed)`` writes config.json and safetensors files, and returns the reference.
+
+    Equal seeds make equal checkpoints. Positions reach to 64 at least. ``may_be_refused`` says that the config has what
+    an implementation of the architecture need not have: one that refuses it is not tried with it.
+    """
+
+    name: str
+    write: Callable[[Path, int], Reference]
+    may_be_refused: bool = False
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY - 1,
+    "pad_token_id": None,
+}
+"""Config keys of a tiny decoder."""
+_MIXTURE: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+_VARIATIONS: dict[str, Mapping[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True},
+    "window": {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+}
+"""Config keys by variation; one is made for architectures whose configs have its first key."""
+
+
+def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """A model of Transformers' with random weights, in float32 and evaluation mode.
+
+    Weights are larger than the initialisation's, so that attention is far from uniform and a wrong mask or position
+    shows.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.08 if parameter.ndim >= 2 else 0.5)
+    return model
+
+
+def transformers_samples(architecture: str) -> tuple[ModelSample, ...]:
+    """Samples of an architecture that Transformers has; none of another."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    # Several model types may share a class: the first with a config that makes it is the class's own.
+    kinds = [kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture]
+    own = [kind for kind in kinds if kind in CONFIG_MAPPING and _title(CONFIG_MAPPING[kind]) == _stem(architecture)]
+    if not own:
+        return ()
+    known = CONFIG_MAPPING[own[0]]().to_dict().keys() | {"head_dim"}
+    samples = []
+    for name, changes in _VARIATIONS.items():
+        if not changes or next(iter(changes)) in known:
+            keys = {k: v for k, v in (TINY | _MIXTURE | dict(changes)).items() if k in known or k in TINY}
+            samples.append(ModelSample(name, partial(_write, own[0], keys), may_be_refused=bool(changes)))
+    return tuple(samples)
+
+
+def _title(config: type) -> str:
+    return config.__name__.removesuffix("Config").lower()
+
+
+def _stem(architecture: str) -> str:
+    return architecture.removesuffix("ForCausalLM").lower()
+
+
+def _write(kind: str, keys: Mapping[str, Any], folder: Path, seed: int) -> Reference:
+    from transformers import CONFIG_MAPPING
+    from transformers.utils import logging
+
+    model = random_model(CONFIG_MAPPING[kind](**keys), seed)
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
+    return reference_of(model)
+
+
+def reference_of(model: PreTrainedModel) -> Reference:
+    """The logits of a model of Transformers'. Experts are run one by one: grouped matmuls have no float64."""
+    model.set_experts_implementation("eager")
+
+    @torch.inference_mode()
+    def logits(ids: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        double = dtype == torch.float64
+        (model.double if double else model.float)()
+        found: torch.Tensor = model(torch.tensor([list(ids)])).logits[0]
+        model.float()
+        return found
+
+    return logits
