@@ -182,7 +182,7 @@ def test_what_cannot_run_is_left_out_unless_it_serves(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(*_: object) -> torch.Tensor:
+    def fail(self: BatchInvariantLinear, x: Any, weights: Any, bias: Any) -> torch.Tensor:
         raise RuntimeError("no room for the tile")
 
     path = tmp_path / "tuned.json"
@@ -296,10 +296,10 @@ def test_what_is_hopeless_is_found_with_few_tokens(
     path, calls = tmp_path / "tuned.json", []
     apply = BatchInvariantLinear.apply
 
-    def crawls(self: BatchInvariantLinear, x: torch.Tensor, w: Any, bias: Any = None) -> torch.Tensor:
+    def crawls(self: BatchInvariantLinear, x: torch.Tensor, weights: Any, bias: Any) -> torch.Tensor:
         calls.append(len(x))
         time.sleep(0.01)
-        return apply(self, x, w, bias)
+        return apply(self, x, weights, bias)
 
     monkeypatch.setattr(BatchInvariantLinear, "apply", crawls)
     assert run([*TUNE, "--rows", "1,64", "--output", str(path)]) == 0
