@@ -256,7 +256,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Noted:
-    """What an opaque call returned."""
+    """The result of an opaque call."""
 
     kernel: Kernel
     values: list[object]

@@ -83,7 +83,7 @@ class QuantSpec:
 
     @property
     def number_format(self) -> Element:
-        """What the elements mean. Raises UnknownNameError where ``element`` is just a name."""
+        """The meaning of the elements. Raises UnknownNameError where ``element`` is just a name."""
         if self.definition is None:
             raise unknown_element(self.element)
         return self.definition

@@ -180,7 +180,7 @@ def _exit_code(certificate: Certificate) -> int:
 
 
 def _unproved(certificate: Certificate) -> list[Proof]:
-    """What a whole run was asked to prove and did not; a part of a run is asked for nothing."""
+    """The contributions that a whole run was asked to prove and did not; a part of a run is asked for nothing."""
     return [proof for proof in certificate.proofs if proof.verdict == "not proved" and certificate.is_complete]
 
 
@@ -254,7 +254,7 @@ def _print_results(results: Sequence[Result], title: str) -> None:
 
 
 def _print_tallies(tallies: Sequence[Tally], title: str, proofs: Sequence[Proof] = ()) -> None:
-    """What each contribution came to."""
+    """The verdict on each contribution."""
     verdicts, rows = {proof.key: proof.verdict for proof in proofs}, []
     for key in dict.fromkeys(t.key for t in tallies):
         own = [t for t in tallies if t.key == key]
@@ -288,7 +288,7 @@ def _print_reasons(tallies: Sequence[Tally]) -> None:
 
 
 def _print_proofs(certificate: Certificate) -> None:
-    """What a whole run did not prove, and claims of the rest that no comparison covers."""
+    """Print what a whole run did not prove, and claims of the rest that no comparison covers."""
     if not certificate.is_complete:
         return
     unproved = [[proof.title, "\n".join(proof.why)] for proof in _unproved(certificate)]

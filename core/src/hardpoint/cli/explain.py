@@ -101,7 +101,7 @@ def _summary(rows: list[dict[str, Any]], width: int) -> list[str]:
 
 
 def _notes(row: dict[str, Any]) -> Iterator[str]:
-    """What is worth knowing of one row: what was measured or not asked, and why the nearest other was not chosen."""
+    """A note on one row: what was measured or not asked, and why the nearest other was not chosen."""
     title = _title(row)
     if "not_asked" in row:
         yield f"? {title}: {row['chosen']} was not asked whether it supports this: {row['not_asked']}"

@@ -95,12 +95,12 @@ class Certificate:
 
     @cached_property
     def tallies(self) -> tuple[Tally, ...]:
-        """What each check of each contribution came to."""
+        """The tallies of each check of each contribution."""
         return tally(self.results) or self.tallied
 
     @cached_property
     def proofs(self) -> tuple[Proof, ...]:
-        """What the run says of each contribution that was asked for, in the manifest's order."""
+        """The verdict on each contribution that was asked for, in the manifest's order."""
         asked = {one.key: one for one in self.asked}
         asked |= {one.key: Asked(one.key) for one in self.tallies if one.key not in asked}
         return tuple(prove(one, [t for t in self.tallies if t.key == one.key]) for one in asked.values())
@@ -111,7 +111,7 @@ class Certificate:
         return sum((one.outcomes for one in self.tallies), Counter())
 
     def proof_of(self, family: str, of: str | None, name: str) -> Proof | None:
-        """What the run says of one contribution; None where it was not asked for, or the run is not complete."""
+        """The verdict on one contribution; None where it was not asked for, or the run is not complete."""
         own = (proof for proof in self.proofs if proof.key == (family, of, name))
         return next(own, None) if self.is_complete else None
 
@@ -291,7 +291,7 @@ def now() -> str:
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of one contribution on one device. ``level`` None: nothing; ``is_core``: nothing is needed.
+    """The certified state of one contribution on one device. ``level`` None: nothing; ``is_core``: nothing is needed.
 
     ``unproved`` is what a certificate that would count says of it instead ("not proved", "failed"), and ``why`` its
     reasons. ``stale`` says which installed distribution is not the one that a certificate was made with.

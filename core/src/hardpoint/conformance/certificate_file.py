@@ -48,7 +48,7 @@ class Line(_Strict):
 
 
 class TallyLine(_Strict):
-    """What one check found in all cases of a contribution."""
+    """The findings of one check in all cases of a contribution."""
 
     family: str
     of: str | None

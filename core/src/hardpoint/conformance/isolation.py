@@ -36,7 +36,7 @@ _MOST_DEATHS = 5
 
 @dataclass
 class Listing:
-    """What a contribution's trials are, and what they are to prove. ``unfit`` is the one result where there are none.
+    """A contribution's trials, and the claims that they are to prove. ``unfit`` is the one result where there are none.
 
     ``on_host`` says that they run on the host itself, where several processes may run trials at once. ``arrays`` are
     the covering arrays that the list was made from, which other processes need not make again.

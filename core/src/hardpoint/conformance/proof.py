@@ -44,7 +44,7 @@ ELSEWHERE = "hardware"
 """The check of a contribution that is for other hardware than the run's; it is skipped."""
 _MOST_REASONS = 3
 _KEPT_REASONS = 5
-"""What a compact certificate keeps of the reasons of one check."""
+"""The number of reasons that a compact certificate keeps for one check."""
 
 Key = tuple[str, str | None, str]
 """Whose: (family, of, name)."""
@@ -78,7 +78,7 @@ class Asked:
 
 @dataclass
 class Tally:
-    """What one check found in all cases of a contribution: the compact form of results.
+    """The findings of one check in all cases of a contribution: the compact form of results.
 
     ``compared`` counts elements in passing comparisons, and ``claims`` are what they prove; ``met`` are the claims that
     any case falls under, tried or refused. ``reasons`` say why a case was unsupported or skipped, ``faults`` count the
@@ -161,7 +161,7 @@ class Tally:
 
 
 def tally(results: Iterable[Result]) -> tuple[Tally, ...]:
-    """What each check of each contribution found, in the order of the first results."""
+    """The tallies of each check of each contribution, in the order of the first results."""
     found: dict[tuple[Key, str], Tally] = {}
     for result in results:
         key = result.contribution, result.check
@@ -180,8 +180,8 @@ def join(parts: Iterable[Sequence[Tally]]) -> tuple[Tally, ...]:
 
 @dataclass(frozen=True)
 class Proof:
-    """What a run says of one contribution. ``why`` is why it is not proved; ``untried`` are claims, as text, without a
-    passing comparison."""
+    """The verdict of a run on one contribution. ``why`` is why it is not proved; ``untried`` are claims, as text,
+    without a passing comparison."""
 
     key: Key
     verdict: Verdict
@@ -200,7 +200,7 @@ class Proof:
 
 
 def prove(asked: Asked, tallies: Collection[Tally]) -> Proof:
-    """What ``tallies``, those of the contribution, say of it."""
+    """The verdict on a contribution by its ``tallies``."""
     proving = proving_check(asked.key[0])
     if any(t.outcomes["failed"] for t in tallies):
         return Proof(asked.key, "failed")

@@ -64,7 +64,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _unproved(config: pytest.Config) -> list[str]:
-    """What is not proved, and why: of contributions of which every case ran."""
+    """Lines on contributions that are not proved although every case ran, with the reasons."""
     from hardpoint.conformance.proof import prove, tally
 
     collected = config.stash.get(_COLLECTED, [])
@@ -127,7 +127,7 @@ def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.
 
 @dataclass
 class _Contribution:
-    """What is to be proved of a contribution by so many ``cases``, and what those that ``ran`` found."""
+    """A contribution that is to be proved by ``cases`` cases, of which ``ran`` have run with ``results``."""
 
     asked: Asked
     cases: int

@@ -17,7 +17,7 @@ memory or hardware to try it with is not here. A failure is never either."""
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. ``measured`` and ``compared`` are as in ``Comparison``."""
+    """The finding of one check. ``measured`` and ``compared`` are as in ``Comparison``."""
 
     faults: tuple[Fault, ...] = ()
     measured: Mapping[str, tuple[float, float]] = field(default_factory=dict)

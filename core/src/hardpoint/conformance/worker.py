@@ -73,7 +73,7 @@ class Bench:
 
     @property
     def asked(self) -> Asked:
-        """What there is to prove."""
+        """The contributions to prove."""
         return asked_of(self.offer.contribution, self.device)
 
     @property

@@ -146,7 +146,7 @@ class CustomOp(Generic[P, R]):
         return self.scalars_of({name: arguments.arguments[name] for name in self.static})
 
     def told(self, workload: OpWorkload) -> dict[str, ScalarValue]:
-        """Those of this op's static arguments that ``workload``, of an op composed of this one, says."""
+        """The static arguments of this op that ``workload``, of an op composed of this one, gives."""
         return {name: value for name, value in workload.scalars if name in self.static}
 
     def _functional(

@@ -36,7 +36,7 @@ Bound = Literal["peak", "mean", "gain", "direction", "outliers", "accumulation"]
 _DEVIATIONS = 3.0
 """How many standard deviations of a mean over random roundings a bound leaves to chance."""
 _FLOAT32_UNITS = 16.0
-"""What sums in float32 may add to an output of 16 bits, in units of float32: far below one of its own."""
+"""The error that sums in float32 may add to an output of 16 bits, in units of float32: far below one of its own."""
 
 
 @dataclass(frozen=True)

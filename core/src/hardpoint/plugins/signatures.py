@@ -25,7 +25,7 @@ _INTERFACES = ("hardpoint_plugin_api", _LAYERS)
 
 
 def misfit(target: object) -> str | None:
-    """What is wrong with a class as an implementation of the interfaces that it derives from; None where nothing is.
+    """The fault of a class as an implementation of the interfaces that it derives from; None where nothing is.
 
     Its attributes that implement interfaces themselves, such as a backend's cache layout, are looked at, too.
     """
@@ -40,7 +40,7 @@ def misfit(target: object) -> str | None:
 
 
 def layer_misfit(target: object, declaring: object) -> str | None:
-    """What is wrong with a layer as a replacement of the layer ``declaring``: it is built and called in its place."""
+    """The fault of a layer as a replacement of the layer ``declaring``: it is built and called in its place."""
     if not isinstance(target, type) or not isinstance(declaring, type) or target is declaring:
         return None
     for name in ("__init__", "forward"):
@@ -51,7 +51,7 @@ def layer_misfit(target: object, declaring: object) -> str | None:
 
 
 def op_misfit(target: object, reference: Callable[..., Any], form: Form) -> str | None:
-    """What is wrong with the target of an op contribution: it must take what the reference takes, as its form says."""
+    """The fault of the target of an op contribution: it must take what the reference takes, as its form says."""
     if not callable(target):
         return None  # the op says so when it is bound
     found, wanted = _signature(target), inspect.signature(reference)
@@ -118,7 +118,7 @@ def _is_checked(interface: type, name: str) -> bool:
 
 
 def _of_member(target: type, interface: type, name: str, wanted: object) -> str | None:
-    """What is wrong with one member; None for what the interface itself defines, and for plain attributes."""
+    """The fault of one member; None for what the interface itself defines, and for plain attributes."""
     found = inspect.getattr_static(target, name)
     title = f"{interface.__name__}.{name}"
     if found is wanted:

@@ -103,7 +103,7 @@ class Library:
 
     @cached_property
     def recorded(self) -> Mapping[str, str]:
-        """What RECORD has of each file's content, as ``sha256=...`` in URL-safe base64; empty without RECORD."""
+        """The digest that RECORD has of each file, as ``sha256=...`` in URL-safe base64; empty without RECORD."""
         rows = csv.reader((self.distribution.read_text("RECORD") or "").splitlines())
         return {row[0]: row[1] for row in rows if len(row) > 1}
 
@@ -121,7 +121,7 @@ class Library:
         return hash_of({name: file_hash(path) for name, path in self.files.items()})
 
     def describe(self) -> Wrapped:
-        """What certificates and lock files keep. Reads every byte."""
+        """The facts that certificates and lock files keep. Reads every byte."""
         return Wrapped(self.name, self.version, self.editable, self.outline, self.sha256)
 
     def difference(self, known: Wrapped, *, thorough: bool) -> str | None:
@@ -192,7 +192,7 @@ class Installed:
 
 
 def wrapped_by(names: Collection[str]) -> dict[str, Wrapped]:
-    """What is installed of ``names``, every byte of it read. Raises PluginLoadError where a file cannot be read."""
+    """The installed distributions of ``names``, all their bytes read. Raises PluginLoadError for an unreadable file."""
     installed, found = Installed(), {}
     for name in sorted(names):
         library = installed.find(name)

@@ -37,7 +37,7 @@ from hardpoint_plugin_api import (
 logger = logging.getLogger(__name__)
 
 DETECT_SECONDS = 30.0
-"""What a platform may take to look for its devices; drivers of hosts with many take some seconds."""
+"""Seconds that a platform may take to look for its devices; drivers of hosts with many take some seconds."""
 HANGS = "detect-hangs"
 """The code of the Reason against a platform that takes longer."""
 

@@ -119,7 +119,7 @@ class Selector:
             return [self._broken(offer, "supports-failed", error)]
 
     def _asked_of(self, target: object, offer: Offer, workload: Workload) -> list[Reason]:
-        """What the target's ``supports`` says; raises HardpointError, naming the plugin, where it fails."""
+        """The reasons of the target's ``supports``; raises HardpointError, naming the plugin, where it fails."""
         with blame(offer):
             supports = getattr(target, "supports", None)
             found = supports(workload, self.device) if supports else []

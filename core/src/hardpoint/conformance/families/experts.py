@@ -139,7 +139,7 @@ def _trial(probe: ExpertsProbe, plan: Plan, number: int, *, with_sizes: bool) ->
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one seed draws, on the host: x [T, H], ids and weights [T, K]."""
+    """The inputs of one seed, on the host: x [T, H], ids and weights [T, K]."""
 
     x: torch.Tensor
     ids: torch.Tensor

@@ -275,7 +275,7 @@ class LinearProbe:
 
     @cached_property
     def given(self) -> dict[str, torch.Tensor]:
-        """Those of the slots that activations are rounded by, on the host."""
+        """The slots that activations are rounded by, on the host."""
         return {name: value for name, value in self.slots.items() if name.startswith("input_")}
 
     def expect(self, drawn: torch.Tensor) -> Expected:
@@ -314,7 +314,7 @@ class LinearProbe:
         return worst(true, products), true
 
     def steps(self, counts: Sequence[int]) -> list[int]:
-        """Those of ``counts`` that the manifest's range of tokens admits."""
+        """The numbers of ``counts`` that the manifest's range of tokens admits."""
         need = self.subject.tokens
         return [n for n in counts if need.min <= n <= (need.max or n)]
 

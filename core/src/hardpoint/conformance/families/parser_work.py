@@ -16,7 +16,7 @@ Counts = dict[str, int]
 
 
 def measure(open_parser: Callable[[], Any], text: str) -> tuple[Counts, Counts]:
-    """What reading an early and a late window of ``text`` costs, by character, in counts that show quadratic work.
+    """The cost of reading an early and a late window of ``text``, by character, in counts that show quadratic work.
 
     ``lines`` are lines of Python that ran: loops over what was read before. ``bytes`` are the sum of the memory that
     each character took at its peak: copies of what was read before. ``scanned`` are the lengths of the texts whose

@@ -99,7 +99,7 @@ class ParserProbe:
         return self.target(ParserArgs(tools=self.sample.tools, prompt=self.sample.prompt))
 
     def read(self, pieces: Sequence[str]) -> tuple[Said, ...]:
-        """What a new parser says of ``pieces``. Raises what it raises, and BadEventsError."""
+        """The events of a new parser for ``pieces``. Raises what the parser raises, and BadEventsError."""
         parser = self.open()
         return joined([event for piece in pieces if piece for event in parser.feed(piece)] + list(parser.finish()))
 

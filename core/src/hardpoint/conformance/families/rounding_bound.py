@@ -49,7 +49,7 @@ def rounding_bound(weight: torch.Tensor, spec: QuantSpec, groups: torch.Tensor |
 
 
 def _span(spec: QuantSpec) -> float:
-    """What the extent of a block is mapped to."""
+    """The range of elements that the extent of a block is mapped to."""
     element = spec.number_format
     return element.values[-1] - element.values[0] if spec.zero_point else element.largest
 

@@ -46,7 +46,7 @@ _ANY_ACTIVATION = (
     "float8_e5m2@float32:all+dynamic",
 )
 _MOST_NORMAL = 3.0
-"""What a static scale lets activations reach: a few normal numbers are larger, and saturate."""
+"""The largest magnitude that a static scale of activations admits: a few normal numbers are larger, and saturate."""
 _TRIES = 60
 """How often the rest of a pair is drawn anew, until it goes together with a value that no pair has yet."""
 
@@ -65,9 +65,9 @@ def static_scales(activation: QuantSpec) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class ClaimedSpecs:
-    """What there is to try. ``pairs`` are the quantized ones by name; ``served`` says in which dtypes each is claimed,
-    the plain one included. ``refused`` are patterns, or parts of them, of which the contribution serves no pair, and
-    ``unknown`` are patterns of elements that nobody offers, each with the reason.
+    """The pairs of specs to try. ``pairs`` are the quantized ones by name; ``served`` says in which dtypes each is
+    claimed, the plain one included. ``refused`` are patterns, or parts of them, of which the contribution serves no
+    pair, and ``unknown`` are patterns of elements that nobody offers, each with the reason.
     """
 
     pairs: Mapping[str, Pair]
@@ -87,7 +87,7 @@ class ClaimedSpecs:
 
     @property
     def dtypes(self) -> list[str]:
-        """Those in which any is claimed."""
+        """The dtypes in which any pair is claimed."""
         return list(dict.fromkeys(dtype for dtypes in self.served.values() for dtype in dtypes))
 
     def is_foreign(self, dtype: str, name: str) -> bool:
@@ -187,7 +187,7 @@ class _Choices:
 
 
 def _chosen(glob: str, vocabulary: Sequence[str]) -> tuple[str, ...]:
-    """What a part of a pattern stands for; itself where it holds no wildcard."""
+    """The values that a part of a pattern stands for; itself where it holds no wildcard."""
     if not {"*", "?"} & set(glob):
         return (glob,)
     return tuple(value for value in vocabulary if fnmatch.fnmatchcase(value, glob)) or (glob,)

@@ -20,7 +20,7 @@ from hardpoint_plugin_api import NULL_PAGE, AttentionBackend, AttentionBatch, At
 
 _EVALUATIONS = 8
 _MAGNITUDES = (1.0, 2.0**8, 0.0, 2.0**-8)
-"""What the values of requests are multiplied with where they are uneven."""
+"""Factors for the values of requests where these are uneven."""
 HIGH_SCORE = 100.0
 """Float32 exponentials overflow at 88.7."""
 

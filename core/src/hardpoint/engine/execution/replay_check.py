@@ -1,4 +1,4 @@
-"""What is replayed is compared: a prepared step runs once on the inputs that the same step ran on eagerly.
+"""Compare replays with eager calls: a prepared step runs once on the inputs that the same step ran on eagerly.
 
 Equal bits end the matter. Where bits differ, the step is prepared once more with copies taken around each plugin
 kernel's calls; the first call that is given the same and makes something else, beyond the op's error model, is at
@@ -58,7 +58,7 @@ class Likeness(IntEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step made: copies of its results, and of what it stored in the cache."""
+    """The results of a step: copies of its results, and of what it stored in the cache."""
 
     results: list[torch.Tensor]
     stored: list[torch.Tensor]
@@ -127,7 +127,7 @@ class ReplayCheck:
                 )
 
     def _on_every_rank(self, prepare: Callable[[], Executable]) -> Executable:
-        """What ``prepare`` returns. Raises PlatformError on every rank where it does on any."""
+        """The prepared step of ``prepare``. Raises PlatformError on every rank where it does on any."""
         executable, failure = None, None
         try:
             executable = prepare()
