@@ -30,7 +30,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "layer": ("forward",),
     "linear": ("apply", "apply_quantized", "rows"),
 }
-"""What of a kernel is called in steps, by family. Implementations of ops are functions."""
+"""The methods of a kernel that steps call, by family. Implementations of ops are functions."""
 
 REPEATED = frozenset({"op", "experts", "linear"})
 """Families of which a kernel that is not ``capturable`` can be an opaque call. Layers may count their calls, and what
@@ -130,7 +130,7 @@ class KernelCalls:
 
     @property
     def offers(self) -> list[Offer]:
-        """Whose calls pass through here, each once."""
+        """The contributions whose calls pass through here, each once."""
         return list(dict.fromkeys(kernel.offer for kernel in self._kernels))
 
     def repeat(self, offer: Offer) -> bool:

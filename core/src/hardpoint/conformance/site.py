@@ -50,7 +50,7 @@ _REFERENCES = {
 
 
 LIMITS = EngineLimits(max_tokens=8192, max_sequences=256, max_model_len=4096)
-"""Those of trials, unless a generator asks for others."""
+"""The limits of trials, unless a generator asks for others."""
 
 
 class TrialResources(EngineResources):

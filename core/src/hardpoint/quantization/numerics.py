@@ -167,7 +167,7 @@ def _outer_scale(weight: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 
 
 def _top(format_: str) -> float:
-    """What a scale that has another one above it is at most: the most that 8 bits with a mantissa hold; else 1."""
+    """The largest inner scale under an outer one: the largest number of an 8-bit format with a mantissa; else 1."""
     dtype = dtype_of(format_)
     return torch.finfo(dtype).max if dtype.itemsize == 1 and format_ != _E8M0 else 1.0
 

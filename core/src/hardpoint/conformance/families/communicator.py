@@ -293,7 +293,7 @@ class CommunicatorProbe:
 
     @property
     def workload(self) -> CommunicatorWorkload:
-        """What the group is asked for."""
+        """The workload of the group."""
         return self._group.workload
 
     @cached_property

@@ -42,7 +42,7 @@ _NUM_MUTATED, _NUM_PREFIXES, _NUM_CUTS = 24, 48, 8
 _MOST_GROWTH = 1.6
 """A late character costs as much as an early one, or not much more; with quadratic work, more than twice as much."""
 _SLACK = 2048
-"""What a character may cost in any count: to measure takes memory, too, and states differ in what they look at."""
+"""The most that a character may cost in any count: measuring takes memory, too, and states differ in their work."""
 _HOSTILE = (
     *(text * 400 for text in ("{", "[", '{"x":', '"', "\\", "\n", "<", "(", "'")),
     '{"name": "\\ud800", "arguments": {"x": NaN}}',
@@ -158,7 +158,7 @@ class ParserProbe:
         yield from (half + hostile for hostile in _HOSTILE)
 
     def _lost(self, text: str, found: Sequence[Said]) -> Finding | None:
-        """What is no call is content: all of it where there is no call, and never in another order."""
+        """Text outside of calls is content: all of it where there is no call, and never in another order."""
         said = "".join(part.text for part in found if not isinstance(part, SampleCall))
         calls = [part for part in found if isinstance(part, SampleCall)]
         where = f"{text!r:.100}"

@@ -221,7 +221,7 @@ class ReplayCheck:
 
 
 def _fault(eager: WatchedCall, replayed: WatchedCall) -> str | None:
-    """What a replayed call made wrongly of what the eager call was given, too."""
+    """The fault of a replayed call that had the inputs of the eager call; None where there is none to tell."""
     if all(map(equal_bits, eager.made, replayed.made)):
         return None
     if not all(map(equal_bits, eager.given, replayed.given)):
