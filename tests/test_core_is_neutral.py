@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import hardpoint.layers
+import hardpoint_plugin_api
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "core" / "src" / "hardpoint"
@@ -46,3 +50,35 @@ def test_importing_resolves_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_engine_reads_no_config_of_hugging_face() -> None:
+    """Families do, and say what the engine must know (ModelFacts); what all checkpoints say is in Checkpoint."""
+    reads = re.compile(r"hf_config|HFConfig|checkpoint\.config\b|\.from_pretrained")
+    found = [f"{p.relative_to(ROOT)}: {m[0]}" for p in _sources("engine", "server") for m in reads.finditer(_text(p))]
+    assert not found, found
+
+
+def test_the_block_and_the_engine_ask_no_layer_for_its_type() -> None:
+    """Layers are built by the names that arguments give, and what differs between them is a method of theirs."""
+    layers = {name for name in hardpoint.layers.__all__ if name[0].isupper()}
+    arguments = {name for name in hardpoint_plugin_api.__all__ if name.endswith("Args")}
+    block = [CORE / "layers" / name for name in ("decoder_block.py", "causal_lm.py")]
+    asked = [
+        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
+        for path in [*_sources("engine"), *block]
+        for call in ast.walk(ast.parse(_text(path)))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("isinstance", "issubclass")
+        if {node.id for node in ast.walk(call.args[1]) if isinstance(node, ast.Name)} & (layers | arguments)
+    ]
+    assert not asked, asked
+    sublayers = re.compile(r"hardpoint\.layers\.(attention|mlp|moe)|(Attention|MLP|MoE)Args")
+    assert not sublayers.search(_text(block[0]))
+
+
+def _sources(*packages: str) -> list[Path]:
+    return [path for package in packages for path in sorted((CORE / package).rglob("*.py"))]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ import torch
 from hardpoint.attention.batch_invariant import BatchInvariantAttention
 from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.layers.attention import alibi_slopes
-from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, BuildContext
+from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionCall, AttentionSpec, BuildContext, StoreCall
 from tests.attention.test_backends import SPEC, VARIATIONS
 
 LENGTH = 75
@@ -63,7 +63,7 @@ def step(backend: AttentionBackend, requests: Sequence[Request], generator: torc
         read = spec.span.first(length - count) // block * block
         position = torch.arange(length)
         slot = (own[position // block] * block + position % block).int()
-        backend.store(request.k[read:], request.v[read:], cache, slot[read:])
+        backend.store(StoreCall(request.k[read:], request.v[read:], cache, slot[read:]))
         slots.append(slot[length - count :])
     counts, lengths = [r.q.shape[0] for r in requests], [r.k.shape[0] for r in requests]
     starts = torch.tensor([0, *counts]).cumsum(0).int()
@@ -80,7 +80,7 @@ def step(backend: AttentionBackend, requests: Sequence[Request], generator: torc
     k, v = (torch.cat([x[-len(r.q) :] for r, x in zip(requests, xs, strict=True)]) for xs in
             ([r.k for r in requests], [r.v for r in requests]))  # fmt: skip
     out = torch.full_like(q, float("nan"))
-    backend.forward(q, k, v, cache, backend.plan(batch), out)
+    backend.forward(AttentionCall(q, k, v, cache, backend.plan(batch), out))
     return list(out.split(counts))
 
 
@@ -127,12 +127,11 @@ def test_this_test_finds_a_query_whose_bits_depend_on_its_chunk() -> None:
     """Planted: a backend that scales its scores by a hair's breadth where a step has one query alone."""
 
     class Planted(ReferenceAttention):
-        def forward(self, q, k, v, cache, metadata, out):  # type: ignore[no-untyped-def]  # as the base has it
-            super().forward(q, k, v, cache, metadata, out)
-            starts = metadata.batch.query_start_host
-            for first, last in pairwise(starts):
+        def forward(self, call: AttentionCall) -> None:
+            super().forward(call)
+            for first, last in pairwise(call.metadata.batch.query_start_host):
                 if last - first == 1:
-                    out[first] = out[first].nextafter(out[first] + 1)
+                    call.out[first] = call.out[first].nextafter(call.out[first] + 1)
 
     request = drawn(SPEC, LENGTH, LENGTH, torch.Generator().manual_seed(1))
     backend = built(Planted, SPEC)

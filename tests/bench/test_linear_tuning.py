@@ -21,7 +21,7 @@ from hardpoint.engine.explain import explain
 from hardpoint.quantization.batch_invariant_linear import BatchInvariantLinear
 from hardpoint.selection import TuningFile, Verdict
 from hardpoint.selection.table import Row
-from hardpoint_plugin_api import DeviceInfo, LinearWorkload, QuantSpec, Scale, dequantize
+from hardpoint_plugin_api import DeviceInfo, LinearCall, LinearWorkload, QuantSpec, Scale, dequantize
 
 pytest.importorskip("hardpoint_cpu")
 
@@ -182,7 +182,7 @@ def test_what_cannot_run_is_left_out_unless_it_serves(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(self: BatchInvariantLinear, x: Any, weights: Any, bias: Any) -> torch.Tensor:
+    def fail(self: BatchInvariantLinear, call: LinearCall) -> torch.Tensor:
         raise RuntimeError("no room for the tile")
 
     path = tmp_path / "tuned.json"
@@ -296,10 +296,10 @@ def test_what_is_hopeless_is_found_with_few_tokens(
     path, calls = tmp_path / "tuned.json", []
     apply = BatchInvariantLinear.apply
 
-    def crawls(self: BatchInvariantLinear, x: torch.Tensor, weights: Any, bias: Any) -> torch.Tensor:
-        calls.append(len(x))
+    def crawls(self: BatchInvariantLinear, call: LinearCall) -> torch.Tensor:
+        calls.append(len(call.x))
         time.sleep(0.01)
-        return apply(self, x, weights, bias)
+        return apply(self, call)
 
     monkeypatch.setattr(BatchInvariantLinear, "apply", crawls)
     assert run([*TUNE, "--rows", "1,64", "--output", str(path)]) == 0

@@ -9,6 +9,7 @@ import pytest
 from hardpoint.bench.lengths import SyntheticRequest
 from hardpoint.bench.offline import bytes_read, generate
 from hardpoint.cli.main import run
+from hardpoint.layers.moe import MoE
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import small_llm
 from tests.support.serving import SMALL
@@ -42,8 +43,23 @@ def test_an_embedding_is_read_where_it_is_the_head(tmp_path: Path) -> None:
         folder = tmp_path / str(tied)
         write_checkpoint(folder, "qwen3", tie_word_embeddings=tied)
         with small_llm(folder, dtype="float32") as llm:
-            read[tied], held[tied] = bytes_read(llm), llm.memory_report().by_tag["weights"]
+            read[tied], held[tied] = bytes_read(llm, 1), llm.memory_report().by_tag["weights"]
     vocabulary, hidden = 258, 64
     assert held[False] - read[False] == vocabulary * hidden * 4
     assert held[True] == read[True]
     assert read[False] == pytest.approx(read[True], rel=0.01), "but for how a head is packed"
+
+
+def test_few_tokens_read_few_experts(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe")
+    with small_llm(tmp_path, dtype="float32") as llm:
+        read = [bytes_read(llm, tokens) for tokens in (1, 2, 1000)]
+        held = llm.memory_report().by_tag["weights"]
+        layers = [layer for layer in llm.core.blueprint.model.modules() if isinstance(layer, MoE)]
+        experts = sum(weight.nbytes for layer in layers for weight in layer.experts.weights.values())
+        embedding = sum(weight.nbytes for weight in llm.core.blueprint.model.embedding.weights.values())
+        router = layers[0].args.router
+    assert 0 < router.top_k < router.num_experts
+    assert read[2] == pytest.approx(held - embedding, rel=1e-6)
+    assert read[0] == pytest.approx(held - embedding - experts * (1 - router.top_k / router.num_experts), rel=1e-6)
+    assert read[0] < read[1] < read[2]

@@ -22,8 +22,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("llama", {}), ("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", {}), ("mixtral", {})],
-    ids=["llama", "tied", "qwen3_moe", "mixtral"],
+    [("llama", {}), ("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", {}), ("mixtral", {}), ("gpt_oss", {})],
+    ids=["llama", "tied", "qwen3_moe", "mixtral", "gpt_oss"],
 )
 def test_a_config_is_enough(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     write_checkpoint(tmp_path, family, **changes)

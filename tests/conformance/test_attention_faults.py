@@ -16,15 +16,18 @@ from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint_plugin_api import (
     AttentionBatch,
+    AttentionCall,
     AttentionMetadata,
     AttentionSpec,
     BuildContext,
     CacheLayout,
     CacheSpec,
+    CaptureGrade,
     NumericConventions,
     Region,
+    StoreCall,
 )
-from tests.conformance.trying import Caught, first_failure, subject
+from tests.conformance.trying import Caught, EveryCheck, first_failure, subject
 
 Tensor = torch.Tensor
 Cache = dict[str, Tensor]
@@ -63,7 +66,8 @@ class Simple(ReferenceAttention):
         scores = scores.masked_fill(self.hidden(queries_at, keys_at), float("-inf"))
         return torch.einsum("hts,shd->thd", self.weights(scores), values).to(q.dtype)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, metadata: AttentionMetadata, out: Tensor) -> None:
+    def forward(self, call: AttentionCall) -> None:
+        q, cache, metadata, out = call.q, call.cache, call.metadata, call.out
         batch = metadata.batch
         for i in range(len(batch.seq_lens_host)):
             rows = slice(batch.query_start_host[i], batch.query_start_host[i + 1])
@@ -199,21 +203,23 @@ class HalfAccumulation(Simple):
 class WritesPadding(Simple):
     """Writes behind the output's last row of real tokens and behind the output itself."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, metadata: AttentionMetadata, out: Tensor) -> None:
-        super().forward(q, k, v, cache, metadata, out)
+    def forward(self, call: AttentionCall) -> None:
+        super().forward(call)
+        out = call.out
         out.as_strided((1,), (1,), out.storage_offset() + out.numel()).zero_()
 
 
 class WritesTheCache(Simple):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, metadata: AttentionMetadata, out: Tensor) -> None:
-        super().forward(q, k, v, cache, metadata, out)
-        cache["k"][metadata.batch.block_table[0, 0].long()] += 1
+    def forward(self, call: AttentionCall) -> None:
+        super().forward(call)
+        call.cache["k"][call.metadata.batch.block_table[0, 0].long()] += 1
 
 
 class OneRowShort(Simple):
     """Leaves the last row of a request of several tokens as it was: stale."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, metadata: AttentionMetadata, out: Tensor) -> None:
+    def forward(self, call: AttentionCall) -> None:
+        q, cache, metadata, out = call.q, call.cache, call.metadata, call.out
         for i, first in enumerate(metadata.batch.query_start_host[:-1]):
             last = metadata.batch.query_start_host[i + 1]
             last -= last - first > 2
@@ -244,26 +250,26 @@ class PlansForItself(Simple):
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         return AttentionMetadata(batch, token=None if batch is None else id(self))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, metadata: AttentionMetadata, out: Tensor) -> None:
-        if metadata.token == id(self):
-            super().forward(q, k, v, cache, metadata, out)
+    def forward(self, call: AttentionCall) -> None:
+        if call.metadata.token == id(self):
+            super().forward(call)
 
 
 class StoresShifted(Simple):
     """Tokens go one slot further within their block."""
 
-    def store(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
-        block = self.spec.block_size
-        shifted = slot_mapping // block * block + (slot_mapping % block + 1) % block
-        super().store(k, v, cache, shifted)
+    def store(self, call: StoreCall) -> None:
+        slots, block = call.slot_mapping, self.spec.block_size
+        super().store(replace(call, slot_mapping=slots // block * block + (slots % block + 1) % block))
 
 
 class StoresPaddingAnywhere(Simple):
     """Padding rows go to the last page instead of the null page."""
 
-    def store(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
-        last = cache["k"].shape[0] * self.spec.block_size - 1
-        super().store(k, v, cache, torch.where(slot_mapping < self.spec.block_size, last, slot_mapping))
+    def store(self, call: StoreCall) -> None:
+        slots, block = call.slot_mapping, self.spec.block_size
+        last = call.cache["k"].shape[0] * block - 1
+        super().store(replace(call, slot_mapping=torch.where(slots < block, last, slots)))
 
 
 class OtherTopLeft(Simple):
@@ -379,3 +385,61 @@ def test_the_references_own_error_is_as_large_along_a_row_as_across_it() -> None
     assert found[2, 0].isnan()
     coarse = [x[:1].bfloat16() for x in (truth, truth * 1.0001, across)]
     assert torch.equal(worst(truth[:1], coarse), coarse[2])  # what rounding hides is no error
+
+
+class ReadsLengthsOnTheDevice(Simple):
+    """Healthy at every grade: ``forward`` takes nothing but the number of requests from the host."""
+
+    capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
+
+    def forward(self, call: AttentionCall) -> None:
+        batch = call.metadata.batch
+        starts, lengths = tuple(batch.query_start.tolist()), tuple(batch.seq_lens.tolist())
+        told = replace(batch, query_start_host=starts, seq_lens_host=lengths)
+        for i in range(len(lengths)):
+            rows = slice(starts[i], starts[i + 1])
+            if starts[i] < starts[i + 1]:
+                call.out[rows] = self.one(call.q[rows], *self.read_request(call.cache, told, i))
+
+
+class KeepsTheFirstLongest(ReadsLengthsOnTheDevice):
+    """Reads no more keys than the longest request had when the step was captured."""
+
+    def forward(self, call: AttentionCall) -> None:
+        batch = call.metadata.batch
+        most = torch.tensor(max(batch.seq_lens_host), dtype=torch.int32)
+        short = replace(batch, seq_lens=torch.minimum(batch.seq_lens, most))
+        super().forward(replace(call, metadata=AttentionMetadata(short)))
+
+
+def by_grade(kind: type[Simple], grade: CaptureGrade) -> type[Simple]:
+    return type(f"{kind.__name__}At{grade.name}", (kind,), {"capture": grade})
+
+
+def replayed(site: Site, backend: type[Simple]) -> Caught | None:
+    """The first failure of ``replay``, where a plugin's calls are repeated as an engine repeats them."""
+    made = subject(site, backend, "attention", requires=CLAIMS)
+    made = replace(made, offer=replace(made.offer, plugin="acme"))
+    for trial in AttentionTrials().trials(made, EveryCheck()):
+        for check in trial.checks:
+            if check.name == "replay" and (finding := check.run()).faults:
+                return Caught(trial.case, check.name, finding)
+    return None
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        by_grade(Simple, CaptureGrade.SINGLE_TOKEN),
+        by_grade(Simple, CaptureGrade.ANY),
+        by_grade(KeepsTheFirstLongest, CaptureGrade.SINGLE_TOKEN),
+    ],
+)
+def test_a_false_grade_is_caught_by_replay(site: Site, backend: type[Simple]) -> None:
+    caught = replayed(site, backend)
+    assert caught, f"{backend.__name__} was not caught"
+
+
+def test_a_true_grade_passes(site: Site) -> None:
+    caught = replayed(site, ReadsLengthsOnTheDevice)
+    assert caught is None, str(caught)

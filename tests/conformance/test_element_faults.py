@@ -29,6 +29,8 @@ class Faulty(TableElement):
             return super().decode(codes, torch.float32)
         if self.fault == "one row":
             return super().decode(codes, dtype).flatten(1) if codes.dim() > 1 else super().decode(codes, dtype)
+        if self.fault == "strides of codes ignored":
+            return super().decode(codes.as_strided(codes.shape, codes.new_empty(codes.shape).stride()), dtype)
         if self.fault == "clears codes":
             values = super().decode(codes, dtype)
             codes.zero_()
@@ -44,6 +46,10 @@ class Faulty(TableElement):
             return super().encode(torch.where(x.abs() > 4 * self.largest, -x, x))
         if self.fault == "int64":
             return super().encode(x).long()
+        if self.fault == "strides ignored":
+            return super().encode(x.as_strided(x.shape, torch.empty(x.shape).stride()))
+        if self.fault == "zero below zero":
+            return super().encode(torch.where((x == 0) & x.signbit(), -0.25, x))
         if self.fault == "clamps in place":
             return super().encode(x.clamp_(-1, 1))
         return super().encode(x)
@@ -66,6 +72,9 @@ def test_the_healthy_one_passes(site: Site) -> None:
         ("wraps", "ends", "ends"),
         ("int64", "nearest", "form"),
         ("clamps in place", "inputs", "mutated"),
+        ("strides of codes ignored", "values", "values"),
+        ("strides ignored", "nearest", "strided"),
+        ("zero below zero", "nearest", "nearest"),
     ],
 )
 def test_a_faulty_one_is_caught(site: Site, fault: str, check: str, code: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -20,7 +21,7 @@ from hardpoint.experts.reference import ReferenceExperts
 from hardpoint.ops.rotary_embedding import rotary_embedding
 from hardpoint.quantization.emulated_linear import EmulatedLinear
 from hardpoint.quantization.plain_linear import PlainLinear
-from hardpoint_plugin_api import AttentionMetadata, DeviceInfo, LinearKernel, QuantSpec
+from hardpoint_plugin_api import AttentionCall, DeviceInfo, ExpertsCall, LinearCall, LinearKernel, QuantSpec
 from tests.conformance.test_attention_faults import Simple
 from tests.conformance.trying import Caught, first_failure, subject
 
@@ -38,7 +39,8 @@ class Accumulates(PlainLinear):
 
     tile = 64
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+    def apply(self, call: LinearCall) -> Tensor:
+        x, weights, bias = call.x, call.weights, call.bias
         y = x.new_zeros(*x.shape[:-1], weights["weight"].shape[0])
         for a, w in zip(x.split(self.tile, -1), weights["weight"].split(self.tile, -1), strict=True):
             y += linear(a.float(), w.float()).to(y.dtype)
@@ -60,7 +62,8 @@ class AccumulatesTilesOf256(Accumulates):
 class AddsHalves(PlainLinear):
     """Adds what 16 parts of the columns come to as a tree, in bfloat16."""
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+    def apply(self, call: LinearCall) -> Tensor:
+        x, weights, bias = call.x, call.weights, call.bias
         columns = range(0, x.shape[-1], 16)
         parts = [linear(x[..., c : c + 16].float(), weights["weight"][:, c : c + 16].float()) for c in columns]
         sums = [part.to(x.dtype) for part in parts]
@@ -72,9 +75,9 @@ class AddsHalves(PlainLinear):
 class AccumulatesDequantized(EmulatedLinear):
     """The same for quantized weights, group by group."""
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        plain = self.unpack(weights)
-        return Accumulates(self.ctx, self.workload).apply(x, {"weight": plain}, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        plain = self.unpack(call.weights)
+        return Accumulates(self.ctx, self.workload).apply(LinearCall(call.x, {"weight": plain}, call.bias))
 
 
 # Linear kernels. Edges of tiles, ranges and instances.
@@ -84,8 +87,8 @@ def edited(edit: Callable[[Tensor, Tensor, Weights], Tensor], base: type[LinearK
     """A kernel whose result y goes through ``edit(y, x, weights)``."""
 
     class Edited(base):  # type: ignore[misc, valid-type]  # a class made in a function
-        def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-            return edit(super().apply(x, weights, bias), x, weights)
+        def apply(self, call: LinearCall) -> Tensor:
+            return edit(super().apply(call), call.x, call.weights)
 
     return Edited
 
@@ -113,12 +116,13 @@ class ForgetsLongRows(PlainLinear):
 
     most = 1024
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        return linear(x[..., : self.most], weights["weight"][:, : self.most], bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        return linear(call.x[..., : self.most], call.weights["weight"][:, : self.most], call.bias)
 
 
 class ForgetsColumn4096(PlainLinear):
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+    def apply(self, call: LinearCall) -> Tensor:
+        x, weights, bias = call.x, call.weights, call.bias
         keep = torch.ones(x.shape[-1], dtype=x.dtype)
         keep[4096:4097] = 0
         return linear(x * keep, weights["weight"], bias)
@@ -129,9 +133,10 @@ class ScratchOfTheFirstCall(PlainLinear):
 
     rows_of_first = 0
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+    def apply(self, call: LinearCall) -> Tensor:
+        x = call.x
         self.rows_of_first = self.rows_of_first or x.shape[0]
-        y = super().apply(x, weights, bias)
+        y = super().apply(call)
         y[self.rows_of_first :] = 0
         return y
 
@@ -143,38 +148,38 @@ class OwnSizesAlone(PlainLinear):
     def trial_sizes(cls, device: DeviceInfo) -> list[tuple[int, int, int]]:
         return [(5, 48, 32)]
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        y = super().apply(x, weights, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        y = super().apply(call)
         return y if y.shape[1] == 48 else y * 1.1
 
 
 class NanSpreads(PlainLinear):
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        return super().apply(x, weights, bias) + 0 * x.sum()
+    def apply(self, call: LinearCall) -> Tensor:
+        return super().apply(call) + 0 * call.x.sum()
 
 
 class NanIsZero(PlainLinear):
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        return super().apply(x.nan_to_num(0.0), weights, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        return super().apply(replace(call, x=call.x.nan_to_num(0.0)))
 
 
 class ThroughFloat16(PlainLinear):
     """Multiplies bfloat16 as float16, which ends at 65504."""
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        return super().apply(x.half().float().to(x.dtype), weights, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        return super().apply(replace(call, x=call.x.half().float().to(call.x.dtype)))
 
 
 class SmallIsZero(PlainLinear):
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        return super().apply(torch.where(x.abs() < 1e-6, 0, x), weights, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        return super().apply(replace(call, x=torch.where(call.x.abs() < 1e-6, 0, call.x)))
 
 
 class GroupsOf64InFloat16(EmulatedLinear):
     """Wrong for uint4 in groups of 64 with 16-bit scales alone."""
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        y = super().apply(x, weights, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        y = super().apply(call)
         assert self.workload.spec is not None
         spec = self.workload.spec[0]
         wrong = spec.scales[0].block == (1, 64) and spec.scales[0].format != "float32"
@@ -184,10 +189,11 @@ class GroupsOf64InFloat16(EmulatedLinear):
 class LastScaleIgnored(EmulatedLinear):
     """The last group of a row takes the scale of the one before."""
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+    def apply(self, call: LinearCall) -> Tensor:
+        weights = call.weights
         scale = weights["weight_scale"].clone()
         scale[:, -1:] = scale[:, -2:-1] if scale.shape[1] > 1 else scale
-        return super().apply(x, {**weights, "weight_scale": scale}, bias)
+        return super().apply(replace(call, weights={**weights, "weight_scale": scale}))
 
 
 class GroupsBeginOneLate(EmulatedLinear):
@@ -202,42 +208,49 @@ class GroupsBeginOneLate(EmulatedLinear):
             plain[:, group * size] *= scale[:, group - 1] / scale[:, group]
         return plain
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+    def apply(self, call: LinearCall) -> Tensor:
+        x, weights, bias = call.x, call.weights, call.bias
         return linear(x, self.unpacked(weights).to(x.dtype), bias)
 
 
 class ZeroPointsSigned(EmulatedLinear):
     """Takes zero points above 7 for negative ones."""
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        point = weights["weight_zero_point"].to(torch.int16)
-        return super().apply(x, {**weights, "weight_zero_point": torch.where(point > 7, point - 16, point)}, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        point = call.weights["weight_zero_point"].to(torch.int16)
+        return super().apply(
+            replace(call, weights={**call.weights, "weight_zero_point": torch.where(point > 7, point - 16, point)})
+        )
 
 
 class InputScaleIgnored(EmulatedLinear):
     """Rounds activations by a scale of their own, where the checkpoint has one."""
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        return super().apply(x, {**weights, "input_scale": x.float().abs().amax().view(1) / 127}, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        return super().apply(
+            replace(call, weights={**call.weights, "input_scale": call.x.float().abs().amax().view(1) / 127})
+        )
 
 
 class OuterScaleIgnored(EmulatedLinear):
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        return super().apply(x, {**weights, "weight_scale_2": torch.ones_like(weights["weight_scale_2"])}, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        return super().apply(
+            replace(call, weights={**call.weights, "weight_scale_2": torch.ones_like(call.weights["weight_scale_2"])})
+        )
 
 
 class ColumnGroupsIgnored(EmulatedLinear):
     """Counts off the groups that a checkpoint with reordered columns looks up."""
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        index = weights["weight_group_index"].sort().values
-        return super().apply(x, {**weights, "weight_group_index": index}, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        index = call.weights["weight_group_index"].sort().values
+        return super().apply(replace(call, weights={**call.weights, "weight_group_index": index}))
 
 
 class OnlyLargeStepsAreWrong(PlainLinear):
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        y = super().apply(x, weights, bias)
-        return y * 1.1 if x.shape[0] > 4096 else y
+    def apply(self, call: LinearCall) -> Tensor:
+        y = super().apply(call)
+        return y * 1.1 if call.x.shape[0] > 4096 else y
 
 
 LINEAR: dict[str, tuple[Any, list[Any], str]] = {
@@ -295,13 +308,13 @@ class SecondProductIn16Bits(FirstProductIn16Bits):
 
 
 class SmallWeightsDropped(ReferenceExperts):
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **more: Any) -> None:
-        super().apply(x, ids, torch.where(weights < 0.1, 0, weights), *rest, **more)
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(replace(call, weights=torch.where(call.weights < 0.1, 0, call.weights)))
 
 
 class WeightsAtMostOne(ReferenceExperts):
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **more: Any) -> None:
-        super().apply(x, ids, weights.clamp(max=1), *rest, **more)
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(replace(call, weights=call.weights.clamp(max=1)))
 
 
 class RowOfATileMissing(ReferenceExperts):
@@ -317,15 +330,15 @@ class RowOfATileMissing(ReferenceExperts):
 class ExpertsScratchOfTheFirstCall(ReferenceExperts):
     rows_of_first = 0
 
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Weights, out: Tensor, *rest: Any, **more: Any) -> None:
-        self.rows_of_first = self.rows_of_first or x.shape[0]
-        super().apply(x, ids, weights, w, out, *rest, **more)
-        out[self.rows_of_first :] = 0
+    def apply(self, call: ExpertsCall) -> None:
+        self.rows_of_first = self.rows_of_first or call.x.shape[0]
+        super().apply(call)
+        call.out[self.rows_of_first :] = 0
 
 
 class NanOfAToken(ReferenceExperts):
-    def apply(self, x: Tensor, *rest: Any, **more: Any) -> None:
-        super().apply(x + 0 * x.sum(), *rest, **more)
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(replace(call, x=call.x + 0 * call.x.sum()))
 
 
 EXPERTS: dict[str, tuple[type[ReferenceExperts], str]] = {
@@ -424,12 +437,10 @@ class ThirdTileOfAPrompt(Simple):
 class AttentionScratchOfTheFirstCall(Simple):
     rows_of_first = 0
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Weights, metadata: AttentionMetadata, out: Tensor
-    ) -> None:
-        self.rows_of_first = self.rows_of_first or q.shape[0]
-        super().forward(q, k, v, cache, metadata, out)
-        out[self.rows_of_first :] = 0
+    def forward(self, call: AttentionCall) -> None:
+        self.rows_of_first = self.rows_of_first or call.q.shape[0]
+        super().forward(call)
+        call.out[self.rows_of_first :] = 0
 
 
 class ValuesThatAreSmall(Simple):
@@ -479,12 +490,14 @@ def test_flash_attention_that_keeps_sums_in_float32_passes(site: Site) -> None:
 
 
 class DecodesOtherwise(Simple):
-    """A decode sums in another order than a prompt does."""
+    """A decode rounds an element otherwise than a prompt does."""
 
     def one(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
         if q.shape[0] > 1:
             return torch.cat([self.alike(q[i : i + 1], keys, values, start, q.shape[0] - 1 - i) for i in range(len(q))])
-        return self.alike(q, keys, values, start, 0) * (1 + 2**-8)
+        y = self.alike(q, keys, values, start, 0)
+        y[..., 0] *= 1 + 2**-8  # within every bound: one element of a head
+        return y
 
     def alike(self, q: Tensor, keys: Tensor, values: Tensor, start: int, behind: int) -> Tensor:
         last = keys.shape[0] - behind

@@ -11,7 +11,7 @@ from hardpoint.conformance.site import Site
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers import PluggableLayer
-from hardpoint_plugin_api import ConfigError, MLPArgs, WeightSlot
+from hardpoint_plugin_api import ConfigError, ForwardStep, MLPArgs, WeightSlot
 from tests.conformance.trying import Caught, first_failure, subject
 
 Tensor = torch.Tensor
@@ -33,19 +33,19 @@ class Healthy(PluggableLayer):
             "down.weight": WeightSlot((hidden, width), self.dtype, 1),
         }
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: ForwardStep) -> Tensor:
         gate, up = linear(x, self.weights["gate_up.weight"]).chunk(2, dim=-1)
         return linear(silu(gate) * up, self.weights["down.weight"])
 
 
 class GateAndUpSwapped(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: ForwardStep) -> Tensor:
         up, gate = linear(x, self.weights["gate_up.weight"]).chunk(2, dim=-1)
         return linear(silu(gate) * up, self.weights["down.weight"])
 
 
 class AnotherActivation(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: ForwardStep) -> Tensor:
         gate, up = linear(x, self.weights["gate_up.weight"]).chunk(2, dim=-1)
         return linear(gelu(gate) * up, self.weights["down.weight"])
 
@@ -85,7 +85,7 @@ class KeepsThePacked(Healthy):
         assert self.packed is not None
         self.packed.zero_()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: ForwardStep) -> Tensor:
         gate, up = linear(x, self.weights["gate_up.weight"]).chunk(2, dim=-1)
         assert self.packed is not None
         return linear(silu(gate) * up, self.packed)
@@ -99,15 +99,15 @@ class HoldsAfterRelease(Healthy):
 
 
 class WritesItsWeights(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+    def forward(self, x: Tensor, step: ForwardStep) -> Tensor:
+        y = super().forward(x, step)
         self.weights["down.weight"][0] += 1
         return y
 
 
 class WritesItsInput(Healthy):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+    def forward(self, x: Tensor, step: ForwardStep) -> Tensor:
+        y = super().forward(x, step)
         x.zero_()
         return y
 

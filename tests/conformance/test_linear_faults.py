@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -13,7 +14,7 @@ from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.quantization.emulated_linear import EmulatedLinear
 from hardpoint.quantization.plain_linear import PlainLinear
-from hardpoint_plugin_api import DeviceInfo, EagerGraphEngine, LinearKernel, LinearWorkload, Reason
+from hardpoint_plugin_api import DeviceInfo, EagerGraphEngine, LinearCall, LinearKernel, LinearWorkload, Reason
 from tests.conformance.trying import Caught, first_failure, subject
 
 Tensor = torch.Tensor
@@ -21,20 +22,24 @@ Weights = dict[str, Tensor]
 
 
 class ScaleIgnored(EmulatedLinear):
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        return super().apply(x, {**weights, "weight_scale": torch.ones_like(weights["weight_scale"])}, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        return super().apply(
+            replace(call, weights={**call.weights, "weight_scale": torch.ones_like(call.weights["weight_scale"])})
+        )
 
 
 class ScaleInverted(EmulatedLinear):
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        return super().apply(x, {**weights, "weight_scale": 1 / weights["weight_scale"]}, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        return super().apply(replace(call, weights={**call.weights, "weight_scale": 1 / call.weights["weight_scale"]}))
 
 
 class ScalesShifted(EmulatedLinear):
     """Each row takes its neighbour's scale."""
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        return super().apply(x, {**weights, "weight_scale": weights["weight_scale"].roll(1, 0)}, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        return super().apply(
+            replace(call, weights={**call.weights, "weight_scale": call.weights["weight_scale"].roll(1, 0)})
+        )
 
 
 class Transposed(LinearKernel):
@@ -51,19 +56,20 @@ class Transposed(LinearKernel):
     def rows(self, weights: Weights, ids: Tensor) -> Tensor:
         return weights["weight"][:, ids].T
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        return linear(x, weights["weight"].T, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        return linear(call.x, call.weights["weight"].T, call.bias)
 
 
 class BiasTwice(PlainLinear):
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        y = super().apply(x, weights, bias)
-        return y if bias is None else y + bias
+    def apply(self, call: LinearCall) -> Tensor:
+        y = super().apply(call)
+        return y if call.bias is None else y + call.bias
 
 
 class AddsIntoTheBias(PlainLinear):
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        y = super().apply(x, weights, bias)
+    def apply(self, call: LinearCall) -> Tensor:
+        bias = call.bias
+        y = super().apply(call)
         if bias is not None:
             bias += 1
         return y
@@ -76,10 +82,10 @@ class BegunEarly(PlainLinear):
     waits = False
     unfinished: ClassVar[list[tuple[Tensor, Tensor]]] = []
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+    def apply(self, call: LinearCall) -> Tensor:
         if self.waits:
             self.finish()
-        y = super().apply(x, weights, bias)
+        y = super().apply(call)
         self.finish()
         out = torch.full_like(y, torch.nan)
         self.unfinished.append((out, y))
@@ -151,8 +157,8 @@ class OneSize(PlainLinear):
     def trial_sizes(cls, device: DeviceInfo) -> list[tuple[int, int, int]]:
         return [(5, 48, 32)]
 
-    def apply(self, x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-        return super().apply(x, weights, bias) + self.error
+    def apply(self, call: LinearCall) -> Tensor:
+        return super().apply(call) + self.error
 
 
 class OneSizeWrong(OneSize):

@@ -17,14 +17,16 @@ from hardpoint.conformance.generators import Generator, generator_for
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.context import Context
-from hardpoint.layers import CausalLM
-from hardpoint.models.dense_decoder import attention_args, dense_decoder, mlp_args, norm_args, num_layers
+from hardpoint.layers import CausalLM, CausalLMArgs
+from hardpoint.models import decoder as parts
+from hardpoint.models.decoder import Block, Sublayer, decoder, num_layers
+from hardpoint.models.family import ModelArgs
 from hardpoint.models.llama import llama
-from hardpoint_plugin_api import AttentionArgs, BlockArgs, CheckpointError, ForwardStep, MLPArgs, NormArgs
+from hardpoint_plugin_api import AttentionArgs, CheckpointError, ForwardStep, MLPArgs, NormArgs
 from tests.conformance.trying import Caught, first_failure, subject
 
 Tensor = torch.Tensor
-Builder = Callable[[Context, HFConfig], CausalLM]
+Builder = Callable[[HFConfig], ModelArgs]
 LLAMA = "LlamaForCausalLM"
 
 
@@ -36,14 +38,16 @@ def changed(
 ) -> Builder:
     """Llama with other arguments for its layers."""
 
-    def build(ctx: Context, config: HFConfig) -> CausalLM:
+    def build(config: HFConfig) -> CausalLMArgs:
         bias = config.flag("attention_bias", False)
-        block = BlockArgs(
-            attention=attention(attention_args(ctx, config, qkv_bias=bias, out_bias=bias)),
-            mlp=mlp(mlp_args(config, bias=config.flag("mlp_bias", False))),
-            norm=norm(norm_args(config)),
+        mixer = parts.attention(config, qkv_bias=bias, out_bias=bias)
+        feed_forward, norms = parts.mlp(config, bias=config.flag("mlp_bias", False)), parts.norms(config)
+        block = Block(
+            mixer=Sublayer(attention(mixer.args), mixer.names),
+            feed_forward=Sublayer(mlp(feed_forward.args), feed_forward.names),
+            norms=Sublayer(norm(norms.args), norms.names),
         )
-        return dense_decoder(ctx, config, (block,) * layers(num_layers(config)))
+        return decoder(config, [block] * layers(num_layers(config)))
 
     return build
 
@@ -54,40 +58,39 @@ def renamed(change: Callable[[str], str | None]) -> Builder:
     def moved(address: object) -> str | None:
         return change(address) if isinstance(address, str) else None
 
-    def build(ctx: Context, config: HFConfig) -> CausalLM:
-        model = llama(ctx, config)
-        model.weight_names = {name: moved(address) for name, address in model.weight_names.items()}
-        return model
+    def build(config: HFConfig) -> CausalLMArgs:
+        args = llama(config)
+        return replace(args, weight_names={name: moved(address) for name, address in args.weight_names.items()})
 
     return build
 
 
-def wrapped(forward: Callable[[CausalLM, Tensor, ForwardStep], Tensor]) -> Builder:
-    """Llama with another ``forward``."""
+def wrapped(hidden: Callable[[CausalLM, Tensor, ForwardStep], Tensor]) -> Builder:
+    """Llama with another ``hidden``."""
 
     class Other(CausalLM):
-        def forward(self, ids: Tensor, step: ForwardStep) -> Tensor:
-            return forward(self, ids, step)
+        def hidden(self, ids: Tensor, step: ForwardStep) -> Tensor:
+            return hidden(self, ids, step)
 
-    def build(ctx: Context, config: HFConfig) -> CausalLM:
-        model = llama(ctx, config)
-        model.__class__ = Other
-        return model
+    class OtherArgs(CausalLMArgs):
+        def build(self, ctx: Context) -> CausalLM:
+            return Other(ctx, self)
 
-    return build
+    return lambda config: OtherArgs(**vars(llama(config)))
 
 
 def _plain(model: CausalLM, ids: Tensor, step: ForwardStep) -> Tensor:
-    return CausalLM.forward(model, ids, step)
+    return CausalLM.hidden(model, ids, step)
 
 
 def _counts_positions_in_the_step(model: CausalLM, ids: Tensor, step: ForwardStep) -> Tensor:
-    return _plain(model, ids, replace(step, positions=torch.arange(len(ids), device=ids.device)))
+    return _plain(model, ids, replace(step, rotary_positions=torch.arange(len(ids), device=ids.device)))
 
 
 def _one_sequence_alone(model: CausalLM, ids: Tensor, step: ForwardStep) -> Tensor:
     """Takes the positions of all rows to follow the first's."""
-    return _plain(model, ids, replace(step, positions=step.positions[0] + torch.arange(len(ids), device=ids.device)))
+    following = step.positions[0] + torch.arange(len(ids), device=ids.device)
+    return _plain(model, ids, replace(step, rotary_positions=following))
 
 
 def _keeps_the_first_stream(model: CausalLM, ids: Tensor, step: ForwardStep) -> Tensor:
@@ -105,7 +108,7 @@ def _looks_at_its_neighbours(model: CausalLM, ids: Tensor, step: ForwardStep) ->
     return _plain(model, ids, step) * (1 + 2.0**-23 * (len(ids) % 3))
 
 
-def _refuses(ctx: Context, config: HFConfig) -> CausalLM:
+def _refuses(config: HFConfig) -> CausalLMArgs:
     raise CheckpointError(f"{config.path}: not today")
 
 
@@ -133,9 +136,9 @@ PLANTED: dict[str, tuple[Builder, str]] = {
     "a norm of queries and keys": (changed(attention=lambda a: replace(a, qk_norm_eps=1e-6)), "loads"),
     "a layer left out": (changed(layers=lambda count: count - 1), "loads"),
     "gate and up swapped": (renamed(_swap("gate_up.weight[gate]", "gate_up.weight[up]")), "values"),
-    "the two norms of a block swapped": (renamed(_swap("attention_norm.weight", "mlp_norm.weight")), "values"),
+    "the two norms of a block swapped": (renamed(_swap("mixer_norm.weight", "feed_forward_norm.weight")), "values"),
     "a tensor that is not read": (
-        renamed(lambda address: None if address == "stack.blocks.1.mlp.down.weight" else address),
+        renamed(lambda address: None if address == "stack.blocks.1.feed_forward.down.weight" else address),
         "loads",
     ),
     "positions counted in the step": (wrapped(_counts_positions_in_the_step), "chunks"),
@@ -144,7 +147,7 @@ PLANTED: dict[str, tuple[Builder, str]] = {
     "rounding by the number of rows": (wrapped(_looks_at_its_neighbours), "batch-invariant"),
     "hidden states in bfloat16": (wrapped(_rounds_to_bfloat16), "values"),
     "a right config refused": (_refuses, "loads"),
-    "no model": (lambda ctx, config: None, "loads"),  # type: ignore[dict-item,return-value]  # the fault
+    "no model": (lambda config: None, "loads"),  # type: ignore[dict-item,return-value]  # the fault
 }
 
 

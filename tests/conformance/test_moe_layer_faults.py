@@ -12,7 +12,7 @@ from hardpoint.conformance.site import Site
 from hardpoint.context import Context
 from hardpoint.layers.moe import MoE
 from hardpoint.ops.route_topk import route_topk, settings
-from hardpoint_plugin_api import ConfigError, MoEArgs, RouterArgs
+from hardpoint_plugin_api import ConfigError, ForwardStep, MoEArgs, RouterArgs
 from tests.conformance.trying import Caught, first_failure, subject
 
 Tensor = torch.Tensor
@@ -28,11 +28,11 @@ class Healthy(MoE):
             raise ConfigError(f"{ctx.path}: gated by SiLU alone, not {args}")
         super().__init__(ctx, args)
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits = self.router(x)
+    def forward(self, x: Tensor, step: ForwardStep) -> Tensor:
+        logits = self.router(x, step)
         ids, weights = self.route(logits, self.weights.get("correction_bias"))
         y = self.mix(x, ids.long(), weights)
-        return y + self.beside(x) if self.shared is not None else y
+        return y + self.beside(x, step) if self.shared is not None else y
 
     def route(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         return route_topk.reference(logits, bias, **settings(self.args.router))
@@ -43,10 +43,10 @@ class Healthy(MoE):
         y = torch.einsum("tei,ehi->teh", silu(gate) * up, self.experts.weights["w2.weight"])
         return (y.float() * shares.unsqueeze(-1)).sum(1).to(x.dtype)
 
-    def beside(self, x: Tensor) -> Tensor:
+    def beside(self, x: Tensor, step: ForwardStep) -> Tensor:
         assert self.shared is not None
-        shared: Tensor = self.shared(x)
-        return shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x))
+        shared: Tensor = self.shared(x, step)
+        return shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x, step))
 
 
 class ChoosesByRoundedLogits(Healthy):
@@ -128,14 +128,14 @@ def _by_rank(ids: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 class ForgetsTheSharedExpert(Healthy):
-    def beside(self, x: Tensor) -> Tensor:
+    def beside(self, x: Tensor, step: ForwardStep) -> Tensor:
         return torch.zeros_like(x)
 
 
 class DoesNotSquashTheSharedGate(Healthy):
-    def beside(self, x: Tensor) -> Tensor:
+    def beside(self, x: Tensor, step: ForwardStep) -> Tensor:
         assert self.shared is not None
-        return super().beside(x) if self.shared_gate is None else self.shared(x) * self.shared_gate(x)
+        return super().beside(x, step) if self.shared_gate is None else self.shared(x, step) * self.shared_gate(x, step)
 
 
 class KeepsTheFirstChoice(Healthy):

@@ -14,7 +14,7 @@ from hardpoint.conformance.families import specs
 from hardpoint.conformance.families.linear import LinearTrials
 from hardpoint.conformance.site import Site
 from hardpoint.plugins import Offer, PluginSet
-from hardpoint_plugin_api import Contribution, LinearKernel
+from hardpoint_plugin_api import Contribution, LinearCall, LinearKernel
 from tests.conformance.trying import Caught, first_failure, subject
 from tests.quantization.test_elements import NF4
 
@@ -52,7 +52,8 @@ class Nf4Linear(LinearKernel):
     def group(self, columns: torch.Tensor) -> torch.Tensor:
         return columns // GROUP
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weights, bias = call.x, call.weights, call.bias
         return linear(x, self.numbers(weights, x.dtype), bias)
 
 
@@ -73,7 +74,8 @@ class EdgeOffByOne(Nf4Linear):
 class SumsInBfloat16(Nf4Linear):
     """Adds products up in bfloat16, a block of 16 columns at a time."""
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weights, bias = call.x, call.weights, call.bias
         w = self.numbers(weights, torch.float32)
         y = torch.zeros(*x.shape[:-1], w.shape[0], dtype=torch.bfloat16)
         for start in range(0, x.shape[-1], 16):

@@ -51,8 +51,8 @@ class Right(LinearKernel):
         plain = workload.spec is None or workload.spec[0].is_plain
         return [] if plain else [Reason("spec", "plain weights alone")]
 
-    def apply(self, x, weights, bias):
-        return functional.linear(x * lib_gain.GAIN, weights["weight"], bias)
+    def apply(self, call):
+        return functional.linear(call.x * lib_gain.GAIN, call.weights["weight"], call.bias)
 
 class Never(Right):
     @classmethod

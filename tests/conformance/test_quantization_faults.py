@@ -141,6 +141,40 @@ def coarse(scheme: Scheme) -> Scheme:
     return replace(scheme, stored=(replace(scheme.stored[0], read=read),))
 
 
+def as_if_contiguous(x: Tensor) -> Tensor:
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
+
+
+def read_otherwise(change: Callable[[Tensor], Tensor], name: str) -> Change:
+    """Read a stored tensor through ``change``."""
+
+    def with_read(tensor: StoredTensor) -> StoredTensor:
+        return replace(tensor, read=lambda x: tensor.read(change(x))) if tensor.name == name else tensor
+
+    return lambda scheme: replace(scheme, stored=tuple(map(with_read, scheme.stored)))
+
+
+def rows_past_512_turned(x: Tensor) -> Tensor:
+    return torch.cat([x[:512], x[512:].flip(0)])
+
+
+def last_of_odd_groups(x: Tensor) -> Tensor:
+    return torch.cat([x[:, :-1], x[:, -2:-1]], 1) if x.shape[1] % 2 and x.shape[1] > 1 else x
+
+
+def coarse_for_small_rows(scheme: Scheme) -> Scheme:
+    """A row's scale is at least 1e-4 of the largest."""
+
+    def read(weight: Tensor) -> Mapping[str, Tensor]:
+        slots = dict(scheme.stored[0].read(weight))
+        numbers, scale = slots["weight"].float() * slots["weight_scale"], slots["weight_scale"]
+        slots["weight_scale"] = scale.clamp(min=float(scale.max()) * 1e-4)
+        slots["weight"] = (numbers / slots["weight_scale"]).round().to(torch.int8)
+        return slots
+
+    return replace(scheme, stored=(replace(scheme.stored[0], read=read),))
+
+
 PLANTED: dict[str, tuple[str, type[QuantizationMethod], str]] = {
     "scale inverted": ("fp8", changed(Fp8, slot("weight_scale", lambda x: 1 / x)), "values"),
     "scales of another row": (
@@ -172,6 +206,11 @@ PLANTED: dict[str, tuple[str, type[QuantizationMethod], str]] = {
     "rounded down": ("int8_online", changed(Int8Online, slot("weight", lambda x: x - 1)), "values"),
     "online scale inverted": ("fp8_online", changed(Fp8Online, slot("weight_scale", lambda x: 1 / x)), "values"),
     "online nibbles swapped": ("int4_online", changed(Int4Online, slot("weight", swap_nibbles)), "values"),
+    "small rows too coarse": ("int8_online", changed(Int8Online, coarse_for_small_rows), "values"),
+    "strides ignored": ("int8_online", changed(Int8Online, read_otherwise(as_if_contiguous, "weight")), "strided"),
+    "stored strides ignored": ("awq", changed(Awq, read_otherwise(as_if_contiguous, "qweight")), "strided"),
+    "rows past 512": ("fp8", changed(Fp8, slot("weight", rows_past_512_turned)), "values"),
+    "last of three groups": ("int4_online", changed(Int4Online, slot("weight_scale", last_of_odd_groups)), "values"),
     "heads quantized": ("int8_online", HeadsToo, "kinds"),
     "any option taken": ("int8_online", AnyOption, "options"),
 }

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from hardpoint.attention.quantized_cache import QuantizedCacheAttention, ScaledLayout, write_rounded
-from hardpoint.conformance.families.attention import AttentionTrials
+from hardpoint.conformance.families.attention import ERRORS, AttentionTrials
+from hardpoint.conformance.families.steps import Piece, draw_requests, expectations, with_scaled_weights
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
-from hardpoint_plugin_api import CacheLayout, CacheSpec, Region
+from hardpoint.ops.error_model import compare
+from hardpoint_plugin_api import AttentionSpec, CacheLayout, CacheSpec, Region, StoreCall
 from tests.conformance.trying import Caught, first_failure, subject
 
 Tensor = torch.Tensor
@@ -63,11 +65,11 @@ class Stores(QuantizedCacheAttention):
     def stored(self, cache: Cache, name: str, where: tuple[Tensor, Tensor]) -> None:
         """Spoil what was written for tokens at ``where``: pages, and slots in them."""
 
-    def store(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
-        super().store(k, v, cache, slot_mapping)
-        slots = slot_mapping.long()
+    def store(self, call: StoreCall) -> None:
+        super().store(call)
+        slots = call.slot_mapping.long()
         for name in "kv":
-            self.stored(cache, name, (slots // self.spec.block_size, slots % self.spec.block_size))
+            self.stored(call.cache, name, (slots // self.spec.block_size, slots % self.spec.block_size))
 
 
 class StoresNoScale(Stores):
@@ -89,10 +91,10 @@ class StoresTheNeighboursScale(Stores):
 
 
 class StoresWithoutStaticScales(QuantizedCacheAttention):
-    def store(self, k: Tensor, v: Tensor, cache: Cache, slot_mapping: Tensor) -> None:
-        slots = slot_mapping.long()
-        for name, x in (("k", k), ("v", v)):
-            write_rounded(cache, name, (slots // self.spec.block_size, slots % self.spec.block_size), x, None)
+    def store(self, call: StoreCall) -> None:
+        slots = call.slot_mapping.long()
+        for name, x in (("k", call.k), ("v", call.v)):
+            write_rounded(call.cache, name, (slots // self.spec.block_size, slots % self.spec.block_size), x, None)
 
 
 class LayoutWithoutScales(ScaledLayout):
@@ -154,3 +156,17 @@ def test_a_planted_fault_is_caught_by_its_check(site: Site, title: str, kv_dtype
 def test_a_healthy_backend_passes(site: Site, kv_dtype: str) -> None:
     caught = tried(site, QuantizedCacheAttention, kv_dtype, "*")
     assert caught is None, str(caught)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e5m2", INT8])
+@pytest.mark.parametrize("keys", [1, 3])
+def test_a_scale_that_is_rounded_into_its_weight_is_no_sum_in_16_bits(kv_dtype: str, keys: int) -> None:
+    """With few keys, all elements of a head share one error: its size is luck."""
+    spec, pieces = AttentionSpec(32, 1, 16, 0.25, "bfloat16", kv_dtype, 16), (Piece(1, keys),)
+    for seed in range(60):
+        (request,) = requests = draw_requests(spec, pieces, torch.Generator().manual_seed(seed))
+        held = [(request.k.double(), request.v.double())]
+        (wanted,) = expectations(spec, requests, pieces, None, None, held)
+        result = with_scaled_weights(request.q, request.k, request.v, spec, None, None, 1000 + seed)
+        judged = compare("output", result, wanted.own, wanted.truth, ERRORS, result.device)
+        assert not judged.faults, f"{seed}: {judged.faults}"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hardpoint.conformance.families.linear import LinearTrials
+from hardpoint.conformance.families.ops import OpTrials
 from hardpoint.conformance.site import Site
 from hardpoint.ops.judge import judge
 from hardpoint.ops.quantize_rows import quantize_rows
 from hardpoint.ops.rms_norm import rms_norm, rms_norm_quantized
 from hardpoint.quantization.emulated_linear import EmulatedLinear
-from hardpoint_plugin_api import Quantized, QuantSpec, Scale
+from hardpoint_plugin_api import LinearCall, QuantSpec, Scale
 from tests.conformance.trying import first_failure, subject
 from tests.ops.judging import cases
 
@@ -25,17 +27,24 @@ class TakesInt8(EmulatedLinear):
 
     input_spec = INT8_ROWS
 
-    def apply_quantized(
-        self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return super().apply((x.data * x.scale).to(self.ctx.dtype), weights, bias)
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        if call.scales is not None:
+            call = replace(call, x=(call.x * call.scales).to(self.ctx.dtype), scales=None)
+        return super().apply(call)
 
 
 class IgnoresTheScale(TakesInt8):
-    def apply_quantized(
-        self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return super().apply_quantized(Quantized(x.data, torch.ones_like(x.scale), x.spec), weights, bias)
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        scales = None if call.scales is None else torch.ones_like(call.scales)
+        return super().apply(replace(call, scales=scales))
+
+
+class TwoRowsShareAScale(TakesInt8):
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        scales = call.scales
+        if scales is not None and len(scales) == 2:
+            scales = scales[:1].expand(2, 1)
+        return super().apply(replace(call, scales=scales))
 
 
 class WantsAStaticScale(TakesInt8):
@@ -43,7 +52,8 @@ class WantsAStaticScale(TakesInt8):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "code"), [(TakesInt8, None), (IgnoresTheScale, ""), (WantsAStaticScale, "input-spec")]
+    ("kernel", "code"),
+    [(TakesInt8, None), (IgnoresTheScale, ""), (TwoRowsShareAScale, ""), (WantsAStaticScale, "input-spec")],
 )
 def test_the_kit_tries_the_input_that_a_kernel_wants(
     site: Site, kernel: type[EmulatedLinear], code: str | None
@@ -88,3 +98,21 @@ def unsigned(x: torch.Tensor, weight: torch.Tensor, *, eps: float, spec: QuantSp
 def test_faults_of_rounding_are_beyond_the_error_model(fault: Callable[..., Rounded], dtype: torch.dtype) -> None:
     to_int8 = [case for case in cases(rms_norm_quantized, dtype) if case.kwargs["spec"] == INT8_ROWS]
     assert not all(judge(rms_norm_quantized, fault, case, dtype=dtype).passed for case in to_int8)
+
+
+def wrong_in_blocks_of_64(x: torch.Tensor, *, spec: QuantSpec) -> Rounded:
+    """Right for rows and for blocks of 32; blocks of 64 columns get the scale of the block before."""
+    codes, scale = quantize_rows.reference(x, spec=spec)
+    return codes, scale.roll(1, 1) if spec.scales[0].block == (1, 64) else scale
+
+
+def test_each_claimed_spec_of_an_op_is_tried(site: Site) -> None:
+    blocks = [f"int8@float32:1x{columns}+dynamic" for columns in (32, 64)]
+    for claimed, is_caught in ((blocks, True), (blocks[:1], False)):
+        requires = [{"dtype": ["float32"]}, {"spec": claimed}]
+        caught = first_failure(
+            subject(site, wrong_in_blocks_of_64, "op", "quantize_rows", requires=requires), OpTrials()
+        )
+        assert (caught is not None) is is_caught, str(caught)
+        if caught:
+            assert (caught.check, "1x64" in caught.case) == ("values", True)

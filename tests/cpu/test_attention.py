@@ -11,7 +11,7 @@ from hardpoint.attention.quantized_cache import QuantizedCacheAttention
 from hardpoint.attention.reference import ReferenceAttention
 from hardpoint_cpu.native_attention import NativeAttention, NativeQuantizedCacheAttention
 from hardpoint_cpu.recorded_list import RecordedLists
-from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec
+from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionCall, AttentionSpec, StoreCall
 from tests.cpu.building import needs_kernels
 from tests.support.attention import MIXED, Piece, run_backend
 
@@ -85,7 +85,7 @@ def test_stores_what_the_reference_does(level: str, kv_dtype: str, static: bool)
         if static:
             backend.set_cache_scales(torch.tensor([0.06]), torch.tensor([0.11]))
         buffer = torch.zeros(4 * backend.layout.page_bytes(backend.cache_spec, 16), dtype=torch.uint8)
-        backend.store(x[0], x[1], backend.layout.views(buffer, 4, backend.cache_spec, 16), slots)
+        backend.store(StoreCall(x[0], x[1], backend.layout.views(buffer, 4, backend.cache_spec, 16), slots))
         caches.append(buffer)
     assert torch.equal(*caches)
 
@@ -113,7 +113,7 @@ def test_a_recorded_call_serves_other_lengths_and_pages() -> None:
 
     def forward(q: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q)
-        backend.forward(q, k, v, cache, backend.plan(batch), out)
+        backend.forward(AttentionCall(q, k, v, cache, backend.plan(batch), out))
         return out
 
     graph = RecordedLists().prepare("decode", forward, {"q": q})
@@ -122,7 +122,9 @@ def test_a_recorded_call_serves_other_lengths_and_pages() -> None:
         batch.block_table.copy_((torch.rand(2, 100, generator=generator).argsort(-1) + 1).int())
         reference = ReferenceAttention(None, PLAIN)  # type: ignore[arg-type]
         expected = torch.empty_like(q)
-        reference.forward(q, k, v, cache, reference.plan(replace(batch, seq_lens_host=lengths)), expected)
+        reference.forward(
+            AttentionCall(q, k, v, cache, reference.plan(replace(batch, seq_lens_host=lengths)), expected)
+        )
         torch.testing.assert_close(graph.run(), expected, rtol=0.02, atol=0.01)
 
 
@@ -149,6 +151,6 @@ def test_a_batch_of_any_shape_says_on_the_device_whose_queries_are_whose() -> No
     told = replace(batch, query_start_host=(0, 3, 4, 4, 4), seq_lens_host=(20, 9, 1, 1), any_shape=False)
     reference = ReferenceAttention(None, PLAIN)  # type: ignore[arg-type]
     got, expected = torch.empty_like(q), torch.empty_like(q)
-    backend.forward(q, k, v, cache, backend.plan(batch), got)
-    reference.forward(q, k, v, cache, reference.plan(told), expected)
+    backend.forward(AttentionCall(q, k, v, cache, backend.plan(batch), got))
+    reference.forward(AttentionCall(q, k, v, cache, reference.plan(told), expected))
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.01)

@@ -24,7 +24,15 @@ from hardpoint_cpu.linear import (
     PanelLinear,
     PlainPanelLinear,
 )
-from hardpoint_plugin_api import BuildContext, Feature, LinearWorkload, Quantized, QuantSpec, Scale, dequantize
+from hardpoint_plugin_api import (
+    BuildContext,
+    Feature,
+    LinearCall,
+    LinearWorkload,
+    QuantSpec,
+    Scale,
+    dequantize,
+)
 from tests.cpu.building import needs_kernels
 from tests.support.specs import SPECS
 
@@ -93,7 +101,7 @@ def test_multiplies_as_its_spec_says(level: str, name: str, dtype: torch.dtype) 
             x = torch.randn(rows, k, generator=generator).to(dtype)
             wanted = fake_quantize(x, pair[1], {}).double() @ numbers.T
             for given, more in ((None, 0.0), (bias, bias.double())):
-                got = kernel.apply(x, weights, given).double()
+                got = kernel.apply(LinearCall(x, weights, given)).double()
                 # Each product of a sum may be off by a unit of the activations' dtype; most errors cancel. Codes are
                 # multiplied less 8, and what that leaves out, up to eight times the sum of x, is added in float32.
                 limit = 4 * torch.finfo(dtype).eps * (wanted.abs().amax() + 1) + 1.5e-5 * k**0.5
@@ -110,8 +118,8 @@ def test_takes_rounded_activations_as_it_rounds_them(level: str, dtype: torch.dt
     x[3] = 0
     assert kernel.input_spec is not None
     rounded = quantize_rows(x, kernel.input_spec, {})
-    given = Quantized(rounded.codes, rounded.scale, kernel.input_spec)
-    assert torch.equal(kernel.apply_quantized(given, weights, None), kernel.apply(x, weights, None))
+    given = LinearCall(rounded.codes, weights, scales=rounded.scale)
+    assert torch.equal(kernel.apply(given), kernel.apply(LinearCall(x, weights)))
 
 
 @pytest.mark.parametrize("name", list(_pairs(torch.float32)))
@@ -121,9 +129,9 @@ def test_a_row_has_the_same_bits_whoever_is_with_it(level: str, name: str) -> No
     kernel = _kernel(kind, pair, 40, 1120, torch.bfloat16, Feature.BATCH_INVARIANT)
     weights = kernel.prepack(_slots(40, 1120, pair[0], torch.bfloat16, generator))
     x = torch.randn(200, 1120, generator=generator).bfloat16()
-    whole = kernel.apply(x, weights, None)
+    whole = kernel.apply(LinearCall(x, weights))
     for rows in (slice(0, 1), slice(150, 153), slice(7, 20)):
-        assert torch.equal(kernel.apply(x[rows], weights, None), whole[rows])
+        assert torch.equal(kernel.apply(LinearCall(x[rows], weights)), whole[rows])
 
 
 @pytest.mark.parametrize(
@@ -165,6 +173,7 @@ def _experts(site: Site, name: str, **row: str) -> ExpertsProbe:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_are_what_the_reference_makes(site: Site, level: str, name: str, dtype: torch.dtype) -> None:
     common = {"dtype": dtype_name(dtype), "activation": "silu_and_mul", "mixture": "8x2", "widths": "even"}
+    common["bias"] = "no-bias"
     tried = 0
     for batch in ("one", "few", "many"):
         probe = _experts(site, name, batch=batch, absent="some-elsewhere", **common)
@@ -179,7 +188,14 @@ def test_experts_are_what_the_reference_makes(site: Site, level: str, name: str,
 @pytest.mark.parametrize("name", _EXPERTS)
 def test_a_row_of_experts_has_the_same_bits_whoever_is_with_it(site: Site, level: str, name: str) -> None:
     """Its activation in between as well: torch's, which a context serves, is not so unless it is told."""
-    common = {"activation": "gelu_tanh", "batch": "few", "mixture": "8x2", "widths": "even", "absent": "here"}
+    common = {
+        "activation": "gelu_tanh",
+        "batch": "few",
+        "mixture": "8x2",
+        "widths": "even",
+        "absent": "here",
+        "bias": "no-bias",
+    }
     for dtype in ("float32", "bfloat16"):
         probe = _experts(site, name, dtype=dtype, **common)
         assert probe.subject.refuses(probe.workload) is None

@@ -13,7 +13,7 @@ from hardpoint.attention.quantized_cache import QuantizedCacheAttention, ScaledL
 from hardpoint.conformance.families.ops import cases
 from hardpoint.ops.judge import judge
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
-from hardpoint_plugin_api import AttentionSpec, CacheSpec, ConfigError, OpWorkload, QuantSpec, Scale
+from hardpoint_plugin_api import AttentionSpec, CacheSpec, ConfigError, OpWorkload, QuantSpec, Scale, StoreCall
 from tests.cpu.building import needs_kernels
 
 needs_kernels()
@@ -66,7 +66,7 @@ def test_stores_to_a_scaled_cache_as_its_reference_does(level: str, kv_dtype: st
     workload = OpWorkload(of="qk_norm_rope_store", dtype="bfloat16", layout=layout.name)
     function = _op("scaled_store", "rope_store")(None, workload, {"store": backend.store})
     turned_q, turned_k = function(q, k, v, table, positions, mine, slots, *weights, **case.kwargs)
-    backend.store(turned_k, v, wanted, slots)
+    backend.store(StoreCall(turned_k, v, wanted, slots))
     assert torch.equal(*buffers)
     plain_q, plain_k = _op("qk_norm_rope_store", "rope_store")(
         q, k, v, table, positions, plain, slots, *weights, **case.kwargs

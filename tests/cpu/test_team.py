@@ -19,7 +19,7 @@ from hardpoint_cpu.native_attention import NativeAttention, NativeQuantizedCache
 from hardpoint_cpu.ops.norm import add_rms_norm
 from hardpoint_cpu.ops.sampling import argmax_tokens, sample_tokens, token_logprobs
 from hardpoint_cpu.recorded_list import RecordedLists
-from hardpoint_plugin_api import AttentionSpec, BuildContext, LinearWorkload, QuantSpec, Scale
+from hardpoint_plugin_api import AttentionSpec, BuildContext, LinearCall, LinearWorkload, QuantSpec, Scale
 from tests.cpu.building import needs_kernels
 from tests.support.attention import Piece, run_backend
 
@@ -76,7 +76,7 @@ def test_linear(level: str, name: str) -> None:
 
     def compute(rows: int) -> list[torch.Tensor]:
         weights = kernel.prepack({"weight": weight.clone()} if spec.is_plain else quantize_weight(weight, spec))
-        return [kernel.apply(noise(rows, k).bfloat16(), weights, None), kernel.unpack(weights)]
+        return [kernel.apply(LinearCall(noise(rows, k).bfloat16(), weights, None)), kernel.unpack(weights)]
 
     for rows in (1, 40, 200):
         alone, together = both(partial(compute, rows))
@@ -118,7 +118,7 @@ def test_a_recorded_list(level: str) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         residual = x
         for _ in range(10):
-            x, residual = add_rms_norm(linear.apply(x, weights, None), residual, scale, eps=1e-6)
+            x, residual = add_rms_norm(linear.apply(LinearCall(x, weights)), residual, scale, eps=1e-6)
         return x
 
     with torch.inference_mode():

@@ -16,7 +16,7 @@ from hardpoint.conformance.site import Site, Subject
 from hardpoint.ops.quantize_rows import quantize_rows
 from hardpoint.plugins import discover
 from hardpoint.quantization.numerics import quantize_weight
-from hardpoint_plugin_api import LinearKernel, LinearWorkload, Quantized
+from hardpoint_plugin_api import LinearCall, LinearKernel, LinearWorkload, Quantized
 from tests.kernels.sweeping import microseconds
 from tests.support.specs import SPECS
 
@@ -58,7 +58,7 @@ def main(rows: tuple[int, ...], shape: tuple[str, ...]) -> None:
 
 
 def _multiplied(kernel: LinearKernel, x: Quantized, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    return kernel.apply_quantized(x, weights, None)
+    return kernel.apply(LinearCall(x.data, weights, scales=x.scale))
 
 
 if __name__ == "__main__":

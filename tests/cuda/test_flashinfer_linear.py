@@ -28,7 +28,7 @@ from hardpoint_cuda import flashinfer_library, flashinfer_linear
 from hardpoint_cuda.flashinfer_library import PRODUCT, PRODUCT_SIGNATURES, signature_differences
 from hardpoint_cuda.flashinfer_linear import FlashInferBlockScaledLinear, by_columns
 from hardpoint_cuda.platform import describe_arch
-from hardpoint_plugin_api import DeviceInfo, LinearWorkload, PlatformError, dequantize
+from hardpoint_plugin_api import DeviceInfo, LinearCall, LinearWorkload, PlatformError, dequantize
 from tests.cuda.test_flashinfer_library import install
 from tests.support.flashinfer import needs_flashinfer
 from tests.support.specs import SPECS
@@ -225,7 +225,7 @@ def test_what_is_compiled_serves_all_layers_of_a_size(
     with caplog.at_level(logging.INFO):
         for size in ("66x128x128", "67x128x128", "66x192x128"):
             one = probe(site, widths=size, bias="bias")
-            one.kernel.apply(torch.ones(one.num_tokens, 128).bfloat16(), one.packed, None)
+            one.kernel.apply(LinearCall(torch.ones(one.num_tokens, 128).bfloat16(), one.packed, None))
     assert runner.rows == [65, 128, 66, 67, 65, 128, 66]
     assert [message for message in caplog.messages if "192 x 128" in message and str(PRODUCT.kernels) in message]
 
@@ -250,7 +250,7 @@ def test_a_compiler_that_fails_is_told_of(flashinfer: Path, runner: Runner, monk
     monkeypatch.setattr(runner, "run_gemm", run_gemm)
     one = probe(Site.open(discover(), "cpu"), widths="65x256x128", bias="bias")
     with pytest.raises(PlatformError, match=r"weights of 256 x 128: Assertion failed.*choose another linear kernel"):
-        one.kernel.apply(torch.ones(65, 128).bfloat16(), one.packed, None)
+        one.kernel.apply(LinearCall(torch.ones(65, 128).bfloat16(), one.packed, None))
 
 
 def test_rows_of_scales_fill_up_sixteen_bytes() -> None:
@@ -295,12 +295,12 @@ def test_large_matrices_eager_and_captured(n: int, k: int) -> None:
         x = torch.randn(num_rows, k, generator=generator, device=site.device).bfloat16()
         truth = fake_quantize(x.double(), activation, {}) @ exact.T
         own = torch.nn.functional.linear(fake_quantize(x, activation, {}), plain)
-        eager, static, graph = kernel.apply(x, weights, None), torch.zeros_like(x), torch.cuda.CUDAGraph()
+        eager, static, graph = kernel.apply(LinearCall(x, weights)), torch.zeros_like(x), torch.cuda.CUDAGraph()
         found = compare(str(num_rows), eager, own.cpu(), truth.cpu(), ErrorModel(), x.device)
         assert not found.faults, found.faults
-        kernel.apply(static, weights, None)  # what rounds may still have to be compiled
+        kernel.apply(LinearCall(static, weights))  # what rounds may still have to be compiled
         with torch.cuda.graph(graph):
-            captured = kernel.apply(static, weights, None)
+            captured = kernel.apply(LinearCall(static, weights))
         static.copy_(x)
         graph.replay()
         assert torch.equal(captured, eager)

@@ -10,7 +10,14 @@ import torch
 
 from hardpoint.attention.reference import ReferenceAttention
 from hardpoint_cuda.platform import CudaPlatform
-from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, BuildContext, DeviceInfo
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCall,
+    AttentionSpec,
+    BuildContext,
+    DeviceInfo,
+)
 from tests.support.attention import MIXED, Piece, run_backend
 from tests.support.flashinfer import WithDevice, backend_class, needs_flashinfer, needs_kernels
 from tests.support.waits import waits_are_errors
@@ -118,7 +125,7 @@ class Decoding:
 
     def expected(self, batch: AttentionBatch) -> torch.Tensor:
         out = torch.empty_like(self.out)
-        self.reference.forward(self.q, self.q, self.q, self.cache, self.reference.plan(batch), out)
+        self.reference.forward(AttentionCall(self.q, self.q, self.q, self.cache, self.reference.plan(batch), out))
         return out
 
 
@@ -132,7 +139,7 @@ def test_a_captured_decode_is_replayed_as_contexts_grow(machine: Machine, name: 
         metadata = backend.plan(decoding.load([1] * n))
 
         def forward(**_: Any) -> torch.Tensor:
-            backend.forward(decoding.q, decoding.q, decoding.q, decoding.cache, metadata, decoding.out)
+            backend.forward(AttentionCall(decoding.q, decoding.q, decoding.q, decoding.cache, metadata, decoding.out))
             return decoding.out
 
         executable = machine.platform.graph_engine().prepare("decode", forward, {"q": decoding.q})
@@ -169,7 +176,7 @@ def test_steps_planned_ahead_keep_their_own_plans(machine: Machine) -> None:
         busy = busy @ busy.clamp(-1e-3, 1e-3)
     for batch, q in batches:
         out = torch.empty_like(q)
-        decoding.backend.forward(q, q, q, decoding.cache, decoding.backend.plan(batch), out)
+        decoding.backend.forward(AttentionCall(q, q, q, decoding.cache, decoding.backend.plan(batch), out))
         results.append(out)
     for found, wanted in zip(results, expected, strict=True):
         agree(found, wanted)

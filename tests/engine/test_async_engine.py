@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hardpoint import LLM, AsyncEngine, RequestOutput, SamplingParams
+from hardpoint import LLM, AsyncEngine, RequestOutput, RequestOutputKind, SamplingParams
 from hardpoint.engine.execution.runner import Runner
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import EngineError, RequestError
@@ -103,6 +103,40 @@ def test_parameters_mean_the_same(engine: AsyncEngine, llm: LLM, changes: dict[s
         assert len(output.text_ends) == len(output.token_ids)
         assert output.text_ends == sorted(output.text_ends)
         assert 0 < output.text_ends[-1] <= len(output.text)
+
+
+@pytest.mark.parametrize("changes", [{}, {"n": 2, "temperature": 0.9, "seed": 5, "logprobs": 1}], ids=str)
+def test_the_parts_of_a_stream_are_its_output(engine: AsyncEngine, llm: LLM, changes: dict[str, Any]) -> None:
+    params = replace(GREEDY, stop="a", **changes)
+    (wanted,) = llm.generate(["abc"], params, use_tqdm=False)
+    parts = replace(params, output_kind=RequestOutputKind.DELTA)
+
+    async def slowly() -> list[RequestOutput]:
+        found = []
+        async for output in engine.generate("abc", parts):
+            found.append(output)
+            await asyncio.sleep(0.02)  # several parts come meanwhile, and are joined
+        return found
+
+    for found in (run(outputs_of(engine.generate("abc", parts))), run(slowly()), list(llm.stream("abc", parts))):
+        assert sum(len(part.token_ids) for output in found for part in output.outputs) == sum(
+            len(whole.token_ids) for whole in wanted.outputs
+        )
+        first, *rest = found
+        for output in rest:
+            for part in output.outputs:
+                known = next((each for each in first.outputs if each.index == part.index), None)
+                assert part.start == (0 if known is None else len(known.text))
+            first.extend(output)
+        assert first.finished
+        assert first.outputs == wanted.outputs
+
+
+def test_a_stream_may_hold_its_end_alone(engine: AsyncEngine, llm: LLM) -> None:
+    params = replace(GREEDY, output_kind=RequestOutputKind.FINAL_ONLY)
+    (wanted,) = llm.generate(["abc"], GREEDY, use_tqdm=False)
+    for found in (run(outputs_of(engine.generate("abc", params))), list(llm.stream("abc", params))):
+        assert [output.outputs for output in found] == [wanted.outputs]
 
 
 def test_logprobs(engine: AsyncEngine, llm: LLM) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.quantization.batch_invariant_linear import BatchInvariantLinear
+from hardpoint_plugin_api import LinearCall
 from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 
@@ -176,9 +177,8 @@ def test_this_test_finds_a_matmul_that_depends_on_the_number_of_rows(
 ) -> None:
     """Planted: one row alone is added up in two halves, as a matrix-vector kernel might."""
 
-    def apply(
-        self: object, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def apply(self: object, call: LinearCall) -> torch.Tensor:
+        x, weights, bias = call.x, call.weights, call.bias
         weight, half = weights["weight"], x.shape[-1] // 2
         if x.shape[0] > 1:
             return functional.linear(x, weight, bias)

@@ -113,17 +113,15 @@ CHUNKED_MODEL = Dist(
         "hp_chunked/model.py": f'''
 from dataclasses import replace
 
-from hardpoint.models.dense_decoder import attention_args, dense_decoder, mlp_args, norm_args, num_layers
-from hardpoint_plugin_api import BlockArgs
+from hardpoint.models.decoder import Block, attention, decoder, mlp, norms, num_layers
 
 
-def chunked(ctx, config):
+def chunked(config):
     """A Llama whose layers are chunked-local, but for every third."""
-    attention = attention_args(ctx, config)
-    local = replace(attention, chunk={CHUNK})
-    mlp, norm = mlp_args(config), norm_args(config)
-    kinds = [attention if i % 3 == 2 else local for i in range(num_layers(config))]
-    return dense_decoder(ctx, config, tuple(BlockArgs(kind, mlp, norm) for kind in kinds))
+    full = attention(config)
+    local = replace(full, args=replace(full.args, chunk={CHUNK}))
+    mixers = [full if i % 3 == 2 else local for i in range(num_layers(config))]
+    return decoder(config, [Block(mixer, mlp(config), norms(config)) for mixer in mixers])
 ''',
         "hp_chunked/hardpoint.toml": """
 schema = 1

@@ -314,13 +314,13 @@ def test_a_platforms_step_limits_are_kept_and_change_no_token(
     sizes: set[int] = set()
     with small_llm(folder, async_scheduling=True) as llm:
         assert llm.core.max_model_len == 200
-        real = llm.core.blueprint.model.forward
+        real = llm.core.blueprint.model.hidden
 
-        def forward(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        def hidden(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
             sizes.add(len(ids))
             return real(ids, step)
 
-        monkeypatch.setattr(llm.core.blueprint.model, "forward", forward)
+        monkeypatch.setattr(llm.core.blueprint.model, "hidden", hidden)
         for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
             check_tokens_equal(model, prompt, output.outputs[0].token_ids)
     assert sizes == {8, 24}, "steps are padded to the declared sizes, and to nothing else"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,20 @@ from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.execution.executor import InProcessExecutor
+from hardpoint.engine.execution.graphs.shapes import ShapeRow, StepShape, shape_rows
+from hardpoint.engine.scheduling.step import ScheduledRequest, StepInput
 from hardpoint.parallel.torch_distributed import TorchDistributed
 from hardpoint_cpu.native import missing
 from hardpoint_cpu.platform import CpuPlatform
 from hardpoint_cpu.recorded_list import RecordedList
-from hardpoint_plugin_api import CaptureGrade, GraphEngine, PlatformError
+from hardpoint_plugin_api import (
+    AttentionBatch,
+    AttentionMetadata,
+    CaptureGrade,
+    GraphEngine,
+    PlatformError,
+    StepLimits,
+)
 from tests.parallel.ranks import ranks_in_threads
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import counted, small_llm
@@ -82,6 +93,14 @@ def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
+def shape_and_token(key: Hashable) -> tuple[StepShape, Hashable]:
+    """The shape that a graph is captured for."""
+    assert isinstance(key, tuple)
+    shape, token = key
+    assert isinstance(shape, StepShape)
+    return shape, token
+
+
 @pytest.mark.parametrize("sizes", [None, (1, 2, 4, 8)], ids=str)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_tokens_stay(
@@ -130,14 +149,18 @@ def test_listed_sizes_are_prepared_ahead_and_padded_to(
 ) -> None:
     recording.batch_sizes, recording.max_executables = (2, 4, 32, 64), None
     with caplog.at_level(logging.INFO, "hardpoint"), engine(plain[0], max_num_seqs=3) as llm:
-        keys = [(size, draw) for size in (4, 2) for draw in ("greedy", None)]  # core's own sampling asks for a value
-        assert [key[:2] for key in recording.keys] == keys, "nothing larger than what holds all requests"  # type: ignore[index]
+        shapes = [
+            (size, end) for size in (4, 2) for end in ("greedy", "logits")
+        ]  # core's own sampling asks for a value
+        found = [(shape.requests, shape.end) for shape, _ in map(shape_and_token, recording.keys)]
+        assert found == shapes, "nothing larger than what holds all requests"
         assert "preparing decode steps of 4 requests (1 of 2)" in caplog.text
         generate(llm, random_prompts(3, 8, seed=2))
-        assert recording.keys[4:] == [(4, "greedy", (2,))], "longer sequences ask for another"
-        found = counted(llm)
+        longer = [(StepShape("full", 4, 4, 1, "greedy"), (2,))]
+        assert recording.keys[4:] == longer, "longer sequences ask for another"
+        counts = counted(llm)
         # Of three requests, of which one is padding, that are at the same length all the time.
-        assert (found["graph_replays_total"], found["prefill"], found["padding_tokens_total"]) == (23, 1, 23)
+        assert (counts["graph_replays_total"], counts["prefill"], counts["padding_tokens_total"]) == (23, 1, 23)
 
 
 def test_steps_larger_than_every_size_are_eager(plain: tuple[Path, PreTrainedModel], recording: RecordedCalls) -> None:
@@ -156,7 +179,7 @@ def test_the_least_recently_used_is_dropped(plain: tuple[Path, PreTrainedModel],
     with engine(plain[0]) as llm:
         for count in (1, 2, 1, 3, 1, 2):
             generate(llm, [[5, 6]] * count, short)
-        assert [key[0] for key in recording.keys] == [1, 2, 3, 2]  # type: ignore[index]
+        assert [shape_and_token(key)[0].requests for key in recording.keys] == [1, 2, 3, 2]
         assert counted(llm)["graph_executables"] == 2
 
 
@@ -178,7 +201,7 @@ def test_what_cannot_be_prepared_runs_eagerly(
         found = counted(llm)
         assert (found["unrecordable"], found["graph_replays_total"]) == (23, 0)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["decode steps of 2 requests run eagerly: it waits for the device"]
+    assert warnings == ["decode steps of 2 requests are not captured: it waits for the device"]
 
 
 def test_a_backend_that_cannot_be_captured(
@@ -297,7 +320,7 @@ def test_a_dense_decode_step_is_nothing_but_kernels(
     with small_llm(tmp_path, quantization=quantization) as llm:
         generate(llm, random_prompts(3, 20, seed=4))
         assert isinstance(llm.core.executor, InProcessExecutor)
-        graphs = llm.core.executor.worker.graphs.executables
+        graphs = llm.core.executor.worker.graphs
         executables, reported = graphs.kept, llm.memory_report().by_tag["graphs"]
         assert reported == graphs.nbytes > sum(x.nbytes for x in executables if isinstance(x, RecordedList)) > 0
     assert executables
@@ -338,7 +361,8 @@ class TestPrompts:
             found = counted(llm)
             assert found["graph_replays_total"] == llm.stats.num_steps
             assert "prefill" not in found
-        assert [key[1] for key in any_shape.keys if key[0] == "tokens"] == [48, 8], "no more than a step's tokens"  # type: ignore[index]
+        shapes = [shape for shape, _ in map(shape_and_token, any_shape.keys) if shape.queries is None]
+        assert [shape.tokens for shape in shapes] == [48, 8], "no more than a step's tokens"
 
     def test_larger_steps_and_scored_prompts_are_eager(
         self, plain: tuple[Path, PreTrainedModel], any_shape: RecordedCalls
@@ -349,6 +373,19 @@ class TestPrompts:
             params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
             generate(llm, [[5, 6, 7]], params)
             assert counted(llm)["prefill"] == 2
+
+    def test_no_size_is_larger_than_what_all_requests_can_have(
+        self, plain: tuple[Path, PreTrainedModel], any_shape: RecordedCalls
+    ) -> None:
+        """A step is captured on requests as long as they may be, which hold all its tokens."""
+        folder, model = plain
+        prompts = random_prompts(1, 30, seed=4, shortest=30)
+        with engine(folder, max_num_seqs=1, max_model_len=32) as llm:
+            shapes = [shape for shape, _ in map(shape_and_token, any_shape.keys) if shape.queries is None]
+            assert [shape.tokens for shape in shapes] == [32, 8]
+            params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+            check_tokens_equal(model, prompts[0], generate(llm, prompts, params)[0])
+            assert "prefill" not in counted(llm)
 
     def test_more_requests_than_a_step_holds_are_eager(
         self, plain: tuple[Path, PreTrainedModel], any_shape: RecordedCalls
@@ -368,3 +405,114 @@ class TestPrompts:
         with engine(plain[0]) as llm:
             generate(llm, [[5, 6, 7]])
             assert counted(llm)["prefill"] == 1
+
+
+class EveryShapeAttention(RecordableAnyAttention):
+    """Steps of equally many queries for each request, too, are read as those of any shape."""
+
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
+        planned = super().plan(batch)
+        if batch.graph_key is not None and batch.num_tokens > batch.num_requests:
+            return AttentionMetadata(replace(batch, any_shape=True), planned.token)
+        return planned
+
+
+class TestRows:
+    """Shapes are data: what a row lists is found, captured ahead and replayed."""
+
+    @pytest.fixture
+    def pairs(self, recording: RecordedCalls, monkeypatch: pytest.MonkeyPatch) -> RecordedCalls:
+        """Steps of two tokens for each request, all of which draw, padded to four requests."""
+
+        def with_pairs(engine: GraphEngine, limits: StepLimits) -> tuple[ShapeRow, ...]:
+            return (ShapeRow("full", (4,), ("logits",), queries=2), *shape_rows(engine, limits))
+
+        monkeypatch.setattr("hardpoint.engine.execution.graphs.graphs.shape_rows", with_pairs)
+        return recording
+
+    def test_another_kind_of_step_is_another_row(
+        self, plain: tuple[Path, PreTrainedModel], pairs: RecordedCalls, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("hardpoint.attention.reference.ReferenceAttention", EveryShapeAttention)
+        folder, model = plain
+        prompts = random_prompts(3, 2, seed=6, shortest=2)
+        with engine(folder) as llm:
+            assert pairs.keys == [(StepShape("full", 8, 4, 2, "logits"), (1,))]
+            for prompt, drawn in zip(prompts, generate(llm, prompts), strict=True):
+                check_tokens_equal(model, prompt, drawn)
+            found = counted(llm)
+            assert (found["graph_replays_total"], found["padding_tokens_total"]) == (24, 2)
+            assert "prefill" not in found
+
+    def test_attention_must_have_the_rows_grade(
+        self, plain: tuple[Path, PreTrainedModel], pairs: RecordedCalls
+    ) -> None:
+        with engine(plain[0]) as llm:
+            assert not pairs.keys
+            generate(llm, random_prompts(3, 2, seed=6, shortest=2))
+            assert counted(llm)["prefill"] == 1
+
+    def test_a_size_that_is_refused_is_passed_over(
+        self,
+        plain: tuple[Path, PreTrainedModel],
+        recording: RecordedCalls,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        prepare = recording.prepare
+
+        def refuse(key: Hashable, *arguments: Any) -> Any:
+            if shape_and_token(key)[0].requests == 2:
+                raise PlatformError("it waits for the device")
+            return prepare(key, *arguments)
+
+        monkeypatch.setattr(recording, "prepare", refuse)
+        recording.batch_sizes, recording.max_executables = (2, 4), None
+        folder, model = plain
+        prompts = random_prompts(2, 30, seed=2)
+        with engine(folder) as llm:
+            for prompt, drawn in zip(prompts, generate(llm, prompts), strict=True):
+                check_tokens_equal(model, prompt, drawn)
+            found = counted(llm)
+            assert (found["graph_replays_total"], found["padding_tokens_total"]) == (23, 46)
+        warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert warnings == ["decode steps of 2 requests are not captured: it waits for the device"]
+
+    def test_finding_a_shape_changes_nothing(
+        self, plain: tuple[Path, PreTrainedModel], recording: RecordedCalls
+    ) -> None:
+        recording.batch_sizes = (2, 4)
+        with engine(plain[0]) as llm:
+            assert isinstance(llm.core.executor, InProcessExecutor)
+            graphs, before, prepared = llm.core.executor.worker.graphs, counted(llm), len(recording.keys)
+            for count, shape in ((3, (4, 4, 1)), (5, (5, None, None))):
+                shares = tuple(ScheduledRequest(slot, 40, 1, ((),), samples=True) for slot in range(count))
+                found = {graphs.find(StepInput(0, (), (), shares), hidden=False) for _ in range(2)}
+                assert [shape.layout for shape in found] == [shape]
+            assert (counted(llm), len(recording.keys)) == (before, prepared)
+
+    def test_rows_of_an_engine(self) -> None:
+        graphs = RecordedCalls((1, 3, 8, 64), max_executables=None)
+        graphs.token_sizes, graphs.piece_sizes = (64, 16, 512), (512, 32, 2048)
+        decodes, mixed, pieces = shape_rows(graphs, StepLimits(max_tokens=512, max_requests=6))
+        assert (decodes.sizes, decodes.grade) == ((1, 3, 8), CaptureGrade.SINGLE_TOKEN)
+        assert (mixed.sizes, mixed.requests, mixed.grade) == ((16, 64, 512), 6, CaptureGrade.ANY)
+        assert (pieces.sizes, pieces.requests, pieces.grade) == ((32, 512), None, CaptureGrade.NEVER)
+        assert [row.num_ahead for row in (decodes, mixed, pieces)] == [6, 3, 2]
+        assert [decodes.sizes_for(count) for count in (2, 8, 9)] == [(3, 8), (8,), ()]
+
+    def test_buckets_pad_decodes_and_leave_no_other_sizes(self) -> None:
+        graphs = RecordedCalls((1, 3), max_executables=None)
+        graphs.token_sizes = graphs.piece_sizes = (16,)
+        limits = StepLimits(max_tokens=16, max_requests=6, token_buckets=(4, 8, 16))
+        assert [row.sizes for row in shape_rows(graphs, limits)] == [(4,), (), ()]
+        graphs.batch_sizes = None
+        row = shape_rows(graphs, limits)[0]
+        assert (row.sizes, row.num_ahead, row.sizes_for(3)) == ((4, 8), 0, (4,))
+
+    @pytest.mark.parametrize("name", ["batch_sizes", "token_sizes", "piece_sizes"])
+    def test_sizes_that_are_none(self, name: str) -> None:
+        graphs = RecordedCalls((1,), max_executables=None)
+        setattr(graphs, name, (0, 4))
+        with pytest.raises(PlatformError, match=rf"{name} must be positive numbers, got \(0, 4\)"):
+            shape_rows(graphs, StepLimits(max_tokens=16, max_requests=6))

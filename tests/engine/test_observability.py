@@ -33,10 +33,10 @@ METER = Dist(
         "        super().__init__(ctx, args)\n"
         "        self.range = ctx.range\n"
         "        self.rows = ctx.metrics.counter('rows', 'Rows.', ['path']).labels(ctx.path)\n"
-        "    def forward(self, x):\n"
+        "    def forward(self, x, step):\n"
         "        self.rows.inc(x.shape[0])\n"
         "        with self.range('metered'):\n"
-        "            return super().forward(x)\n",
+        "            return super().forward(x, step)\n",
         "hp_meter/hardpoint.toml": 'schema = 1\napi = "0.1"\n[plugin]\nname = "meter"\n[[contribution]]\n'
         'family = "layer"\nof = "mlp"\nname = "metered"\ntarget = "hp_meter.mlp:MeteredMLP"\npriority = 1\n',
     },
@@ -105,13 +105,13 @@ def test_a_plugin_counts_and_marks_in_two_engines(checkpoint: tuple[Path, PreTra
         twin.generate([[1] * 20], SamplingParams(temperature=0, max_tokens=1))
         for engine, rows in ((llm, 7 + 8 + 2 * 8), (twin, 20 + 8 + 20 - 16)):
             for layer in range(3):
-                path = f"stack.blocks.{layer}.mlp"
+                path = f"stack.blocks.{layer}.feed_forward"
                 assert engine.metrics.value("hardpoint_meter_rows_total", path=path) == rows
     marked = Counter(event["name"] for event in trace_events(tmp_path / "profiles" / "twin") if event.get("ph") == "X")
     for name in ("step", "plan", "model", "sample", "collect"):
         assert marked[f"hardpoint.{name}"] == 9, "the steps of this engine, while its profile was taken"
     assert marked["meter.metered"] == 3 * 9
-    assert marked["layer.stack.blocks.1.mlp"] == marked["layer.norm"] == 9
+    assert marked["layer.stack.blocks.1.feed_forward"] == marked["layer.norm"] == 9
     assert any(name.startswith("aten::") for name in marked)
 
 

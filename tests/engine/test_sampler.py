@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint.engine.execution.logits_state import LogitsState, SlotSets
-from hardpoint.engine.execution.sampler import Sampled, Sampler, SamplingOps
+from hardpoint.engine.execution.sampling.logits_state import LogitsState, SlotSets
+from hardpoint.engine.execution.sampling.sampler import Sampled, Sampler, SamplingOps
 from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest, SlotSampling
 from hardpoint.ops.apply_logit_bias import apply_logit_bias
 from hardpoint.ops.apply_penalties import apply_penalties

@@ -22,10 +22,11 @@ from hardpoint.plugins import discover
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,
-    AttentionMetadata,
+    AttentionCall,
     AttentionSpec,
     BuildContext,
     CaptureGrade,
+    StoreCall,
 )
 from tests.conformance.trying import subject
 from tests.kernels.compiling import SHARED_KIB, TARGETS, Job, compile_in_stages_that_fit, compile_kernels
@@ -157,7 +158,7 @@ def test_stores_what_the_reference_does(kv_dtype: str, static: bool) -> None:
         if static:
             backend.set_cache_scales(torch.tensor([0.06]), torch.tensor([0.11]))
         buffer = torch.zeros(4 * backend.layout.page_bytes(backend.cache_spec, 16), dtype=torch.uint8)
-        backend.store(x[0], x[1], backend.layout.views(buffer, 4, backend.cache_spec, 16), slots)
+        backend.store(StoreCall(x[0], x[1], backend.layout.views(buffer, 4, backend.cache_spec, 16), slots))
         caches.append(buffer)
     assert torch.equal(*caches)
 
@@ -192,9 +193,11 @@ def test_one_plan_serves_other_lengths_and_pages() -> None:
         batch.block_table[:2] = (torch.rand(2, 30, generator=generator).argsort(-1) + 1).int()
         assert backend.plan(replace(batch, seq_lens_host=lengths)).token == metadata.token
         out, expected = torch.empty_like(q), torch.empty_like(q)
-        backend.forward(q, k, v, cache, metadata, out)
+        backend.forward(AttentionCall(q, k, v, cache, metadata, out))
         reference = ReferenceAttention(cast(BuildContext, ctx), PLAIN)
-        reference.forward(q, k, v, cache, reference.plan(replace(batch, seq_lens_host=lengths)), expected)
+        reference.forward(
+            AttentionCall(q, k, v, cache, reference.plan(replace(batch, seq_lens_host=lengths)), expected)
+        )
         torch.testing.assert_close(out[:2], expected[:2], rtol=0.02, atol=0.01)
 
 
@@ -210,14 +213,14 @@ class Bound(TritonAttention):
         for launcher in self.launchers:
             launcher._kernel = Variants(launcher._kernel)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, metadata: AttentionMetadata, out: Tensor) -> None:
-        rest, batch = (k, v, cache), metadata.batch
+    def forward(self, call: AttentionCall) -> None:
+        q, out, batch = call.q, call.out, call.metadata.batch
         for number, placement in enumerate([*Placement][:3] * 2):
             lying = place(q, q.device, placement)
-            super().forward(lying, *rest, metadata, out)
+            super().forward(replace(call, q=lying))
             part = sub_batch(batch, number % 3, batch.num_requests)
             rows = slice(batch.query_start_host[number % 3], None)
-            super().forward(lying[rows], *rest, self.plan(part), out[rows])
+            super().forward(replace(call, q=lying[rows], metadata=self.plan(part), out=out[rows]))
         Bound.launched_again = sum(launcher._kernel.launched_again for launcher in self.launchers)
         Bound.compiled = [len(launcher._kernel.compiled) for launcher in self.launchers]
 

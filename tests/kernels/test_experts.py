@@ -30,7 +30,7 @@ from hardpoint.ops.error_model import compare
 from hardpoint.ops.judge import judge_call
 from hardpoint.plugins import discover
 from hardpoint.quantization.numerics import quantize_weight
-from hardpoint_plugin_api import ConfigError, ExpertsKernel, ExpertsWorkload, QuantSpec, Scale
+from hardpoint_plugin_api import ConfigError, ExpertsCall, ExpertsKernel, ExpertsWorkload, QuantSpec, Scale
 from tests.kernels.compiling import SHARED_KIB, TARGETS, Compiled, Job, compile_in_stages_that_fit, compile_kernels
 from tests.support.specs import SPECS
 
@@ -43,6 +43,7 @@ ROW: Row = {
     "mixture": "8x2",
     "widths": "even",
     "absent": "some-elsewhere",
+    "bias": "no-bias",
 }
 ROWS: list[Row] = [
     ROW,
@@ -125,18 +126,19 @@ class Layer:
         """What is wrong with the kernel's results, in the given tiles."""
         kernel = TritonGroupedExperts(self.ctx, self.workload)
         out, scratch = torch.full_like(self.x, float("nan")), torch.empty(kernel.workspace_bytes(len(self.x)) + 7)
-        given = self.ids, self.weights, self.w, out, scratch.view(torch.uint8)
+        call = ExpertsCall(self.x, self.ids, self.weights, self.w, out, scratch.view(torch.uint8))
         if tiling is None:
-            kernel.apply(self.x, *given)
+            kernel.apply(call)
         else:
-            kernel.run(tiling, self.x, *given)
+            kernel.run(tiling, call)
         wide = self.w if self.workload.spec else {name: w.double() for name, w in self.w.items()}
         own, truth = (self.run(ReferenceExperts, x, w) for x, w in ((self.x, self.w), (self.x.double(), wide)))
         return "\n".join(map(str, compare("out", out, own, truth, ERRORS, out.device).faults))
 
     def run(self, kind: type[ExpertsKernel], x: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
         out = torch.empty_like(x)
-        kind(self.ctx, self.workload).apply(x, self.ids, self.weights, w, out, torch.empty(0, dtype=torch.uint8))
+        scratch = torch.empty(0, dtype=torch.uint8)
+        kind(self.ctx, self.workload).apply(ExpertsCall(x, self.ids, self.weights, w, out, scratch))
         return out
 
 
@@ -167,7 +169,7 @@ def test_weights_that_were_read_are_not_kept(site: Site) -> None:
     layer, tiling = Layer(site, 5, 3, 2, dtype=torch.bfloat16), Tiling(16, *[shape(32, 32, described=True)] * 2)
     kernel, out = TritonGroupedExperts(layer.ctx, layer.workload), torch.empty_like(layer.x)
     scratch = torch.empty(kernel.workspace_bytes(5), dtype=torch.uint8)
-    kernel.run(tiling, layer.x, layer.ids, layer.weights, layer.w, out, scratch)
+    kernel.run(tiling, ExpertsCall(layer.x, layer.ids, layer.weights, layer.w, out, scratch))
     storages = [StorageWeakRef(weight.untyped_storage()) for weight in layer.w.values()]
     layer.w.clear()
     gc.collect()
@@ -235,7 +237,7 @@ def test_weights_beyond_32_bits(site: Site) -> None:
     kernel = TritonGroupedExperts(layer.ctx, layer.workload)
     out, scratch = torch.empty_like(layer.x), torch.empty(kernel.workspace_bytes(1), dtype=torch.uint8)
     tiling = Tiling(16, shape(1024, 1024), shape(1024, 1024))
-    kernel.run(tiling, layer.x, layer.ids, layer.weights, far, out, scratch)
+    kernel.run(tiling, ExpertsCall(layer.x, layer.ids, layer.weights, far, out, scratch))
     layer.ids = torch.zeros_like(layer.ids)
     torch.testing.assert_close(out, layer.run(ReferenceExperts, layer.x, few), rtol=0.05, atol=0.02)
 
@@ -248,7 +250,7 @@ def test_results_beyond_32_bits() -> None:
     kernel = TritonGroupedExperts(layer.ctx, layer.workload)
     scratch = torch.empty(kernel.workspace_bytes(len(layer.x)), dtype=torch.uint8, device=here.device)
     out = torch.full_like(layer.x, float("nan"))
-    kernel.apply(layer.x, layer.ids, layer.weights, layer.w, out, scratch)
+    kernel.apply(ExpertsCall(layer.x, layer.ids, layer.weights, layer.w, out, scratch))
     x, ids, weights = layer.x, layer.ids, layer.weights
     for part in (slice(0, 50), slice(131_040, 131_100), slice(-50, None)):
         layer.ids, layer.weights = ids[part], weights[part]

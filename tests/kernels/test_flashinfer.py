@@ -22,7 +22,7 @@ from hardpoint.kernels.page_indices import page_indices
 from hardpoint_cuda import flashinfer_library, flashinfer_plan
 from hardpoint_cuda.flashinfer_attention import FlashInferAttention, FlashInferMetadata
 from hardpoint_cuda.flashinfer_plan import Paging, decode_tiles
-from hardpoint_plugin_api import AttentionBatch, AttentionSpec, BuildContext, CapacityError, Span
+from hardpoint_plugin_api import AttentionBatch, AttentionCall, AttentionSpec, BuildContext, CapacityError, Span
 from tests.kernels.compiling import PAIRS_OF_TARGETS, Job, compile_kernels
 from tests.support.attention import MIXED, Piece, run_backend
 from tests.support.flashinfer import WithDevice, backend_class, needs_flashinfer
@@ -212,8 +212,8 @@ def test_steps_of_growing_lengths(compiled: dict[str, Compiled], is_captured: bo
         assert planned.token == metadata.token
         q = torch.randn(n, spec.num_heads, spec.head_size, generator=generator).bfloat16()
         out, expected = torch.empty_like(q), torch.empty_like(q)
-        backend.forward(q, q, q, cache, metadata, out)
-        reference.forward(q, q, q, cache, reference.plan(batch), expected)
+        backend.forward(AttentionCall(q, q, q, cache, metadata, out))
+        reference.forward(AttentionCall(q, q, q, cache, reference.plan(batch), expected))
         torch.testing.assert_close(out, expected)
     assert {plan[11] for plan in compiled["fa2"].plans} == {is_captured}, "planned to be captured, or not"
 

@@ -24,7 +24,7 @@ from hardpoint.plugins import discover
 from hardpoint.quantization.emulated_linear import EmulatedLinear
 from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_cuda.linear import Fp8ScaledMatmul, Int8Matmul
-from hardpoint_plugin_api import LinearKernel, LinearWorkload, QuantSpec, Scale
+from hardpoint_plugin_api import LinearCall, LinearKernel, LinearWorkload, QuantSpec, Scale
 from tests.support.specs import SPECS
 
 
@@ -291,7 +291,7 @@ def test_activations_with_a_scale_of_the_checkpoint(
     slots["input_scale"] = torch.tensor([0.01 if element == "int8" else 0.003])  # the largest numbers do not fit
     x = torch.randn(5, 64, generator=generator).bfloat16()
     kernel, truth = (made(site.context("bfloat16"), workload) for made in (kind, EmulatedLinear))
-    got, wanted = kernel.apply(x, slots, None).double(), truth.apply(x, slots, None).double()
+    got, wanted = kernel.apply(LinearCall(x, slots)).double(), truth.apply(LinearCall(x, slots, None)).double()
     assert (got - wanted).abs().max() <= 2**-7 * wanted.abs().max()
 
 

@@ -10,7 +10,7 @@ import torch
 from hardpoint.attention.quantized_cache import QuantizedCacheAttention, ScaledLayout
 from hardpoint.kernels import rope_store
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
-from hardpoint_plugin_api import AttentionSpec, CacheSpec, ConfigError, OpWorkload, PluginLoadError
+from hardpoint_plugin_api import AttentionSpec, CacheSpec, ConfigError, OpWorkload, PluginLoadError, StoreCall
 from tests.kernels.compiling import PAIRS_OF_TARGETS, Job, compile_kernels
 from tests.kernels.judged import failures, variants
 
@@ -59,7 +59,7 @@ def test_stores_to_a_scaled_cache_as_its_reference_does(kv_dtype: str, static: b
     expected = qk_norm_rope_store.reference(q, k, v, table, positions, plain, slots, *weights, **settings)
     turned_q, turned_k = function(q, k, v, table, positions, mine, slots, *weights, **settings)
     torch.testing.assert_close((turned_q, turned_k), expected)
-    backend.store(turned_k, v, wanted, slots)
+    backend.store(StoreCall(turned_k, v, wanted, slots))
     pages = torch.arange(count)
     for name, found, stored in zip("kv", layout.to_logical(mine, pages), layout.to_logical(wanted, pages), strict=True):
         if not static:

@@ -37,6 +37,7 @@ QWEN2_MOE = {
     "shared_expert_intermediate_size": 48,
 }
 QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,6 +68,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-every-second": ("qwen3_moe", QWEN3_MOE | {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
     "qwen3-moe-all-experts": ("qwen3_moe", QWEN3_MOE | {"num_experts_per_tok": 8, "attention_bias": True}),
     "qwen3-moe-window": ("qwen3_moe", QWEN3_MOE | WINDOWS | {"mlp_only_layers": [0, 2]}),
+    "gpt-oss": ("gpt_oss", GPT_OSS),
+    "gpt-oss-other-gate": (
+        "gpt_oss",
+        GPT_OSS | {"swiglu_alpha": 1.25, "swiglu_limit": 0.5, "tie_word_embeddings": True},
+    ),
     **{f"llama-rope-{name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
 }
 

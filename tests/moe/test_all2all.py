@@ -27,6 +27,7 @@ from hardpoint_plugin_api import (
     Communicator,
     CommunicatorWorkload,
     Dispatched,
+    ExpertsCall,
     ExpertsWorkload,
     Parallel,
     QuantSpec,
@@ -106,7 +107,7 @@ def expected(site: Site, tokens: int) -> Tensor:
     x, ids, weights, w = draw(tokens)
     out = torch.empty_like(x)
     kernel = ReferenceExperts(site.context(torch.float32), ExpertsWorkload(activation="silu_and_mul"))
-    kernel.apply(x, ids, weights, w, out, torch.empty(0, dtype=torch.uint8))
+    kernel.apply(ExpertsCall(x, ids, weights, w, out, torch.empty(0, dtype=torch.uint8)))
     return out
 
 
@@ -192,20 +193,11 @@ def test_a_tokens_bits_do_not_depend_on_who_else_is_there(site: Site, all2all: t
 class OneByOne(ReferenceExperts):
     """The reference on one token at a time."""
 
-    def apply(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        w: dict[str, Tensor],
-        out: Tensor,
-        workspace: Tensor,
-        *,
-        scales: Tensor | None = None,
-    ) -> None:
-        for i in range(x.shape[0]):
+    def apply(self, call: ExpertsCall) -> None:
+        for i in range(call.x.shape[0]):
             row = slice(i, i + 1)
-            super().apply(x[row], ids[row], weights[row], w, out[row], workspace)
+            one = {name: getattr(call, name)[row] for name in ("x", "ids", "weights", "out")}
+            super().apply(replace(call, **one))
 
 
 class TakesInt8(ReferenceExperts):
@@ -213,20 +205,10 @@ class TakesInt8(ReferenceExperts):
 
     input_spec = QuantSpec("int8", scales=(Scale("float32", (1, -1)),), static=False)
 
-    def apply(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        w: dict[str, Tensor],
-        out: Tensor,
-        workspace: Tensor,
-        *,
-        scales: Tensor | None = None,
-    ) -> None:
-        assert x.dtype == torch.int8
-        assert scales is not None
-        super().apply(x.float() * scales, ids, weights, w, out, workspace)
+    def apply(self, call: ExpertsCall) -> None:
+        assert call.x.dtype == torch.int8
+        assert call.scales is not None
+        super().apply(replace(call, x=call.x.float() * call.scales))
 
 
 @pytest.mark.parametrize("all2all", [*AMONG_RANKS, LocalAll2All])
@@ -237,7 +219,7 @@ def test_tokens_travel_quantized_where_the_kernel_wants_them_so(site: Site, all2
     out, ctx = torch.empty_like(x), site.context(torch.float32)
     kernel = ReferenceExperts(ctx, ExpertsWorkload(activation="silu_and_mul"))
     rounded = fake_quantize(x, TakesInt8.input_spec, {})
-    kernel.apply(rounded, ids, weights, w, out, torch.empty(0, dtype=torch.uint8))
+    kernel.apply(ExpertsCall(rounded, ids, weights, w, out, torch.empty(0, dtype=torch.uint8)))
     torch.testing.assert_close(torch.cat([step for steps in results for step in steps]), out)
     assert not torch.allclose(out, expected(site, 6), atol=1e-4), "quantizing shows"
 

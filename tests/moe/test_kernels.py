@@ -29,7 +29,9 @@ from hardpoint.plugins import discover
 from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_plugin_api import (
     All2AllWorkload,
+    BuildContext,
     DispatchHandle,
+    ExpertsCall,
     ExpertsKernel,
     ExpertsWorkload,
     PluginLoadError,
@@ -48,6 +50,7 @@ ROW: Row = {
     "mixture": "8x2",
     "widths": "even",
     "absent": "some-elsewhere",
+    "bias": "no-bias",
 }
 ROWS: list[Row] = [
     ROW,
@@ -57,6 +60,9 @@ ROWS: list[Row] = [
     ROW | {"batch": "none", "mixture": "1x1", "activation": "swiglu_oai"},
     ROW | {"spec": "int8-dynamic", "mixture": "5x5", "activation": "gelu_tanh_and_mul"},
     ROW | {"spec": "fp8-tiles", "dtype": "bfloat16", "widths": "wide"},
+    ROW | {"bias": "bias", "activation": "swiglu_oai(1.25,2.0)"},
+    ROW | {"bias": "bias", "dtype": "bfloat16", "batch": "many", "mixture": "5x5", "activation": "relu2"},
+    ROW | {"bias": "bias", "spec": "int8-dynamic", "batch": "one"},
     ROW | {"spec": "uint4-pairs", "widths": "odd", "absent": "here"},
 ]
 
@@ -106,7 +112,7 @@ def definition(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor,
 
 def run(kernel: ExpertsKernel, x: Tensor, ids: Tensor, weights: Tensor, w: dict[str, Tensor]) -> Tensor:
     out = torch.full_like(x, float("nan"))
-    kernel.apply(x, ids, weights, w, out, torch.empty(0, dtype=torch.uint8))
+    kernel.apply(ExpertsCall(x, ids, weights, w, out, torch.empty(0, dtype=torch.uint8)))
     return out
 
 
@@ -254,13 +260,13 @@ class Unreduced(ReferenceExperts):
 
     reduces = False
 
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Any, out: Tensor, *rest: Any, **more: Any) -> None:
-        one = torch.ones(x.shape[0], 1)
-        for k in range(ids.shape[1]):
-            here = ids[:, k] >= 0
-            made = torch.empty_like(x)
-            super().apply(x, ids[:, k : k + 1], one, w, made, *rest, **more)
-            out[here, k] = made[here]
+    def apply(self, call: ExpertsCall) -> None:
+        one = torch.ones(call.x.shape[0], 1)
+        for k in range(call.ids.shape[1]):
+            here = call.ids[:, k] >= 0
+            made = torch.empty_like(call.x)
+            super().apply(replace(call, ids=call.ids[:, k : k + 1], weights=one, out=made))
+            call.out[here, k] = made[here]
 
 
 class Packed(ReferenceExperts):
@@ -269,10 +275,10 @@ class Packed(ReferenceExperts):
     layout = "transposed"
 
     def prepack(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: w.transpose(1, 2).contiguous() for name, w in weights.items()}
+        return {name: w.mT.contiguous() if name.endswith(".weight") else w for name, w in weights.items()}
 
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Any, *rest: Any, **more: Any) -> None:
-        super().apply(x, ids, weights, {name: m.transpose(1, 2) for name, m in w.items()}, *rest, **more)
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(replace(call, w=self.prepack(call.w)))
 
 
 @pytest.mark.parametrize("target", [Unreduced, Packed])
@@ -299,42 +305,41 @@ class GateAndUpSwapped(ReferenceExperts):
 
 
 class WeightsIgnored(ReferenceExperts):
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **more: Any) -> None:
-        super().apply(x, ids, torch.ones_like(weights), *rest, **more)
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(replace(call, weights=torch.ones_like(call.weights)))
 
 
 class AbsentTakenForTheLast(ReferenceExperts):
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Any, *rest: Any, **more: Any) -> None:
-        super().apply(x, ids % w["w2.weight"].shape[0], weights, w, *rest, **more)
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(replace(call, ids=call.ids % call.w["w2.weight"].shape[0]))
 
 
 class FirstExpertOfATokenAlone(ReferenceExperts):
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **more: Any) -> None:
-        super().apply(x, ids[:, :1], weights[:, :1], *rest, **more)
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(replace(call, ids=call.ids[:, :1], weights=call.weights[:, :1]))
 
 
 class TokensWithoutExpertsLeftOut(ReferenceExperts):
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Any, out: Tensor, *rest: Any, **more: Any) -> None:
-        super().apply(x, ids, weights, w, out, *rest, **more)
-        out[(ids < 0).all(-1)] = float("nan")
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(call)
+        call.out[(call.ids < 0).all(-1)] = float("nan")
 
 
 class AddsToItsOutput(ReferenceExperts):
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Any, out: Tensor, *rest: Any, **more: Any) -> None:
-        before = torch.full_like(out, 0.5)
-        super().apply(x, ids, weights, w, out, *rest, **more)
-        out += before
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(call)
+        call.out.add_(0.5)
 
 
 class InputOverwritten(ReferenceExperts):
-    def apply(self, x: Tensor, *rest: Any, **more: Any) -> None:
-        super().apply(x, *rest, **more)
-        x.mul_(2)
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(call)
+        call.x.mul_(2)
 
 
 class RouterWeightsTwice(ReferenceExperts):
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, *rest: Any, **more: Any) -> None:
-        super().apply(x, ids, weights * weights, *rest, **more)
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(replace(call, weights=call.weights**2))
 
 
 class OneExpertsMatricesForAll(ReferenceExperts):
@@ -349,12 +354,65 @@ class ScalesIgnored(ReferenceExperts):
 
 
 class SummedInHalfPrecision(ReferenceExperts):
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor, w: Any, out: Tensor, *rest: Any, **more: Any) -> None:
-        total = torch.zeros_like(out, dtype=torch.float16)
-        for k in range(ids.shape[1]):
-            super().apply(x, ids[:, k : k + 1], weights[:, k : k + 1], w, out, *rest, **more)
-            total += out.half()
-        out.copy_(total)
+    def apply(self, call: ExpertsCall) -> None:
+        total = torch.zeros_like(call.out, dtype=torch.float16)
+        for k in range(call.ids.shape[1]):
+            super().apply(replace(call, ids=call.ids[:, k : k + 1], weights=call.weights[:, k : k + 1]))
+            total += call.out.half()
+        call.out.copy_(total)
+
+
+def without(call: ExpertsCall, *names: str) -> ExpertsCall:
+    return replace(call, w={name: w for name, w in call.w.items() if name not in names})
+
+
+class FirstBiasIgnored(ReferenceExperts):
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(without(call, "w13.bias"))
+
+
+class SecondBiasIgnored(ReferenceExperts):
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(without(call, "w2.bias"))
+
+
+class BiasAddedAfterWeighting(ReferenceExperts):
+    """Each expert's whole second bias, whatever its weight."""
+
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(without(call, "w2.bias"))
+        if "w2.bias" in call.w:
+            added = call.w["w2.bias"][call.ids.clamp(min=0)].masked_fill((call.ids < 0)[..., None], 0)
+            call.out.add_(added.sum(1))
+
+
+class BiasOfAbsentExperts(ReferenceExperts):
+    """An expert that is elsewhere adds the bias of number 0."""
+
+    def apply(self, call: ExpertsCall) -> None:
+        super().apply(call)
+        if "w2.bias" in call.w:
+            call.out.add_(call.w["w2.bias"][0] * (call.weights * (call.ids < 0)).sum(1, keepdim=True))
+
+
+class OneExpertsBiasForAll(ReferenceExperts):
+    def apply(self, call: ExpertsCall) -> None:
+        first = {name: w[:1].expand_as(w) for name, w in call.w.items() if name.endswith(".bias")}
+        super().apply(replace(call, w=call.w | first))
+
+
+class BiasOfGateAndUpSwapped(ReferenceExperts):
+    def apply(self, call: ExpertsCall) -> None:
+        swapped = {name: w.roll(w.shape[1] // 2, 1) for name, w in call.w.items() if name == "w13.bias"}
+        super().apply(replace(call, w=call.w | swapped))
+
+
+class ParametersIgnored(ReferenceExperts):
+    """Takes swiglu_oai for gpt-oss's, whatever its parameters."""
+
+    def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
+        name = str(workload.activation).partition("(")[0]
+        super().__init__(ctx, replace(workload, activation=name))
 
 
 @pytest.mark.parametrize(
@@ -371,6 +429,13 @@ class SummedInHalfPrecision(ReferenceExperts):
         OneExpertsMatricesForAll,
         ScalesIgnored,
         SummedInHalfPrecision,
+        FirstBiasIgnored,
+        SecondBiasIgnored,
+        BiasAddedAfterWeighting,
+        BiasOfAbsentExperts,
+        OneExpertsBiasForAll,
+        BiasOfGateAndUpSwapped,
+        ParametersIgnored,
     ],
 )
 def test_planted_faults_are_found(site: Site, fault: type[ExpertsKernel]) -> None:

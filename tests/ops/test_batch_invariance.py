@@ -20,7 +20,7 @@ from hardpoint.ops.activation import ACTIVATIONS
 from hardpoint.ops.decode_inputs import allocate_step
 from hardpoint.quantization import batch_invariant_linear
 from hardpoint.quantization.batch_invariant_linear import BatchInvariantLinear, rows_are_alike
-from hardpoint_plugin_api import BuildContext, LinearWorkload, QuantSpec, Scale
+from hardpoint_plugin_api import BuildContext, LinearCall, LinearWorkload, QuantSpec, Scale
 from tests.ops.judging import failures
 from tests.ops.manifest_context import OPS, load_target
 from tests.support.row_invariance import RowFunction, check_rows
@@ -370,7 +370,7 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.T
     """The linear kernel over one weight."""
     kernel = BatchInvariantLinear(cast(BuildContext, None), LinearWorkload())
     weights = kernel.prepack({"weight": weight})
-    return lambda x: kernel.apply(x, weights, bias)
+    return lambda x: kernel.apply(LinearCall(x, weights, bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ from hardpoint.ops.base import CustomOp, by_tokens, functional_from_out, poisone
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.ops.store_kv import store_kv
-from hardpoint_plugin_api import ConfigError, Contribution, OpWorkload, PluginLoadError, TokensRequirement
+from hardpoint_plugin_api import ConfigError, Contribution, OpWorkload, PluginLoadError, StoreCall, TokensRequirement
 from tests.ops.judging import DTYPES, failures
 from tests.ops.manifest_context import context
 
@@ -76,8 +76,8 @@ def test_the_backends_own_store_fits_any_layout() -> None:
     """Here the cache is one tensor, keys and values side by side, that core knows nothing of."""
     cache = {"joint": torch.zeros(12, 2, 16)}
 
-    def store(k: Tensor, v: Tensor, cache: dict[str, Tensor], slot_mapping: Tensor) -> None:
-        cache["joint"][slot_mapping.long()] = torch.cat([k, v], dim=-1)
+    def store(call: StoreCall) -> None:
+        call.cache["joint"][call.slot_mapping.long()] = torch.cat([call.k, call.v], dim=-1)
 
     slots = torch.tensor([4, 5, 8], dtype=torch.int32)
     args = qkv_args()

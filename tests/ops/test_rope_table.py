@@ -59,7 +59,7 @@ def expected_table(rotary: Any, num_positions: int) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore")
 def test_tables_equal_transformers(name: str) -> None:
     raw = raw_config(SCALED[name])
-    args = rope_args(raw, 64, 2048)
+    args = rope_args(raw, 64)
     config = LlamaConfig(**raw_config(dict(SCALED[name])))
     table = rope_table(args, 2048, CPU)
     assert table.shape == (2048, 64)
@@ -71,9 +71,7 @@ def test_tables_equal_transformers(name: str) -> None:
 
 
 def test_every_parameter_counts() -> None:
-    rows = {
-        name: rope_table(rope_args(raw_config(rope), 64, 99), 99, CPU)[50].tolist() for name, rope in SCALED.items()
-    }
+    rows = {name: rope_table(rope_args(raw_config(rope), 64), 99, CPU)[50].tolist() for name, rope in SCALED.items()}
     assert rows.pop("yarn_implied_factor") == rows["yarn"]  # 2048 / 512 is the factor that the other one states
     assert len({tuple(row) for row in rows.values()}) == len(rows)
 
@@ -81,7 +79,7 @@ def test_every_parameter_counts() -> None:
 def test_partial_rotation_equals_transformers() -> None:
     config = GlmConfig(hidden_size=256, num_attention_heads=4, head_dim=64)
     raw = {"rope_parameters": dict(config.rope_parameters or {})}
-    args = rope_args(raw, 64, 100, interleaved=True)
+    args = rope_args(raw, 64, interleaved=True)
     assert (args.rotary_dim, args.interleaved) == (32, True)
     assert torch.equal(rope_table(args, 100, CPU), expected_table(GlmRotaryEmbedding(config), 100))
 
@@ -93,27 +91,27 @@ def test_older_configs_mean_the_same(key: str, name: str) -> None:
     scaling = {key if k == "rope_type" else k: v for k, v in SCALED[name].items()}
     older = {**today, "rope_theta": 50_000.0, "rope_scaling": scaling}
     del older["rope_parameters"]
-    assert rope_args(older, 64, 99) == rope_args(today, 64, 99)
+    assert rope_args(older, 64) == rope_args(today, 64)
 
 
 def test_nothing_said_means_the_default() -> None:
-    assert rope_args({}, 64, 99) == RopeArgs(64, 10_000.0, 99)
-    assert rope_args({"rope_theta": 5e5, "rope_scaling": None}, 64, 99) == RopeArgs(64, 5e5, 99)
-    assert rope_args({}, 64, 99, default_theta=1e6).theta == 1e6
-    assert rope_args({"partial_rotary_factor": 0.5}, 64, 99).rotary_dim == 32
+    assert rope_args({}, 64) == RopeArgs(64, 10_000.0)
+    assert rope_args({"rope_theta": 5e5, "rope_scaling": None}, 64) == RopeArgs(64, 5e5)
+    assert rope_args({}, 64, default_theta=1e6).theta == 1e6
+    assert rope_args({"partial_rotary_factor": 0.5}, 64).rotary_dim == 32
 
 
 def test_the_original_length_outside_the_dictionary_comes_first() -> None:
-    args = rope_args(raw_config(SCALED["yarn"], original_max_position_embeddings=1024), 64, 99)
+    args = rope_args(raw_config(SCALED["yarn"], original_max_position_embeddings=1024), 64)
     assert dict(args.scaling)["original_max_position_embeddings"] == 1024
 
 
 def test_parameters_per_type_of_layer() -> None:
     raw = {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}
-    assert rope_args(raw, 64, 99, layer_type="full_attention").theta == 1e6
-    assert rope_args(raw, 64, 99, layer_type="sliding_attention").theta == 1e4
+    assert rope_args(raw, 64, layer_type="full_attention").theta == 1e6
+    assert rope_args(raw, 64, layer_type="sliding_attention").theta == 1e4
     with pytest.raises(CheckpointError, match="per type of layer"):
-        rope_args(raw, 64, 99)
+        rope_args(raw, 64)
 
 
 @pytest.mark.parametrize(
@@ -151,4 +149,4 @@ def test_parameters_per_type_of_layer() -> None:
 )
 def test_bad_configs_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=f"^some/config.json: .*{message}"):
-        rope_args(config, 64, 99, file="some/config.json")
+        rope_args(config, 64, file="some/config.json")

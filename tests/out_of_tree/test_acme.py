@@ -230,12 +230,24 @@ def test_its_experts_and_its_exchange_by_flag(acme: Path, tmp_path: Path) -> Non
             check_tokens_equal(model, prompt, output.outputs[0].token_ids)
 
 
+def test_its_experts_with_biases_by_flag(acme: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=9)
+    with small_llm(tmp_path) as llm:
+        assert served(llm)["experts", None] == {"grouped"}
+    assert check_engine(tmp_path, model, experts_backend="acme_experts")["experts", None] == {"acme_experts"}
+    with pytest.raises(SelectionError, match="cpu_native: expert_bias not supported"):
+        small_llm(tmp_path, experts_backend="cpu_native")
+
+
 def test_why_its_experts_do_not_serve(acme: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3_moe", hidden_act="gelu", **MIXTURE)
     with pytest.raises(SelectionError, match=r"acme_experts: activation not supported \(wanted gelu_and_mul"):
         small_llm(tmp_path, experts_backend="acme_experts")
     with pytest.raises(SelectionError, match=r"acme_exchange: parallel not supported \(wanted none, supported ep"):
         small_llm(tmp_path, all2all_backend="acme_exchange")
+    write_checkpoint(tmp_path, "gpt_oss", num_local_experts=4, num_experts_per_tok=2, swiglu_limit=5.0)
+    with pytest.raises(SelectionError, match=r"activation not supported \(wanted swiglu_oai\(1\.702,5\.0\), supported"):
+        small_llm(tmp_path, experts_backend="acme_experts")
     write_checkpoint(tmp_path, "qwen3_moe", **(MIXTURE | {"num_experts": 80}))
     with pytest.raises(SelectionError, match=r"too many experts \(wanted 80, supported up to 64\)"):
         small_llm(tmp_path, experts_backend="acme_experts")
@@ -280,9 +292,13 @@ def test_its_tool_parser_reads_outputs(acme: Path) -> None:
     assert ToolCallDelta(0, '{"zone": "UTC"}') in events
 
 
-def test_its_parser_is_proved_by_its_own_samples(acme: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "of"),
+    [("tool_parser", None), ("model", "AcmeMeansForCausalLM"), ("layer", "acme_mean"), ("layer", "acme_stripes")],
+)
+def test_what_it_brings_is_proved_by_its_own_samples(acme: Path, family: str, of: str | None) -> None:
     site = Site.open(discover(), "cpu", {"cpu": {"threads": 1}})
-    (offer,) = [o for o in site.plugins.offers("tool_parser") if o.plugin == "acme"]
+    (offer,) = [o for o in site.plugins.offers(family, of) if o.plugin == "acme"]
     generator = generator_for(site.plugins, offer)
     assert generator is not None
     trials = generator.trials(Subject.load(offer, site), Plan())

@@ -75,6 +75,9 @@ def test_it_touches_everything_that_a_plugin_can(version: str, warehouse: dict[s
             "config.KEY": manifest["config"].values(),
             "device": manifest["device"],
             "contribution": contributions,
+            "defaults": [manifest["defaults"]],
+            "include": manifest["include"],
+            "override": manifest["override"],
             "namesake": manifest["namesake"],
         }.items()
         for t in tables

@@ -17,9 +17,9 @@ from torch._C._distributed_c10d import HashStore
 from hardpoint import LLM
 from hardpoint.engine import core
 from hardpoint.engine.blueprint import Blueprint
-from hardpoint.engine.execution.rank_process import RankSpec
-from hardpoint.engine.execution.ranks import RanksExecutor
-from hardpoint.engine.execution.torchrun_executor import ThreadRank
+from hardpoint.engine.execution.ranks.rank_process import RankSpec
+from hardpoint.engine.execution.ranks.ranks_executor import RanksExecutor
+from hardpoint.engine.execution.ranks.torchrun_executor import ThreadRank
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.groups import Seat
 from hardpoint.parallel.process_group import Store

@@ -14,10 +14,10 @@ import torch
 from hardpoint import LLM
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import Blueprint, _check_devices, draw
-from hardpoint.engine.execution.rank_process import RankSpec
-from hardpoint.engine.execution.ranks import RanksExecutor
+from hardpoint.engine.execution.ranks.rank_process import RankSpec
+from hardpoint.engine.execution.ranks.ranks_executor import RanksExecutor
+from hardpoint.engine.execution.ranks.torchrun_executor import Launch
 from hardpoint.engine.execution.runner import Runner
-from hardpoint.engine.execution.torchrun_executor import Launch
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.groups import Group, Seat
 from hardpoint.resources import EngineResources

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.engine.execution.multiprocess_executor import MultiprocessExecutor
+from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
 from hardpoint_plugin_api import EngineDeadError
 from tests.parallel.teacher_forced import check_alike, scores, true_scores
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint

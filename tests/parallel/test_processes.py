@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, AsyncEngine, SamplingParams
-from hardpoint.engine.execution.multiprocess_executor import MultiprocessExecutor
+from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
 from hardpoint_plugin_api import CheckpointError, ConfigError, EngineDeadError, EngineError
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import SMALL, small_llm, until

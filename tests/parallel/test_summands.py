@@ -109,8 +109,8 @@ def plain(x, residual, weight, *, eps):
     raise AssertionError
 
 class mlp(MLP):
-    def forward(self, x):
-        return self._group.all_reduce(self.down(self._middle(self.gate_up(x))))
+    def forward(self, x, step):
+        return self._group.all_reduce(self.down(self._middle(self.gate_up(x, step)), step))
 
 class attention(Attention):
     def forward(self, x, step):
@@ -123,10 +123,10 @@ class norm(Norm):
 
 class decoder_block(DecoderBlock):
     def forward(self, x, residual, step):
-        x, residual = self.attention_norm(x, residual)
-        residual = residual + self.attention(x, step)
-        x, residual = self.mlp_norm(torch.zeros_like(x), residual)
-        return self.mlp(x), residual
+        x, residual = self.mixer_norm(x, residual)
+        residual = residual + self.mixer(x, step)
+        x, residual = self.feed_forward_norm(torch.zeros_like(x), residual)
+        return self.feed_forward(x, step), residual
 
 class decoder_stack(DecoderStack):
     def forward(self, x, step):
@@ -165,7 +165,8 @@ def check(llm: LLM, model: Any, longest: int = 40) -> None:
         check_tokens_equal(model, prompt, output.outputs[0].token_ids)
 
 
-EVERY_NORM = ["stack.blocks.0.mlp_norm", "stack.blocks.1.attention_norm", "stack.blocks.1.mlp_norm", "norm"]
+BLOCKS = "stack.blocks"
+EVERY_NORM = [f"{BLOCKS}.0.feed_forward_norm", f"{BLOCKS}.1.mixer_norm", f"{BLOCKS}.1.feed_forward_norm", "norm"]
 
 
 def summing_sites(blueprint: Any) -> list[str]:

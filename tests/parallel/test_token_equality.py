@@ -33,6 +33,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
     },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {}),
@@ -103,6 +104,14 @@ def test_prefixes_chunks_and_seeds(tmp_path: Path) -> None:
 def test_mixtures(layout: str, models: dict[str, tuple[Path, PreTrainedModel]]) -> None:
     ranks, settings = LAYOUTS[layout]
     folder, model = models["qwen3_moe"]
+    with ranks_in_threads(folder, ranks, **settings) as llm:
+        check(llm, model, random_prompts(4, 30, seed=4))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-ep2"])
+def test_biases_of_experts_are_added_once(layout: str, models: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+    ranks, settings = LAYOUTS[layout]
+    folder, model = models["gpt_oss"]
     with ranks_in_threads(folder, ranks, **settings) as llm:
         check(llm, model, random_prompts(4, 30, seed=4))
 

@@ -16,7 +16,7 @@ from hardpoint.engine.explain import explain
 from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.plugins import discover
 from hardpoint.quantization.numerics import fake_quantize, quantize_rows, quantize_weight
-from hardpoint_plugin_api import LinearKernel, LinearWorkload, dequantize
+from hardpoint_plugin_api import LinearCall, LinearKernel, LinearWorkload, dequantize
 from tests.support.specs import SPECS
 
 pytestmark = pytest.mark.accelerator
@@ -79,7 +79,9 @@ def test_large_matrices(site: Site, name: str, spec: str, shape: tuple[int, int]
         x = torch.randn(num_rows, k, generator=generator, device=site.device).bfloat16()
         truth = fake_quantize(x.double(), pair[1], {}) @ exact.T
         own = torch.nn.functional.linear(fake_quantize(x, pair[1], {}), plain)
-        found = compare(str(num_rows), kernel.apply(x, weights, None), own.cpu(), truth.cpu(), ErrorModel(), x.device)
+        found = compare(
+            str(num_rows), kernel.apply(LinearCall(x, weights)), own.cpu(), truth.cpu(), ErrorModel(), x.device
+        )
         assert not found.faults, found.faults
 
 

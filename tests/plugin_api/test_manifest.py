@@ -109,7 +109,7 @@ PARSED = Manifest(
             priority=100,
             summary="Paged attention for Acme cards",
             requires=(
-                PackageRequirement("acme-kernels>=2"),
+                PackageRequirement(("acme-kernels>=2",)),
                 ArchRequirement(("acme1",)),
                 OneOfRequirement("dtype", ("bfloat16",)),
                 OneOfRequirement("head_size", (64, 128)),

@@ -16,6 +16,7 @@ from hardpoint_plugin_api import (
     ApiVersion,
     AttentionWorkload,
     CheckContext,
+    Contribution,
     DeviceInfo,
     ExpertsWorkload,
     Feature,
@@ -434,8 +435,11 @@ def test_an_editable_install_owns_its_source_tree(
         ("attention", {"head_multiple": 0}, "expected a positive number, got 0"),
         ("attention", {"head_multiple": [64, 128]}, "requirement 'head_multiple': "),
         ("attention", {"package": "acme kernels >="}, "requirement 'package': "),
-        ("attention", {"package": ["a", "b"]}, "requirement 'package': "),
+        ("attention", {"package": ["a", "b >="]}, "requirement 'package': "),
         ("attention", {"feature": [1]}, "requirement 'feature': expected a text"),
+        ("attention", {"feature": ["softcap"]}, "unknown feature 'softcap' (did you mean 'soft_cap'?)"),
+        ("linear", {"dtype": ["float23"]}, "unknown dtype 'float23' (did you mean 'float32'?)"),
+        ("attention", {"kv_dtype": "fp8"}, "unknown dtype 'fp8' (known are bfloat16, "),
         ("attention", {"tokens": {}}, "expected a table of min, max, phase; got {}"),
         ("attention", {"tokens": 8}, "expected a table of min, max, phase; got 8"),
         ("attention", {"tokens": {"maximum": 8}}, "expected a table of min, max, phase"),
@@ -457,7 +461,7 @@ def test_what_is_written_wrongly(family: str, table: dict[str, object], fact: st
 
 def test_the_vocabulary_is_closed() -> None:
     """Another key takes another schema; each key is for exactly the families whose workload has its field."""
-    values: dict[str, object] = {"head_size": 64, "block_size": 16, "dtype": "a", "kv_dtype": "a", "routing": "a"}
+    values: dict[str, object] = {"head_size": 64, "block_size": 16, "dtype": "int8", "kv_dtype": "int8", "routing": "a"}
     values |= {"parallel": "a", "format": "a", "layout": "a", "activation": "a", "spec": "a/b"}
     values |= {"scalar": {"eps": 0.5}}
     fields_of = {"scalar": "scalars"}
@@ -505,3 +509,15 @@ def test_what_may_differ_from_step_to_step(family: str, tokens: dict[str, object
         parse_requirement({"tokens": tokens}, FAMILIES[family], "here")
     parse_requirement({"tokens": {"max": 8}}, FAMILIES["linear"], "here")
     parse_requirement({"tokens": {"phase": "decode"}}, FAMILIES["attention"], "here")
+
+
+@pytest.mark.parametrize(("weight", "is_served"), [("bfloat16", True), ("int8", False)])
+@pytest.mark.parametrize("family", ["linear", "experts"])
+def test_a_matrix_product_without_spec_serves_plain_weights_alone(family: str, weight: str, is_served: bool) -> None:
+    scales = () if weight == "bfloat16" else (Scale("float32", (1, -1)),)
+    specs = (QuantSpec(weight, scales=scales), QuantSpec("bfloat16"))
+    kinds: dict[str, type[LinearWorkload | ExpertsWorkload]] = {"linear": LinearWorkload, "experts": ExpertsWorkload}
+    made = kinds[family](dtype="bfloat16", spec=specs)
+    contribution = Contribution(family=family, name="any", target="acme:Any", requires=(FeatureRequirement(()),))
+    reasons = [reason for need in contribution.requirements if (reason := check(need, made))]
+    assert [reason.code for reason in reasons] == ([] if is_served else ["spec"])

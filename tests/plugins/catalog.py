@@ -104,6 +104,9 @@ CONFLICTING = [
     plugin("impostor", claims="core"),
     plugin("left", contribution("op", "same", of="kit_norm")),
     plugin("right", contribution("op", "same", of="kit_norm")),
+    plugin("here", contribution("op", "alike", of="kit_norm", platforms=["here", "both"])),
+    plugin("there", contribution("op", "alike", of="kit_norm", platforms=["there"])),
+    plugin("everywhere", contribution("op", "alike", of="kit_norm", platforms=["there", "both"])),
     plugin("heir_a", contribution("op", "heir_a", of="kit_norm", replaces="reference")),
     plugin("heir_b", contribution("op", "heir_b", of="kit_norm", replaces="reference")),
     plugin("on_heir", contribution("op", "on_heir", of="kit_norm", replaces="heir_a")),
@@ -168,7 +171,7 @@ BROKEN = [
         "narrow",
         contribution("linear", "narrow", target="hp_narrow.kernels:Narrow", priority=1000),
         kernels="from hardpoint.quantization.plain_linear import PlainLinear\n\n\n"
-        "class Narrow(PlainLinear):\n    def apply(self, x, weights):\n        return x @ weights['weight'].T\n",
+        "class Narrow(PlainLinear):\n    def apply(self, x, weights, bias):\n        return x @ weights['weight'].T\n",
     ),
     plugin(
         "fails_to_pack",

@@ -59,6 +59,14 @@ def test_third_parties_that_claim_the_same(installed: Installer, left: str, righ
         discover([left, right, "kit"])
 
 
+def test_one_name_on_several_platforms(installed: Installer) -> None:
+    """Platforms include the same portable kernels; only one plugin may offer a name on each platform."""
+    installed("kit", "here", "there")
+    assert outcome("here", "there") == {}
+    installed("everywhere")
+    assert set(outcome("here", "there", "everywhere")) == {"here", "there", "everywhere"}
+
+
 def test_a_name_that_core_has(installed: Installer) -> None:
     installed("squatter")
     message = outcome("squatter")["squatter"]

@@ -37,7 +37,7 @@ from hardpoint_plugin_api import (
 from tests.plugins.conftest import Installer
 from tests.support.engines import SMALL
 
-APPLY = "the interface is LinearKernel.apply(x, weights, bias)"
+ROWS = "the interface is LinearKernel.rows(weights, ids)"
 
 
 def kernel(**members: Any) -> type:
@@ -64,37 +64,37 @@ class Compiled:
 
 
 @pytest.mark.parametrize(
-    "apply",
+    "rows",
     [
-        lambda self, x, weights, bias: x,
-        lambda self, x, weights, bias=None: x,
-        lambda self, x, weights, bias, fast=False: x,
-        lambda self, x, weights, bias, *, fast=False: x,
-        lambda self, x, *args, **kwargs: x,
-        lambda self, x, weights, bias, **options: x,
-        lambda this, x, weights, bias: x,
-        staticmethod(lambda x, weights, bias: x),
-        counted(lambda self, x, weights, bias: x),
+        lambda self, weights, ids: ids,
+        lambda self, weights, ids=None: ids,
+        lambda self, weights, ids, fast=False: ids,
+        lambda self, weights, ids, *, fast=False: ids,
+        lambda self, weights, *args, **kwargs: weights,
+        lambda self, weights, ids, **options: ids,
+        lambda this, weights, ids: ids,
+        staticmethod(lambda weights, ids: ids),
+        counted(lambda self, weights, ids: ids),
         Compiled(),
     ],
 )
-def test_a_method_may_take_more_and_be_anything_that_can_be_called(apply: Any) -> None:
-    assert misfit(kernel(apply=apply)) is None
+def test_a_method_may_take_more_and_be_anything_that_can_be_called(rows: Any) -> None:
+    assert misfit(kernel(rows=rows)) is None
 
 
 @pytest.mark.parametrize(
     ("members", "fact"),
     [
-        ({"apply": lambda self, x, weights: x}, f"apply(x, weights) has no parameter 'bias'; {APPLY}"),
-        ({"apply": lambda self, x, w, bias: x}, f"apply(x, w, bias) has no parameter 'weights'; {APPLY}"),
-        ({"apply": lambda self, weights, x, bias: x}, f"apply(weights, x, bias) has 'x' in another place; {APPLY}"),
-        ({"apply": lambda self, x, weights, *, bias: x}, "takes 'bias' by name alone"),
-        ({"apply": lambda self, x, weights, bias, /: x}, "does not take 'x' by name"),
-        ({"apply": lambda self, x, weights, bias, scale: x}, "requires 'scale', which nobody gives"),
-        ({"apply": lambda self, x, weights, bias, *, scale: x}, "requires 'scale', which nobody gives"),
-        ({"apply": lambda self, *args: args}, "has no parameter 'x'"),
-        ({"apply": counted(lambda self, x, weights: x)}, "has no parameter 'bias'"),
-        ({"apply": staticmethod(lambda self, x, weights, bias: x)}, "has 'x' in another place"),
+        ({"rows": lambda self, weights: weights}, f"rows(weights) has no parameter 'ids'; {ROWS}"),
+        ({"rows": lambda self, w, ids: ids}, f"rows(w, ids) has no parameter 'weights'; {ROWS}"),
+        ({"rows": lambda self, ids, weights: ids}, f"rows(ids, weights) has 'weights' in another place; {ROWS}"),
+        ({"rows": lambda self, weights, *, ids: ids}, "takes 'ids' by name alone"),
+        ({"rows": lambda self, weights, ids, /: ids}, "does not take 'weights' by name"),
+        ({"rows": lambda self, weights, ids, scale: ids}, "requires 'scale', which nobody gives"),
+        ({"rows": lambda self, weights, ids, *, scale: ids}, "requires 'scale', which nobody gives"),
+        ({"rows": lambda self, *args: args}, "has no parameter 'weights'"),
+        ({"rows": counted(lambda self, weights: weights)}, "has no parameter 'ids'"),
+        ({"rows": staticmethod(lambda self, weights, ids: ids)}, "has 'weights' in another place"),
         ({"apply": property(lambda self: None)}, "apply is a property, and LinearKernel.apply is a method"),
         ({"supports": lambda cls, workload, device: []}, "supports must be a classmethod, as LinearKernel.supports is"),
         ({"supports": classmethod(lambda cls, workload: [])}, "supports(workload) has no parameter 'device'"),
@@ -109,7 +109,7 @@ def test_a_method_that_its_callers_cannot_call(members: dict[str, Any], fact: st
     assert "\n" not in found
 
 
-async def _later(self: object, x: object, weights: object, bias: object) -> None: ...
+async def _later(self: object, call: object) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,17 @@ async def _later(self: object, x: object, weights: object, bias: object) -> None
     [
         (LinearKernel, {}, "does not define apply"),
         (PlainLinear, {"apply": _later}, "apply is a coroutine, and LinearKernel.apply is not"),
-        (ReferenceAttention, {"forward": lambda self, q, k, v, cache, out: None}, "has no parameter 'metadata'"),
+        (
+            PlainLinear,
+            {"apply": lambda self, x, weights, bias: None},  # of API 0.1
+            "apply(x, weights, bias) has no parameter 'call'; the interface is LinearKernel.apply(call)",
+        ),
+        (
+            ReferenceAttention,
+            {"forward": lambda self, q, k, v, cache, metadata, out: None},  # of API 0.1
+            "forward(q, k, v, cache, metadata, out) has no parameter 'call'; the interface is "
+            "AttentionBackend.forward(call)",
+        ),
         (ReferenceAttention, {"plan": lambda self, batch, device: None}, "requires 'device', which nobody gives"),
         (
             ReferenceAttention,
@@ -126,7 +136,7 @@ async def _later(self: object, x: object, weights: object, bias: object) -> None
         ),
         (ReferenceAttention, {}, None),
         (AttentionBackend, {}, "does not define forward, plan, store"),
-        (ExpertsKernel, {"apply": lambda self, x: x}, "apply(x) has no parameter"),
+        (ExpertsKernel, {"apply": lambda self, x: x}, "apply(x) has no parameter 'call'"),
         (All2All, {"dispatch": lambda self, x: x, "combine": lambda self, y, handle: y}, "has no parameter"),
         (Communicator, {"all_gather": lambda self, x: x}, "does not define abort, close, init"),
         (
@@ -225,7 +235,8 @@ def test_everything_in_tree_fits() -> None:
 # A plugin whose LinearKernel.apply lacks a parameter, really installed.
 
 LINE = (
-    "target 'hp_narrow.kernels:Narrow': apply(x, weights) has no parameter 'bias'; the interface is LinearKernel.apply"
+    "target 'hp_narrow.kernels:Narrow': apply(x, weights, bias) has no parameter 'call'; the interface is "
+    "LinearKernel.apply(call)"
 )
 
 
@@ -261,4 +272,4 @@ def test_doctor_and_conform_say_so(installed: Installer, capsys: pytest.CaptureF
     assert LINE in finding["note"]
     assert run(["conform", "narrow", "--platform", "cpu", "--in-process"]) != 0
     captured = capsys.readouterr()
-    assert "has no parameter 'bias'" in " ".join((captured.out + captured.err).split())
+    assert "has no parameter 'call'" in " ".join((captured.out + captured.err).split())

@@ -211,3 +211,9 @@ def test_elements_that_nothing_can_read(
     assert all(reasons.values()), "every kernel says why not"
     (emulation,) = (r for name in ("emulated", "reference") for r in reasons.get(name, []) if r.code == "spec")
     assert (emulation.wanted, "int8" in str(emulation.supported)) == ("float6_e3m2", True)
+
+
+def test_experts_that_stand_in_one_tensor(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "gpt_oss", num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(CheckpointError, match=r"hold all experts in one tensor, .*run it without quantization"):
+        small_llm(tmp_path, quantization="int8")

@@ -35,6 +35,16 @@ def test_ranges_are_cut_where_winners_change() -> None:
     assert not plan.rejected
 
 
+def test_a_name_on_several_platforms_is_the_one_of_this_platform() -> None:
+    here, there = (offer("alike", platforms=(name,), plugin=name) for name in ("toy", "other"))
+    for offers in ((here, there, ANY), (there, here, ANY)):
+        for plan in (select(*offers, choice="alike"), select(*offers)):
+            assert [e.offer.plugin for e in plan.entries] == ["toy"]
+            assert {r.offer.plugin for r in plan.rejected} == {"acme"}
+    with pytest.raises(SelectionError, match="another platform"):
+        select(there, ANY, choice="alike")
+
+
 def test_one_comparison_finds_the_winner() -> None:
     plan = select(ANY, GEMV, MIDDLE, HUGE)
     names = [e.offer.contribution.name for e in plan.entries]

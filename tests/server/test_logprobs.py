@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence, Set
 from functools import cache
 from typing import Any, cast
 
@@ -155,14 +155,16 @@ def test_a_chat_stream_has_them_too(client: openai.OpenAI, n: int) -> None:
 def test_a_choice_that_is_faster_than_the_first_waits_for_the_scores() -> None:
     scores: Any = [None, {34: Logprob(-1.0, 1, "b")}]
 
-    def output(texts: list[str], scores: Any, *, finished: bool = False) -> RequestOutput:
+    def output(
+        texts: dict[int, str], scores: Any, *, ended: Set[int] = frozenset(), finished: bool = False
+    ) -> RequestOutput:
         outputs = [
-            CompletionOutput(i, text, [33] * len(text), "length" if finished else None) for i, text in enumerate(texts)
+            CompletionOutput(i, text, [33] * len(text), "length" if i in ended else None) for i, text in texts.items()
         ]
         return RequestOutput("r", "ab", [33, 34], outputs, finished, prompt_logprobs=scores)
 
     class Grown:
-        usage = None
+        usage, num_choices = None, 2
 
         async def __aenter__(self) -> None: ...
 
@@ -170,10 +172,10 @@ def test_a_choice_that_is_faster_than_the_first_waits_for_the_scores() -> None:
 
         async def grown(self) -> AsyncIterator[tuple[int, RequestOutput]]:
             for each in (
-                output(["", "x"], None),
-                output(["", "xy"], None),
-                output(["a", "xyz"], scores),
-                output(["ab", "xyz"], scores, finished=True),
+                output({1: "x"}, None),
+                output({1: "yz"}, None, ended={1}),
+                output({0: "a"}, scores),
+                output({0: "b"}, scores, ended={0}, finished=True),
             ):
                 yield 0, each
 
@@ -184,7 +186,8 @@ def test_a_choice_that_is_faster_than_the_first_waits_for_the_scores() -> None:
         return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line and "DONE" not in line]
 
     choices = asyncio.run(events())
-    assert [(choice["index"], choice["text"]) for choice in choices[:2]] == [(0, "a"), (1, "xyz")]
+    assert [(choice["index"], choice["text"]) for choice in choices] == [(0, "a"), (1, "xyz"), (0, "b")]
+    assert [choice["finish_reason"] for choice in choices] == [None, "length", "length"]
     assert all(len(choice["prompt_logprobs"]) == 2 for choice in choices[:2])
     assert not any("prompt_logprobs" in choice for choice in choices[2:])
 
@@ -203,11 +206,10 @@ def test_offsets_of_pieces(text: str, at: int) -> None:
 def test_offsets_of_any_tokens_lie_in_their_text(ids: list[int], at: int) -> None:
     prompt, drawn = ids[:at], ids[at:]
     detokenizer = Detokenizer(demo(), prompt_ids=prompt)
-    detokenizer.add(drawn)
-    detokenizer.flush()
-    offsets = TextOffsets(demo(), prompt).take(drawn, detokenizer.text)
+    text = detokenizer.add(drawn) + detokenizer.flush()
+    offsets = TextOffsets(demo(), prompt).take(drawn, text)
     assert offsets == sorted(offsets)
-    assert all(0 <= offset <= len(detokenizer.text) for offset in offsets)
+    assert all(0 <= offset <= len(text) for offset in offsets)
 
 
 def test_special_tokens_and_first_spaces_that_the_text_lacks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from hardpoint.checkpoint.source import resolve_model
@@ -19,26 +21,26 @@ def tokenizer() -> Tokenizer:
 
 
 def outputs(tokenizer: Tokenizer, text: str) -> list[CompletionOutput]:
-    """``text`` as an engine puts it out: one more token each time."""
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
-    grown = [CompletionOutput(0, "", [])]
+    """``text`` as an engine puts it out: a part for each token, and one for the end."""
+    detokenizer, parts = Detokenizer(tokenizer, skip_special_tokens=False), list[CompletionOutput]()
     for token in tokenizer.encode(text, add_special_tokens=False):
-        detokenizer.add([token])
-        last = grown[-1]
-        ends = [*last.text_ends, len(detokenizer.text)]
-        grown.append(CompletionOutput(0, detokenizer.text, [*last.token_ids, token], text_ends=ends))
-    detokenizer.flush()
-    last = grown[-1]
-    return [*grown[1:], CompletionOutput(0, detokenizer.text, last.token_ids, "stop", text_ends=last.text_ends)]
+        start = detokenizer.num_chars
+        piece = detokenizer.add([token])
+        parts.append(CompletionOutput(0, piece, [token], text_ends=[detokenizer.num_chars], start=start))
+    start = detokenizer.num_chars
+    return [*parts, CompletionOutput(0, detokenizer.flush(), [], "stop", start=start)]
 
 
 def read(
     parser: OutputParser, grown: list[CompletionOutput], stride: int, **options: bool
 ) -> tuple[Reader, list[ParserEvent]]:
-    """A reader that was given every so many of the outputs, and the last."""
+    """A reader that was given so many parts at once."""
     reader, events = Reader(parser, **{"parallel": True} | options), list[ParserEvent]()
-    for output in [*grown[:-1:stride], grown[-1]]:
-        delta = reader.cursor.take(output)
+    for begin in range(0, len(grown), stride):
+        joined, *rest = copy.deepcopy(grown[begin : begin + stride])
+        for part in rest:
+            joined.extend(part)
+        delta = reader.cursor.take(joined)
         if delta is not None:
             events += reader.read(delta)
     return reader, events
@@ -61,7 +63,7 @@ def read(
 )
 def test_reasoning_is_counted_by_tokens(tokenizer: Tokenizer, parser: str, prompt: str, text: str, answer: str) -> None:
     grown = outputs(tokenizer, text)
-    bodies = [output.text for output in grown[:-1]]
+    bodies = [text[: part.text_ends[-1]] for part in grown[:-1]]
     before = text.removesuffix(answer)
     expected = sum(len(body) <= len(before) for body in bodies)
     for stride in (1, 3, 1000):

@@ -30,9 +30,9 @@ def engines(tmp_path: Path) -> Iterator[tuple[LLM, LLM]]:
 def devices_of_a_step(llm: LLM) -> set[int]:
     """Current while the engine generates."""
     found: set[int] = set()
-    model = llm.core.blueprint.model
-    assert isinstance(model, torch.nn.Module)
-    hook = model.register_forward_pre_hook(lambda *_: found.add(_C.current_device()))
+    stack = llm.core.blueprint.model.stack
+    assert isinstance(stack, torch.nn.Module)
+    hook = stack.register_forward_pre_hook(lambda *_: found.add(_C.current_device()))
     llm.generate(random_prompts(2, 20, seed=1), GREEDY, use_tqdm=False)
     hook.remove()
     return found

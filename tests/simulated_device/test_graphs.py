@@ -118,8 +118,8 @@ def test_a_model_decodes_from_recorded_lists(tmp_path: Path, device: torch.devic
             metadata = backend.plan(batch)
 
             def step(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-                forward = ForwardStep(positions, runner._forward.caches, [metadata] * 3)  # noqa: B023  # it runs in prepare
-                return model.logits(model(ids, forward)[:1])
+                forward = ForwardStep(positions, positions, runner._forward.caches, [metadata] * 3)  # noqa: B023  # it runs in prepare
+                return model.logits(model.hidden(ids, forward)[:1])
 
             with torch.inference_mode():
                 if metadata.token not in prepared:

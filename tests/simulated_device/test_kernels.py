@@ -13,7 +13,7 @@ from hardpoint.ops import get, names
 from hardpoint.ops.base import functional_from_out
 from hardpoint.ops.judge import judge
 from hardpoint.ops.rms_norm import rms_norm
-from hardpoint_plugin_api import AttentionBackend, AttentionSpec, BuildContext, LinearWorkload
+from hardpoint_plugin_api import AttentionBackend, AttentionSpec, BuildContext, LinearCall, LinearWorkload
 from hardpoint_sim.attention import SimAttention
 from hardpoint_sim.linear import SimLinear
 from hardpoint_sim.norm import rms_norm_out
@@ -80,9 +80,9 @@ def test_the_matmul(dtype: str, out_features: int) -> None:
     ids = torch.tensor([3, out_features - 1, 0])
     assert torch.equal(kernel.rows(packed, ids.to(SIM)).cpu(), weight[ids])
     expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-    error = (kernel.apply(x.to(SIM), packed, bias.to(SIM)).cpu() - expected).abs().max()
+    error = (kernel.apply(LinearCall(x.to(SIM), packed, bias.to(SIM))).cpu() - expected).abs().max()
     assert error < 8 * torch.finfo(x.dtype).eps * float(expected.abs().max())
-    assert kernel.apply(x[:0].to(SIM), packed, None).shape == (0, out_features)
+    assert kernel.apply(LinearCall(x[:0].to(SIM), packed, None)).shape == (0, out_features)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.engine.execution.piece_graphs import PiecesStep
+from hardpoint.engine.execution.forward import PiecewiseStep
 from hardpoint_plugin_api import CaptureGrade, ForwardStep, StepLimits
 from hardpoint_sim.attention import SimAttention
+from hardpoint_sim.graphs import RecordedLists
 from hardpoint_sim.platform import SimPlatform
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import counted, small_llm
@@ -53,6 +54,17 @@ def test_what_is_larger_runs_eagerly(tmp_path: Path) -> None:
         assert counted(llm)["prefill"] >= 1
 
 
+def test_decodes_of_too_many_requests_are_replayed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a step counts as a replay, and not as an eager step, too."""
+    monkeypatch.setattr(RecordedLists, "batch_sizes", (2,))
+    model = write_checkpoint(tmp_path, "qwen3")
+    with small_llm(tmp_path, max_num_batched_tokens=48) as llm:
+        check(llm, model)
+        found = counted(llm)
+        assert found["graph_replays_total"] == llm.stats.num_steps
+        assert "too_large" not in found
+
+
 def test_attention_that_cannot_be_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -70,9 +82,9 @@ def test_a_layer_that_calls_its_backend(
 ) -> None:
     """Attention would be part of the recording, with the metadata of padding: such steps run eagerly."""
 
-    monkeypatch.setattr(PiecesStep, "attend", ForwardStep.attend)
+    monkeypatch.setattr(PiecewiseStep, "interrupt", ForwardStep.interrupt)
     model = write_checkpoint(tmp_path, "qwen3")
     with small_llm(tmp_path, max_num_batched_tokens=48) as llm:
         check(llm, model)
         assert counted(llm)["prefill"] >= 6
-    assert "and not ForwardStep.attend" in caplog.text
+    assert "outside of ForwardStep.interrupt" in caplog.text

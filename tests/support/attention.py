@@ -9,7 +9,15 @@ from typing import cast
 import torch
 
 from hardpoint.resources import EngineResources
-from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, BuildContext, ConfigValue
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCall,
+    AttentionSpec,
+    BuildContext,
+    ConfigValue,
+    StoreCall,
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ def run_backend(
     for i, piece in enumerate(pieces):
         k, v = draw(piece.total, spec.num_kv_heads), draw(piece.total, spec.num_kv_heads)
         old = piece.total - piece.query
-        backend.store(k[:old].to(device), v[:old].to(device), cache, slots(i, 0, old).to(device))
+        backend.store(StoreCall(k[:old].to(device), v[:old].to(device), cache, slots(i, 0, old).to(device)))
         requests.append((draw(piece.query, spec.num_heads), k, v))
     starts = torch.tensor([0, *(piece.query for piece in pieces)]).cumsum(0).to(torch.int32)
     totals = torch.tensor([piece.total for piece in pieces], dtype=torch.int32)
@@ -96,10 +104,10 @@ def run_backend(
     )
     q = torch.cat([q for q, _, _ in requests]).to(device)
     k, v = (torch.cat([r[j][r[1].shape[0] - r[0].shape[0] :] for r in requests]).to(device) for j in (1, 2))
-    backend.store(k, v, cache, batch.slot_mapping)
+    backend.store(StoreCall(k, v, cache, batch.slot_mapping))
     out = torch.full_like(q, float("nan"))
     before = [x.clone() for x in (q, k, v)]
-    backend.forward(q, k, v, cache, backend.plan(batch), out)
+    backend.forward(AttentionCall(q, k, v, cache, backend.plan(batch), out))
     assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True)), "inputs were written to"
     return out.cpu(), requests
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -22,6 +23,7 @@ from hardpoint.conformance.families.model_samples import TINY, random_model
 from hardpoint.structured.bytes import byte_tokenizer
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "gpt_oss": GptOssConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "qwen2": Qwen2Config,
@@ -41,11 +43,11 @@ def write_checkpoint(
     """
     model = random_model(CONFIGS[family](**(TINY | changes)), seed)
     model.save_pretrained(folder, max_shard_size="60KB" if shards else "1GB")
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return model
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """A tokenizer of single bytes."""
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hardpoint_plugin_api import BuildContext, ExpertsKernel, LinearKernel, LinearWorkload
+from hardpoint_plugin_api import BuildContext, ExpertsCall, ExpertsKernel, LinearCall, LinearKernel, LinearWorkload
 
 
 def raw(x: torch.Tensor, address: int | None = None) -> Any:
@@ -84,8 +84,8 @@ many_rows_norm.traceable = True  # type: ignore[attr-defined]  # a plugin's word
 class RawLinear(LinearKernel):
     """Right; whatever it multiplies, no recorder sees it."""
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        x, weight = x.contiguous(), weights["weight"]
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weight, bias = call.x.contiguous(), call.weights["weight"], call.bias
         out = x.new_empty(*x.shape[:-1], weight.shape[0])
         if out.numel():
             self.multiply(x, weight, out)
@@ -113,14 +113,14 @@ class KeepingLinear(LinearKernel):
         super().__init__(ctx, workload)
         self.kept: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        x = x.contiguous()
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x = call.x.contiguous()
         shape = tuple(x.shape)
         if shape not in self.kept:
             self.kept[shape] = x.clone()
         if x.numel():
             raw(self.kept[shape])[...] = raw(x)
-        return torch.nn.functional.linear(self.kept[shape], weights["weight"], bias)
+        return torch.nn.functional.linear(self.kept[shape], call.weights["weight"], call.bias)
 
 
 class LastColumnLinear(LinearKernel):
@@ -128,8 +128,8 @@ class LastColumnLinear(LinearKernel):
 
     traceable: ClassVar[bool] = True
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        out = torch.nn.functional.linear(x, weights["weight"], bias)
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        out = torch.nn.functional.linear(call.x, call.weights["weight"], call.bias)
         out[..., -1].mul_(0.5)
         raw(out)[..., -1] *= 2
         return out
@@ -139,20 +139,11 @@ class RawExperts(ExpertsKernel):
     """Right; gated by SiLU."""
 
     @np.errstate(all="ignore")
-    def apply(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        workspace: torch.Tensor,
-        *,
-        scales: torch.Tensor | None = None,
-    ) -> None:
-        values, w13, w2, made = raw(x), raw(w["w13.weight"]), raw(w["w2.weight"]), raw(out)
+    def apply(self, call: ExpertsCall) -> None:
+        values, made = raw(call.x), raw(call.out)
+        w13, w2 = raw(call.w["w13.weight"]), raw(call.w["w2.weight"])
         made[...] = 0
-        for token, (chosen, shares) in enumerate(zip(_ints(ids), raw(weights), strict=True)):
+        for token, (chosen, shares) in enumerate(zip(_ints(call.ids), raw(call.weights), strict=True)):
             for expert, share in zip(chosen, shares, strict=True):
                 if 0 <= expert < len(w2):
                     gate, up = np.split(w13[expert] @ values[token], 2)

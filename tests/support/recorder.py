@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 from hardpoint.attention.reference import ReferenceAttention
 from hardpoint_plugin_api import (
     AttentionBatch,
+    AttentionCall,
     AttentionMetadata,
     CaptureGrade,
     GraphEngine,
@@ -138,18 +139,11 @@ class RecordableAttention(ReferenceAttention):
         pages = -(-max(batch.seq_lens_host) // self.spec.block_size)
         return AttentionMetadata(batch, 1 << (pages - 1).bit_length())
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: dict[str, torch.Tensor],
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
+    def forward(self, call: AttentionCall) -> None:
+        q, cache, metadata, out = call.q, call.cache, call.metadata, call.out
         batch, width = metadata.batch, metadata.token
         if not isinstance(width, int):
-            super().forward(q, k, v, cache, metadata, out)
+            super().forward(call)
             return
         pages = batch.block_table[:, :width].long()
         keys, values = (cache[name][pages].flatten(1, 2).float() for name in ("k", "v"))  # [N, S, K, D]
@@ -167,18 +161,11 @@ class RecordableAnyAttention(RecordableAttention):
 
     capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: dict[str, torch.Tensor],
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
+    def forward(self, call: AttentionCall) -> None:
+        q, cache, metadata, out = call.q, call.cache, call.metadata, call.out
         batch = metadata.batch
         if not batch.any_shape:
-            super().forward(q, k, v, cache, metadata, out)
+            super().forward(call)
             return
         token = torch.arange(q.shape[0], dtype=torch.int32)
         request = torch.bucketize(token, batch.query_start[1:], right=True).clamp(max=batch.num_requests - 1)

@@ -10,18 +10,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hardpoint.engine.async_engine import AsyncEngine
     from hardpoint.engine.llm import LLM
-    from hardpoint.engine.outputs import CompletionOutput, RequestOutput
+    from hardpoint.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
     from hardpoint.engine.sampling_params import SamplingParams
+    from hardpoint.layers.base import PluggableLayer
+    from hardpoint.ops.base import CustomOp, custom_op
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "CustomOp",
+    "PluggableLayer",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+    "custom_op",
+]
 
 _HOMES = {
     "LLM": "hardpoint.engine.llm",
     "AsyncEngine": "hardpoint.engine.async_engine",
     "CompletionOutput": "hardpoint.engine.outputs",
+    "CustomOp": "hardpoint.ops.base",
+    "PluggableLayer": "hardpoint.layers.base",
     "RequestOutput": "hardpoint.engine.outputs",
+    "RequestOutputKind": "hardpoint.engine.outputs",
     "SamplingParams": "hardpoint.engine.sampling_params",
+    "custom_op": "hardpoint.ops.base",
 }
 
 

@@ -99,10 +99,8 @@ class Context:
         return self.profiler.range(f"{'hardpoint' if self.plugin == CORE else self.plugin}.{name}")
 
     def select(self, workload: Workload) -> Plan:
-        """Ask the selector, see Selector.select, for ``workload`` and what the config asks of all that computes."""
-        if self.config.batch_invariant and FAMILIES[workload.family].numeric:
-            workload = replace(workload, features=workload.features | {Feature.BATCH_INVARIANT})
-        return self.selector.select(workload)
+        """Ask the selector, see Selector.select, for ``workload`` as ``asked``."""
+        return self.selector.select(asked(self.config, workload))
 
     def load(self, offer: Offer) -> object:
         """Import an offer's target, wrapped where the offer is a generated adapter. Raises PluginLoadError."""
@@ -121,6 +119,13 @@ class Context:
     def plugin_config(self, plugin: str) -> Mapping[str, ConfigValue]:
         """The settings of one plugin's section, defaults filled in."""
         return self.config.plugin_config.get(plugin, {})
+
+
+def asked(config: EngineConfig, workload: Workload) -> Workload:
+    """``workload`` and what the config asks of all that computes."""
+    if config.batch_invariant and FAMILIES[workload.family].numeric:
+        return replace(workload, features=workload.features | {Feature.BATCH_INVARIANT})
+    return workload
 
 
 def load_target(plugins: PluginSet, offer: Offer) -> object:

@@ -10,25 +10,36 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_unflatten
 
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.plugins import Offer
 from hardpoint.plugins.record import CORE
 from hardpoint.selection.adapters import AdaptedOffer
-from hardpoint_plugin_api import EngineError, Executable, GraphEngine, PlatformError, Quantized
+from hardpoint_plugin_api import (
+    AttentionCall,
+    BatchedExpertsCall,
+    EngineError,
+    Executable,
+    ExpertsCall,
+    GraphEngine,
+    LinearCall,
+    PlatformError,
+    Quantized,
+    StoreCall,
+)
 
 METHODS: Mapping[str, tuple[str, ...]] = {
     "attention": ("store", "forward"),
     "experts": ("apply",),
     "layer": ("forward",),
-    "linear": ("apply", "apply_quantized", "rows"),
+    "linear": ("apply", "rows"),
 }
 """The methods of a kernel that steps call, by family. Implementations of ops are functions."""
 
@@ -42,31 +53,32 @@ _ERRORS = ErrorModel()
 _LARGEST_WATCHED = 2**26
 """Bytes: larger tensors are a model's, not a step's, and are not copied."""
 
+_CALLS = (AttentionCall, StoreCall, ExpertsCall, BatchedExpertsCall, LinearCall)
+"""The objects that hold a method's arguments."""
+
+_WITH_OUT = (AttentionCall, ExpertsCall, BatchedExpertsCall)
+"""Call objects of kernels that write to their field ``out`` and return nothing."""
+
+_NOT_READ = frozenset({"out", "workspace"})
+"""Fields of call objects that a kernel writes to, whatever they hold before."""
+
 _Arguments = tuple[Any, ...]
 _Keywords = Mapping[str, Any]
+_Written = Callable[[_Arguments, _Keywords, object], object]
 
 
-def _all_given(args: _Arguments, kwargs: _Keywords) -> object:
-    return args, list(kwargs.values())
+def _result_and_out(args: _Arguments, kwargs: _Keywords, result: object) -> object:
+    return result, [value.out for value in args if isinstance(value, _WITH_OUT)]
 
 
-def _result_alone(args: _Arguments, kwargs: _Keywords, result: object) -> object:
-    return result
-
-
-def _quantized(values: Iterable[Any], spec: Any) -> Quantized:
-    data, scale = values
-    return Quantized(data, scale, spec)
-
-
-# So that whoever looks for tensors among arguments finds those that travel quantized.
-register_pytree_node(Quantized, lambda q: ([q.data, q.scale], q.spec), _quantized)
+for _kind in (*_CALLS, Quantized):  # so that a look for tensors among arguments finds those that these hold
+    register_dataclass(_kind)
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A function of a plugin's kernel. ``offer`` is whose; ``read`` and ``written`` find the call's inputs and outputs
-    among its arguments and its result, as far as they are tensors of the step."""
+    """A function of a plugin's kernel. ``offer`` is whose; ``written`` finds the call's outputs among its arguments and
+    its result, as far as they are tensors of the step."""
 
     offer: Offer
     name: str
@@ -74,8 +86,7 @@ class Kernel:
     capturable: bool
     traceable: bool
     errors: ErrorModel
-    read: Callable[[tuple[Any, ...], Mapping[str, Any]], object]
-    written: Callable[[tuple[Any, ...], Mapping[str, Any], object], object]
+    written: _Written
 
 
 @dataclass(frozen=True)
@@ -116,15 +127,14 @@ class KernelCalls:
             return result, [arguments.get(name) for name in written]
 
         name = offer.contribution.of or offer.contribution.name
-        return self._seam(offer, (function, target), name, function, _all_given, changed, errors)
+        return self._seam(offer, (function, target), name, function, changed, errors)
 
     def attach(self, offer: Offer, kernel: object) -> None:
         """Have what steps call of ``kernel``, an instance that ``offer`` made, pass through here."""
         family = offer.contribution.family
         for name in METHODS[family]:
             function = getattr(kernel, name)
-            read, written = _ENDS.get((family, name), (_all_given, _result_alone))
-            seam = self._seam(offer, (kernel,), name, function, read, written)
+            seam = self._seam(offer, (kernel,), name, function, _result_and_out)
             if seam is not function:
                 setattr(kernel, name, seam)
 
@@ -190,8 +200,7 @@ class KernelCalls:
         declaring: tuple[object, ...],
         name: str,
         function: Callable[..., Any],
-        read: Callable[[tuple[Any, ...], Mapping[str, Any]], object],
-        written: Callable[[tuple[Any, ...], Mapping[str, Any], object], object],
+        written: _Written,
         errors: ErrorModel = _ERRORS,
     ) -> Callable[..., Any]:
         capturable = all(getattr(each, "capturable", True) for each in declaring)
@@ -199,7 +208,7 @@ class KernelCalls:
             return function
         offer = offer.inner if isinstance(offer, AdaptedOffer) else offer
         traceable = any(getattr(each, "traceable", False) for each in declaring)
-        kernel = Kernel(offer, name, function, capturable, traceable, errors, read, written)
+        kernel = Kernel(offer, name, function, capturable, traceable, errors, written)
         self._kernels.append(kernel)
 
         @functools.wraps(function)
@@ -303,7 +312,7 @@ class _Recording:
     def call(self, kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given: list[torch.Tensor] = []
         if self.watched is not None:
-            self.engine.opaque(lambda *values: given.extend(_copies(values)), *_tensors(kernel.read(args, kwargs)))
+            self.engine.opaque(lambda *values: given.extend(_copies(values)), *_given(args, kwargs))
         if self.calls._is_opaque(kernel, self.engine):
             result = self._repeat(kernel, args, kwargs)
         else:
@@ -322,7 +331,8 @@ class _Recording:
             )
         self.num_opaque += 1
         outputs = known.make(args, kwargs)
-        self.engine.opaque(functools.partial(_run_again, self.calls, kernel), outputs, args, dict(kwargs))
+        arguments, spec = tree_flatten((args, dict(kwargs)))
+        self.engine.opaque(functools.partial(_run_again, self.calls, kernel, spec), outputs, arguments)
         return tree_unflatten(outputs, known.spec)
 
 
@@ -335,7 +345,7 @@ class _Watching:
     watched: list[WatchedCall]
 
     def call(self, kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given = _copies(_tensors(kernel.read(args, kwargs)))
+        given = _copies(_given(args, kwargs))
         if self.calls._is_opaque(kernel, self.engine):
             result = self.calls.plainly(kernel, args, kwargs)
         else:
@@ -350,10 +360,9 @@ def can_repeat(engine: GraphEngine) -> bool:
     return kind.opaque is not GraphEngine.opaque or kind.interrupt is not GraphEngine.interrupt
 
 
-def _run_again(
-    calls: KernelCalls, kernel: Kernel, outputs: list[object], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Call ``kernel``, and bring what it returns to where the step expects it."""
+def _run_again(calls: KernelCalls, kernel: Kernel, spec: TreeSpec, outputs: list[object], arguments: list[Any]) -> None:
+    """Call ``kernel`` with the leaves ``arguments`` of ``spec``, and bring its result to where the step expects it."""
+    args, kwargs = tree_unflatten(arguments, spec)
     values = tree_leaves(calls.plainly(kernel, args, kwargs))
     for wanted, value in zip(outputs, values, strict=True):
         if not isinstance(wanted, torch.Tensor):
@@ -372,12 +381,21 @@ def _note(watched: list[WatchedCall], kernel: Kernel, given: list[torch.Tensor],
     given.clear()
 
 
+def _given(args: _Arguments, kwargs: _Keywords) -> list[torch.Tensor]:
+    return _tensors([*args, *kwargs.values()])
+
+
 def _tensors(values: object) -> list[torch.Tensor]:
-    """The tensors of a step among ``values``: weights and caches come in dicts, and models' tables are large."""
+    """The tensors of a step among ``values``: weights and caches come in dicts, and models' tables are large.
+
+    Of a call object, those that the kernel reads.
+    """
     if isinstance(values, torch.Tensor):
         return [values] if values.nbytes <= _LARGEST_WATCHED and values.layout == torch.strided else []
     if isinstance(values, Quantized):
         return _tensors((values.data, values.scale))
+    if isinstance(values, _CALLS):
+        return _tensors([getattr(values, field.name) for field in fields(values) if field.name not in _NOT_READ])
     if isinstance(values, tuple | list):
         return [x for value in values for x in _tensors(value)]
     return []
@@ -389,24 +407,3 @@ def _copies(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.device == b.device and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-_Ends = tuple[
-    Callable[[tuple[Any, ...], Mapping[str, Any]], object],
-    Callable[[tuple[Any, ...], Mapping[str, Any], object], object],
-]
-
-
-def _experts_output(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> object:
-    """``out`` stands before the workspace, which is the last of the positional arguments in both formats."""
-    return args[-2]
-
-
-_ENDS = cast(
-    "Mapping[tuple[str, str], _Ends]",
-    {
-        ("attention", "forward"): (lambda a, k: a[:3], lambda a, k, result: a[5]),
-        ("experts", "apply"): (lambda a, k: a[:-3], _experts_output),
-    },
-)
-"""For methods that write to an argument: their inputs without it, and what they write."""

@@ -83,9 +83,11 @@ def _mark_layers(model: nn.Module, mark: Callable[[str], Range]) -> list[Removab
     """Open a range before the forward of each module of ``model``, named by its path, and close it after."""
     handles = []
     for path, module in model.named_modules():
+        if not path:  # the model itself, for which the engine opens a range
+            continue
         opened: list[Range] = []
 
-        def enter(*_: object, name: str = path or "model", opened: list[Range] = opened) -> None:
+        def enter(*_: object, name: str = path, opened: list[Range] = opened) -> None:
             opened.append(mark(f"layer.{name}"))
             opened[-1].__enter__()
 

@@ -4,11 +4,12 @@ from hardpoint_plugin_api.all2all import All2All, Dispatched, DispatchHandle
 from hardpoint_plugin_api.attention import (
     AttentionBackend,
     AttentionBatch,
+    AttentionCall,
     AttentionMetadata,
     AttentionSpec,
     CaptureGrade,
-    ForwardStep,
     NumericConventions,
+    StoreCall,
 )
 from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Region, Span
 from hardpoint_plugin_api.communicator import Collectives, Communicator, GroupMember, Parallel, RankGroup
@@ -43,13 +44,21 @@ from hardpoint_plugin_api.errors import (
     UnknownNameError,
     nearest,
 )
-from hardpoint_plugin_api.experts import ActivationFormat, BatchedExpertsKernel, ExpertsKernel, expert_matrix
+from hardpoint_plugin_api.experts import (
+    ActivationFormat,
+    BatchedExpertsCall,
+    BatchedExpertsKernel,
+    ExpertsCall,
+    ExpertsKernel,
+    expert_matrix,
+)
 from hardpoint_plugin_api.families import FAMILIES, Family, Stability
 from hardpoint_plugin_api.hooks import ConfigChange, EngineInfo, HookSpecs, hookimpl
 from hardpoint_plugin_api.layers import (
     AttentionArgs,
     BlockArgs,
     EmbeddingArgs,
+    LayerArgs,
     LinearArgs,
     MLPArgs,
     MoEArgs,
@@ -58,7 +67,7 @@ from hardpoint_plugin_api.layers import (
     RouterArgs,
     WeightSlot,
 )
-from hardpoint_plugin_api.linear import LinearKernel, Quantized
+from hardpoint_plugin_api.linear import LinearCall, LinearKernel, Quantized
 from hardpoint_plugin_api.manifest import (
     ENTRY_POINT_GROUP,
     MANIFEST_NAME,
@@ -128,6 +137,7 @@ from hardpoint_plugin_api.requests import (
 )
 from hardpoint_plugin_api.requirements import CheckContext, Requirement, TokensRequirement, parse_requirement
 from hardpoint_plugin_api.sharding import ShardPlan, ShardSlice
+from hardpoint_plugin_api.step import ForwardStep
 from hardpoint_plugin_api.structured import StructuredOutput, StructureKind
 from hardpoint_plugin_api.versions import API_VERSION, MANIFEST_SCHEMA, ApiVersion, check_api
 
@@ -140,9 +150,11 @@ __all__ = [
     "AttentionArgs",
     "AttentionBackend",
     "AttentionBatch",
+    "AttentionCall",
     "AttentionMetadata",
     "AttentionSpec",
     "AttentionWorkload",
+    "BatchedExpertsCall",
     "BatchedExpertsKernel",
     "BlockArgs",
     "BuildContext",
@@ -178,6 +190,7 @@ __all__ = [
     "EngineInfo",
     "EngineLimits",
     "Executable",
+    "ExpertsCall",
     "ExpertsKernel",
     "ExpertsWorkload",
     "FAMILIES",
@@ -192,8 +205,10 @@ __all__ = [
     "HardpointError",
     "Histogram",
     "HookSpecs",
+    "LayerArgs",
     "LayerWorkload",
     "LinearArgs",
+    "LinearCall",
     "LinearKernel",
     "LinearWorkload",
     "MANIFEST_NAME",
@@ -255,6 +270,7 @@ __all__ = [
     "Span",
     "Stability",
     "StepLimits",
+    "StoreCall",
     "StoredTensor",
     "StructureKind",
     "StructuredOutput",

@@ -9,7 +9,7 @@ Shapes use T scheduled tokens, N requests, H query heads, K KV heads, D head siz
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
@@ -162,33 +162,36 @@ class AttentionMetadata:
     token: object = None
 
 
-@dataclass
-class ForwardStep:
-    """What a model's forward is given of the step beside token ids. Lists are indexed by attention layer.
+@dataclass(frozen=True, slots=True)
+class StoreCall:
+    """The arguments of ``AttentionBackend.store``.
 
-    ``positions`` int64 [T]; ``caches`` the views of each layer's cache; ``metadata`` the plan of each layer's group
-    (layers of one group share the object).
+    ``k`` and ``v`` [T, K, D] in the model's dtype; ``cache`` the views that the backend's ``layout`` gives of the
+    cache; ``slot_mapping`` int32 [T] as in AttentionBatch. Later versions add fields with defaults.
     """
 
-    positions: torch.Tensor
-    caches: Sequence[dict[str, torch.Tensor]]
-    metadata: Sequence[AttentionMetadata]
+    k: torch.Tensor
+    v: torch.Tensor
+    cache: dict[str, torch.Tensor]
+    slot_mapping: torch.Tensor
 
-    def attend(
-        self,
-        layer: int,
-        backend: AttentionBackend,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Have attention layer number ``layer`` attend by its ``backend``: see AttentionBackend.forward.
 
-        Layers call this in place of the backend, so that steps can be prepared in pieces between them. Where they are,
-        the backend is called later, once in each run, on these same tensors.
-        """
-        backend.forward(q, k, v, self.caches[layer], self.metadata[layer], out)
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """The arguments of ``AttentionBackend.forward``.
+
+    ``q`` [T, H, D], ``k`` and ``v`` [T, K, D] are this step's, in the model's dtype. ``cache``, the views that the
+    backend's ``layout`` gives of the cache, already holds ``k`` and ``v``; a kernel may read them from either.
+    ``metadata`` is what ``plan`` returned for the step. ``out`` [T, H, D] is in q's dtype. Later versions add fields
+    with defaults.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cache: dict[str, torch.Tensor]
+    metadata: AttentionMetadata
+    out: torch.Tensor
 
 
 class AttentionBackend(ABC):
@@ -236,13 +239,8 @@ class AttentionBackend(ABC):
         return StepLimits()
 
     @abstractmethod
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
-    ) -> None:
-        """Write ``k`` and ``v`` [T, K, D] into ``cache`` (views of ``layout``) at ``slot_mapping`` [T].
-
-        Mutates ``cache`` alone.
-        """
+    def store(self, call: StoreCall) -> None:
+        """Write the call's ``k`` and ``v`` into its ``cache`` at its slots. Mutates ``cache`` alone."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
@@ -258,17 +256,8 @@ class AttentionBackend(ABC):
         """
 
     @abstractmethod
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: dict[str, torch.Tensor],
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
-        """Attend ``q`` [T, H, D] to the cached keys and values; writes ``out`` [T, H, D], padding rows excepted.
+    def forward(self, call: AttentionCall) -> None:
+        """Attend the call's ``q`` to the cached keys and values. Mutates ``out`` alone, all but its padding rows.
 
-        ``cache`` already holds this step's own ``k`` and ``v`` [T, K, D], which are given beside it for kernels that
-        would rather read them from there.
+        Scores may be of any height, also far below zero. A NaN among the values that a query reads is in its result.
         """

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hardpoint_plugin_api.requirements import FeatureRequirement, OneOfRequirement, Requirement
+from hardpoint_plugin_api.requirements import (
+    FeatureRequirement,
+    OneOfRequirement,
+    Requirement,
+    SpecRequirement,
+)
+
+PLAIN_SPECS = SpecRequirement(("*float??/*float??",))
+"""Weights and activations that are not quantized: what a matrix product without ``spec`` serves."""
 
 Form = Literal["functional", "out", "factory"]
 """What the target of an op contribution is.
@@ -39,13 +47,15 @@ class Contribution:
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
-        """Every requirement, the implied ones included: a feature, or a format of activations other than the standard
-        one, that is not claimed is not supported."""
+        """Every requirement, the implied ones included: features, formats of activations other than the standard one,
+        and of linear and experts kernels quantized weights, are not supported unless they are claimed."""
         implied: tuple[Requirement, ...] = ()
         if not any(isinstance(r, FeatureRequirement) for r in self.requires):
             implied = (FeatureRequirement(()),)
         if self.family == "experts" and not any(getattr(r, "key", None) == "format" for r in self.requires):
             implied = (*implied, OneOfRequirement("format", ("standard",)))
+        if self.family in ("linear", "experts") and not any(isinstance(r, SpecRequirement) for r in self.requires):
+            implied = (*implied, PLAIN_SPECS)
         return (*self.requires, *implied)
 
     @property

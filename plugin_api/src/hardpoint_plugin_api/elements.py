@@ -47,7 +47,8 @@ class Element(ABC):
     def decode(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the values [...] in ``dtype`` of ``codes`` [...], on their device; changes nothing.
 
-        ``codes`` are as ``encode`` returns them, or uint8 with the element in the low bits.
+        ``codes`` are as ``encode`` returns them, or uint8 with the element in the low bits and the
+        others zero. Their strides may be any.
         """
 
     @abstractmethod
@@ -108,7 +109,7 @@ class TableElement(Element):
         import torch
 
         codes, bounds = self._ascending
-        places = torch.bucketize(x, torch.tensor(bounds, device=x.device))
+        places = torch.bucketize(x.contiguous(), torch.tensor(bounds, device=x.device))
         return torch.tensor(codes, dtype=torch.uint8, device=x.device)[places]
 
     @cached_property
@@ -179,7 +180,7 @@ class _E2M1(Element):
         # A tie goes to the even code: down at the first midpoint, up at the second, and so on.
         bounds = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
         bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros(()))
-        codes = torch.bucketize(x.abs(), bounds.to(x.device))
+        codes = torch.bucketize(x.abs().contiguous(), bounds.to(x.device))
         return (codes | (x.signbit().long() << 3)).to(torch.uint8)
 
 

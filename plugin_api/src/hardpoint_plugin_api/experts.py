@@ -9,7 +9,9 @@ An expert is ``w2 @ act(w13 @ x)``. Weights of E experts, I wide, for hidden siz
 
 A kernel is given them as a dict of stacked slots, ``MATRIX.SLOT``: ``w13.weight`` and ``w2.weight``, and beside them
 what ``quantization.weight_slots`` declares for a quantized matrix, as in ``w13.weight_scale``. E are the experts of
-this rank, and ids count them from 0.
+this rank, and ids count them from 0. Where the workload has the feature ``expert_bias``, ``w13.bias`` [E, 2I] and
+``w2.bias`` [E, H], in the activations' dtype, are added to the products: an expert is then
+``w2 @ act(w13 @ x + b13) + b2``, all of which is weighted.
 
 There are two formats of activations. In ``standard`` a row is a token, and says which experts it wants; in ``batched``
 tokens come sorted into as many rows for each expert. Which one is asked for depends on the all2all in use; a
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hardpoint_plugin_api.context import BuildContext
@@ -36,6 +39,41 @@ if TYPE_CHECKING:
 ActivationFormat = Literal["standard", "batched"]
 
 MATRICES = ("w13", "w2")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsCall:
+    """The arguments of ``ExpertsKernel.apply``.
+
+    ``x`` [T, H]; ``ids`` int32 [T, K], -1 where an expert is not on this rank; ``weights`` float32 [T, K], the
+    router's; ``w`` the slots that ``prepack`` returned; ``out`` [T, H], or [T, K, H] where ``reduces`` is False;
+    ``workspace`` uint8, as many bytes as asked for. ``scales`` are those of ``x`` where ``input_spec`` is given, and
+    None otherwise. Later versions add fields with defaults.
+    """
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    w: dict[str, torch.Tensor]
+    out: torch.Tensor
+    workspace: torch.Tensor
+    scales: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchedExpertsCall:
+    """The arguments of ``BatchedExpertsKernel.apply``.
+
+    ``x`` [E, M, H], of which expert e's first ``counts[e]`` rows (int32 [E]) mean something; ``out`` [E, M, H]; the
+    others are as in ExpertsCall.
+    """
+
+    x: torch.Tensor
+    counts: torch.Tensor
+    w: dict[str, torch.Tensor]
+    out: torch.Tensor
+    workspace: torch.Tensor
+    scales: torch.Tensor | None = None
 
 
 class _Experts(ABC):
@@ -110,24 +148,12 @@ class ExpertsKernel(_Experts):
     reduces: bool = True
 
     @abstractmethod
-    def apply(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        workspace: torch.Tensor,
-        *,
-        scales: torch.Tensor | None = None,
-    ) -> None:
-        """Run each token through its experts, into ``out``, which is all that is written (beside ``workspace``).
+    def apply(self, call: ExpertsCall) -> None:
+        """Run each token through its experts. Mutates ``out`` and ``workspace`` alone.
 
-        ``x`` [T, H]; ``ids`` int32 [T, K], -1 where an expert is not on this rank; ``weights`` float32 [T, K], the
-        router's; ``workspace`` uint8, as many bytes as asked for. ``out`` is [T, H]: for each token the sum of its
-        experts' results, each times its weight, and zeros where none is on this rank. Where ``reduces`` is False it is
-        [T, K, H]: the results as they are, and anything where an expert is not on this rank.
-        ``scales`` are those of ``x`` where ``input_spec`` is given, and left out otherwise.
+        ``out`` [T, H] becomes for each token the sum of its experts' results, each times its weight, and zeros where
+        none is on this rank. Where ``reduces`` is False, ``out`` [T, K, H] becomes the results as they are, and
+        anything where an expert is not on this rank.
         """
 
 
@@ -137,20 +163,10 @@ class BatchedExpertsKernel(_Experts):
     format: ClassVar[ActivationFormat] = "batched"
 
     @abstractmethod
-    def apply(
-        self,
-        x: torch.Tensor,
-        counts: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        workspace: torch.Tensor,
-        *,
-        scales: torch.Tensor | None = None,
-    ) -> None:
-        """Run each expert over its rows, into ``out``, which is all that is written (beside ``workspace``).
+    def apply(self, call: BatchedExpertsCall) -> None:
+        """Run each expert over its rows. Mutates ``out`` and ``workspace`` alone.
 
-        ``x`` [E, M, H], of which expert e's first ``counts[e]`` rows (int32 [E]) mean something; ``out`` [E, M, H],
-        where the other rows may become anything. ``scales`` are as in ExpertsKernel.
+        Rows of ``out`` behind an expert's ``counts`` may become anything.
         """
 
 

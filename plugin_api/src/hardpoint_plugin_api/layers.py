@@ -6,7 +6,7 @@ They are dataclasses here, so that a plugin that replaces a layer needs nothing 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, Protocol
 
 from hardpoint_plugin_api.quant import QuantSpec
 from hardpoint_plugin_api.requests import Feature
@@ -16,18 +16,27 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 Scoring = Literal["softmax", "sigmoid"]
 
 
+class LayerArgs(Protocol):
+    """Arguments that say which layer they are for: ``layer`` is its name, the ``of`` of its contributions.
+
+    A plugin that adds a mixer or a feed-forward writes a frozen dataclass like the ones below, and blocks build its
+    layer from that.
+    """
+
+    layer: ClassVar[str]
+
+
 @dataclass(frozen=True)
 class RopeArgs:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its context extensions.
 
-    ``rotary_dim`` leading elements of a head are rotated, by angles tabulated for ``max_position`` positions.
+    ``rotary_dim`` leading elements of a head are rotated.
     ``interleaved`` pairs (2i, 2i+1) instead of (i, i+d/2).
     ``scaling`` holds the numeric parameters of ``kind`` as they stand in a Hugging Face config.
     """
 
     rotary_dim: int
     theta: float
-    max_position: int
     kind: RopeKind = "default"
     interleaved: bool = False
     scaling: tuple[tuple[str, float], ...] = ()
@@ -104,6 +113,8 @@ class AttentionArgs:
     ``window``, ``chunk``, ``soft_cap``, ``sinks`` and ``alibi`` are as in AttentionSpec.
     """
 
+    layer: ClassVar[str] = "attention"
+
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -124,6 +135,8 @@ class AttentionArgs:
 class MLPArgs:
     """A gated feed-forward: ``down(activation(gate(x)) * up(x))``; ungated where ``gated`` is False."""
 
+    layer: ClassVar[str] = "mlp"
+
     hidden_size: int
     intermediate_size: int
     activation: str = "silu"
@@ -138,7 +151,8 @@ class RouterArgs:
     ``scoring`` turns logits into scores. ``bias`` says that there is a correction bias (float32, one for each expert),
     added to the scores for the choice alone (arXiv:2408.15664). With ``num_groups`` above 1 the experts are that many
     groups of neighbours, and only those of a token's ``top_groups`` best are chosen from (arXiv:2412.19437).
-    ``renormalize`` divides a token's weights by their sum; ``scaling`` multiplies them afterwards.
+    ``renormalize`` divides a token's weights by their sum; ``scaling`` multiplies them afterwards. ``linear_bias`` says
+    that the linear layer that makes the logits has a bias.
     """
 
     num_experts: int
@@ -149,6 +163,7 @@ class RouterArgs:
     scaling: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    linear_bias: bool = False
 
     @property
     def routing(self) -> str:
@@ -160,10 +175,14 @@ class RouterArgs:
 class MoEArgs:
     """A mixture of experts: each token goes through ``router.top_k`` of its feed-forwards, summed by router weights.
 
-    Experts are like ``MLPArgs`` without biases, ``intermediate_size`` wide each. Where ``shared_size`` is above 0, a
-    gated feed-forward of that width serves every token beside them (arXiv:2401.06066); ``shared_gate`` says that its
-    output is multiplied by the sigmoid of one more linear's output per token.
+    Experts are like ``MLPArgs``, ``intermediate_size`` wide each; ``bias`` says that both of their matrices have one.
+    Where ``shared_size`` is above 0, a gated feed-forward of that width serves every token beside them
+    (arXiv:2401.06066); ``shared_gate`` says that its output is multiplied by the sigmoid of one more linear's output
+    per token. ``swiglu_alpha`` and ``swiglu_limit`` are parameters of the activation ``swiglu_oai`` (arXiv:2508.10925):
+    ``g * sigmoid(alpha * g) * (u + 1)``, with the gate g at most ``limit`` and u within ``limit`` of zero.
     """
+
+    layer: ClassVar[str] = "moe"
 
     hidden_size: int
     intermediate_size: int
@@ -172,24 +191,34 @@ class MoEArgs:
     gated: bool = True
     shared_size: int = 0
     shared_gate: bool = False
+    bias: bool = False
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
 
     @property
     def experts_activation(self) -> str:
         """The middle of an expert, by the name that workloads and manifests give it.
 
         ``relu2`` and the like where nothing is gated; ``silu_and_mul`` and the like where the first half gates the
-        second; ``swiglu_oai`` is gated always.
+        second. ``swiglu_oai`` is gated always, and has gpt-oss's parameters; with others it is
+        ``swiglu_oai(ALPHA,LIMIT)``, another activation for whoever claims names.
         """
-        plain = not self.gated or self.activation == "swiglu_oai"
-        return self.activation if plain else f"{self.activation}_and_mul"
+        if self.activation == "swiglu_oai":
+            ours, theirs = (self.swiglu_alpha, self.swiglu_limit), (MoEArgs.swiglu_alpha, MoEArgs.swiglu_limit)
+            return "swiglu_oai" if ours == theirs else f"swiglu_oai({self.swiglu_alpha},{self.swiglu_limit})"
+        return f"{self.activation}_and_mul" if self.gated else self.activation
 
 
 @dataclass(frozen=True)
 class BlockArgs:
-    """One pre-norm decoder block: (x, residual) -> (x, residual). Its feed-forward may be a mixture of experts."""
+    """One pre-norm decoder block: (x, residual) -> (x, residual).
 
-    attention: AttentionArgs
-    mlp: MLPArgs | MoEArgs
+    ``mixer`` brings a sequence's tokens together, as attention does; ``feed_forward`` takes each by itself. Both are
+    called as ``forward(x, step)``, [T, hidden] -> [T, hidden]. ``norm`` stands before each of them.
+    """
+
+    mixer: LayerArgs
+    feed_forward: LayerArgs
     norm: NormArgs
 
 

@@ -36,17 +36,33 @@ class Quantized:
         return self.data.shape
 
 
+@dataclass(frozen=True, slots=True)
+class LinearCall:
+    """The arguments of ``LinearKernel.apply``.
+
+    ``x`` [T, in] in the workload's dtype, whose rows may lie apart; ``weights`` the slots that ``prepack`` returned;
+    ``bias`` [out]. Where ``scales`` are given, ``x`` holds elements of the kernel's ``input_spec``, and they are its
+    scales, as in Quantized. Later versions add fields with defaults.
+    """
+
+    x: torch.Tensor
+    weights: dict[str, torch.Tensor]
+    bias: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+
 class LinearKernel(ABC):
     """Multiplies by one weight. ``prepack`` runs once, while weights load; ``apply`` is on the token path.
 
     ``layout`` names the weight layout that ``prepack`` produces ("plain": the slots of ``weight_slots`` as loaded).
-    ``input_spec`` is the form it wants its input in: where what stands before the layer can write it in passing,
-    ``apply_quantized`` gets it, and no pass over the activations is spent on rounding them. It must be dynamic, with
-    one level of scales, each of a row's own, without zero points, of elements that lie one by one. None, or input
-    that comes from elsewhere, means plain activations, which ``apply`` quantizes itself where the workload's spec says
-    so. ``capturable`` and ``traceable`` are as in ExpertsKernel. ``overlapped`` says that its device work begins before
-    what was launched before it has ended (programmatic dependent launch): until it has waited for that, it touches
-    nothing but weights.
+    ``input_spec`` is the form it wants its input in. Where the op before the layer can write that form, ``apply`` is
+    given elements and scales, and no pass over the activations is spent on rounding them. The spec must be dynamic,
+    with one level of scales, each of a row's own, without zero points, of elements that lie one by one. A kernel
+    without an ``input_spec``, and a call without ``scales``, get plain activations, which ``apply`` quantizes itself
+    where the workload's spec says so, as the op ``quantize_rows`` does: divided by the scale, to the nearest, ties to
+    even; a dynamic scale is the largest magnitude over the largest element. ``capturable`` and ``traceable`` are as in
+    ExpertsKernel. ``overlapped`` says that its device work begins before what was launched before it has ended
+    (programmatic dependent launch): until it has waited for that, it touches nothing but weights.
     """
 
     layout: str = "plain"
@@ -74,20 +90,24 @@ class LinearKernel(ABC):
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Turn loaded slots (those of ``weight_slots`` for the workload's spec) into this kernel's layout.
 
-        The originals may be dropped by the caller as soon as this returns. Default: the plain layout, no copy.
+        The originals may be dropped by the caller as soon as this returns. It runs again where weights are updated.
+        Default: the plain layout, no copy.
         """
         return weights
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the plain, dequantized weight [out, in] (a copy where the layout is not plain).
+        """Return the plain, dequantized weight [out, in] in the workload's dtype.
+
+        It is a copy where the layout is not plain.
 
         A kernel with a layout of its own overrides this.
         """
         return self._dequantized(weights, None)
 
     def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-        """Return rows ``ids`` [T] of the plain weight, [T, in]: how a tied embedding reads the head's one copy.
+        """Return rows ``ids`` [T] of the plain weight, [T, in] in the workload's dtype.
 
+        So a tied embedding reads the head's one copy.
         A kernel with a layout of its own overrides this; unpacking the whole weight per step would be no answer.
         """
         return self._dequantized(weights, ids)
@@ -102,14 +122,8 @@ class LinearKernel(ABC):
         return dequantize(weights, self.workload.spec[0], self.ctx.dtype, ids)
 
     @abstractmethod
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``x`` [..., in] times the weight, plus ``bias`` [out], as [..., out] in x's dtype."""
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        """Return the call's ``x`` times the weight, plus its ``bias``: [T, out] in the workload's dtype.
 
-    def apply_quantized(
-        self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The same for ``x`` [T, in] in the form of ``input_spec``, as [T, out] in the workload's dtype.
-
-        Called only where ``input_spec`` is given, and must be defined then.
+        What float16 cannot hold is infinite. ``call.weights`` may hold other numbers at the same addresses later on.
         """
-        raise NotImplementedError(f"{type(self).__name__} has an input_spec and must define apply_quantized()")

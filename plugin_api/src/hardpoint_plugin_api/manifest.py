@@ -14,6 +14,7 @@ from hardpoint_plugin_api.contributions import Contribution, Form
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format
 from hardpoint_plugin_api.errors import ManifestError, UnknownNameError, nearest
 from hardpoint_plugin_api.families import FAMILIES
+from hardpoint_plugin_api.inclusion import contribution_tables
 from hardpoint_plugin_api.requirements import TokensRequirement, parse_requirement
 from hardpoint_plugin_api.versions import MANIFEST_SCHEMA, ApiVersion, check_api
 
@@ -34,7 +35,10 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "plugin": "Table: the plugin itself; required.",
         "config": "One table [config.KEY] for each setting that the plugin owns.",
         "device": "Array of tables: presets of devices.",
+        "defaults": "Table: keys of those contributions in this file that leave them out.",
         "contribution": "Array of tables: what the plugin offers.",
+        "include": "Array of tables: files whose contributions the plugin offers as its own.",
+        "override": "Array of tables: changes of included contributions.",
         "namesake": "Array of tables: packages that are taken for one that the plugin needs.",
     },
     "plugin": {
@@ -71,6 +75,28 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "replaces": "The name of a contribution, of the same family and of, whose place it takes.",
         "form": "Of an op: functional (default), out or factory.",
         "layout": 'The cache or weight layout that it works on; "plain" by default.',
+    },
+    "defaults": {
+        "platforms": "As in a contribution.",
+        "priority": "As in a contribution.",
+        "requires": "Requirements of each contribution, beside its own.",
+    },
+    "include": {
+        "file": '"hardpoint:path", a TOML file of core, or the path of a file beside the manifest. It may hold '
+        "[defaults] and [[contribution]]; required.",
+        "platforms": "As in a contribution, for those that leave it out.",
+        "priority": "As in a contribution, for those that leave it out.",
+        "requires": "Requirements of each included contribution, beside its own.",
+    },
+    "override": {
+        "family": "With `of` and `name`: which included contribution it changes; required.",
+        "of": "As in the contribution.",
+        "name": "As in the contribution; required.",
+        "platforms": "Takes the place of the contribution's.",
+        "priority": "Takes the place of the contribution's.",
+        "summary": "Takes the place of the contribution's.",
+        "requires": "Requirements beside the contribution's own.",
+        "remove": "true: the plugin does not offer it; false by default.",
     },
     "namesake": {
         "package": "The package that is not meant; required.",
@@ -181,7 +207,14 @@ def _manifest(root: _Table, api: ApiVersion) -> Manifest:
     root.only(*KEYS[""])
     plugin = root.table("plugin")
     plugin.only(*KEYS["plugin"])
-    contributions = tuple(_contribution(table) for table in root.tables("contribution"))
+    root.table("defaults").only(*KEYS["defaults"])
+    for key in ("contribution", "include", "override"):
+        for table in root.tables(key):
+            table.only(*KEYS[key])
+    contributions = tuple(
+        _contribution(_Table(data, f"{where}: [[contribution]] {data.get('name', number)!r}"))
+        for number, (data, where) in enumerate(contribution_tables(root.data, root.where), 1)
+    )
     own_platform = next((c.name for c in contributions if c.family == "platform"), None)
     return Manifest(
         name=plugin.name("name"),

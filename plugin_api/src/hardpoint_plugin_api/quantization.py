@@ -108,9 +108,10 @@ class Dim:
 class StoredTensor:
     """One tensor that a checkpoint holds for a module, named ``MODULE.name``, and what becomes of it.
 
-    ``read`` takes it as it is stored, on any device, and returns the slots that it fills: none where it is only checked
-    (CheckpointError), several for a matrix that is quantized while it loads. Results may share its memory; it is not
-    changed. A slot with fewer rows than the part that it is for is broadcast.
+    ``read`` takes it as it is stored, on any device and with any strides (of several ranks, each is given a slice). It
+    returns the slots that it fills: none where it is only checked (CheckpointError), several for a matrix that is
+    quantized while it loads. Results may share its memory; it is not changed. A slot with fewer rows than the part that
+    it is for is broadcast.
     """
 
     name: str

@@ -27,7 +27,8 @@ class Feature(StrEnum):
     values it reads), not on the other rows, their number, or the row's place among them. One implementation then serves
     steps of every size and phase. STATIC_CACHE_SCALES is in that of attention where the scales of an 8-bit cache are
     given. SHARDED is in the workload of a ``linear`` layer whose arguments divide its weight. SEVERAL_HOSTS is in that
-    of an op of all ranks where these are on more than one machine.
+    of an op of all ranks where these are on more than one machine. EXPERT_BIAS is in that of experts with biases: see
+    ``experts``.
     """
 
     SLIDING_WINDOW = "sliding_window"
@@ -40,6 +41,7 @@ class Feature(StrEnum):
     BATCH_INVARIANT = "batch_invariant"
     SHARDED = "sharded"
     SEVERAL_HOSTS = "several_hosts"
+    EXPERT_BIAS = "expert_bias"
 
 
 FEATURE_SINCE: dict[Feature, ApiVersion] = dict.fromkeys(Feature, ApiVersion(0, 1))

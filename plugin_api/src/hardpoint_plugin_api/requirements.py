@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.metadata
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -44,26 +44,36 @@ class Requirement(ABC):
 
 @dataclass(frozen=True)
 class PackageRequirement(Requirement):
-    """A distribution is installed, in a version that the specifier admits (PEP 508)."""
+    """A distribution is installed, in a version that its specifier admits (PEP 508).
 
-    spec: str
+    ``specs`` are alternatives, of which one suffices: one library may be published under a name for each platform.
+    """
+
+    specs: tuple[str, ...]
+
+    @property
+    def spec(self) -> str:
+        """The alternative that is installed in an admitted version; else one that is installed; else the first."""
+        reasons = {spec: _package_reason(spec) for spec in self.specs}
+        found = next((spec for spec, reason in reasons.items() if reason is None), None)
+        other = next((spec for spec, reason in reasons.items() if reason and reason.code == "package-version"), None)
+        return found or other or self.specs[0]
 
     def check(self, context: CheckContext) -> Reason | None:
-        spec = PackageSpec(self.spec)
-        fix = f"pip install '{self.spec}'"
-        try:
-            version = importlib.metadata.version(spec.name)
-        except importlib.metadata.PackageNotFoundError:
-            return Reason("package-missing", f"package {spec.name} is not installed", wanted=self.spec, fix=fix)
-        if not spec.specifier.contains(version, prereleases=True):
-            return Reason(
-                "package-version",
-                f"package {spec.name} has an unsuitable version",
-                wanted=self.spec,
-                supported=version,
-                fix=fix,
-            )
+        return _package_reason(self.spec)
+
+
+def _package_reason(text: str) -> Reason | None:
+    """Why the distribution of a PEP 508 text does not serve, None where it does."""
+    spec, fix = PackageSpec(text), f"pip install '{text}'"
+    try:
+        version = importlib.metadata.version(spec.name)
+    except importlib.metadata.PackageNotFoundError:
+        return Reason("package-missing", f"package {spec.name} is not installed", wanted=text, fix=fix)
+    if spec.specifier.contains(version, prereleases=True):
         return None
+    message = f"package {spec.name} has an unsuitable version"
+    return Reason("package-version", message, wanted=text, supported=version, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -323,9 +333,10 @@ def _numbers(value: object) -> tuple[int, ...]:
 
 
 def _package(value: object) -> Requirement:
-    (text,) = _texts(value)
-    PackageSpec(text)
-    return PackageRequirement(text)
+    texts = _texts(value)
+    for text in texts:
+        PackageSpec(text)
+    return PackageRequirement(texts)
 
 
 def _symbol(value: object) -> Requirement:
@@ -353,7 +364,22 @@ def _head_multiple(value: object) -> Requirement:
 
 
 def _features(value: object) -> Requirement:
-    return FeatureRequirement(() if value == [] else _texts(value))
+    known = [feature.value for feature in Feature]
+    return FeatureRequirement(() if value == [] else _known("feature", _texts(value), known))
+
+
+def _dtypes(value: object) -> tuple[str, ...]:
+    return _known("dtype", _texts(value), _DTYPES)
+
+
+def _known(what: str, names: tuple[str, ...], known: Collection[str]) -> tuple[str, ...]:
+    """``names``; raises ValueError for one that is not among ``known``."""
+    for name in names:
+        if name not in known:
+            guess = nearest(name, known)
+            hint = f"did you mean {guess!r}?" if guess else f"known are {', '.join(sorted(known))}"
+            raise ValueError(f"unknown {what} {name!r} ({hint})")
+    return names
 
 
 def _tokens(value: object) -> Requirement:
@@ -383,6 +409,12 @@ def _one_of(key: str, read: Callable[[object], tuple[str | int, ...]]) -> Callab
     return lambda value: OneOfRequirement(key, read(value))
 
 
+_DTYPES = frozenset(
+    {"float64", "float32", "float16", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64"}
+    | {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"}
+)
+"""Names of torch's dtypes that activations and caches may have."""
+
 _WORKLOAD_KEYS = frozenset(
     {"dtype", "kv_dtype", "head_size", "head_multiple", "block_size", "feature", "spec", "layout", "activation"}
     | {"routing", "parallel", "format", "scalar"}
@@ -398,16 +430,14 @@ _PARSERS: dict[str, Callable[[object], Requirement]] = {
     "head_multiple": _head_multiple,
     "tokens": _tokens,
     "scalar": _scalar,
-    **{
-        key: _one_of(key, _texts)
-        for key in ("dtype", "kv_dtype", "layout", "activation", "routing", "parallel", "format")
-    },
+    **{key: _one_of(key, _texts) for key in ("layout", "activation", "routing", "parallel", "format")},
+    **{key: _one_of(key, _dtypes) for key in ("dtype", "kv_dtype")},
     **{key: _one_of(key, _numbers) for key in ("head_size", "block_size")},
 }
 
 VOCABULARY: Mapping[str, str] = {
-    "package": 'The distribution is installed, in a version that the text admits (PEP 508): "acme-kernels>=2". '
-    "Certificates and the lock file keep its version and hash.",
+    "package": 'The distribution is installed, in a version that the text admits (PEP 508): "acme-kernels>=2". Of a '
+    "list one suffices. Certificates and the lock file keep its version and hash.",
     "symbol": '"module:attribute" of the distribution that `from` names, which must be what an import would find. '
     "Certificates and the lock file keep the distribution's version and hash.",
     "arch": "The device's architecture matches one of these globs. There is no >=: sm_120 is no superset of sm_100.",
@@ -418,7 +448,8 @@ VOCABULARY: Mapping[str, str] = {
     "head_multiple": "The head size is a multiple of this number; core can meet it by padding (NAME+padN).",
     "block_size": "The tokens per page of the cache are one of these.",
     "feature": "The workload features claimed; another one that is in use rejects the contribution.",
-    "spec": "The quantization specs are one of these pairs, weight/activation, which may be globs.",
+    "spec": "The quantization specs are one of these pairs, weight/activation, which may be globs. A linear or experts "
+    "kernel without it serves plain weights and activations alone.",
     "layout": "The layout of the cache or weight that it works on is one of these.",
     "activation": "The activation function is one of these.",
     "routing": "The router's method is one of these.",

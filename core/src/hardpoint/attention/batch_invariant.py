@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from hardpoint.attention.reference import ReferenceAttention, attend, read_blocks
-from hardpoint_plugin_api import AttentionMetadata
+from hardpoint_plugin_api import AttentionCall
 
 _TILE_QUERIES = 16
 
@@ -22,21 +22,13 @@ _TILE_QUERIES = 16
 class BatchInvariantAttention(ReferenceAttention):
     """See the top of this file."""
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: dict[str, torch.Tensor],
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
-        batch = metadata.batch
+    def forward(self, call: AttentionCall) -> None:
+        batch = call.metadata.batch
         for i, seq_len in enumerate(batch.seq_lens_host):
             first, last = batch.query_start_host[i], batch.query_start_host[i + 1]
             pages, start = read_blocks(batch, i, self.spec)
-            keys, values = (x.flatten(0, 1)[: seq_len - start] for x in self.layout.to_logical(cache, pages))
-            out[first:last] = self._request(q[first:last], keys, values, start)
+            keys, values = (x.flatten(0, 1)[: seq_len - start] for x in self.layout.to_logical(call.cache, pages))
+            call.out[first:last] = self._request(call.q[first:last], keys, values, start)
 
     def _request(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:
         """q [T, H, D] are the last of the positions from ``start`` on, whose keys and values [S, K, D] are given."""

@@ -15,6 +15,7 @@ from torch.nn import functional
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,
+    AttentionCall,
     AttentionMetadata,
     AttentionSpec,
     AttentionWorkload,
@@ -23,6 +24,7 @@ from hardpoint_plugin_api import (
     DeviceInfo,
     Reason,
     StepLimits,
+    StoreCall,
 )
 
 
@@ -56,27 +58,17 @@ def pad_heads(inner: type[AttentionBackend], multiple: int) -> type[AttentionBac
         def step_limits(self) -> StepLimits:
             return self._inner.step_limits()
 
-        def store(
-            self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
-        ) -> None:
-            self._inner.store(self._padded(k), self._padded(v), cache, slot_mapping)
+        def store(self, call: StoreCall) -> None:
+            self._inner.store(replace(call, k=self._padded(call.k), v=self._padded(call.v)))
 
         def plan(self, batch: AttentionBatch) -> AttentionMetadata:
             return self._inner.plan(batch)
 
-        def forward(
-            self,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            cache: dict[str, torch.Tensor],
-            metadata: AttentionMetadata,
-            out: torch.Tensor,
-        ) -> None:
-            q, k, v = self._padded(q), self._padded(k), self._padded(v)
+        def forward(self, call: AttentionCall) -> None:
+            q, k, v = self._padded(call.q), self._padded(call.k), self._padded(call.v)
             wide = torch.empty_like(q)
-            self._inner.forward(q, k, v, cache, metadata, wide)
-            out.copy_(wide[..., : self.spec.head_size])
+            self._inner.forward(replace(call, q=q, k=k, v=v, out=wide))
+            call.out.copy_(wide[..., : self.spec.head_size])
 
         def _padded(self, x: torch.Tensor) -> torch.Tensor:
             return functional.pad(x, (0, self._pad))

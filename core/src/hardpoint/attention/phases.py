@@ -11,12 +11,14 @@ from hardpoint.selection import StepRange
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,
+    AttentionCall,
     AttentionMetadata,
     AttentionSpec,
     BuildContext,
     CaptureGrade,
     Phase,
     StepLimits,
+    StoreCall,
 )
 
 
@@ -63,10 +65,8 @@ class PhasedBackend(AttentionBackend):
             limits = limits.intersect(backend.step_limits())
         return limits
 
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
-    ) -> None:
-        self._first.store(k, v, cache, slot_mapping)
+    def store(self, call: StoreCall) -> None:
+        self._first.store(call)
 
     def plan(self, batch: AttentionBatch) -> PhasedMetadata:
         split = batch.num_decodes
@@ -86,19 +86,11 @@ class PhasedBackend(AttentionBackend):
                 return backend
         raise AssertionError(f"the plan covers every step, yet not {tokens} tokens of {phase}")
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: dict[str, torch.Tensor],
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
-        assert isinstance(metadata, PhasedMetadata)
-        for backend, rows, part in metadata.parts:
-            own = self._own(backend)
-            own.forward(q[rows], k[rows], v[rows], cache, part, out[rows])
+    def forward(self, call: AttentionCall) -> None:
+        assert isinstance(call.metadata, PhasedMetadata)
+        for backend, rows, part in call.metadata.parts:
+            q, k, v, out = call.q[rows], call.k[rows], call.v[rows], call.out[rows]
+            self._own(backend).forward(replace(call, q=q, k=k, v=v, metadata=part, out=out))
 
     def _own(self, planned: AttentionBackend) -> AttentionBackend:
         """This layer's backend of the kind that planned: a group's plan is made on its first layer."""

@@ -9,7 +9,7 @@ import torch
 
 from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.quantization.numerics import divided, largest, round_to
-from hardpoint_plugin_api import CacheLayout, CacheSpec, Region
+from hardpoint_plugin_api import CacheLayout, CacheSpec, Region, StoreCall
 
 _SCALE = "float32"
 
@@ -78,13 +78,11 @@ class QuantizedCacheAttention(ReferenceAttention):
 
     layout: CacheLayout = ScaledLayout()  # type: ignore[misc]  # a class variable, as the base has it
 
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
-    ) -> None:
-        slots = slot_mapping.long()
+    def store(self, call: StoreCall) -> None:
+        slots = call.slot_mapping.long()
         where = (slots // self.spec.block_size, slots % self.spec.block_size)
-        for name, x, scale in zip("kv", (k, v), self.cache_scales, strict=True):
-            write_rounded(cache, name, where, x, scale)
+        for name, x, scale in zip("kv", (call.k, call.v), self.cache_scales, strict=True):
+            write_rounded(call.cache, name, where, x, scale)
 
     def read(self, cache: dict[str, torch.Tensor], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.layout.to_logical(cache, pages)

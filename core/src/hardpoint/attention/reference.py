@@ -12,11 +12,13 @@ from hardpoint.ops.store_kv import store_kv
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,
+    AttentionCall,
     AttentionMetadata,
     AttentionSpec,
     CacheLayout,
     CacheSpec,
     Region,
+    StoreCall,
 )
 
 
@@ -44,10 +46,8 @@ class ReferenceAttention(AttentionBackend):
 
     layout: CacheLayout = PlainLayout()  # type: ignore[misc]  # a class variable, as the base has it
 
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
-    ) -> None:
-        store_kv.reference(k, v, cache["k"], cache["v"], slot_mapping)
+    def store(self, call: StoreCall) -> None:
+        store_kv.reference(call.k, call.v, call.cache["k"], call.cache["v"], call.slot_mapping)
 
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         return AttentionMetadata(batch)
@@ -56,22 +56,14 @@ class ReferenceAttention(AttentionBackend):
         """The keys and values on ``pages`` (int64 [n]), each [n, block, K, D]."""
         return self.layout.to_logical(cache, pages)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: dict[str, torch.Tensor],
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
-        batch = metadata.batch
+    def forward(self, call: AttentionCall) -> None:
+        batch = call.metadata.batch
         for i, seq_len in enumerate(batch.seq_lens_host):
             first, last = batch.query_start_host[i], batch.query_start_host[i + 1]
             pages, start = read_blocks(batch, i, self.spec)
-            keys, values = self.read(cache, pages)
-            out[first:last] = attend(
-                q[first:last],
+            keys, values = self.read(call.cache, pages)
+            call.out[first:last] = attend(
+                call.q[first:last],
                 keys.flatten(0, 1)[: seq_len - start],
                 values.flatten(0, 1)[: seq_len - start],
                 self.spec,

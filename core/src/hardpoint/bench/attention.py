@@ -26,7 +26,16 @@ from hardpoint.plugins.blame import construct
 from hardpoint.resources import EngineResources
 from hardpoint.selection import Settings
 from hardpoint.selection.selector import Selector
-from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, ConfigError, Reason, SelectionError
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCall,
+    AttentionSpec,
+    ConfigError,
+    Reason,
+    SelectionError,
+    StoreCall,
+)
 
 _PIECE = re.compile(r"(?P<count>\d*)q(?P<query>\d+k?)(?:s(?P<total>\d+k?))?")
 _WORKING_SET = 256 * 2**20
@@ -271,8 +280,8 @@ def _runs(
     for _ in range(copies):
         buffer = torch.randint(0, 60, (pages * size,), dtype=torch.uint8, device=device)  # near zero in any dtype
         cache = backend.layout.views(buffer, pages, backend.cache_spec, block)
-        backend.store(k, v, cache, slots)
-        runs.append(partial(backend.forward, q, k, v, cache, metadata, out))
+        backend.store(StoreCall(k, v, cache, slots))
+        runs.append(partial(backend.forward, AttentionCall(q, k, v, cache, metadata, out)))
     return runs
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import replace
+from itertools import cycle, islice
+from typing import cast
 
 import click
 import torch
@@ -12,8 +14,15 @@ import torch
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
+from hardpoint.engine.client import CoreClient
 from hardpoint.engine.core import EngineCore
+from hardpoint.engine.frontend.conversation import Conversation
+from hardpoint.engine.frontend.prompts import TokenizedPrompt
+from hardpoint.engine.outputs import RequestOutputKind
 from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.engine.scheduling.admission import Admission
+from hardpoint.engine.scheduling.request import Request
+from hardpoint.server.generation import Cursor
 from hardpoint.tokenizer import Detokenizer, Tokenizer
 from hardpoint_plugin_api import ConfigError, ForwardStep
 
@@ -23,6 +32,7 @@ _GOALS = {1: 0.3, 64: 0.6, 256: 2.0}
 _PROMPT_TOKENS = 16
 _STEPS_BEFORE = 4
 """Those that read the prompts, and some that are not counted."""
+_STREAM_TOKENS, _WINDOW = 32_000, 1_000
 _MOST_STEPS = 2000
 """The demo model's sequences have at most 2048 tokens."""
 
@@ -51,17 +61,20 @@ def engine(dry_device: bool, running: tuple[int, ...], waiting: int, steps: int)
             queued = _milliseconds(count, waiting, steps)
             rows.append(BenchRow(f"{count} running, {waiting} waiting", queued, "ms", peer=alone, note=goal))
     rows.append(BenchRow("detokenize one token", _detokenize_microseconds(), "us"))
-    return BenchResult("engine", tuple(rows), peer="the same without waiting requests")
+    first, last = _stream_microseconds()
+    rows.append(BenchRow(f"stream one token, of the first {_WINDOW:,}", first, "us"))
+    rows.append(BenchRow(f"stream one token, of the last {_WINDOW:,} of {_STREAM_TOKENS:,}", last, "us", peer=first))
+    return BenchResult("engine", tuple(rows), peer="the same without waiting requests; of a stream, its first tokens")
 
 
 class _NoModel:
     """Stands where a model stands, and computes nothing: zeros everywhere."""
 
     def __init__(self, vocabulary: int, most_rows: int) -> None:
-        self._hidden, self._logits = torch.zeros(1, 1), torch.zeros(most_rows, vocabulary)
+        self._zero, self._logits = torch.zeros(1, 1), torch.zeros(most_rows, vocabulary)
 
-    def __call__(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        return self._hidden.expand(ids.shape[0], 1)
+    def hidden(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        return self._zero.expand(ids.shape[0], 1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits[: hidden.shape[0]]
@@ -93,6 +106,39 @@ def _milliseconds(running: int, waiting: int, steps: int) -> float:
         times.append(time.perf_counter() - began)
     core.close()
     return statistics.median(times) * 1e3
+
+
+class _ScriptedCore:
+    """Takes requests, whose tokens others append."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._admission = Admission(2 * _STREAM_TOKENS, vocabulary, seed=0)
+        self.draw_seed, self.add_request = self._admission.draw_seed, self._admission.admit
+
+    def abort(self, request: Request) -> None:
+        """It ends by itself."""
+
+
+def _stream_microseconds() -> tuple[float, float]:
+    """Microseconds of the front end for one token, from the core's report to a part that is ready to be written: the
+    medians of a stream's first and last window."""
+    from hardpoint.checkpoint.source import demo_model
+
+    tokenizer = Tokenizer.load(demo_model())
+    ids = tokenizer.encode("It is a truth universally acknowledged, that a single man. ")
+    params = SamplingParams(max_tokens=_STREAM_TOKENS, output_kind=RequestOutputKind.DELTA)
+    core = cast(CoreClient, _ScriptedCore(max(ids) + 1))
+    conversation = Conversation(core, tokenizer, TokenizedPrompt.read([1], tokenizer), params, frozenset())
+    (request,), cursor, times = conversation.requests, Cursor(), list[float]()
+    for token in islice(cycle(ids), _STREAM_TOKENS):
+        request.token_ids.append(token)
+        began = time.perf_counter()
+        conversation.advance(request)
+        for part in conversation.take().outputs:
+            cursor.take(part)
+        times.append(time.perf_counter() - began)
+    first, last = times[:_WINDOW], times[-_WINDOW:]
+    return statistics.median(first) * 1e6, statistics.median(last) * 1e6
 
 
 def _detokenize_microseconds(tokens: int = 2000) -> float:

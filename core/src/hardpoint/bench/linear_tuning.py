@@ -33,6 +33,7 @@ from hardpoint.selection.decide import Contender, Decision, Times, decide, verdi
 from hardpoint.selection.tuning import versions_of
 from hardpoint_plugin_api import (
     HardpointError,
+    LinearCall,
     LinearKernel,
     LinearWorkload,
     Quantized,
@@ -288,9 +289,9 @@ class LinearTuner:
     ) -> Run:
         """The kernel on ``x``, in the contender's form of input."""
         if contender.input_spec is None:
-            return lambda: kernel.apply(x, next(weights), None)
+            return lambda: kernel.apply(LinearCall(x, next(weights)))
         rounded = self._rounded(x, contender.input_spec)
-        return lambda: kernel.apply_quantized(rounded, next(weights), None)
+        return lambda: kernel.apply(LinearCall(rounded.data, next(weights), scales=rounded.scale))
 
     def _rounded(self, x: torch.Tensor, spec: QuantSpec) -> Quantized:
         data, scale = quantize_rows.bind(self._ctx, spec=spec)(x, spec=spec)

@@ -14,11 +14,12 @@ from hardpoint.bench.load import percentile_rows, percentiles
 from hardpoint.bench.progress import progress_bar
 from hardpoint.bench.registry import BenchResult, BenchRow, Curve, benchmark
 from hardpoint.config import EngineConfig
+from hardpoint.layers.moe import MoE
 from hardpoint_plugin_api import ConfigError
 
 ROOFLINE = (
-    "every weight is read once in each step (of an untied embedding a few rows), as fast as torch sums as many bytes "
-    "on this device"
+    "every weight is read once in each step (of an untied embedding a few rows, of experts those that tokens choose at "
+    "random), as fast as torch sums as many bytes on this device"
 )
 
 
@@ -48,7 +49,7 @@ def throughput(
             )
             advance()
         running = min(requests, config.max_num_seqs)
-        most = running / read_seconds(llm)
+        most = running / read_seconds(llm, running)
     measured = times[1:]
     rates = {
         "output throughput": [out / seconds for seconds, out, _ in measured],
@@ -100,7 +101,7 @@ def latency(
             whole.append(batch(output_len, number + 1))
             token.append(1e3 * (llm.stats.decode_seconds - before) / (output_len - 1))
             advance()
-        floor = 1e3 * read_seconds(llm)
+        floor = 1e3 * read_seconds(llm, batch_size)
     first, token, whole = first[1:], token[1:], whole[1:]
     values = {"time to first token": (first, floor), "time per token": (token, floor)}
     values["end to end"] = (whole, floor * output_len)
@@ -161,15 +162,14 @@ def alphabet(llm: LLM) -> list[int]:
     return sorted(set(llm.tokenizer.encode(SAMPLE_TEXT)) - set(llm.tokenizer.special_ids))
 
 
-def read_seconds(llm: LLM, repeat: int = 30) -> float:
-    """How long torch takes to sum as many bytes as a step reads of the weights, where they are: none can be shorter.
+def read_seconds(llm: LLM, tokens: int, repeat: int = 30) -> float:
+    """How long torch takes to sum as many bytes as a step of ``tokens`` tokens reads of the weights.
 
-    The weights of a mixture of experts are not all read for a few tokens: there this is no bound. The engine has one
-    rank: several have devices of their own, in other processes.
+    The engine has one rank: several have devices of their own, in other processes.
     """
     import torch
 
-    nbytes = max(4, bytes_read(llm))
+    nbytes = max(4, bytes_read(llm, tokens))
     part = min(nbytes, _LARGEST_READ)
     values = torch.ones(part // 4, dtype=torch.float32, device=llm.core.blueprint.ctx.torch_device)
     times = []
@@ -180,10 +180,16 @@ def read_seconds(llm: LLM, repeat: int = 30) -> float:
     return min(times) * nbytes / part
 
 
-def bytes_read(llm: LLM) -> int:
-    """Bytes of the weights that every step reads: of an untied embedding it looks up a few rows, which do not count.
+def bytes_read(llm: LLM, tokens: int) -> int:
+    """Bytes of the weights that a step of ``tokens`` tokens reads.
 
-    A tied one is the head's weight, of which a step reads all.
+    Of an untied embedding it looks up a few rows, which do not count. A tied one is the head's weight, of which a step
+    reads all. Of a layer's E experts, n tokens that each choose K at random read E (1 - (1 - K / E)^n) on the average.
     """
-    embedding = llm.core.blueprint.model.embedding.weights.values()
-    return llm.memory_report().by_tag["weights"] - sum(weight.nbytes for weight in embedding)
+    model = llm.core.blueprint.model
+    nbytes = llm.memory_report().by_tag["weights"] - sum(weight.nbytes for weight in model.embedding.weights.values())
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            unread = (1 - layer.args.router.top_k / layer.args.router.num_experts) ** tokens
+            nbytes -= int(unread * sum(weight.nbytes for weight in layer.experts.weights.values()))
+    return nbytes

@@ -26,12 +26,15 @@ from hardpoint.quantization.numerics import quantize_weight
 from hardpoint.resources import EngineResources
 from hardpoint_plugin_api import (
     AttentionBatch,
+    AttentionCall,
     AttentionSpec,
     ConfigError,
     EagerGraphEngine,
+    ExpertsCall,
     ExpertsKernel,
     ExpertsWorkload,
     GraphEngine,
+    LinearCall,
     LinearKernel,
     LinearWorkload,
     PlatformError,
@@ -172,7 +175,7 @@ def _linear(ctx: Context, specs: tuple[QuantSpec, QuantSpec], tokens: int) -> _W
     copies = 1 if tokens > 64 else max(1, _WORKING_SET // nbytes)
     packed = [kernel.prepack({name: x.clone() for name, x in slots.items()}) for _ in range(copies)]
     x = torch.randn(tokens, k, device=ctx.torch_device).bfloat16()
-    runs = [partial(kernel.apply, x, w, None) for w in packed]
+    runs = [partial(kernel.apply, LinearCall(x, w)) for w in packed]
     return _Work(runs, nbytes, 2 * tokens * n * k if tokens > 64 else 0)
 
 
@@ -207,7 +210,7 @@ def _experts(ctx: Context, timer: DeviceTimer, tokens: int) -> _Work:
     w, out, here = kernel.prepack(stacked), torch.empty_like(x), ids.to(device)
     weights = torch.rand(tokens, _TOP_K, device=device)
     workspace = torch.empty(kernel.workspace_bytes(tokens), dtype=torch.uint8, device=device)
-    run = partial(kernel.apply, x, here, weights, w, out, workspace)
+    run = partial(kernel.apply, ExpertsCall(x, here, weights, w, out, workspace))
     nbytes, flops = active * 3 * width * hidden * 2, 6 * tokens * _TOP_K * width * hidden
     if tokens <= 64:
         return _Work([run], nbytes)
@@ -243,7 +246,7 @@ def _attention(ctx: Context, sequences: int, length: int) -> _Work:
     q, k, v = (torch.randn(sequences, heads, 128, device=device).bfloat16() for heads in (32, 8, 8))
     out = torch.empty_like(q)
     nbytes = sequences * length * 8 * 128 * 2 * 2
-    return _Work([lambda: backend.forward(q, k, v, cache, metadata, out)], nbytes)
+    return _Work([partial(backend.forward, AttentionCall(q, k, v, cache, metadata, out))], nbytes)
 
 
 def _norm(ctx: Context) -> _Work:

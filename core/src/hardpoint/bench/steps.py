@@ -59,8 +59,7 @@ def steps(
         return inputs.draw(size, random.Random(0))
 
     with LLM.from_config(config) as llm, progress_bar("sizes", sum(map(len, sizes.values()))) as advance:
-        read = read_seconds(llm) if config.tensor_parallel_size == 1 else None
-
+        has_roofline = config.tensor_parallel_size == 1
         tokens = alphabet(llm)
 
         def requests(size: int, length: int) -> list[SyntheticRequest]:
@@ -79,7 +78,7 @@ def steps(
                 if kind == "decode":
                     first = statistics.median(firsts)
                     times = [seconds(size, output_len) - first for _ in range(repeat + 1)][1:]
-                    made, roofline = size * (output_len - 1), size / read if read else None
+                    made, roofline = size * (output_len - 1), size / read_seconds(llm, size) if has_roofline else None
                     if min(times) <= 0:
                         raise ConfigError(
                             f"{name}: what --output-len {output_len} adds to one token is less than the runs differ "
@@ -94,7 +93,7 @@ def steps(
                     rows += _kernel_rows(llm, requests(size, 1), kind, kernels)
                 advance()
         rows.append(BenchRow("load", llm.stats.load_seconds, "s"))
-    return BenchResult("steps", tuple(rows), roofline=ROOFLINE if read else "")
+    return BenchResult("steps", tuple(rows), roofline=ROOFLINE if has_roofline else "")
 
 
 def _numbers(text: str, flag: str) -> list[int]:

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hardpoint.checkpoint.json_object import read_json
 from hardpoint_plugin_api import CheckpointError
 
 _REQUIRED: Any = object()
-_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
@@ -34,46 +33,6 @@ class HFConfig:
     def path(self) -> Path:
         """The file, for messages."""
         return self.folder / "config.json"
-
-    @property
-    def architecture(self) -> str:
-        """The model class that the checkpoint was written for."""
-        names = self.data.get("architectures")
-        if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-            raise CheckpointError(f"{self.path}: 'architectures' must name one model class, got {names!r}")
-        return names[0]
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the weights, by today's key or the one before it; float32 where neither is set.
-
-        float64 is a name like the others, but platforms without it (all of ours) run such a checkpoint in float32.
-        """
-        key = "torch_dtype" if self.data.get("dtype") is None else "dtype"
-        value = self.get(key, "float32")
-        name = value.removeprefix("torch.") if isinstance(value, str) else None
-        if name not in _DTYPES:
-            raise CheckpointError(f"{self.path}: {key!r} must be one of {', '.join(_DTYPES)}, got {value!r}")
-        return name
-
-    @property
-    def quantization_config(self) -> Mapping[str, Any] | None:
-        """How the weights were quantized, as the tool that did it wrote it down; None where they were not."""
-        stored = self.get("quantization_config")
-        if stored is None:
-            return None
-        method = stored.get("quant_method") if isinstance(stored, Mapping) else None
-        if not isinstance(method, str) or not method:
-            raise CheckpointError(
-                f"{self.path}: 'quantization_config' must be an object with a 'quant_method', got {stored!r:.80}"
-            )
-        return cast(Mapping[str, Any], stored)
-
-    @property
-    def quantization_method(self) -> str | None:
-        """The method that the weights were quantized with, None where they were not."""
-        stored = self.quantization_config
-        return None if stored is None else str(stored["quant_method"])
 
     def integer(self, key: str, default: int | None = _REQUIRED) -> int:
         """A positive whole number; null counts as missing."""

@@ -97,11 +97,16 @@ def check_weights(model: nn.Module, names: WeightNames, files: SafetensorsFiles)
     plan.check_headers(files)
 
 
+_ORDERS = frozenset({"interleaved", "transposed"})
+"""How a tensor may hold a whole stack in another order than the slot: see WeightNames."""
+
+
 @dataclass(frozen=True)
 class _Target:
     layer: str
     slot: str
     part: str | None
+    orders: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,9 @@ def _find(address: str, layers: dict[str, PluggableLayer], slots: dict[tuple[str
     for cut in range(len(elements) - 1, -1, -1):
         layer, slot = ".".join(elements[:cut]), ".".join(elements[cut:])
         if (layer, slot) in slots:
+            orders = frozenset(part.split(","))
+            if orders <= _ORDERS and slots[layer, slot].stack:
+                return _Target(layer, slot, None, orders)
             return _Target(layer, slot, part or None)
     raise CheckpointError(
         f"no layer has a slot for {address!r}; the replacement of a layer above it must declare one under a dotted name"
@@ -219,7 +227,8 @@ class _Plan:
             module = place.reading.module
             return place.reading.stored.shape(module.out_features, module.in_features)
         (target,) = place.targets.values()
-        return self.slots[target.layer, target.slot].stored_shape(target.part)
+        shape = self.slots[target.layer, target.slot].stored_shape(target.part)
+        return (*shape[:-2], shape[-1], shape[-2]) if "transposed" in target.orders else shape
 
     def check(self, name: str, tensor: TensorInfo, place: _Place, title: str) -> None:
         """Raise CheckpointError for a wrong shape, or a dtype that a copy would change the meaning of."""
@@ -250,6 +259,18 @@ class _Plan:
 def _listed(names: list[str], most: int = 8) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _in_order(
+    tensor: torch.Tensor, number: str, slot: WeightSlot, orders: frozenset[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of the tensor of one number of a stack, by part, in the order of the slot."""
+    matrix = tensor.t() if "transposed" in orders else tensor
+    if "interleaved" not in orders:
+        yield number, matrix
+        return
+    for place, (block, _) in enumerate(slot.parts):
+        yield f"{number}.{block}", matrix[place :: len(slot.parts)]
 
 
 class _Filling:
@@ -295,7 +316,8 @@ class _Filling:
         slot = self._slots[target.layer, target.slot]
         if slot.stack and target.part is None:
             for number in slot.stack:
-                self._copy(name, tensor[number], replace(target, part=str(number)), is_cut=is_cut)
+                for place, one in _in_order(tensor[number], str(number), slot, target.orders):
+                    self._copy(name, one, replace(target, part=place), is_cut=is_cut)
             return
         pieces = slot.pieces(target.part)
         if any((target.layer, target.slot, piece) not in self._left for piece in pieces):

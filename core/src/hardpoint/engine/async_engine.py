@@ -17,7 +17,22 @@ from weakref import WeakValueDictionary
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import EngineStats, RequestOptions
-from hardpoint.engine.control import TAGS, MemoryReport, check_tags, sleep_tags
+from hardpoint.engine.control import (
+    TAGS,
+    MemoryReport,
+    R,
+    ReadMetrics,
+    ReportMemory,
+    ResetPrefixCache,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
+    Verb,
+    WakeUp,
+    check_tags,
+    sleep_tags,
+)
 from hardpoint.engine.frontend.frontend import connect
 from hardpoint.engine.frontend.prompts import Prompt
 from hardpoint.engine.frontend.streams import Mailbox, News, RequestStream
@@ -153,9 +168,10 @@ class AsyncEngine:
         priority: int = 0,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the growing output of one prompt, the last time with ``finished``.
+        """Yield the outputs of one prompt, the last time with ``finished``.
 
-        Each output holds everything so far and is the caller's own; a slow caller gets fewer, longer steps. Leaving the
+        Each output is the caller's own, and holds everything so far unless ``output_kind`` says otherwise; a slow
+        caller gets fewer, longer steps. Leaving the
         iteration, or cancelling the task that waits in it, ends the request. A request of a lower ``priority`` runs
         first; ``timeout`` seconds from now it ends as it is, with the reason "abort".
 
@@ -231,36 +247,40 @@ class AsyncEngine:
 
     async def metrics(self) -> MetricsSnapshot:
         """What the engine and its plugins counted so far."""
-        return await self._ask(self.client.metrics)
+        return await self.control(ReadMetrics())
 
     async def memory_report(self) -> MemoryReport:
         """Who holds how much of the device's memory."""
-        return await self._ask(self.client.memory_report)
+        return await self.control(ReportMemory())
 
     async def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
         """Give memory back until ``wake_up``; see LLM.sleep. Raises EngineError while requests are under way."""
-        await self._ask(self.client.sleep, sleep_tags(level, tags))
+        await self.control(Sleep(sleep_tags(level, tags)))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory again: all of it, or ``tags``; see LLM.wake_up."""
-        await self._ask(self.client.wake_up, TAGS if tags is None else check_tags(tags))
+        await self.control(WakeUp(TAGS if tags is None else check_tags(tags)))
 
     async def update_weights(self, source: str | Path) -> None:
         """Replace the weights by those of a folder or hub id; see LLM.update_weights."""
-        await self._ask(self.client.update_weights, str(source))
+        await self.control(UpdateWeights(str(source)))
 
     async def start_profile(self, folder: str | Path, layers: bool = False) -> None:
         """Record what the engine does until ``stop_profile``; see LLM.start_profile."""
-        await self._ask(self.client.start_profile, str(folder), layers)
+        await self.control(StartProfile(str(folder), layers))
 
     async def stop_profile(self) -> None:
         """Write the profile into its folder."""
-        await self._ask(self.client.stop_profile)
+        await self.control(StopProfile())
 
-    async def _ask(self, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Call the core, which answers between two steps. Raises what check_health does, and what the core does."""
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        await self.control(ResetPrefixCache())
+
+    async def control(self, verb: Verb[R]) -> R:
+        """Have the core do ``verb`` between two steps. Raises what check_health does, and what the core does."""
         self.check_health()
-        return await asyncio.to_thread(call, *args, **options)
+        return await asyncio.to_thread(self.client.control, verb)
 
     async def close(self, drain: float = 0.0) -> None:
         """Take no more requests, let the open ones go on for up to ``drain`` seconds, end the rest, free everything.

@@ -1,7 +1,7 @@
 """From a config to a model that is chosen and constructed, but holds no weights: what ``explain`` prints.
 
-Order: plugins, platform, changes that plugins wish, checkpoint config, model. Constructing a model asks the selector
-everything that will ever be asked, and allocates nothing.
+Order: plugins, platform, changes that plugins wish, the model's family and facts, the model. Constructing it asks the
+selector everything that will ever be asked, and allocates nothing.
 """
 
 from __future__ import annotations
@@ -11,25 +11,24 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, cast
 
 import torch
 
-from hardpoint.checkpoint.hf_config import HFConfig
+from hardpoint.checkpoint.checkpoint import Checkpoint
 from hardpoint.checkpoint.source import resolve_model
 from hardpoint.config import EngineConfig
 from hardpoint.config.removed import check_environment
 from hardpoint.conformance.certificate import Certificates
-from hardpoint.context import Context, load_target
+from hardpoint.context import Context, asked, load_target
 from hardpoint.dtypes import dtype_of
 from hardpoint.engine.absent_device import AbsentDeviceContext, AbsentDeviceSelector
-from hardpoint.engine.execution.decode_graphs import decode_sizes
+from hardpoint.engine.execution.graphs.shapes import shape_rows
 from hardpoint.engine.execution.runner import StepOps
 from hardpoint.kernel_calls import KernelCalls
-from hardpoint.layers import CausalLM
+from hardpoint.layers import CausalLM, ModelFacts
 from hardpoint.metrics import EngineMetrics
+from hardpoint.models.family import choose_model
 from hardpoint.ops.call_names import CallNames
-from hardpoint.ops.rope_table import extended_length
 from hardpoint.ops.shadow_check import ShadowCheck
 from hardpoint.parallel.groups import Groups, Seat
 from hardpoint.plugins import LockFile, Offer, PluginSet, discover
@@ -45,7 +44,6 @@ from hardpoint_plugin_api import (
     FAMILIES,
     ConfigError,
     EngineLimits,
-    ModelWorkload,
     Platform,
     Reason,
     RunnerWorkload,
@@ -61,28 +59,25 @@ _PARSERS = ("reasoning_parser", "tool_parser")
 """Families of which a front end chooses, by template where the user says nothing; ``none`` is a choice, too."""
 
 
-class ModelBuilder(Protocol):
-    """The target of a contribution of the family ``model``."""
-
-    def __call__(self, ctx: Context, config: HFConfig) -> CausalLM:
-        """Construct the model; raises CheckpointError for a config it cannot be built from."""
-        ...
-
-
 @dataclass(frozen=True)
 class Blueprint:
     """Everything decided, nothing loaded."""
 
     config: EngineConfig
-    folder: Path
-    hf_config: HFConfig
+    checkpoint: Checkpoint
     plugins: PluginSet
     choice: PlatformChoice
     platform: Platform
     ctx: Context
+    facts: ModelFacts
     model: CausalLM
     ops: StepOps
     groups: Groups
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint is."""
+        return self.checkpoint.folder
 
     @property
     def table(self) -> SelectionTable:
@@ -98,15 +93,14 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
 
     Raises the errors of each part: plugins, platform, checkpoint, selection.
     """
-    folder = resolve_model(config.model, config.hub_revision)
-    hf_config = HFConfig.read(folder)
+    checkpoint = Checkpoint.read(resolve_model(config.model, config.hub_revision))
     lock = LockFile.read(Path(config.plugins_lock_file)) if config.plugins_locked else None
     plugins = discover(config.plugins, lock)
     for warning in check_environment(os.environ, plugins.config_keys()):
         logger.warning("%s", warning)
     config = config.with_plugin_keys(plugins.config_keys())
     _check_slots(config, plugins)
-    method = method_name(config, hf_config, plugins)
+    method = method_name(config, checkpoint, plugins)
     settings = _settings(config, method)
     choice = choose(plugins, settings) if preset is None else preset_choice(plugins, settings, preset)
     for name in config.plugins or ():
@@ -133,7 +127,14 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
         refuses=_refusals(config, plugins, choice),
         asked=config.plugins or (),
     )
-    dtype = _dtype(config, hf_config, platform)
+    chosen = choose_model(
+        checkpoint,
+        plugins,
+        lambda workload: selector.select(asked(config, workload)),
+        lambda offer: load_target(plugins, offer),
+    )
+    facts = chosen.args.facts
+    dtype = _dtype(config, checkpoint, platform)
     metrics = EngineMetrics()
     runs_here = preset is None and (seat is not None or config.tensor_parallel_size == 1)
     if preset is None:
@@ -149,7 +150,7 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
         selector=selector,
         kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         block_size=config.block_size or platform.default_block_size(),
-        limits=_limits(config, hf_config, platform, runs_here),
+        limits=_limits(config, facts, platform, runs_here),
         engine_metrics=metrics,
         profiler=Profiler(platform),
         shadow=ShadowCheck(config.shadow_check, config.seed, metrics) if config.shadow_check else None,
@@ -159,17 +160,17 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     )
     ctx.select(SchedulerWorkload())
     ctx.select(RunnerWorkload())
-    ctx = replace(ctx, quantization=choose_quantization(ctx, hf_config, method))
+    ctx = replace(ctx, quantization=choose_quantization(ctx, checkpoint, method))
     groups.select(ctx)
     try:
-        model = _build_model(ctx, hf_config)
+        model = chosen.build(ctx)
         ops = StepOps.bind(ctx)
     except Exception as error:
         name_culprit(error, plugins, _serving(plugins, selector.plans) if preset is None else ())
         raise
     if seat is None or seat.rank == 0:
         _warn_of_unasked(config, selector)
-    return Blueprint(config, folder, hf_config, plugins, choice, platform, ctx, model, ops, groups)
+    return Blueprint(config, checkpoint, plugins, choice, platform, ctx, facts, model, ops, groups)
 
 
 def _refusals(config: EngineConfig, plugins: PluginSet, choice: PlatformChoice) -> Callable[[Offer], Reason | None]:
@@ -275,26 +276,16 @@ def _warn_of_unasked(config: EngineConfig, selector: Selector) -> None:
             logger.warning("%s %s decides nothing: nothing here asks for %s", choice.flag, choice.name, what)
 
 
-def _build_model(ctx: Context, hf_config: HFConfig) -> CausalLM:
-    architecture = hf_config.architecture
-    known = {str(o.contribution.of) for o in ctx.plugins.offers("model")}
-    if architecture not in known:
-        where = f"It stands in {hf_config.folder}/config.json."
-        raise UnknownNameError("model architecture", architecture, known, where)
-    plan = ctx.select(ModelWorkload(of=architecture))
-    return cast(ModelBuilder, ctx.load(plan.offer))(ctx.for_plugin(plan.offer.plugin), hf_config)
-
-
-def _dtype(config: EngineConfig, hf_config: HFConfig, platform: Platform) -> str:
+def _dtype(config: EngineConfig, checkpoint: Checkpoint, platform: Platform) -> str:
     if config.dtype == "auto":
-        return platform.default_dtype(hf_config.dtype)
+        return platform.default_dtype(checkpoint.dtype)
     if config.dtype not in platform.info.dtypes:
         supported = ", ".join(sorted(platform.info.dtypes))
         raise SelectionError(f"--dtype {config.dtype}: {platform.info.name} supports {supported}")
     return config.dtype
 
 
-def _limits(config: EngineConfig, hf_config: HFConfig, platform: Platform, runs_here: bool) -> EngineLimits:
+def _limits(config: EngineConfig, facts: ModelFacts, platform: Platform, runs_here: bool) -> EngineLimits:
     """The largest steps, as padding makes them: to the platform's buckets, and to the batches that it prepares."""
     wanted = StepLimits(max_tokens=config.max_num_batched_tokens, max_requests=config.max_num_seqs)
     limits = wanted.intersect(platform.step_limits())
@@ -304,25 +295,17 @@ def _limits(config: EngineConfig, hf_config: HFConfig, platform: Platform, runs_
     if limits.token_buckets:
         tokens = next((size for size in limits.token_buckets if size >= tokens), max(limits.token_buckets))
     if runs_here and not config.enforce_eager:  # a graph engine may need the device
-        requests = max((requests, *(decode_sizes(platform.graph_engine(), limits) or ())))
-    return EngineLimits(tokens, requests, _max_model_len(config, hf_config))
+        rows = (row for row in shape_rows(platform.graph_engine(), limits) if row.queries and row.listed)
+        requests = max([requests, *(row.sizes[-1] for row in rows)])
+    return EngineLimits(tokens, requests, _max_model_len(config, facts))
 
 
-def _max_model_len(config: EngineConfig, hf_config: HFConfig) -> int:
-    """Who asks for more than ``max_position_embeddings`` gets it where YaRN was configured for it.
-
-    Configs may leave that key at the length that YaRN extends, as Qwen's model cards have it.
-    """
-    longest = hf_config.integer("max_position_embeddings")
-    if config.max_model_len is None or config.max_model_len <= longest:
-        return config.max_model_len or longest
-    extended = extended_length(hf_config.data, str(hf_config.path)) or 0
-    if config.max_model_len <= extended:
-        return config.max_model_len
-    where = "max_position_embeddings"
-    if extended > longest:
-        longest, where = extended, "yarn's factor times original_max_position_embeddings"
-    raise ConfigError(
-        f"--max-model-len {config.max_model_len} is beyond the {longest} positions that the model was made for "
-        f"({where} in its config.json)"
-    )
+def _max_model_len(config: EngineConfig, facts: ModelFacts) -> int:
+    if config.max_model_len is None:
+        return facts.max_positions
+    if config.max_model_len > facts.most_positions:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is beyond the {facts.most_positions} positions that the model was "
+            f"made for ({facts.limit})"
+        )
+    return config.max_model_len

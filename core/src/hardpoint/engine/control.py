@@ -1,20 +1,24 @@
-"""What an engine's owner does to it while it lives, beside sending requests: sleep, new weights, reports, profiles.
+"""Control verbs: what an engine's owner asks of it beside sending requests (sleep, new weights, reports, profiles).
 
 Importing this imports no torch: a front end whose core has its own process needs none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast, get_args
 
 from hardpoint_plugin_api import ConfigError, MemorySnapshot, MemoryTag, UnknownNameError
 
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint.metrics import MetricsSnapshot
+    from hardpoint.metrics import MetricsSnapshot  # noqa: F401  # as in Verb["MetricsSnapshot"]
+
+
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 SLEEP_LEVELS: dict[int, tuple[MemoryTag, ...]] = {1: ("kv", "resources"), 2: ("kv", "resources", "weights")}
@@ -33,48 +37,82 @@ class MemoryReport:
         return f"{held}; {_mib(self.device.free)} of {_mib(self.device.total)} free"
 
 
+class Verb(Generic[R_co]):
+    """Something that an engine's owner asks of it; it is done between two steps. R is the answer.
+
+    A verb is a frozen dataclass that pickle takes. To add one: declare it here, give it a handler in
+    ``engine/core_verbs.py``, and where ranks take part one in ``engine/execution/rank_verbs.py``. It then works for a
+    core in this process, in a process of its own, and over ranks, as in ``llm.control(ResetPrefixCache())``.
+    """
+
+
+@dataclass(frozen=True)
+class Sleep(Verb[frozenset[MemoryTag]]):
+    """Give back the memory of ``tags`` and return all that sleep. Without kv, every cached prefix is forgotten.
+
+    Raises EngineError while requests are under way.
+    """
+
+    tags: tuple[MemoryTag, ...]
+
+
+@dataclass(frozen=True)
+class WakeUp(Verb[frozenset[MemoryTag]]):
+    """Take the memory of those of ``tags`` that sleep, and return what sleeps on.
+
+    Raises CapacityError where the memory is gone, CheckpointError and EngineError where weights cannot be read.
+    """
+
+    tags: tuple[MemoryTag, ...]
+
+
+@dataclass(frozen=True)
+class UpdateWeights(Verb[frozenset[MemoryTag]]):
+    """Replace the weights by those of a folder or hub id, or by tensors by name; returns what sleeps.
+
+    Raises EngineError while requests are under way; CheckpointError: for a folder before anything has changed, for
+    tensors with the weights gone; ConfigError for tensors where the core or its ranks have processes of their own.
+    """
+
+    source: str | Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class ResetPrefixCache(Verb[None]):
+    """Forget every cached prefix. Requests that run keep their pages; prompts find what is computed from now on."""
+
+
+@dataclass(frozen=True)
+class ReportMemory(Verb[MemoryReport]):
+    """Say who holds how much of the device's memory: all ranks' tags together, and rank 0's device."""
+
+
+@dataclass(frozen=True)
+class ReadMetrics(Verb["MetricsSnapshot"]):
+    """Return what the engine and its plugins counted so far, by layers on rank 0."""
+
+
+@dataclass(frozen=True)
+class StartProfile(Verb[None]):
+    """Start a profile, written into ``folder`` when it is stopped, with a range for each layer if wanted.
+
+    Raises EngineError where one is taken already, PlatformError where the platform has no profiler.
+    """
+
+    folder: str
+    layers: bool = False
+
+
+@dataclass(frozen=True)
+class StopProfile(Verb[None]):
+    """End the profile and write it. Raises EngineError where none is taken."""
+
+
 class CoreControl(Protocol):
-    """The core's side of LLM's methods of these names; each runs between two steps."""
+    """The interface for verbs, of a core in this process or behind a link, and of the engines in front of it."""
 
-    def sleep(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
-        """Give back the memory of ``tags`` and return all that sleep. Without kv, every cached prefix is forgotten.
-
-        Raises EngineError while requests are under way.
-        """
-        ...
-
-    def wake_up(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
-        """Take the memory of those of ``tags`` that sleep, and return what sleeps on.
-
-        Raises CapacityError where the memory is gone, CheckpointError and EngineError where weights cannot be read.
-        """
-        ...
-
-    def update_weights(self, source: str | Iterable[tuple[str, torch.Tensor]]) -> frozenset[MemoryTag]:
-        """Replace the weights by those of a folder or hub id, or by tensors by name; returns what sleeps.
-
-        Raises EngineError while requests are under way; CheckpointError: for a folder before anything has changed, for
-        tensors with the weights gone.
-        """
-        ...
-
-    def memory_report(self) -> MemoryReport:
-        """Who holds how much of the device's memory."""
-        ...
-
-    def metrics(self) -> MetricsSnapshot:
-        """What the engine and its plugins counted so far."""
-        ...
-
-    def start_profile(self, folder: str, layers: bool = False) -> None:
-        """Start a profile, written into ``folder`` when it is stopped, with a range for each layer if wanted.
-
-        Raises EngineError where one is taken already, PlatformError where the platform has no profiler.
-        """
-        ...
-
-    def stop_profile(self) -> None:
-        """End the profile and write it. Raises EngineError where none is taken."""
+    def control(self, verb: Verb[R]) -> R:
+        """Do ``verb`` between two steps, and return its answer; raises what the verb's docstring says."""
         ...
 
 

@@ -7,7 +7,7 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Unpack, cast
@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Unpack, cast
 from hardpoint.checkpoint.source import resolve_tokenizer
 from hardpoint.engine.blueprint import Blueprint, draw, suspects
 from hardpoint.engine.client import CoreFacts, EngineStats, RequestOptions
-from hardpoint.engine.control import MemoryReport
+from hardpoint.engine.control import R, ReportMemory, Verb
+from hardpoint.engine.core_verbs import on_core
 from hardpoint.engine.engine_metrics import StatsCollector, StepMetrics
 from hardpoint.engine.execution.executor import Executor, InProcessExecutor, Pending
 from hardpoint.engine.execution.forward import Model
-from hardpoint.engine.execution.holdings import Holdings
-from hardpoint.engine.execution.multiprocess_executor import MultiprocessExecutor
-from hardpoint.engine.execution.replay_check import ReplayError
-from hardpoint.engine.execution.torchrun_executor import TorchrunExecutor
+from hardpoint.engine.execution.graphs.replay_check import ReplayError
+from hardpoint.engine.execution.memory.holdings import Holdings
+from hardpoint.engine.execution.rank_verbs import Synchronize
+from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
+from hardpoint.engine.execution.ranks.torchrun_executor import TorchrunExecutor
 from hardpoint.engine.execution.worker import Worker, cache_geometry, step_limits
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
@@ -31,21 +33,18 @@ from hardpoint.engine.scheduling.paged_cache import PagedCache
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.scheduler import Scheduler, SchedulerArgs
 from hardpoint.engine.scheduling.step import StepInput
-from hardpoint.metrics import MetricsSnapshot
 from hardpoint.plugins.blame import name_culprit
 from hardpoint.plugins.culprits import Culprit
 from hardpoint.selection import SelectionTable
 from hardpoint.structured import Grammars
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import (
-    ConfigError,
     EngineError,
-    MemoryTag,
     SchedulerWorkload,
 )
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +112,6 @@ class EngineCore:
         logger.info("selection table %s on %s", table.digest, ctx.device.name)
         executor = start_executor(blueprint, model)
         facts = executor.facts
-        vocab_size = blueprint.hf_config.integer("vocab_size")
         scheduler_class = cast(type[Scheduler], ctx.load(ctx.select(SchedulerWorkload()).offer))
         paged_cache = PagedCache(BlockPool(facts.num_pages), cache_geometry(blueprint))
         scheduler = scheduler_class(
@@ -121,10 +119,10 @@ class EngineCore:
         )
         stats = EngineStats(load_seconds=time.perf_counter() - began)
         ahead = ctx.device.accelerator if config.async_scheduling is None else config.async_scheduling
-        admission = Admission(facts.max_model_len, vocab_size, config.seed)
+        admission = Admission(facts.max_model_len, blueprint.facts.vocab_size, config.seed)
         metrics = StepMetrics(ctx.engine_metrics)
         core = cls(blueprint, table, executor, scheduler, admission, stats, metrics, int(ahead), _denied=denied)
-        ctx.engine_metrics.add(StatsCollector(stats, lambda: core.memory_report().by_tag))
+        ctx.engine_metrics.add(StatsCollector(stats, lambda: core.control(ReportMemory()).by_tag))
         return core
 
     @property
@@ -244,7 +242,7 @@ class EngineCore:
     def _settle(self) -> None:
         """Wait for what was given up."""
         if self._is_unsettled:
-            self.executor.call("synchronize")
+            self.executor.control(Synchronize())
             self._is_unsettled = False
 
     def _abandon_submitted(self) -> None:
@@ -282,40 +280,11 @@ class EngineCore:
         self.stats.num_preemptions += request.num_preemptions
         self._metrics.ended(request)
 
-    def sleep(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
-        """Give back the memory of ``tags``; see CoreControl."""
-        self._check_idle("put to sleep")
-        if "kv" in tags:
-            self.scheduler.cache.pool.forget()  # before its pages go, for they may be gone where the call fails
-        return self._calling("sleep", tags)
+    def control(self, verb: Verb[R]) -> R:
+        """Do ``verb`` now; see CoreControl."""
+        return cast(R, on_core(verb, self))
 
-    def wake_up(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
-        """Take the memory of ``tags`` again; see CoreControl."""
-        return self._calling("wake_up", tags)
-
-    def update_weights(self, source: str | Iterable[tuple[str, torch.Tensor]]) -> frozenset[MemoryTag]:
-        """Replace the weights; see CoreControl."""
-        self._check_idle("given other weights")
-        if not isinstance(source, str) and not isinstance(self.executor, InProcessExecutor):
-            raise ConfigError("tensors do not travel to ranks that run elsewhere; save them to a folder and give that")
-        if isinstance(source, str):
-            self.executor.call("check_weights", source)
-        self.scheduler.cache.pool.forget()
-        return self._calling("update_weights", source)
-
-    def _calling(self, method: str, argument: object) -> frozenset[MemoryTag]:
-        """Call the ranks, and note what sleeps then, whatever becomes of the call."""
-        try:
-            self.executor.call(method, argument)
-        finally:
-            self._asleep_after(self.executor.call("asleep"))
-        return self.admission.asleep
-
-    def _asleep_after(self, found: list[frozenset[MemoryTag]]) -> None:
-        """Note what sleeps on any rank."""
-        self.admission.asleep = frozenset(tag for tags in found for tag in tags)
-
-    def _check_idle(self, what: str) -> None:
+    def check_idle(self, what: str) -> None:
         """Raise EngineError while there are requests; wait for steps that those which ended have left behind."""
         if self.scheduler.has_unfinished:
             raise EngineError(f"requests are under way; an engine is {what} when they have ended or been aborted")
@@ -327,25 +296,6 @@ class EngineCore:
             raise
         finally:
             self._take_stock()
-
-    def memory_report(self) -> MemoryReport:
-        """Who holds how much, on all ranks together; see CoreControl. The device is rank 0's."""
-        reports: list[MemoryReport] = self.executor.call("memory_report")
-        by_tag = {tag: sum(report.by_tag[tag] for report in reports) for tag in reports[0].by_tag}
-        return MemoryReport(by_tag, reports[0].device)
-
-    def metrics(self) -> MetricsSnapshot:
-        """What was counted, by layers on rank 0; see CoreControl."""
-        snapshot = self.blueprint.ctx.engine_metrics.snapshot()
-        return snapshot.with_those_of(self.executor.call("metrics")[0])
-
-    def start_profile(self, folder: str, layers: bool = False) -> None:
-        """Start a profile; see CoreControl."""
-        self.executor.call("start_profile", folder, layers)
-
-    def stop_profile(self) -> None:
-        """End the profile and write it; see CoreControl."""
-        self.executor.call("stop_profile")
 
     def _take_stock(self) -> None:
         """Note in ``stats`` what the engine holds now."""

@@ -13,11 +13,26 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 from hardpoint.bench.stages import mark
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreClient, EngineStats, RequestOptions
-from hardpoint.engine.control import TAGS, MemoryReport, check_tags, sleep_tags
+from hardpoint.engine.control import (
+    TAGS,
+    MemoryReport,
+    R,
+    ReadMetrics,
+    ReportMemory,
+    ResetPrefixCache,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
+    Verb,
+    WakeUp,
+    check_tags,
+    sleep_tags,
+)
 from hardpoint.engine.frontend.conversation import Conversation
 from hardpoint.engine.frontend.frontend import Frontend, connect, serve_other_ranks
 from hardpoint.engine.frontend.prompts import Prompt, prompt_list
-from hardpoint.engine.outputs import RequestOutput
+from hardpoint.engine.outputs import RequestOutput, RequestOutputKind
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.selection import SelectionTable
@@ -119,7 +134,7 @@ class LLM:
                 for conversation in self._grown(run):
                     if conversation.output.finished:
                         advance()
-            return [conversation.output for conversation in run.conversations]
+            return [conversation.output for conversation in run.conversations]  # of no stream, so nothing was taken
 
     def chat(
         self,
@@ -154,22 +169,24 @@ class LLM:
         return self._frontend.chat_prompt(messages, **options)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yield the growing output of one prompt, once per step that adds to it."""
+        """Yield the outputs of one prompt, once per step that adds to it, as ``output_kind`` says.
+
+        A CUMULATIVE output is the same growing object each time.
+        """
+        params = sampling_params or self.default_sampling_params()
         with self._opened() as run:
-            self._open(run, prompt, sampling_params or self.default_sampling_params())
+            self._open(run, prompt, params)
             for conversation in self._grown(run):
-                yield conversation.output
+                yield conversation.take() if params.output_kind is RequestOutputKind.DELTA else conversation.output
 
     @property
     def metrics(self) -> MetricsSnapshot:
         """What the engine and its plugins counted so far."""
-        with self._open_core() as core:
-            return core.metrics()
+        return self.control(ReadMetrics())
 
     def memory_report(self) -> MemoryReport:
         """Who holds how much of the device's memory."""
-        with self._open_core() as core:
-            return core.memory_report()
+        return self.control(ReportMemory())
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
         """Give memory back until ``wake_up``; meanwhile prompts are refused with EngineError.
@@ -179,8 +196,7 @@ class LLM:
         Raises EngineError while requests are under way, ConfigError for an unknown level or tag.
         """
         wanted = sleep_tags(level, tags)
-        with self._open_core() as core:
-            core.sleep(wanted)
+        self.control(Sleep(wanted))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory again: all of it, or ``tags``. What is awake already is left alone.
@@ -188,8 +204,7 @@ class LLM:
         Raises CapacityError where the memory is not there any more; what was not taken sleeps on.
         """
         wanted = TAGS if tags is None else check_tags(tags)
-        with self._open_core() as core:
-            core.wake_up(wanted)
+        self.control(WakeUp(wanted))
 
     def update_weights(self, source: str | Path | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the weights, awake or asleep, and forget cached prefixes; cache and selections stay.
@@ -199,29 +214,29 @@ class LLM:
         folder nothing has changed then, with tensors the engine is left without weights. EngineError while requests
         are under way.
         """
-        with self._open_core() as core:
-            core.update_weights(str(source) if isinstance(source, Path) else source)
+        self.control(UpdateWeights(str(source) if isinstance(source, Path) else source))
 
     def start_profile(self, folder: str | Path, layers: bool = False) -> None:
         """Record what the engine does until ``stop_profile``, each layer by its path too if wanted.
 
         Raises EngineError where a profile is taken already, PlatformError where the platform has no profiler.
         """
-        with self._open_core() as core:
-            core.start_profile(str(folder), layers)
+        self.control(StartProfile(str(folder), layers))
 
     def stop_profile(self) -> None:
         """Write the profile into its folder: on most platforms a trace for Perfetto or Chrome."""
-        with self._open_core() as core:
-            core.stop_profile()
+        self.control(StopProfile())
 
-    @contextmanager
-    def _open_core(self) -> Iterator[CoreClient]:
-        """The core, between two steps. Raises RequestError where this LLM is closed."""
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.control(ResetPrefixCache())
+
+    def control(self, verb: Verb[R]) -> R:
+        """Have the core do ``verb`` between two steps. Raises RequestError where this LLM is closed."""
         with self._lock:
             if self._closed:
                 raise RequestError(_CLOSED)
-            yield self.client
+            return self.client.control(verb)
 
     def close(self) -> None:
         """Free weights and caches; the LLM takes no more prompts, and those under way fail. Closing twice is once."""

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class RequestOutputKind(Enum):
+    """The content of a stream's outputs: everything so far, only the new part, or everything and only at the end.
+
+    A stream of CUMULATIVE outputs copies its whole text for every token; DELTA costs the same for each token.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass(frozen=True)
@@ -23,10 +35,12 @@ PositionLogprobs = dict[int, Logprob]
 
 @dataclass
 class CompletionOutput:
-    """One continuation. ``stop_reason`` is the text or token id that ended it, or None for the model's own end.
+    """One continuation, or a part of one. ``stop_reason`` is the text or token id that ended it, or None for the
+    model's own end.
 
-    Where they were asked for, ``logprobs`` has an entry for each of ``token_ids``, and ``cumulative_logprob`` is the
-    sum over those tokens. ``text_ends`` says for each of ``token_ids`` how long ``text`` was once it was taken.
+    A part begins ``start`` characters into the whole text. ``text_ends`` says for each of ``token_ids`` how many
+    characters of the whole text there were once it was taken. Where they were asked for, ``logprobs`` has an entry for
+    each of ``token_ids``, and ``cumulative_logprob`` is the sum over all tokens so far.
     """
 
     index: int
@@ -37,6 +51,17 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
     text_ends: list[int] = field(default_factory=list, repr=False)
+    start: int = 0
+
+    def extend(self, more: CompletionOutput) -> None:
+        """Append the part that follows this one."""
+        self.text += more.text
+        self.token_ids += more.token_ids
+        self.text_ends += more.text_ends
+        if self.logprobs is not None and more.logprobs is not None:
+            self.logprobs += more.logprobs
+        self.cumulative_logprob = more.cumulative_logprob
+        self.finish_reason, self.stop_reason = more.finish_reason, more.stop_reason
 
     def finished(self) -> bool:
         """True once nothing more will come."""
@@ -56,6 +81,8 @@ class RequestMetrics:
 class RequestOutput:
     """A request and what came of it so far: as many outputs as completions were asked for.
 
+    In a stream of RequestOutputKind.DELTA, ``outputs`` are the new parts of those completions that grew.
+
     ``num_cached_tokens`` of the prompt were found in the prefix cache when its first token was drawn.
 
     ``prompt_logprobs``, where they were asked for, has an entry for each prompt token, None for the first. It is there
@@ -70,3 +97,15 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
+
+    def extend(self, more: RequestOutput) -> None:
+        """Append the parts that follow these; everything else becomes what ``more`` has."""
+        known = {output.index: output for output in self.outputs}
+        for output in more.outputs:
+            if output.index in known:
+                known[output.index].extend(output)
+            else:
+                self.outputs.append(output)
+                self.outputs.sort(key=lambda each: each.index)
+        self.finished, self.metrics = more.finished, more.metrics
+        self.prompt_logprobs, self.num_cached_tokens = more.prompt_logprobs, more.num_cached_tokens

@@ -10,6 +10,7 @@ from itertools import chain
 from numbers import Integral, Real
 from typing import Any
 
+from hardpoint.engine.outputs import RequestOutputKind
 from hardpoint_plugin_api import RequestError, StructuredOutput
 
 
@@ -39,6 +40,8 @@ class SamplingParams:
     only where it is met. Once nothing may follow, the output ends, whatever ``min_tokens`` and ``ignore_eos`` say; one
     that is cut off by ``max_tokens`` or ``stop`` may not meet it. ``allowed_token_ids`` and ``bad_words`` exclude it.
 
+    ``output_kind`` says what the outputs of a stream hold; calls that return whole outputs pay no heed to it.
+
     Raises RequestError for a value that is of the wrong kind or out of range.
     """
 
@@ -64,6 +67,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured: StructuredOutput | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         for name, (is_valid, valid) in _VALID.items():
@@ -195,5 +199,6 @@ _VALID: dict[str, tuple[Check, str]] = {
     "logprobs": (_optional(_integer(-1)), "0 or more, -1 for all, or None"),
     "prompt_logprobs": (_optional(_integer(-1)), "0 or more, -1 for all, or None"),
     "structured": (_optional(lambda value: isinstance(value, StructuredOutput)), "a StructuredOutput, or None"),
+    "output_kind": (lambda value: isinstance(value, RequestOutputKind), "a RequestOutputKind"),
 }
 """What each parameter must be, as a check and in words."""

@@ -8,7 +8,7 @@ from hardpoint.experts.middle import row_by_row_middle
 from hardpoint.experts.reference import ReferenceExperts, is_plain
 from hardpoint.quantization.batch_invariant_linear import BatchInvariantLinear
 from hardpoint.quantization.emulated_linear import BatchInvariantEmulatedLinear
-from hardpoint_plugin_api import BuildContext, ExpertsWorkload, LinearKernel, LinearWorkload, expert_matrix
+from hardpoint_plugin_api import BuildContext, ExpertsWorkload, LinearCall, LinearKernel, LinearWorkload, expert_matrix
 
 
 class BatchInvariantExperts(ReferenceExperts):
@@ -37,4 +37,5 @@ class BatchInvariantExperts(ReferenceExperts):
         return BatchInvariantLinear if is_plain(self.workload) else BatchInvariantEmulatedLinear
 
     def _multiply(self, x: torch.Tensor, name: str, expert: int, w: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self._kernels[name, expert].apply(x, expert_matrix(w, name, expert), None)
+        slots = expert_matrix(w, name, expert)
+        return self._kernels[name, expert].apply(LinearCall(x, slots, slots.get("bias")))

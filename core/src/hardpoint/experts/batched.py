@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from hardpoint.experts.middle import bound_middle, is_gated
-from hardpoint_plugin_api import BatchedExpertsKernel, BuildContext, ExpertsWorkload
+from hardpoint_plugin_api import BatchedExpertsCall, BatchedExpertsKernel, BuildContext, ExpertsWorkload
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -27,17 +27,18 @@ class BatchedMatmul(BatchedExpertsKernel):
         """For what w13 makes."""
         return rows * self._width * self.ctx.dtype.itemsize
 
-    def apply(
-        self,
-        x: torch.Tensor,
-        counts: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        workspace: torch.Tensor,
-        *,
-        scales: torch.Tensor | None = None,
-    ) -> None:
+    def apply(self, call: BatchedExpertsCall) -> None:
+        x, w = call.x, call.w
         experts, rows, _ = x.shape
-        first = workspace.view(x.dtype)[: experts * rows * self._width].view(experts, rows, self._width)
-        torch.bmm(x, w["w13.weight"].transpose(1, 2), out=first)
-        torch.bmm(self._middle(first), w["w2.weight"].transpose(1, 2), out=out)
+        first = call.workspace.view(x.dtype)[: experts * rows * self._width].view(experts, rows, self._width)
+        _product(x, "w13", w, first)
+        _product(self._middle(first), "w2", w, call.out)
+
+
+def _product(x: torch.Tensor, name: str, w: dict[str, torch.Tensor], out: torch.Tensor) -> None:
+    """``out`` [E, M, rows]: x [E, M, columns] times each expert's matrix ``name``, plus its bias."""
+    weight, bias = w[f"{name}.weight"].transpose(1, 2), w.get(f"{name}.bias")
+    if bias is None:
+        torch.bmm(x, weight, out=out)
+    else:
+        torch.baddbmm(bias.unsqueeze(1), x, weight, out=out)

@@ -10,7 +10,7 @@ from torch.nn import functional
 from hardpoint.experts.middle import bound_middle
 from hardpoint.ops.moe_permute import moe_permute
 from hardpoint.ops.moe_unpermute import moe_unpermute
-from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsKernel, ExpertsWorkload, Reason
+from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsCall, ExpertsKernel, ExpertsWorkload, Reason
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -47,19 +47,21 @@ class GroupedMatmul(ExpertsKernel):
             if width is not None and width * itemsize % _ALIGNMENT
         ]
 
-    def apply(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        workspace: torch.Tensor,
-        *,
-        scales: torch.Tensor | None = None,
-    ) -> None:
-        w13, w2 = w["w13.weight"], w["w2.weight"]
-        rows, starts, places = self._permute(x, ids, num_experts=w2.shape[0])
+    def apply(self, call: ExpertsCall) -> None:
+        num_experts = call.w["w2.weight"].shape[0]
+        rows, starts, places = self._permute(call.x, call.ids, num_experts=num_experts)
         ends = starts[1:].to(torch.int32)
-        hidden = self._middle(functional.grouped_mm(rows, w13.transpose(1, 2), offs=ends))
-        out.copy_(self._unpermute(functional.grouped_mm(hidden, w2.transpose(1, 2), offs=ends), places, weights))
+        expert = None
+        if "w13.bias" in call.w:  # each row's; any for rows behind the last expert's, which nobody reads
+            row = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
+            expert = torch.bucketize(row, ends, right=True).clamp(max=num_experts - 1)
+        y = self._product(self._middle(self._product(rows, "w13", ends, expert, call.w)), "w2", ends, expert, call.w)
+        call.out.copy_(self._unpermute(y, places, call.weights))
+
+    @staticmethod
+    def _product(
+        rows: torch.Tensor, name: str, ends: torch.Tensor, expert: torch.Tensor | None, w: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Sorted rows times their experts' matrices ``name``, plus the biases of each row's ``expert``."""
+        y = functional.grouped_mm(rows, w[f"{name}.weight"].transpose(1, 2), offs=ends)
+        return y if expert is None else y + w[f"{name}.bias"][expert]

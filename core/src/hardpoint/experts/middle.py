@@ -29,9 +29,13 @@ def names() -> Iterator[str]:
 
 def is_gated(name: str) -> bool:
     """Whether w13 has a gate, and so twice the rows. Raises UnknownNameError."""
-    if name not in set(names()):
-        raise UnknownNameError("activation of experts", name, names())
-    return name not in plain.ACTIVATIONS
+    if name in plain.ACTIVATIONS:
+        return False
+    try:
+        gated.gating(name.removesuffix(_SUFFIX))
+    except UnknownNameError:
+        raise UnknownNameError("activation of experts", name, names()) from None
+    return True
 
 
 def reference_middle(name: str) -> Middle:

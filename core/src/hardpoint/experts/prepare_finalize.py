@@ -11,7 +11,15 @@ import torch
 
 from hardpoint.ops.moe_unpermute import moe_unpermute
 from hardpoint.quantization.numerics import quantize_rows
-from hardpoint_plugin_api import All2All, BatchedExpertsKernel, Dispatched, ExpertsKernel, PluginLoadError
+from hardpoint_plugin_api import (
+    All2All,
+    BatchedExpertsCall,
+    BatchedExpertsKernel,
+    Dispatched,
+    ExpertsCall,
+    ExpertsKernel,
+    PluginLoadError,
+)
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -45,17 +53,16 @@ class PrepareFinalize:
         """x [T, H], ids int32 [T, K], weights float32 [T, K] -> [T, H], through the kernel with weights ``w``."""
         out = torch.empty(x.shape, dtype=self._dtype, device=x.device)
         sent, is_own = self._prepare(x, ids, weights)
-        scales = {} if self._kernel.input_spec is None else {"scales": sent.scales}
         if isinstance(self._kernel, BatchedExpertsKernel):
             assert sent.counts is not None
             y = torch.empty(sent.x.shape, dtype=self._dtype, device=x.device)
-            self._kernel.apply(sent.x, sent.counts, w, y, workspace, **scales)
+            self._kernel.apply(BatchedExpertsCall(sent.x, sent.counts, w, y, workspace, sent.scales))
         else:
             assert sent.ids is not None
             assert sent.weights is not None
             shape = sent.x.shape if self._reduces else (*sent.ids.shape, sent.x.shape[1])
             y = out if is_own and self._reduces else torch.empty(shape, dtype=self._dtype, device=x.device)
-            self._kernel.apply(sent.x, sent.ids, sent.weights, w, y, workspace, **scales)
+            self._kernel.apply(ExpertsCall(sent.x, sent.ids, sent.weights, w, y, workspace, sent.scales))
             y = y if self._reduces else self._reduce(y, sent.ids, sent.weights)
         self._all2all.combine(y, sent.handle, out)
         return out

@@ -11,6 +11,7 @@ from hardpoint.quantization.numerics import fake_quantize
 from hardpoint_plugin_api import (
     BuildContext,
     DeviceInfo,
+    ExpertsCall,
     ExpertsKernel,
     ExpertsWorkload,
     LinearWorkload,
@@ -39,32 +40,25 @@ class ReferenceExperts(ExpertsKernel):
         """Refuse specs that the emulated matmul refuses."""
         return EmulatedLinear.supports(LinearWorkload(spec=workload.spec, features=workload.features), device)
 
-    def apply(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        workspace: torch.Tensor,
-        *,
-        scales: torch.Tensor | None = None,
-    ) -> None:
-        total = torch.zeros(out.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    def apply(self, call: ExpertsCall) -> None:
+        x, ids, w = call.x, call.ids, call.w
+        total = torch.zeros(call.out.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         for expert in range(w["w2.weight"].shape[0]):
             tokens, places = (ids == expert).nonzero(as_tuple=True)
             if tokens.numel():
                 y = self._multiply(self._middle(self._multiply(x[tokens], "w13", expert, w)), "w2", expert, w)
-                total.index_add_(0, tokens, y.to(total.dtype) * weights[tokens, places, None].to(total.dtype))
-        out.copy_(total)
+                total.index_add_(0, tokens, y.to(total.dtype) * call.weights[tokens, places, None].to(total.dtype))
+        call.out.copy_(total)
 
     def _multiply(self, x: torch.Tensor, name: str, expert: int, w: dict[str, torch.Tensor]) -> torch.Tensor:
-        """x [T, columns] times one expert's matrix ``name``."""
+        """x [T, columns] times one expert's matrix ``name``, plus its bias."""
         slots = expert_matrix(w, name, expert)
         if self.workload.spec is None or is_plain(self.workload):
-            return self.multiply(x, slots["weight"], name)
-        weight, activation = self.workload.spec
-        return self.multiply(fake_quantize(x, activation, slots), dequantize(slots, weight, x.dtype), name)
+            y = self.multiply(x, slots["weight"], name)
+        else:
+            weight, activation = self.workload.spec
+            y = self.multiply(fake_quantize(x, activation, slots), dequantize(slots, weight, x.dtype), name)
+        return y + slots["bias"] if "bias" in slots else y
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
         """x [T, columns] times weight [rows, columns], in their dtype; ``name`` is the matrix', w13 or w2."""

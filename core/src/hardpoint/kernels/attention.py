@@ -26,6 +26,7 @@ from hardpoint.quantization.numerics import largest
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,
+    AttentionCall,
     AttentionMetadata,
     AttentionSpec,
     AttentionWorkload,
@@ -34,6 +35,7 @@ from hardpoint_plugin_api import (
     CaptureGrade,
     DeviceInfo,
     Reason,
+    StoreCall,
 )
 
 _LOG2_E = 1.4426950408889634
@@ -248,13 +250,14 @@ class TritonAttention(AttentionBackend):
             *(None if x is None else x.to(torch.float32).contiguous() for x in (sinks, alibi_slopes))
         )
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, cache: _Cache, slot_mapping: torch.Tensor) -> None:
+    def store(self, call: StoreCall) -> None:
         """See AttentionBackend."""
+        slot_mapping = call.slot_mapping
         rows = slot_mapping.shape[0] * self.spec.num_kv_heads
         if not rows:
             return
-        k, v = _evenly_placed(_with_adjacent_elements(k)), _evenly_placed(_with_adjacent_elements(v))
-        pages, strides = self._pages(cache), (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+        k, v = (_evenly_placed(_with_adjacent_elements(x)) for x in (call.k, call.v))
+        pages, strides = self._pages(call.cache), (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         self._store(
             (*strides, *pages[4:]) if aligned(k, v, *pages[:4]) else None,
             (-(-rows // self._store_constants["ROWS"]), 2, 1),
@@ -288,20 +291,13 @@ class TritonAttention(AttentionBackend):
         token = (first, batch.num_requests, starts[-1] - starts[first], tiling)
         return TritonMetadata(batch, token=token, prefill=tiling)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: _Cache,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
+    def forward(self, call: AttentionCall) -> None:
         """See AttentionBackend. Raises for heads whose elements do not lie one by one."""
+        q, out, metadata = call.q, call.out, call.metadata
         assert isinstance(metadata, TritonMetadata)
         assert q.stride(2) == out.stride(2) == 1 or q.shape[2] == 1, "heads' elements must be adjacent"
         q = _evenly_placed(q)
-        batch, pages = metadata.batch, self._pages(cache)
+        batch, pages = metadata.batch, self._pages(call.cache)
         strides = (q.stride(0), q.stride(1), out.stride(0), out.stride(1))
         alike = (q, *strides[:2], out, *strides[2:], *pages, batch.block_table, batch.block_table.stride(0))
         # Whatever else decides a kernel's variant stays as it is for a layer.

@@ -18,7 +18,7 @@ from hardpoint.kernels.gemv import Scales, gemv
 from hardpoint.kernels.launch import begun
 from hardpoint.kernels.skinny import LARGEST, rounded_to, skinny
 from hardpoint.quantization.rounding_linear import RoundingLinear
-from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearWorkload, Quantized, QuantSpec, Reason
+from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearWorkload, QuantSpec, Reason
 
 _SMALLEST_GROUP = 32
 """Columns: what 8-bit matrix units take at a time."""
@@ -64,31 +64,28 @@ class ScaledLinear(TritonRoundingLinear):
         """Scales of rounded activations."""
         return Scales(values, self._x_rows, self.x_group)
 
-    def taken(self, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Scales | None]:
-        """``x`` [M, K] as the product takes it, with its scales: as it is, or rounded."""
-        if self.activation is None:
-            return x, None
-        codes, scale = self.rounded(x, weights)
-        return codes, self.x_scales(scale)
+    def taken(self, call: LinearCall) -> tuple[torch.Tensor, Scales | None]:
+        """The call's x as the product takes it, [M, K], with its scales: as it is, or rounded."""
+        rows, scales = call.x.reshape(-1, call.x.shape[-1]), call.scales
+        if scales is None:
+            if self.activation is None:
+                return rows, None
+            rows, scales = self.rounded(rows, call.weights)
+        return rows, self.x_scales(scales)
 
 
 class TritonScaledGemv(ScaledLinear):
     """A few rows of activations: on matrix units, but for float32, which asks for more digits than their sums have."""
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        rows, weight = x.reshape(-1, x.shape[-1]), weights["weight"]
-        spec = self.activation
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weights, bias = call.x, call.weights, call.bias
+        weight, spec = weights["weight"], self.activation
         if spec is not None and spec.static and not self.x_group and self.ctx.dtype != torch.float32:
-            given = self.x_scales(weights["input_scale"].view(1, 1))
+            rows, given = x.reshape(-1, x.shape[-1]), self.x_scales(weights["input_scale"].view(1, 1))
             y = skinny(rows, weight, bias, self.ctx.dtype, given, self.weight_scales(weights), round_x=True)
         else:
-            y = self._product(*self.taken(rows, weights), weights, bias)
+            y = self._product(*self.taken(call), weights, bias)
         return y.view(*x.shape[:-1], weight.shape[0])
-
-    def apply_quantized(
-        self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return self._product(x.data, self.x_scales(x.scale), weights, bias)
 
     def _product(
         self, x: torch.Tensor, x_scales: Scales | None, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
@@ -104,17 +101,11 @@ class TritonScaledGemv(ScaledLinear):
 class TritonScaledGemm(ScaledLinear):
     """Any number of rows of activations, on matrix units: 8-bit ones where the activations are rounded too."""
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        weight = weights["weight"]
-        codes, x_scales = self.taken(x.reshape(-1, x.shape[-1]), weights)
-        y = gemm(codes, weight, bias, self.ctx.dtype, x_scales, self.weight_scales(weights))
-        return y.view(*x.shape[:-1], weight.shape[0])
-
-    def apply_quantized(
-        self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        x_scales, scales = self.x_scales(x.scale), self.weight_scales(weights)
-        return gemm(x.data, weights["weight"], bias, self.ctx.dtype, x_scales, scales)
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        weight = call.weights["weight"]
+        rows, x_scales = self.taken(call)
+        y = gemm(rows, weight, call.bias, self.ctx.dtype, x_scales, self.weight_scales(call.weights))
+        return y.view(*call.x.shape[:-1], weight.shape[0])
 
 
 def _block(spec: QuantSpec) -> tuple[int, int]:

@@ -17,12 +17,20 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hardpoint.experts.middle import is_gated
+from hardpoint.experts.middle import is_gated, names
 from hardpoint.kernels.experts_tiling import LayerShape, Tiling, TilingTable
 from hardpoint.kernels.grouped_matmul import count_pairs, expert_tiles, place_pairs, sum_of_results
 from hardpoint.kernels.launch import begun, in_stages_that_fit
 from hardpoint.kernels.quantize import quantize_rows
-from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsKernel, ExpertsWorkload, QuantSpec, Reason
+from hardpoint_plugin_api import (
+    BuildContext,
+    DeviceInfo,
+    ExpertsCall,
+    ExpertsKernel,
+    ExpertsWorkload,
+    QuantSpec,
+    Reason,
+)
 
 _MOST_LISTED_IN_PLACE = 512
 """Pairs that every program reads; more are listed once."""
@@ -104,6 +112,9 @@ class TritonGroupedExperts(ExpertsKernel):
     @classmethod
     def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
         """Refuse groups that rounds cannot end with, and 8-bit products for results that are more exact than those."""
+        if workload.activation is not None and workload.activation not in set(names()):
+            supported = ", ".join(names())
+            return [Reason("activation", "activation not supported", wanted=workload.activation, supported=supported)]
         if workload.spec is None:
             return []
         groups = [scale.block[1] for spec in workload.spec for scale in spec.scales]
@@ -130,36 +141,17 @@ class TritonGroupedExperts(ExpertsKernel):
         counts = triton.cdiv(pairs, _COUNTED_AT_ONCE) * triton.next_power_of_2(self._experts)
         return pairs * self._width * itemsize, pairs * self._hidden * itemsize, 4 * (listed + counts)
 
-    def apply(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        workspace: torch.Tensor,
-        *,
-        scales: torch.Tensor | None = None,
-    ) -> None:
-        tokens, top_k = ids.shape
-        if not tokens:
-            return
-        self.run(self._tilings.of_pairs(tokens * top_k), x, ids, weights, w, out, workspace)
+    def apply(self, call: ExpertsCall) -> None:
+        if pairs := call.ids.numel():
+            self.run(self._tilings.of_pairs(pairs), call)
 
-    def run(
-        self,
-        tiling: Tiling,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        workspace: torch.Tensor,
-    ) -> None:
+    def run(self, tiling: Tiling, call: ExpertsCall) -> None:
         """``apply`` in the given tiles, of at least one token."""
+        x, ids, w = call.x, call.ids, call.w
         tokens, top_k = ids.shape
         pairs, width, hidden = tokens * top_k, self._width, self._hidden
-        first, second, lists = workspace.split_with_sizes(_padded(self._sizes(pairs), workspace.numel()))[:3]
+        sizes = _padded(self._sizes(pairs), call.workspace.numel())
+        first, second, lists = call.workspace.split_with_sizes(sizes)[:3]
         middle = first.view(x.dtype)[: pairs * width]
         results = second.view(x.dtype)[: pairs * hidden]
         rows = tiling.rows
@@ -213,7 +205,7 @@ class TritonGroupedExperts(ExpertsKernel):
             in_stages_that_fit(kind, shape.num_stages, partial(_launch, grid, shape.num_warps, x, arguments))
         block = min(triton.next_power_of_2(hidden), 1024 if tokens >= 64 else 256)
         sum_of_results[tokens, triton.cdiv(hidden, block)](
-            results, ids, weights, out, hidden, top_k, block, num_warps=4, **begun(x)
+            results, ids, call.weights, call.out, hidden, top_k, block, num_warps=4, **begun(x)
         )
 
     def _description(self, weight: torch.Tensor, columns: int, depth: int) -> TensorDescriptor:

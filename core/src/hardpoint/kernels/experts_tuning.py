@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from hardpoint.context import Context
 from hardpoint.kernels.experts import TritonGroupedExperts
 from hardpoint.kernels.experts_tiling import HEIGHTS, MatmulShape, Tiling, by_rule, of_height
-from hardpoint_plugin_api import ExpertsWorkload, Platform, PlatformError
+from hardpoint_plugin_api import ExpertsCall, ExpertsWorkload, Platform, PlatformError
 
 _CHOICES = {
     "columns": (16, 32, 64, 128, 256),
@@ -87,7 +87,7 @@ class RandomLayer:
 
         def run(**_: object) -> torch.Tensor:
             for x, ids, weights in steps:
-                self.kernel.run(tiling, x, ids, weights, self.weights, out, scratch)
+                self.kernel.run(tiling, ExpertsCall(x, ids, weights, self.weights, out, scratch))
             return out
 
         return run

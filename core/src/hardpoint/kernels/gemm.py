@@ -16,7 +16,7 @@ import triton.language as tl
 
 from hardpoint.kernels.gemv import Scales
 from hardpoint.kernels.launch import begun
-from hardpoint_plugin_api import DeviceInfo, LinearKernel, LinearWorkload, Reason
+from hardpoint_plugin_api import DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason
 
 WIDE = 16384
 """Rows of a weight from which on narrow tiles are too many."""
@@ -180,9 +180,9 @@ class TritonGemm(LinearKernel):
         large = Reason("size", "libraries read larger weights faster", wanted=str(size), supported=most)
         return [large] if size > _MOST_PLAIN_ELEMENTS else []
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        weight = weights["weight"]
-        y = gemm(x.reshape(-1, x.shape[-1]), weight, bias, x.dtype)
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weight = call.x, call.weights["weight"]
+        y = gemm(x.reshape(-1, x.shape[-1]), weight, call.bias, x.dtype)
         return y.view(*x.shape[:-1], weight.shape[0])
 
 

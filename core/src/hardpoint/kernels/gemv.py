@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from hardpoint.kernels.launch import begun
-from hardpoint_plugin_api import LinearKernel
+from hardpoint_plugin_api import LinearCall, LinearKernel
 
 _READ_BYTES = 16
 
@@ -213,7 +213,7 @@ def gemv(
 class TritonGemv(LinearKernel):
     """Plain weights as they stand in the checkpoint, for a few rows of activations."""
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        weight = weights["weight"]
-        y = gemv(x.reshape(-1, x.shape[-1]), weight, bias, x.dtype)
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weight = call.x, call.weights["weight"]
+        y = gemv(x.reshape(-1, x.shape[-1]), weight, call.bias, x.dtype)
         return y.view(*x.shape[:-1], weight.shape[0])

@@ -20,7 +20,7 @@ import triton.language as tl
 from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint.kernels.quantize import magnitude, round_block, rounding_scale
 from hardpoint.quantization.numerics import largest
-from hardpoint_plugin_api import NULL_PAGE, ConfigError, OpWorkload, PluginLoadError
+from hardpoint_plugin_api import NULL_PAGE, ConfigError, OpWorkload, PluginLoadError, StoreCall
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -338,7 +338,7 @@ def scaled_store(
         views = cache if "k_scale" in cache else {}
         q, k = _launch(q, k, v, cos_sin, positions, views, slot_mapping, q_weight, k_weight, eps, interleaved)
         if not views:
-            store(k, v, cache, slot_mapping)
+            store(StoreCall(k, v, cache, slot_mapping))
         return q, k
 
     return norm_rope_store_scaled

@@ -24,7 +24,7 @@ from hardpoint.kernels.gemv import Scales
 from hardpoint.kernels.launch import begun
 from hardpoint.kernels.quantize import over
 from hardpoint.kernels.reading import read_inside
-from hardpoint_plugin_api import DeviceInfo, LinearKernel, LinearWorkload, Reason
+from hardpoint_plugin_api import DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The greatest magnitudes that symmetric scales map to."""
@@ -145,9 +145,9 @@ class TritonSkinny(LinearKernel):
         wide = Reason("out-features", "larger weights are read as fast by others", wanted=str(rows), supported=most)
         return [wide] if rows > _MOST_PLAIN_ROWS else []
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        weight = weights["weight"]
-        y = skinny(x.reshape(-1, x.shape[-1]), weight, bias, x.dtype)
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weight = call.x, call.weights["weight"]
+        y = skinny(x.reshape(-1, x.shape[-1]), weight, call.bias, x.dtype)
         return y.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from hardpoint.kernels.launch import begun, in_stages_that_fit
 from hardpoint.quantization.numerics import pack_nibbles
-from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearKernel, LinearWorkload, Reason, dequantize
+from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason, dequantize
 
 _LARGEST_TILE = 256
 _TILE_ROWS = tl.constexpr(16)
@@ -103,8 +103,9 @@ class TritonInt4Linear(LinearKernel):
         added: torch.Tensor = whole.to(self.ctx.dtype) * -_STEP[self.ctx.dtype]
         return added.contiguous()
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        y = int4_matmul(x.reshape(-1, x.shape[-1]), weights, bias, self.group, self.flip)
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x = call.x
+        y = int4_matmul(x.reshape(-1, x.shape[-1]), call.weights, call.bias, self.group, self.flip)
         return y.view(*x.shape[:-1], y.shape[1])
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -137,9 +138,9 @@ class DequantizedInt4Linear(TritonInt4Linear):
     The numbers take as much memory for that time as a plain weight.
     """
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        weight = int4_dequantize(weights, self.columns, x.dtype, self.group, self.flip)
-        return torch.nn.functional.linear(x, weight, bias)
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        weight = int4_dequantize(call.weights, self.columns, call.x.dtype, self.group, self.flip)
+        return torch.nn.functional.linear(call.x, weight, call.bias)
 
 
 @dataclass(frozen=True)

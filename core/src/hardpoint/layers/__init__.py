@@ -1,8 +1,8 @@
 """Pluggable layers: what models are built from, and what a plugin may replace by name."""
 
 from hardpoint.layers.attention import Attention
-from hardpoint.layers.base import PluggableLayer
-from hardpoint.layers.causal_lm import CausalLM, CausalLMArgs, DecoderStack
+from hardpoint.layers.base import PluggableLayer, build_layer
+from hardpoint.layers.causal_lm import CausalLM, CausalLMArgs, DecoderStack, ModelFacts
 from hardpoint.layers.decoder_block import DecoderBlock
 from hardpoint.layers.embedding import Embedding, LMHead
 from hardpoint.layers.linear import Linear
@@ -22,6 +22,8 @@ __all__ = [
     "Linear",
     "MLP",
     "MoE",
+    "ModelFacts",
     "Norm",
     "PluggableLayer",
+    "build_layer",
 ]

@@ -17,7 +17,15 @@ from hardpoint.layers.linear import Linear
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rope_table import rope_table
 from hardpoint.parallel.shards import HeadShards
-from hardpoint_plugin_api import AttentionArgs, AttentionSpec, ForwardStep, LinearArgs, Quantized, WeightSlot
+from hardpoint_plugin_api import (
+    AttentionArgs,
+    AttentionCall,
+    AttentionSpec,
+    ForwardStep,
+    LinearArgs,
+    Quantized,
+    WeightSlot,
+)
 
 _STORED_SCALES_ARE_FOR = "float8_e4m3fn"
 """What checkpoints' scales of the cache map to; a cache of another dtype has scales of its own."""
@@ -30,6 +38,7 @@ class Attention(PluggableLayer, name="attention"):
     def __init__(self, ctx: Context, args: AttentionArgs) -> None:
         super().__init__(ctx)
         self.args, self.dtype, self._device = args, dtype_name(ctx.dtype), ctx.torch_device
+        self._num_positions = ctx.max_model_len
         q_size, kv_size = args.num_heads * args.head_size, args.num_kv_heads * args.head_size
         self._group, self._leaves_summand = ctx.parallel.tp, False
         self._heads = heads = HeadShards.of(args.num_heads, args.num_kv_heads, ctx.parallel.tp)
@@ -88,7 +97,7 @@ class Attention(PluggableLayer, name="attention"):
     def bind(self) -> None:
         rope = self.args.rope
         if rope is not None:
-            self._cos_sin = self._shared(rope, lambda: rope_table(rope, rope.max_position, self._device))
+            self._cos_sin = self._shared(rope, lambda: rope_table(rope, self._num_positions, self._device))
         slopes = alibi_slopes(self.args.num_heads, self._device)[self._heads.own] if self.args.alibi else None
         self.backend.set_head_constants(self.weights.get("sinks"), slopes)
         if self._static_cache_scales:
@@ -100,9 +109,8 @@ class Attention(PluggableLayer, name="attention"):
 
     def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. Writes this step's keys and values to the layer's cache."""
-        args, metadata, cache = self.args, step.metadata[self.index], step.caches[self.index]
-        size = args.head_size
-        qkv = self.qkv(x).view(x.shape[0], -1, size)
+        size = self.args.head_size
+        qkv = self.qkv(x, step).view(x.shape[0], -1, size)
         heads = self._heads
         q, k, v = qkv.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
         q, k = self._qk_norm_rope_store(
@@ -110,16 +118,17 @@ class Attention(PluggableLayer, name="attention"):
             k,
             v,
             self._cos_sin,
-            step.positions,
-            cache,
-            metadata.batch.slot_mapping,
+            step.rotary_positions,
+            step.caches[self.index],
+            step.metadata[self.index].batch.slot_mapping,
             self.weights.get("q_norm"),
             self.weights.get("k_norm"),
             **self._scalars,
         )
         attended = torch.empty_like(q)
-        step.attend(self.index, self.backend, q, k, v, attended)
-        y: torch.Tensor = self.out(attended.view(x.shape[0], -1))
+        attend = self.backend.forward
+        step.interrupt(self.index, lambda cache, plan: attend(AttentionCall(q, k, v, cache, plan, attended)))
+        y: torch.Tensor = self.out(attended.view(x.shape[0], -1), step)
         return y if self._leaves_summand else self._group.all_reduce(y)
 
 

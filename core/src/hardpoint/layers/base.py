@@ -3,6 +3,7 @@
 A layer is constructed as ``Layer(ctx, args)``. For a class that declares a name (``class Norm(PluggableLayer,
 name="norm")``) the metaclass asks the selector first and constructs the winner instead, properly, whatever it is.
 A class without a name of its own (a replacement, or an in-tree specialisation) is constructed as it stands.
+``build_layer(ctx, args)`` constructs the layer that its arguments name, whoever declares it.
 
 Life: declare (slots) -> load -> prepare (pack, fold, drop originals) -> bind (functions over final weights);
 ``release`` drops the weights.
@@ -11,7 +12,7 @@ Life: declare (slots) -> load -> prepare (pack, fold, drop originals) -> bind (f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -19,8 +20,11 @@ from torch import nn
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.plugins import Offer
-from hardpoint.plugins.blame import blame, construct, misbehaved
-from hardpoint_plugin_api import Feature, LayerWorkload, QuantSpec, WeightSlot
+from hardpoint.plugins.blame import blame, misbehaved, of_kind
+from hardpoint.plugins.record import CORE
+from hardpoint_plugin_api import Feature, LayerArgs, LayerWorkload, QuantSpec, UnknownNameError, WeightSlot
+
+_Layer = TypeVar("_Layer")
 
 
 class _PluggableMeta(type):
@@ -29,18 +33,15 @@ class _PluggableMeta(type):
     pluggable_name: str | None
 
     def __call__(cls, ctx: Context, args: Any, *rest: Any, **options: Any) -> Any:
-        if cls.__dict__.get("pluggable_name") is None:
+        name = cls.__dict__.get("pluggable_name")
+        if name is None:
             return super().__call__(ctx, args, *rest, **options)
-        features: frozenset[Feature] = getattr(args, "features", frozenset())
-        workload = LayerWorkload(of=cls.pluggable_name, dtype=dtype_name(ctx.dtype), args=args, features=features)
-        offer = ctx.select(workload).offer
-        winner = ctx.load(offer)
-        if winner is cls:
-            return super().__call__(ctx.for_plugin(offer.plugin), args, *rest, **options)
-        layer = construct(offer, winner, PluggableLayer, ctx, args, *rest, **options)
-        _check_slots(offer, layer)
-        ctx.kernel_calls.attach(offer, layer)
-        return layer
+        return _build(name, ctx, args, *rest, **options)
+
+    def as_it_stands(cls: type[_Layer], *args: Any, **options: Any) -> _Layer:
+        """An instance of this very class."""
+        made: _Layer = type.__call__(cls, *args, **options)
+        return made
 
 
 class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
@@ -81,7 +82,7 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
 
     def declare(self) -> dict[str, WeightSlot]:
         """The tensors this layer wants of a checkpoint, by slot name. A replacement of a layer that has sub-layers may
-        declare their slots itself, under dotted names (``"attention.qkv.weight"``)."""
+        declare their slots itself, under dotted names (``"mixer.qkv.weight"``)."""
         return {}
 
     def prepare(self) -> None:
@@ -108,6 +109,33 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
         raise NotImplementedError(f"{type(self).__name__} takes no summand")
 
 
+def build_layer(ctx: Context, args: LayerArgs) -> PluggableLayer:
+    """Construct the layer that ``args`` name, as the selector chooses it.
+
+    Raises UnknownNameError where no plugin declares it, SelectionError where nothing can serve, PluginLoadError where
+    the winner is no layer or cannot be built.
+    """
+    known = {str(offer.contribution.of) for offer in ctx.plugins.offers("layer")}
+    if args.layer not in known:
+        raise UnknownNameError("layer", args.layer, known, f"It stands in {type(args).__name__}.layer, at {ctx.path}.")
+    return _build(args.layer, ctx, args)
+
+
+def _build(name: str, ctx: Context, args: Any, *rest: Any, **options: Any) -> PluggableLayer:
+    features: frozenset[Feature] = getattr(args, "features", frozenset())
+    workload = LayerWorkload(of=name, dtype=dtype_name(ctx.dtype), args=args, features=features)
+    offer = ctx.select(workload).offer
+    winner = ctx.load(offer)
+    kind, ctx = of_kind(offer, winner, PluggableLayer), ctx.for_plugin(offer.plugin)
+    if offer.plugin == CORE:
+        return kind.as_it_stands(ctx, args, *rest, **options)
+    with blame(offer):
+        layer = kind.as_it_stands(ctx, args, *rest, **options)
+    _check_slots(offer, layer)
+    ctx.kernel_calls.attach(offer, layer)
+    return layer
+
+
 def sum_later(ctx: Context, writer: PluggableLayer, reader: PluggableLayer) -> None:
     """Have ``reader`` sum over the ranks what ``writer`` returns, where both can; otherwise ``writer`` does.
 
@@ -125,6 +153,15 @@ def _check_slots(offer: Offer, layer: PluggableLayer) -> None:
         isinstance(name, str) and isinstance(slot, WeightSlot) for name, slot in slots.items()
     ):
         raise misbehaved(offer, f"must return dict[str, WeightSlot] from declare(), got {slots!r}")
+
+
+def checked_weights(offer: Offer, packed: object) -> dict[str, torch.Tensor]:
+    """``packed``, what ``prepack`` of a kernel returned. Raises PluginLoadError unless it is tensors by name."""
+    if not isinstance(packed, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in packed.items()
+    ):
+        raise misbehaved(offer, f"must return tensors by name from prepack(), got {packed!r:.80}")
+    return packed
 
 
 def walk(root: nn.Module, path: str = "") -> Iterator[tuple[str, PluggableLayer]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import cast
@@ -40,29 +41,52 @@ class DecoderStack(PluggableLayer, name="decoder_stack"):
 
 
 @dataclass(frozen=True)
+class ModelFacts:
+    """Facts that an engine needs of a model before it is built.
+
+    Token ids are below ``vocab_size``. Sequences have at most ``max_positions`` tokens unless the user asks for more,
+    and ``most_positions`` then; ``limit`` says in words where the latter number stands, for messages.
+    """
+
+    vocab_size: int
+    max_positions: int
+    most_positions: int
+    limit: str
+
+
+@dataclass(frozen=True)
 class CausalLMArgs:
-    """The shape of a decoder-only model."""
+    """A decoder-only model, as a family makes it of a checkpoint's config.
+
+    ``weight_names`` has the slot of each tensor of the checkpoint, None for one that may be there and is not needed.
+    """
 
     embedding: EmbeddingArgs
     blocks: tuple[BlockArgs, ...]
     norm: NormArgs
     tied: bool
+    weight_names: Mapping[str, str | None]
+    facts: ModelFacts
+
+    def build(self, ctx: Context) -> CausalLM:
+        """Construct the model, without weights."""
+        return CausalLM(ctx, self)
 
 
 class CausalLM(nn.Module):
-    """Token ids to hidden states to logits. ``weight_names`` maps a checkpoint's tensors to slots; see load_weights."""
+    """Token ids to hidden states to logits. ``weight_names`` are those of the arguments, quantization considered."""
 
-    def __init__(self, ctx: Context, args: CausalLMArgs, weight_names: dict[str, str | None]) -> None:
+    def __init__(self, ctx: Context, args: CausalLMArgs) -> None:
         super().__init__()
-        ctx = ctx.for_model(weight_names)
+        ctx = ctx.for_model(args.weight_names)
         self.head = LMHead(ctx.child("head"), replace(args.embedding, tied=args.tied))
         self.embedding = Embedding(ctx.child("embedding"), args.embedding, self.head if args.tied else None)
         self.stack = DecoderStack(ctx.child("stack"), args.blocks)
         self.norm = Norm(ctx.child("norm"), args.norm)
         sum_later(ctx.child("norm"), self.stack, self.norm)
-        self.weight_names = ctx.quantization.weight_names(weight_names)
+        self.weight_names = ctx.quantization.weight_names(args.weight_names)
 
-    def forward(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    def hidden(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """ids int64 [T] -> hidden states [T, hidden]."""
         x, residual = self.stack(self.embedding(ids), step)
         hidden: torch.Tensor = self.norm(x, residual)[0]

@@ -15,7 +15,7 @@ from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.linear import Linear
 from hardpoint.ops.embedding_lookup import embedding_lookup
 from hardpoint.parallel.shards import vocab_shard
-from hardpoint_plugin_api import EmbeddingArgs, LinearArgs, WeightSlot
+from hardpoint_plugin_api import EmbeddingArgs, ForwardStep, LinearArgs, WeightSlot
 
 
 class LMHead(PluggableLayer, name="lm_head"):
@@ -32,10 +32,11 @@ class LMHead(PluggableLayer, name="lm_head"):
         )
         shards = (self.shard,) if self.shard else ()
         self.linear = Linear(ctx.child("linear"), LinearArgs(args.hidden_size, rows, kind=kind, row_shards=shards))
+        self._step = ForwardStep.empty(ctx.torch_device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden] -> [N, vocab]."""
-        logits: torch.Tensor = self.linear(hidden)
+        logits: torch.Tensor = self.linear(hidden, self._step)
         if self.shard is None:
             return logits
         count, width = logits.shape

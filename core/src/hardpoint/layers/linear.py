@@ -8,12 +8,22 @@ import torch
 
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
-from hardpoint.layers.base import PluggableLayer
+from hardpoint.layers.base import PluggableLayer, checked_weights
 from hardpoint.ops.base import by_tokens
 from hardpoint.plugins.blame import blame, construct, misbehaved
 from hardpoint.quantization.merging import collapse_parts
 from hardpoint.quantization.numerics import travels
-from hardpoint_plugin_api import LinearArgs, LinearKernel, LinearWorkload, Quantized, Scheme, WeightSlot, weight_slots
+from hardpoint_plugin_api import (
+    ForwardStep,
+    LinearArgs,
+    LinearCall,
+    LinearKernel,
+    LinearWorkload,
+    Quantized,
+    Scheme,
+    WeightSlot,
+    weight_slots,
+)
 
 
 class Linear(PluggableLayer, name="linear"):
@@ -57,11 +67,10 @@ class Linear(PluggableLayer, name="linear"):
                     "dynamic, each of a row's own, no zero points, and elements that lie one by one",
                 )
         limits = [e.range.max for e in plan.entries]
-        self._matmul = by_tokens(limits, [k.apply for k in self.kernels])
+        self._matmul = by_tokens(limits, [k.apply for k in self.kernels], lambda call: call.x.shape[0])
         wanted = {k.input_spec for k in self.kernels}
         if len(wanted) == 1:  # a form is chosen before a step's size is known
             (self.input_spec,) = wanted
-            self._quantized_matmul = by_tokens(limits, [k.apply_quantized for k in self.kernels])
 
     def declare(self) -> dict[str, WeightSlot]:
         if self.scheme is None:
@@ -84,22 +93,23 @@ class Linear(PluggableLayer, name="linear"):
         self._bias = None if columns is not None and columns.rank else bias
         weights = collapse_parts(self.weights, self.path)
         with blame(self._offer):
-            self.weights = self.kernels[0].prepack(weights)
+            packed = self.kernels[0].prepack(weights)
+        self.weights = checked_weights(self._offer, packed)
 
     def release(self) -> None:
         super().release()
         self._bias = None
 
-    def forward(self, x: torch.Tensor | Quantized) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
         """[T, in] -> [T, out], both as on this rank. Divided by columns, the sum over ranks is still to be taken.
 
         ``x`` may be quantized in the form of ``input_spec``.
         """
         if self._apart:
-            return torch.cat([part(x) for part in self._apart], dim=-1)
+            return torch.cat([part(x, step) for part in self._apart], dim=-1)
         if isinstance(x, Quantized):
-            return self._quantized_matmul(x, self.weights, self._bias)
-        return self._matmul(x, self.weights, self._bias)
+            return self._matmul(LinearCall(x.data, self.weights, self._bias, x.scale))
+        return self._matmul(LinearCall(x, self.weights, self._bias))
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``ids`` [T] of the weight, [T, in]: a tied embedding's look-up."""

@@ -13,7 +13,7 @@ from hardpoint.layers.linear import Linear
 from hardpoint.ops.act_and_mul import act_and_mul, act_and_mul_quantized
 from hardpoint.ops.activation import activation
 from hardpoint.parallel.shards import even_shard
-from hardpoint_plugin_api import LinearArgs, MLPArgs, Quantized
+from hardpoint_plugin_api import ForwardStep, LinearArgs, MLPArgs, Quantized
 
 
 class MLP(PluggableLayer, name="mlp"):
@@ -39,9 +39,9 @@ class MLP(PluggableLayer, name="mlp"):
         self._leaves_summand = True
         return True
 
-    def forward(self, x: torch.Tensor | Quantized) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
-        y: torch.Tensor = self.down(self._middle(self.gate_up(x)))
+        y: torch.Tensor = self.down(self._middle(self.gate_up(x, step)), step)
         return y if self._leaves_summand else self._group.all_reduce(y)
 
     def _bound_middle(self, ctx: Context) -> Callable[[torch.Tensor], torch.Tensor | Quantized]:

@@ -16,7 +16,7 @@ import torch
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.experts.prepare_finalize import AnyExpertsKernel, PrepareFinalize
-from hardpoint.layers.base import PluggableLayer
+from hardpoint.layers.base import PluggableLayer, checked_weights
 from hardpoint.layers.linear import Linear
 from hardpoint.layers.mlp import MLP
 from hardpoint.ops.activation import activation
@@ -32,6 +32,8 @@ from hardpoint_plugin_api import (
     ConfigError,
     ExpertsKernel,
     ExpertsWorkload,
+    Feature,
+    ForwardStep,
     LinearArgs,
     MLPArgs,
     MoEArgs,
@@ -52,7 +54,8 @@ class MoE(PluggableLayer, name="moe"):
         self._ep, self._tp, self._leaves_summand = ctx.parallel.ep, ctx.parallel.tp, False
         self._slices = slicing_group(ctx)
         self.router = Linear(
-            ctx.child("router"), LinearArgs(hidden, (("experts", args.router.num_experts),), kind="router")
+            ctx.child("router"),
+            LinearArgs(hidden, (("experts", args.router.num_experts),), args.router.linear_bias, kind="router"),
         )
         self._route = route_topk.bind(ctx, routing=args.router.routing)
         self._routing = settings(args.router)
@@ -76,43 +79,44 @@ class MoE(PluggableLayer, name="moe"):
         self._leaves_summand = self._sums
         return self._sums
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        y = self._routed(x, x.shape[0]) if self.experts.replicated else self._gathered(x)
+        y = self._routed(x, step) if self.experts.replicated else self._gathered(x, step)
         if self.experts.replicated and not self._sums:
             y = self._tp.all_reduce(y)
         if self.shared is not None:
-            shared: torch.Tensor = self.shared(x)
+            shared: torch.Tensor = self.shared(x, step)
             if self.shared_gate is not None:
-                shared = shared * self._sigmoid(self.shared_gate(x), activation="sigmoid")
+                shared = shared * self._sigmoid(self.shared_gate(x, step), activation="sigmoid")
             y = y + shared
         return self._tp.all_reduce(y) if self._sums and not self._leaves_summand else y
 
-    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """What all ranks' experts make of x [T, H], of which each rank routes a share."""
         shares = _shares(x.shape[0], self._ep.size)
         start = sum(shares[: self._ep.rank])
-        y = self._routed(x[start : start + shares[self._ep.rank]], x.shape[0])
+        y = self._routed(x[start : start + shares[self._ep.rank]], step)
         if y.shape[0]:  # the same on all ranks that have slices of one expert
             y = self._slices.all_reduce(y)
         return self._ep.all_gather(y, shares)
 
-    def _routed(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        """What this rank's experts make of x [t, H], its share of a step's ``tokens``."""
-        ids, weights = self._route(self.router(x), self.weights.get("correction_bias"), **self._routing)
-        y: torch.Tensor = self.experts(x, ids, weights, tokens=tokens)
+    def _routed(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """Run this rank's experts on x [t, H], its share of the tokens of ``step``."""
+        ids, weights = self._route(self.router(x, step), self.weights.get("correction_bias"), **self._routing)
+        y: torch.Tensor = self.experts(x, ids, weights, step)
         return y
 
 
 class Experts(PluggableLayer):
     """The routed experts that are on this rank, behind the kernels and the all2all that the selector chose.
 
-    Slots: ``w13.SLOT`` and ``w2.SLOT``, see ``hardpoint_plugin_api.experts``, stacked by the experts' numbers.
+    Slots: ``w13.SLOT`` and ``w2.SLOT``, see ``hardpoint_plugin_api.experts``, stacked by the experts' numbers; ``bias``
+    among them where experts have biases.
     """
 
     def __init__(self, ctx: Context, args: MoEArgs) -> None:
         super().__init__(ctx)
-        self.dtype, self._resources = dtype_name(ctx.dtype), ctx.resources
+        self.dtype, self._resources, self._has_bias = dtype_name(ctx.dtype), ctx.resources, args.bias
         self._total, ep = args.router.num_experts, ctx.parallel.ep
         self._num_ranks = ep.size
         if self._total % ep.size:
@@ -123,6 +127,7 @@ class Experts(PluggableLayer):
         count = self._total // ep.size
         self.numbers = tuple(range(ep.rank * count, (ep.rank + 1) * count))
         slices = slicing_group(ctx)
+        self._slice = slices.rank
         width = args.intermediate_size
         shard = even_shard(width, slices, "width of experts")
         rows = (("gate", width), ("up", width)) if args.gated else (("up", width),)
@@ -163,6 +168,7 @@ class Experts(PluggableLayer):
             top_k=args.router.top_k,
             hidden_size=args.hidden_size,
             intermediate_size=shard.size if shard else width,
+            features=frozenset({Feature.EXPERT_BIAS} if args.bias else ()),
         )
         plan = ctx.select(workload)
         standard = workload.format == "standard"
@@ -192,21 +198,31 @@ class Experts(PluggableLayer):
                 weight = slots[f"{matrix}.weight"]
                 axis = 2 if columns else 1
                 slots[f"{matrix}.weight"] = replace(weight, shard_axis=axis, shards=columns or args.row_shards)
+            if self._has_bias:
+                parts = args.own_parts if len(args.own_parts) > 1 else ()
+                shape = (len(self.numbers), sum(rows for _, rows in args.own_parts))
+                slots[f"{matrix}.bias"] = WeightSlot(
+                    shape, self.dtype, 1, parts, self.numbers, args.row_shards, stack_of
+                )
         return slots
 
     def prepare(self) -> None:
         weights = self.weights
         for matrix in self._matrices:
             weights = collapse_parts(weights, self.path, f"{matrix}.", stacked=True)
+        if self._has_bias and self._slice:
+            weights["w2.bias"].zero_()  # each slice makes a part of the sum, to which the first one's adds the bias
         with blame(self._offer):
-            self.weights = self.kernels[0].prepack(weights)
+            packed = self.kernels[0].prepack(weights)
+        self.weights = checked_weights(self._offer, packed)
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, tokens: int) -> torch.Tensor:
-        """x [t, H], ids int32 and weights float32 [t, K] -> [t, H]: this rank's t of a step's ``tokens``.
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """x [t, H], ids int32 and weights float32 [t, K] -> [t, H], for this rank's t of the step's tokens.
 
-        Ranks choose kernels by ``tokens``, which they have in common. Where each expert is divided, the sum over
-        ranks is still to be taken.
+        Kernels are chosen by the number of the step's tokens, which ranks have in common. Where each expert is
+        divided, the sum over ranks is still to be taken.
         """
+        tokens = step.num_tokens
         place = next(i for i, most in enumerate(self._limits) if most is None or tokens <= most)
         workspace = self._resources.get(_WORKSPACE)[: self._scratch[place]]
         run, w = self._around[place].run, self.weights

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.context import Context
-from hardpoint.layers import CausalLM
-from hardpoint.models.dense_decoder import attention_args, dense_decoder, mlp_args, norm_args, num_layers
-from hardpoint_plugin_api import BlockArgs
+from hardpoint.layers import CausalLMArgs
+from hardpoint.models.decoder import Block, attention, decoder, mlp, norms, num_layers
 
 
-def llama(ctx: Context, config: HFConfig) -> CausalLM:
+def llama(config: HFConfig) -> CausalLMArgs:
     """Grouped-query attention with rotary embedding, gated feed-forward, pre-norm; biases only where asked."""
     bias = config.flag("attention_bias", False)
-    block = BlockArgs(
-        attention=attention_args(ctx, config, qkv_bias=bias, out_bias=bias),
-        mlp=mlp_args(config, bias=config.flag("mlp_bias", False)),
-        norm=norm_args(config),
+    block = Block(
+        mixer=attention(config, qkv_bias=bias, out_bias=bias),
+        feed_forward=mlp(config, bias=config.flag("mlp_bias", False)),
+        norms=norms(config),
     )
-    return dense_decoder(ctx, config, (block,) * num_layers(config))
+    return decoder(config, [block] * num_layers(config))

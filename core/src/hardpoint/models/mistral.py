@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.context import Context
-from hardpoint.layers import CausalLM
-from hardpoint.models.dense_decoder import (
-    attention_args,
-    dense_decoder,
-    mlp_args,
-    norm_args,
-    num_layers,
-    sliding_window,
-)
-from hardpoint_plugin_api import BlockArgs
+from hardpoint.layers import CausalLMArgs
+from hardpoint.models.decoder import Block, attention, decoder, mlp, norms, num_layers, sliding_window
 
 
-def mistral(ctx: Context, config: HFConfig) -> CausalLM:
+def mistral(config: HFConfig) -> CausalLMArgs:
     """Every layer has the same sliding window, the query's own token included; null means full attention."""
-    block = BlockArgs(
-        attention=attention_args(ctx, config, window=sliding_window(config)),
-        mlp=mlp_args(config),
-        norm=norm_args(config),
-    )
-    return dense_decoder(ctx, config, (block,) * num_layers(config))
+    block = Block(attention(config, window=sliding_window(config)), mlp(config), norms(config))
+    return decoder(config, [block] * num_layers(config))

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.context import Context
-from hardpoint.layers import CausalLM
-from hardpoint.models.dense_decoder import attention_args, dense_decoder, mlp_args, norm_args, windows
-from hardpoint_plugin_api import BlockArgs
+from hardpoint.layers import CausalLMArgs
+from hardpoint.models.decoder import Block, attention, decoder, mlp, norms, windows
 
 
-def qwen2(ctx: Context, config: HFConfig) -> CausalLM:
+def qwen2(config: HFConfig) -> CausalLMArgs:
     """Biases on q, k and v; some layers may have a sliding window."""
-    mlp, norm = mlp_args(config), norm_args(config)
-    blocks = (
-        BlockArgs(attention_args(ctx, config, qkv_bias=True, window=window), mlp, norm) for window in windows(config)
-    )
-    return dense_decoder(ctx, config, tuple(blocks))
+    dense, norm = mlp(config), norms(config)
+    mixers = (attention(config, qkv_bias=True, window=window) for window in windows(config))
+    return decoder(config, [Block(mixer, dense, norm) for mixer in mixers])

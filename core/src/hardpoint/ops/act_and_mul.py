@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from hardpoint.ops.draw import Draw
 from hardpoint.ops.each_row import each_row
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.ops.quantize_rows import ROUNDED, allocate_rounded, quantize_rows, rounded_cases
-from hardpoint_plugin_api import OpWorkload, QuantSpec, UnknownNameError
+from hardpoint_plugin_api import MoEArgs, OpWorkload, QuantSpec, UnknownNameError
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -24,16 +25,20 @@ def _gated_by(activation: Callable[[torch.Tensor], torch.Tensor], gate: torch.Te
     return activation(gate) * up
 
 
-SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT = 1.702, 7.0
+SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT = MoEArgs.swiglu_alpha, MoEArgs.swiglu_limit
+_SWIGLU_OAI_WITH = re.compile(r"swiglu_oai\((?P<alpha>[\d.e+-]+),(?P<limit>[\d.e+-]+)\)")
+"""With parameters of its own: see MoEArgs.experts_activation."""
 
 
-def _swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _swiglu_oai(
+    gate: torch.Tensor, up: torch.Tensor, alpha: float = SWIGLU_OAI_ALPHA, limit: float = SWIGLU_OAI_LIMIT
+) -> torch.Tensor:
     """gpt-oss's (OpenAI 2025, arXiv:2508.10925): clamped, ``up`` shifted by one, a sigmoid steeper than SiLU's.
 
-    The constants are those of its reference implementation, ``gpt_oss/torch/model.py``.
+    The defaults are those of its reference implementation, ``gpt_oss/torch/model.py``.
     """
-    gate = gate.clamp(max=SWIGLU_OAI_LIMIT)
-    return gate * torch.sigmoid(gate * SWIGLU_OAI_ALPHA) * (up.clamp(-SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT) + 1)
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(gate * alpha) * (up.clamp(-limit, limit) + 1)
 
 
 GATED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -41,6 +46,15 @@ GATED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "swiglu_oai": _swiglu_oai,
 }
 """By name, what becomes of a gate and of what it gates. Those of ACTIVATIONS multiply ``activation(gate)`` by it."""
+
+
+def gating(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The function called ``name``, of GATED or ``swiglu_oai(ALPHA,LIMIT)``; raises UnknownNameError for another."""
+    if name in GATED:
+        return GATED[name]
+    if found := _SWIGLU_OAI_WITH.fullmatch(name):
+        return functools.partial(_swiglu_oai, alpha=float(found["alpha"]), limit=float(found["limit"]))
+    raise UnknownNameError("activation", name, GATED)
 
 
 def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -59,11 +73,9 @@ def _allocate(x: torch.Tensor, *, activation: str) -> torch.Tensor:
 def act_and_mul(x: torch.Tensor, *, activation: str) -> torch.Tensor:
     """x [T, 2I], gate first -> ``activation(gate) * up`` [T, I] (Shazeer 2020, arXiv:2002.05202).
 
-    Raises UnknownNameError for a name that is not in GATED.
+    ``activation`` is a name as in ``gating``. Raises UnknownNameError for another.
     """
-    if activation not in GATED:
-        raise UnknownNameError("activation", activation, GATED)
-    return GATED[activation](*x.chunk(2, dim=-1))
+    return gating(activation)(*x.chunk(2, dim=-1))
 
 
 def row_by_row(x: torch.Tensor, *, activation: str) -> torch.Tensor:

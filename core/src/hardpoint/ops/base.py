@@ -244,8 +244,12 @@ def poisoned(allocate: Callable[P, R]) -> Callable[P, R]:
     return fill
 
 
-def by_tokens(limits: Sequence[int | None], functions: Sequence[Callable[P, R]]) -> Callable[P, R]:
-    """Join the winners of a plan's token ranges behind one comparison of the first argument's leading size.
+def by_tokens(
+    limits: Sequence[int | None],
+    functions: Sequence[Callable[P, R]],
+    num_tokens: Callable[[Any], int] = lambda x: cast(int, x.shape[0]),
+) -> Callable[P, R]:
+    """Join the winners of a plan's token ranges behind one comparison of the first argument's ``num_tokens``.
 
     ``limits`` are the ranges' inclusive upper ends, ascending, the last one None. One function is returned as it is.
     """
@@ -253,7 +257,8 @@ def by_tokens(limits: Sequence[int | None], functions: Sequence[Callable[P, R]])
         return functions[0]
     uppers = [limit for limit in limits if limit is not None]
 
-    def dispatch(x: torch.Tensor, *args: Any, **kwargs: Any) -> R:
-        return cast(Callable[..., R], functions[bisect.bisect_left(uppers, x.shape[0])])(x, *args, **kwargs)
+    def dispatch(first: object, *args: Any, **kwargs: Any) -> R:
+        chosen = cast(Callable[..., R], functions[bisect.bisect_left(uppers, num_tokens(first))])
+        return chosen(first, *args, **kwargs)
 
     return cast(Callable[P, R], dispatch)

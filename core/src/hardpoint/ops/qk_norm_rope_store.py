@@ -16,7 +16,7 @@ from hardpoint.ops.error_model import ErrorModel
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.ops.rotary_embedding import random_table, rotary_embedding
 from hardpoint.ops.store_kv import random_cache, random_slots, store_kv
-from hardpoint_plugin_api import OpWorkload, PluginLoadError
+from hardpoint_plugin_api import OpWorkload, PluginLoadError, StoreCall
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -117,15 +117,15 @@ def compose(
     )
 
 
-def _plain_store(store: Callable[..., None]) -> Callable[..., None]:
+def _plain_store(store: Callable[..., None]) -> Callable[[StoreCall], None]:
     """``store_kv`` with the signature of an attention backend's ``store``."""
-    return lambda k, v, cache, slot_mapping: store(k, v, cache["k"], cache["v"], slot_mapping)
+    return lambda call: store(call.k, call.v, call.cache["k"], call.cache["v"], call.slot_mapping)
 
 
 def _chain(
     norm: Callable[..., torch.Tensor],
     rotate: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    store: Callable[..., None],
+    store: Callable[[StoreCall], None],
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     def qk_norm_rope_store(
         q: torch.Tensor,
@@ -147,7 +147,7 @@ def _chain(
             k = norm(k, k_weight, eps=eps)
         if cos_sin is not None:
             q, k = rotate(q, k, positions, cos_sin, interleaved=interleaved)
-        store(k, v, cache, slot_mapping)
+        store(StoreCall(k, v, cache, slot_mapping))
         return q, k
 
     return qk_norm_rope_store

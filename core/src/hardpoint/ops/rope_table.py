@@ -44,7 +44,6 @@ def rope_table(args: RopeArgs, num_positions: int, device: torch.device) -> torc
 def rope_args(
     hf_config: Mapping[str, Any],
     head_size: int,
-    max_position: int,
     *,
     interleaved: bool = False,
     layer_type: str | None = None,
@@ -53,9 +52,8 @@ def rope_args(
 ) -> RopeArgs:
     """Read a config's rotary embedding: today's ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` before it.
 
-    ``max_position`` is how many positions are to be tabulated; ``layer_type`` chooses where a config has parameters
-    per type of layer; ``default_theta`` is the family's own, for configs that leave it out; ``file`` is where the
-    config stands, for messages.
+    ``layer_type`` chooses where a config has parameters per type of layer; ``default_theta`` is the family's own, for
+    configs that leave it out; ``file`` is where the config stands, for messages.
     Raises CheckpointError for an unknown type, and for a parameter that is missing, of the wrong kind or out of range.
     """
     found = _objects(hf_config, ("rope_scaling", "rope_parameters"), file)
@@ -83,7 +81,6 @@ def rope_args(
     return RopeArgs(
         rotary_dim=rotary_dim,
         theta=read.number("rope_theta", default_theta, above=1.0 if kind == "yarn" else 0.0),  # yarn divides by its log
-        max_position=max_position,
         kind=kind,
         interleaved=interleaved,
         scaling=read.scaling(kind),

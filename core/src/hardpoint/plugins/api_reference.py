@@ -30,6 +30,7 @@ _TITLES = {
     "reasons": "Reasons",
     "context": "The build context",
     "layers": "Layers",
+    "step": "Steps",
     "linear": "Linear kernels",
     "attention": "Attention",
     "cache": "The cache",
@@ -71,8 +72,8 @@ def render() -> str:
 def _manifest() -> Iterator[str]:
     yield f"## The manifest `{MANIFEST_NAME}`"
     yield (
-        f"Schema {MANIFEST_SCHEMA}. It lies in the plugin's top-level package and is read as text, so that listing, "
-        "explaining and locking import none of the plugin's code. Unknown keys are refused."
+        f"Schema {MANIFEST_SCHEMA}. It lies in the plugin's top-level package and is read as text, so that listing and "
+        "locking import none of the plugin's code; explaining imports what wins. Unknown keys are refused."
     )
     for table, keys in KEYS.items():
         if table:

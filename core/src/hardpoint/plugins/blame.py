@@ -107,10 +107,18 @@ def construct(
 ) -> T:
     """Return ``target(ctx, *args, **options)``, with the context as the offer's plugin gets it.
 
-    Raises PluginLoadError unless it is a class of ``kind`` and can be built.
+    Raises PluginLoadError unless it is a class of ``kind`` and can be built, by way of the constructor of ``kind``.
     """
-    base = cast("type[object]", kind)
-    if not (isinstance(target, type) and issubclass(target, base)):
-        raise misbehaved(offer, f"is no {base.__name__}")
+    make = cast(Callable[..., T], of_kind(offer, target, cast("type[T]", kind)))
     with blame(offer):
-        return cast(Callable[..., T], target)(ctx.for_plugin(offer.plugin), *args, **options)
+        made = make(ctx.for_plugin(offer.plugin), *args, **options)
+    if not hasattr(made, "ctx"):
+        raise misbehaved(offer, "has an __init__ that does not call super().__init__()")
+    return made
+
+
+def of_kind(offer: Offer, target: object, kind: type[T]) -> type[T]:
+    """Return ``target``, the target of ``offer``. Raises PluginLoadError unless it is a class of ``kind``."""
+    if not (isinstance(target, type) and issubclass(target, kind)):
+        raise misbehaved(offer, f"is no {kind.__name__}")
+    return target

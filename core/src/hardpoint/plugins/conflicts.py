@@ -64,18 +64,29 @@ def _names(record: PluginRecord) -> Iterator[str]:
     yield from (f"describe the device preset {d.name}" for d in (record.manifest.devices if record.manifest else ()))
 
 
-def _claims(record: PluginRecord) -> set[str]:
-    """All that only one plugin may do."""
-    return {*_names(record), *(f"replace {replace(c, name=c.replaces)}" for c in record.contributions if c.replaces)}
+def _claims(record: PluginRecord) -> dict[str, frozenset[str]]:
+    """All that only one plugin may do on a platform, with the platforms that it does it on; none means any."""
+    claims = dict.fromkeys(_names(record), frozenset[str]())
+    for c in record.contributions:
+        claims[f"contribute {c}"] = frozenset(c.platforms)
+        if c.replaces:
+            claims[f"replace {replace(c, name=c.replaces)}"] = frozenset(c.platforms)
+    return claims
+
+
+def _meet(some: frozenset[str], others: frozenset[str]) -> bool:
+    """Whether two sets of platforms have one in common."""
+    return not some or not others or bool(some & others)
 
 
 def _refuse_rivals(ready: Sequence[PluginRecord], *, of_core: bool) -> None:
     """Refuse plugins that claim the same: against core the other one, between third parties both."""
-    holders = defaultdict(list)
+    holders: dict[str, dict[PluginRecord, frozenset[str]]] = defaultdict(dict)
     for record in ready:
-        for claim in sorted(_claims(record)):
-            holders[claim].append(record)
-    for claim, rivals in holders.items():
+        for claim, platforms in sorted(_claims(record).items()):
+            holders[claim][record] = platforms
+    for claim, places in holders.items():
+        rivals = [r for r in places if any(r is not s and _meet(places[r], places[s]) for s in places)]
         if len(rivals) < 2 or of_core != any(r.is_core for r in rivals):
             continue
         message = f"{_join(r.title for r in rivals)} would each {claim}"

@@ -87,13 +87,18 @@ class Quantization:
         """The scheme of a stack of matrices at ``path``, one of ``args`` for each of the experts ``numbers``.
 
         Its parts are ``N.PART``, or ``N`` where a matrix has one. Raises CheckpointError where experts are quantized
-        unlike each other: kernels take all of them at once.
+        unlike each other, since kernels take all of them at once, and where no part has a tensor of its own.
         """
         shards = args.row_shards or (None,) * len(args.parts)
         first: Scheme | None = None
         for number in numbers:
             names = [f"{number}.{part}" if len(args.parts) > 1 else str(number) for part, _ in args.parts]
             keys = [(path, name) for name in names]
+            if self.method is not None and not any(key in self._modules for key in keys):
+                raise CheckpointError(
+                    f"layer {path!r}: this model's checkpoints hold all experts in one tensor, and quantization "
+                    "methods read one matrix at a time; run it without quantization"
+                )
             parts = zip(keys, args.parts, strict=True)
             schemes = [self._scheme(key, rows, args, dtype, number) for key, (_, rows) in parts]
             whole = merge_schemes(schemes, [rows for _, rows in args.own_parts])

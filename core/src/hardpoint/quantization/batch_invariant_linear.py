@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from hardpoint.quantization.plain_linear import PlainLinear
+from hardpoint_plugin_api import LinearCall
 
 _TILE_ROWS = 16
 """A compromise between prompts and single requests: on a Zen 5 core, with a weight of 2048 x 8192, a tile of 16 takes
@@ -29,8 +30,8 @@ class BatchInvariantLinear(PlainLinear):
         self._tile_rows = _TILE_ROWS if rows_are_alike(weights["weight"], _TILE_ROWS) else 1
         return weights
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        weight = weights["weight"]
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weight, bias = call.x, call.weights["weight"], call.bias
         rows = x.reshape(-1, x.shape[-1])
         y = x.new_empty(rows.shape[0], weight.shape[0])
         tile = x.new_zeros(self._tile_rows, x.shape[-1])  # of its own: alignment may choose the kernel too

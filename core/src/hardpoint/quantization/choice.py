@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
-from hardpoint.checkpoint.hf_config import HFConfig
+from hardpoint.checkpoint.checkpoint import Checkpoint
 from hardpoint.checkpoint.random_weights import NoTensors
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.config import EngineConfig
@@ -28,25 +27,25 @@ _ONLINE = "_online"
 """Ends the names of methods that quantize while loading; users may leave it out."""
 
 
-def method_name(config: EngineConfig, hf_config: HFConfig, plugins: PluginSet) -> str | None:
+def method_name(config: EngineConfig, checkpoint: Checkpoint, plugins: PluginSet) -> str | None:
     """The method to use (the ``of`` of its contributions), None where nothing is quantized.
 
     Raises UnknownNameError for a method that no plugin has, ConfigError for one that is gone for good, and for flags
     that contradict the checkpoint.
     """
-    stored, wanted = hf_config.quantization_method, config.quantization
+    stored, wanted = checkpoint.quantization_method, config.quantization
     every = {str(offer.contribution.of) for offer in plugins.offers("quantization")}
     name = stored or wanted
     if stored and wanted not in (None, stored):
         raise ConfigError(
-            f"--quantization {wanted} contradicts {hf_config.path}, by which the weights are quantized by {stored!r} "
-            "already; leave the flag out, or give the model that was not quantized"
+            f"--quantization {wanted} contradicts {checkpoint.config_path}, by which the weights are quantized by "
+            f"{stored!r} already; leave the flag out, or give the model that was not quantized"
         )
     if config.quantization_options and (stored or not wanted):
         raise ConfigError(
             f"--quantization-options {','.join(config.quantization_options)}: they are for weights that are quantized "
             "while they load, which --quantization asks for"
-            + (f"; {hf_config.path} says how these are quantized" if stored else "")
+            + (f"; {checkpoint.config_path} says how these are quantized" if stored else "")
         )
     if name is None:
         return None
@@ -54,12 +53,12 @@ def method_name(config: EngineConfig, hf_config: HFConfig, plugins: PluginSet) -
         return name + _ONLINE
     known = {k for k in every if not _is_online(k)} if stored else {_typed(k) for k in every}
     if name not in known:
-        where = f"It stands in {hf_config.path}." if stored else "Asked for by --quantization."
+        where = f"It stands in {checkpoint.config_path}." if stored else "Asked for by --quantization."
         raise removed_quantization(name, where, known) or UnknownNameError("quantization method", name, known, where)
     return name
 
 
-def choose_quantization(ctx: Context, hf_config: HFConfig, name: str | None) -> Quantization:
+def choose_quantization(ctx: Context, checkpoint: Checkpoint, name: str | None) -> Quantization:
     """Select and build the method ``name``; None is no quantization.
 
     Raises what the method says of its config, and ConfigError for one that cannot quantize a checkpoint that is not.
@@ -70,33 +69,33 @@ def choose_quantization(ctx: Context, hf_config: HFConfig, name: str | None) -> 
     kind = ctx.load(offer)
     if not (isinstance(kind, type) and issubclass(kind, QuantizationMethod)):
         raise misbehaved(offer, "is no QuantizationMethod")
-    stored = hf_config.quantization_config
+    stored = checkpoint.quantization_config
     if stored is None and not kind.online:
         online = {
             _typed(str(o.contribution.of)) for o in ctx.plugins.offers("quantization") if _is_online(o.contribution.of)
         }
         raise ConfigError(
             f"--quantization {ctx.config.quantization}: it reads checkpoints that were quantized by it, and "
-            f"{hf_config.folder} is not quantized; methods that quantize while loading: {', '.join(sorted(online))}"
+            f"{checkpoint.folder} is not quantized; methods that quantize while loading: {', '.join(sorted(online))}"
         )
-    tensors = _tensors(ctx, hf_config)
+    tensors = _tensors(ctx, checkpoint)
     request = MethodRequest(
         config=stored,
         options=_options(ctx.config),
         tensors=tensors,
         dtype=str(ctx.dtype).removeprefix("torch."),
         device=ctx.device,
-        where=str(hf_config.path),
+        where=str(checkpoint.config_path),
     )
     with blame(offer):
         return Quantization(Method(kind(request), offer, tensors))
 
 
-def _tensors(ctx: Context, hf_config: HFConfig) -> CheckpointTensors:
-    folder = Path(hf_config.folder)
+def _tensors(ctx: Context, checkpoint: Checkpoint) -> CheckpointTensors:
+    folder = checkpoint.folder
     if ctx.config.load_format != "random":
         return SafetensorsFiles(folder)
-    if hf_config.quantization_config is not None:
+    if checkpoint.quantization_config is not None:
         raise CheckpointError(
             f"{folder}: no random weights can be made for this config.json: its weights are quantized; remove "
             "'quantization_config' from it, and quantize while loading by --quantization"

@@ -12,7 +12,16 @@ from torch.nn import functional
 
 from hardpoint.quantization.batch_invariant_linear import rows_are_alike
 from hardpoint.quantization.numerics import fake_quantize
-from hardpoint_plugin_api import DeviceInfo, Feature, LinearKernel, LinearWorkload, QuantSpec, Reason, dequantize
+from hardpoint_plugin_api import (
+    DeviceInfo,
+    Feature,
+    LinearCall,
+    LinearKernel,
+    LinearWorkload,
+    QuantSpec,
+    Reason,
+    dequantize,
+)
 from hardpoint_plugin_api.elements import BUILT_IN
 
 _CHUNK = 1 << 22
@@ -34,7 +43,8 @@ class EmulatedLinear(LinearKernel):
             reasons += [_shared_by_rows(activation)]
         return [reason for reason in reasons if reason]
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weights, bias = call.x, call.weights, call.bias
         rows = self._rounded(x, weights)
         y = x.new_empty(rows.shape[0], weights["weight"].shape[0])
         for part, weight in self._chunks(weights, x.dtype):
@@ -67,7 +77,8 @@ class BatchInvariantEmulatedLinear(EmulatedLinear):
         self._tile_rows = _TILE_ROWS if alike else 1
         return weights
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weights, bias = call.x, call.weights, call.bias
         rows = self._rounded(x, weights)
         y = x.new_empty(rows.shape[0], weights["weight"].shape[0])
         tile = x.new_zeros(self._tile_rows, x.shape[-1])
@@ -101,10 +112,11 @@ class DequantizedLinear(LinearKernel):
     def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         return weights["weight"][ids]
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, call: LinearCall) -> torch.Tensor:
         assert self.workload.spec is not None
-        rows = fake_quantize(x.reshape(-1, x.shape[-1]), self.workload.spec[1], weights)
-        return functional.linear(rows, weights["weight"], bias).view(*x.shape[:-1], weights["weight"].shape[0])
+        x, weight = call.x, call.weights["weight"]
+        rows = fake_quantize(x.reshape(-1, x.shape[-1]), self.workload.spec[1], call.weights)
+        return functional.linear(rows, weight, call.bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def _unreadable(spec: QuantSpec, what: str, most_levels: int) -> Reason | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from hardpoint_plugin_api import LinearKernel
+from hardpoint_plugin_api import LinearCall, LinearKernel
 
 
 class PlainLinear(LinearKernel):
     """Weight as it stands in the checkpoint, [out, in]."""
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        return functional.linear(x, weights["weight"], bias)
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        return functional.linear(call.x, call.weights["weight"], call.bias)

@@ -151,8 +151,15 @@ class _Contest:
     proven: set[Offer] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        own = self.selector._plugins.offers(self.workload.family, self.workload.of)
+        own = self._of_this_platform(self.selector._plugins.offers(self.workload.family, self.workload.of))
         self.offers = sorted([*own, *adapted_offers(own, self.workload)], key=lambda o: o.contribution.name)
+
+    def _of_this_platform(self, offers: Sequence[Offer]) -> list[Offer]:
+        """``offers`` without those that bear the name of one for this platform, and are for others."""
+        platform = self.selector.device.platform
+        here = [o for o in offers if not o.contribution.platforms or platform in o.contribution.platforms]
+        names = {o.contribution.name for o in here}
+        return [*here, *(o for o in offers if o not in here and o.contribution.name not in names)]
 
     def candidates(self) -> tuple[Offer, ...]:
         self._judge_by_data()

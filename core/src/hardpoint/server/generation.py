@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 from hardpoint.engine.client import RequestOptions
 from hardpoint.engine.frontend.prompts import Prompt
 from hardpoint.engine.frontend.streams import RequestStream
-from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from hardpoint.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.host import EngineHost
@@ -56,26 +56,27 @@ class Usage:
 class Generation:
     """An admitted request. An async context manager: leaving it ends what still runs.
 
-    ``outputs`` has the newest of each prompt. Completion ``index`` of prompt ``p`` is choice ``p * n + index``.
+    ``outputs`` has the newest part of each prompt's. Completion ``index`` of prompt ``p`` is choice ``p * n + index``.
     """
 
     def __init__(self, request: GenerationRequest, host: EngineHost, metrics: ServerMetrics) -> None:
         self.outputs: list[RequestOutput | None] = [None] * len(request.prompts)
         self._host, self._metrics, self._began = host, metrics, time.perf_counter()
-        self._num_choices = request.params.n
+        self.num_choices = request.params.n
         self._streams: list[RequestStream] = []
         self._exits = AsyncExitStack()
         self._last: float | None = None
-        self._num_tokens = 0
+        self._num_tokens, self._is_cut = 0, False
 
     @classmethod
     async def admit(cls, request: GenerationRequest, host: EngineHost, metrics: ServerMetrics) -> Self:
         """Queue ``request``. Raises ApiError where no engine takes it, RequestError for what is wrong with it."""
         engine = host.engine
         generation = cls(request, host, metrics)
+        params = replace(request.params, output_kind=RequestOutputKind.DELTA)
         try:
             for prompt in request.prompts:
-                stream = await engine.submit(prompt, request.params, **_options(request))
+                stream = await engine.submit(prompt, params, **_options(request))
                 generation._streams.append(await generation._exits.enter_async_context(stream))
         except RequestError as error:
             await generation._exits.aclose()
@@ -104,16 +105,16 @@ class Generation:
         return Usage(
             sum(len(output.prompt_token_ids) for output in outputs),
             sum(output.num_cached_tokens for output in outputs),
-            sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
+            self._num_tokens,
         )
 
     def stop(self, choice: int) -> None:
         """End a choice, of which there is some output already, as one that has come to its own end."""
-        number, index = divmod(choice, self._num_choices)
+        number, index = divmod(choice, self.num_choices)
         self._streams[number].stop(index)
 
     async def grown(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield each prompt's number and its output, grown, until all are finished.
+        """Yield each prompt's number and what is new of its output, until all are finished.
 
         Raises EngineError where the engine failed, ApiError where the server's end cut the request short.
         """
@@ -129,24 +130,25 @@ class Generation:
 
     async def finished(self) -> list[RequestOutput]:
         """The complete outputs, one for each prompt. Raises what ``grown`` does."""
-        async for _ in self.grown():
-            pass
-        return [output for output in self.outputs if output is not None]
+        whole: dict[int, RequestOutput] = {}
+        async for number, output in self.grown():
+            if number in whole:
+                whole[number].extend(output)
+            else:
+                whole[number] = output
+        return [whole[number] for number in sorted(whole)]
 
     def _took(self, number: int, output: RequestOutput) -> None:
         self.outputs[number] = output
-        now = time.perf_counter()
+        now, num_new = time.perf_counter(), sum(len(completion.token_ids) for completion in output.outputs)
         if self._last is None:
             self._metrics.first_token(now - self._began)
-        elif len(self._streams) == 1 and len(output.outputs) == 1:
-            self._metrics.next_tokens(now - self._last, len(output.outputs[0].token_ids) - self._num_tokens)
-        self._last, self._num_tokens = now, len(output.outputs[0].token_ids)
-        if output.finished and self._host.state == "stopping" and _is_cut(output):
+        elif len(self._streams) == 1 and self.num_choices == 1:
+            self._metrics.next_tokens(now - self._last, num_new)
+        self._last, self._num_tokens = now, self._num_tokens + num_new
+        self._is_cut |= any(each.finish_reason == "abort" for each in output.outputs)
+        if output.finished and self._is_cut and self._host.state == "stopping":
             raise ApiError(503, "the server shut down before the answer was complete", code="shutting_down")
-
-
-def _is_cut(output: RequestOutput) -> bool:
-    return any(each.finish_reason == "abort" for each in output.outputs)
 
 
 def _options(request: GenerationRequest) -> RequestOptions:
@@ -183,44 +185,21 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int,
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@dataclass(slots=True)
-class Delta:
-    """What a completion has got since the last time.
-
-    ``start`` is where ``text`` stands in the whole text, and ``text_ends`` where the text of each token ends there.
-    """
-
-    text: str
-    start: int
-    token_ids: list[int]
-    text_ends: list[int]
-    logprobs: list[PositionLogprobs] | None
-    finish_reason: str | None
-    stop_reason: str | int | None
-
-
 class Cursor:
-    """How much of one completion was taken already."""
+    """One completion's parts as a protocol takes them: none without text, but for the last."""
 
-    __slots__ = ("ended", "num_chars", "num_tokens")
+    __slots__ = ("_held",)
 
     def __init__(self) -> None:
-        self.num_chars = self.num_tokens = 0
-        self.ended = False
+        self._held: CompletionOutput | None = None
 
-    def take(self, output: CompletionOutput) -> Delta | None:
-        """What is new, or None: tokens whose text is not certain yet are left for the next time."""
-        if self.ended or (len(output.text) == self.num_chars and output.finish_reason is None):
+    def take(self, part: CompletionOutput) -> CompletionOutput | None:
+        """``part`` with what was held before it; None where it is held: its tokens' text is not certain yet."""
+        if self._held is not None:
+            self._held.extend(part)
+            part = self._held
+        if not part.text and part.finish_reason is None:
+            self._held = part
             return None
-        delta = Delta(
-            output.text[self.num_chars :],
-            self.num_chars,
-            output.token_ids[self.num_tokens :],
-            output.text_ends[self.num_tokens :],
-            None if output.logprobs is None else output.logprobs[self.num_tokens :],
-            output.finish_reason,
-            output.stop_reason,
-        )
-        self.num_chars, self.num_tokens = len(output.text), len(output.token_ids)
-        self.ended = output.finish_reason is not None
-        return delta
+        self._held = None
+        return part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hardpoint_plugin_api import ContentDelta, ParserEvent, ReasoningDelta, ToolCallDelta, ToolCallStart
@@ -15,9 +15,14 @@ class Item:
 
     index: int
     kind: Literal["text", "reasoning", "call"]
-    text: str = ""
     call_id: str = ""
     name: str = ""
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of it, joined anew each time: parts come with every token."""
+        return "".join(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Items:
         if self._open is None or self._open.kind != kind:
             yield from self._begin(Item(len(self.all), kind))
         assert self._open is not None
-        self._open.text += text
+        self._open.parts.append(text)
         yield Change("more", self._open, text)
 
     def _begin(self, item: Item) -> Iterator[Change]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-from hardpoint.engine.outputs import PositionLogprobs, RequestOutput
+from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.parsers import OutputParser
 from hardpoint.server.errors import ApiError
 from hardpoint.server.forced_call import AnyCall, OneCall, any_call_schema
-from hardpoint.server.generation import Cursor, Delta, Generation, GenerationRequest, Usage
+from hardpoint.server.generation import Cursor, Generation, GenerationRequest, Usage
 from hardpoint.server.service import Service
 from hardpoint_plugin_api import (
     ContentDelta,
@@ -112,7 +112,7 @@ class Step:
 
     choice: int
     events: list[ParserEvent]
-    delta: Delta
+    delta: CompletionOutput
     finish_reason: str | None
 
 
@@ -186,7 +186,8 @@ class Turn:
     def take(self, output: RequestOutput) -> list[Step]:
         """What has come of each completion. Not a generator: this runs for every token of every stream."""
         steps = []
-        for completion, reader in zip(output.outputs, self._readers, strict=True):
+        for completion in output.outputs:
+            reader = self._readers[completion.index]
             delta = reader.cursor.take(completion)
             if delta is not None:
                 steps.append(Step(completion.index, reader.read(delta), delta, reader.finish_reason(delta)))
@@ -216,7 +217,7 @@ class Reader:
         self.has_enough = False
         self.num_reasoning_tokens = self._num_undecided = 0
 
-    def read(self, delta: Delta) -> list[ParserEvent]:
+    def read(self, delta: CompletionOutput) -> list[ParserEvent]:
         """The events of ``delta``, and of the output's end where that is it."""
         if self._parser is None:
             return [ContentDelta(delta.text)] if delta.text else []
@@ -233,11 +234,11 @@ class Reader:
                 self._has_calls = True
         return events
 
-    def finish_reason(self, delta: Delta) -> str | None:
+    def finish_reason(self, delta: CompletionOutput) -> str | None:
         """``tool_calls`` where an output that ended by itself holds calls."""
         return "tool_calls" if delta.finish_reason == "stop" and self._has_calls else delta.finish_reason
 
-    def _read_by_token(self, delta: Delta) -> list[ParserEvent]:
+    def _read_by_token(self, delta: CompletionOutput) -> list[ParserEvent]:
         """Parse and count by token, so that the count does not depend on how many tokens come at once."""
         assert self._parser is not None
         if len(delta.token_ids) == 1:

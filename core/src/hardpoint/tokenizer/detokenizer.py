@@ -16,8 +16,9 @@ _CONTEXT = 8
 class Detokenizer:
     """The text of one request's output.
 
-    The deltas of ``add`` and ``flush`` together are ``text``: what ``Tokenizer.decode`` makes of all ids at once, cut
-    at the first stop text (or behind it with ``include_stop``). ``prompt_ids`` are what the output continues: some
+    The deltas of ``add`` and ``flush`` together are what ``Tokenizer.decode`` makes of all ids at once, cut
+    at the first stop text (or behind it with ``include_stop``); ``num_chars`` is how long they are so far.
+    ``prompt_ids`` are what the output continues: some
     tokenizers write a word's leading space only behind another word. ``stop_text`` is the stop text found, or None;
     which one it is does not depend on how tokens split the text: the one that is complete first, the longest of those.
     None is looked for in the text of the first ``min_tokens`` tokens.
@@ -33,7 +34,7 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self.text = ""
+        self.num_chars = 0
         self._num_unscanned = min_tokens
         self.stop_text: str | None = None
         self._stop = _StopScanner(stop, include_stop)
@@ -47,7 +48,7 @@ class Detokenizer:
         unscanned = "".join(pieces[: self._num_unscanned])
         scanned = "".join(pieces[self._num_unscanned :])
         self._num_unscanned = max(0, self._num_unscanned - len(pieces))
-        self.text += unscanned
+        self.num_chars += len(unscanned)
         return unscanned + self._emit(scanned)
 
     def flush(self) -> str:
@@ -57,13 +58,13 @@ class Detokenizer:
         delta = self._emit(self._decoder.flush())
         if self.stop_text is None:
             rest = self._stop.flush()
-            self.text += rest
+            self.num_chars += len(rest)
             delta += rest
         return delta
 
     def _emit(self, decoded: str) -> str:
         delta, self.stop_text = self._stop.add(decoded)
-        self.text += delta
+        self.num_chars += len(delta)
         return delta
 
 

@@ -16,7 +16,14 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hardpoint.attention.reference import PlainLayout, attend, read_blocks
 from hardpoint.ops.store_kv import store_kv
-from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionMetadata, CacheLayout
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCall,
+    AttentionMetadata,
+    CacheLayout,
+    StoreCall,
+)
 
 MAX_PADDING = 2.0
 """Decodes are batched while the padded keys are at most this many times the real ones."""
@@ -48,10 +55,8 @@ class CpuAttention(AttentionBackend):
 
     layout: ClassVar[CacheLayout] = PlainLayout()
 
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
-    ) -> None:
-        store_kv.reference(k, v, cache["k"], cache["v"], slot_mapping)
+    def store(self, call: StoreCall) -> None:
+        store_kv.reference(call.k, call.v, call.cache["k"], call.cache["v"], call.slot_mapping)
 
     def plan(self, batch: AttentionBatch) -> CpuMetadata:
         lengths = batch.seq_lens_host
@@ -73,15 +78,8 @@ class CpuAttention(AttentionBackend):
         rows = slice(batch.query_start_host[i], batch.query_start_host[i + 1])
         return _Request(rows, batch.seq_lens_host[i], *read_blocks(batch, i, self.spec))
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: dict[str, torch.Tensor],
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
+    def forward(self, call: AttentionCall) -> None:
+        q, k, v, cache, metadata, out = call.q, call.k, call.v, call.cache, call.metadata, call.out
         assert isinstance(metadata, CpuMetadata)
         if metadata.num_batched:
             self._decode(q, cache, metadata, out)

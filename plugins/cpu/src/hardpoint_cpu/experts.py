@@ -16,6 +16,7 @@ from hardpoint_cpu.linear import Int4PanelLinear, Int8PanelLinear, PanelLinear, 
 from hardpoint_plugin_api import (
     BuildContext,
     DeviceInfo,
+    ExpertsCall,
     ExpertsKernel,
     ExpertsWorkload,
     LinearWorkload,
@@ -68,17 +69,8 @@ class PanelExperts(ExpertsKernel):
             for name in MATRICES
         }
 
-    def apply(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        workspace: torch.Tensor,
-        *,
-        scales: torch.Tensor | None = None,
-    ) -> None:
+    def apply(self, call: ExpertsCall) -> None:
+        x, ids, w = call.x, call.ids, call.w
         tokens, count = x.shape[0], ids.numel()
         pieces = min(count, self._experts) + count // native.BLOCK_ROWS
         integers = x.new_empty(2 * count, dtype=torch.int32)
@@ -89,7 +81,7 @@ class PanelExperts(ExpertsKernel):
         routed = order, long.data_ptr(), count, self._experts
         hidden = self._multiply("w13", native.rows(x), w, routed, self._top_k)
         y = self._multiply("w2", self._middle(hidden), w, routed, 0)
-        addresses = y.data_ptr(), places, weights.data_ptr(), out.data_ptr()
+        addresses = y.data_ptr(), places, call.weights.data_ptr(), call.out.data_ptr()
         native.run(self._sum, *addresses, tokens, ids.shape[1], y.shape[1])
 
     def _multiply(

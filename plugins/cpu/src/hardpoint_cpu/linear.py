@@ -13,7 +13,15 @@ import torch
 
 from hardpoint_cpu import native
 from hardpoint_cpu.ops.quantize import rounded
-from hardpoint_plugin_api import BuildContext, DeviceInfo, Feature, LinearKernel, LinearWorkload, Quantized, Reason
+from hardpoint_plugin_api import (
+    BuildContext,
+    DeviceInfo,
+    Feature,
+    LinearCall,
+    LinearKernel,
+    LinearWorkload,
+    Reason,
+)
 
 _MOST_INT8_COLUMNS = (2**31 - 1) // 128**2
 """Of a weight whose products with int8 activations are summed in 32 bits."""
@@ -59,16 +67,13 @@ class PanelLinear(LinearKernel):
     def _rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor | None, count: int) -> torch.Tensor:
         """Rows ``ids`` (None: all) of the weight as numbers, [count, K]."""
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        out = x.new_empty(*x.shape[:-1], self.n)
-        self._run(self.read(native.rows(x)), weights, bias, out)
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x = call.x
+        out = x.new_empty(*x.shape[:-1], self.n, dtype=self.ctx.dtype)
+        read = self.read(native.rows(x)) if call.scales is None else (x, call.scales)
+        addresses = (*map(native.address, read), *self.parts(call.weights), native.address(call.bias), out.data_ptr())
+        native.run(self._multiply, *addresses, read[0].shape[0], self.n, self.k, *self.manner(read[0]))
         return out
-
-    def _run(
-        self, x: Sequence[torch.Tensor], weights: dict[str, torch.Tensor], bias: torch.Tensor | None, out: torch.Tensor
-    ) -> None:
-        addresses = (*map(native.address, x), *self.parts(weights), native.address(bias), out.data_ptr())
-        native.run(self._multiply, *addresses, x[0].shape[0], self.n, self.k, *self.manner(x[0]))
 
     def read(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """What the kernel reads of x [M, K], elements of a row one by one: itself, unless it is rounded first."""
@@ -158,13 +163,6 @@ class Int8PanelLinear(Int8WeightPanelLinear):
         assert workload.spec is not None
         activation = workload.spec[1]
         self.input_spec = activation if activation.scales[0].format == "float32" else None
-
-    def apply_quantized(
-        self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        out = x.scale.new_empty(x.shape[0], self.n, dtype=self.ctx.dtype)
-        self._run((x.data, x.scale), weights, bias, out)
-        return out
 
     def read(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         return rounded(x)

@@ -20,6 +20,7 @@ from hardpoint_cpu.ops.arguments import misfit, packed_heads
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,
+    AttentionCall,
     AttentionMetadata,
     AttentionSpec,
     AttentionWorkload,
@@ -28,6 +29,7 @@ from hardpoint_plugin_api import (
     CaptureGrade,
     DeviceInfo,
     Reason,
+    StoreCall,
 )
 
 CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5}
@@ -64,8 +66,9 @@ class NativeAttention(AttentionBackend):
             *(None if x is None else x.to(torch.float32).contiguous() for x in (sinks, alibi_slopes))
         )
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, cache: _Cache, slot_mapping: torch.Tensor) -> None:
+    def store(self, call: StoreCall) -> None:
         """See AttentionBackend. Nothing is written to slots of the null page."""
+        k, v, cache, slot_mapping = call.k, call.v, call.cache, call.slot_mapping
         tokens, spec = slot_mapping.shape[0], self.spec
         for name, x in (("k", k), ("v", v)):
             if x.dtype != self._dtype or x.shape != (tokens, *self._kv_shape):
@@ -96,16 +99,9 @@ class NativeAttention(AttentionBackend):
         """See AttentionBackend. The token says whether any request may have several queries."""
         return AttentionMetadata(batch, token=batch.any_shape or batch.num_tokens > batch.num_requests)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: _Cache,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
+    def forward(self, call: AttentionCall) -> None:
         """See AttentionBackend."""
+        q, cache, metadata, out = call.q, call.cache, call.metadata, call.out
         batch, spec, threads = metadata.batch, self.spec, torch.get_num_threads()
         for name, x in (("q", q), ("out", out)):
             if x.dtype != self._dtype or x.shape[1:] != self._head_shape:

@@ -21,6 +21,7 @@ from hardpoint_cuda.flashinfer_plan import StepPlanner
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,
+    AttentionCall,
     AttentionMetadata,
     AttentionSpec,
     AttentionWorkload,
@@ -30,6 +31,7 @@ from hardpoint_plugin_api import (
     DeviceInfo,
     Feature,
     Reason,
+    StoreCall,
 )
 
 WORKSPACE = "flashinfer_workspace"
@@ -82,11 +84,9 @@ class FlashInferAttention(AttentionBackend):
         self._decode.load()
         self._prefill.load()
 
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
-    ) -> None:
+    def store(self, call: StoreCall) -> None:
         """See AttentionBackend."""
-        self._cache.store(k, v, cache, slot_mapping)
+        self._cache.store(call)
 
     def plan(self, batch: AttentionBatch) -> FlashInferMetadata:
         """See AttentionBackend. Nothing waits for the device, unless two steps have been planned and not begun.
@@ -101,22 +101,14 @@ class FlashInferAttention(AttentionBackend):
         wrapper, token = self._planner.decode_graph(batch)
         return FlashInferMetadata(batch, token, [(wrapper, slice(0, batch.num_tokens))])
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: dict[str, torch.Tensor],
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
+    def forward(self, call: AttentionCall) -> None:
         """See AttentionBackend. ``out`` is contiguous."""
-        assert isinstance(metadata, FlashInferMetadata)
-        for wrapper, rows in metadata.parts:
+        assert isinstance(call.metadata, FlashInferMetadata)
+        for wrapper, rows in call.metadata.parts:
             wrapper.run(
-                q=_readable(q[rows]),
-                paged_kv_cache=(cache["k"], cache["v"]),
-                out=out[rows],
+                q=_readable(call.q[rows]),
+                paged_kv_cache=(call.cache["k"], call.cache["v"]),
+                out=call.out[rows],
                 enable_pdl=self._dependent_launch,
             )
 

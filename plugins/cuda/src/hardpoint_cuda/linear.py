@@ -11,20 +11,18 @@ import torch
 from torch.nn.functional import pad
 
 from hardpoint.kernels.block_scaled import TritonRoundingLinear
-from hardpoint_plugin_api import DeviceInfo, LinearWorkload, Quantized, Reason
+from hardpoint_plugin_api import DeviceInfo, LinearCall, LinearWorkload, Reason
 
 
 class LibraryProduct(TritonRoundingLinear):
     """What a library multiplies whose operands are both rounded."""
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        codes, scale = self.rounded(x.reshape(-1, x.shape[-1]), weights)
-        return self.product(codes, scale, weights, bias).view(*x.shape[:-1], weights["weight"].shape[0])
-
-    def apply_quantized(
-        self, x: Quantized, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return self.product(x.data, x.scale, weights, bias)
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, scales, weights = call.x, call.scales, call.weights
+        if scales is None:
+            x, scales = self.rounded(x.reshape(-1, x.shape[-1]), weights)
+        y = self.product(x, scales, weights, call.bias)
+        return y.view(*call.x.shape[:-1], weights["weight"].shape[0])
 
     @abstractmethod
     def product(

@@ -16,7 +16,15 @@ from hardpoint.kernels.launch import aligned
 from hardpoint_cuda import cublaslt
 from hardpoint_cuda.cublaslt import WORKSPACE_BYTES, Prepared, Product, prepared
 from hardpoint_cuda.matmul_tables import Table, key_of, nearest, path_of, read
-from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearKernel, LinearWorkload, PlatformError, Reason
+from hardpoint_plugin_api import (
+    BuildContext,
+    DeviceInfo,
+    LinearCall,
+    LinearKernel,
+    LinearWorkload,
+    PlatformError,
+    Reason,
+)
 
 _WORKSPACE = "cublaslt_workspace"
 
@@ -60,8 +68,8 @@ class TunedMatmul(LinearKernel):
                 sizes.append((min(rows), n, k))
         return sorted(sizes, key=prod)
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        weight = weights["weight"]
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weight, bias = call.x, call.weights["weight"], call.bias
         rows = x.reshape(-1, x.shape[-1])
         is_plain = rows.is_contiguous() and weight.is_contiguous() and aligned(rows, weight)
         chosen = self._choose(rows.shape[0], *weight.shape, weight.device) if is_plain else None

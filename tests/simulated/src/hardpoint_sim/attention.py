@@ -18,6 +18,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,
+    AttentionCall,
     AttentionMetadata,
     AttentionSpec,
     BuildContext,
@@ -25,6 +26,7 @@ from hardpoint_plugin_api import (
     CacheSpec,
     CaptureGrade,
     Region,
+    StoreCall,
 )
 
 GAP = 192
@@ -82,13 +84,11 @@ class SimAttention(AttentionBackend):
         super().__init__(ctx, spec)
         self._buffers: dict[tuple[int, int, int], _Buffers] = {}
 
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
-    ) -> None:
-        slots = slot_mapping.long()
+    def store(self, call: StoreCall) -> None:
+        cache, slots = call.cache, call.slot_mapping.long()
         pages, offsets = slots // self.spec.block_size, slots % self.spec.block_size
-        cache["keys"][pages, :, :, offsets] = k.to(cache["keys"].dtype)
-        cache["values"][pages, :, offsets] = v.to(cache["values"].dtype)
+        cache["keys"][pages, :, :, offsets] = call.k.to(cache["keys"].dtype)
+        cache["values"][pages, :, offsets] = call.v.to(cache["values"].dtype)
 
     def plan(self, batch: AttentionBatch) -> SimMetadata:
         num_tokens, block = batch.slot_mapping.shape[0], self.spec.block_size
@@ -129,15 +129,8 @@ class SimAttention(AttentionBackend):
             readable=torch.empty(num_keys, dtype=torch.bool, device=device),
         )
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: dict[str, torch.Tensor],
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
+    def forward(self, call: AttentionCall) -> None:
+        q, cache, metadata, out = call.q, call.cache, call.metadata, call.out
         assert isinstance(metadata, SimMetadata)
         assert metadata.buffers is not None
         spec, buffers = self.spec, metadata.buffers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from hardpoint_plugin_api import DeviceInfo, LinearKernel, LinearWorkload, Reason
+from hardpoint_plugin_api import DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason
 
 TILE = 16
 
@@ -34,7 +34,8 @@ class SimLinear(LinearKernel):
     def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         return weights["tiles"][ids // TILE, :, ids % TILE]
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weights, bias = call.x, call.weights, call.bias
         tiles = torch.matmul(x[..., None, :, :], weights["tiles"])
         y = tiles.movedim(-3, -2).flatten(-2)[..., : self.workload.out_features]
         return y if bias is None else y + bias

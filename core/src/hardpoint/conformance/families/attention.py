@@ -5,6 +5,8 @@ The truth is ``attend``, the family's definition, in float64, over keys and valu
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,12 +15,14 @@ from typing import Any, cast
 import torch
 
 from hardpoint.attention.phases import sub_batch
-from hardpoint.conformance.checks import kernel_checks
+from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
+from hardpoint.conformance.families.attention_replay import replay
 from hardpoint.conformance.families.cache_layout import layout_trials
 from hardpoint.conformance.families.scaled_cache import cache_dtypes, clash, scalings, set_scales
 from hardpoint.conformance.families.steps import (
     HIGH_SCORE,
     LONG,
+    LOW_SCORES,
     Piece,
     Request,
     Step,
@@ -42,6 +46,7 @@ from hardpoint.ops.error_model import ErrorModel
 from hardpoint.ops.judge import Call, Expected, Input, judge_call
 from hardpoint_plugin_api import (
     AttentionBackend,
+    AttentionCall,
     AttentionMetadata,
     AttentionSpec,
     CacheLayout,
@@ -57,10 +62,16 @@ from hardpoint_plugin_api.requirements import HeadMultipleRequirement
 
 ERRORS = ErrorModel(scale="row", finest=2.0**-20)
 """The exponentials of vector units, torch's own on CPUs among them, are good to 20 bits or a few more."""
-HIGH_SCORE_ERRORS = replace(ERRORS, finest=HIGH_SCORE * 2.0**-24)
-"""A score of this height, rounded to float32 once, changes its weight by as much."""
+HEIGHTS = {"large": HIGH_SCORE, "low": -min(LOW_SCORES)}
+"""How far all scores are from zero. A score of this height, rounded to float32 once, changes its weight by 2^-24 of it.
+"""
+_LOW_IN = ("decode", "mixed", "chunked", "prompt")
+"""The batches in which scores are low."""
+_MANY = ("dozens", "hundreds")
+"""Batches of more requests than tiles of decodes have rows."""
 
-_ANY_HEAD_SIZE = (16, 33, 64, 80, 128, 256)
+_ANY_HEAD_SIZE = (16, 33, 64, 80, 96, 128, 256)
+"""And one that is drawn."""
 _ANY_BLOCK_SIZE = (1, 5, 16, 32, 128)
 _HEADS = ((4, 2), (3, 3), (8, 1), (20, 4), (32, 1))
 _MOST_HEADS_OF_LONG = 4
@@ -83,28 +94,36 @@ class AttentionTrials:
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """The declarations, the cache layout, then steps."""
         yield Trial("declared", (Check("conventions", partial(conventions, subject), decisive=True),))
-        yield from layout_trials(subject, plan, _block_sizes(subject), _head_sizes(subject))
+        head_sizes = _head_sizes(subject, plan)
+        yield from layout_trials(subject, plan, _block_sizes(subject), head_sizes)
         senseless: Exclusions = {
             ("batch", "values"): _has_no_point,
             ("batch", "heads"): lambda batch, heads: batch in LONG and heads[0] > _MOST_HEADS_OF_LONG,
             ("batch", "span"): lambda batch, span: batch == "deep" and span[0] != "all",
+            ("batch", "head_size"): lambda batch, size: batch in _MANY and size != min(head_sizes),
+            ("sinks", "values"): lambda sinks, values: sinks and values == "low",  # no weight is left beside the sink's
         }
-        factors, excludes = _factors(subject), {**senseless}
+        factors, excludes = _factors(subject, head_sizes), {**senseless}
         if True in scalings(subject):
             factors["static_scales"], excludes["kv_dtype", "static_scales"] = scalings(subject), clash
         rows = plan.combinations(factors, excludes)
         # Spans in blocks and in tokens may come to the same.
         situations = {situation.title: situation for situation in map(Situation.of, rows)}
         for number, situation in enumerate(situations.values()):
-            yield _trial(AttentionProbe(subject, situation), plan, number)
+            seed = plan.seed_of(f"{subject.offer.contribution}/{situation.title}")
+            yield _trial(AttentionProbe(subject, situation, seed), plan, number)
 
 
 def _has_no_point(batch: str, values: str) -> bool:
-    """Nothing is left of one NaN; and a deep context is there for sums over many keys, not over few."""
-    return (batch, values) == ("one", "nan") or (batch == "deep" and values not in ("normal", "flat"))
+    """Nothing is left of one NaN; a deep context is there for sums over many keys, not over few; many requests are
+    there for their number.
+    """
+    plain = batch == "deep" or batch in _MANY
+    low = values == "low" and batch not in _LOW_IN
+    return (batch, values) == ("one", "nan") or low or (plain and values not in ("normal", "flat"))
 
 
-def _factors(subject: Subject) -> dict[str, Sequence[Any]]:
+def _factors(subject: Subject, head_sizes: Sequence[int]) -> dict[str, Sequence[Any]]:
     """What the backend claims, and what every backend must cope with."""
 
     def on_off(feature: Feature) -> Sequence[bool]:
@@ -119,14 +138,14 @@ def _factors(subject: Subject) -> dict[str, Sequence[Any]]:
         "dtype": subject.dtypes(),
         "kv_dtype": cache_dtypes(subject),
         "heads": _HEADS,
-        "head_size": _head_sizes(subject),
+        "head_size": head_sizes,
         "block_size": _block_sizes(subject),
         "span": spans,
         "soft_cap": on_off(Feature.SOFT_CAP),
         "sinks": on_off(Feature.SINKS),
         "alibi": on_off(Feature.ALIBI),
         "batch": _batch_names(subject),
-        "values": ("normal", "peaked", "flat", "large", "uneven", "nan"),
+        "values": ("normal", "peaked", "flat", "large", "uneven", "low", "nan"),
         "shared": (False, True),
         "padding": (0, 3),
         "slack": (0, 2),
@@ -137,12 +156,13 @@ def _block_sizes(subject: Subject) -> Sequence[int]:
     return tuple(map(int, subject.claimed("block_size") or _ANY_BLOCK_SIZE))
 
 
-def _head_sizes(subject: Subject) -> Sequence[int]:
+def _head_sizes(subject: Subject, plan: Plan) -> Sequence[int]:
     if claimed := subject.claimed("head_size"):
         return tuple(map(int, claimed))
     requires = subject.offer.contribution.requires
     multiple = next((r.multiple for r in requires if isinstance(r, HeadMultipleRequirement)), 1)
-    sizes = {-(-size // multiple) * multiple for size in _ANY_HEAD_SIZE}
+    drawn = random.Random(plan.seed).randint(34, 255)
+    sizes = {-(-size // multiple) * multiple for size in (*_ANY_HEAD_SIZE, drawn)}
     return tuple(sorted({size for size in sizes if size <= 512} | {multiple if multiple > 1 else 16}))
 
 
@@ -208,11 +228,11 @@ class Situation:
         parts += [f"padding-{self.padding}"] if self.padding else []
         return "/".join(parts + ([f"slack-{self.slack}"] if self.slack else []))
 
-    def pieces(self, need: TokensRequirement) -> tuple[Piece, ...]:
+    def pieces(self, need: TokensRequirement, seed: int) -> tuple[Piece, ...]:
         """The requests of the step; "tokens N" are as many tokens, in the phase that is needed."""
         kind, _, count = self.batch.partition(" ")
         if kind != "tokens":
-            return batches(self.spec.block_size)[self.batch]
+            return batches(self.spec.block_size, seed)[self.batch]
         tokens = int(count)
         if need.phase == "decode" or (need.phase is None and tokens <= _PIECE):
             return tuple(Piece(1, 1 + 5 * i % 40) for i in range(tokens))
@@ -221,8 +241,7 @@ class Situation:
 
 
 def _trial(probe: AttentionProbe, plan: Plan, number: int) -> Trial:
-    title = probe.situation.title
-    seed = plan.seed_of(f"{probe.subject.offer.contribution}/{title}")
+    title, seed = probe.situation.title, probe.seed
     if reason := probe.subject.refuses(probe.spec.workload()):
         return Trial(title, unsupported=reason, workload=probe.spec.workload())
     own: dict[str, Callable[[AttentionProbe, int], Finding]] = {
@@ -230,7 +249,9 @@ def _trial(probe: AttentionProbe, plan: Plan, number: int) -> Trial:
         "interleaved": interleaved,
         "sizes": sizes,
     }
-    checks = kernel_checks(probe, seed, plan, number)
+    checks = kernel_checks(probe, seed, plan, number, without=("replay",))
+    if plan.includes(list(ADVERSARIAL).index("replay"), number):
+        checks.append(Check("replay", partial(replay, probe, seed)))
     checks += [Check(name, partial(check, probe, seed)) for name, check in own.items() if plan.includes(number, 0)]
     if Feature.BATCH_INVARIANT in probe.subject.features:
         checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed)))
@@ -271,9 +292,10 @@ class AttentionProbe:
 
     allocates = False
 
-    def __init__(self, subject: Subject, situation: Situation) -> None:
-        self.subject, self.situation, self.spec = subject, situation, situation.spec
-        self.pieces = situation.pieces(subject.tokens)
+    def __init__(self, subject: Subject, situation: Situation, seed: int) -> None:
+        """``seed`` draws what the case leaves open; it is the seed of the case's checks."""
+        self.subject, self.situation, self.spec, self.seed = subject, situation, situation.spec, seed
+        self.pieces = situation.pieces(subject.tokens, seed)
         self._expected: dict[Drawn, Expected] = {}
 
     @cached_property
@@ -324,13 +346,19 @@ class AttentionProbe:
         return max(block, longest // 2 // block * block) if self.situation.shared else 0
 
     def step(
-        self, seed: int, requests: Sequence[Request], placement: Placement, far: str | None, layer: int = 0
+        self,
+        seed: int,
+        requests: Sequence[Request],
+        placement: Placement,
+        far: str | None,
+        layer: int = 0,
+        room: Sequence[Sequence[Piece]] = (),
     ) -> Step:
-        """Lay a step out, for one of the layers."""
+        """Lay a step out, for one of the layers, in arrays that have ``room`` for steps of these requests, too."""
         backend, site = self.layers[layer], self.subject.site
         pages = pages_to_be_far(backend.layout, backend.cache_spec, self.spec.block_size) if far == "cache" else 0
         generator = torch.Generator().manual_seed(seed + 1)
-        tables: Tables = draw_tables(self.spec, self.pieces, generator, self._shared, pages)
+        tables: Tables = draw_tables(self.spec, self.pieces, generator, self._shared, pages, room)
         buckets = self.limits.token_buckets
         tokens = sum(piece.query for piece in self.pieces)
         padding = next((b - tokens for b in buckets if b >= tokens), self.situation.padding)
@@ -346,6 +374,19 @@ class AttentionProbe:
             slack=self.situation.slack * max(backend.layout.alignment, 16),
             free_bytes=site.free_bytes if far else 0,
         )
+
+    def reshaped(self, pieces: tuple[Piece, ...]) -> AttentionProbe:
+        """A probe of the same layers whose steps hold other requests."""
+        assert self.layers  # which the copy then shares
+        other = copy.copy(self)
+        other.pieces, other._expected = pieces, {}
+        return other
+
+    def outputs(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The part of each request in ``out`` [T, H, D], without the query that nothing is expected of."""
+        rows = sum(piece.query for piece in self.pieces)
+        first, *rest = out[:rows].split([piece.query for piece in self.pieces])
+        return (first[1:] if self.first_is_undefined else first, *rest)
 
     def call(
         self,
@@ -383,12 +424,8 @@ class AttentionProbe:
             return planned[0].token
 
         def forward() -> object:
-            backend.forward(step.q, step.k, step.v, step.cache, planned[0], step.out)
-            return outputs()
-
-        def outputs() -> tuple[torch.Tensor, ...]:
-            first, *rest = step.outputs()
-            return (first[1:] if self.first_is_undefined else first, *rest)
+            backend.forward(AttentionCall(step.q, step.k, step.v, step.cache, planned[0], step.out))
+            return self.outputs(step.out)
 
         def expect() -> Expected:
             if drawn not in self._expected:  # most checks of a trial draw the same inputs
@@ -408,10 +445,10 @@ class AttentionProbe:
             inputs=tuple(Input(name, name, x) for name, x in tensors.items()),
             plan=make_plan,
             run=forward,
-            idle=outputs,
+            idle=partial(self.outputs, step.out),
             before=before,
             expect=expect,
-            errors=HIGH_SCORE_ERRORS if self.situation.values == "large" else ERRORS,
+            errors=replace(ERRORS, finest=max(ERRORS.finest, HEIGHTS.get(self.situation.values, 0.0) * 2.0**-24)),
             mutates=frozenset({"out"}),
             aliases=frozenset((i, "out") for i in range(len(self.pieces))),
         )
@@ -487,7 +524,7 @@ def interleaved(probe: AttentionProbe, seed: int) -> Finding:
 
 def sizes(probe: AttentionProbe, seed: int) -> Finding:
     """``sizes``: layers whose first step was a small one serve a larger one."""
-    fresh = AttentionProbe(probe.subject, probe.situation)
+    fresh = AttentionProbe(probe.subject, probe.situation, probe.seed)
     requests = fresh.requests(seed)
     step, backend = fresh.step(seed, requests, Placement.AS_DRAWN, None), fresh.layers[0]
     smallest = min(range(len(fresh.pieces)), key=lambda i: fresh.pieces[i].total)
@@ -537,5 +574,5 @@ def _alone(backend: AttentionBackend, step: Step, request: int, *, last_only: bo
         )
     out = torch.full_like(step.q[rows], float("nan"))
     metadata = backend.plan(batch)
-    backend.forward(step.q[rows], step.k[rows], step.v[rows], step.cache, metadata, out)
+    backend.forward(AttentionCall(step.q[rows], step.k[rows], step.v[rows], step.cache, metadata, out))
     return out

@@ -39,7 +39,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.ops.judge import Call, Expectation, Expected, Input
 from hardpoint.quantization.numerics import round_to
-from hardpoint_plugin_api import NULL_PAGE, AttentionBackend, AttentionSpec, CacheLayout, CacheSpec, Region
+from hardpoint_plugin_api import NULL_PAGE, AttentionBackend, AttentionSpec, CacheLayout, CacheSpec, Region, StoreCall
 
 _PAGES = 7
 _TOKENS = {"few": 5, "none": 0, "one": 1, "many": 40}
@@ -286,7 +286,7 @@ class StoreProbe:
         inputs |= {"cache": buffer} if far != "cache" else {}
         return Call(
             inputs=tuple(Input(name, name, x) for name, x in inputs.items()),
-            run=lambda: self.backend.store(placed_k, placed_v, views, placed_slots),
+            run=lambda: self.backend.store(StoreCall(placed_k, placed_v, views, placed_slots)),
             state=state,
             expect=expect,
             errors=ERRORS if is_scaled(spec.dtype) else ErrorModel(exact=True),

@@ -58,7 +58,12 @@ def values(element: Element, device: torch.device) -> Finding:
         return Finding.failed("values", element.name, f"needs a value above zero, has {list(element.values)}")
     for name in _DTYPES:
         dtype = dtype_of(name)
-        for x, wanted in ((codes, true), (codes.expand(15, -1).reshape(_SHAPE), true.expand(15, -1).reshape(_SHAPE))):
+        turned = codes.repeat(3, 1).t().contiguous().t()
+        for x, wanted in (
+            (codes, true),
+            (codes.expand(15, -1).reshape(_SHAPE), true.expand(15, -1).reshape(_SHAPE)),
+            (turned, true.expand(3, -1)),
+        ):
             got = element.decode(x.clone(), dtype)
             if got.dtype != dtype or got.shape != wanted.shape or got.device != x.device:
                 text = f"of {list(x.shape)} in {name} is {dtype_name(got.dtype)} {list(got.shape)} on {got.device}"
@@ -74,12 +79,18 @@ def nearest(element: Element, device: torch.device) -> Finding:
     middles = (true[1:] + true[:-1]) / 2
     beside = torch.cat([middles * (1 - 2**-20), middles, middles * (1 + 2**-20), (middles + true[1:]) / 2])
     reach = 2 * float(true.abs().max())
-    x = torch.cat([true, beside, torch.linspace(-reach, reach, 257, dtype=torch.float64)]).float()
+    zeros = torch.tensor([0.0, -0.0], dtype=torch.float64)
+    x = torch.cat([true, beside, zeros, torch.linspace(-reach, reach, 257, dtype=torch.float64)]).float()
     codes = element.encode(x.to(device))
     if codes.dtype != dtype_of(element.storage) or codes.shape != x.shape or codes.device.type != device.type:
         text = f"of {list(x.shape)} is {dtype_name(codes.dtype)} {list(codes.shape)}; storage is {element.storage}"
         return Finding.failed("form", "encode", text)
     got = element.decode(codes, torch.float64).cpu()
+    turned = element.encode(x.repeat(3, 1).t().contiguous().t().to(device))
+    if turned.shape != (3, len(x)) or not torch.equal(
+        element.decode(turned.contiguous(), torch.float64).cpu(), got.expand(3, -1)
+    ):
+        return Finding.failed("strided", "encode", "of a transposed tensor is not what it is of a contiguous one")
     error, least = (got - x).abs(), (x.double()[:, None] - true).abs().amin(1)
     wrong = ~(error <= least)
     if not wrong.any():

@@ -39,6 +39,7 @@ from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_plugin_api import (
     All2AllWorkload,
     Contribution,
+    ExpertsCall,
     ExpertsWorkload,
     Feature,
 )
@@ -63,6 +64,8 @@ _WIDTHS = {
 """Hidden and intermediate sizes. Long ones are sums of more than 4,096 products, of the first matrix and the second."""
 _ABSENT = {"here": 0.0, "some-elsewhere": 0.4, "all-elsewhere": 1.0}
 """How many of a token's experts are on other ranks."""
+_OTHER_PARAMETERS = "swiglu_oai(1.25,2.0)"
+"""An activation with other parameters than its usual ones: most numbers of the middle are clamped."""
 _LARGEST_OF_ROW = 8.0
 """How much larger the largest of the middle's numbers is than their root mean square, at most."""
 
@@ -101,12 +104,13 @@ class ExpertsTrials:
         factors: dict[str, Sequence[Any]] = {
             "dtype": claims.dtypes,
             "spec": tuple(claims.served),
-            "activation": tuple(subject.claimed("activation") or names()),
+            "activation": tuple(subject.claimed("activation") or (*names(), _OTHER_PARAMETERS)),
             "format": tuple(subject.claimed("format") or ("standard",)),
             "batch": tuple(_BATCHES),
             "mixture": tuple(_MIXTURES),
             "widths": tuple(_WIDTHS),
             "absent": tuple(_ABSENT),
+            "bias": ("bias", "no-bias") if Feature.EXPERT_BIAS in subject.features else ("no-bias",),
         }
         seen: set[tuple[Any, ...]] = set()
         for number, row in enumerate(plan.combinations(factors, few)):
@@ -132,6 +136,7 @@ def _trial(probe: ExpertsProbe, plan: Plan, number: int, *, with_sizes: bool) ->
     if with_sizes:
         checks.append(Check("sizes", partial(sizes, probe, seed)))
         checks.append(Check("extremes", partial(extremes, probe, seed)))
+        checks.append(Check("instances", partial(instances, probe, seed)))
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
         checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed, has_rows=True)))
     return Trial(probe.title, checks, workload=probe.workload)
@@ -186,9 +191,9 @@ class ExpertsProbe:
 
     allocates = True
 
-    def __init__(self, subject: Subject, row: Row, pairs: Mapping[str, Pair]) -> None:
-        """``pairs`` are those of specs by name."""
-        self.subject, self._row = subject, row
+    def __init__(self, subject: Subject, row: Row, pairs: Mapping[str, Pair], *, weights: int = 1) -> None:
+        """``pairs`` are those of specs by name, ``weights`` is the seed of the experts' weights."""
+        self.subject, self._row, self._pairs, self._weights_seed = subject, row, pairs, weights
         self.title = "/".join(str(value) for value in row.values())
         self._experts, self._top_k = _MIXTURES[row["mixture"]]
         self._hidden, self._width = _WIDTHS[row["widths"]]
@@ -203,7 +208,8 @@ class ExpertsProbe:
             top_k=self._top_k,
             hidden_size=self._hidden,
             intermediate_size=self._width,
-            features=frozenset({Feature.BATCH_INVARIANT} & subject.features),
+            features=frozenset({Feature.BATCH_INVARIANT} & subject.features)
+            | ({Feature.EXPERT_BIAS} if row["bias"] == "bias" else frozenset()),
         )
 
     @property
@@ -277,7 +283,7 @@ class ExpertsProbe:
         assert self.workload.spec is not None
         assert self.workload.activation is not None
         (spec, activation), dtype = self.workload.spec, dtype_of(self._row["dtype"])
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(self._weights_seed)
         rows = self._width * (2 if is_gated(self.workload.activation) else 1)
         slots: dict[str, torch.Tensor] = {}
         for name, shape in {"w13": (rows, self._hidden), "w2": (self._hidden, self._width)}.items():
@@ -285,6 +291,8 @@ class ExpertsProbe:
             each = [{"weight": w.to(dtype)} if spec.is_plain else quantize_weight(w, spec) for w in drawn]
             each = [one | static_scales(activation) for one in each]
             slots |= {f"{name}.{slot}": torch.stack([one[slot] for one in each]) for slot in each[0]}
+            if self._row["bias"] == "bias":
+                slots[f"{name}.bias"] = torch.randn(self._experts, shape[0], generator=generator).to(dtype)
         return slots
 
     def expect(self, drawn: Drawn) -> Expected:
@@ -308,13 +316,15 @@ class ExpertsProbe:
         ctx = self.subject.site.context(dtype, device=_HOST)
         assert self.workload.spec is not None
         is_plain = self.workload.spec[0].is_plain
-        w = {name: value.to(dtype) if is_plain else value for name, value in self._weights.items()}
+        w = {
+            name: value.to(dtype) if is_plain or name.endswith(".bias") else value
+            for name, value in self._weights.items()
+        }
         out = torch.empty(drawn.x.shape, dtype=dtype)
         reference = (kind or _Float32Experts)(ctx, self.workload)
         reference.nudge = nudge
-        reference.apply(
-            drawn.x.to(dtype), drawn.ids, drawn.weights, w, out, workspace=torch.empty(0, dtype=torch.uint8)
-        )
+        scratch = torch.empty(0, dtype=torch.uint8)
+        reference.apply(ExpertsCall(drawn.x.to(dtype), drawn.ids, drawn.weights, w, out, scratch))
         return out
 
     @property
@@ -356,6 +366,17 @@ class ExpertsProbe:
         device = self.subject.site.device
         return self._kernel.prepack({name: place(value, device) for name, value in self._weights.items()})
 
+    def alike(self, *, weights: int = 1) -> ExpertsProbe:
+        """A probe of another instance, with weights of its own."""
+        return ExpertsProbe(self.subject, self._row, self._pairs, weights=weights)
+
+    def take_weights(self, other: ExpertsProbe) -> None:
+        """Replace the packed weights, at their addresses, by those of ``other``, packed by this kernel."""
+        device = self.subject.site.device
+        packed = self._kernel.prepack({name: place(value, device) for name, value in other._weights.items()})
+        for name, value in packed.items():
+            self._packed[name].copy_(value)
+
     @cached_property
     def _around(self) -> PrepareFinalize:
         kind = LocalBatches if self._row["format"] == "batched" else LocalAll2All
@@ -395,3 +416,15 @@ def extremes(probe: ExpertsProbe, seed: int) -> Finding:
     if activation.is_plain or not activation.static:  # a NaN has no code of its own
         drawn.x[3, drawn.x.shape[1] // 2] = torch.nan
     return Finding.of(judge_call(probe.call_of(drawn, partial(probe.expect, drawn))))
+
+
+def instances(probe: ExpertsProbe, seed: int) -> Finding:
+    """``instances``: two of one shape keep to their own weights, and one takes new weights where its old ones lay."""
+    one, two = probe.alike(), probe.alike(weights=2)
+    drawn, found = probe.draw(seed, 7), Comparison()
+    for each in (one, two, one):
+        found.add(judge_call(each.call_of(drawn, partial(each.expect, drawn))))
+    with torch.inference_mode():
+        one.take_weights(two)
+    found.add(judge_call(one.call_of(drawn, partial(two.expect, drawn))))
+    return Finding.of(found)

@@ -347,7 +347,8 @@ class StepMemory:
                 metadata |= dict.fromkeys(plan_group.layers, planned)
             rows = slice(first, first + int(starts[-1]))
             first = rows.stop
-            yield rows, ForwardStep(positions.to(self.device), caches, [metadata[i] for i in range(len(backends))])
+            at = positions.to(self.device)
+            yield rows, ForwardStep(at, at, caches, [metadata[i] for i in range(len(backends))])
 
 
 # Checks that only layers have.
@@ -432,6 +433,11 @@ def _hidden(args: Any, tokens: int, generator: torch.Generator) -> dict[str, tor
     return {"x": torch.randn(tokens, size, generator=generator)}
 
 
+def _tokens(args: Any, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """For layers that take a step and keep nothing in a cache: the tokens of one sequence."""
+    return _hidden(args, tokens, generator) | {"positions": torch.arange(tokens)}
+
+
 def _hidden_and_residual(args: NormArgs, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {name: torch.randn(tokens, args.size, generator=generator) for name in ("x", "residual")}
 
@@ -442,11 +448,15 @@ def _ids(args: EmbeddingArgs, tokens: int, generator: torch.Generator) -> dict[s
 
 def _stream(args: Any, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     block: BlockArgs = args[0] if isinstance(args, tuple) else args
-    return {"x": torch.randn(tokens, block.attention.hidden_size, generator=generator)}
+    return {"x": torch.randn(tokens, block.norm.size, generator=generator)}
 
 
 def _on_x(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
     return layer(inputs["x"])
+
+
+def _in_a_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
+    return layer(inputs["x"], ForwardStep(inputs["positions"], inputs["positions"], (), ()))
 
 
 def _on_ids(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
@@ -459,7 +469,7 @@ def _norm_both_ways(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> obje
 
 
 def _routed(args: MoEArgs, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    return {"x": certain_tokens(args, tokens, generator)}
+    return {"x": certain_tokens(args, tokens, generator), "positions": torch.arange(tokens)}
 
 
 def _routing(args: MoEArgs) -> dict[str, torch.Tensor]:
@@ -495,7 +505,7 @@ _PROMPTS_THEN_DECODES = (
     (Piece(1, 20), Piece(1, 6), Piece(1, 17)),
 )
 _STEP_TOKENS = (sum(piece.query for pieces in _PROMPTS_THEN_DECODES for piece in pieces),)
-_ROPE = RopeArgs(rotary_dim=32, theta=10_000.0, max_position=64)
+_ROPE = RopeArgs(rotary_dim=32, theta=10_000.0)
 _ATTENTION = AttentionArgs(64, 4, 2, 32, 0.2, rope=_ROPE)
 _MLP, _NORM = MLPArgs(64, 96), NormArgs(64, 1e-6)
 _MOE = MoEArgs(64, 48, RouterArgs(8, 2, renormalize=True))
@@ -515,8 +525,8 @@ KINDS: dict[str, LayerKind] = {
             "merged-bias": LinearArgs(64, (("q", 64), ("k", 32), ("v", 32)), bias=True),
             "odd": LinearArgs(33, (("out", 17),), bias=True),
         },
-        _hidden,
-        _on_x,
+        _tokens,
+        _in_a_step,
     ),
     "mlp": LayerKind(
         {
@@ -525,8 +535,8 @@ KINDS: dict[str, LayerKind] = {
             "ungated-bias": replace(_MLP, activation="relu2", gated=False, bias=True),
             "odd": MLPArgs(33, 57),
         },
-        _hidden,
-        _on_x,
+        _tokens,
+        _in_a_step,
     ),
     "moe": LayerKind(
         {
@@ -538,7 +548,7 @@ KINDS: dict[str, LayerKind] = {
             "ungated-odd": MoEArgs(33, 17, RouterArgs(5, 1), activation="relu2", gated=False),
         },
         _routed,
-        _on_x,
+        _in_a_step,
         weights=_routing,
     ),
     "embedding": LayerKind({"plain": EmbeddingArgs(97, 64), "odd": EmbeddingArgs(31, 33)}, _ids, _on_ids),

@@ -7,6 +7,7 @@ Axes: T tokens, N out features, K in features.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, cast
@@ -31,9 +32,9 @@ from hardpoint.quantization.numerics import fake_quantize, quantize_weight, trav
 from hardpoint_plugin_api import (
     Contribution,
     Feature,
+    LinearCall,
     LinearKernel,
     LinearWorkload,
-    Quantized,
     Reason,
     dequantize,
 )
@@ -43,6 +44,8 @@ ERRORS = ErrorModel()
 _TOKENS = {"one": 1, "few": 7, "many": 130, "none": 0}
 _BORDERS = (1, 2, 3, 4, 5, 6, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130)
 """Steps about the edges of tiles of 4, 16, 32, 64 and 128 rows."""
+_BETWEEN = ((8, 14), (66, 126), (131, 255), (257, 400))
+"""Of each range, one step is drawn."""
 _MOST_TOKENS = 1024
 """The end of a claimed range of tokens is tried up to this."""
 _MOST_OWN_SIZES = 3
@@ -58,8 +61,12 @@ _WIDTHS = {
     "broad-odd": (641, 192),
 }
 """Out and in features. The long one is a sum of more than 4,096 products; broad ones have several tiles of columns."""
-_LARGE, _SMALL = {"float16": (2.0**12, 2.0**-10)}, (2.0**60, 2.0**-60)
+_LARGE, _SMALL = {"float16": (2.0**12, 2.0**-13)}, (2.0**60, 2.0**-60)
 """Magnitudes of rows, by dtype and for all others."""
+_OVERFLOWS = 2.0**14
+"""Times the signs of a row of the weight, the result of this row is beyond float16."""
+_LIGHT, _LIGHTER = ("odd-out", "narrow"), 2.0**-10
+"""Widths whose quantized weights are this much smaller, so that a scale of 16 bits would be a subnormal number."""
 _ORDERS = 4
 """Orders of summation for the reference's own error; where results have 16 bits, an order changes next to nothing."""
 
@@ -131,6 +138,7 @@ def _trial(probe: LinearProbe, plan: Plan, number: int, *, with_sizes: bool) -> 
     if with_sizes:
         checks.append(Check("sizes", partial(sizes, probe, seed)))
         checks.append(Check("extremes", partial(extremes, probe, seed)))
+        checks.append(Check("instances", partial(instances, probe, seed)))
     checks.append(Check("unpack", partial(unpack, probe)))
     checks.append(Check("quantized-input", partial(quantized_input, probe, seed)))
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
@@ -143,9 +151,13 @@ class LinearProbe:
 
     allocates = True
 
-    def __init__(self, subject: Subject, row: Row, pairs: Mapping[str, Pair], *, turned: bool = False) -> None:
-        """``pairs`` are those of specs by name; ``turned`` exchanges the widths of inputs and outputs."""
-        self.subject, self._row, self._pairs = subject, row, pairs
+    def __init__(
+        self, subject: Subject, row: Row, pairs: Mapping[str, Pair], *, turned: bool = False, weights: int = 1
+    ) -> None:
+        """``pairs`` are those of specs by name; ``turned`` exchanges the widths of inputs and outputs; ``weights`` is
+        the seed of the weight.
+        """
+        self.subject, self._row, self._pairs, self._weights_seed = subject, row, pairs, weights
         self.title = "/".join(str(value) for value in row.values())
         self.pair = pair_of(pairs, row["spec"], row["dtype"])
         self.dtype = dtype_of(row["dtype"])
@@ -202,7 +214,7 @@ class LinearProbe:
                 *(Input("weights", f"weights[{name}]", value) for name, value in w.items()),
                 *([] if bias is None else [Input("bias", "bias", bias)]),
             ),
-            run=lambda: self.kernel.apply(x, w, bias),
+            run=lambda: self.product(x),
             expect=expect,
             errors=ERRORS,
             idle=lambda: x.new_full((x.shape[0], cast(int, self.workload.out_features)), float("nan")),
@@ -226,7 +238,11 @@ class LinearProbe:
         back = LinearProbe(self.subject, self._row, self._pairs, turned=True)
         if reason := self.subject.refuses(back.workload):
             return reason
-        return [partial(p.kernel.apply, weights=p.packed, bias=p.placed_bias) for p in (self, back)]
+        return [self.product, back.product]
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """The kernel's result for x [T, in]."""
+        return self.kernel.apply(LinearCall(x, self.packed, self.placed_bias))
 
     @cached_property
     def context(self) -> Context:
@@ -251,10 +267,28 @@ class LinearProbe:
     def slots(self) -> Mapping[str, torch.Tensor]:
         """The slots as loaded, on the host."""
         shape = (cast(int, self.workload.out_features), cast(int, self.workload.in_features))
-        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * shape[1] ** -0.5
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(self._weights_seed)) * shape[1] ** -0.5
         weight, activation = self.pair
-        slots = {"weight": drawn.to(self.dtype)} if weight.is_plain else quantize_weight(drawn, weight)
+        if weight.is_plain:
+            return {"weight": drawn.to(self.dtype)} | static_scales(activation)
+        has_fine_scales = all(scale.format == "float32" for scale in weight.scales)
+        slots = quantize_weight(drawn * (_LIGHTER if has_fine_scales and self._row["widths"] in _LIGHT else 1), weight)
+        if weight.element == "int8":
+            slots["weight"][0, 0] = -128
+        if has_fine_scales:
+            slots["weight_scale"][::2] *= -1
         return slots | static_scales(activation)
+
+    def alike(self, *, weights: int = 1) -> LinearProbe:
+        """A probe of another instance, with a weight of its own."""
+        return LinearProbe(self.subject, self._row, self._pairs, weights=weights)
+
+    def take_weights(self, other: LinearProbe) -> None:
+        """Replace the packed weights, at their addresses, by those of ``other``, packed by this kernel."""
+        device = self.subject.site.device
+        packed = self.kernel.prepack({name: place(value, device) for name, value in other.slots.items()})
+        for name, value in packed.items():
+            self.packed[name].copy_(value)
 
     def plain_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] as numbers of ``dtype``, on the host."""
@@ -335,9 +369,10 @@ def summed_one_by_one(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def sizes(probe: LinearProbe, seed: int) -> Finding:
     """``sizes``: one instance serves steps of all sizes about the borders of tiles, small ones first and again last."""
-    counts = probe.steps(_BORDERS)
+    draw = random.Random(seed)
+    counts = probe.steps(sorted({*_BORDERS, *(draw.randint(*ends) for ends in _BETWEEN)}))
     if not counts:
-        return Finding.not_claimed("tokens", f"steps of {_BORDERS[0]} to {_BORDERS[-1]} tokens are not claimed")
+        return Finding.not_claimed("tokens", f"steps of 1 to {_BETWEEN[-1][-1]} tokens are not claimed")
     drawn = probe.draw(seed + 1, counts[-1])
     middle = torch.randperm(len(counts), generator=torch.Generator().manual_seed(seed)).tolist()
     (whole,) = probe.expect(drawn).outputs
@@ -354,7 +389,10 @@ def sizes(probe: LinearProbe, seed: int) -> Finding:
 
 
 def extremes(probe: LinearProbe, seed: int) -> Finding:
-    """``extremes``: rows of zeros, large and small ones, and one with a NaN, each right and none noticed by another."""
+    """``extremes``: rows of zeros, large and small ones, one with a NaN, and in float16 one whose result overflows.
+
+    Each is right, and none is noticed by another.
+    """
     activation = probe.pair[1]
     if probe.rows_share_a_scale:
         return Finding.not_claimed("shared-scale", "rows share a scale")
@@ -363,6 +401,8 @@ def extremes(probe: LinearProbe, seed: int) -> Finding:
     drawn[1], drawn[2], drawn[4] = 0, drawn[2] * large, drawn[4] * small
     if activation.is_plain or not activation.static:  # a NaN has no code of its own
         drawn[3, drawn.shape[1] // 2] = torch.nan
+    if probe.dtype == torch.float16:
+        drawn[5] = probe.plain_weight(torch.float32)[0].sign() * _OVERFLOWS
     need, found = probe.subject.tokens, Comparison()
     at_once = min(6, need.max or 6)
     for some in drawn.split(at_once):
@@ -380,14 +420,29 @@ def quantized_input(probe: LinearProbe, seed: int) -> Finding:
         return Finding()
     if not travels(spec):
         return Finding.failed("input-spec", "input_spec", f"{spec} is no form that can be made of a row alone")
-    call = probe.call(seed)
-    x, w, bias = call.inputs[0].tensor, probe.packed, probe.placed_bias
+    w, bias, found = probe.packed, probe.placed_bias, Comparison()
 
-    def run() -> torch.Tensor:
+    def run(x: torch.Tensor) -> torch.Tensor:
         data, scale = (place(part, x.device) for part in quantize_rows.reference(x, spec=spec))
-        return kernel.apply_quantized(Quantized(data, scale, spec), w, bias)
+        return kernel.apply(LinearCall(data, w, bias, scale))
 
-    return Finding.of(judge_call(call, run))
+    for count in dict.fromkeys((probe.num_tokens, *probe.steps([2]))):
+        drawn = probe.draw(seed, count)
+        call = probe.call_of(drawn, partial(probe.expect, drawn))
+        found.add(judge_call(call, partial(run, call.inputs[0].tensor)))
+    return Finding.of(found)
+
+
+def instances(probe: LinearProbe, seed: int) -> Finding:
+    """``instances``: two of one shape keep to their own weights, and one takes new weights where its old ones lay."""
+    one, two = probe.alike(), probe.alike(weights=2)
+    drawn, found = probe.draw(seed, probe.num_tokens), Comparison()
+    for each in (one, two, one):
+        found.add(judge_call(each.call_of(drawn, partial(each.expect, drawn))))
+    with torch.inference_mode():
+        one.take_weights(two)
+    found.add(judge_call(one.call_of(drawn, partial(two.expect, drawn))))
+    return Finding.of(found)
 
 
 def unpack(probe: LinearProbe) -> Finding:

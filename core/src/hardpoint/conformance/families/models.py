@@ -29,6 +29,7 @@ from hardpoint.conformance.site import Subject
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM
+from hardpoint.models.family import ChosenModel
 from hardpoint.ops.error_model import Comparison, ErrorModel, compare
 from hardpoint_plugin_api import ConfigError, Contribution, Feature, HardpointError, ModelWorkload
 
@@ -113,7 +114,7 @@ class ModelProbe:
             config, ctx = HFConfig.read(folder), site.context(_DTYPE, batch_invariant=batch_invariant)
             opened = _Opened(reference, config.integer("vocab_size"), ctx)
             try:
-                model = self.subject.target(ctx.for_plugin(self.subject.offer.plugin), config)
+                model: object = ChosenModel.of(self.subject.offer, self.subject.target, config).build(ctx)
                 if isinstance(model, CausalLM):
                     ctx.resources.allocate(site.device)
                     load_weights(model, model.weight_names, SafetensorsFiles(folder), site.device)
@@ -133,7 +134,9 @@ class ModelProbe:
         if opened.error:
             return Finding.failed("refused", self.sample.name, f"{type(opened.error).__name__}: {opened.error}")
         if not isinstance(opened.model, CausalLM):
-            return Finding.failed("structure", "target", f"must return a CausalLM, got {type(opened.model).__name__}")
+            return Finding.failed(
+                "structure", "target", f"must build a CausalLM, built a {type(opened.model).__name__}"
+            )
         return Finding()
 
     @torch.inference_mode()
@@ -153,7 +156,8 @@ class ModelProbe:
         memory = StepMemory(ctx, self.subject.site.device, pieces)
         for (_, step), rows, counts in zip(memory.steps(), chosen, cuts, strict=True):
             ids = torch.tensor([i for row in rows for i in row], device=self.subject.site.device)
-            for logits, of_one in zip(model.logits(model(ids, step)).split(list(counts)), found, strict=True):
+            rows_of_each = model.logits(model.hidden(ids, step)).split(list(counts))
+            for logits, of_one in zip(rows_of_each, found, strict=True):
                 of_one.append(logits.clone())
         return [torch.cat(rows) for rows in found]
 

@@ -12,6 +12,7 @@ import torch
 
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
 from hardpoint.conformance.families.scaled_cache import cache_dtypes, is_scaled, rounded
+from hardpoint.conformance.families.specs import claimed_input_specs
 from hardpoint.conformance.families.summed_ops import summed_trials
 from hardpoint.conformance.memory import Placement, place, place_far, poison, soil_allocator
 from hardpoint.conformance.plan import Plan
@@ -42,6 +43,7 @@ from hardpoint_plugin_api import (
     Contribution,
     Feature,
     OpWorkload,
+    QuantSpec,
     Reason,
 )
 
@@ -49,6 +51,8 @@ _HOST = torch.device("cpu")
 _MANY_ROWS = (1025, 129, 33)
 """One more than tiles of 16 to 1,024 rows hold, where inputs of as many rows have few enough elements."""
 _MOST_ELEMENTS = 1 << 21
+_CASES_OF_A_SPEC = 3
+"""How many of an op's cases are tried with a claimed spec that none of them has."""
 _PLAIN = "plain"
 _CACHE = "cache"
 """The parameter by which ops take an attention layer's cache as the named views of its layout."""
@@ -83,8 +87,31 @@ class OpTrials:
             return
         caches = [cache for name in subject.claimed("layout") or (_PLAIN,) for cache in _caches(subject, str(name))]
         for number, (dtype, cache) in enumerate((d, cache) for d in subject.dtypes() for cache in caches):
-            for index, case in enumerate(cases(op, dtype_of(dtype), plan.seed)):
-                yield _trial(OpProbe(subject, op, dtype, case, cache), case, plan, index + number)
+            drawn = list(cases(op, dtype_of(dtype), plan.seed))
+            for index, case in enumerate(drawn):
+                yield _trial(OpProbe(subject, op, dtype, case, cache), plan, index + number)
+            for index, (case, spec) in enumerate(_with_other_specs(drawn, claimed_input_specs(subject))):
+                yield _trial(OpProbe(subject, op, dtype, case, cache, rounds_to=spec), plan, index + number)
+
+
+def _with_other_specs(drawn: Sequence[Case], specs: Sequence[QuantSpec]) -> Iterator[tuple[Case, QuantSpec]]:
+    """The first few cases of an op that rounds its result, each with those of ``specs`` that no case has."""
+    rounding = [case for case in drawn if "spec" in case.workload]
+    known = [case.workload["spec"] for case in rounding]
+    alike = [case for case in rounding if case.workload["spec"] == known[0]]
+    for spec in specs:
+        if spec not in known:
+            yield from ((case, spec) for case in alike[:_CASES_OF_A_SPEC])
+
+
+def _in_spec(case: Case, spec: QuantSpec) -> Case:
+    """``case`` with its result rounded to ``spec``."""
+    return replace(
+        case,
+        name=f"{case.name}_as_{spec}",
+        kwargs={**case.kwargs, "spec": spec},
+        workload={**case.workload, "spec": spec},
+    )
 
 
 @dataclass(frozen=True)
@@ -115,18 +142,26 @@ def _caches(subject: Subject, layout: str) -> list[_Cache]:
     return [_Cache(layout, dtype, backend) for dtype in scaled] or [_Cache(layout, None, backend)]
 
 
-def _trial(probe: OpProbe, case: Case, plan: Plan, number: int) -> Trial:
+def _trial(probe: OpProbe, plan: Plan, number: int) -> Trial:
     seed = plan.seed_of(f"{probe.subject.offer.contribution}/{probe.title}")
     if reason := probe.refused():
         return Trial(probe.title, unsupported=reason, workload=probe.workload)
-    is_empty = not op_inputs(probe.op, case)[0].tensor.numel()
+    is_empty = not op_inputs(probe.op, probe.drawn)[0].tensor.numel()
     checks = kernel_checks(probe, seed, plan, number, without=tuple(ADVERSARIAL) if is_empty else ())
     if probe.op.allocate is not None:
         checks.append(Check("fake", partial(fake, probe, seed)))
     if not is_empty and not probe.op.mutates and plan.includes(number, 0):
         checks.append(Check("rows", partial(rows, probe, seed)))
     if Feature.BATCH_INVARIANT in probe.subject.features and not is_empty:
-        alike = OpProbe(probe.subject, probe.op, probe.dtype, case, probe.cache, batch_invariant=True)
+        alike = OpProbe(
+            probe.subject,
+            probe.op,
+            probe.dtype,
+            probe.drawn,
+            probe.cache,
+            rounds_to=probe.rounds_to,
+            batch_invariant=True,
+        )
         checks.append(Check("batch-invariant", partial(batch_invariant, alike, seed)))
     return Trial(probe.title, checks, workload=probe.workload)
 
@@ -134,7 +169,8 @@ def _trial(probe: OpProbe, case: Case, plan: Plan, number: int) -> Trial:
 class OpProbe:
     """One implementation of an op, on one case of it; ``cache`` is what ops are given that write one.
 
-    With ``batch_invariant``, a factory's parts are those of a batch-invariant engine.
+    ``rounds_to`` replaces the spec that the case rounds its result to. With ``batch_invariant``, a factory's parts are
+    those of a batch-invariant engine.
     """
 
     allocates = True
@@ -147,14 +183,16 @@ class OpProbe:
         case: Case,
         cache: _Cache = _Cache(),  # it never changes
         *,
+        rounds_to: QuantSpec | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        self.subject, self.op, self.dtype, self.cache, self._name = subject, op, dtype, cache, case.name
-        self._batch_invariant = batch_invariant
+        self.subject, self.op, self.dtype, self.drawn, self.cache = subject, op, dtype, case, cache
+        self.rounds_to, self._batch_invariant = rounds_to, batch_invariant
+        case = case if rounds_to is None else _in_spec(case, rounds_to)
         self.title = f"{dtype}/{case.name}{cache.title}"
         more: dict[str, Any] = {"layout": cache.layout} if op.mutates else {}
         self.workload = OpWorkload(of=op.name, dtype=dtype, **more, **case.workload, scalars=op.scalars_in(case))
-        self._drawn: dict[int, Case] = {}
+        self._cases: dict[int, Case] = {}
         self._expected: dict[tuple[int, tuple[int, ...] | None], Expected] = {}
         self._plain = next((i.tensor for i in op_inputs(op, case) if i.parameter == _CACHE), None)
 
@@ -172,10 +210,11 @@ class OpProbe:
 
     def case(self, seed: int) -> Case:
         """The case as ``seed`` draws it, which nobody may write to."""
-        if seed not in self._drawn:
+        if seed not in self._cases:
             drawn = cases(self.op, dtype_of(self.dtype), seed)
-            self._drawn[seed] = next(case for case in drawn if case.name == self._name)
-        return self._drawn[seed]
+            case = next(case for case in drawn if case.name == self.drawn.name)
+            self._cases[seed] = case if self.rounds_to is None else _in_spec(case, self.rounds_to)
+        return self._cases[seed]
 
     def call(
         self,

@@ -33,6 +33,7 @@ from hardpoint_plugin_api import (
     Module,
     QuantizationMethod,
     QuantizationWorkload,
+    Reason,
     Scheme,
     StoredTensor,
     TensorInfo,
@@ -43,7 +44,13 @@ from hardpoint_plugin_api import (
 _ONLINE = "_online"
 _NAME = "model.layers.0.mlp.up_proj"
 _PLAIN = ("float32", "float16", "bfloat16", "float64")
-_WEIGHTS = ((96, 64), (33, 192), (256, 128), (5, 384))
+_WEIGHTS = ((96, 64), (33, 192), (256, 128), (5, 384), (640, 64))
+_ODD = (8, 96)
+"""Three groups of 32 columns. A method whose groups are larger may refuse it."""
+_TALL = 640
+"""At least as many rows has one matrix of each sample, beside those of the sample's shapes."""
+_TINY = {"float16": 2.0**-10}, 2.0**-20
+"""How much smaller than the others one row is, by dtype and for all others."""
 
 
 class QuantizationTrials:
@@ -65,13 +72,16 @@ class QuantizationTrials:
             return
         dtypes = [dtype for dtype in _PLAIN if dtype in subject.site.platform.info.dtypes]
         if getattr(subject.target, "online", False):
-            for options, (rows, columns), dtype in itertools.product(_options(subject), _WEIGHTS, dtypes):
+            for options, (rows, columns), dtype in itertools.product(_options(subject), (*_WEIGHTS, _ODD), dtypes):
                 named = ",".join(f"{k}={v}" for k, v in options.items()) or "no-options"
                 probe = OnlineProbe(subject, plan, f"{named}/{rows}x{columns}/{dtype}", options, (rows, columns), dtype)
-                yield Trial(probe.title, probe.checks())
+                refusal = probe.refusal() if (rows, columns) == _ODD else None
+                yield Trial(probe.title, () if refusal else probe.checks(), unsupported=refusal)
             return
         for sample in self._samples[str(subject.offer.contribution.of)]:
-            for (rows, columns), dtype in itertools.product(sample.shapes, dtypes):
+            n, k = sample.shapes[0]
+            tall = (n * -(-_TALL // n), k)
+            for (rows, columns), dtype in (*itertools.product(sample.shapes, dtypes), (tall, dtypes[0])):
                 stored = StoredProbe(
                     subject, plan, f"{sample.name}/{rows}x{columns}/{dtype}", sample, (rows, columns), dtype
                 )
@@ -237,6 +247,18 @@ class _Probe:
         changed = [name for name, x in held.tensors.items() if not equal_bits(x, before[name])]
         return Finding.failed("mutated", ", ".join(changed), "has changed") if changed else Finding()
 
+    def strided(self) -> Finding:
+        """``strided``: columns of a wider tensor, as a rank of several is given them, fill the slots with the same."""
+        held = self.held()
+        held.tensors = {name: _among_others(x) for name, x in held.tensors.items()}
+        filled, wanted = self.planned(held).slots(self.module), self._loaded[1]
+        wrong = [name for name, x in wanted.items() if not equal_bits(filled[name], x)]
+        return (
+            Finding.failed("strided", ", ".join(wrong), "differs where the stored tensor is strided")
+            if wrong
+            else Finding()
+        )
+
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [N, K] that was loaded."""
         scheme, filled = self._loaded
@@ -315,6 +337,7 @@ class StoredProbe(_Probe):
             Check("slots", self.slots, decisive=True),
             Check("values", self.values),
             Check("inputs", self.inputs),
+            Check("strided", self.strided),
             Check("missing", self.missing),
             Check("shape", self.shape),
             Check("dtype", self.stored_dtype),
@@ -374,10 +397,10 @@ class OnlineProbe(_Probe):
 
     @cached_property
     def drawn(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Rows of unlike size, one of zeros, one of positive numbers alone."""
+        """Rows of unlike size, one of zeros, one of positive numbers alone, one far smaller than the others."""
         rows, columns = self.module.out_features, self.module.in_features
         weight = torch.randn(rows, columns, generator=self.generator) * torch.logspace(-2, 1, rows)[:, None]
-        weight[0], weight[1] = 0, weight[1].abs() + 1
+        weight[0], weight[1], weight[2] = 0, weight[1].abs() + 1, weight[2] * _TINY[0].get(self.dtype, _TINY[1])
         weight = weight.to(dtype_of(self.dtype))
         return {"weight": weight}, weight.double()
 
@@ -385,11 +408,20 @@ class OnlineProbe(_Probe):
         """See _Probe."""
         return Planned.of(self.subject, self.request(held, None, self._options), self.module, held)
 
+    def refusal(self) -> Reason | None:
+        """Why the method does not quantize a weight of this shape, None where it does."""
+        try:
+            planned = self.planned(self.held())
+        except HardpointError as error:
+            return Reason("shape", str(error))
+        return Reason("shape", "the method leaves a weight of this shape plain") if planned.scheme is None else None
+
     def checks(self) -> list[Check]:
         """All of them."""
         made: list[tuple[str, Callable[[], Finding]]] = [
             ("values", self.values),
             ("inputs", self.inputs),
+            ("strided", self.strided),
             ("missing", self.missing),
             ("shape", self.shape),
             ("dtype", self.stored_dtype),
@@ -434,6 +466,14 @@ class OnlineProbe(_Probe):
         except HardpointError:
             return Finding()
         return Finding.failed("options", "no_such_option", "is accepted; it must raise ConfigError or UnknownNameError")
+
+
+def _among_others(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as the first columns of a tensor of twice as many; one without columns as it is."""
+    if x.dim() < 2:
+        return x
+    raw = x.contiguous().view(torch.uint8)
+    return torch.cat([raw, raw.flip(-1)], -1)[..., : raw.shape[-1]].view(x.dtype)
 
 
 def _is_dtype(name: str) -> bool:

@@ -20,7 +20,8 @@ Written = tuple[dict[str, torch.Tensor], torch.Tensor]
 class Sample:
     """One variant of a format. ``config`` is the checkpoint's ``quantization_config``.
 
-    ``write(rows, columns, generator)`` draws a matrix. ``shapes`` are [N, K] that the format can hold.
+    ``write(rows, columns, generator)`` draws a matrix. ``shapes`` are [N, K] that the format can hold, also
+    with any multiple of N.
     """
 
     name: str

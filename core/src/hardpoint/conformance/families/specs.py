@@ -105,8 +105,8 @@ def claimed_specs(subject: Subject, plan: Plan, workloads: Sequence[Callable[...
     Each of ``workloads`` makes one of a pair (``spec``) and a ``dtype``, in another size: the contribution's own
     ``supports`` is asked, and a pair that it refuses in every dtype and size is no pair.
     """
-    needs = [r for r in subject.offer.contribution.requires if isinstance(r, SpecRequirement)]
-    patterns = [pattern for need in needs for pattern in need.pairs] or ["*"]
+    needs = [r for r in subject.offer.contribution.requirements if isinstance(r, SpecRequirement)]
+    patterns = [pattern for need in needs for pattern in need.pairs]
     dtypes, rng = subject.dtypes(), random.Random(plan.seed)
 
     def refused_in(pair: Pair, dtype: str) -> Reason | None:
@@ -141,6 +141,17 @@ def claimed_specs(subject: Subject, plan: Plan, workloads: Sequence[Callable[...
     for name, pair in pairs.items():
         served[name] = [dtype for dtype in dtypes if refused_in(pair, dtype) is None]
     return ClaimedSpecs(pairs, served, refused, unknown)
+
+
+def claimed_input_specs(subject: Subject) -> list[QuantSpec]:
+    """The specs of activations that cover each pattern of the manifest which names one: the claims of an op."""
+    needs = [r for r in subject.offer.contribution.requires if isinstance(r, SpecRequirement)]
+    plugins = subject.site.plugins
+    known = known_elements(plugins)
+    patterns = [p for need in needs for p in need.pairs if "@" in p and not _foreign_element(plugins, p)]
+    texts = dict.fromkeys(text for pattern in patterns for text in _activations(pattern, known))
+    specs = [parsed(text, plugins) for text in texts]
+    return [spec for spec in specs if _makes_sense(spec, of_weight=False)]
 
 
 def _foreign_element(plugins: PluginSet, *sides: str) -> str | None:

@@ -5,9 +5,9 @@ Axes: T tokens of the step, S positions of one request, H query heads, K KV head
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 
@@ -16,13 +16,26 @@ from hardpoint.conformance.families.scaled_cache import is_scaled, spread
 from hardpoint.conformance.memory import POISON, Placement, empty, far_pages, place, place_far
 from hardpoint.dtypes import dtype_of
 from hardpoint.ops.judge import Expectation
-from hardpoint_plugin_api import NULL_PAGE, AttentionBackend, AttentionBatch, AttentionSpec, CacheLayout, CacheSpec
+from hardpoint_plugin_api import (
+    NULL_PAGE,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    CacheLayout,
+    CacheSpec,
+    Span,
+    StoreCall,
+)
 
 _EVALUATIONS = 8
+_FEW_KEYS = 256
+"""Roundings of this many weights average out."""
 _MAGNITUDES = (1.0, 2.0**8, 0.0, 2.0**-8)
 """Factors for the values of requests where these are uneven."""
 HIGH_SCORE = 100.0
 """Float32 exponentials overflow at 88.7."""
+LOW_SCORES = (-430.0, -12_000.0)
+"""In turn, request by request: a running maximum that begins at 0 leaves no weight, a mask of -10,000 masks nothing."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +50,12 @@ MIXED = (Piece(1, 1), Piece(1, 37), Piece(1, 16), Piece(1, 5), Piece(9, 9), Piec
 """Decodes first, among them a request's very first token and a full page; then a whole prompt and two chunks."""
 
 
-def batches(block: int) -> dict[str, tuple[Piece, ...]]:
-    """Steps by name, with lengths about the edges of blocks of ``block`` tokens."""
-    b = block
+def batches(block: int, seed: int = 0) -> dict[str, tuple[Piece, ...]]:
+    """Steps by name, with lengths about the edges of blocks of ``block`` tokens.
+
+    ``seed`` draws how many queries lie between the tiles of a prompt, and how many requests between those of decodes.
+    """
+    b, draw = block, random.Random(seed)
     decodes = (Piece(1, 1), Piece(1, b), Piece(1, b + 1), Piece(1, 3 * b + 2))
     return {
         "prefill": (Piece(b, b), Piece(b + 1, b + 1), Piece(3, 3)),
@@ -51,13 +67,16 @@ def batches(block: int) -> dict[str, tuple[Piece, ...]]:
         "one": (Piece(1, 1),),
         "long": (Piece(1, 600), Piece(20, 500)),
         "many": tuple(Piece(1, 1 + 7 * i % (2 * b + 3)) for i in range(33)),
-        "prompt": (Piece(300, 300), Piece(130, 190)),
+        "dozens": tuple(Piece(1, 1 + 5 * i % (b + 3)) for i in range(draw.randint(66, 126))),
+        "hundreds": tuple(Piece(1, 1 + 5 * i % (b + 3)) for i in range(257)),
+        "prompt": (Piece(300, 300), Piece(130, 190), Piece(n := draw.randint(66, 126), n + 9)),
         "deep": (Piece(1, 2500), Piece(1, 1025), Piece(5, 1100)),
     }
 
 
-LONG = ("prompt", "deep")
-"""Batches that take the reference long: prompts of several tiles of queries, contexts of more than 1,024 tokens."""
+LONG = ("prompt", "deep", "dozens", "hundreds")
+"""Batches that take the reference long: prompts of several tiles of queries, contexts of more than 1,024 tokens, and
+many requests."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +100,8 @@ def draw_requests(
 
     ``values``: "normal"; "flat" (queries are zero: all keys weigh alike); "peaked" (few keys outweigh all);
     "large" (all scores are so high that an exponential would overflow); "uneven" (values of zero, large and small ones,
-    request by request); "nan" (in a query of the first request: no other may notice).
+    request by request); "low" (all scores are far below zero); "nan" (in a query of the first request, which no other
+    may notice, and in a value of the last request that all of its queries read, which stays one).
     """
     dtype, scale = dtype_of(spec.dtype), {"flat": 0.0, "peaked": 5.0}.get(values, 1.0)
 
@@ -98,6 +118,9 @@ def draw_requests(
         )
         if values == "large":  # the same for every query and key, so that nothing changes but the scores' height
             q[..., 0] = k[..., 0] = (HIGH_SCORE / spec.scale) ** 0.5
+        if values == "low":
+            height = (-LOW_SCORES[len(requests) % len(LOW_SCORES)] / spec.scale) ** 0.5
+            q[..., 0], k[..., 0] = height, -height
         if values == "uneven":
             v *= _MAGNITUDES[len(requests) % len(_MAGNITUDES)]
         if shared and piece.total - piece.query >= shared:
@@ -106,6 +129,9 @@ def draw_requests(
         requests.append(Request(q, k, v))
     if values == "nan":
         requests[0].q[0, 0, 0] = float("nan")
+        read_by_all = requests[-1].num_old if pieces[-1].query == 1 or spec.span == Span() else None
+        if len(requests) > 1 and read_by_all is not None and not is_scaled(spec.kv_dtype):
+            requests[-1].v[read_by_all, 0, 0] = float("nan")
     return requests
 
 
@@ -123,22 +149,30 @@ class Tables:
 
 
 def draw_tables(
-    spec: AttentionSpec, pieces: Sequence[Piece], generator: torch.Generator, shared: int = 0, num_pages: int = 0
+    spec: AttentionSpec,
+    pieces: Sequence[Piece],
+    generator: torch.Generator,
+    shared: int = 0,
+    num_pages: int = 0,
+    room: Sequence[Sequence[Piece]] = (),
 ) -> Tables:
     """Permuted pages for a step (among ``num_pages``, where that is more than it takes).
+
+    The table is as wide, and there are as many pages, as steps with the requests of ``room`` take, too.
 
     Requests with a context of ``shared`` positions or more hold the same pages for these. Blocks that no query of the
     step reads, before its span or behind its end, name the null page or a page of garbage in turn.
     """
     block = spec.block_size
     widths = [-(-piece.total // block) for piece in pieces]
-    need = sum(widths) + shared // block + 2
-    count = max(num_pages, need + 1)
+    need, most = _pages(pieces, block), max(_pages(some, block) for some in (pieces, *room))
+    count = max(num_pages, most + 1)
+    columns = max(-(-piece.total // block) for some in (pieces, *room) for piece in some) + 2
     # The first pages and the last: where there are very many, offsets near both ends are wanted.
     candidates = torch.cat([torch.arange(1, need + 1), torch.arange(count - need, count)]).unique()
     garbage, *ids = candidates[torch.randperm(len(candidates), generator=generator)].tolist()
     free = iter(ids)
-    table = torch.empty(len(pieces), max(widths) + 2, dtype=torch.int32)
+    table = torch.empty(len(pieces), columns, dtype=torch.int32)
     table[:, ::2], table[:, 1::2] = garbage, NULL_PAGE
     common = [next(free) for _ in range(shared // block)]
     for row, piece, width in zip(table, pieces, widths, strict=True):
@@ -148,6 +182,12 @@ def draw_tables(
         first = spec.span.first(piece.total - piece.query) // block
         row[first:width] = torch.tensor(own[first:], dtype=torch.int32)
     return Tables(table, count)
+
+
+def _pages(pieces: Sequence[Piece], block: int) -> int:
+    """How many pages a step takes at most, garbage and a common beginning included."""
+    widths = [-(-piece.total // block) for piece in pieces]
+    return sum(widths) + max(widths) + 2
 
 
 @dataclass(frozen=True)
@@ -166,11 +206,6 @@ class Step:
     cache: dict[str, torch.Tensor]
     batch: AttentionBatch
     held: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
-
-    def outputs(self) -> tuple[torch.Tensor, ...]:
-        """The part of each request in ``out``."""
-        starts = self.batch.query_start_host
-        return tuple(self.out[a:b] for a, b in pairwise(starts))
 
 
 def lay_out(
@@ -222,8 +257,8 @@ def lay_out(
             old_k = torch.cat([r.k[old] for r, old in zip(requests, olds, strict=True)])
             old_v = torch.cat([r.v[old] for r, old in zip(requests, olds, strict=True)])
             where = torch.cat([tables.slots(i, old.start, old.stop, block) for i, old in enumerate(olds)])
-            backend.store(old_k.to(device), old_v.to(device), cache, where.to(device))
-        backend.store(placed_k, placed_v, cache, batch.slot_mapping)
+            backend.store(StoreCall(old_k.to(device), old_v.to(device), cache, where.to(device)))
+        backend.store(StoreCall(placed_k, placed_v, cache, batch.slot_mapping))
     out = place(torch.full_like(q, float("nan")), device)
     held = [_held(backend, r, cache, tables, i) for i, r in enumerate(requests)] if is_scaled(spec.kv_dtype) else None
     return Step(placed_q, placed_k, placed_v, out, buffer, cache, batch, held)
@@ -303,7 +338,11 @@ def expectations(
         )
         constants = (spec, sinks, alibi_slopes)
         truth = attend(request.q.double(), keys, values, *constants)
-        own = worst(truth, [evaluated(request.q, keys, values, number) for number in range(_EVALUATIONS)])
+        found = [evaluated(request.q, keys, values, number) for number in range(_EVALUATIONS)]
+        if is_scaled(spec.kv_dtype) and len(keys) <= _FEW_KEYS:
+            more = (with_scaled_weights(request.q, keys, values, *constants, seed) for seed in range(_EVALUATIONS))
+            found.extend(more)
+        own = worst(truth, found)
         other = expectation(label, request, cached, request.num_old) if stored > request.num_old and rounds else None
         return Expectation(label, own, truth, other)
 
@@ -326,6 +365,29 @@ def expectations(
     return tuple(
         expectation(title, r, cached, r.k.shape[0]) for title, r, cached in zip(titles, requests, caches, strict=True)
     )
+
+
+def with_scaled_weights(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    seed: int,
+) -> torch.Tensor:
+    """Attention [T, H, D] as kernels compute it over 8-bit elements: a token's scale goes into its weight.
+
+    The product of both is rounded to q's dtype before it is multiplied by elements, which that dtype holds exactly. All
+    elements of a head, and all heads that share keys, have the same error from it, which only many keys average out.
+    """
+    groups = spec.num_heads // spec.num_kv_heads
+    scales = 1 + torch.rand(*keys.shape[:2], generator=torch.Generator().manual_seed(seed))  # [S, K]
+    each = torch.eye(len(keys))[:, None, :].expand(-1, spec.num_kv_heads, -1)
+    weights = attend(q.float(), keys.float(), each, spec, sinks, alibi_slopes)  # [T, H, S]
+    scaled = (weights * scales.repeat_interleave(groups, dim=1).T).to(q.dtype)
+    elements = (values.float() / scales[..., None]).repeat_interleave(groups, dim=1)
+    return torch.einsum("ths,shd->thd", scaled.float(), elements).to(q.dtype)
 
 
 def summed_one_by_one(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,1 +1,1 @@
-"""What carries out steps: executors and ranks, the runner, its sampler, its memory. Knows no policy."""
+"""Steps on devices: executors and ranks, the runner, graphs, sampling, memory. Knows no policy."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from hardpoint.engine.control import R, Verb
+from hardpoint.engine.execution.rank_verbs import on_rank
 from hardpoint.engine.execution.runner import Runner, Ticket
 from hardpoint.engine.scheduling.step import StepInput, StepOutput
 
@@ -37,11 +39,8 @@ class Executor(Protocol):
         """Start ``step``; it may still run when this returns."""
         ...
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of Worker on every rank, between steps, and return what each returned.
-
-        Raises what the first of them raised.
-        """
+    def control(self, verb: Verb[R]) -> list[R]:
+        """Have every rank do ``verb`` between steps, and return their answers. Raises what the first of them raised."""
         ...
 
     def check(self) -> None:
@@ -76,10 +75,10 @@ class InProcessExecutor:
         with self._current():
             return _Submitted(self._current, self._runner, self._runner.submit(step))
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call the worker."""
+    def control(self, verb: Verb[R]) -> list[R]:
+        """Have the worker do it."""
         with self._current():
-            return [getattr(self.worker, method)(*args)]
+            return [on_rank(verb, self.worker)]
 
     def check(self) -> None:
         """This process does not go away."""

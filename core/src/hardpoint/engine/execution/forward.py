@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from hardpoint.attention.groups import AttentionLayers
-from hardpoint_plugin_api import AttentionBatch, AttentionMetadata, ForwardStep
+from hardpoint_plugin_api import AttentionBatch, AttentionMetadata, ForwardStep, GraphEngine, PlatformError
 
 
 class Model(Protocol):
     """What is run: see CausalLM."""
 
-    def __call__(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    def hidden(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """ids int64 [T] -> hidden states [T, hidden]."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden] -> [N, vocab]."""
         ...
+
+
+@dataclass
+class PiecewiseStep(ForwardStep):
+    """A step that attention layers cut where they attend. Each run of its graph has ``metadata`` of its own.
+
+    ``interrupted_by`` are the attention layers that have cut it.
+    """
+
+    engine: GraphEngine
+    interrupted_by: set[int] = field(default_factory=set)
+
+    def interrupt(self, layer: int, call: Callable[[dict[str, torch.Tensor], AttentionMetadata], None]) -> None:
+        """See ForwardStep. ``call`` runs long after the step was captured, once in each run."""
+        self.interrupted_by.add(layer)
+        self.engine.interrupt(lambda: call(self.caches[layer], self.metadata[layer]))
 
 
 class Forward:
@@ -57,4 +74,17 @@ class Forward:
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, metadata: Sequence[AttentionMetadata]) -> torch.Tensor:
         """ids, positions int64 [T] -> hidden states [T, hidden]; writes the caches."""
-        return self.model(ids, ForwardStep(positions, self.caches, metadata))
+        return self.model.hidden(ids, ForwardStep(positions, positions, self.caches, metadata))
+
+    def piecewise(
+        self, positions: torch.Tensor, metadata: Sequence[AttentionMetadata], engine: GraphEngine
+    ) -> PiecewiseStep:
+        """A step that ``engine`` captures in pieces."""
+        return PiecewiseStep(positions, positions, self.caches, metadata, engine)
+
+    def hidden_piecewise(self, ids: torch.Tensor, step: PiecewiseStep) -> torch.Tensor:
+        """As ``hidden``. Raises PlatformError for a model of which an attention layer does not interrupt the step."""
+        hidden = self.model.hidden(ids, step)
+        if len(step.interrupted_by) != len(step.metadata):
+            raise PlatformError("an attention layer calls its backend outside of ForwardStep.interrupt")
+        return hidden

@@ -6,21 +6,22 @@ sampled tokens, the one exchange between host and device that anybody waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hardpoint.context import Context
-from hardpoint.engine.execution.decode_graphs import DecodeBuffers
 from hardpoint.engine.execution.forward import Forward
-from hardpoint.engine.execution.graphs import Graphs
-from hardpoint.engine.execution.logprobs import DevicePromptLogprobs, PromptScorer
-from hardpoint.engine.execution.sampler import Sampled, Sampler, SamplingOps
+from hardpoint.engine.execution.graphs.graphs import Graphs
+from hardpoint.engine.execution.graphs.shapes import End, StepShape
+from hardpoint.engine.execution.sampling.logprobs import DevicePromptLogprobs, PromptScorer
+from hardpoint.engine.execution.sampling.sampler import Sampled, Sampler, SamplingOps
 from hardpoint.engine.execution.staging import Staging
-from hardpoint.engine.scheduling.step import PromptLogprobs, ScheduledRequest, StepInput, StepOutput, TokenLogprobs
+from hardpoint.engine.scheduling.step import PromptLogprobs, StepInput, StepOutput, TokenLogprobs
 from hardpoint.ops.decode_inputs import LAST_DRAWN, NUM_FIXED_ROWS, decode_inputs
 from hardpoint.ops.slot_mapping import slot_mapping
 from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, AttentionMetadata, Platform
@@ -56,14 +57,13 @@ class Ticket:
     prompt_logprobs: Callable[[], tuple[PromptLogprobs, ...]]
 
 
-@dataclass(frozen=True)
-class StepArrays:
+class StepArrays(NamedTuple):
     """A step on the device: ids and positions int64 [T], its plan for each layer, other arrays by name."""
 
     ids: torch.Tensor
     positions: torch.Tensor
     metadata: Sequence[AttentionMetadata]
-    staged: dict[str, torch.Tensor]
+    staged: Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,6 @@ class Runner:
         self._ctx, self._forward, self._graphs = ctx, args.forward, args.graphs
         self._device, self._block_size = ctx.torch_device, ctx.block_size
         self._platform, self._ops = args.platform, args.ops
-        self._buckets = sorted(args.token_buckets)
         self._max_pages = -(-ctx.max_model_len // ctx.block_size)
         # The slot behind all others is that of requests which are mere padding: one token, all pages the null page.
         self._padding_slot, rows = num_slots, num_slots + 1
@@ -108,75 +107,49 @@ class Runner:
         self._prompts = PromptScorer(args.ops.sampling.rank, args.forward.model.logits, args.vocab_size)
         self._padding_tokens = ctx.metrics.counter("padding_tokens", "Tokens that ran as mere padding of steps.")
         new_pages = num_groups * num_slots * self._max_pages
-        most_requests = max(num_slots, args.graphs.most_rows)
+        most_requests = max(num_slots, args.graphs.most_requests)
         # A step of fewer tokens may be padded beyond them.
-        most_rows = max([args.max_step_tokens, args.graphs.most_rows, *self._buckets])
-        capacity = 6 * most_rows + (6 + Sampler.num_columns) * most_requests + 1 + 2 * new_pages
+        most_tokens = max(args.max_step_tokens, args.graphs.most_tokens, *args.token_buckets)
+        capacity = 6 * most_tokens + (6 + Sampler.num_columns) * most_requests + 1 + 2 * new_pages
         self._staging = Staging(capacity, self._device, args.platform.pin)
 
     @torch.inference_mode()
     def submit(self, step: StepInput) -> Ticket:
         """Take the delta, run the model over the step's tokens, draw a token for each slot that samples."""
         self._take_new(step)
-        shares = [s for s in step.scheduled if s.samples]
-        if (size := self._graphs.decodes.size(step)) is not None:
-            return self._replay(step, size)
-        if (size := self._graphs.prompts.size(step)) is not None and not self._prompts.wants(step):
-            return self._replay_prompts(step, shares, size)
-        hidden, arrays = self._run_apart(step)
-        prompts = self._prompts.score(step.scheduled, hidden, arrays.staged)
-        if not shares:
-            return self._nothing_drawn(step, prompts)
-        last, slots = arrays.staged["sample_rows"].long(), arrays.staged["sample_slots"].long()
-        logits, positions = self._forward.model.logits(hidden[last]), arrays.positions[last]
-        return self._sample(step, logits, shares, slots, positions, prompts)
-
-    def _replay(self, step: StepInput, size: int) -> Ticket:
-        """Run a decode step through the prepared executable of ``size`` rows."""
-        shares = step.scheduled
-        with self._ctx.range("plan"):
-            buffers, metadata = self._plan_decodes(step, size)
+        shape = self._graphs.find(step, hidden=self._prompts.wants(step))
+        arrays = self._plan(step, shape)
         with self._ctx.range("model"):
-            logits, tokens = self._graphs.decodes.run(size, metadata, self._sampler.plain_draw(shares))
-        if tokens is None:
-            assert logits is not None
-            slots, positions = (buffers.step[name][: len(shares)] for name in ("slots", "positions"))
-            return self._sample(step, logits[: len(shares)], shares, slots, positions)
-        return self._drawn(step, Sampled(tokens[: len(shares)], None))
+            end, result = self._graphs.run(step, shape, arrays.ids, arrays.positions, arrays.metadata)
+        if end == "hidden" or end == "logits":
+            return self._sample(step, end, result, arrays)
+        return self._drawn(step, Sampled(result[: len(step.scheduled)], None))
 
-    def _replay_prompts(self, step: StepInput, shares: Sequence[ScheduledRequest], size: int) -> Ticket:
-        """Run a step with prompts through the prepared executable of ``size`` tokens."""
-        graphs = self._graphs.prompts
-        with self._ctx.range("plan"):
-            batches, staged = self._batches(step, size, graphs.num_requests)
-            ids = self._with_last_tokens(staged)
-        with self._ctx.range("model"):
-            logits = graphs.run(size, ids, staged["positions"], batches)
+    def _sample(self, step: StepInput, end: End, result: torch.Tensor, arrays: StepArrays) -> Ticket:
+        """Draw from what the step ended with: hidden states of its tokens, or logits of its requests."""
+        staged, shares = arrays.staged, [share for share in step.scheduled if share.samples]
+        prompts = self._prompts.score(step.scheduled, result, staged) if end == "hidden" else None
         if not shares:
-            return self._nothing_drawn(step)
-        if len(shares) < len(step.scheduled):
-            logits = logits[staged["sample_requests"].long()]
-        slots, positions = staged["sample_slots"].long(), staged["positions"][staged["sample_rows"].long()]
-        return self._sample(step, logits[: len(shares)], shares, slots, positions)
-
-    def _nothing_drawn(self, step: StepInput, prompts: DevicePromptLogprobs | None = None) -> Ticket:
-        """Still to be waited for: the step's arrays travel from memory that a later step overwrites."""
-        return self._drawn(step, Sampled(self._sampler.last_token[:0], None), prompts)
-
-    def _sample(
-        self,
-        step: StepInput,
-        logits: torch.Tensor,
-        shares: Sequence[ScheduledRequest],
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        prompts: DevicePromptLogprobs | None = None,
-    ) -> Ticket:
+            return self._drawn(step, Sampled(self._sampler.last_token[:0], None), prompts)
+        if "sample_rows" in staged:
+            rows, slots = staged["sample_rows"].long(), staged["sample_slots"].long()
+            positions = arrays.positions[rows]
+        else:  # a decode step, all of whose requests sample
+            slots, positions = staged["slots"][: len(shares)], arrays.positions[: len(shares)]
+        if end == "hidden":
+            logits = self._forward.model.logits(result[rows])
+        elif len(shares) < len(step.scheduled):
+            logits = result[staged["sample_requests"].long()]
+        else:
+            logits = result[: len(shares)]
         with self._ctx.range("sample"):
             return self._drawn(step, self._sampler.sample(logits, shares, slots, positions + 1), prompts)
 
     def _drawn(self, step: StepInput, drawn: Sampled, prompts: DevicePromptLogprobs | None = None) -> Ticket:
-        """Send the tokens, and what was asked, to the host."""
+        """Send the tokens, and what was asked, to the host.
+
+        A step that drew none is waited for, too: its arrays travel from memory that a later step overwrites.
+        """
         copy = self._platform.to_host
         logprobs = drawn.logprobs.to_host(copy) if drawn.logprobs else tuple
         return Ticket(step.number, copy(drawn.tokens), logprobs, prompts.to_host(copy) if prompts else tuple)
@@ -184,29 +157,20 @@ class Runner:
     def forward(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
         """Take the delta and run the model eagerly; returns hidden states [T, hidden] beside the step's arrays."""
         self._take_new(step)
-        return self._run_eagerly(step)
-
-    def _run_apart(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
-        """Run a step that is not prepared whole: in pieces, or eagerly."""
-        size = self._graphs.pieces.size(step.num_tokens)
-        if size is None:
-            self._graphs.count_eager(step)
-            return self._run_eagerly(step)
-        arrays = self._plan(step, size)
-        with self._ctx.range("model"):
-            return self._graphs.pieces.run(arrays.ids, arrays.positions, arrays.metadata), arrays
-
-    def _run_eagerly(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
-        arrays = self._plan(step)
+        arrays = self._plan(step, self._graphs.eager(step))
         with self._ctx.range("model"):
             return self._forward.hidden(arrays.ids, arrays.positions, arrays.metadata), arrays
 
-    def _plan(self, step: StepInput, size: int | None = None) -> StepArrays:
-        """Bring the step's arrays to the device, padded to ``size`` tokens, and have attention plan it."""
+    def _plan(self, step: StepInput, shape: StepShape) -> StepArrays:
+        """Bring the step's arrays to the device, into the buffers of ``shape``, and have attention plan it."""
         with self._ctx.range("plan"):
-            batches, staged = self._batches(step, size)
-            ids = self._with_last_tokens(staged)
-            return StepArrays(ids, staged["positions"], self._forward.plan(batches), staged)
+            if shape.queries == 1:
+                return self._plan_decodes(step, shape)
+            batches, staged = self._batches(step, shape)
+            ids, positions = self._with_last_tokens(staged), staged["positions"]
+            if shape.mode != "eager":
+                batches = self._graphs.buffers(shape).load(ids, positions, batches)
+            return StepArrays(ids, positions, self._forward.plan(batches), staged)
 
     def _with_last_tokens(self, staged: dict[str, torch.Tensor]) -> torch.Tensor:
         """The step's ids, int64 [T], with the tokens that the device alone knows so far."""
@@ -215,8 +179,9 @@ class Runner:
             ids[staged["gather_rows"].long()] = self._sampler.last_token[staged["gather_slots"].long()]
         return ids
 
-    def _plan_decodes(self, step: StepInput, size: int) -> tuple[DecodeBuffers, Sequence[AttentionMetadata]]:
-        """The same for a step of one token for each request, in the fixed buffers of ``size`` rows."""
+    def _plan_decodes(self, step: StepInput, shape: StepShape) -> StepArrays:
+        """The same for a step of one token for each request, by one op."""
+        buffers, size = self._graphs.buffers(shape), shape.tokens
         shares, block_size = step.scheduled, self._block_size
         rows = np.full((NUM_FIXED_ROWS + len(self._block_tables), size), NULL_PAGE, np.int32)
         rows[0, len(shares) :], rows[1, len(shares) :], rows[2, len(shares) :] = self._padding_slot, 1, 0
@@ -238,11 +203,11 @@ class Runner:
             self._padding_tokens.inc(size - len(shares))
         staged = self._staging.stage(arrays)
         self._place_changes(staged)
-        buffers = self._graphs.decodes.buffers(size)
         self._ops.decode_inputs(
             staged["rows"], self._sampler.last_token, self._block_tables, buffers.step, block_size=block_size
         )
-        return buffers, self._forward.plan(buffers.lasting(tuple(rows[1].tolist())))
+        metadata = self._forward.plan(buffers.planned(tuple(rows[1].tolist())))
+        return StepArrays(buffers.step["ids"], buffers.step["positions"], metadata, buffers.step)
 
     @torch.inference_mode()
     def collect(self, ticket: Ticket) -> StepOutput:
@@ -280,39 +245,31 @@ class Runner:
         if "new_pages" in staged:
             self._block_tables.view(-1)[staged["new_page_places"].long()] = staged["new_pages"]
 
-    def _padded(self, rows: Ints, size: int | None) -> Ints:
-        """Pad one value per token to ``size``, or to the platform's next bucket.
-
-        Zeros store to the null page and are never read.
-        """
-        if size is None:
-            size = next((bucket for bucket in self._buckets if bucket >= rows.size), rows.size)
-        return rows if size == rows.size else np.pad(rows, (0, size - rows.size))
-
-    def _batches(
-        self, step: StepInput, size: int | None = None, num_requests: int = 0
-    ) -> tuple[list[AttentionBatch], dict[str, torch.Tensor]]:
+    def _batches(self, step: StepInput, shape: StepShape) -> tuple[list[AttentionBatch], dict[str, torch.Tensor]]:
         """The step's arrays, on the device: what attention sees, and ids, positions, rows by name.
 
         There is a batch for each cache group. Block tables stay on the device; a step brings its new pages alone.
-        Tokens are padded to ``size``, and requests, without tokens, to ``num_requests``.
+        Padding to ``shape``: tokens are zeros, stored to the null page and never read; requests have as many tokens as
+        all have, or none.
         """
-        new_pages, num_padding = self._take_pages(step), max(0, num_requests - len(step.scheduled))
+        num_requests, new_pages = len(step.scheduled), self._take_pages(step)
+        num_padding, queries = (shape.requests or num_requests) - num_requests, shape.queries or 0
         slots = np.array([s.slot for s in step.scheduled] + [self._padding_slot] * num_padding, np.int32)
-        starts = np.array([s.start for s in step.scheduled] + [1] * num_padding, np.int32)
-        counts = np.array([s.count for s in step.scheduled] + [0] * num_padding, np.int32)
+        starts = np.array([s.start for s in step.scheduled] + [0 if queries else 1] * num_padding, np.int32)
+        counts = np.array([s.count for s in step.scheduled] + [queries] * num_padding, np.int32)
         query_start = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
         seq_lens = starts + counts
         token_slots = np.repeat(slots, counts)
         positions = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
         places = token_slots * np.intp(self._tokens.shape[1]) + positions  # a third of the time that two indices take
+        behind = shape.tokens - positions.size
         arrays: dict[str, Ints] = new_pages | self._sampler.take_new(step.new)
         arrays |= {
             "query_start": query_start,
             "seq_lens": seq_lens,
             "slots": slots,
-            "ids": self._padded(self._tokens.reshape(-1).take(places), size),
-            "positions": self._padded(positions, size),
+            "ids": _padded(self._tokens.reshape(-1).take(places), behind),
+            "positions": _padded(positions, behind),
         }
         arrays |= self._prompts.arrays(step.scheduled, query_start, self._tokens)
         samples = np.nonzero([s.samples for s in step.scheduled])[0].astype(np.int32)
@@ -322,7 +279,7 @@ class Runner:
         if (seq_lens > self._num_known[slots]).any():
             drawn = np.nonzero(positions >= self._num_known[token_slots])[0].astype(np.int32)
             arrays |= {"gather_rows": drawn, "gather_slots": token_slots[drawn]}
-        if padding := arrays["ids"].size - positions.size:
+        if padding := shape.tokens - int(query_start[num_requests]):
             self._padding_tokens.inc(padding)
         staged = self._staging.stage(arrays)
         staged["positions"] = positions_long = staged["positions"].long()
@@ -348,3 +305,7 @@ class Runner:
             for tables in self._block_tables
         ]
         return batches, staged
+
+
+def _padded(rows: Ints, zeros: int) -> Ints:
+    return np.pad(rows, (0, zeros)) if zeros else rows

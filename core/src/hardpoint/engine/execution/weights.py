@@ -7,32 +7,26 @@ from pathlib import Path
 
 import torch
 
-from hardpoint.checkpoint.hf_config import HFConfig
+from hardpoint.checkpoint.checkpoint import Checkpoint
 from hardpoint.checkpoint.loader import GivenTensors, check_weights, load_made_weights, load_weights
 from hardpoint.checkpoint.random_weights import RandomWeights
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM
-from hardpoint_plugin_api import CheckpointError, EngineError
+from hardpoint_plugin_api import EngineError
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 """Tensors by the names that a checkpoint gives them."""
 
-_FREE_KEYS = frozenset(
-    {"_name_or_path", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype", "transformers_version"}
-    | {"use_cache"}
-)
-"""Keys of a config.json that no model is built from."""
-
 
 class ModelWeights:
-    """The weights of ``model``, from the checkpoint whose config is ``hf_config``."""
+    """The weights of ``model``, read from ``checkpoint`` until others are given."""
 
-    def __init__(self, model: CausalLM, hf_config: HFConfig, ctx: Context) -> None:
-        self._model, self._hf_config, self._device = model, hf_config, ctx.torch_device
+    def __init__(self, model: CausalLM, checkpoint: Checkpoint, ctx: Context) -> None:
+        self._model, self._checkpoint, self._device = model, checkpoint, ctx.torch_device
         self._seed = ctx.config.seed if ctx.config.load_format == "random" else None
         self._dtype = ctx.dtype
-        self._folder: Path | None = hf_config.folder
+        self._folder: Path | None = checkpoint.folder
 
     def load(self) -> None:
         """Read the weights, prepare and bind the layers. Raises CheckpointError."""
@@ -66,7 +60,7 @@ class ModelWeights:
 
     def check(self, folder: Path) -> None:
         """Raise CheckpointError for a checkpoint of another shape or with other settings; touches nothing."""
-        self._check_config(folder)
+        self._checkpoint.check_same_settings(folder)
         check_weights(self._model, self._model.weight_names, SafetensorsFiles(folder))
 
     def update(self, source: Path | Tensors) -> None:
@@ -82,15 +76,3 @@ class ModelWeights:
         else:
             load_weights(self._model, self._model.weight_names, GivenTensors(source), self._device)
             self._folder = None  # not before: a folder's weights can be read again where these are wrong
-
-    def _check_config(self, folder: Path) -> None:
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
-        here, there = self._hf_config.data, HFConfig.read(folder).data
-        unlike = [key for key in sorted({*here, *there} - _FREE_KEYS) if here.get(key) != there.get(key)]
-        if unlike:
-            facts = ", ".join(f"{key} is {there.get(key)!r} and not {here.get(key)!r}" for key in unlike)
-            raise CheckpointError(
-                f"{folder}/config.json is of another model than the one that runs: {facts}; weights are updated from a "
-                "checkpoint with the same settings, for another one build a new engine"
-            )

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Self, cast
 
-import torch
-
 from hardpoint.bench.stages import mark
-from hardpoint.checkpoint.source import resolve_model
 from hardpoint.engine.blueprint import Blueprint
-from hardpoint.engine.control import MemoryReport
 from hardpoint.engine.execution.forward import Forward, Model
-from hardpoint.engine.execution.graphs import Graphs, graph_bytes
-from hardpoint.engine.execution.holdings import Holdings
-from hardpoint.engine.execution.logits_state import LogitsState
-from hardpoint.engine.execution.memory import CacheMemory, place_bytes, require_free
-from hardpoint.engine.execution.replay_check import ReplayError
+from hardpoint.engine.execution.graphs.graphs import Graphs
+from hardpoint.engine.execution.graphs.replay_check import ReplayError
+from hardpoint.engine.execution.graphs.shapes import graph_bytes
+from hardpoint.engine.execution.memory.cache_memory import CacheMemory, place_bytes, require_free
+from hardpoint.engine.execution.memory.holdings import Holdings
+from hardpoint.engine.execution.memory.tagged_memory import TaggedMemory
 from hardpoint.engine.execution.runner import Runner, RunnerArgs
-from hardpoint.engine.execution.sampler import Sampler
-from hardpoint.engine.execution.tagged_memory import TaggedMemory
-from hardpoint.engine.execution.weights import ModelWeights, Tensors
+from hardpoint.engine.execution.sampling.logits_state import LogitsState
+from hardpoint.engine.execution.sampling.sampler import Sampler
+from hardpoint.engine.execution.weights import ModelWeights
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
-from hardpoint.metrics import MetricsSnapshot
 from hardpoint.parallel.control import ControlGroup
 from hardpoint_plugin_api import (
-    CheckpointError,
     ConfigError,
     EagerGraphEngine,
     EngineInfo,
-    MemoryTag,
     RunnerWorkload,
     StepLimits,
 )
@@ -60,7 +52,7 @@ class Worker:
     graphs: Graphs
     holdings: Holdings
     facts: WorkerFacts
-    _weights: ModelWeights
+    weights: ModelWeights
     _info: EngineInfo
     _control: ControlGroup
 
@@ -88,12 +80,12 @@ class Worker:
         assert limits.max_tokens is not None
         assert limits.max_requests is not None
         memory = TaggedMemory(platform.memory, ctx.torch_device)
-        weights = ModelWeights(blueprint.model, blueprint.hf_config, ctx)
+        weights = ModelWeights(blueprint.model, blueprint.checkpoint, ctx)
         with control.together():
             with memory.pool("weights"):
                 weights.load()
             mark("weights")
-            vocab_size = blueprint.hf_config.integer("vocab_size")
+            vocab_size = blueprint.facts.vocab_size
             logits_state = LogitsState(ctx.resources, limits.max_requests, vocab_size, ctx.max_model_len)
         with control.together(), memory.pool("resources"):
             ctx.resources.allocate(ctx.torch_device)
@@ -121,14 +113,14 @@ class Worker:
             ctx,
             graph_engine,
             forward,
-            sampler.draw,
+            sampler,
             limits,
             lambda: memory.pool("graphs"),
             control.exchange,
             vocab_size,
         )
-        if graphs.executables.tell_nbytes:
-            memory.know("graphs", lambda: graphs.executables.nbytes)
+        if graphs.tell_nbytes:
+            memory.know("graphs", lambda: graphs.nbytes)
         runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
         runner = runner_class(
             RunnerArgs(
@@ -146,7 +138,7 @@ class Worker:
         )
         holdings = Holdings(memory, weights, {"resources": ctx.resources, "kv": cache})
         graphs.prepare_ahead(cache.num_pages - 1)
-        culprits = graphs.executables.check.culprits  # the same on every rank
+        culprits = graphs.check.culprits  # the same on every rank
         if culprits and config.executor_kind != "torchrun":  # whose processes can be started once
             graphs.drop()
             blueprint.groups.close()
@@ -158,66 +150,6 @@ class Worker:
         logger.info("memory: %s", memory.report())
         facts = WorkerFacts(cache.num_pages, max_model_len)
         return cls(blueprint, runner, graphs, holdings, facts, weights, info, control)
-
-    @torch.inference_mode()
-    def synchronize(self) -> None:
-        """Wait for the device, which may be at a step that nobody waits for."""
-        self.blueprint.platform.synchronize()
-
-    def sleep(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
-        """Give back the memory of ``tags``; see CoreControl."""
-        self.synchronize()
-        self.graphs.drop()
-        self.holdings.sleep(tags)
-        return self.holdings.asleep
-
-    def wake_up(self, tags: Collection[MemoryTag]) -> frozenset[MemoryTag]:
-        """Take the memory of ``tags`` again; see CoreControl."""
-        self.holdings.wake_up(tags)
-        self._prepare_again()
-        return self.holdings.asleep
-
-    def asleep(self) -> frozenset[MemoryTag]:
-        """Tags whose memory was given back."""
-        return self.holdings.asleep
-
-    def check_weights(self, source: str) -> None:
-        """Raise CheckpointError for weights that ``update_weights`` could not take; changes nothing."""
-        self._weights.check(resolve_model(source))
-
-    def update_weights(self, source: str | Iterable[tuple[str, torch.Tensor]]) -> frozenset[MemoryTag]:
-        """Replace the weights; see CoreControl. A folder was checked before."""
-        folder = resolve_model(source) if isinstance(source, str) else None
-        self.graphs.drop()
-        try:
-            with self.holdings.filling("weights"):
-                self._weights.update(folder if folder is not None else cast("Tensors", source))
-        except CheckpointError as error:
-            waking = ", or let it wake up" if self._weights.can_restore else ""
-            raise CheckpointError(f"{error}; the engine holds no weights now: update them again{waking}") from error
-        self._prepare_again()
-        return self.holdings.asleep
-
-    def _prepare_again(self) -> None:
-        if not self.holdings.asleep:
-            self.graphs.prepare_ahead()
-            self.blueprint.platform.memory.trim()  # what steps took only to be prepared
-
-    def memory_report(self) -> MemoryReport:
-        """Who holds how much; see CoreControl."""
-        return self.holdings.memory.report()
-
-    def metrics(self) -> MetricsSnapshot:
-        """What was counted; see CoreControl."""
-        return self.blueprint.ctx.engine_metrics.snapshot()
-
-    def start_profile(self, folder: str, layers: bool = False) -> None:
-        """Start a profile; see CoreControl."""
-        self.blueprint.ctx.profiler.start(Path(folder), self.blueprint.model if layers else None)
-
-    def stop_profile(self) -> None:
-        """End the profile and write it; see CoreControl."""
-        self.blueprint.ctx.profiler.stop()
 
     def close(self) -> None:
         """Tell the plugins, end a profile that is still taken, leave the groups, drop caches and weights."""

@@ -10,7 +10,7 @@ from typing import TypeVar, Unpack
 from hardpoint.bench.stages import mark
 from hardpoint.engine.client import CoreClient, RequestOptions
 from hardpoint.engine.frontend.prompts import TokenizedPrompt
-from hardpoint.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from hardpoint.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestOutputKind
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.step import TokenLogprobs
@@ -21,11 +21,13 @@ T = TypeVar("T")
 
 @dataclass
 class _Completion:
-    """A request with what comes of it."""
+    """A request with what comes of it: ``num_tokens`` so far, of which ``output`` has those that ``take`` did not."""
 
     request: Request
     output: CompletionOutput
     detokenizer: Detokenizer
+    num_tokens: int = 0
+    has_ended: bool = False
     is_enough: bool = False
 
 
@@ -50,6 +52,7 @@ class Conversation:
         Raises RequestError, CapacityError or EngineDeadError, with none of them queued.
         """
         self._core, self._tokenizer, self._began = core, tokenizer, time.perf_counter()
+        self.kind = params.output_kind
         bad_words = bad_word_sequences(tokenizer, params.bad_words or ())
         if seed is None:
             seed = core.draw_seed() if params.seed is None else params.seed
@@ -76,15 +79,35 @@ class Conversation:
         """One for each completion, in order."""
         return list(self._completions)
 
-    def snapshot(self) -> RequestOutput:
-        """A copy of the output as it is now, which later tokens leave alone."""
-        copied = _copied(self.output)
-        copied.metrics = _copied(copied.metrics)
-        copied.outputs = [_copied(output) for output in copied.outputs]
-        for output in copied.outputs:
+    def take(self) -> RequestOutput:
+        """An output of ``kind`` for the stream's reader, which later tokens leave alone.
+
+        Parts that were taken are gone from ``output``; outputs that hold everything are copies.
+        """
+        taken = _copied(self.output)
+        taken.metrics = _copied(taken.metrics)
+        if self.kind is RequestOutputKind.DELTA:
+            grown = [c for c in self._completions.values() if c.output.token_ids or c.output.finish_reason is not None]
+            taken.outputs = [completion.output for completion in grown]
+            for completion in grown:
+                completion.output = self._next_part(completion)
+            return taken
+        taken.outputs = [_copied(output) for output in taken.outputs]
+        for output in taken.outputs:
             output.token_ids, output.text_ends = list(output.token_ids), list(output.text_ends)
             output.logprobs = None if output.logprobs is None else list(output.logprobs)
-        return copied
+        return taken
+
+    def _next_part(self, completion: _Completion) -> CompletionOutput:
+        last = completion.output
+        return CompletionOutput(
+            last.index,
+            "",
+            [],
+            cumulative_logprob=last.cumulative_logprob,
+            logprobs=None if last.logprobs is None else [],
+            start=completion.detokenizer.num_chars,
+        )
 
     def abort(self) -> None:
         """End what has not ended."""
@@ -98,9 +121,9 @@ class Conversation:
         self._core.abort(completion.request)
 
     def advance(self, request: Request) -> bool:
-        """Take what ``request`` has got since the last time into ``output``; False where nobody wants it any more."""
+        """Take what ``request`` has got since the last time into ``output``; False where a reader need not know."""
         completion = self._completions[request]
-        if completion.output.finish_reason is not None:
+        if completion.has_ended:
             return False
         metrics, elapsed = self.output.metrics, time.perf_counter() - self._began
         drew = len(request.token_ids) > len(request.prompt_token_ids)
@@ -113,33 +136,36 @@ class Conversation:
                 None if scores is None else self._logprobs(scores) for scores in request.prompt_logprobs
             ]
         self._take_tokens(completion)
-        if all(output.finish_reason is not None for output in self.output.outputs):
+        if all(each.has_ended for each in self._completions.values()):
             self.output.finished, metrics.finished = True, elapsed
             metrics.num_preemptions = sum(r.num_preemptions for r in self._completions)
-        return True
+        return self.output.finished or self.kind is not RequestOutputKind.FINAL_ONLY
 
     def _take_tokens(self, completion: _Completion) -> None:
         """Take the tokens up to the one that completes a stop text: others may have come after it."""
         request, output, detokenizer = completion.request, completion.output, completion.detokenizer
-        known = len(output.token_ids)
+        known = completion.num_tokens
         fresh = request.token_ids[len(request.prompt_token_ids) + known :]
         ended = request.finish_reason
+        pieces = []
         for index, token in enumerate(fresh):
+            completion.num_tokens += 1
             output.token_ids.append(token)
             is_stop = ended == "stop" and request.stop_reason is not None and index == len(fresh) - 1
             if not is_stop:  # a stop token is no text; a structure that is complete ends with one that is
-                detokenizer.add([token])
-            output.text_ends.append(len(detokenizer.text))
+                pieces.append(detokenizer.add([token]))
+            output.text_ends.append(detokenizer.num_chars)
             if detokenizer.stop_text is not None:
                 break
         else:
             if ended is not None:
-                detokenizer.flush()
+                pieces.append(detokenizer.flush())
+        output.text += "".join(pieces)
         if output.logprobs is not None:
-            scores = request.logprobs[known : len(output.token_ids)]
+            scores = request.logprobs[known : completion.num_tokens]
             output.logprobs += map(self._logprobs, scores)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(s.logprobs[0] for s in scores)
-        output.text = detokenizer.text
+        completion.has_ended = detokenizer.stop_text is not None or ended is not None
         if detokenizer.stop_text is not None:
             self._core.abort(request)
             output.finish_reason, output.stop_reason = "stop", detokenizer.stop_text

@@ -123,6 +123,6 @@ def connect(config: EngineConfig, *, own_process: bool) -> tuple[Frontend, Remot
 def serve_other_ranks(config: EngineConfig) -> None:
     """Return where an engine is to be built. A process that torchrun started for another rank than 0 never does."""
     if config.executor_kind == "torchrun":
-        from hardpoint.engine.execution.torchrun_executor import serve_unless_first
+        from hardpoint.engine.execution.ranks.torchrun_executor import serve_unless_first
 
         serve_unless_first(config)

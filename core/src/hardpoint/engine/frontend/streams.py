@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from hardpoint.engine.frontend.conversation import Conversation
-from hardpoint.engine.outputs import RequestOutput
+from hardpoint.engine.outputs import RequestOutput, RequestOutputKind
 from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import EngineError, HardpointError
 
@@ -22,8 +22,9 @@ News = RequestOutput | HardpointError
 class RequestStream:
     """The growing output of one prompt, as an async iterator; one task at a time reads it.
 
-    It keeps the newest output alone, so that a slow reader costs no memory and gets longer steps. ``close`` ends the
-    request if it has not ended; leaving the stream as an async context manager does so too.
+    It keeps one output: the newest, or with RequestOutputKind.DELTA all parts that were not read, joined. So a slow
+    reader costs no memory and gets longer steps. ``close`` ends the request if it has not ended; leaving the stream as
+    an async context manager does so too.
     """
 
     def __init__(self, request_id: str, mailbox: Mailbox, forget: Callable[[RequestStream], None]) -> None:
@@ -40,7 +41,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """The output as it is now, once it has grown. Raises what ended it: EngineError, or RequestError."""
+        """The next output, once there is news. Raises what ended it: EngineError, or RequestError."""
         while self._news is None and not (self._closed or self._complete):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -109,11 +110,19 @@ class RequestStream:
         assert self._conversation is not None
         if self._error is not None or self._conversation.output.finished:
             self._forget(self)
-        return self._conversation.snapshot() if self._error is None else self._error
+        return self._conversation.take() if self._error is None else self._error
+
+    def joined(self, held: News | None, news: News) -> News:
+        """Return the reader's next output: ``held``, which it has not seen, with the newer ``news``."""
+        kind = None if self._conversation is None else self._conversation.kind
+        if kind is RequestOutputKind.DELTA and isinstance(held, RequestOutput) and isinstance(news, RequestOutput):
+            held.extend(news)
+            return held
+        return news
 
     def receive(self, news: News) -> None:
         """Wake the reader. For its event loop alone."""
-        self._news = news
+        self._news = self.joined(self._news, news)
         self._wake()
 
     def _wake(self) -> None:
@@ -128,7 +137,7 @@ class RequestStream:
 
 
 class Mailbox:
-    """News for the streams of one event loop: the newest of each stream, all delivered at once."""
+    """News for the streams of one event loop, joined for each stream, all delivered at once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -139,7 +148,7 @@ class Mailbox:
         """Have ``news`` delivered by the event loop; where that is closed, the requests end. For any thread."""
         with self._lock:
             is_called = bool(self._waiting)
-            self._waiting |= news
+            self._waiting |= {stream: stream.joined(self._waiting.get(stream), each) for stream, each in news.items()}
         if not is_called:
             try:
                 self._loop.call_soon_threadsafe(self._deliver)

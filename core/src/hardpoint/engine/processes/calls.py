@@ -11,16 +11,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
 
+from hardpoint.engine.control import Verb
 from hardpoint_plugin_api import EngineDeadError, EngineError, HardpointError
 
 
 @dataclass(frozen=True)
 class Call:
-    """Call a method of CoreControl, between two steps; its Answer carries the same number."""
+    """Do a control verb between two steps; its Answer carries the same number."""
 
     number: int
-    method: str
-    args: tuple[Any, ...]
+    verb: Verb[Any]
 
 
 @dataclass(frozen=True)

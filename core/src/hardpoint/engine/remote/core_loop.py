@@ -122,7 +122,7 @@ class CoreLoop:
 
     def _call(self, command: Call) -> None:
         try:
-            answer = Answer(command.number, getattr(self._core, command.method)(*command.args))
+            answer = Answer(command.number, self._core.control(command.verb))
         except Exception as error:
             answer = Answer(command.number, failure=Failure.of(error))
         self._send(answer)

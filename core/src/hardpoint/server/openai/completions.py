@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -15,10 +16,10 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from hardpoint.engine.outputs import PositionLogprobs, RequestOutput
+from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fields import IgnoredFields, NumLogprobs, SamplingFields, StreamOptions, TreatmentFields
-from hardpoint.server.generation import Cursor, Delta, Generation, GenerationRequest
+from hardpoint.server.generation import Cursor, Generation, GenerationRequest
 from hardpoint.server.openai.format import ResponseFormat
 from hardpoint.server.openai.logprobs import TextOffsets, completion_logprobs, prompt_logprobs, tokenizer_of
 from hardpoint.server.openai.usage import usage_body
@@ -111,9 +112,7 @@ class _Answer:
             choices: list[dict[str, Any]] = []
             for output in outputs:
                 for completion in output.outputs:
-                    delta = Cursor().take(completion)
-                    assert delta is not None
-                    choices.append(self._choice(len(choices), output, delta, is_first=True))
+                    choices.append(self._choice(len(choices), output, completion, is_first=True))
             return {**self._head, "choices": choices, "usage": self._usage(generation), "system_fingerprint": None}
 
     async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
@@ -123,20 +122,24 @@ class _Answer:
         before, after = data_event(head | {"choices": [_HOLE]}).split(quoted(_HOLE).encode())
         is_plain = body.logprobs is None and not (body.echo or body.return_token_ids)
         wants_scores = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
-        cursors: dict[int, Cursor] = {}
+        cursors: defaultdict[int, Cursor] = defaultdict(Cursor)
+        begun, held = set[int](), dict[int, RequestOutput]()
         async with generation, aclosing(generation.grown()) as grown:
             async for number, output in grown:
+                if number in held:
+                    held[number].extend(output)
+                    output = held.pop(number)
                 if wants_scores and output.prompt_logprobs is None and not output.finished:
-                    continue  # another choice was faster than the first, which alone scores the prompt
+                    held[number] = output  # another choice was faster than the first, which alone scores the prompt
+                    continue
                 chunks = []
                 for completion in output.outputs:
-                    index = number * len(output.outputs) + completion.index
-                    is_first = index not in cursors
-                    delta = cursors.setdefault(index, Cursor()).take(completion)
+                    index = number * generation.num_choices + completion.index
+                    delta = cursors[index].take(completion)
                     if delta is None:
-                        if is_first:
-                            del cursors[index]
                         continue
+                    is_first = index not in begun
+                    begun.add(index)
                     is_told = is_first and body.prompt_logprobs is not None
                     if is_plain and not is_told and delta.finish_reason is None:
                         chunks.append(_chunk(index, delta.text))
@@ -149,7 +152,7 @@ class _Answer:
                 yield data_event(head | {"choices": [], "usage": self._usage(generation)})
         yield b"data: [DONE]\n\n"
 
-    def _choice(self, index: int, output: RequestOutput, delta: Delta, *, is_first: bool) -> dict[str, Any]:
+    def _choice(self, index: int, output: RequestOutput, delta: CompletionOutput, *, is_first: bool) -> dict[str, Any]:
         body, echo = self._body, self._body.echo and is_first
         if body.draws_nothing:
             finish = delta.finish_reason and "length"
@@ -172,7 +175,7 @@ class _Answer:
         return choice
 
     def _logprobs(
-        self, index: int, output: RequestOutput, delta: Delta, prompt: str, *, echo: bool
+        self, index: int, output: RequestOutput, delta: CompletionOutput, prompt: str, *, echo: bool
     ) -> dict[str, Any] | None:
         """Those of ``delta``, whose text stands behind ``prompt``; with ``echo`` the prompt's in front of them."""
         if self._body.logprobs is None:

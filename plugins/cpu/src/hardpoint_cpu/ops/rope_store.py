@@ -12,7 +12,7 @@ import torch
 
 from hardpoint_cpu import native
 from hardpoint_cpu.ops.arguments import misfit, packed_heads
-from hardpoint_plugin_api import ConfigError, OpWorkload, PluginLoadError
+from hardpoint_plugin_api import ConfigError, OpWorkload, PluginLoadError, StoreCall
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -147,7 +147,7 @@ def scaled_store(
         if "k_scale" in cache:
             return qk_norm_rope_store(q, k, v, cos_sin, positions, cache, slot_mapping, *weights, **scalars)
         q, k = qk_norm_rope_store(q, k, v, cos_sin, positions, {}, None, *weights, **scalars)
-        store(k, v, cache, slot_mapping)
+        store(StoreCall(k, v, cache, slot_mapping))
         return q, k
 
     return norm_rope_store_scaled

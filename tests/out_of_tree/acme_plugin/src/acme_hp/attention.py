@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,
+    AttentionCall,
     AttentionMetadata,
     AttentionSpec,
     AttentionWorkload,
@@ -26,6 +27,7 @@ from hardpoint_plugin_api import (
     OpWorkload,
     Reason,
     Region,
+    StoreCall,
 )
 
 TILE = 8
@@ -92,23 +94,14 @@ class AcmeAttention(AttentionBackend):
             return []
         return [Reason("gqa-ratio", "too many query heads share a KV head", wanted=str(ratio), supported="up to 16")]
 
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
-    ) -> None:
-        store(k, v, cache, slot_mapping)
+    def store(self, call: StoreCall) -> None:
+        store(call.k, call.v, call.cache, call.slot_mapping)
 
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         return AttentionMetadata(batch)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: dict[str, torch.Tensor],
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
+    def forward(self, call: AttentionCall) -> None:
+        q, cache, metadata, out = call.q, call.cache, call.metadata, call.out
         batch, spec = metadata.batch, self.spec
         for i, length in enumerate(batch.seq_lens_host):
             rows = slice(batch.query_start_host[i], batch.query_start_host[i + 1])

@@ -14,6 +14,7 @@ from hardpoint_plugin_api import (
     DeviceInfo,
     Dispatched,
     DispatchHandle,
+    ExpertsCall,
     ExpertsKernel,
     ExpertsWorkload,
     Reason,
@@ -23,7 +24,7 @@ _MOST_EXPERTS = 64
 
 
 class AcmeExperts(ExpertsKernel):
-    """Leaves weighting and summing to core."""
+    """Leaves weighting and summing to core. Takes biases, and gpt-oss's gate beside the usual one."""
 
     layout = "acme_columns"
     reduces = False
@@ -44,30 +45,28 @@ class AcmeExperts(ExpertsKernel):
         return rows * 2 * self.workload.intermediate_size * self.ctx.dtype.itemsize
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: matrix.transpose(1, 2).contiguous() for name, matrix in weights.items()}
+        return {n: w if n.endswith(".bias") else w.transpose(1, 2).contiguous() for n, w in weights.items()}
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name.removesuffix(".weight"): matrix.transpose(1, 2) for name, matrix in weights.items()}
+        return {name: weights[f"{name}.weight"].transpose(1, 2) for name in ("w13", "w2")}
 
-    def apply(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        w: dict[str, torch.Tensor],
-        out: torch.Tensor,
-        workspace: torch.Tensor,
-        *,
-        scales: torch.Tensor | None = None,
-    ) -> None:
-        w13, w2 = w["w13.weight"], w["w2.weight"]
+    def apply(self, call: ExpertsCall) -> None:
+        x, w13, w2 = call.x, call.w["w13.weight"], call.w["w2.weight"]
         for expert in range(w2.shape[0]):
-            tokens, places = (ids == expert).nonzero(as_tuple=True)
+            tokens, places = (call.ids == expert).nonzero(as_tuple=True)
             if tokens.numel():
-                both = workspace.view(x.dtype)[: tokens.numel() * w13.shape[2]].view(-1, w13.shape[2])
+                both = call.workspace.view(x.dtype)[: tokens.numel() * w13.shape[2]].view(-1, w13.shape[2])
                 torch.mm(x[tokens], w13[expert], out=both)
-                gate, up = both.chunk(2, dim=-1)
-                out[tokens, places] = (silu(gate) * up) @ w2[expert]
+                if "w13.bias" in call.w:
+                    both += call.w["w13.bias"][expert]
+                y = self._middle(*both.chunk(2, dim=-1)) @ w2[expert]
+                call.out[tokens, places] = y + call.w["w2.bias"][expert] if "w2.bias" in call.w else y
+
+    def _middle(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if self.workload.activation == "silu_and_mul":
+            return silu(gate) * up
+        gate = gate.clamp(max=7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
 
 
 class AcmeExchange(All2All):

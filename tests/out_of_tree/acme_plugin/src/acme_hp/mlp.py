@@ -8,7 +8,7 @@ from torch.nn.functional import linear, silu
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers import PluggableLayer
-from hardpoint_plugin_api import ConfigError, MLPArgs, WeightSlot
+from hardpoint_plugin_api import ConfigError, ForwardStep, MLPArgs, WeightSlot
 
 
 class AcmeMLP(PluggableLayer):
@@ -27,7 +27,7 @@ class AcmeMLP(PluggableLayer):
             "down.weight": WeightSlot((hidden, width), self.dtype, 1),
         }
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         gate, up = linear(x, self.weights["gate_up.weight"]).chunk(2, dim=-1)
         return linear(silu(gate) * up, self.weights["down.weight"])

@@ -17,9 +17,12 @@ def hardpoint_engine_started(engine: EngineInfo) -> None:
 
 @hookimpl
 def hardpoint_conformance() -> list[object]:
-    """Core's trials of formats and parsers, with samples of Acme's."""
-    from acme_hp.samples import SAMPLES, TOOL_SAMPLES
+    """Core's trials of formats, parsers, models and layers, with samples of Acme's."""
+    from acme_hp.samples import LAYER_KINDS, MODEL_SAMPLES, SAMPLES, TOOL_SAMPLES
+    from hardpoint.conformance.families.layers import LayerTrials
+    from hardpoint.conformance.families.models import ModelTrials
     from hardpoint.conformance.families.parsers import ParserTrials
     from hardpoint.conformance.families.quantization import QuantizationTrials
 
-    return [QuantizationTrials(SAMPLES), ParserTrials("tool_parser", TOOL_SAMPLES)]
+    parsers = ParserTrials("tool_parser", TOOL_SAMPLES)
+    return [QuantizationTrials(SAMPLES), parsers, ModelTrials(MODEL_SAMPLES), LayerTrials(LAYER_KINDS)]

@@ -16,6 +16,7 @@ from hardpoint_plugin_api import (
     ConfigError,
     DeviceInfo,
     Dim,
+    LinearCall,
     LinearKernel,
     LinearWorkload,
     MethodRequest,
@@ -123,8 +124,9 @@ class AcmeGroupsLinear(LinearKernel):
         """Rows ``ids`` of the weight, [T, K]."""
         return self._numbers({name: value[:, ids] for name, value in weights.items()}).t()
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, call: LinearCall) -> torch.Tensor:
         """x [..., K] -> [..., N]."""
+        x, weights, bias = call.x, call.weights, call.bias
         return linear(x, self.unpack(weights), bias)
 
     def _numbers(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:

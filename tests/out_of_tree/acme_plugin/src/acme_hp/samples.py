@@ -1,12 +1,23 @@
-"""Samples for the conformance kit: Acme's checkpoint format, and calls as Acme's models write them."""
+"""Samples for the conformance kit: Acme's checkpoint format, calls as Acme's models write them, its own model."""
 
 from __future__ import annotations
 
-import torch
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import linear, rms_norm, silu
+
+from acme_hp.means import MeanArgs, StripesArgs
+from hardpoint.conformance.families.layers import Inputs, LayerKind, Steps
+from hardpoint.conformance.families.model_samples import TINY, ModelSample, Reference
 from hardpoint.conformance.families.parser_samples import ParserSample, SampleCall, tool
 from hardpoint.conformance.families.quantization_samples import Sample, Written
-from hardpoint_plugin_api import ContentDelta
+from hardpoint.conformance.families.steps import Piece
+from hardpoint.layers import PluggableLayer
+from hardpoint_plugin_api import ContentDelta, ForwardStep
 
 
 def _groups(rows: int, columns: int, generator: torch.Generator) -> Written:
@@ -29,4 +40,79 @@ TOOL_SAMPLES = {
         ),
         ParserSample("no call", "@clock{zone}\nmail@stop{}\n", (ContentDelta("@clock{zone}\nmail@stop{}\n"),), _TOOLS),
     )
+}
+
+
+MEANS = TINY | {"architectures": ["AcmeMeansForCausalLM"], "rms_norm_eps": 1e-6, "acme_period": 3}
+"""The config of a tiny model of Acme's."""
+
+
+def write_means(folder: Path, seed: int) -> Reference:
+    """Write a random model to ``folder``; returns its definition in plain torch."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, width, values = MEANS["hidden_size"], MEANS["intermediate_size"], 64
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * (2 * shape[-1] ** -0.5 if shape[1:] else 0.3) + (not shape[1:])
+
+    w = {"model.embed_tokens.weight": random(MEANS["vocab_size"], hidden), "model.norm.weight": random(hidden)}
+    w["lm_head.weight"] = random(MEANS["vocab_size"], hidden)
+    for i in range(MEANS["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        w |= {f"{layer}.{name}_layernorm.weight": random(hidden) for name in ("input", "post_attention")}
+        w[f"{layer}.mean.value_proj.weight"] = random(values, hidden)
+        w[f"{layer}.mean.out_proj.weight"] = random(hidden, values)
+        if i % 2:
+            w[f"{layer}.stripes"] = random(MEANS["acme_period"], hidden) * 8
+        else:
+            w |= {f"{layer}.mlp.{name}_proj.weight": random(width, hidden) for name in ("gate", "up")}
+            w[f"{layer}.mlp.down_proj.weight"] = random(hidden, width)
+    save_file(w, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(MEANS))
+
+    def logits(ids: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        p = {name: x.to(dtype) for name, x in w.items()}
+        positions = torch.arange(len(ids))
+
+        def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+            return rms_norm(x, (hidden,), p[name], MEANS["rms_norm_eps"])
+
+        x = p["model.embed_tokens.weight"][torch.tensor(ids)]
+        for i in range(MEANS["num_hidden_layers"]):
+            layer = f"model.layers.{i}"
+            v = linear(normed(x, f"{layer}.input_layernorm.weight"), p[f"{layer}.mean.value_proj.weight"])
+            x = x + linear(v.cumsum(0) / (positions[:, None] + 1), p[f"{layer}.mean.out_proj.weight"])
+            y = normed(x, f"{layer}.post_attention_layernorm.weight")
+            if i % 2:
+                x = x + y * p[f"{layer}.stripes"][positions % MEANS["acme_period"]]
+            else:
+                gate, up = (linear(y, p[f"{layer}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+                x = x + linear(silu(gate) * up, p[f"{layer}.mlp.down_proj.weight"])
+        return linear(normed(x, "model.norm.weight"), p["lm_head.weight"])
+
+    return logits
+
+
+MODEL_SAMPLES = {"AcmeMeansForCausalLM": (ModelSample("means", write_means),)}
+
+_PROMPTS_THEN_DECODES = ((Piece(9, 9), Piece(4, 4)), (Piece(1, 10), Piece(1, 5)))
+
+
+def _stream(args: MeanArgs | StripesArgs, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(tokens, args.hidden_size, generator=generator), "positions": torch.arange(tokens)}
+
+
+def _step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
+    return torch.cat([layer(inputs["x"][rows], step) for rows, step in steps()])
+
+
+def _in_a_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
+    return layer(inputs["x"], ForwardStep(inputs["positions"], inputs["positions"], (), ()))
+
+
+LAYER_KINDS = {
+    "acme_mean": LayerKind(
+        {"plain": MeanArgs(64, 4, 16)}, _stream, _step_by_step, tokens=(15,), pieces=_PROMPTS_THEN_DECODES
+    ),
+    "acme_stripes": LayerKind({"plain": StripesArgs(64, 3)}, _stream, _in_a_step),
 }

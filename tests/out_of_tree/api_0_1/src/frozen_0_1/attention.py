@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,
+    AttentionCall,
     AttentionMetadata,
     AttentionSpec,
     AttentionWorkload,
@@ -23,6 +24,7 @@ from hardpoint_plugin_api import (
     Reason,
     Region,
     StepLimits,
+    StoreCall,
 )
 
 
@@ -78,27 +80,18 @@ class FrozenAttention(AttentionBackend):
     def step_limits(self) -> StepLimits:
         return StepLimits(max_requests=64)
 
-    def store(
-        self, k: torch.Tensor, v: torch.Tensor, cache: dict[str, torch.Tensor], slot_mapping: torch.Tensor
-    ) -> None:
-        block = cache["kv"].shape[1]
-        slots = slot_mapping.long()
-        cache["kv"][slots // block, slots % block] = torch.cat([k, v], dim=-1).to(cache["kv"].dtype)
+    def store(self, call: StoreCall) -> None:
+        kv, slots = call.cache["kv"], call.slot_mapping.long()
+        block = kv.shape[1]
+        kv[slots // block, slots % block] = torch.cat([call.k, call.v], dim=-1).to(kv.dtype)
 
     def plan(self, batch: AttentionBatch) -> FrozenMetadata:
         assert batch.num_requests >= batch.num_decodes
         assert batch.num_tokens == batch.query_start_host[-1]
         return FrozenMetadata(batch)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: dict[str, torch.Tensor],
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
+    def forward(self, call: AttentionCall) -> None:
+        q, cache, metadata, out = call.q, call.cache, call.metadata, call.out
         assert isinstance(metadata, FrozenMetadata)
         batch, spec = metadata.batch, self.spec
         for i, length in enumerate(batch.seq_lens_host):

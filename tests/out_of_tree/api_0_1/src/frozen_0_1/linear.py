@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearKernel, LinearWorkload, QuantSpec, Reason, TableElement
+from hardpoint_plugin_api import (
+    BuildContext,
+    DeviceInfo,
+    LinearCall,
+    LinearKernel,
+    LinearWorkload,
+    QuantSpec,
+    Reason,
+    TableElement,
+)
 
 TERNARY = TableElement("ternary", 2, table=(0.0, 1.0, -1.0, -1.0))
 
@@ -31,6 +40,7 @@ class FrozenLinear(LinearKernel):
     def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         return weights["transposed"][:, ids].T
 
-    def apply(self, x: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, weights, bias = call.x, call.weights, call.bias
         y = x @ weights["transposed"]
         return y if bias is None else y + bias

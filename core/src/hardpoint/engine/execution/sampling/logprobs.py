@@ -5,7 +5,7 @@ They are the model's own: log-softmax of its logits, before anything changes the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -96,12 +96,12 @@ class PromptScorer:
         """Note whether the request that takes a slot asks for its prompt; one that has drawn already knows it."""
         top_n = new.sampling.prompt_logprobs
         self._wanted.pop(new.slot, None)
-        if top_n is not None and len(new.token_ids) == new.num_prompt_tokens:
+        if top_n is not None and len(new.token_ids) == new.num_prompt_tokens > 1:
             self._wanted[new.slot] = new.num_prompt_tokens, self._vocab_size if top_n == -1 else top_n
 
     def wants(self, step: StepInput) -> bool:
         """Whether a request of ``step`` asks for what the step reads of its prompt."""
-        return bool(self._chunks(step.scheduled))
+        return bool(self._wanted and self._chunks(step.scheduled))
 
     def arrays(self, scheduled: Sequence[ScheduledRequest], query_start: Ints, tokens: Ints) -> dict[str, Ints]:
         """What ``score`` needs on the device, by name, int32 each; nothing where no slot asks.
@@ -116,12 +116,15 @@ class PromptScorer:
         return {"prompt_rows": np.concatenate(rows), "prompt_targets": np.concatenate(targets)}
 
     def score(
-        self, scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor, staged: dict[str, torch.Tensor]
+        self, scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor, staged: Mapping[str, torch.Tensor]
     ) -> DevicePromptLogprobs | None:
         """Score what the step reads of prompts. hidden [T, hidden]; ``staged`` holds ``arrays`` on the device."""
         chunks = self._chunks(scheduled)
         if not chunks:
             return None
+        for chunk in chunks:
+            if chunk.start + chunk.count == self._wanted[chunk.slot][0] - 1:
+                del self._wanted[chunk.slot]  # so that no later step looks for it
         widest = max(c.top_n for c in chunks)
         rows, targets = staged["prompt_rows"].long(), staged["prompt_targets"].long()
         parts = [

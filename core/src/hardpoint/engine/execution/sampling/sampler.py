@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from hardpoint.context import Context
-from hardpoint.engine.execution.logits_state import (
+from hardpoint.engine.execution.sampling.logits_state import (
     AllowedTokens,
     LogitsPart,
     LogitsState,
@@ -24,7 +24,7 @@ from hardpoint.engine.execution.logits_state import (
     on_device,
     unpack_bits,
 )
-from hardpoint.engine.execution.logprobs import DeviceLogprobs, RankTokens
+from hardpoint.engine.execution.sampling.logprobs import DeviceLogprobs, RankTokens
 from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest
 from hardpoint.ops.apply_logit_bias import apply_logit_bias
 from hardpoint.ops.apply_penalties import apply_penalties

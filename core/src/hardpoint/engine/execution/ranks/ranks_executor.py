@@ -20,11 +20,12 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import cast
 
 from hardpoint.config import EngineConfig
+from hardpoint.engine.control import R, Verb
 from hardpoint.engine.execution.executor import Pending
-from hardpoint.engine.execution.rank_process import RankFailed, RankReady, RankReport
+from hardpoint.engine.execution.ranks.rank_process import RankFailed, RankReady, RankReport
 from hardpoint.engine.execution.worker import WorkerFacts
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Answer, Answers, Call, Failure, Logged, Stop
@@ -127,19 +128,19 @@ class RanksExecutor:
         self._send_all(pickle.dumps(step))
         return _Step(self, future)
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """See Executor. Waits for as long as loading may take: nothing that is called takes longer."""
+    def control(self, verb: Verb[R]) -> list[R]:
+        """See Executor. Waits for as long as loading may take: no verb takes longer."""
         self.check()
         expected = [(rank, *rank.answers.expect()) for rank in self._ranks]
         for rank, number, _ in expected:
-            rank.send(pickle.dumps(Call(number, method, args)))
+            rank.send(pickle.dumps(Call(number, verb)))
         patience = float(self.config.core_start_timeout)
         try:
-            return [future.result(patience) for _, _, future in expected]
+            return [cast(R, future.result(patience)) for _, _, future in expected]
         except FutureTimeoutError:
             raise self.give_up(
-                f"{method} did not end within {patience:g} seconds (--core-start-timeout), so that every rank was "
-                "ended; build a new engine"
+                f"{type(verb).__name__} did not end within {patience:g} seconds (--core-start-timeout), so that every "
+                "rank was ended; build a new engine"
             ) from None
 
     def check(self) -> None:

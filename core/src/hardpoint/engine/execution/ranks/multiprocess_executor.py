@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 from typing import Self
 
 from hardpoint.engine.blueprint import Blueprint
-from hardpoint.engine.execution.rank_process import RankSpec, serve_rank
-from hardpoint.engine.execution.ranks import RankLink, RanksExecutor
+from hardpoint.engine.execution.ranks.rank_process import RankSpec, serve_rank
+from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.processes import child_process
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.groups import Seat

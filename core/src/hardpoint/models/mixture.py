@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TypedDict, Unpack
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.models.dense_decoder import num_layers
+from hardpoint.models.decoder import num_layers
 from hardpoint.ops.activation import activation_of_hf
 from hardpoint_plugin_api import CheckpointError, MoEArgs, RouterArgs
 
@@ -54,10 +54,10 @@ def expert_names(experts: int, folder: str, matrices: Mapping[str, str]) -> dict
     """
     names = {}
     for e in range(experts):
-        names[f"{folder}.{e}.{matrices['gate']}.weight"] = f"mlp.experts.w13.weight[{e}.gate]"
-        names[f"{folder}.{e}.{matrices['up']}.weight"] = f"mlp.experts.w13.weight[{e}.up]"
-        names[f"{folder}.{e}.{matrices['down']}.weight"] = f"mlp.experts.w2.weight[{e}]"
+        names[f"{folder}.{e}.{matrices['gate']}.weight"] = f"experts.w13.weight[{e}.gate]"
+        names[f"{folder}.{e}.{matrices['up']}.weight"] = f"experts.w13.weight[{e}.up]"
+        names[f"{folder}.{e}.{matrices['down']}.weight"] = f"experts.w2.weight[{e}]"
     return names | {
-        "mlp.experts.gate_up_proj": "mlp.experts.w13.weight",
-        "mlp.experts.down_proj": "mlp.experts.w2.weight",
+        "mlp.experts.gate_up_proj": "experts.w13.weight",
+        "mlp.experts.down_proj": "experts.w2.weight",
     }

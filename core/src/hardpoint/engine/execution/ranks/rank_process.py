@@ -147,6 +147,8 @@ def serve(
 
     Calls run between steps. What a step raises is raised here; what a call raises is its answer.
     """
+    from hardpoint.engine.execution.rank_verbs import on_rank
+
     tickets: deque[Ticket] = deque()
     while True:
         try:
@@ -159,7 +161,7 @@ def serve(
             return
         if isinstance(command, Call):
             try:
-                done = Answer(command.number, getattr(worker, command.method)(*command.args))
+                done = Answer(command.number, on_rank(command.verb, worker))
             except Exception as error:
                 done = Answer(command.number, failure=Failure.of(error))
             answer(done)

@@ -17,8 +17,8 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Self
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine.execution.rank_process import Rank, RankFailed, RankSpec, end_with_parent
-from hardpoint.engine.execution.ranks import RankLink, RanksExecutor
+from hardpoint.engine.execution.ranks.rank_process import Rank, RankFailed, RankSpec, end_with_parent
+from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Stop
 from hardpoint.parallel.groups import Seat

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from hardpoint.engine.execution.tagged_memory import TaggedMemory
+from hardpoint.engine.execution.memory.tagged_memory import TaggedMemory
 from hardpoint_plugin_api import CapacityError, MemoryTag, PlatformError
 
 logger = logging.getLogger(__name__)

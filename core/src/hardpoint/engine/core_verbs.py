@@ -1,0 +1,96 @@
+"""The core's handlers of control verbs."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import TYPE_CHECKING, Any
+
+from hardpoint.engine.control import (
+    MemoryReport,
+    ReadMetrics,
+    ReportMemory,
+    ResetPrefixCache,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    UpdateWeights,
+    Verb,
+    WakeUp,
+)
+from hardpoint.engine.execution.executor import InProcessExecutor
+from hardpoint.engine.execution.rank_verbs import CheckWeights, ListAsleep
+from hardpoint_plugin_api import ConfigError, MemoryTag
+
+if TYPE_CHECKING:
+    from hardpoint.engine.core import EngineCore
+    from hardpoint.metrics import MetricsSnapshot
+
+
+@singledispatch
+def on_core(verb: Verb[Any], core: EngineCore) -> Any:
+    """Do ``verb`` and return its answer. Raises NotImplementedError for a verb without a handler."""
+    raise NotImplementedError(f"the core has no handler of the verb {type(verb).__name__}")
+
+
+@on_core.register(Sleep)
+def sleep(verb: Sleep, core: EngineCore) -> frozenset[MemoryTag]:
+    """Forget cached prefixes before their pages go: these may be gone where a rank fails."""
+    core.check_idle("put to sleep")
+    if "kv" in verb.tags:
+        core.scheduler.cache.pool.forget()
+    return _on_ranks(verb, core)
+
+
+@on_core.register(WakeUp)
+def wake_up(verb: WakeUp, core: EngineCore) -> frozenset[MemoryTag]:
+    """Have the ranks take memory again."""
+    return _on_ranks(verb, core)
+
+
+@on_core.register(UpdateWeights)
+def update_weights(verb: UpdateWeights, core: EngineCore) -> frozenset[MemoryTag]:
+    """Check a folder on every rank before any of them changes."""
+    core.check_idle("given other weights")
+    if isinstance(verb.source, str):
+        core.executor.control(CheckWeights(verb.source))
+    elif not isinstance(core.executor, InProcessExecutor):
+        raise ConfigError("tensors do not travel to ranks that run elsewhere; save them to a folder and give that")
+    core.scheduler.cache.pool.forget()
+    return _on_ranks(verb, core)
+
+
+@on_core.register(ResetPrefixCache)
+def reset_prefix_cache(verb: ResetPrefixCache, core: EngineCore) -> None:
+    """Forget what every page holds."""
+    core.scheduler.cache.pool.forget()
+
+
+@on_core.register(ReportMemory)
+def report_memory(verb: ReportMemory, core: EngineCore) -> MemoryReport:
+    """Add up the ranks' tags."""
+    reports = core.executor.control(verb)
+    by_tag = {tag: sum(report.by_tag[tag] for report in reports) for tag in reports[0].by_tag}
+    return MemoryReport(by_tag, reports[0].device)
+
+
+@on_core.register(ReadMetrics)
+def read_metrics(verb: ReadMetrics, core: EngineCore) -> MetricsSnapshot:
+    """Join what the core and rank 0 counted."""
+    return core.blueprint.ctx.engine_metrics.snapshot().with_those_of(core.executor.control(verb)[0])
+
+
+@on_core.register(StartProfile)
+@on_core.register(StopProfile)
+def profile(verb: StartProfile | StopProfile, core: EngineCore) -> None:
+    """Have the ranks do it."""
+    core.executor.control(verb)
+
+
+def _on_ranks(verb: Verb[frozenset[MemoryTag]], core: EngineCore) -> frozenset[MemoryTag]:
+    """Have the ranks do ``verb``, and note what sleeps then on any of them, whatever becomes of it."""
+    try:
+        core.executor.control(verb)
+    finally:
+        asleep = core.executor.control(ListAsleep())
+        core.admission.asleep = frozenset(tag for tags in asleep for tag in tags)
+    return core.admission.asleep

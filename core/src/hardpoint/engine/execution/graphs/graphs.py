@@ -1,0 +1,324 @@
+"""Captured graphs of steps: how they are found, captured and replayed. ``shapes.py`` lists the shapes.
+
+Every rank of an engine decides by the step alone, so that all ranks replay, capture or run eagerly together. A step
+that one rank cannot capture is captured by none: ranks exchange verdicts (ReplayCheck).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hardpoint.context import Context
+from hardpoint.engine.execution.forward import Forward, PiecewiseStep
+from hardpoint.engine.execution.graphs.capturable import why_eager, why_not_full
+from hardpoint.engine.execution.graphs.replay_check import ReplayCheck
+from hardpoint.engine.execution.graphs.shapes import (
+    DRAWS,
+    MOST_EXECUTABLES,
+    End,
+    Layout,
+    Mode,
+    ShapeRow,
+    StepShape,
+    bucketed,
+    shape_rows,
+)
+from hardpoint.engine.execution.graphs.step_buffers import BufferPool, StepBuffers, trial_step
+from hardpoint.engine.execution.sampling.sampler import Sampler
+from hardpoint.engine.scheduling.step import StepInput
+from hardpoint_plugin_api import AttentionMetadata, Executable, GraphEngine, Phase, PlatformError, StepLimits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A captured graph. A piecewise one reads the metadata of each run from ``step``."""
+
+    executable: Executable
+    step: PiecewiseStep | None
+
+
+class Graphs:
+    """One rank's captured graphs by shape and compatibility tokens, as many as the graph engine may keep.
+
+    ``most_tokens`` and ``most_requests`` are those of the largest shapes.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        new_engine: Callable[[], GraphEngine],
+        forward: Forward,
+        sampler: Sampler,
+        limits: StepLimits,
+        pool: Callable[[], AbstractContextManager[None]],
+        exchange: Callable[[Any], list[Any]],
+        vocab_size: int,
+    ) -> None:
+        """``limits`` are those of the engine's steps; memory is allocated within ``pool()``. ``exchange`` returns what
+        every rank calls it with.
+
+        Raises PlatformError for a graph engine whose data contradict each other.
+        """
+        assert limits.max_requests is not None
+        self._ctx, self._forward, self._sampler, self._limits = ctx, forward, sampler, limits
+        self._padding_slot, self._vocab_size = limits.max_requests, vocab_size
+        self._new_engine, self.engine = new_engine, new_engine()
+        self.check = ReplayCheck(ctx.kernel_calls, forward, ctx.block_size, pool, exchange)
+        rows, off = shape_rows(self.engine, limits), why_eager(ctx, self.engine)
+        self._off = off or why_not_full(ctx, self.engine)
+        on = () if off else [row for row in rows if not self._off or row.mode == "piecewise"]
+        self._rows = [row for row in map(self._served, on) if row.sizes]
+        self._num_groups = len(ctx.attention_layers.cache_groups())
+        largest = [row.shape(row.sizes[-1], row.ends[-1]) for row in self._rows]
+        self.most_tokens = max((shape.tokens for shape in largest), default=0)
+        self.most_requests = max((shape.requests or 0 for shape in largest), default=0)
+        max_pages = -(-ctx.max_model_len // ctx.block_size)
+        self._buffers = BufferPool(self.most_tokens, self.most_requests, self._num_groups, max_pages, ctx.torch_device)
+        ahead = sum(row.num_ahead for row in self._rows)
+        most = self.engine.max_executables
+        self._most_kept = max(MOST_EXECUTABLES, ahead + ahead // 2) if most is None else most
+        self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._refused: set[Layout] = set()
+        self._refused_draws: set[End] = set()
+        self._warned: set[tuple[Mode, int | None]] = set()
+        metrics = ctx.metrics
+        self._replays = metrics.counter("graph_replays", "Steps that replayed a captured graph.")
+        self._eager = metrics.counter("eager_steps", "Steps that ran without a captured graph, by reason.", ["reason"])
+        self._seconds = metrics.counter("graph_preparation_seconds", "Time that capturing graphs took.")
+        self._number = metrics.gauge("graph_executables", "Captured graphs that are kept.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device that graphs take, as the graph engine has it."""
+        return self.engine.nbytes
+
+    @property
+    def tell_nbytes(self) -> bool:
+        """Whether the graph engine says how many they are; otherwise ``nbytes`` is 0."""
+        return type(self.engine).nbytes is not GraphEngine.nbytes
+
+    @property
+    def kept(self) -> list[Executable]:
+        """All graphs, the least recently used first."""
+        return [captured.executable for captured in self._kept.values()]
+
+    def find(self, step: StepInput, hidden: bool) -> StepShape:
+        """The shape that ``step`` takes; ``hidden``: where the hidden states of all its tokens are needed."""
+        if not self._ctx.profiler.marks_layers:
+            for row in self._rows:
+                needed = row.needs(step)
+                if not needed or (hidden and "hidden" not in row.ends):
+                    continue
+                end = self._end(row, step)
+                for size in row.sizes_for(needed):
+                    shape = row.shape(size, end)
+                    if not self._refused or shape.layout not in self._refused:
+                        return shape
+        return self.eager(step)
+
+    def eager(self, step: StepInput) -> StepShape:
+        """The shape of ``step`` where it replays no graph."""
+        return StepShape("eager", bucketed(step.num_tokens, self._limits), None, None, "hidden")
+
+    def buffers(self, shape: StepShape) -> StepBuffers:
+        """The fixed buffers of a shape that is not eager."""
+        return self._buffers.of(shape)
+
+    def run(
+        self,
+        step: StepInput,
+        shape: StepShape,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: Sequence[AttentionMetadata],
+    ) -> tuple[End, torch.Tensor]:
+        """Run ``step``, which stands in the buffers of its shape, as attention planned it; ids, positions int64 [T].
+
+        Returns what it ended with, valid until the next step: hidden states [T, hidden], logits [N, vocab] or tokens
+        int64 [N]. A step whose draw cannot be captured ends with logits.
+        """
+        if shape.mode == "eager":
+            self._eager.labels(self._why_eager(step)).inc()
+            return shape.end, self._forward.hidden(ids, positions, metadata)
+        shape, captured = self._prepared(shape, metadata)
+        if captured is None:
+            self._eager.labels("unrecordable").inc()
+            return shape.end, self._function(shape, metadata, None)(**self.buffers(shape).tensors)[-1]
+        self._replays.inc()
+        if captured.step is not None:
+            captured.step.metadata = metadata
+        result: torch.Tensor = captured.executable.run()[-1]
+        return shape.end, result
+
+    @torch.inference_mode()
+    def prepare_ahead(self, free_pages: int = 0) -> None:
+        """Capture what is listed, largest first so that memory which graphs share is taken once.
+
+        Of rows that list nothing: one shape for each kernel of a plugin, so that one which must not be replayed is
+        known before any request is. Steps may be tried on pages 1 to ``free_pages`` of the cache, which nobody uses.
+        """
+        for row in self._rows:
+            sizes = row.sizes if row.listed else self._firsts(row)
+            draws = row.draws if row.listed else row.draws[:1]
+            began = time.perf_counter()
+            for number, size in enumerate(reversed(sizes), 1):
+                shape = row.shape(size, row.ends[-1])
+                logger.info("preparing %s (%d of %d)", shape.words, number, len(sizes))
+                metadata = self._try(shape, free_pages)
+                for end in draws or row.ends:
+                    self._prepared(shape._replace(end=end), metadata)
+            if sizes:
+                logger.info("%d sizes prepared in %.1f s", len(sizes), time.perf_counter() - began)
+
+    def drop(self) -> None:
+        """Forget every graph, since what they read is about to move, and the engine with the memory they share."""
+        self._kept.clear()
+        self.engine = self._new_engine()
+        gc.collect()  # a step that was refused may stand in a cycle with what it had allocated
+        self._number.set(0)
+
+    def _served(self, row: ShapeRow) -> ShapeRow:
+        """``row`` with the sizes that attention can be captured for, and none beyond what its requests can have."""
+        backends = [layer.backend for layer in self._ctx.attention_layers.layers]
+        phase: Phase = "decode" if row.queries else "prefill"
+        most = row.requests * self._ctx.max_model_len if row.requests else None
+        sizes = sorted({size if most is None else min(size, most) for size in row.sizes})
+        return replace(
+            row, sizes=tuple(size for size in sizes if all(b.grade(phase, size) >= row.grade for b in backends))
+        )
+
+    def _firsts(self, row: ShapeRow) -> tuple[int, ...]:
+        """Sizes of which each is the first that some kernel serves; none without plugins' own."""
+        if not self._ctx.kernel_calls.offers:
+            return ()
+        entries = [entry for plan in self._ctx.selector.plans for entry in plan.entries]
+        firsts = {max(1, entry.range.min) for entry in entries if entry.range.phase != "prefill"}
+        return tuple(sorted({size for first in firsts for size in row.sizes_for(first)}))
+
+    def _try(self, shape: StepShape, free_pages: int) -> list[AttentionMetadata]:
+        """Put a step into the buffers on which graphs of ``shape`` are compared with eager runs, and plan it.
+
+        It has other token ids in each row, where sequences lie in pages of their own. None is 0, and the first ones,
+        which checkpoints put aside for padding and the like, come last.
+        """
+        ctx, buffers = self._ctx, self.buffers(shape)
+        pages = 0 if shape.mode == "piecewise" else free_pages
+        own, positions, batches = trial_step(
+            shape, self._num_groups, ctx.block_size, ctx.max_model_len, pages, ctx.torch_device
+        )
+        rows = torch.arange(shape.tokens, device=ctx.torch_device) * own
+        ids = (rows + self._vocab_size // 3) % max(1, self._vocab_size - 1) + 1
+        if "slots" in buffers.step:
+            buffers.step["slots"].fill_(self._padding_slot)
+        return self._forward.plan(buffers.load(ids, positions, batches))
+
+    def _end(self, row: ShapeRow, step: StepInput) -> End:
+        """The draw of ``step`` where a graph may hold it."""
+        if row.ends[0] in DRAWS:
+            draw = self._sampler.plain_draw(step.scheduled)
+            if draw is not None and draw not in self._refused_draws:
+                return draw
+        return row.ends[-1]
+
+    def _why_eager(self, step: StepInput) -> str:
+        if self._off:
+            return self._off
+        row = next((row for row in self._rows if row.queries and row.needs(step)), None)
+        if row is None:
+            return "prefill"
+        if self._ctx.profiler.marks_layers:
+            return "layer_profile"
+        return "unrecordable" if row.sizes_for(row.needs(step)) else "too_large"
+
+    def _prepared(self, shape: StepShape, metadata: Sequence[AttentionMetadata]) -> tuple[StepShape, Captured | None]:
+        """The graph of ``shape`` and the tokens of ``metadata``, captured where it is new, and its shape.
+
+        That ends with logits where a draw cannot be part of any graph. None where the shape cannot be captured.
+        """
+        if shape.end in self._refused_draws:
+            shape = shape._replace(end="logits")
+        key = shape, () if shape.mode == "piecewise" else self._forward.tokens(metadata)
+        if (captured := self._kept.get(key)) is not None:
+            self._kept.move_to_end(key)
+            return shape, captured
+        if shape.layout in self._refused:
+            return shape, None
+        try:
+            return shape, self._capture(key, shape, metadata)
+        except PlatformError as error:
+            if shape.end in DRAWS:
+                logger.info("tokens are drawn behind the captured steps, not within: %s", str(error))
+                self._refused_draws.add(shape.end)
+                return self._prepared(shape, metadata)
+            kind = shape.mode, shape.queries
+            level = logging.INFO if kind in self._warned else logging.WARNING
+            logger.log(level, "%s are not captured: %s", shape.words, str(error))
+            self._warned.add(kind)
+            self._refused.add(shape.layout)
+            return shape, None
+
+    def _capture(self, key: Hashable, shape: StepShape, metadata: Sequence[AttentionMetadata]) -> Captured:
+        """Capture the step that stands in the buffers, and compare it with an eager run."""
+        buffers, step = self.buffers(shape), None
+        if shape.mode == "piecewise":
+            step = self._forward.piecewise(buffers.step["positions"], metadata, self.engine)
+        while len(self._kept) >= self._most_kept:
+            self._kept.popitem(last=False)
+        function, slots = self._function(shape, metadata, step), tuple(buffers.step["slot_mapping"])
+        began = time.perf_counter()
+        try:
+            executable = self.check.prepare(self.engine, key, function, buffers.tensors, slots)
+            captured = self._kept[key] = Captured(executable, step)
+        except PlatformError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
+            raise
+        finally:
+            self._seconds.inc(time.perf_counter() - began)
+            self._number.set(len(self._kept))
+        logger.debug("step %s was captured", key)
+        return captured
+
+    def _function(
+        self, shape: StepShape, metadata: Sequence[AttentionMetadata], piecewise: PiecewiseStep | None
+    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """Return the function that is captured: a step of ``shape`` over its buffers. Its last result is the end."""
+
+        def run(
+            ids: torch.Tensor,
+            positions: torch.Tensor,
+            slots: torch.Tensor | None = None,
+            query_start: torch.Tensor | None = None,
+            **_: torch.Tensor,
+        ) -> tuple[torch.Tensor, ...]:
+            if piecewise is None:
+                hidden = self._forward.hidden(ids, positions, metadata)
+            else:
+                hidden = self._forward.hidden_piecewise(ids, piecewise)
+            if shape.end == "hidden":
+                return (hidden,)
+            if shape.queries != 1:  # of each request the last token
+                assert query_start is not None
+                last = (query_start[1:].long() - 1).clamp(min=0)
+                hidden = hidden[last]
+            logits = self._forward.model.logits(hidden)
+            if shape.end == "logits":
+                return (logits,)
+            assert slots is not None
+            assert shape.queries == 1
+            tokens = self._sampler.draw(shape.end, logits, slots, positions + 1 if shape.end == "random" else positions)
+            # Logits are there to be compared alone: memory for all sizes' would be held at once.
+            return self.engine.transient(logits), tokens
+
+        return run

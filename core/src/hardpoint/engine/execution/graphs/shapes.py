@@ -1,0 +1,183 @@
+"""The shapes of captured steps, as data: a row for each kind of step.
+
+``shape_rows`` makes the rows of an engine. ``Graphs`` (graphs.py) finds, captures and replays the shapes that they
+list. Another kind of step is another row. Steps that verify three drafts for each request have four tokens per request:
+
+    ShapeRow("full", sizes=(1, 2, 4, 8), ends=("logits",), queries=4)
+
+They are captured where every attention backend has the grade UNIFORM, and take their inputs as steps with prompts do.
+Logits of all four tokens, or verified tokens, are another ``End``: one more case in ``Graphs._function``. Steps of a
+draft model or an encoder are rows of a ``Graphs`` over that model. A further difference between shapes, such as the
+number of adapters, is one more field of StepShape.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from hardpoint.engine.execution.sampling.sampler import PlainDraw
+from hardpoint.engine.scheduling.step import StepInput
+from hardpoint_plugin_api import CaptureGrade, GraphEngine, PlatformError, StepLimits
+
+Mode = Literal["eager", "piecewise", "full"]
+"""How a step runs: without a graph, in captured pieces with attention called between them, or captured whole."""
+
+End = Literal["hidden", "logits", "greedy", "random"]
+"""The last that a step computes: hidden states of its tokens, logits behind each request's last token, or a token for
+each request, drawn as PlainDraw says."""
+
+DRAWS: tuple[PlainDraw, ...] = get_args(PlainDraw)
+
+Layout = tuple[int, int | None, int | None]
+"""Tokens, requests, queries of a shape: shapes of one layout read the same buffers."""
+
+MOST_EXECUTABLES = 32
+"""How many captured graphs are kept for an engine that sets no limit."""
+
+
+class StepShape(NamedTuple):
+    """The shape of a step: T ``tokens`` of N ``requests``, padding included, each with as many tokens as ``queries``.
+
+    ``queries`` is None where requests have any number of tokens; ``requests`` is None where there may be any number,
+    since only attention knows of them, and is not captured.
+    """
+
+    mode: Mode
+    tokens: int
+    requests: int | None
+    queries: int | None
+    end: End
+
+    def __repr__(self) -> str:
+        return f"<{self.words}, {self.end}>"
+
+    @property
+    def layout(self) -> Layout:
+        """The fixed buffers that steps of this shape read."""
+        return self.tokens, self.requests, self.queries
+
+    @property
+    def words(self) -> str:
+        """Steps of this shape, for the log."""
+        if self.queries is None:
+            return f"{'piecewise ' if self.mode == 'piecewise' else ''}steps of {self.tokens} tokens"
+        kind = "decode steps" if self.queries == 1 else f"steps with {self.queries} tokens per request,"
+        return f"{kind} of {self.requests} request{'' if self.requests == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class ShapeRow:
+    """The shapes of one kind of step, which differ in size and end.
+
+    ``sizes``, ascending, count requests where each has the same number of tokens, ``queries``, and draws the next;
+    otherwise tokens, of at most ``requests`` requests (None: any number). ``ends`` begins with the draws that a graph
+    may hold, if any; the last end is for steps that need another. Where sizes are ``listed``, all are captured when
+    the engine starts, and steps are padded to the next; otherwise each is captured when it is first met.
+    """
+
+    mode: Mode
+    sizes: tuple[int, ...]
+    ends: tuple[End, ...]
+    queries: int | None = None
+    requests: int | None = None
+    listed: bool = True
+
+    @property
+    def draws(self) -> tuple[PlainDraw, ...]:
+        """The draws among ``ends``."""
+        return tuple(draw for draw in DRAWS if draw in self.ends)
+
+    @property
+    def num_ahead(self) -> int:
+        """How many graphs are captured when the engine starts."""
+        return len(self.sizes) * (len(self.draws) or 1) if self.listed else 0
+
+    @property
+    def grade(self) -> CaptureGrade:
+        """The grade that attention backends must have."""
+        if self.mode == "piecewise":
+            return CaptureGrade.NEVER
+        by_queries = {None: CaptureGrade.ANY, 1: CaptureGrade.SINGLE_TOKEN}
+        return by_queries.get(self.queries, CaptureGrade.UNIFORM)
+
+    def needs(self, step: StepInput) -> int:
+        """The size that ``step`` has without padding; 0 where it is of another kind."""
+        shares, queries = step.scheduled, self.queries
+        if queries is None:
+            return step.num_tokens if self.requests is None or len(shares) <= self.requests else 0
+        return len(shares) if all(share.count == queries and share.samples for share in shares) else 0
+
+    def sizes_for(self, needed: int) -> tuple[int, ...]:
+        """The sizes that a step may be padded to, best first."""
+        best = bisect_left(self.sizes, needed)
+        return self.sizes[best:] if self.listed else self.sizes[best : best + 1]
+
+    def shape(self, size: int, end: End) -> StepShape:
+        """The shape of one of ``sizes``."""
+        if self.queries is None:
+            return StepShape(self.mode, size, self.requests, None, end)
+        return StepShape(self.mode, size * self.queries, size, self.queries, end)
+
+
+def shape_rows(engine: GraphEngine, limits: StepLimits) -> tuple[ShapeRow, ...]:
+    """All that ``engine`` would capture of steps with these limits; a step takes the first row that it fits.
+
+    Raises PlatformError for an engine whose data contradict each other.
+    """
+    assert limits.max_requests is not None
+    decodes = _decodes(engine, limits)
+    if engine.max_executables is not None and decodes.num_ahead > engine.max_executables:
+        raise PlatformError(
+            f"a graph engine that keeps {engine.max_executables} executables asks for {len(decodes.sizes)} sizes, with "
+            f"{len(decodes.draws)} for each: {decodes.sizes}"
+        )
+    return (
+        decodes,
+        ShapeRow(
+            "full",
+            _token_sizes(engine.token_sizes, "token_sizes", limits),
+            ("logits",),
+            requests=min(engine.requests_per_token_size, limits.max_requests),
+        ),
+        ShapeRow("piecewise", _token_sizes(engine.piece_sizes, "piece_sizes", limits), ("hidden",)),
+    )
+
+
+def graph_bytes(engine: GraphEngine, limits: StepLimits) -> int:
+    """Bytes that captured graphs may take, by what the engine says of one."""
+    rows = shape_rows(engine, limits)
+    if all(row.listed for row in rows):
+        number = sum(row.num_ahead for row in rows)
+    else:
+        number = MOST_EXECUTABLES if engine.max_executables is None else engine.max_executables
+    return engine.bytes_per_executable * number
+
+
+def bucketed(count: int, limits: StepLimits) -> int:
+    """``count`` tokens, padded to the next of the limits' buckets."""
+    return min((bucket for bucket in limits.token_buckets if bucket >= count), default=count)
+
+
+def _decodes(engine: GraphEngine, limits: StepLimits) -> ShapeRow:
+    """Decode steps: every request has one token. No size is larger than it takes to hold all requests."""
+    assert limits.max_requests is not None
+    sizes = engine.batch_sizes
+    if sizes is None:
+        counts = {bucketed(count, limits) for count in range(1, limits.max_requests + 1)}
+        return ShapeRow("full", tuple(sorted(counts)), (*DRAWS, "logits"), queries=1, listed=False)
+    if not sizes or min(sizes) < 1:
+        raise PlatformError(f"a graph engine's batch_sizes must be positive numbers, got {sizes}")
+    padded = sorted({bucketed(size, limits) for size in sizes})
+    enough = next((size for size in padded if size >= limits.max_requests), padded[-1])
+    most = min(enough, limits.max_tokens or enough)
+    return ShapeRow("full", tuple(size for size in padded if size <= most), (*DRAWS, "logits"), queries=1)
+
+
+def _token_sizes(sizes: tuple[int, ...], name: str, limits: StepLimits) -> tuple[int, ...]:
+    """Return the sizes that steps of these limits reach; none where steps are padded to buckets anyway."""
+    if sizes and min(sizes) < 1:
+        raise PlatformError(f"a graph engine's {name} must be positive numbers, got {sizes}")
+    most = limits.max_tokens or 0
+    return tuple(size for size in sorted(sizes) if size <= most and not limits.token_buckets)

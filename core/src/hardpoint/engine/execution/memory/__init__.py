@@ -1,0 +1,1 @@
+"""Memory of the cache, memory by tag, and how both are given back and taken again."""

@@ -1,0 +1,202 @@
+"""Config keys and tensor names that the decoder families share in Hugging Face's format.
+
+A family makes each sub-layer's arguments together with the names of its tensors. Blocks and models add prefixes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
+
+from hardpoint.checkpoint.hf_config import HFConfig
+from hardpoint.layers import CausalLMArgs, ModelFacts
+from hardpoint.ops.activation import activation_of_hf
+from hardpoint.ops.rope_table import extended_length, rope_args
+from hardpoint_plugin_api import (
+    AttentionArgs,
+    BlockArgs,
+    CheckpointError,
+    EmbeddingArgs,
+    LayerArgs,
+    MLPArgs,
+    NormArgs,
+)
+
+_Args = TypeVar("_Args", covariant=True)
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_WINDOW = 4096
+
+
+@dataclass(frozen=True)
+class Sublayer(Generic[_Args]):
+    """A sub-layer's arguments, and its tensors: name within a layer of the checkpoint -> slot within the sub-layer.
+
+    Where several tensors fill the same slot, a checkpoint needs one of them.
+    """
+
+    args: _Args
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block. ``norms`` name both of its norms: the slots mixer_norm.weight and feed_forward_norm.weight."""
+
+    mixer: Sublayer[LayerArgs]
+    feed_forward: Sublayer[LayerArgs]
+    norms: Sublayer[NormArgs]
+
+    @property
+    def args(self) -> BlockArgs:
+        """Arguments of the layer."""
+        return BlockArgs(self.mixer.args, self.feed_forward.args, self.norms.args)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Name within a layer of the checkpoint -> slot within the block."""
+        parts = (("mixer.", self.mixer), ("feed_forward.", self.feed_forward), ("", self.norms))
+        return {name: prefix + slot for prefix, part in parts for name, slot in part.names.items()}
+
+
+def decoder(config: HFConfig, blocks: Sequence[Block]) -> CausalLMArgs:
+    """The model around ``blocks``: embedding, a last norm like theirs, head (tied where the config says so)."""
+    tied = config.flag("tie_word_embeddings", False)
+    names: dict[str, str | None] = {"model.norm.weight": "norm.weight"}
+    for i, block in enumerate(blocks):
+        for name, slot in block.names.items():
+            names[f"model.layers.{i}.{name}"] = f"stack.blocks.{i}.{slot}"
+    if tied:
+        names |= {"model.embed_tokens.weight": "head.linear.weight", "lm_head.weight": None}
+    else:
+        names |= {"model.embed_tokens.weight": "embedding.weight", "lm_head.weight": "head.linear.weight"}
+    return CausalLMArgs(
+        embedding=EmbeddingArgs(config.integer("vocab_size"), config.integer("hidden_size")),
+        blocks=tuple(block.args for block in blocks),
+        norm=blocks[-1].norms.args,
+        tied=tied,
+        weight_names=names,
+        facts=facts(config),
+    )
+
+
+def facts(config: HFConfig) -> ModelFacts:
+    """Positions by ``max_position_embeddings``. Whoever asks for more gets it where YaRN was configured for it.
+
+    Configs may leave that key at the length that YaRN extends, as Qwen's model cards have it.
+    """
+    longest, key = config.integer("max_position_embeddings"), "max_position_embeddings"
+    most = extended_length(config.data, str(config.path)) or 0
+    if most > longest:
+        key = "yarn's factor times original_max_position_embeddings"
+    return ModelFacts(config.integer("vocab_size"), longest, max(longest, most), f"{key} in its config.json")
+
+
+def linear_names(modules: Mapping[str, str], *, bias: bool = False) -> dict[str, str]:
+    """Names of linear layers' tensors. ``modules`` maps modules of the checkpoint to layers: {"q_proj": "qkv[q]"}."""
+    names = {}
+    for module, place in modules.items():
+        layer, bracket, part = place.partition("[")
+        for tensor in ("weight", "bias") if bias else ("weight",):
+            names[f"{module}.{tensor}"] = f"{layer}.{tensor}{bracket}{part}"
+    return names
+
+
+def num_layers(config: HFConfig) -> int:
+    """How many blocks."""
+    return config.integer("num_hidden_layers")
+
+
+class AttentionVariations(TypedDict, total=False):
+    """Where families differ; fields of AttentionArgs."""
+
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm_eps: float
+    window: int | None
+    sinks: bool
+
+
+def attention(
+    config: HFConfig, *, default_theta: float = 10_000.0, **variations: Unpack[AttentionVariations]
+) -> Sublayer[AttentionArgs]:
+    """Grouped-query attention with rotary embedding.
+
+    ``default_theta`` is the family's own, for configs that leave it out.
+    """
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % num_kv_heads:
+        raise CheckpointError(
+            f"{config.path}: 'num_attention_heads' must be a multiple of 'num_key_value_heads', "
+            f"got {heads} and {num_kv_heads}"
+        )
+    head_size = config.integer("head_dim", hidden // heads)
+    window = variations.get("window")
+    if window is not None:  # families pass it on as it stands, or their default
+        variations["window"] = config.integer("sliding_window", window)
+    args = AttentionArgs(
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        scale=head_size**-0.5,
+        rope=rope_args(config.data, head_size, default_theta=default_theta, file=str(config.path)),
+        **variations,
+    )
+    names = linear_names({f"self_attn.{x}_proj": f"qkv[{x}]" for x in "qkv"}, bias=args.qkv_bias)
+    names |= linear_names({"self_attn.o_proj": "out"}, bias=args.out_bias)
+    if args.qk_norm_eps is not None:
+        names |= {"self_attn.q_norm.weight": "q_norm", "self_attn.k_norm.weight": "k_norm"}
+    if args.sinks:
+        names["self_attn.sinks"] = "sinks"
+    return Sublayer(args, names)
+
+
+def norms(config: HFConfig, default_eps: float = 1e-6) -> Sublayer[NormArgs]:
+    """The norms of the residual stream."""
+    args = NormArgs(config.integer("hidden_size"), config.number("rms_norm_eps", default_eps))
+    names = {
+        "input_layernorm.weight": "mixer_norm.weight",
+        "post_attention_layernorm.weight": "feed_forward_norm.weight",
+    }
+    return Sublayer(args, names)
+
+
+def mlp(config: HFConfig, bias: bool = False) -> Sublayer[MLPArgs]:
+    """A gated feed-forward."""
+    args = MLPArgs(
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer("intermediate_size"),
+        activation=activation_of_hf(str(config.get("hidden_act", "silu")), f"It stands in {config.path}."),
+        bias=bias,
+    )
+    modules = {"mlp.gate_proj": "gate_up[gate]", "mlp.up_proj": "gate_up[up]", "mlp.down_proj": "down"}
+    return Sublayer(args, linear_names(modules, bias=bias))
+
+
+def sliding_window(config: HFConfig) -> Any:
+    """``sliding_window`` as it stands. Null means none; configs that leave the key out mean Transformers' default."""
+    return config.data.get("sliding_window", _WINDOW)
+
+
+def windows(config: HFConfig) -> tuple[int | None, ...]:
+    """The sliding window of each layer, from ``layer_types`` or, before that key, ``max_window_layers``."""
+    layers = num_layers(config)
+    window = sliding_window(config) if config.flag("use_sliding_window", False) else None
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", layers)
+        if type(first) is not int or first < 0:
+            raise CheckpointError(
+                f"{config.path}: 'max_window_layers' must be a whole number, 0 or more, got {first!r}"
+            )
+        return tuple(window if i >= first else None for i in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _LAYER_TYPES for kind in kinds):
+        raise CheckpointError(
+            f"{config.path}: 'layer_types' must name {layers} layers, each full_attention or sliding_attention; "
+            f"got {kinds}"
+        )
+    if window is None and "sliding_attention" in kinds:
+        window = config.integer("sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
