@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +12,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from hardpoint import LLM
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import Blueprint, _check_devices, draw
-from hardpoint.engine.execution.ranks.rank_process import RankSpec
+from hardpoint.engine.execution.ranks.rank_process import Rank, RankFailed, RankSpec
 from hardpoint.engine.execution.ranks.ranks_executor import RanksExecutor
-from hardpoint.engine.execution.ranks.torchrun_executor import Launch
+from hardpoint.engine.execution.ranks.torchrun_executor import Launch, ThreadRank
 from hardpoint.engine.execution.runner import Runner
+from hardpoint.engine.processes.calls import Failure
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.groups import Group, Seat
 from hardpoint.resources import EngineResources
@@ -83,6 +87,29 @@ def test_choices_travel_and_compare(folder: Path) -> None:
     assert pickle.loads(pickle.dumps(everyone[0])) == everyone[0]
     assert everyone[0].digest == llm.table.digest
     assert everyone[0].plugins[0][0] == "core"
+
+
+def test_an_end_stays_open_while_its_rank_may_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may still have to say why it failed when the engine has hung up."""
+    hung_up = threading.Event()
+    open_then: list[bool] = []
+
+    def fail_late(rank: Rank, meet: Any, send: Any) -> None:
+        assert hung_up.wait(10)
+        time.sleep(0.05)  # long enough for the listener to see the end
+        open_then.append(not link._theirs.closed)
+        send(RankFailed(Failure.of(ValueError("late"))))
+
+    monkeypatch.setattr(Rank, "run", fail_late)
+    link = ThreadRank(RankSpec(config(folder), Seat(0, 0)), HashStore())
+    link.close()
+    hung_up.set()
+    link.join(10)
+    until = time.monotonic() + 10
+    while not link._theirs.closed and time.monotonic() < until:
+        time.sleep(0.01)
+    assert link._theirs.closed
+    assert open_then == [True]
 
 
 def test_a_rank_that_fails_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

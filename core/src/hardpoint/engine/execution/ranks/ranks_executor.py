@@ -46,7 +46,8 @@ class RankLink(ABC):
         self.number, self.connection = number, connection
         self.answers = Answers()
         self._commands: SimpleQueue[bytes | None] = SimpleQueue()
-        threading.Thread(target=self._write, name=f"hardpoint-rank-{number}-writer", daemon=True).start()
+        self._writer = threading.Thread(target=self._write, name=f"hardpoint-rank-{number}-writer", daemon=True)
+        self._writer.start()
 
     @property
     def sentinel(self) -> int | None:
@@ -69,9 +70,15 @@ class RankLink(ABC):
         """What it was doing when it crashed, where that is known. To be called once, when it has ended."""
         return ""
 
-    def send(self, data: bytes | None) -> None:
-        """Queue a pickled command; None ends the thread that writes."""
+    def send(self, data: bytes) -> None:
+        """Queue a pickled command."""
         self._commands.put(data)
+
+    def close(self) -> None:
+        """Close the connection, once the writer has ended: it must not be closed while a thread writes to it."""
+        self._commands.put(None)
+        self._writer.join(_GRACE)
+        self.connection.close()
 
     def _write(self) -> None:
         while (data := self._commands.get()) is not None:
@@ -190,8 +197,7 @@ class RanksExecutor:
         self.give_up("the engine is closed")
         self._reader.join()
         for rank in self._ranks:
-            rank.send(None)
-            rank.connection.close()
+            rank.close()
 
     def _at_exit(self) -> None:
         """End the ranks of a program that forgot to close its engine; a fork of the program has no say."""

@@ -159,6 +159,7 @@ class ThreadRank(RankLink):
 
     def _listen(self) -> None:
         child_process.listen(self._theirs, os.getppid(), self._rank.commands.put)  # type: ignore[arg-type]  # commands
+        self._thread.join()  # a connection must not be closed while another thread writes to it
         self._theirs.close()
 
     def join(self, seconds: float) -> None:
