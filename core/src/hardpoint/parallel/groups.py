@@ -167,7 +167,8 @@ def _carefully(leave: Callable[[], None]) -> None:
 
 def alone() -> Parallel:
     """The groups of an engine that has one rank."""
-    return Parallel(*(Group(name, (0,), 0) for name in GROUPS))
+    groups = Groups.at(Coordinates())
+    return Parallel(groups.tp, groups.ep, groups.expert_tp)
 
 
 @dataclass(frozen=True)

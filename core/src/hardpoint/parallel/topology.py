@@ -36,7 +36,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The place of one rank: its number in the engine, and on its host, where it is ``local_rank`` of ``local_ranks``."""
+    """The place of one rank: its number in the engine, and on its host, as ``local_rank`` of ``local_ranks``."""
 
     topology: Topology = Topology()
     rank: int = 0
