@@ -86,7 +86,7 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         """Tokens yet to run: one while decoding, more while the prompt is read, none once all are drawn."""
-        num_tokens = self.num_tokens
+        num_tokens = len(self.prompt_token_ids) + self.num_sampled  # num_tokens without a call, for every decode
         return 0 if num_tokens >= self.max_total_tokens else num_tokens - self.num_computed
 
     @property

@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from hardpoint.engine.outputs import FinishReason
 from hardpoint.engine.scheduling.paged_cache import PagedCache, Prefix
@@ -159,7 +160,8 @@ class Scheduler:
             self._schedule_one_phase(step)
         if not step.shares:
             return None
-        step.shares.sort(key=lambda share: share.scheduled.count > 1)
+        if step.budget != self.limits.max_tokens - len(step.shares):  # not all are decodes
+            step.shares.sort(key=lambda share: share.scheduled.count > 1)
         for share in step.shares:
             share.request.num_in_flight += 1
         self._in_flight.append(step)
@@ -183,7 +185,8 @@ class Scheduler:
     def commit(self, output: StepOutput) -> list[Request]:
         """Take the tokens of the oldest step in flight; returns the requests that got some, finished ones included."""
         step = self._in_flight.popleft()
-        drawn, logprobs, drafts = iter(output.tokens), iter(output.logprobs), iter(output.drafts)
+        self.num_drawn += sum(map(len, output.tokens))
+        drawn = zip_longest(output.tokens, output.logprobs, output.drafts, fillvalue=None)
         advanced = []
         for share in step.shares:
             request, scheduled = share.request, share.scheduled
@@ -192,22 +195,27 @@ class Scheduler:
                 if request.finish_reason is None:
                     self._remember(share)
                 continue
-            tokens, scores, proposed = next(drawn), next(logprobs, None), next(drafts, ())
+            tokens, scores, drafts = next(drawn)
+            assert tokens is not None, "a step draws tokens for each request that samples"
             if scheduled.drafts:
                 self._settle(share, len(tokens))
             if request.finish_reason is not None:
+                self.num_drawn -= len(tokens)
                 continue
-            known = len(request.token_ids)
-            ended = self._take(request, tokens)
-            self.num_drawn += len(request.token_ids) - known
+            request.token_ids += tokens
             if scores is not None:
-                request.logprobs += scores[: len(request.token_ids) - known]
+                request.logprobs += scores
+            if request.structure is None and request.stop_token_ids.isdisjoint(tokens):
+                # Drafts are so few that no token beyond the longest output can be drawn.
+                ended: FinishReason | None = "length" if len(request.token_ids) >= request.max_total_tokens else None
+            else:
+                ended = self._end_among(request, tokens)
             self._remember(share)
             advanced.append(request)
             if ended is not None:
                 self._end(request, ended)
-            elif request.slot is not None:
-                request.drafts = proposed
+            elif drafts and request.slot is not None:
+                request.drafts = drafts
         assert next(drawn, None) is None, "a step draws tokens for each request that samples"
         for chunk in output.prompt_logprobs:
             step.shares[chunk.index].request.take_prompt_logprobs(chunk)
@@ -224,20 +232,26 @@ class Scheduler:
         if request.held is not None:  # else it was preempted, and begins again
             request.num_computed -= wrong
 
-    def _take(self, request: Request, tokens: Sequence[int]) -> FinishReason | None:
-        """Append ``tokens`` up to the one that ends ``request``, and return its reason where there is one."""
-        for token in tokens:
-            request.token_ids.append(token)
+    def _end_among(self, request: Request, tokens: Sequence[int]) -> FinishReason | None:
+        """Why ``request`` ends with one of ``tokens``, its newest, of which it loses those behind. None: it goes on."""
+        for number, token in enumerate(tokens, 1):
+            ended: FinishReason | None = None
             if token in request.stop_token_ids:
-                request.stop_reason = token
-                return "stop"
-            if request.structure is not None:
+                ended, request.stop_reason = "stop", token
+            elif request.structure is not None:
                 request.structure.accept(token)
-                if (ended := self._end_of_structure(request, request.structure)) is not None:
-                    return ended
-            if len(request.token_ids) >= request.max_total_tokens:
-                return "length"
-        return None
+                ended = self._end_of_structure(request, request.structure)
+            if ended is not None:
+                self._drop(request, len(tokens) - number)
+                return ended
+        return "length" if len(request.token_ids) >= request.max_total_tokens else None
+
+    def _drop(self, request: Request, count: int) -> None:
+        """Forget the last ``count`` tokens of ``request``."""
+        self.num_drawn -= count
+        if count:
+            del request.token_ids[-count:]
+            del request.logprobs[len(request.token_ids) - len(request.prompt_token_ids) :]
 
     def _schedule_one_phase(self, step: _Step) -> None:
         """Prompts before decodes, except where a decode was promised the pages of a preempted request."""
@@ -316,9 +330,10 @@ class Scheduler:
             return
         assert request.slot is not None
         assert request.held is not None
-        drafts, allowed = (), ()
+        drafts: tuple[int, ...] = ()
+        allowed: tuple[bytes, ...] = ()
         samples = count == wanted
-        if samples:
+        if samples and (request.drafts or request.structure is not None):
             drafts, allowed = self._drafts(step, request, count)
             count += len(drafts)
         start = request.num_computed
@@ -346,7 +361,8 @@ class Scheduler:
         pages = tuple(map(tuple, request.held.pages)) if prefix else fresh
         scheduled = ScheduledRequest(request.slot, start, count, pages, samples, allowed, drafts)
         step.shares.append(_Share(request, scheduled))
-        step.needs_values |= bool(allowed) or (samples and self._speculates)
+        if allowed or (samples and self._speculates):
+            step.needs_values = True
         step.budget -= count
 
     def _drafts(self, step: _Step, request: Request, count: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
