@@ -116,9 +116,9 @@ class Runner:
     @torch.inference_mode()
     def submit(self, step: StepInput) -> Ticket:
         """Take the delta, run the model over the step's tokens, draw a token for each slot that samples."""
-        self._take_new(step)
+        new = self._take_new(step)
         shape = self._graphs.find(step, hidden=self._prompts.wants(step))
-        arrays = self._plan(step, shape)
+        arrays = self._plan(step, shape, new)
         with self._ctx.range("model"):
             end, result = self._graphs.run(step, shape, arrays.ids, arrays.positions, arrays.metadata)
         if end == "hidden" or end == "logits":
@@ -156,17 +156,18 @@ class Runner:
 
     def forward(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
         """Take the delta and run the model eagerly; returns hidden states [T, hidden] beside the step's arrays."""
-        self._take_new(step)
-        arrays = self._plan(step, self._graphs.eager(step))
+        new = self._take_new(step)
+        arrays = self._plan(step, self._graphs.eager(step), new)
         with self._ctx.range("model"):
             return self._forward.hidden(arrays.ids, arrays.positions, arrays.metadata), arrays
 
-    def _plan(self, step: StepInput, shape: StepShape) -> StepArrays:
-        """Bring the step's arrays to the device, into the buffers of ``shape``, and have attention plan it."""
+    def _plan(self, step: StepInput, shape: StepShape, new: dict[str, Ints]) -> StepArrays:
+        """Bring the step's arrays to the device, with those of ``new`` requests' parameters, into the buffers of
+        ``shape``, and have attention plan it."""
         with self._ctx.range("plan"):
             if shape.queries == 1:
-                return self._plan_decodes(step, shape)
-            batches, staged = self._batches(step, shape)
+                return self._plan_decodes(step, shape, new)
+            batches, staged = self._batches(step, shape, new)
             ids, positions = self._with_last_tokens(staged), staged["positions"]
             if shape.mode != "eager":
                 batches = self._graphs.buffers(shape).load(ids, positions, batches)
@@ -179,13 +180,13 @@ class Runner:
             ids[staged["gather_rows"].long()] = self._sampler.last_token[staged["gather_slots"].long()]
         return ids
 
-    def _plan_decodes(self, step: StepInput, shape: StepShape) -> StepArrays:
+    def _plan_decodes(self, step: StepInput, shape: StepShape, new: dict[str, Ints]) -> StepArrays:
         """The same for a step of one token for each request, by one op."""
         buffers, size = self._graphs.buffers(shape), shape.tokens
         shares, block_size = step.scheduled, self._block_size
         rows = np.full((NUM_FIXED_ROWS + len(self._block_tables), size), NULL_PAGE, np.int32)
         rows[0, len(shares) :], rows[1, len(shares) :], rows[2, len(shares) :] = self._padding_slot, 1, 0
-        arrays = {"rows": rows} | self._sampler.take_new(step.new)
+        arrays = {"rows": rows} | new
         if any(len(s.new_pages[0]) > (s.start % block_size == 0) for s in shares):
             arrays |= self._take_pages(step)  # a prefix that was found in the cache
         else:
@@ -216,13 +217,14 @@ class Runner:
         scores = tuple(None if of_token is None else (of_token,) for of_token in ticket.logprobs())
         return StepOutput(ticket.number, tokens, scores, ticket.prompt_logprobs())
 
-    def _take_new(self, step: StepInput) -> None:
-        """Fill new slots."""
+    def _take_new(self, step: StepInput) -> dict[str, Ints]:
+        """Fill new slots, before anything asks how the step may be drawn; returns what ``Sampler.take_new`` does."""
         for new in step.new:
             count = len(new.token_ids)
             self._tokens[new.slot, :count] = new.token_ids
             self._num_known[new.slot], self._num_blocks[new.slot] = count, 0
             self._prompts.set_slot(new)
+        return self._sampler.take_new(step.new)
 
     def _take_pages(self, step: StepInput) -> dict[str, Ints]:
         """The step's new pages, and their places in the flattened block tables."""
@@ -247,7 +249,9 @@ class Runner:
         if "new_pages" in staged:
             self._block_tables.view(-1)[staged["new_page_places"].long()] = staged["new_pages"]
 
-    def _batches(self, step: StepInput, shape: StepShape) -> tuple[list[AttentionBatch], dict[str, torch.Tensor]]:
+    def _batches(
+        self, step: StepInput, shape: StepShape, new: dict[str, Ints]
+    ) -> tuple[list[AttentionBatch], dict[str, torch.Tensor]]:
         """The step's arrays, on the device: what attention sees, and ids, positions, rows by name.
 
         There is a batch for each cache group. Block tables stay on the device; a step brings its new pages alone.
@@ -265,7 +269,7 @@ class Runner:
         positions = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
         places = token_slots * np.intp(self._tokens.shape[1]) + positions  # a third of the time that two indices take
         behind = shape.tokens - positions.size
-        arrays: dict[str, Ints] = new_pages | self._sampler.take_new(step.new)
+        arrays: dict[str, Ints] = new_pages | new
         arrays |= {
             "query_start": query_start,
             "seq_lens": seq_lens,
