@@ -20,11 +20,12 @@ from hardpoint.engine.execution.graphs.graphs import Graphs
 from hardpoint.engine.execution.graphs.shapes import End, StepShape
 from hardpoint.engine.execution.sampling.logprobs import DevicePromptLogprobs, PromptScorer
 from hardpoint.engine.execution.sampling.sampler import Sampled, Sampler, SamplingOps
+from hardpoint.engine.execution.speculation import Speculation, Tokens, draft_arrays, grouped, to_host
 from hardpoint.engine.execution.staging import Staging
-from hardpoint.engine.scheduling.step import PromptLogprobs, StepInput, StepOutput, TokenLogprobs
+from hardpoint.engine.scheduling.step import PromptLogprobs, ScheduledRequest, StepInput, StepOutput, TokenLogprobs
 from hardpoint.ops.decode_inputs import LAST_DRAWN, NUM_FIXED_ROWS, decode_inputs
 from hardpoint.ops.slot_mapping import slot_mapping
-from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, AttentionMetadata, Platform
+from hardpoint_plugin_api import NO_DRAFT, NULL_PAGE, AttentionBatch, AttentionMetadata, Platform
 
 Ints = npt.NDArray[np.int32]
 
@@ -45,16 +46,18 @@ class StepOps:
 
 @dataclass(frozen=True)
 class Ticket:
-    """A submitted step: its number, the tokens it draws, and what is asked about them and about prompts.
+    """A submitted step: its number, the tokens it draws and the drafts that may follow them, and what is asked about
+    tokens and prompts.
 
-    Each of these is on its way to the host: a call waits for it, and for nothing that was submitted later. Tokens are
-    int64 [N].
+    Each of these is on its way to the host: a call waits for it, and for nothing that was submitted later. Where the
+    step verifies drafts, ``num_rows`` of the log-probabilities belong to each request.
     """
 
     number: int
-    tokens: Callable[[], torch.Tensor]
+    drawn: Callable[[], tuple[Tokens, Tokens]]
     logprobs: Callable[[], tuple[TokenLogprobs | None, ...]]
     prompt_logprobs: Callable[[], tuple[PromptLogprobs, ...]]
+    num_rows: tuple[int, ...] | None = None
 
 
 class StepArrays(NamedTuple):
@@ -83,6 +86,7 @@ class RunnerArgs:
     vocab_size: int
     max_step_tokens: int
     token_buckets: tuple[int, ...] = ()
+    speculation: Speculation | None = None
 
 
 class Runner:
@@ -103,14 +107,15 @@ class Runner:
             (num_groups, rows, self._max_pages), NULL_PAGE, dtype=torch.int32, device=self._device
         )
         self._num_blocks: Ints = np.zeros(rows, np.int32)
-        self._sampler = args.sampler
+        self._sampler, self._speculation = args.sampler, args.speculation
         self._prompts = PromptScorer(args.ops.sampling.rank, args.forward.model.logits, args.vocab_size)
         self._padding_tokens = ctx.metrics.counter("padding_tokens", "Tokens that ran as mere padding of steps.")
         new_pages = num_groups * num_slots * self._max_pages
         most_requests = max(num_slots, args.graphs.most_requests)
         # A step of fewer tokens may be padded beyond them.
         most_tokens = max(args.max_step_tokens, args.graphs.most_tokens, *args.token_buckets)
-        capacity = 6 * most_tokens + (6 + Sampler.num_columns) * most_requests + 1 + 2 * new_pages
+        per_token = 6 if args.speculation is None else 9  # a row, its slot and its draft
+        capacity = per_token * most_tokens + (7 + Sampler.num_columns) * most_requests + 1 + 2 * new_pages
         self._staging = Staging(capacity, self._device, args.platform.pin)
 
     @torch.inference_mode()
@@ -121,38 +126,63 @@ class Runner:
         arrays = self._plan(step, shape, new)
         with self._ctx.range("model"):
             end, result = self._graphs.run(step, shape, arrays.ids, arrays.positions, arrays.metadata)
-        if end == "hidden" or end == "logits":
-            return self._sample(step, end, result, arrays)
-        return self._drawn(step, Sampled(result[: len(step.scheduled)], None))
+        if end == "greedy" or end == "random":
+            num_requests = len(step.scheduled)
+            slots, positions = arrays.staged["slots"][:num_requests], arrays.positions[:num_requests] + 1
+            return self._drawn(step, step.scheduled, Sampled(result[:num_requests], None), slots, positions)
+        return self._sample(step, end, result, arrays)
 
     def _sample(self, step: StepInput, end: End, result: torch.Tensor, arrays: StepArrays) -> Ticket:
-        """Draw from what the step ended with: hidden states of its tokens, or logits of its requests."""
+        """Draw from what the step ended with: hidden states or logits of its tokens, or logits of its requests."""
         staged, shares = arrays.staged, [share for share in step.scheduled if share.samples]
         prompts = self._prompts.score(step.scheduled, result, staged) if end == "hidden" else None
         if not shares:
-            return self._drawn(step, Sampled(self._sampler.last_token[:0], None), prompts)
+            none = self._sampler.last_token[:0]
+            return self._drawn(step, shares, Sampled(none, None), none, none, prompts)
         if "sample_rows" in staged:
             rows, slots = staged["sample_rows"].long(), staged["sample_slots"].long()
             positions = arrays.positions[rows]
         else:  # a decode step, all of whose requests sample
             slots, positions = staged["slots"][: len(shares)], arrays.positions[: len(shares)]
+        positions = positions + 1
         if end == "hidden":
             logits = self._forward.model.logits(result[rows])
+        elif end == "token_logits":
+            logits = result[rows]
         elif len(shares) < len(step.scheduled):
             logits = result[staged["sample_requests"].long()]
         else:
             logits = result[: len(shares)]
         with self._ctx.range("sample"):
-            return self._drawn(step, self._sampler.sample(logits, shares, slots, positions + 1), prompts)
+            if "drafts" in staged:
+                drafts, row_start = staged["drafts"].long(), staged["row_start"]
+                drawn = self._sampler.verify(logits, shares, slots, positions, drafts, row_start)
+            else:
+                drawn = self._sampler.sample(logits, shares, slots, positions)
+        return self._drawn(step, shares, drawn, slots, positions, prompts)
 
-    def _drawn(self, step: StepInput, drawn: Sampled, prompts: DevicePromptLogprobs | None = None) -> Ticket:
-        """Send the tokens, and what was asked, to the host.
+    def _drawn(
+        self,
+        step: StepInput,
+        shares: Sequence[ScheduledRequest],
+        drawn: Sampled,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        prompts: DevicePromptLogprobs | None = None,
+    ) -> Ticket:
+        """Propose what may follow the tokens, and send all that was drawn and asked to the host.
 
-        A step that drew none is waited for, too: its arrays travel from memory that a later step overwrites.
+        ``slots`` and ``positions``, int64 [R], are those of the tokens drawn for ``shares``. A step that drew none is
+        waited for, too: its arrays travel from memory that a later step overwrites.
         """
+        drafts = None
+        if self._speculation is not None and shares:
+            with self._ctx.range("draft"):
+                drafts = self._speculation.draft(drawn, shares, slots, positions)
         copy = self._platform.to_host
         logprobs = drawn.logprobs.to_host(copy) if drawn.logprobs else tuple
-        return Ticket(step.number, copy(drawn.tokens), logprobs, prompts.to_host(copy) if prompts else tuple)
+        scores = prompts.to_host(copy) if prompts else tuple
+        return Ticket(step.number, to_host(drawn, drafts, copy), logprobs, scores, drawn.num_rows)
 
     def forward(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
         """Take the delta and run the model eagerly; returns hidden states [T, hidden] beside the step's arrays."""
@@ -213,9 +243,9 @@ class Runner:
     @torch.inference_mode()
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for the tokens of ``ticket``, and for what was asked about them."""
-        tokens = tuple(zip(ticket.tokens().tolist(), strict=True))
-        scores = tuple(None if of_token is None else (of_token,) for of_token in ticket.logprobs())
-        return StepOutput(ticket.number, tokens, scores, ticket.prompt_logprobs())
+        tokens, drafts = ticket.drawn()
+        scores = grouped(ticket.logprobs(), tokens, ticket.num_rows)
+        return StepOutput(ticket.number, tokens, scores, ticket.prompt_logprobs(), drafts)
 
     def _take_new(self, step: StepInput) -> dict[str, Ints]:
         """Fill new slots, before anything asks how the step may be drawn; returns what ``Sampler.take_new`` does."""
@@ -224,6 +254,8 @@ class Runner:
             self._tokens[new.slot, :count] = new.token_ids
             self._num_known[new.slot], self._num_blocks[new.slot] = count, 0
             self._prompts.set_slot(new)
+        if self._speculation is not None:
+            self._speculation.take_new(step.new)
         return self._sampler.take_new(step.new)
 
     def _take_pages(self, step: StepInput) -> dict[str, Ints]:
@@ -282,8 +314,15 @@ class Runner:
         if samples.size:
             arrays |= {"sample_rows": query_start[1:][samples] - 1, "sample_slots": slots[samples]}
             arrays |= {"sample_requests": samples}
-        if (seq_lens > self._num_known[slots]).any():
-            drawn = np.nonzero(positions >= self._num_known[token_slots])[0].astype(np.int32)
+        is_drawn = positions >= self._num_known[token_slots]
+        if any(s.drafts for s in step.scheduled):
+            drafts = draft_arrays(step.scheduled, query_start, slots)
+            arrays |= drafts
+            behind_draft = drafts["sample_rows"][drafts["drafts"] != NO_DRAFT] + 1
+            arrays["ids"][behind_draft] = drafts["drafts"][drafts["drafts"] != NO_DRAFT]
+            is_drawn[behind_draft] = False
+        if is_drawn.any():
+            drawn = np.nonzero(is_drawn)[0].astype(np.int32)
             arrays |= {"gather_rows": drawn, "gather_slots": token_slots[drawn]}
         if padding := shape.tokens - int(query_start[num_requests]):
             self._padding_tokens.inc(padding)
