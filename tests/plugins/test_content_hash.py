@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import pytest
+from importlib_metadata import Distribution, distributions
 
 from hardpoint.plugins.content_hash import content_hash, file_hashes, hash_of
 from hardpoint_plugin_api import PluginLoadError

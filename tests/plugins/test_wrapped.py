@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from importlib_metadata import distribution
 
 from hardpoint.cli.main import run
 from hardpoint.plugins import LockFile, discover, wrapped

@@ -24,10 +24,10 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+from importlib_metadata import Distribution, PackageNotFoundError, distribution
 from packaging.requirements import Requirement as PackageSpec
 from packaging.utils import canonicalize_name
 
