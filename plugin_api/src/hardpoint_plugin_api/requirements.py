@@ -96,7 +96,7 @@ class SymbolRequirement(Requirement):
         """Return the reason why the module may not be imported, or None where it is the distribution's own."""
         top = self.module.partition(".")[0]
         try:
-            distribution = importlib_metadata.distribution(self.distribution)
+            distribution = importlib_metadata.Distribution.from_name(self.distribution)
         except importlib_metadata.PackageNotFoundError:
             owner = owner_of(top, other_than=self.distribution)
             return Reason(

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 
-from importlib_metadata import Distribution, EntryPoint, distributions
+from importlib_metadata import Distribution, EntryPoint
 from packaging.utils import canonicalize_name
 
 from hardpoint.plugins.conflicts import refuse_conflicts
@@ -73,7 +73,7 @@ def _installed() -> Iterator[PluginRecord]:
     As fast as ``importlib_metadata.entry_points``, but one distribution's damaged metadata does not hide the others.
     """
     seen = set()
-    for distribution in distributions():
+    for distribution in Distribution.discover():
         try:
             if ENTRY_POINT_GROUP not in (distribution.read_text("entry_points.txt") or ""):
                 continue

@@ -254,7 +254,7 @@ Library = Kernel | Communication | Product
 
 def reasons(kernels: frozenset[Library]) -> list[Reason]:
     """Why FlashInfer, which is installed in a suitable version, would fail here when ``kernels`` are wanted."""
-    distribution = importlib_metadata.distribution(DISTRIBUTION)
+    distribution = importlib_metadata.Distribution.from_name(DISTRIBUTION)
     package = locate_module(distribution, "flashinfer")
     if isinstance(package, Reason):
         return [package]
@@ -337,7 +337,7 @@ def _is_built(kernel: Library, package: Path) -> bool:
     """Whether the library is there ahead of time. One in the user's cache is none: FlashInfer has ninja look at it."""
     roots = [package / "data"]
     try:
-        prebuilt = locate_module(importlib_metadata.distribution(_PREBUILT), "flashinfer_jit_cache")
+        prebuilt = locate_module(importlib_metadata.Distribution.from_name(_PREBUILT), "flashinfer_jit_cache")
     except importlib_metadata.PackageNotFoundError:
         pass
     else:
