@@ -112,7 +112,7 @@ def check_use(choices: dict[str, str]) -> dict[str, str]:
         if name not in FAMILIES:
             hint = f"Where it is an op, write op.{slot}." if not dot else ""
             raise ValueError(str(UnknownNameError("family", name, FAMILIES, hint)))
-        if FAMILIES[name].has_of and not of:
+        if FAMILIES[name].has_of and not of and not FAMILIES[name].kinds:
             raise ValueError(f"family {name!r} has many things to choose for: say which, as in {name}.NAME")
         if dot and not FAMILIES[name].has_of:
             raise ValueError(f"family {name!r} is one thing to choose for: write {name!r}, not {slot!r}")
