@@ -72,12 +72,11 @@ def test_a_rank_is_bound_to_its_share() -> None:
 import os, torch
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
-from hardpoint.parallel.groups import Seat
 from hardpoint_cpu.binding import chosen_cpus, usable_cpus
 expected = chosen_cpus("auto", usable_cpus(), rank=1, ranks=2)
 plugin = {"cpu": {"bind": "auto"}}
 config = EngineConfig.create(model="demo", platform="cpu", tensor_parallel_size=2, plugin_config=plugin)
-draw(config, seat=Seat(1, 1, local_ranks=2))
+draw(config, place=config.topology.on_this_host(1))
 assert tuple(sorted(os.sched_getaffinity(0))) == expected, expected
 assert torch.get_num_threads() == len(expected)
 """

@@ -21,7 +21,6 @@ from hardpoint.engine.execution.ranks.rank_process import RankSpec
 from hardpoint.engine.execution.ranks.ranks_executor import RanksExecutor
 from hardpoint.engine.execution.ranks.torchrun_executor import ThreadRank
 from hardpoint.parallel.choices import Choices
-from hardpoint.parallel.groups import Seat
 from hardpoint.parallel.process_group import Store
 from tests.support.engines import small_llm
 
@@ -33,7 +32,8 @@ class ThreadsExecutor(RanksExecutor):
 
     def __init__(self, blueprint: Blueprint) -> None:
         config, choices = blueprint.config, Choices.of(blueprint)
-        specs = [RankSpec(config, Seat(rank, rank), choices) for rank in range(config.tensor_parallel_size)]
+        topology = config.topology
+        specs = [RankSpec(config, topology.on_this_host(rank), choices) for rank in range(topology.size)]
         self.threads = start_threads(specs)
         super().__init__(config, self.threads)
 

@@ -23,7 +23,8 @@ from hardpoint.engine.execution.ranks.torchrun_executor import Launch, ThreadRan
 from hardpoint.engine.execution.runner import Runner
 from hardpoint.engine.processes.calls import Failure
 from hardpoint.parallel.choices import Choices
-from hardpoint.parallel.groups import Group, Seat
+from hardpoint.parallel.groups import Group
+from hardpoint.parallel.topology import Coordinates
 from hardpoint.resources import EngineResources
 from hardpoint_plugin_api import CapacityError, ConfigError, EngineDeadError, HardpointError
 from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads, start_threads
@@ -44,7 +45,7 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
 
 def start(configs: list[EngineConfig], choices: Choices | None) -> RanksExecutor:
     """Ranks that were given a config each."""
-    specs = [RankSpec(each, Seat(rank, rank), choices) for rank, each in enumerate(configs)]
+    specs = [RankSpec(each, each.topology.on_this_host(rank), choices) for rank, each in enumerate(configs)]
     return RanksExecutor(configs[0], start_threads(specs))
 
 
@@ -101,7 +102,7 @@ def test_an_end_stays_open_while_its_rank_may_write(folder: Path, monkeypatch: p
         send(RankFailed(Failure.of(ValueError("late"))))
 
     monkeypatch.setattr(Rank, "run", fail_late)
-    link = ThreadRank(RankSpec(config(folder), Seat(0, 0)), HashStore())
+    link = ThreadRank(RankSpec(config(folder), Coordinates()), HashStore())
     link.close()
     hung_up.set()
     link.join(10)
@@ -212,7 +213,8 @@ def test_a_launch_of_another_size(folder: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="torchrun started 4 processes; one is needed for each rank"):
         Launch.read(config(folder))
-    assert Launch.read(config(folder, tensor_parallel_size=4)).seat == Seat(0, 0, on_one_host=False, local_ranks=2)
+    four = config(folder, tensor_parallel_size=4)
+    assert Launch.read(four).place == Coordinates(four.topology, 0, 0, local_ranks=2, on_one_host=False)
 
 
 def test_explain_leaves_the_device_alone(folder: Path) -> None:

@@ -17,7 +17,7 @@ from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
 from hardpoint.layers.base import walk
-from hardpoint.parallel.groups import Groups, Seat
+from hardpoint.parallel.groups import Groups
 from hardpoint.parallel.shards import HeadShards, vocab_shard, widened
 from hardpoint_plugin_api import RankGroup, ShardPlan, ShardSlice
 from hardpoint_plugin_api.sharding import joined
@@ -95,7 +95,7 @@ def test_how_the_world_is_divided() -> None:
     config = EngineConfig.create(model="demo", tensor_parallel_size=4, expert_parallel_size=2)
     members = [
         tuple(each.members for each in (groups.tp, groups.ep, groups.expert_tp))
-        for groups in (Groups.of(config, Seat(rank)) for rank in range(4))
+        for groups in (Groups.at(config.topology.on_this_host(rank)) for rank in range(4))
     ]
     everyone = (0, 1, 2, 3)
     assert members == [
@@ -144,7 +144,7 @@ def test_each_rank_reads_its_slices_alone(ranks: int, tied: bool, tmp_path: Path
     )
     read = []
     for rank in range(ranks):
-        blueprint = draw(config, seat=Seat(rank, rank))
+        blueprint = draw(config, place=config.topology.on_this_host(rank))
         with Reads(Watched(tmp_path)) as reads:
             load_weights(blueprint.model, blueprint.model.weight_names, reads.watched, torch.device("cpu"))
         read.append(reads.nbytes)

@@ -137,7 +137,7 @@ def tune_linears(
     blueprint = draw(config)
     ctx = blueprint.ctx
     if ctx.torch_device.type == "meta":  # of several ranks, which run elsewhere
-        blueprint.platform.share_host(0, config.tensor_parallel_size)
+        blueprint.platform.share_host(0, config.topology.size)
         ctx = replace(ctx, torch_device=blueprint.platform.activate(config.device_index))
     context = blueprint.platform.tuning_context()
     plans = [plan for plan in ctx.selector.plans if isinstance(plan.workload, LinearWorkload)]

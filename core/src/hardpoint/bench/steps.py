@@ -59,7 +59,7 @@ def steps(
         return inputs.draw(size, random.Random(0))
 
     with LLM.from_config(config) as llm, progress_bar("sizes", sum(map(len, sizes.values()))) as advance:
-        has_roofline = config.tensor_parallel_size == 1
+        has_roofline = config.topology.size == 1
         tokens = alphabet(llm)
 
         def requests(size: int, length: int) -> list[SyntheticRequest]:

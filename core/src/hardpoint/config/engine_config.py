@@ -32,6 +32,7 @@ from hardpoint.config.types import (
     Text,
     Use,
 )
+from hardpoint.parallel.topology import Topology
 from hardpoint.plugins import LOCK_FILE_NAME
 from hardpoint_plugin_api import FAMILIES, ConfigChange, ConfigError, ConfigKey, ConfigValue, UnknownNameError
 
@@ -187,9 +188,9 @@ class EngineConfig(BaseModel):
 
     def _check_ranks(self, origins: Mapping[str, str]) -> None:
         """Raise ConfigError where the settings of several ranks contradict each other."""
-        ranks, groups = self.tensor_parallel_size, self.expert_parallel_size
-        size = written("tensor_parallel_size", ranks, origins)
-        if groups is not None and ranks % groups:
+        ranks, groups = self.topology.size, self.expert_parallel_size
+        size = written("tensor_parallel_size", self.tensor_parallel_size, origins)
+        if groups is not None and self.tensor_parallel_size % groups:
             wanted = written("expert_parallel_size", groups, origins)
             raise ConfigError(f"{wanted} must divide the number of ranks, {size}")
         if self.enable_expert_parallel and groups is not None and groups == 1:
@@ -232,14 +233,15 @@ class EngineConfig(BaseModel):
         return self._changed({"blame_ops": True, "enforce_eager": True})
 
     @property
-    def num_expert_ranks(self) -> int:
-        """Among how many groups of ranks whole experts are divided."""
-        return self.expert_parallel_size or (self.tensor_parallel_size if self.enable_expert_parallel else 1)
+    def topology(self) -> Topology:
+        """How many ranks there are, and how they are divided: no other code reads the sizes that decide it."""
+        tensor = self.tensor_parallel_size
+        return Topology(tensor, self.expert_parallel_size or (tensor if self.enable_expert_parallel else 1))
 
     @property
     def executor_kind(self) -> ExecutorKind:
         """Where ranks run."""
-        return self.executor or ("mp" if self.tensor_parallel_size > 1 else "inproc")
+        return self.executor or ("mp" if self.topology.size > 1 else "inproc")
 
     @property
     def explicit(self) -> frozenset[str]:

@@ -30,7 +30,8 @@ from hardpoint.metrics import EngineMetrics
 from hardpoint.models.family import choose_model
 from hardpoint.ops.call_names import CallNames
 from hardpoint.ops.shadow_check import ShadowCheck
-from hardpoint.parallel.groups import Groups, Seat
+from hardpoint.parallel.groups import Groups
+from hardpoint.parallel.topology import Coordinates
 from hardpoint.plugins import LockFile, Offer, PluginSet, discover
 from hardpoint.plugins.blame import blame, name_culprit
 from hardpoint.plugins.culprits import KERNELS, Suspect, code_spans
@@ -85,10 +86,10 @@ class Blueprint:
         return SelectionTable([self.choice.plan, *self.ctx.selector.plans])
 
 
-def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = None) -> Blueprint:
+def draw(config: EngineConfig, preset: str | None = None, place: Coordinates | None = None) -> Blueprint:
     """Decide everything for ``config``, on this machine's device or on the one that ``preset`` describes.
 
-    ``seat`` says which of several ranks this is, on the device that many further. Without one, and where there are
+    ``place`` says which of several ranks this is, on the device that many further. Without one, and where there are
     several, nothing will run here: the device is left alone, and all is as rank 0 sees it.
 
     Raises the errors of each part: plugins, platform, checkpoint, selection.
@@ -115,7 +116,7 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     if config.tuning_file:
         context = None
         if preset is None:  # all ranks choose as the first of a host does
-            platform.share_host(0, seat.local_ranks if seat else config.tensor_parallel_size)
+            platform.share_host(0, place.local_ranks if place else config.topology.size)
             context = platform.tuning_context()
         tuning = TuningFile.read(Path(config.tuning_file)).for_engine(choice.device, config.tuning_file, context)
     selector = (Selector if preset is None else AbsentDeviceSelector)(
@@ -136,11 +137,12 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     facts = chosen.args.facts
     dtype = _dtype(config, checkpoint, platform)
     metrics = EngineMetrics()
-    runs_here = preset is None and (seat is not None or config.tensor_parallel_size == 1)
+    runs_here = preset is None and (place is not None or config.topology.size == 1)
     if preset is None:
         _check_devices(config, platform)
-    groups = Groups.of(config, seat or Seat())
-    device = _activate(platform, choice, config, seat or Seat()) if runs_here else torch.device("meta")
+    here = place or config.topology.on_this_host()
+    groups = Groups.at(here)
+    device = _activate(platform, choice, config, here) if runs_here else torch.device("meta")
     ctx = (Context if preset is None else AbsentDeviceContext)(
         device=choice.device,
         torch_device=device,
@@ -156,7 +158,7 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
         shadow=ShadowCheck(config.shadow_check, config.seed, metrics) if config.shadow_check else None,
         kernel_calls=KernelCalls(choice.plan.offer.plugin, is_on=runs_here and not config.enforce_eager),
         call_names=CallNames(platform.synchronize) if config.blame_ops and runs_here else None,
-        parallel=groups.parallel(platform.collectives, seat or Seat(), config.step_timeout),
+        parallel=groups.parallel(platform.collectives, here, config.step_timeout),
     )
     ctx.select(SchedulerWorkload())
     ctx.select(RunnerWorkload())
@@ -168,7 +170,7 @@ def draw(config: EngineConfig, preset: str | None = None, seat: Seat | None = No
     except Exception as error:
         name_culprit(error, plugins, _serving(plugins, selector.plans) if preset is None else ())
         raise
-    if seat is None or seat.rank == 0:
+    if here.rank == 0:
         _warn_of_unasked(config, selector)
     return Blueprint(config, checkpoint, plugins, choice, platform, ctx, facts, model, ops, groups)
 
@@ -215,11 +217,11 @@ def _serving(plugins: PluginSet, plans: Iterable[Plan]) -> tuple[Suspect, ...]:
     return tuple(found)
 
 
-def _activate(platform: Platform, choice: PlatformChoice, config: EngineConfig, seat: Seat) -> torch.device:
+def _activate(platform: Platform, choice: PlatformChoice, config: EngineConfig, place: Coordinates) -> torch.device:
     """The device of a rank. Ranks of a platform whose device is the host itself share it."""
     with blame(choice.plan.offer):
-        platform.share_host(seat.local_rank, seat.local_ranks)
-        return platform.activate(config.device_index + (seat.local_rank if platform.info.accelerator else 0))
+        platform.share_host(place.local_rank, place.local_ranks)
+        return platform.activate(config.device_index + (place.local_rank if platform.info.accelerator else 0))
 
 
 def _settings(config: EngineConfig, quantization_method: str | None) -> Settings:
@@ -229,10 +231,10 @@ def _settings(config: EngineConfig, quantization_method: str | None) -> Settings
 def _check_devices(config: EngineConfig, platform: Platform) -> None:
     """Raise ConfigError for more ranks than this host has devices for."""
     info, first = platform.info, config.device_index
-    if info.accelerator and config.executor_kind == "mp" and first + config.tensor_parallel_size > info.count:
+    if info.accelerator and config.executor_kind == "mp" and first + config.topology.size > info.count:
         beyond = f" from device {first} on" if first else ""
         raise ConfigError(
-            f"--tensor-parallel-size {config.tensor_parallel_size}: every rank needs a device of its own, and platform "
+            f"{config.topology}: every rank needs a device of its own, and platform "
             f"{platform.name} has {info.count - first} here{beyond} ({info.name})"
         )
 

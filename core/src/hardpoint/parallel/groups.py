@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Self
 
 from hardpoint.dtypes import dtype_name
 from hardpoint.parallel.control import ControlGroup, RankLostError
+from hardpoint.parallel.topology import GROUPS, Coordinates
 from hardpoint.plugins.blame import blame, construct
 from hardpoint_plugin_api import Communicator, CommunicatorWorkload, GroupMember, Parallel
 
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint.config import EngineConfig
     from hardpoint.context import Context
     from hardpoint.parallel.process_group import Store
     from hardpoint.plugins import Offer
@@ -30,16 +30,6 @@ CLOSE_SECONDS = 2.0
 
 _PATIENCE = 30.0
 """Seconds by which a collective outlasts a step's own time: whoever waits for the step says more about what hangs."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """This process's place among the ranks of one engine: ``local_rank`` of the ``local_ranks`` of this host."""
-
-    rank: int = 0
-    local_rank: int = 0
-    on_one_host: bool = True
-    local_ranks: int = 1
 
 
 @dataclass
@@ -177,8 +167,8 @@ def _carefully(leave: Callable[[], None]) -> None:
 
 def alone() -> Parallel:
     """The groups of an engine that has one rank."""
-    tp, ep, expert_tp = (Group(name, (0,), 0) for name in ("tp", "ep", "expert_tp"))
-    return Parallel(tp, ep, expert_tp)
+    groups = Groups.at(Coordinates())
+    return Parallel(groups.tp, groups.ep, groups.expert_tp)
 
 
 @dataclass(frozen=True)
@@ -190,19 +180,13 @@ class Groups:
     expert_tp: Group
 
     @classmethod
-    def of(cls, config: EngineConfig, seat: Seat) -> Self:
-        """Divide the ranks: neighbours share experts' slices."""
-        world, rank = range(config.tensor_parallel_size), seat.rank
-        inner = config.tensor_parallel_size // config.num_expert_ranks
-        return cls(
-            Group("tp", tuple(world), rank),
-            Group("ep", tuple(r for r in world if r % inner == rank % inner), rank),
-            Group("expert_tp", tuple(r for r in world if r // inner == rank // inner), rank),
-        )
+    def at(cls, place: Coordinates) -> Self:
+        """The groups of the rank at ``place``."""
+        return cls(*(Group(name, place.members(name), place.rank) for name in GROUPS))
 
-    def parallel(self, backend: str, seat: Seat, timeout: float) -> Parallel:
+    def parallel(self, backend: str, place: Coordinates, timeout: float) -> Parallel:
         """What layers are constructed with; ``timeout`` is that of a step, in seconds."""
-        return Parallel(self.tp, self.ep, self.expert_tp, backend, seat.on_one_host, timeout + _PATIENCE)
+        return Parallel(self.tp, self.ep, self.expert_tp, backend, place.on_one_host, timeout + _PATIENCE)
 
     def select(self, ctx: Context) -> None:
         """Choose and construct the communicators."""

@@ -248,7 +248,7 @@ class RemoteCore(RemoteControl):
         config = self._recovery.config
         if self._restarting is not None or self._link.answers.are_due:
             return float(config.core_start_timeout), "--core-start-timeout"
-        extra = _RANKS_FIRST_SECONDS if config.tensor_parallel_size > 1 else 0.0
+        extra = _RANKS_FIRST_SECONDS if config.topology.size > 1 else 0.0
         return config.step_timeout + extra, "--step-timeout"
 
     def _take(self, report: Report) -> list[Request]:

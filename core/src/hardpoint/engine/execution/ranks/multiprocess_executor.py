@@ -16,7 +16,6 @@ from hardpoint.engine.execution.ranks.rank_process import RankSpec, serve_rank
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.processes import child_process
 from hardpoint.parallel.choices import Choices
-from hardpoint.parallel.groups import Seat
 from hardpoint_plugin_api import EngineDeadError
 
 
@@ -31,10 +30,9 @@ class MultiprocessExecutor(RanksExecutor):
         self._folder = TemporaryDirectory(prefix="hardpoint-ranks-", ignore_cleanup_errors=True)
         self.processes: list[ProcessRank] = []
         try:
-            ranks = config.tensor_parallel_size
-            for number in range(ranks):
-                seat = Seat(number, number, local_ranks=ranks)
-                spec = RankSpec(config, seat, choices, str(Path(self._folder.name) / "store"))
+            for number in range(config.topology.size):
+                place = config.topology.on_this_host(number)
+                spec = RankSpec(config, place, choices, str(Path(self._folder.name) / "store"))
                 self.processes.append(ProcessRank.start(spec))
         except BaseException:
             for rank in self.processes:
@@ -67,7 +65,7 @@ class ProcessRank(RankLink):
     @classmethod
     def start(cls, spec: RankSpec) -> Self:
         """Start the process, which then loads."""
-        context, number = multiprocessing.get_context("spawn"), spec.seat.rank
+        context, number = multiprocessing.get_context("spawn"), spec.place.rank
         ours, theirs = context.Pipe()
         crash = child_process.CrashReport()
         process = context.Process(

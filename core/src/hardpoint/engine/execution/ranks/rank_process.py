@@ -19,7 +19,7 @@ from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Answer, Call, Failure, Logged, Stop
 from hardpoint.engine.scheduling.step import StepInput, StepOutput
 from hardpoint.parallel.choices import Choices
-from hardpoint.parallel.groups import Seat
+from hardpoint.parallel.topology import Coordinates
 from hardpoint.plugins.blame import name_culprit
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class RankSpec:
     """
 
     config: EngineConfig
-    seat: Seat
+    place: Coordinates
     choices: Choices | None = None
     store: str = ""
 
@@ -104,7 +104,7 @@ class Rank:
             worker = self._start(meet())
             send(RankReady(worker.facts))
             self.serving.set()
-            serve(worker, self.commands, send if self.spec.seat.rank == 0 else None, send)
+            serve(worker, self.commands, send if self.spec.place.rank == 0 else None, send)
             worker.close()
         except Exception as error:
             from hardpoint.engine.blueprint import suspects
@@ -121,13 +121,13 @@ class Rank:
         from hardpoint.parallel.choices import check_equal, check_same_config
         from hardpoint.parallel.control import ControlGroup
 
-        config, seat, wanted = self.spec.config, self.spec.seat, self.spec.choices
-        world, patience = config.tensor_parallel_size, float(config.core_start_timeout)
-        control = ControlGroup.join(store, seat.rank, world, patience, on_one_host=seat.on_one_host)
+        config, place, wanted = self.spec.config, self.spec.place, self.spec.choices
+        world, patience = place.topology.size, float(config.core_start_timeout)
+        control = ControlGroup.join(store, place.rank, world, patience, on_one_host=place.on_one_host)
         if wanted is None:
             check_same_config(control, config)
         with control.together():
-            self.blueprint = draw(config, seat=seat)
+            self.blueprint = draw(config, place=place)
         check_equal(control, Choices.of(self.blueprint), wanted)
         return Worker.start(self.blueprint, control=control, store=store)
 

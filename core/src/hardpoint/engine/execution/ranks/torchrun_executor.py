@@ -21,8 +21,8 @@ from hardpoint.engine.execution.ranks.rank_process import Rank, RankFailed, Rank
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Stop
-from hardpoint.parallel.groups import Seat
 from hardpoint.parallel.process_group import LOOPBACK, PrefixStore, Store
+from hardpoint.parallel.topology import Coordinates, Topology
 from hardpoint_plugin_api import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Launch:
     world: int
     local_world: int
     address: str
+    topology: Topology
 
     @classmethod
     def read(cls, config: EngineConfig) -> Self:
@@ -49,23 +50,23 @@ class Launch:
             rank, local_rank, world, local_world = (
                 int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
             )
-            launch = cls(rank, local_rank, world, local_world, os.environ["MASTER_ADDR"])
+            launch = cls(rank, local_rank, world, local_world, os.environ["MASTER_ADDR"], config.topology)
         except (KeyError, ValueError) as error:
             raise ConfigError(
                 f"--executor torchrun: torchrun did not start this process ({error} is not in its environment); run "
-                f"torchrun --nproc-per-node {config.tensor_parallel_size} SCRIPT, or use --executor mp"
+                f"torchrun --nproc-per-node {config.topology.size} SCRIPT, or use --executor mp"
             ) from None
-        if launch.world != config.tensor_parallel_size:
+        if launch.world != config.topology.size:
             raise ConfigError(
-                f"--tensor-parallel-size {config.tensor_parallel_size}: torchrun started {launch.world} processes; one "
-                "is needed for each rank"
+                f"{config.topology}: torchrun started {launch.world} processes; one is needed for each rank"
             )
         return launch
 
     @property
-    def seat(self) -> Seat:
+    def place(self) -> Coordinates:
         """This process's place."""
-        return Seat(self.rank, self.local_rank, self.world == self.local_world, self.local_world)
+        on_one_host = self.world == self.local_world
+        return Coordinates(self.topology, self.rank, self.local_rank, self.local_world, on_one_host)
 
     def store(self) -> Store:
         """What all processes of the launch share; waits for rank 0's host."""
@@ -95,7 +96,7 @@ def _serve(config: EngineConfig, launch: Launch) -> int:
             failed.set()
         send(message)
 
-    rank = Rank(RankSpec(config, launch.seat))
+    rank = Rank(RankSpec(config, launch.place))
     end_with_parent(rank, connection, os.getppid())
     rank.run(lambda: store, report)
     return int(failed.is_set())
@@ -111,7 +112,7 @@ class TorchrunExecutor(RanksExecutor):
         store = launch.store()
         # Two threads must not share a store: one that waits for a key keeps the other from setting it.
         others = _accepted(launch, store, patience)
-        super().__init__(config, [ThreadRank(RankSpec(config, launch.seat), store), *others])
+        super().__init__(config, [ThreadRank(RankSpec(config, launch.place), store), *others])
 
 
 def _accepted(launch: Launch, store: Store, patience: float) -> list[RankLink]:
@@ -120,7 +121,7 @@ def _accepted(launch: Launch, store: Store, patience: float) -> list[RankLink]:
     Who calls must show a key that is in the store alone: what comes by these sockets is unpickled.
     """
     key = secrets.token_bytes(32)
-    local = launch.seat.on_one_host
+    local = launch.place.on_one_host
     with Listener((LOOPBACK if local else "", 0), backlog=launch.world, authkey=key) as listener:
         host, port = LOOPBACK if local else launch.address, listener.address[1]
         store.set(_LINK, json.dumps({"host": host, "port": port, "key": key.hex()}))
@@ -147,7 +148,7 @@ class ThreadRank(RankLink):
 
     def __init__(self, spec: RankSpec, store: Store) -> None:
         ours, self._theirs = Pipe()
-        super().__init__(spec.seat.rank, ours)
+        super().__init__(spec.place.rank, ours)
         self._rank, self._store = Rank(spec), store
         self._thread = threading.Thread(target=self._run, name=f"hardpoint-rank-{self.number}", daemon=True)
         self._thread.start()
