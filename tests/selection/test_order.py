@@ -118,7 +118,7 @@ def test_a_choice_for_one_op_beats_one_for_the_family() -> None:
 
 
 def test_a_choice_for_a_family_holds_where_it_is_offered() -> None:
-    """One for a slot names a candidate of that slot; for a family with kinds, others serve what it is not offered for."""
+    """One for a slot is exact; of what a name is not offered for, others are chosen."""
     offers = [offer("plain", family="attention"), offer("other", family="attention")]
     workload = AttentionWorkload(head_size=64)
     everywhere = selector(FakePlugins(offers), {"attention": "elsewhere"})
