@@ -195,10 +195,10 @@ def test_its_layout_round_trips(acme: Path) -> None:
     assert size % backend.layout.alignment == 0
     views = backend.layout.views(torch.zeros(4 * size, dtype=torch.uint8), 4, spec, 16)
     k, v, pages = torch.randn(2, 16, 2, 32), torch.randn(2, 16, 2, 32), torch.tensor([3, 1])
-    backend.layout.from_logical(views, pages, k, v)
+    backend.layout.from_logical(views, pages, {"k": k, "v": v})
     got = backend.layout.to_logical(views, pages)
-    assert torch.equal(got[0], k)
-    assert torch.equal(got[1], v)
+    assert torch.equal(got["k"], k)
+    assert torch.equal(got["v"], v)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -11,7 +11,8 @@ from hardpoint_plugin_api.attention import (
     NumericConventions,
     StoreCall,
 )
-from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Region, Span
+from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Plane, Region, Scaling, Span
+from hardpoint_plugin_api.cache_layouts import PlainLayout, ScaledLayout, write_rounded
 from hardpoint_plugin_api.communicator import Collectives, Communicator, GroupMember, Parallel, RankGroup
 from hardpoint_plugin_api.context import (
     BuildContext,
@@ -235,6 +236,8 @@ __all__ = [
     "ParserArgs",
     "ParserEvent",
     "Phase",
+    "PlainLayout",
+    "Plane",
     "Platform",
     "PlatformError",
     "PlatformWorkload",
@@ -242,7 +245,6 @@ __all__ = [
     "PluginError",
     "PluginLoadError",
     "QuantSpec",
-    "SpecPattern",
     "QuantizationMethod",
     "QuantizationWorkload",
     "Quantized",
@@ -261,6 +263,8 @@ __all__ = [
     "RunnerWorkload",
     "ScalarValue",
     "Scale",
+    "ScaledLayout",
+    "Scaling",
     "SchedulerWorkload",
     "Scheme",
     "Scope",
@@ -268,6 +272,7 @@ __all__ = [
     "ShardPlan",
     "ShardSlice",
     "Span",
+    "SpecPattern",
     "Stability",
     "StepLimits",
     "StoreCall",
@@ -296,4 +301,5 @@ __all__ = [
     "read_manifest",
     "scale_slot",
     "weight_slots",
+    "write_rounded",
 ]

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from hardpoint_plugin_api.cache import CacheLayout, CacheSpec, Span
+from hardpoint_plugin_api.cache import CacheLayout, CacheSpec, Scaling, Span
 from hardpoint_plugin_api.context import BuildContext
 from hardpoint_plugin_api.device import DeviceInfo
+from hardpoint_plugin_api.elements import BUILT_IN
 from hardpoint_plugin_api.platform import StepLimits
 from hardpoint_plugin_api.reasons import Reason
 from hardpoint_plugin_api.requests import AttentionWorkload, Feature, Phase
@@ -58,7 +59,10 @@ class AttentionSpec:
     @property
     def cache_spec(self) -> CacheSpec:
         """What this group caches per token."""
-        return CacheSpec(self.num_kv_heads, self.head_size, self.kv_dtype, self.span, self.static_cache_scales)
+        scaling: Scaling = "none"
+        if self.kv_dtype in BUILT_IN:
+            scaling = "static" if self.static_cache_scales else "row"
+        return CacheSpec.keys_values(self.num_kv_heads, self.head_size, self.kv_dtype, self.span, scaling)
 
     @property
     def features(self) -> frozenset[Feature]:

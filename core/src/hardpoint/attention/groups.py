@@ -56,7 +56,7 @@ class AttentionLayers:
         """The layers by span, each span's cut into groups of the size that leaves the fewest places of a page empty."""
         by_span: dict[Span, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            by_span.setdefault(layer.backend.cache_spec.span, []).append(index)
+            by_span.setdefault(layer.backend.cache_spec.retention, []).append(index)
         size = group_size([len(indices) for indices in by_span.values()])
         return tuple(
             CacheGroup(span, tuple(indices[i : i + size]))

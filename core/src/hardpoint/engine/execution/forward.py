@@ -62,14 +62,14 @@ class Forward:
         return tuple(metadata[group.layers[0]].token for group in self._groups)
 
     def stored(self, slots: Sequence[torch.Tensor], block_size: int) -> list[torch.Tensor]:
-        """Copies of the keys and values [T, K, D] of each layer at ``slots``, int32 [T] for each cache group."""
+        """Copies of each layer's planes, [T, *plane.shape], at ``slots``, int32 [T] for each cache group."""
         found: list[torch.Tensor] = []
         for group, at in zip(self._cache_groups, slots, strict=True):
             pages, places = torch.unique(at.long() // block_size, return_inverse=True)
             for index in group.layers:
                 layout = self._layers[index].backend.layout
-                k, v = layout.to_logical(self.caches[index], pages)
-                found += [x[places, at.long() % block_size] for x in (k, v)]
+                planes = layout.to_logical(self.caches[index], pages)
+                found += [x[places, at.long() % block_size] for x in planes.values()]
         return found
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, metadata: Sequence[AttentionMetadata]) -> torch.Tensor:

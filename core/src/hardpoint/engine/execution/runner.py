@@ -212,7 +212,9 @@ class Runner:
     @torch.inference_mode()
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for the tokens of ``ticket``, and for what was asked about them."""
-        return StepOutput(ticket.number, tuple(ticket.tokens().tolist()), ticket.logprobs(), ticket.prompt_logprobs())
+        tokens = tuple(zip(ticket.tokens().tolist(), strict=True))
+        scores = tuple(None if of_token is None else (of_token,) for of_token in ticket.logprobs())
+        return StepOutput(ticket.number, tokens, scores, ticket.prompt_logprobs())
 
     def _take_new(self, step: StepInput) -> None:
         """Fill new slots."""

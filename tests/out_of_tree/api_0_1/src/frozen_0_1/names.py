@@ -96,6 +96,8 @@ from hardpoint_plugin_api import (
     ParserArgs,
     ParserEvent,
     Phase,
+    PlainLayout,
+    Plane,
     Platform,
     PlatformError,
     PlatformWorkload,
@@ -121,6 +123,8 @@ from hardpoint_plugin_api import (
     RunnerWorkload,
     ScalarValue,
     Scale,
+    ScaledLayout,
+    Scaling,
     SchedulerWorkload,
     Scheme,
     Scope,
@@ -157,6 +161,7 @@ from hardpoint_plugin_api import (
     read_manifest,
     scale_slot,
     weight_slots,
+    write_rounded,
 )
 
 NAMES = {
@@ -261,6 +266,8 @@ NAMES = {
     "ParserArgs": ParserArgs,
     "ParserEvent": ParserEvent,
     "Phase": Phase,
+    "PlainLayout": PlainLayout,
+    "Plane": Plane,
     "Platform": Platform,
     "PlatformError": PlatformError,
     "PlatformWorkload": PlatformWorkload,
@@ -288,6 +295,8 @@ NAMES = {
     "ScalarValue": ScalarValue,
     "Scale": Scale,
     "scale_slot": scale_slot,
+    "ScaledLayout": ScaledLayout,
+    "Scaling": Scaling,
     "SchedulerWorkload": SchedulerWorkload,
     "Scheme": Scheme,
     "Scope": Scope,
@@ -314,4 +323,5 @@ NAMES = {
     "weight_slots": weight_slots,
     "WeightSlot": WeightSlot,
     "Workload": Workload,
+    "write_rounded": write_rounded,
 }
