@@ -8,12 +8,12 @@ located with ``find_spec`` on the top-level name alone (a dotted name would impo
 from __future__ import annotations
 
 import fnmatch
-import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+import importlib_metadata
 from packaging.requirements import InvalidRequirement
 from packaging.requirements import Requirement as PackageSpec
 
@@ -67,8 +67,8 @@ def _package_reason(text: str) -> Reason | None:
     """Why the distribution of a PEP 508 text does not serve, None where it does."""
     spec, fix = PackageSpec(text), f"pip install '{text}'"
     try:
-        version = importlib.metadata.version(spec.name)
-    except importlib.metadata.PackageNotFoundError:
+        version = importlib_metadata.version(spec.name)
+    except importlib_metadata.PackageNotFoundError:
         return Reason("package-missing", f"package {spec.name} is not installed", wanted=text, fix=fix)
     if spec.specifier.contains(version, prereleases=True):
         return None
@@ -96,8 +96,8 @@ class SymbolRequirement(Requirement):
         """Return the reason why the module may not be imported, or None where it is the distribution's own."""
         top = self.module.partition(".")[0]
         try:
-            distribution = importlib.metadata.distribution(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
+            distribution = importlib_metadata.Distribution.from_name(self.distribution)
+        except importlib_metadata.PackageNotFoundError:
             owner = owner_of(top, other_than=self.distribution)
             return Reason(
                 "package-missing",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Literal
+
+from importlib_metadata import Distribution
 
 from hardpoint.plugins.content_hash import file_hashes, hash_of
 from hardpoint_plugin_api import (
