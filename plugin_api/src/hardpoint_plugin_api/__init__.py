@@ -9,10 +9,12 @@ from hardpoint_plugin_api.attention import (
     AttentionSpec,
     CaptureGrade,
     NumericConventions,
+    StepPlanner,
     StoreCall,
 )
 from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Plane, Region, Scaling, Span
 from hardpoint_plugin_api.cache_layouts import PlainLayout, ScaledLayout, write_rounded
+from hardpoint_plugin_api.cache_users import CacheUser, CacheUsers
 from hardpoint_plugin_api.communicator import Collectives, Communicator, GroupMember, Parallel, RankGroup
 from hardpoint_plugin_api.context import (
     BuildContext,
@@ -162,6 +164,8 @@ __all__ = [
     "CacheLayout",
     "CacheScales",
     "CacheSpec",
+    "CacheUser",
+    "CacheUsers",
     "CapacityError",
     "CaptureGrade",
     "CheckContext",
@@ -275,6 +279,7 @@ __all__ = [
     "SpecPattern",
     "Stability",
     "StepLimits",
+    "StepPlanner",
     "StoreCall",
     "StoredTensor",
     "StructureKind",

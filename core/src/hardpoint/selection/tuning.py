@@ -205,7 +205,7 @@ def _parse(entry: object, where: str) -> tuple[Key, Verdict]:
     device, family, of, workload, name = texts.values()
     if family not in FAMILIES:
         raise ConfigError(f"{where}: unknown family {family!r}")
-    tokens = _ANY
+    of, tokens = of or FAMILIES[family].default_of, _ANY
     if "tokens" in entry:
         try:
             tokens = cast(TokensRequirement, parse_requirement({"tokens": entry["tokens"]}, FAMILIES[family], where))
