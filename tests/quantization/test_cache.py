@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from hardpoint.attention.quantized_cache import QuantizedCacheAttention
-from hardpoint_plugin_api import AttentionSpec, BuildContext, CacheSpec, ScaledLayout, SelectionError
+from hardpoint_plugin_api import AttentionBackend, AttentionSpec, BuildContext, CacheSpec, ScaledLayout, SelectionError
 from tests.quantization.fixtures.base_model import FIXTURES, calibration, write_tokenizer
 from tests.quantization.formats import change_tensors
 from tests.support.attention import MIXED, brute_force, run_backend
@@ -98,9 +98,10 @@ def test_scales_of_the_checkpoint(tmp_path: Path) -> None:
         plain = prompt_logits(llm, ids)
     with small_llm(folder, dtype="float32", kv_cache_dtype="fp8_e4m3") as llm:
         got = prompt_logits(llm, ids)
-        layers = llm.core.blueprint.ctx.attention_layers.layers
+        backend = llm.core.blueprint.ctx.cache_users.users[0].planner
+        assert isinstance(backend, AttentionBackend)
         stored = load_file(folder / "model.safetensors")["model.layers.0.self_attn.v_scale"]
-        assert layers[0].backend.cache_scales[1] == stored.float()
+        assert backend.cache_scales[1] == stored.float()
     assert (got - plain).abs().max() > 1e-5
     assert torch.nn.functional.cosine_similarity(got, plain, dim=-1).min() > 0.98
 

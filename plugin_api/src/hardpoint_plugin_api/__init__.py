@@ -9,10 +9,12 @@ from hardpoint_plugin_api.attention import (
     AttentionSpec,
     CaptureGrade,
     NumericConventions,
+    StepPlanner,
     StoreCall,
 )
 from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Plane, Region, Scaling, Span
 from hardpoint_plugin_api.cache_layouts import PlainLayout, ScaledLayout, write_rounded
+from hardpoint_plugin_api.cache_users import CacheUser, CacheUsers
 from hardpoint_plugin_api.communicator import Collectives, Communicator, GroupMember, Parallel, RankGroup
 from hardpoint_plugin_api.context import (
     BuildContext,
@@ -164,6 +166,8 @@ __all__ = [
     "CacheLayout",
     "CacheScales",
     "CacheSpec",
+    "CacheUser",
+    "CacheUsers",
     "CapacityError",
     "CaptureGrade",
     "CheckContext",
@@ -282,6 +286,7 @@ __all__ = [
     "SpecPattern",
     "Stability",
     "StepLimits",
+    "StepPlanner",
     "StoreCall",
     "StoredTensor",
     "StructureKind",

@@ -198,7 +198,37 @@ class AttentionCall:
     out: torch.Tensor
 
 
-class AttentionBackend(ABC):
+class StepPlanner:
+    """What prepares steps for layers that use a cache: an attention backend, or this class itself.
+
+    It is enough by itself for a layer that reads nothing but the batch, on the device alone. ``capture`` says what of
+    such a layer's work on its cache may be captured.
+    """
+
+    capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
+
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
+        """Prepare one step on the host. Default: hand the batch on.
+
+        Where ``capture`` is not NEVER and the batch has a ``graph_key``, the layer's work is captured with the metadata
+        of one step, and replayed for every later step of that key whose metadata has an equal ``token``; the metadata
+        of those is dropped. So for equal key and token: everything that the work reads on the device lies in the
+        batch's own arrays, or in buffers that ``plan`` allocates once and writes anew each time; and whatever it takes
+        from the host (host arrays, numbers of launches and of splits, which kernel runs) follows from key and token
+        alone. What else must change, such as a grid's size, goes into the token; rounded up, so that there are few.
+        """
+        return AttentionMetadata(batch)
+
+    def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
+        """What may be captured of steps of this phase and size. Default: ``capture``, for all of them."""
+        return self.capture
+
+    def step_limits(self) -> StepLimits:
+        """What a step may hold. Default: anything."""
+        return StepLimits()
+
+
+class AttentionBackend(StepPlanner, ABC):
     """One backend. An instance is built per attention layer; layers of equal spec and backend form a group.
 
     ``plan`` is called once per step on the first layer of a group, and its metadata is handed to all of the group.
@@ -207,7 +237,6 @@ class AttentionBackend(ABC):
 
     layout: ClassVar[CacheLayout]
     traceable: ClassVar[bool] = False
-    capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
     conventions: ClassVar[NumericConventions] = NumericConventions()
 
     def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
@@ -226,10 +255,6 @@ class AttentionBackend(ABC):
         """What the layout is asked to store; an adapter that pads heads stores more than the model's own spec."""
         return self.spec.cache_spec
 
-    def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
-        """What may be captured of steps of this phase and size. Default: ``capture``, for all of them."""
-        return self.capture
-
     def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
         """Take the per-head constants, each float32 [H], once weights are loaded."""
         self.sinks, self.alibi_slopes = sinks, alibi_slopes
@@ -238,26 +263,13 @@ class AttentionBackend(ABC):
         """Take the static scales of keys and values, each float32 [1]: cached is what they divide, rounded."""
         self.cache_scales = k, v
 
-    def step_limits(self) -> StepLimits:
-        """What a step may hold with this backend."""
-        return StepLimits()
-
     @abstractmethod
     def store(self, call: StoreCall) -> None:
         """Write the call's ``k`` and ``v`` into its ``cache`` at its slots. Mutates ``cache`` alone."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
-        """Prepare one step on the host.
-
-        Where ``capture`` is not NEVER and the batch has a ``graph_key``, ``forward`` is captured with the metadata of
-        one step, and replayed for every later step of that key whose metadata has an equal ``token``; the metadata of
-        those is dropped. So for equal key and token: everything that ``forward`` reads on the device lies in the
-        batch's own arrays, or in buffers that ``plan`` allocates once and writes anew each time; and whatever
-        ``forward`` takes from the host (host arrays, numbers of launches and of splits, which kernel runs) follows
-        from key and token alone. What else must change, such as a grid's size, goes into the token; rounded up, so
-        that there are few.
-        """
+        """Prepare one step on the host, for ``forward``; see StepPlanner."""
 
     @abstractmethod
     def forward(self, call: AttentionCall) -> None:

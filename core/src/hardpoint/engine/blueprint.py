@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from hardpoint.adapters.candidates import AdaptedOffer
 from hardpoint.checkpoint.checkpoint import Checkpoint
 from hardpoint.checkpoint.source import resolve_model
 from hardpoint.config import EngineConfig
@@ -24,6 +25,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.engine.absent_device import AbsentDeviceContext, AbsentDeviceSelector
 from hardpoint.engine.execution.graphs.shapes import shape_rows
 from hardpoint.engine.execution.runner import StepOps
+from hardpoint.engine.quantization_choice import choose_quantization, method_name
 from hardpoint.kernel_calls import KernelCalls
 from hardpoint.layers import CausalLM, ModelFacts
 from hardpoint.metrics import EngineMetrics
@@ -37,10 +39,8 @@ from hardpoint.plugins.blame import blame, name_culprit
 from hardpoint.plugins.culprits import KERNELS, Suspect, code_spans
 from hardpoint.plugins.record import CORE
 from hardpoint.profiling import Profiler
-from hardpoint.quantization.choice import choose_quantization, method_name
 from hardpoint.selection import Plan, PlatformChoice, SelectionTable, Selector, Settings, TuningFile, preset_choice
 from hardpoint.selection import choose_platform as choose
-from hardpoint.selection.adapters import AdaptedOffer
 from hardpoint_plugin_api import (
     FAMILIES,
     ConfigError,
@@ -185,7 +185,7 @@ def _refusals(config: EngineConfig, plugins: PluginSet, choice: PlatformChoice) 
     """
 
     def denied(offer: Offer) -> Reason | None:
-        if offer.choice not in config.deny:
+        if not offer.is_among(config.deny):
             return None
         return Reason("denied", f"it is on the deny list (--deny {offer.choice})")
 
@@ -271,12 +271,17 @@ def _check_slots(config: EngineConfig, plugins: PluginSet) -> None:
 
 def _warn_of_unasked(config: EngineConfig, selector: Selector) -> None:
     """Name the choices that decide nothing, because nothing of this engine asked for them."""
-    asked = {(plan.workload.family, of) for plan in selector.plans for of in (None, plan.workload.of)}
+    asked = {
+        (plan.workload.family, of, offer.contribution.name)
+        for plan in selector.plans
+        for of in (None, plan.workload.of)
+        for offer in plan.candidates
+    }
     settings = _settings(config, None)
     for slot in config.choices:
         family, _, of = slot.partition(".")
         choice = settings.choice(family, of or None)
-        if choice and family not in ("platform", *_PARSERS) and (family, of or None) not in asked:
+        if choice and family not in ("platform", *_PARSERS) and (family, of or None, choice.name) not in asked:
             what = " ".join(filter(None, (family, of)))
             logger.warning("%s %s decides nothing: nothing here asks for %s", choice.flag, choice.name, what)
 

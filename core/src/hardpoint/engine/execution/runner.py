@@ -102,7 +102,7 @@ class Runner:
         self._padding_slot, rows = num_slots, num_slots + 1
         self._tokens: Ints = np.zeros((rows, ctx.max_model_len), np.int32)
         self._num_known: Ints = np.ones(rows, np.int32)
-        num_groups = len(ctx.attention_layers.cache_groups())
+        num_groups = len(ctx.cache_users.cache_groups())
         self._block_tables = torch.full(
             (num_groups, rows, self._max_pages), NULL_PAGE, dtype=torch.int32, device=self._device
         )

@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
-from hardpoint.bench.stages import mark
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.graphs import Graphs
@@ -22,6 +21,7 @@ from hardpoint.engine.execution.speculation import Speculation
 from hardpoint.engine.execution.weights import ModelWeights
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint.parallel.control import ControlGroup
+from hardpoint.startup_times import mark
 from hardpoint_plugin_api import (
     ConfigError,
     Drafter,
@@ -97,7 +97,7 @@ class Worker:
         with control.together():
             graph_engine = EagerGraphEngine if config.enforce_eager else platform.graph_engine
             longest = min(ctx.max_model_len, limits.max_context or ctx.max_model_len)
-            groups = ctx.attention_layers.cache_groups()
+            groups = ctx.cache_users.cache_groups()
             geometry = cache_geometry(blueprint)
             if config.kv_cache_memory is not None:  # all of it, which prefixes can fill whatever runs
                 budget = config.kv_cache_memory
@@ -107,12 +107,12 @@ class Worker:
                 budget = platform.kv_cache_budget() - graph_bytes(graph_engine(), limits, config.num_drafts)
                 # All sequences at their longest, one block each still being freed.
                 enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
-                budget = min(budget, enough * sum(place_bytes(ctx.attention_layers, ctx.block_size)))
+                budget = min(budget, enough * sum(place_bytes(ctx.cache_users, ctx.block_size)))
         budget = control.least(budget)
         with control.together(), memory.pool("kv"):
-            cache = CacheMemory(ctx.attention_layers, geometry, budget, ctx.torch_device)
+            cache = CacheMemory(ctx.cache_users, geometry, budget, ctx.torch_device)
         max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
-        forward = Forward(model or blueprint.model, ctx.attention_layers, cache.views)
+        forward = Forward(model or blueprint.model, ctx.cache_users, cache.views)
         sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
         graphs = Graphs(
             ctx,
@@ -188,7 +188,7 @@ def cache_geometry(blueprint: Blueprint) -> CacheGeometry:
     """How sequences lie in the cache's pages, on every rank."""
     ctx, limits = blueprint.ctx, step_limits(blueprint)
     assert limits.max_tokens is not None
-    spans = tuple(group.span for group in ctx.attention_layers.cache_groups())
+    spans = tuple(group.retention for group in ctx.cache_users.cache_groups())
     return CacheGeometry(ctx.block_size, spans, limits.max_tokens)
 
 
@@ -197,8 +197,8 @@ def step_limits(blueprint: Blueprint) -> StepLimits:
     config = blueprint.config
     limits = StepLimits(max_tokens=config.max_num_batched_tokens, max_requests=config.max_num_seqs)
     limits = limits.intersect(blueprint.platform.step_limits())
-    for layer in blueprint.ctx.attention_layers.layers:
-        limits = limits.intersect(layer.backend.step_limits())
+    for user in blueprint.ctx.cache_users.users:
+        limits = limits.intersect(user.planner.step_limits())
     longest, wanted = limits.max_context, config.max_model_len
     if longest is not None and wanted is not None and wanted > longest:
         raise ConfigError(
