@@ -14,8 +14,8 @@ import pytest
 
 import hardpoint_plugin_api
 from hardpoint import LLM, SamplingParams
+from hardpoint.authoring.api_surface import Surface, frozen, frozen_versions
 from hardpoint.plugins import PluginSet, discover
-from hardpoint.plugins.api_surface import Surface, frozen, frozen_versions
 from hardpoint_plugin_api import ApiVersion, PluginLoadError
 from tests.out_of_tree.build import install_project
 from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint

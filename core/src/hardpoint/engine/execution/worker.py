@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
-from hardpoint.bench.stages import mark
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.graphs import Graphs
@@ -21,6 +20,7 @@ from hardpoint.engine.execution.sampling.sampler import Sampler
 from hardpoint.engine.execution.weights import ModelWeights
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint.parallel.control import ControlGroup
+from hardpoint.startup_times import mark
 from hardpoint_plugin_api import (
     ConfigError,
     EagerGraphEngine,
