@@ -58,12 +58,14 @@ from hardpoint_plugin_api.experts import (
 )
 from hardpoint_plugin_api.families import FAMILIES, Family, Stability
 from hardpoint_plugin_api.hooks import ConfigChange, EngineInfo, HookSpecs, hookimpl
+from hardpoint_plugin_api.latent import LatentBackend, LatentCall, LatentSpec, LatentStoreCall
 from hardpoint_plugin_api.layers import (
     AttentionArgs,
     BlockArgs,
     EmbeddingArgs,
     LayerArgs,
     LinearArgs,
+    MLAArgs,
     MLPArgs,
     MoEArgs,
     NormArgs,
@@ -125,6 +127,7 @@ from hardpoint_plugin_api.requests import (
     ElementWorkload,
     ExpertsWorkload,
     Feature,
+    LatentWorkload,
     LayerWorkload,
     LinearWorkload,
     ModelWorkload,
@@ -216,6 +219,11 @@ __all__ = [
     "HardpointError",
     "Histogram",
     "HookSpecs",
+    "LatentBackend",
+    "LatentCall",
+    "LatentSpec",
+    "LatentStoreCall",
+    "LatentWorkload",
     "LayerArgs",
     "LayerWorkload",
     "LinearArgs",
@@ -224,6 +232,7 @@ __all__ = [
     "LinearWorkload",
     "MANIFEST_NAME",
     "MANIFEST_SCHEMA",
+    "MLAArgs",
     "MLPArgs",
     "Manifest",
     "ManifestError",
