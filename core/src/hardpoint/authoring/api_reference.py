@@ -33,6 +33,7 @@ _TITLES = {
     "step": "Steps",
     "linear": "Linear kernels",
     "attention": "Attention",
+    "latent": "Latent attention",
     "cache": "The cache",
     "quant": "Numbers",
     "quantization": "Quantization methods",
