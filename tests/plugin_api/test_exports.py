@@ -23,7 +23,7 @@ ParserEvent Phase Platform PlatformError PlatformWorkload PluginConflictError Pl
 QuantizationMethod QuantizationWorkload Quantized RankGroup Reason ReasoningDelta ReasoningParser
 ReasoningParserWorkload Region Request RequestError Requirement Resources RopeArgs RouterArgs RunnerWorkload
 ScalarValue Scale SchedulerWorkload Scheme Scope SelectionError ShardPlan ShardSlice Span SpecPattern Stability
-StepLimits StoreCall StoredTensor StructureKind StructuredOutput TableElement TensorInfo TokensRequirement
+StackArgs StepLimits StoreCall StoredTensor StructureKind StructuredOutput TableElement TensorInfo TokensRequirement
 ToolCallDelta ToolCallEnd ToolCallStart ToolParser ToolParserWorkload UnknownNameError WeightSlot Workload check_api
 decode_elements dequantize expert_matrix hookimpl nearest parse_manifest parse_requirement read_manifest scale_slot
 weight_slots

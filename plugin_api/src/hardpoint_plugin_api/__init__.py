@@ -65,6 +65,7 @@ from hardpoint_plugin_api.layers import (
     NormArgs,
     RopeArgs,
     RouterArgs,
+    StackArgs,
     WeightSlot,
 )
 from hardpoint_plugin_api.linear import LinearCall, LinearKernel, Quantized
@@ -269,6 +270,7 @@ __all__ = [
     "ShardSlice",
     "Span",
     "Stability",
+    "StackArgs",
     "StepLimits",
     "StoreCall",
     "StoredTensor",

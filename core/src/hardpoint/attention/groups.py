@@ -8,6 +8,8 @@ layers, four groups of eight layers use eight buffers.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hardpoint_plugin_api import AttentionBackend, AttentionSpec, Span
@@ -46,17 +48,27 @@ class AttentionLayers:
     """Attention layers in the order of construction; the index of a layer is its place in a step's lists."""
 
     layers: list[AttentionLayer] = field(default_factory=list)
+    _shared: tuple[Span, ...] = ()
 
     def add(self, layer: AttentionLayer) -> int:
         """Append ``layer`` and return its index."""
         self.layers.append(layer)
         return len(self.layers) - 1
 
+    def share_groups(self, spans: tuple[Span, ...]) -> None:
+        """From now on form a group for each of ``spans``, which include those of these layers: see united_spans.
+
+        A group may be without layers: those of another pipeline stage, with which this one shares block tables.
+        """
+        self._shared = spans if spans != tuple(group.span for group in self.cache_groups()) else ()
+
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The layers by span, each span's cut into groups of the size that leaves the fewest places of a page empty."""
         by_span: dict[Span, list[int]] = {}
         for index, layer in enumerate(self.layers):
             by_span.setdefault(layer.backend.cache_spec.span, []).append(index)
+        if self._shared:
+            return tuple(_divided(by_span, self._shared))
         size = group_size([len(indices) for indices in by_span.values()])
         return tuple(
             CacheGroup(span, tuple(indices[i : i + size]))
@@ -72,6 +84,24 @@ class AttentionLayers:
                 layer = self.layers[index]
                 groups.setdefault((number, layer.spec, type(layer.backend)), []).append(index)
         return tuple(PlanGroup(key[0], tuple(indices)) for key, indices in groups.items())
+
+
+def united_spans(stages: Iterable[tuple[Span, ...]]) -> tuple[Span, ...]:
+    """The spans of the groups of all pipeline stages: of each span as many as the stage that has most."""
+    most: Counter[Span] = Counter()
+    for spans in stages:
+        most |= Counter(spans)
+    return tuple(most.elements())
+
+
+def _divided(by_span: Mapping[Span, list[int]], spans: tuple[Span, ...]) -> Iterator[CacheGroup]:
+    """Groups of ``spans``, among which the layers of a span are divided evenly."""
+    seen: Counter[Span] = Counter()
+    for span in spans:
+        indices, first = by_span.get(span, []), seen[span]
+        size = -(-len(indices) // spans.count(span))
+        yield CacheGroup(span, tuple(indices[first * size : (first + 1) * size]))
+        seen[span] += 1
 
 
 def group_size(counts: list[int]) -> int:

@@ -20,6 +20,7 @@ from hardpoint.engine.execution.graphs.graphs import Graphs
 from hardpoint.engine.execution.graphs.shapes import End, StepShape
 from hardpoint.engine.execution.sampling.logprobs import DevicePromptLogprobs, PromptScorer
 from hardpoint.engine.execution.sampling.sampler import Sampled, Sampler, SamplingOps
+from hardpoint.engine.execution.stage import Stage
 from hardpoint.engine.execution.staging import Staging
 from hardpoint.engine.scheduling.step import PromptLogprobs, StepInput, StepOutput, TokenLogprobs
 from hardpoint.ops.decode_inputs import LAST_DRAWN, NUM_FIXED_ROWS, decode_inputs
@@ -77,6 +78,7 @@ class RunnerArgs:
     platform: Platform
     forward: Forward
     graphs: Graphs
+    stage: Stage
     sampler: Sampler
     ops: StepOps
     num_slots: int
@@ -90,7 +92,7 @@ class Runner:
 
     def __init__(self, args: RunnerArgs) -> None:
         ctx, num_slots = args.ctx, args.num_slots
-        self._ctx, self._forward, self._graphs = ctx, args.forward, args.graphs
+        self._ctx, self._forward, self._graphs, self._stage = ctx, args.forward, args.graphs, args.stage
         self._device, self._block_size = ctx.torch_device, ctx.block_size
         self._platform, self._ops = args.platform, args.ops
         self._max_pages = -(-ctx.max_model_len // ctx.block_size)
@@ -115,15 +117,26 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, step: StepInput) -> Ticket:
-        """Take the delta, run the model over the step's tokens, draw a token for each slot that samples."""
+        """Take the delta, run the model over the step's tokens, draw a token for each slot that samples.
+
+        A pipeline stage that does not draw hands on the tokens' states instead; its ticket has no tokens.
+        """
         self._take_new(step)
         shape = self._graphs.find(step, hidden=self._prompts.wants(step))
-        arrays = self._plan(step, shape)
+        arrays, count = self._plan(step, shape), step.num_tokens
+        fixed = self._graphs.buffers(shape).step if shape.mode != "eager" else {}
+        inputs = self._stage.take_in(arrays.ids, count, fixed)
         with self._ctx.range("model"):
-            end, result = self._graphs.run(step, shape, arrays.ids, arrays.positions, arrays.metadata)
-        if end == "hidden" or end == "logits":
-            return self._sample(step, end, result, arrays)
-        return self._drawn(step, Sampled(result[: len(step.scheduled)], None))
+            end, result = self._graphs.run(step, shape, inputs, arrays.positions, arrays.metadata)
+        if end == "states":
+            self._stage.hand_on(result, count)
+            ticket = self._drawn(step, Sampled(self._sampler.last_token[:0], None))
+        elif end == "hidden" or end == "logits":
+            ticket = self._sample(step, end, result, arrays)
+        else:
+            ticket = self._drawn(step, Sampled(result[: len(step.scheduled)], None))
+        self._stage.share_drawn(step, arrays.staged, self._sampler.last_token)
+        return ticket
 
     def _sample(self, step: StepInput, end: End, result: torch.Tensor, arrays: StepArrays) -> Ticket:
         """Draw from what the step ended with: hidden states of its tokens, or logits of its requests."""
