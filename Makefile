@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint con
 PACKAGES := plugin_api core plugins/cpu plugins/cuda plugins/rocm plugins/xpu
 METADATA := constraints.txt $(PACKAGES:%=%/pyproject.toml)
 
-.PHONY: demo test quick lint reference nightly sanitize test-accelerator device-bundle clean
+.PHONY: demo test quick which-test lint reference nightly sanitize test-accelerator device-bundle clean
 
 demo: $(STAMPS)/demo  ## generate text with the demo model on this machine's CPU
 	$(VENV)/bin/hardpoint generate --platform cpu --prompt "It is a truth" --temperature 0.8 --seed 1 --max-tokens 80
@@ -26,6 +26,9 @@ QUICK := tests/test_core_is_neutral.py tests/plugin_api tests/config tests/platf
 
 quick: $(STAMPS)/test  ## a part of the default suite that takes less than a minute on two cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(QUICK)
+
+which-test:  ## the tests that cover a source file: make which-test FILE=core/src/hardpoint/engine/core.py
+	@$(PYTHON) scripts/which_test.py $(FILE)
 
 lint: $(STAMPS)/test  ## style, format and types
 	$(VENV)/bin/ruff check .
@@ -54,7 +57,7 @@ $(VENV)/bin/python:
 # torch first and by its exact version: a plain `pip install torch` takes a build with gigabytes for CUDA.
 $(STAMPS)/demo: $(METADATA) | $(VENV)/bin/python
 	$(PIP) "$$(grep '^torch==' constraints.txt)" numpy
-	$(PIP) --editable plugin_api --editable core --editable plugins/cpu
+	$(PIP) --editable plugin_api --editable 'core[conform,serve]' --editable plugins/cpu
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/test: $(STAMPS)/demo

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 python_version=${PYTHON_VERSION:-3.12}
 bundle=${BUNDLE:-device-bundle}
 flashinfer=${FLASHINFER-0.6.14}
-packages="click covertable fastapi httptools hypothesis jinja2 llguidance nvidia-ml-py packaging pluggy prometheus-client pydantic pytest pytest-xdist rich sybil tomli-w uvicorn"
+packages="click covertable fastapi httptools hypothesis importlib-metadata jinja2 llguidance nvidia-ml-py packaging pluggy prometheus-client pydantic pytest pytest-xdist rich sybil tomli-w uvicorn"
 distributions="plugin_api core plugins/cpu plugins/cuda plugins/rocm plugins/xpu"
 
 rm -rf "$bundle"

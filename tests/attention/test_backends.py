@@ -11,11 +11,18 @@ import torch
 from hardpoint.attention.batch_invariant import BatchInvariantAttention
 from hardpoint.attention.padded import pad_heads
 from hardpoint.attention.phases import PhasedBackend
-from hardpoint.attention.reference import PlainLayout, ReferenceAttention
+from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.layers.attention import alibi_slopes
 from hardpoint.selection import StepRange
 from hardpoint_cpu.attention import CpuAttention
-from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, BuildContext, CaptureGrade
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    BuildContext,
+    CaptureGrade,
+    PlainLayout,
+)
 from tests.support.attention import MIXED, Piece, brute_force, run_backend
 
 SPEC = AttentionSpec(
@@ -124,10 +131,10 @@ def test_plain_layout_round_trips_and_keeps_its_bounds() -> None:
     views = layout.views(buffer, 5, spec, 16)
     k, v = torch.randn(2, 16, 2, 16), torch.randn(2, 16, 2, 16)
     pages = torch.tensor([3, 1])
-    layout.from_logical(views, pages, k, v)
-    got_k, got_v = layout.to_logical(views, pages)
-    assert torch.equal(got_k, k)
-    assert torch.equal(got_v, v)
+    layout.from_logical(views, pages, {"k": k, "v": v})
+    got = layout.to_logical(views, pages)
+    assert torch.equal(got["k"], k)
+    assert torch.equal(got["v"], v)
     untouched = [0, 2, 4]
     assert not any(buffer[p * size : (p + 1) * size].any() for p in untouched)
 

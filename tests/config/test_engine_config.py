@@ -78,7 +78,8 @@ def test_values_become_typed(key: str, value: object, expected: object) -> None:
         ({"use": "rms_norm"}, "takes FAMILY=NAME or FAMILY.OF=NAME"),
         ({"use": {"opp.x": "y"}}, "unknown family 'opp'; did you mean 'op'"),
         ({"use": {"op": "y"}}, "family 'op' has many things to choose for"),
-        ({"use": {"attention.x": "y"}}, "family 'attention' is one thing to choose for"),
+        ({"use": {"linear.x": "y"}}, "family 'linear' is one thing to choose for"),
+        ({"use": {"attention.casual": "y"}}, "unknown attention 'casual'; did you mean 'causal'"),
         ({"use": ["attention=a", "attention=b"]}, "chooses both 'a' and 'b' for attention"),
         ({"use": 5}, "must be a table"),
         (

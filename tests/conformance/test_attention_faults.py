@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from hardpoint.attention.reference import PlainLayout, ReferenceAttention, attend, read_blocks
+from hardpoint.attention.reference import ReferenceAttention, attend, read_blocks
 from hardpoint.conformance.families.attention import AttentionTrials
 from hardpoint.conformance.families.steps import worst
 from hardpoint.conformance.plan import Plan
@@ -24,6 +25,7 @@ from hardpoint_plugin_api import (
     CacheSpec,
     CaptureGrade,
     NumericConventions,
+    PlainLayout,
     Region,
     StoreCall,
 )
@@ -283,22 +285,22 @@ class OverlappingRegions(PlainLayout):
 
 
 class SwapsKeysAndValues(PlainLayout):
-    def to_logical(self, views: Cache, pages: Tensor) -> tuple[Tensor, Tensor]:
-        return views["v"][pages], views["k"][pages]
+    def to_logical(self, views: Mapping[str, Tensor], pages: Tensor) -> Cache:
+        return {"k": views["v"][pages], "v": views["k"][pages]}
 
 
 class TransposesInside(PlainLayout):
     """Writes blocks by heads, reads them by tokens."""
 
-    def from_logical(self, views: Cache, pages: Tensor, k: Tensor, v: Tensor) -> None:
-        views["k"][pages] = k.transpose(1, 2).reshape(k.shape)
-        views["v"][pages] = v
+    def from_logical(self, views: Mapping[str, Tensor], pages: Tensor, planes: Mapping[str, Tensor]) -> None:
+        views["k"][pages] = planes["k"].transpose(1, 2).reshape(planes["k"].shape)
+        views["v"][pages] = planes["v"]
 
 
 class TouchesTheNextPage(PlainLayout):
-    def from_logical(self, views: Cache, pages: Tensor, k: Tensor, v: Tensor) -> None:
+    def from_logical(self, views: Mapping[str, Tensor], pages: Tensor, planes: Mapping[str, Tensor]) -> None:
         views["k"][(pages + 1) % views["k"].shape[0]] = 0
-        super().from_logical(views, pages, k, v)
+        super().from_logical(views, pages, planes)
 
 
 class MisalignedRegion(PlainLayout):

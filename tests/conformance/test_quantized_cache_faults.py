@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from hardpoint.attention.quantized_cache import QuantizedCacheAttention, ScaledLayout, write_rounded
+from hardpoint.attention.quantized_cache import QuantizedCacheAttention
 from hardpoint.conformance.families.attention import ERRORS, AttentionTrials
 from hardpoint.conformance.families.steps import Piece, draw_requests, expectations, with_scaled_weights
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.ops.error_model import compare
-from hardpoint_plugin_api import AttentionSpec, CacheLayout, CacheSpec, Region, StoreCall
+from hardpoint_plugin_api import AttentionSpec, CacheLayout, CacheSpec, Region, ScaledLayout, StoreCall, write_rounded
 from tests.conformance.trying import Caught, first_failure, subject
 
 Tensor = torch.Tensor
@@ -54,7 +55,7 @@ class ReadsTheOtherHeadsScale(QuantizedCacheAttention):
 
 class SwapsStaticScales(QuantizedCacheAttention):
     def read(self, cache: Cache, pages: Tensor) -> Read:
-        keys, values = self.layout.to_logical(cache, pages)
+        keys, values = self.layout.to_logical(cache, pages).values()
         k_scale, v_scale = self.cache_scales
         return keys if v_scale is None else keys * v_scale, values if k_scale is None else values * k_scale
 
@@ -105,7 +106,7 @@ class LayoutWithoutScales(ScaledLayout):
 
 
 class LayoutReadsTheNeighboursScale(ScaledLayout):
-    def to_logical(self, views: Cache, pages: Tensor) -> Read:
+    def to_logical(self, views: Mapping[str, Tensor], pages: Tensor) -> Cache:
         shifted = {n: x.roll(1, dims=1) if n.endswith("_scale") else x for n, x in views.items()}
         return super().to_logical(shifted, pages)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hardpoint import ops
-from hardpoint.attention.quantized_cache import QuantizedCacheAttention, ScaledLayout
+from hardpoint.attention.quantized_cache import QuantizedCacheAttention
 from hardpoint.conformance.families.ops import cases
 from hardpoint.ops.judge import judge
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
-from hardpoint_plugin_api import AttentionSpec, CacheSpec, ConfigError, OpWorkload, QuantSpec, Scale, StoreCall
+from hardpoint_plugin_api import AttentionSpec, ConfigError, OpWorkload, QuantSpec, Scale, ScaledLayout, StoreCall
 from tests.cpu.building import needs_kernels
 
 needs_kernels()
@@ -59,7 +59,7 @@ def test_stores_to_a_scaled_cache_as_its_reference_does(level: str, kv_dtype: st
     backend = QuantizedCacheAttention(cast(Any, None), spec)
     if static:
         backend.set_cache_scales(torch.tensor([0.03]), torch.tensor([0.05]))
-    layout, cache_spec = ScaledLayout(), CacheSpec(heads, size, kv_dtype, static_scales=static)
+    layout, cache_spec = ScaledLayout(), spec.cache_spec
     count = plain["k"].shape[0]
     buffers = [torch.zeros(count * layout.page_bytes(cache_spec, block_size), dtype=torch.uint8) for _ in range(2)]
     mine, wanted = (layout.views(buffer, count, cache_spec, block_size) for buffer in buffers)

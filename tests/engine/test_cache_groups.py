@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hardpoint import SamplingParams
-from hardpoint.attention.groups import group_size
+from hardpoint.cache_users import group_size
 from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import Span
 from tests.out_of_tree.build import Dist, install
@@ -75,9 +75,9 @@ def test_tokens_equal_however_the_engine_is_set_up(
 
 def test_layers_of_all_groups_share_the_pool(mixed: tuple[Path, PreTrainedModel]) -> None:
     with small_llm(mixed[0], kv_cache_memory=61 * PAGE_BYTES) as llm:
-        groups = llm.core.blueprint.ctx.attention_layers.cache_groups()
-        assert {(group.span, len(group.layers)) for group in groups} == {(Span(), 1), (Span(window=WINDOW), 1)}
-        assert sorted(index for group in groups for index in group.layers) == [0, 1, 2, 3, 4]
+        groups = llm.core.blueprint.ctx.cache_users.cache_groups()
+        assert {(group.retention, len(group.users)) for group in groups} == {(Span(), 1), (Span(window=WINDOW), 1)}
+        assert sorted(index for group in groups for index in group.users) == [0, 1, 2, 3, 4]
         assert llm.core.scheduler.cache.pool.num_pages == 61, "a page holds one layer's tokens"
 
 
@@ -181,7 +181,7 @@ def test_a_model_with_chunked_local_layers(chunked: tuple[Path, Any], settings: 
     folder, model = chunked
     prompts = random_prompts(6, 90, seed=9)
     with small_llm(folder, **settings) as llm:
-        spans = {group.span for group in llm.core.blueprint.ctx.attention_layers.cache_groups()}
+        spans = {group.retention for group in llm.core.blueprint.ctx.cache_users.cache_groups()}
         assert spans == {Span(), Span(chunk=CHUNK)}
         for _ in range(2):
             for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):

@@ -8,9 +8,10 @@ is right only if nothing was lost, shared wrongly, overwritten too early or comp
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -37,11 +38,15 @@ def make_request(number: int, prompt: Sequence[int], output: int, **options: Any
 
 
 def make_scheduler(
-    pages: int, limits: StepLimits, prefix_caching: bool = True, spans: tuple[Span, ...] = (Span(),)
+    pages: int,
+    limits: StepLimits,
+    prefix_caching: bool = True,
+    spans: tuple[Span, ...] = (Span(),),
+    speculates: bool = False,
 ) -> Scheduler:
     assert limits.max_tokens is not None
     cache = PagedCache(BlockPool(pages), CacheGeometry(BLOCK, spans, limits.max_tokens))
-    return Scheduler(SchedulerArgs(cache, limits, max_model_len=1000, prefix_caching=prefix_caching))
+    return Scheduler(SchedulerArgs(cache, limits, 1000, prefix_caching, speculates))
 
 
 def draw(tokens: Sequence[int]) -> int:
@@ -50,6 +55,23 @@ def draw(tokens: Sequence[int]) -> int:
     for token in tokens:
         state = (state * 31 + token + 7) % 10007
     return state % 11
+
+
+Drafter = Callable[[Sequence[int]], tuple[int, ...]]
+"""Proposes tokens to follow those given."""
+
+
+def drafting(most: int, wrong: float, seed: int = 0) -> Drafter:
+    """A drafter of up to ``most`` tokens, each of which is another than will be drawn with probability ``wrong``."""
+
+    def propose(tokens: Sequence[int]) -> tuple[int, ...]:
+        choose = random.Random(f"{seed} {tokens}")
+        right = list(tokens)
+        for _ in range(most if wrong in (0, 1) else choose.randint(0, most)):
+            right.append(draw(right) + (choose.random() < wrong))
+        return tuple(right[len(tokens) :])
+
+    return propose
 
 
 def expected_output(request: Request) -> list[int]:
@@ -68,8 +90,10 @@ class Device:
     The cache holds, by page and offset, the group that stored there and the tokens up to that one.
     """
 
-    def __init__(self, limits: StepLimits, num_pages: int, spans: tuple[Span, ...] = (Span(),)) -> None:
-        self.limits, self.num_pages, self.spans = limits, num_pages, spans
+    def __init__(
+        self, limits: StepLimits, num_pages: int, spans: tuple[Span, ...] = (Span(),), drafter: Drafter | None = None
+    ) -> None:
+        self.limits, self.num_pages, self.spans, self.drafter = limits, num_pages, spans, drafter
         self.tokens: dict[int, list[int]] = {}
         self.pages: dict[int, list[list[int]]] = {}
         self.stored: dict[int, int] = {}
@@ -89,16 +113,20 @@ class Device:
         if not self.limits.mixed_phases and max(counts) > 1:
             reading = {s.slot for s in step.scheduled if s.start + s.count <= len(self.tokens[s.slot])}
             assert len(reading) == len(counts), "decodes and prompts share a step"
-        drawn = []
+        drawn, proposed = [], []
         for share in step.scheduled:
-            tokens = self.tokens[share.slot]
+            known = self.tokens[share.slot]
+            tokens = known + list(share.drafts)
             first_time = share.slot not in self.stored
             assert first_time or share.start == self.stored[share.slot], "tokens are computed once and in order"
             end = share.start + share.count
             assert end <= len(tokens), "a token runs before it was drawn"
             for group, (pages, new_pages) in enumerate(zip(self.pages[share.slot], share.new_pages, strict=True)):
                 pages += new_pages
-                assert len(pages) == -(-end // BLOCK), "pages for just the tokens that are stored"
+                needed = -(-end // BLOCK)
+                assert len(pages) == needed if self.drafter is None else len(pages) >= needed, (
+                    "pages for what is stored"
+                )
                 first = self.spans[group].first(share.start)
                 assert all(0 < page < self.num_pages for page in pages[first // BLOCK :])
                 for position in range(first, share.start):
@@ -112,19 +140,31 @@ class Device:
                 assert share.count % self.limits.chunk_multiple == 0
             assert share.samples == (end == len(tokens))
             if share.samples:
-                drawn.append(draw(tokens))
-                tokens.append(drawn[-1])
+                assert share.first_drawn == len(known)
+                known.append(draw(known))
+                for draft in share.drafts:
+                    if draft != known[-1]:
+                        break
+                    known.append(draw(known))
+                drawn.append(tuple(known[share.first_drawn :]))
+                self.stored[share.slot] = len(known) - 1
+                proposed.append(self.drafter(known) if self.drafter else ())
         written = [p for s in step.scheduled for pages in self.pages[s.slot] for p in pages[s.start // BLOCK :]]
         assert len(written) == len(set(written)), "two requests write to one page"
-        return StepOutput(step.number, tuple(drawn))
+        return StepOutput(step.number, tuple(drawn), drafts=tuple(proposed) if self.drafter else ())
+
+
+def submit_ahead(scheduler: Scheduler, device: Device, submitted: deque[StepOutput], depth: int) -> None:
+    """Execute steps until ``depth`` are ahead, as an engine's core does."""
+    while len(submitted) <= depth and not scheduler.needs_values and (step := scheduler.schedule()) is not None:
+        submitted.append(device.execute(step))
 
 
 def run(scheduler: Scheduler, device: Device, depth: int) -> None:
     """Run until nothing is left, ``depth`` steps ahead."""
     submitted: deque[StepOutput] = deque()
     for _ in range(10_000):
-        while len(submitted) <= depth and (step := scheduler.schedule()) is not None:
-            submitted.append(device.execute(step))
+        submit_ahead(scheduler, device, submitted, depth)
         if not submitted:
             assert not scheduler.has_unfinished, "work is left and nothing runs"
             return
@@ -157,6 +197,7 @@ STREAMS = given(
     caching=st.booleans(),
     spans=st.sampled_from(SPANS),
     aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 19), max_size=5),
+    drafter=st.none() | st.builds(drafting, st.integers(1, 6), st.sampled_from([0, 0.2, 0.7, 1]), st.integers(0, 99)),
 )
 
 
@@ -171,10 +212,13 @@ def check_random_streams(
     caching: bool,
     spans: tuple[Span, ...],
     aborts: dict[int, int],
+    drafter: Drafter | None,
 ) -> None:
     pages *= len(spans)
+    mixed |= drafter is not None
     limits = StepLimits(max_tokens=max_tokens, max_requests=max_requests, chunk_multiple=chunk, mixed_phases=mixed)
-    scheduler, device = make_scheduler(pages, limits, caching, spans), Device(limits, pages, spans)
+    scheduler = make_scheduler(pages, limits, caching, spans, speculates=drafter is not None)
+    device = Device(limits, pages, spans, drafter)
     everybody = [
         make_request(i, prompt, output, may_stop=may_stop, priority=priority, cache_salt="a" if salted else "")
         for i, (prompt, output, _, may_stop, priority, salted) in enumerate(requests)
@@ -187,8 +231,7 @@ def check_random_streams(
         started = [request for request in everybody if all(request is not everybody[i] for _, i in arrivals)]
         if tick in aborts and aborts[tick] < len(started):
             scheduler.abort(started[aborts[tick]])
-        while len(submitted) <= depth and (step := scheduler.schedule()) is not None:
-            submitted.append(device.execute(step))
+        submit_ahead(scheduler, device, submitted, depth)
         if submitted:
             scheduler.commit(submitted.popleft())
         elif not arrivals:
@@ -232,8 +275,7 @@ def test_lower_priority_values_first_then_first_come(depth: int) -> None:
     ended: list[str] = []
     submitted: deque[StepOutput] = deque()
     while scheduler.has_unfinished:
-        while len(submitted) <= depth and (step := scheduler.schedule()) is not None:
-            submitted.append(device.execute(step))
+        submit_ahead(scheduler, device, submitted, depth)
         ended += [r.request_id for r in scheduler.commit(submitted.popleft()) if r.finish_reason]
     assert ended == ["1", "3", "0", "2"]
 
@@ -310,6 +352,53 @@ def test_requests_that_end_before_their_deadlines_are_let_go() -> None:
     scheduler.add(patient := make_request(300, [1] * 3, 1, deadline=math.inf))
     assert patient not in [request for _, _, request in scheduler._deadlines]
     assert scheduler.expire(now + 2) == [late], "one that is still there keeps its deadline"
+
+
+@pytest.mark.parametrize(("wrong", "steps"), [(0, 1 + 4), (1, 20)])
+def test_right_drafts_save_steps_and_wrong_ones_cost_none(wrong: float, steps: int) -> None:
+    limits = StepLimits(max_tokens=64, max_requests=2)
+    scheduler, device = make_scheduler(40, limits, speculates=True), Device(limits, 40, drafter=drafting(4, wrong))
+    scheduler.add(request := make_request(0, [3] * 6, 20))
+    taken = 0
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        assert step is not None
+        assert scheduler.needs_values
+        taken += 1
+        scheduler.commit(device.execute(step))
+    assert request.output_token_ids == expected_output(request)
+    assert taken == steps
+    assert scheduler.num_drawn == 20
+    assert (scheduler.num_drafted > 0) == (steps > 1)
+    assert scheduler.num_accepted == (0 if wrong else 15)
+    assert not scheduler.cache.find(request.block_hashes(BLOCK, 6)).num_blocks < 6, (
+        "blocks of accepted drafts are known"
+    )
+
+
+def test_a_stop_token_among_right_drafts_drops_what_follows() -> None:
+    limits = StepLimits(max_tokens=64, max_requests=2)
+    stopped = [
+        request for n in range(40) if expected_output(request := make_request(0, [n] * 3, 30, may_stop=True))[-1] == END
+    ]
+    for request in stopped:
+        scheduler, device = make_scheduler(40, limits, speculates=True), Device(limits, 40, drafter=drafting(9, 0))
+        scheduler.add(request)
+        run(scheduler, device, depth=1)
+        assert request.output_token_ids == expected_output(request)
+        assert request.stop_reason == END
+    assert len(stopped) > 5
+
+
+def test_drafts_take_no_page_that_another_request_would_have_to_give() -> None:
+    limits = StepLimits(max_tokens=64, max_requests=4)
+    scheduler, device = make_scheduler(9, limits, speculates=True), Device(limits, 9, drafter=drafting(6, 1))
+    requests = [make_request(i, [i + 2] * 3, 12) for i in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    run(scheduler, device, depth=0)
+    assert [request.num_preemptions for request in requests] == [0, 0]
+    assert all(request.output_token_ids == expected_output(request) for request in requests)
 
 
 def test_a_request_larger_than_the_pool_is_refused_with_the_remedy() -> None:

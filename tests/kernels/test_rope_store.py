@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hardpoint.attention.quantized_cache import QuantizedCacheAttention, ScaledLayout
+from hardpoint.attention.quantized_cache import QuantizedCacheAttention
 from hardpoint.kernels import rope_store
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
-from hardpoint_plugin_api import AttentionSpec, CacheSpec, ConfigError, OpWorkload, PluginLoadError, StoreCall
+from hardpoint_plugin_api import AttentionSpec, ConfigError, OpWorkload, PluginLoadError, ScaledLayout, StoreCall
 from tests.kernels.compiling import PAIRS_OF_TARGETS, Job, compile_kernels
 from tests.kernels.judged import failures, variants
 
@@ -50,7 +50,7 @@ def test_stores_to_a_scaled_cache_as_its_reference_does(kv_dtype: str, static: b
     backend = QuantizedCacheAttention(cast(Any, None), spec)
     if static:
         backend.set_cache_scales(torch.tensor([0.03]), torch.tensor([0.05]))
-    layout, cache_spec = ScaledLayout(), CacheSpec(heads, size, kv_dtype, static_scales=static)
+    layout, cache_spec = ScaledLayout(), spec.cache_spec
     count = plain["k"].shape[0]
     buffers = [torch.zeros(count * layout.page_bytes(cache_spec, block_size), dtype=torch.uint8) for _ in range(2)]
     mine, wanted = (layout.views(buffer, count, cache_spec, block_size) for buffer in buffers)
@@ -61,7 +61,9 @@ def test_stores_to_a_scaled_cache_as_its_reference_does(kv_dtype: str, static: b
     torch.testing.assert_close((turned_q, turned_k), expected)
     backend.store(StoreCall(turned_k, v, wanted, slots))
     pages = torch.arange(count)
-    for name, found, stored in zip("kv", layout.to_logical(mine, pages), layout.to_logical(wanted, pages), strict=True):
+    ours, theirs = layout.to_logical(mine, pages), layout.to_logical(wanted, pages)
+    for name, found in ours.items():
+        stored = theirs[name]
         if not static:
             torch.testing.assert_close(mine[f"{name}_scale"], wanted[f"{name}_scale"], rtol=1e-6, atol=0)
         apart = (found - stored).abs() > 1e-5 * stored.abs()

@@ -121,7 +121,7 @@ def test_what_a_config_leaves_out(family: str, tmp_path: Path) -> None:
     (prompt,) = random_prompts(1, 90, seed=1, shortest=90)
     with small_llm(tmp_path, max_model_len=256) as llm:
         assert (prompt_logits(llm, prompt) - reference_logits(model, prompt)).abs().max() < LOGIT_TOLERANCE
-        found = [layer.spec.window for layer in llm.core.blueprint.ctx.attention_layers.layers]
+        found = [user.spec.retention.window for user in llm.core.blueprint.ctx.cache_users.users]
     theirs = getattr(model.config, "sliding_window", None)
     kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * len(found)
     assert found == [theirs if kind == "sliding_attention" else None for kind in kinds]

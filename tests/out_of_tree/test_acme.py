@@ -75,7 +75,7 @@ def test_its_op_wins_by_priority_and_nothing_else_changes(acme: Path, tmp_path: 
     model = write_checkpoint(tmp_path, "qwen3", head_dim=32)
     chosen = check_engine(tmp_path, model)
     assert chosen["op", "rms_norm"] == {"acme_rms_norm"}
-    assert chosen["op", "add_rms_norm"] == chosen["attention", None] == {"cpu_native"}
+    assert chosen["op", "add_rms_norm"] == chosen["attention", "causal"] == {"cpu_native"}
     assert chosen["layer", "mlp"] == {"default"}
     off = check_engine(tmp_path, model, custom_ops="all,-rms_norm")
     assert off["op", "rms_norm"] == {"reference"}
@@ -86,7 +86,7 @@ def test_everything_of_it_by_flag(acme: Path, tmp_path: Path) -> None:
         tmp_path, "qwen3", head_dim=32, use_sliding_window=True, sliding_window=9, max_window_layers=1
     )
     chosen = check_engine(tmp_path, model, attention_backend="acme_paged", use={"layer.mlp": "acme_mlp"})
-    assert chosen["attention", None] == {"acme_paged"}
+    assert chosen["attention", "causal"] == {"acme_paged"}
     assert chosen["op", "qk_norm_rope_store"] == {"acme_qk_norm_rope_store"}, "its layout brings its fused op"
     assert chosen["layer", "mlp"] == {"acme_mlp"}
     assert ("op", "act_and_mul") not in chosen, "the replacement asks for no op that it does not need"
@@ -105,7 +105,7 @@ def test_a_head_size_it_cannot_serve_is_refused_by_name_and_padded_on_request(ac
     with pytest.raises(SelectionError, match=r"acme_paged: head size .*\(wanted 16, supported multiples of 32\)"):
         small_llm(tmp_path, attention_backend="acme_paged")
     chosen = check_engine(tmp_path, model, attention_backend="acme_paged+pad32")
-    assert chosen["attention", None] == {"acme_paged+pad32"}
+    assert chosen["attention", "causal"] == {"acme_paged+pad32"}
     assert chosen["op", "qk_norm_rope_store"] == {"composed"}, "the fused op does not know padded heads"
 
 
@@ -195,10 +195,10 @@ def test_its_layout_round_trips(acme: Path) -> None:
     assert size % backend.layout.alignment == 0
     views = backend.layout.views(torch.zeros(4 * size, dtype=torch.uint8), 4, spec, 16)
     k, v, pages = torch.randn(2, 16, 2, 32), torch.randn(2, 16, 2, 32), torch.tensor([3, 1])
-    backend.layout.from_logical(views, pages, k, v)
+    backend.layout.from_logical(views, pages, {"k": k, "v": v})
     got = backend.layout.to_logical(views, pages)
-    assert torch.equal(got[0], k)
-    assert torch.equal(got[1], v)
+    assert torch.equal(got["k"], k)
+    assert torch.equal(got["v"], v)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

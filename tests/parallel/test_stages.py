@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.attention.groups import united_spans
+from hardpoint.cache_users import united_retentions
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import Blueprint, draw
 from hardpoint.engine.execution.runner import Runner
@@ -118,7 +118,7 @@ def test_a_stage_holds_its_own_layers(tmp_path: Path) -> None:
     with ranks_in_threads(tmp_path, 1, pipeline_parallel_size=3) as llm:
         held = [{name.partition(".")[0] for name, _ in each.model.named_modules() if name} for each in blueprints(llm)]
         blocks = [[number for number, _ in each.model.stack.blocks.named_children()] for each in blueprints(llm)]
-        caches = [len(each.ctx.attention_layers.layers) for each in blueprints(llm)]
+        caches = [len(each.ctx.cache_users.users) for each in blueprints(llm)]
     assert held == [{"head", "embedding", "stack"}, {"stack"}, {"head", "stack", "norm"}]
     assert blocks == [["0", "1"], ["2"], ["3"]]
     assert caches == [2, 1, 1]
@@ -127,7 +127,7 @@ def test_a_stage_holds_its_own_layers(tmp_path: Path) -> None:
 def test_stages_share_block_tables() -> None:
     """Each span has as many groups as the stage that needs most of it."""
     full, window = Span(), Span(window=16)
-    assert united_spans([(window, full), (window, window)]) == (window, window, full)
+    assert united_retentions([(window, full), (window, window)]) == (window, window, full)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -146,7 +146,11 @@ def test_cores_portable_kernels_can_be_included(tmp_path: Path) -> None:
             "portable.toml: [[contribution]] 'paged': key 'family'",
         ),
         (INCLUDE + "priorty = 3\n", PORTABLE, "unknown key 'priorty'; did you mean 'priority'?"),
-        (INCLUDE + '[[override]]\nfamily = "attention"\nname = "pagd"\n', PORTABLE, "did you mean 'attention paged'?"),
+        (
+            INCLUDE + '[[override]]\nfamily = "attention"\nname = "pagd"\n',
+            PORTABLE,
+            "did you mean 'attention causal paged'?",
+        ),
         (INCLUDE + '[[override]]\nname = "x"\nfrobnicate = 1\n', PORTABLE, "unknown key 'frobnicate'"),
         ("[defaults]\nsummary = 'x'\n", PORTABLE, "unknown key 'summary'"),
         ("defaults = 3\n", PORTABLE, "'defaults' must be"),

@@ -105,6 +105,7 @@ PARSED = Manifest(
             family="attention",
             name="acme_paged",
             target="acme_hp.attention:Backend.paged",
+            of="causal",
             platforms=("acme",),
             priority=100,
             summary="Paged attention for Acme cards",
@@ -152,7 +153,7 @@ def test_features_that_are_not_claimed_are_required_to_be_absent() -> None:
 
 def test_titles_and_slots() -> None:
     _, attention, op = PARSED.contributions
-    assert (str(attention), attention.slot) == ("attention: acme_paged", ("attention", None))
+    assert (str(attention), attention.slot) == ("attention causal: acme_paged", ("attention", "causal"))
     assert (str(op), op.slot) == ("op rms_norm: acme_rms_norm", ("op", "rms_norm"))
 
 
@@ -272,10 +273,19 @@ def test_forms(form: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_can_be_contributed_to(name: str) -> None:
-    of = 'of = "thing"\n' if FAMILIES[name].has_of else ""
-    (made,) = parse_manifest(HEAD + CONTRIBUTION.replace("linear", name) + of, "test").contributions
-    assert made.slot == (name, "thing" if of else None)
-    assert FAMILIES[name].workload.family == name
+    family = FAMILIES[name]
+    for of in [kind.of for kind in family.kinds] or ["thing" if family.has_of else None]:
+        text = HEAD + CONTRIBUTION.replace("linear", name) + (f'of = "{of}"\n' if of else "")
+        (made,) = parse_manifest(text, "test").contributions
+        assert made.slot == (name, of)
+        assert (family.workload_of(of).family, family.workload_of(of).of) == (name, of if family.kinds else None)
+
+
+def test_a_contribution_to_attention_may_leave_its_kind_out() -> None:
+    text = HEAD + CONTRIBUTION.replace("linear", "attention")
+    assert parse_manifest(text, "test").contributions[0].slot == ("attention", "causal")
+    with pytest.raises(ManifestError, match=r"unknown 'of' for family 'attention' 'casual'; did you mean 'causal'\?"):
+        parse_manifest(text + 'of = "casual"\n', "test")
 
 
 # Config keys

@@ -185,7 +185,7 @@ def test_what_a_backend_raises_while_the_engine_starts(installed: Installer) -> 
     assert (
         "Raised in plugin fails_to_limit (fails-to-limit-hardpoint 1.0), hp_fails_to_limit/kernels.py, line 6." in said
     )
-    assert "It serves as attention=limits." in said
+    assert "It serves as attention.causal=limits." in said
     assert said.count("Raised in plugin") == 1
 
 

@@ -71,7 +71,7 @@ def test_a_name_that_core_has(installed: Installer) -> None:
     installed("squatter")
     message = outcome("squatter")["squatter"]
     assert "core (hardpoint-core" in message
-    assert "squatter (squatter-hardpoint 1.0) would each contribute attention: reference" in message
+    assert "squatter (squatter-hardpoint 1.0) would each contribute attention causal: reference" in message
     assert "replaces = NAME" in message
     plugins = discover()
     assert [o.plugin for o in plugins.offers("attention") if o.contribution.name == "reference"] == ["core"]

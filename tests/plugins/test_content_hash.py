@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import pytest
+from importlib_metadata import Distribution
 
 from hardpoint.plugins.content_hash import content_hash, file_hashes, hash_of
 from hardpoint_plugin_api import PluginLoadError
@@ -36,8 +36,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(folder: Path, name: str) -> Distribution:
-    (distribution,) = (d for d in distributions(path=[str(folder)]) if d.name == name)
-    return distribution
+    everything: list[Distribution] = list(Distribution.discover(path=[str(folder)]))
+    return next(distribution for distribution in everything if distribution.name == name)
 
 
 def solid(site: Path) -> Distribution:

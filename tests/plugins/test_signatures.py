@@ -161,7 +161,7 @@ def test_a_platform_and_the_layout_of_a_backend() -> None:
         def to_logical(self, views: Any, pages: Any) -> Any:
             raise NotImplementedError
 
-        def from_logical(self, views: Any, pages: Any, k: Any, v: Any) -> None: ...
+        def from_logical(self, views: Any, pages: Any, planes: Any) -> None: ...
 
     found = misfit(type("Own", (ReferenceAttention,), {"layout": Laid()}))
     assert found is not None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from importlib_metadata import Distribution
 
 from hardpoint.cli.main import run
 from hardpoint.plugins import LockFile, discover, wrapped
@@ -120,10 +120,10 @@ def test_without_record_its_package_is_found_by_name(site: Path) -> None:
         path.unlink()
     (site / "vendor_kernels").mkdir()
     (site / "vendor_kernels" / "__init__.py").write_text("")
-    assert set(Library(NAME, distribution(NAME)).files) == {"vendor_kernels/__init__.py"}
+    assert set(Library(NAME, Distribution.from_name(NAME)).files) == {"vendor_kernels/__init__.py"}
     (next(site.glob("vendor_kernels-*.dist-info")) / "top_level.txt").write_text("vendor_lib\n")
     before = wrapped_by({NAME})
-    assert set(Library(NAME, distribution(NAME)).files) == {MODULE}
+    assert set(Library(NAME, Distribution.from_name(NAME)).files) == {MODULE}
     (site / MODULE).write_text("")
     assert Installed().difference({NAME}, before) is not None
 
@@ -138,7 +138,9 @@ def test_an_editable_library_is_its_source_tree(
     monkeypatch.syspath_prepend(str(module.parent.parent))  # what the .pth file does at start
     before = wrapped_by({"editable-kernels"})
     assert before["editable-kernels"].editable
-    assert set(Library("editable-kernels", distribution("editable-kernels")).files) == {"editable_lib/__init__.py"}
+    assert set(Library("editable-kernels", Distribution.from_name("editable-kernels")).files) == {
+        "editable_lib/__init__.py"
+    }
     module.write_text("GAIN = 2\n")
     assert "are not those that they were" in str(Installed().difference({"editable-kernels"}, before))
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hardpoint.attention.quantized_cache import QuantizedCacheAttention, ScaledLayout
-from hardpoint_plugin_api import AttentionSpec, BuildContext, CacheSpec, SelectionError
+from hardpoint.attention.quantized_cache import QuantizedCacheAttention
+from hardpoint_plugin_api import AttentionBackend, AttentionSpec, BuildContext, CacheSpec, ScaledLayout, SelectionError
 from tests.quantization.fixtures.base_model import FIXTURES, calibration, write_tokenizer
 from tests.quantization.formats import change_tensors
 from tests.support.attention import MIXED, brute_force, run_backend
@@ -62,17 +62,16 @@ def test_given_scales() -> None:
 @pytest.mark.parametrize("heads", [1, 3])
 def test_the_layout(heads: int) -> None:
     """Pages are a little over a quarter of float32's; pages taken out and put back elsewhere hold the same numbers."""
-    layout, spec = ScaledLayout(), CacheSpec(heads, 33, "int8")
+    layout, spec = ScaledLayout(), CacheSpec.keys_values(heads, 33, "int8", scaling="row")
     size = layout.page_bytes(spec, 5)
     assert 5 * heads * (2 * 33 + 8) <= size < 5 * heads * (2 * 33 + 8) + 3 + layout.alignment
     views = layout.views(torch.zeros(4 * size, dtype=torch.uint8), 4, spec, 5)
     k, v = torch.randn(2, 2, 5, heads, 33)
-    layout.from_logical(views, torch.tensor([1, 3]), k, v)
+    layout.from_logical(views, torch.tensor([1, 3]), {"k": k, "v": v})
     once = layout.to_logical(views, torch.tensor([1, 3]))
-    layout.from_logical(views, torch.tensor([2, 0]), *once)
-    for first, second in zip(once, layout.to_logical(views, torch.tensor([2, 0])), strict=True):
-        torch.testing.assert_close(first, second, rtol=2e-7, atol=0)
-    assert (once[0] - k).abs().max() <= k.abs().max() / 254 * 1.01
+    layout.from_logical(views, torch.tensor([2, 0]), once)
+    torch.testing.assert_close(once, layout.to_logical(views, torch.tensor([2, 0])), rtol=2e-7, atol=0)
+    assert (once["k"] - k).abs().max() <= k.abs().max() / 254 * 1.01
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("fp8_e4m3", 0.4), ("int8", 0.1)])
@@ -99,9 +98,10 @@ def test_scales_of_the_checkpoint(tmp_path: Path) -> None:
         plain = prompt_logits(llm, ids)
     with small_llm(folder, dtype="float32", kv_cache_dtype="fp8_e4m3") as llm:
         got = prompt_logits(llm, ids)
-        layers = llm.core.blueprint.ctx.attention_layers.layers
+        backend = llm.core.blueprint.ctx.cache_users.users[0].planner
+        assert isinstance(backend, AttentionBackend)
         stored = load_file(folder / "model.safetensors")["model.layers.0.self_attn.v_scale"]
-        assert layers[0].backend.cache_scales[1] == stored.float()
+        assert backend.cache_scales[1] == stored.float()
     assert (got - plain).abs().max() > 1e-5
     assert torch.nn.functional.cosine_similarity(got, plain, dim=-1).min() > 0.98
 

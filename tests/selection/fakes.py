@@ -8,6 +8,7 @@ from hardpoint.context import load_target
 from hardpoint.plugins import Offer, PluginSet
 from hardpoint.selection import Plan, Selector, Settings, TuningFile, Verdict
 from hardpoint_plugin_api import (
+    FAMILIES,
     ApiVersion,
     Contribution,
     DeviceInfo,
@@ -42,7 +43,7 @@ def offer(
         family=family,
         name=name,
         target=f"{plugin}_hp:{name}",
-        of=of,
+        of=of or FAMILIES[family].default_of,
         platforms=platforms,
         priority=priority,
         requires=(*requires, tokens) if tokens else requires,

@@ -117,6 +117,19 @@ def test_a_choice_for_one_op_beats_one_for_the_family() -> None:
     assert settings.choice("linear", None) is None
 
 
+def test_a_choice_for_a_family_holds_where_it_is_offered() -> None:
+    """One for a slot is exact; of what a name is not offered for, others are chosen."""
+    offers = [offer("plain", family="attention"), offer("other", family="attention")]
+    workload = AttentionWorkload(head_size=64)
+    everywhere = selector(FakePlugins(offers), {"attention": "elsewhere"})
+    assert [e.offer.contribution.name for e in everywhere.select(workload).entries] == ["other"]
+    exact = selector(FakePlugins(offers), {"attention.causal": "plain", "attention": "other"})
+    (entry,) = exact.select(workload).entries
+    assert (entry.offer.contribution.name, entry.rule) == ("plain", "flag")
+    with pytest.raises(UnknownNameError, match=r"Asked for by --use attention\.causal"):
+        selector(FakePlugins(offers), {"attention.causal": "elsewhere"}).select(workload)
+
+
 def test_nothing_can_serve_says_everything() -> None:
     offers = [
         offer("far", platforms=("other",), requires=(FeatureRequirement(()), ArchRequirement(("toy2", "toy3*")))),

@@ -10,7 +10,7 @@ import torch
 from hardpoint import SamplingParams
 from hardpoint.engine.execution.executor import InProcessExecutor
 from hardpoint.engine.scheduling.paged_cache import Prefix
-from hardpoint_plugin_api import AttentionBatch, Executable, ForwardStep, GraphEngine, PlatformError
+from hardpoint_plugin_api import AttentionBackend, AttentionBatch, Executable, ForwardStep, GraphEngine, PlatformError
 from hardpoint_sim import instruments
 from hardpoint_sim.graphs import RecordedLists
 from tests.support.checkpoints import check_tokens_equal, random_prompts, reference_logits, write_checkpoint
@@ -99,7 +99,8 @@ def test_a_model_decodes_from_recorded_lists(tmp_path: Path, device: torch.devic
         runner, model = core.executor._runner, core.blueprint.model
         assert runner is not None
         graphs = core.blueprint.platform.graph_engine()
-        backend = core.blueprint.ctx.attention_layers.layers[0].backend
+        backend = core.blueprint.ctx.cache_users.users[0].planner
+        assert isinstance(backend, AttentionBackend)
         cache = core.scheduler.cache
         ((*pages,),) = cache.grow(cache.start(Prefix()), len(tokens)) or ()
         long = {"ids": torch.zeros(8, dtype=torch.int64, device=device)}

@@ -60,10 +60,10 @@ def test_the_layout_round_trips() -> None:
     assert size % layout.alignment == 0
     views = layout.views(torch.zeros(4 * size, dtype=torch.uint8, device=SIM), 4, spec, 16)
     k, v, pages = (x.to(SIM) for x in (torch.randn(2, 16, 2, 16), torch.randn(2, 16, 2, 16), torch.tensor([3, 1])))
-    layout.from_logical(views, pages, k, v)
+    layout.from_logical(views, pages, {"k": k, "v": v})
     got = layout.to_logical(views, pages)
-    assert torch.equal(got[0], k)
-    assert torch.equal(got[1], v)
+    assert torch.equal(got["k"], k)
+    assert torch.equal(got["v"], v)
 
 
 @pytest.mark.parametrize("out_features", [16, 40])

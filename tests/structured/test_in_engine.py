@@ -21,6 +21,7 @@ from hardpoint.checkpoint.source import demo_model
 from hardpoint.conformance.families.parser_samples import tool
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.frontend.generation_config import GenerationConfig
+from hardpoint.engine.outputs import FinishReason
 from hardpoint.engine.scheduling.scheduler import Scheduler
 from hardpoint.parsers import choose_parsers
 from hardpoint.structured import Grammars
@@ -247,29 +248,29 @@ def test_what_cannot_be_compiled_is_refused_before_anything_runs(
 
 def test_a_dead_end_fails_the_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar can run out of its budget in the middle; the engine goes on."""
-    ended = Scheduler._end_structure
+    ended = Scheduler._end_of_structure
 
-    def fail(self: Scheduler, request: Any, structure: Any) -> None:
+    def fail(self: Scheduler, request: Any, structure: Any) -> FinishReason | None:
         structure.error = "out of fuel"
-        ended(self, request, structure)
+        return ended(self, request, structure)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Scheduler, "_end_structure", fail)
+        patch.setattr(Scheduler, "_end_of_structure", fail)
         with pytest.raises(RequestError, match="no token can follow any more: out of fuel"):
             llm.generate("x", SamplingParams(structured=DATE), use_tqdm=False)
     assert meets(DATE, texts(llm, [SamplingParams(structured=DATE)])[0])
 
 
 def test_a_dead_end_elsewhere_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = Scheduler._end_structure
+    ended = Scheduler._end_of_structure
 
-    def fail(self: Scheduler, request: Any, structure: Any) -> None:
+    def fail(self: Scheduler, request: Any, structure: Any) -> FinishReason | None:
         structure.error = "out of fuel" if structure.allowed and len(request.token_ids) % 2 else structure.error
-        ended(self, request, structure)
+        return ended(self, request, structure)
 
     async def run() -> None:
         async with AsyncEngine("demo", core_process=False) as engine:
-            monkeypatch.setattr(Scheduler, "_end_structure", fail)
+            monkeypatch.setattr(Scheduler, "_end_of_structure", fail)
             params = SamplingParams(temperature=0, structured=DATE)
             with pytest.raises(RequestError, match="no token can follow any more: out of fuel"):
                 [output async for output in await engine.submit("x", params)]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from hardpoint.attention.groups import AttentionLayers
+from hardpoint.cache_users import ModelCaches
 from hardpoint.config import EngineConfig
 from hardpoint.kernel_calls import KernelCalls
 from hardpoint.metrics import EngineMetrics, PluginMetrics
@@ -66,7 +66,7 @@ class Context:
     call_names: CallNames | None = None
     kernel_calls: KernelCalls = field(default_factory=lambda: KernelCalls(is_on=False))
     parallel: Parallel = field(default_factory=alone)
-    attention_layers: AttentionLayers = field(default_factory=AttentionLayers)
+    cache_users: ModelCaches = field(default_factory=ModelCaches)
     quantization: Quantization = field(default_factory=Quantization)
     _shared: dict[Hashable, Any] = field(default_factory=dict)
 

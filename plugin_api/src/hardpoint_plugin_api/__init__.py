@@ -9,9 +9,12 @@ from hardpoint_plugin_api.attention import (
     AttentionSpec,
     CaptureGrade,
     NumericConventions,
+    StepPlanner,
     StoreCall,
 )
-from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Region, Span
+from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Plane, Region, Scaling, Span
+from hardpoint_plugin_api.cache_layouts import PlainLayout, ScaledLayout, write_rounded
+from hardpoint_plugin_api.cache_users import CacheUser, CacheUsers
 from hardpoint_plugin_api.communicator import Collectives, Communicator, GroupMember, Parallel, RankGroup
 from hardpoint_plugin_api.context import (
     BuildContext,
@@ -162,6 +165,8 @@ __all__ = [
     "CacheLayout",
     "CacheScales",
     "CacheSpec",
+    "CacheUser",
+    "CacheUsers",
     "CapacityError",
     "CaptureGrade",
     "CheckContext",
@@ -236,6 +241,8 @@ __all__ = [
     "ParserArgs",
     "ParserEvent",
     "Phase",
+    "PlainLayout",
+    "Plane",
     "Platform",
     "PlatformError",
     "PlatformWorkload",
@@ -243,7 +250,6 @@ __all__ = [
     "PluginError",
     "PluginLoadError",
     "QuantSpec",
-    "SpecPattern",
     "QuantizationMethod",
     "QuantizationWorkload",
     "Quantized",
@@ -262,6 +268,8 @@ __all__ = [
     "RunnerWorkload",
     "ScalarValue",
     "Scale",
+    "ScaledLayout",
+    "Scaling",
     "SchedulerWorkload",
     "Scheme",
     "Scope",
@@ -269,9 +277,11 @@ __all__ = [
     "ShardPlan",
     "ShardSlice",
     "Span",
+    "SpecPattern",
     "Stability",
     "StackArgs",
     "StepLimits",
+    "StepPlanner",
     "StoreCall",
     "StoredTensor",
     "StructureKind",
@@ -298,4 +308,5 @@ __all__ = [
     "read_manifest",
     "scale_slot",
     "weight_slots",
+    "write_rounded",
 ]

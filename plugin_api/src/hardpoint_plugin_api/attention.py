@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from hardpoint_plugin_api.cache import CacheLayout, CacheSpec, Span
+from hardpoint_plugin_api.cache import CacheLayout, CacheSpec, Scaling, Span
 from hardpoint_plugin_api.context import BuildContext
 from hardpoint_plugin_api.device import DeviceInfo
+from hardpoint_plugin_api.elements import BUILT_IN
 from hardpoint_plugin_api.platform import StepLimits
 from hardpoint_plugin_api.reasons import Reason
 from hardpoint_plugin_api.requests import AttentionWorkload, Feature, Phase
@@ -58,7 +59,10 @@ class AttentionSpec:
     @property
     def cache_spec(self) -> CacheSpec:
         """What this group caches per token."""
-        return CacheSpec(self.num_kv_heads, self.head_size, self.kv_dtype, self.span, self.static_cache_scales)
+        scaling: Scaling = "none"
+        if self.kv_dtype in BUILT_IN:
+            scaling = "static" if self.static_cache_scales else "row"
+        return CacheSpec.keys_values(self.num_kv_heads, self.head_size, self.kv_dtype, self.span, scaling)
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -194,7 +198,37 @@ class AttentionCall:
     out: torch.Tensor
 
 
-class AttentionBackend(ABC):
+class StepPlanner:
+    """What prepares steps for layers that use a cache: an attention backend, or this class itself.
+
+    It is enough by itself for a layer that reads nothing but the batch, on the device alone. ``capture`` says what of
+    such a layer's work on its cache may be captured.
+    """
+
+    capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
+
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
+        """Prepare one step on the host. Default: hand the batch on.
+
+        Where ``capture`` is not NEVER and the batch has a ``graph_key``, the layer's work is captured with the metadata
+        of one step, and replayed for every later step of that key whose metadata has an equal ``token``; the metadata
+        of those is dropped. So for equal key and token: everything that the work reads on the device lies in the
+        batch's own arrays, or in buffers that ``plan`` allocates once and writes anew each time; and whatever it takes
+        from the host (host arrays, numbers of launches and of splits, which kernel runs) follows from key and token
+        alone. What else must change, such as a grid's size, goes into the token; rounded up, so that there are few.
+        """
+        return AttentionMetadata(batch)
+
+    def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
+        """What may be captured of steps of this phase and size. Default: ``capture``, for all of them."""
+        return self.capture
+
+    def step_limits(self) -> StepLimits:
+        """What a step may hold. Default: anything."""
+        return StepLimits()
+
+
+class AttentionBackend(StepPlanner, ABC):
     """One backend. An instance is built per attention layer; layers of equal spec and backend form a group.
 
     ``plan`` is called once per step on the first layer of a group, and its metadata is handed to all of the group.
@@ -203,7 +237,6 @@ class AttentionBackend(ABC):
 
     layout: ClassVar[CacheLayout]
     traceable: ClassVar[bool] = False
-    capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
     conventions: ClassVar[NumericConventions] = NumericConventions()
 
     def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
@@ -222,10 +255,6 @@ class AttentionBackend(ABC):
         """What the layout is asked to store; an adapter that pads heads stores more than the model's own spec."""
         return self.spec.cache_spec
 
-    def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
-        """What may be captured of steps of this phase and size. Default: ``capture``, for all of them."""
-        return self.capture
-
     def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
         """Take the per-head constants, each float32 [H], once weights are loaded."""
         self.sinks, self.alibi_slopes = sinks, alibi_slopes
@@ -234,26 +263,13 @@ class AttentionBackend(ABC):
         """Take the static scales of keys and values, each float32 [1]: cached is what they divide, rounded."""
         self.cache_scales = k, v
 
-    def step_limits(self) -> StepLimits:
-        """What a step may hold with this backend."""
-        return StepLimits()
-
     @abstractmethod
     def store(self, call: StoreCall) -> None:
         """Write the call's ``k`` and ``v`` into its ``cache`` at its slots. Mutates ``cache`` alone."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
-        """Prepare one step on the host.
-
-        Where ``capture`` is not NEVER and the batch has a ``graph_key``, ``forward`` is captured with the metadata of
-        one step, and replayed for every later step of that key whose metadata has an equal ``token``; the metadata of
-        those is dropped. So for equal key and token: everything that ``forward`` reads on the device lies in the
-        batch's own arrays, or in buffers that ``plan`` allocates once and writes anew each time; and whatever
-        ``forward`` takes from the host (host arrays, numbers of launches and of splits, which kernel runs) follows
-        from key and token alone. What else must change, such as a grid's size, goes into the token; rounded up, so
-        that there are few.
-        """
+        """Prepare one step on the host, for ``forward``; see StepPlanner."""
 
     @abstractmethod
     def forward(self, call: AttentionCall) -> None:

@@ -6,9 +6,11 @@ names it where a request holds nothing; what is read from it must not matter.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Self
 
 from hardpoint_plugin_api.errors import ConfigError
 
@@ -54,19 +56,59 @@ class Span:
         return hidden
 
 
-@dataclass(frozen=True)
-class CacheSpec:
-    """What one layer caches per token: ``num_kv_heads`` keys and values of ``head_size`` elements of ``dtype``.
+Scaling = Literal["none", "row", "static"]
 
-    ``span`` says how long they are needed: a page whose tokens no later query reads is given to somebody else.
-    ``static_scales``: see ``AttentionSpec``; a layout for 8-bit elements has no room for scales then.
+
+@dataclass(frozen=True)
+class Plane:
+    """One named part of what a cache holds of each token, such as its keys: a tensor of ``shape`` and ``dtype``.
+
+    ``scaling`` says which numbers the elements stand for. ``none``: the elements themselves. ``row``: the layout keeps
+    a float32 scale for each row along the last axis, so one for each token and head of keys [K, D]; numbers are
+    elements times scale. ``static``: the backend is given one scale for the whole plane, which the layout does not
+    hold.
     """
 
-    num_kv_heads: int
-    head_size: int
+    name: str
+    shape: tuple[int, ...]
     dtype: str
-    span: Span = Span()
-    static_scales: bool = False
+    scaling: Scaling = "none"
+
+    @property
+    def numel(self) -> int:
+        """Elements of one token."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What one layer caches: its planes, with names of their own each, and how long they are needed.
+
+    ``retention`` says which tokens later queries read: a page without any is given to another request.
+    """
+
+    planes: tuple[Plane, ...]
+    retention: Span = Span()
+
+    @classmethod
+    def keys_values(
+        cls,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: str,
+        retention: Span = Span(),  # frozen
+        scaling: Scaling = "none",
+    ) -> Self:
+        """The planes of attention over keys and values: ``k`` and ``v``, each [num_kv_heads, head_size]."""
+        shape = num_kv_heads, head_size
+        return cls(tuple(Plane(name, shape, dtype, scaling) for name in ("k", "v")), retention)
+
+    def __getitem__(self, name: str) -> Plane:
+        """The plane ``name``; raises KeyError where there is none."""
+        for plane in self.planes:
+            if plane.name == name:
+                return plane
+        raise KeyError(f"the cache has no plane {name!r}; it has {', '.join(p.name for p in self.planes)}")
 
 
 @dataclass(frozen=True)
@@ -82,6 +124,8 @@ class Region:
 
 class CacheLayout(ABC):
     """How a backend lays a page out. Stateless; ``name`` is what manifests refer to as ``layout``.
+
+    ``PlainLayout`` and ``ScaledLayout`` serve any planes.
 
     Invariant, which conformance checks: ``to_logical`` after ``from_logical`` on the same views and pages returns the
     same values, as precisely as the layout's elements and scales hold them.
@@ -116,11 +160,14 @@ class CacheLayout(ABC):
         }
 
     @abstractmethod
-    def to_logical(self, views: dict[str, torch.Tensor], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy ``pages`` (int64 [n]) out as keys and values, each [n, block_size, num_kv_heads, head_size]."""
+    def to_logical(self, views: Mapping[str, torch.Tensor], pages: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copy ``pages`` (int64 [n]) out: each plane by its name, [n, block_size, *plane.shape].
+
+        A plane with ``row`` or ``static`` scaling comes out in float32; static scales are left for the caller.
+        """
 
     @abstractmethod
     def from_logical(
-        self, views: dict[str, torch.Tensor], pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, views: Mapping[str, torch.Tensor], pages: torch.Tensor, planes: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write keys and values, shaped as ``to_logical`` returns them, into ``pages``. Mutates the views."""
+        """Write every plane, shaped as ``to_logical`` returns it, into ``pages``. Mutates the views."""

@@ -16,6 +16,7 @@ from hardpoint_plugin_api.manifest import ConfigValue
 if TYPE_CHECKING:
     import torch
 
+    from hardpoint_plugin_api.cache_users import CacheUsers
     from hardpoint_plugin_api.communicator import Parallel
 
 Scope = Literal["step", "engine", "collective"]
@@ -156,6 +157,11 @@ class BuildContext(Protocol):
     @property
     def metrics(self) -> Metrics:
         """What is counted and timed; metrics declared here carry the plugin's name."""
+        ...
+
+    @property
+    def cache_users(self) -> CacheUsers:
+        """Where a layer declares what it keeps of its sequences."""
         ...
 
     @property

@@ -9,10 +9,10 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
-from importlib.metadata import Distribution, packages_distributions
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
+from importlib_metadata import Distribution, packages_distributions
 from packaging.utils import canonicalize_name
 
 from hardpoint_plugin_api.reasons import Reason

@@ -14,10 +14,12 @@ Stability = Literal["stable", "provisional"]
 class Family:
     """One kind of pluggable thing.
 
-    ``has_of`` says whether its contributions name what they implement (which op, layer, architecture);
-    ``flag`` is the command-line flag that chooses in it, where it has one of its own. ``stepwise`` says by what its
-    winners may differ from step to step: not at all, by the step's size, or by size and phase. ``numeric`` says whether
-    its contributions compute a model's numbers, so that numeric features of the whole engine are asked of them.
+    ``has_of`` says whether its contributions name what they implement (which op, layer, architecture). Where core alone
+    says what there is to implement, ``kinds`` are the workloads of these, each with its ``of`` as that field's default;
+    a contribution that leaves its ``of`` out is of the first, which is ``workload``. ``flag`` is the command-line flag
+    that chooses in it, where it has one of its own. ``stepwise`` says by what its winners may differ from step to step:
+    not at all, by the step's size, or by size and phase. ``numeric`` says whether its contributions compute a model's
+    numbers, so that numeric features of the whole engine are asked of them.
     """
 
     name: str
@@ -28,10 +30,24 @@ class Family:
     flag: str | None = None
     stepwise: Literal["no", "size", "size and phase"] = "no"
     numeric: bool = False
+    kinds: tuple[type[requests.Workload], ...] = ()
 
-    def takes(self, key: str) -> bool:
-        """Say whether workloads of this family carry the field a requirement named ``key`` looks at."""
-        return key in {f.name for f in fields(self.workload)}
+    @property
+    def default_of(self) -> str | None:
+        """The ``of`` of a contribution that leaves it out; None where it may not, or has none."""
+        return self.workload.of
+
+    def workload_of(self, of: str | None) -> type[requests.Workload]:
+        """The workload of what a contribution implements."""
+        return next((kind for kind in self.kinds if kind.of == of), self.workload)
+
+    def takes(self, key: str, of: str | None = None) -> bool:
+        """Say whether workloads of this family carry the field a requirement named ``key`` looks at.
+
+        Of a family with ``kinds``, those of ``of``; of None, any of them.
+        """
+        kinds = self.kinds if self.kinds and of is None else (self.workload_of(of),)
+        return any(key in {f.name for f in fields(kind)} for kind in kinds)
 
 
 _ALL = (
@@ -45,9 +61,11 @@ _ALL = (
         requests.AttentionWorkload,
         "provisional",
         "cache layout, store, plan and forward of attention",
+        True,
         flag="--attention-backend",
         stepwise="size and phase",
         numeric=True,
+        kinds=(requests.AttentionWorkload,),
     ),
     Family(
         "linear",

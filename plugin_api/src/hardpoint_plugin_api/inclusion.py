@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hardpoint_plugin_api.errors import ManifestError, nearest
+from hardpoint_plugin_api.families import FAMILIES
 
 Data = Mapping[str, Any]
 Placed = tuple[Data, str]
@@ -35,7 +36,7 @@ Placed = tuple[Data, str]
 
 _DEFAULTED = ("platforms", "priority")
 _FRAGMENT = ("defaults", "contribution")
-_SLOT = ("family", "of", "name")
+_KEYS_OF_SLOT = ("family", "of", "name")
 _CORE = "hardpoint"
 
 
@@ -105,15 +106,15 @@ def _located(file: object, source: str) -> Path:
 
 def _overridden(included: Sequence[Placed], entry: Data, source: str) -> list[Placed]:
     """``included`` with one override: ``requires`` adds to the contribution's, other keys take the place of its own."""
-    slot = tuple(entry.get(key) for key in _SLOT)
+    slot = _slot(entry)
     title = " ".join(str(part) for part in slot if part is not None)
-    known = {tuple(table.get(key) for key in _SLOT) for table, _ in included}
+    known = {_slot(table) for table, _ in included}
     if slot not in known:
         names = {" ".join(str(part) for part in each if part is not None) for each in known}
         guess = nearest(title, names)
         hint = f"did you mean {guess!r}?" if guess else f"included are: {', '.join(sorted(names)) or 'none'}"
         raise ManifestError(f"{source}: [[override]] {title!r} is of no included contribution; {hint}")
-    changes = {key: value for key, value in entry.items() if key not in (*_SLOT, "remove")}
+    changes = {key: value for key, value in entry.items() if key not in (*_KEYS_OF_SLOT, "remove")}
     return [
         (
             _with(
@@ -121,11 +122,18 @@ def _overridden(included: Sequence[Placed], entry: Data, source: str) -> list[Pl
             ),
             at,
         )
-        if tuple(table.get(key) for key in _SLOT) == slot
+        if _slot(table) == slot
         else (table, at)
         for table, at in included
-        if not (entry.get("remove") and tuple(table.get(key) for key in _SLOT) == slot)
+        if not (entry.get("remove") and _slot(table) == slot)
     ]
+
+
+def _slot(table: Data) -> tuple[Any, Any, Any]:
+    """Family, ``of`` (with the family's default) and name of a contribution, or of an override."""
+    family, of, name = (table.get(key) for key in _KEYS_OF_SLOT)
+    known = FAMILIES.get(family) if isinstance(family, str) else None
+    return family, known.default_of if of is None and known else of, name
 
 
 def _list(data: Data, key: str, source: str) -> list[dict[str, Any]]:

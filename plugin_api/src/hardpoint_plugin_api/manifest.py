@@ -65,7 +65,8 @@ KEYS: Mapping[str, Mapping[str, str]] = {
     },
     "contribution": {
         "family": "The family it is an offer in; required.",
-        "of": "Which op, layer or architecture it implements; required where the family has such, else not allowed.",
+        "of": "Which op, layer or architecture it implements; required where the family has such, else not allowed. Of "
+        "attention it may be left out, and is causal then.",
         "name": "What users type, unique per family and of; required.",
         "target": '"package.module:attribute", imported only if it wins; required.',
         "platforms": "Names of the platforms it is for; none means any.",
@@ -345,7 +346,9 @@ def _contribution(table: _Table) -> Contribution:
         family = FAMILIES[table.text("family")]
     except KeyError:
         raise table.fail(str(UnknownNameError("family", table.text("family"), FAMILIES))) from None
-    of = table.data.get("of")
+    of = table.text("of") if "of" in table.data else family.default_of
+    if family.kinds and of not in (known := [kind.of for kind in family.kinds]):
+        raise table.fail(str(UnknownNameError(f"'of' for family {family.name!r}", str(of), map(str, known))))
     if family.has_of != (of is not None):
         raise table.fail(
             f"family {family.name!r} "
@@ -362,14 +365,14 @@ def _contribution(table: _Table) -> Contribution:
     requires = table.get("requires", list, [])
     if not all(isinstance(r, dict) for r in requires):
         raise table.fail("'requires' must be a list of tables such as { package = \"acme-kernels>=2\" }")
-    requirements = tuple(parse_requirement(r, family, table.where) for r in requires)
+    requirements = tuple(parse_requirement(r, family, table.where, of) for r in requires)
     if sum(isinstance(r, TokensRequirement) for r in requirements) > 1:
         raise table.fail("'requires' holds 'tokens' more than once; a contribution is for one range")
     return Contribution(
         family=family.name,
         name=table.name("name"),
         target=target,
-        of=None if of is None else table.text("of"),
+        of=of,
         platforms=table.texts("platforms"),
         priority=table.number("priority", 0),
         summary=table.text("summary", ""),

@@ -119,9 +119,10 @@ class LayerWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWorkload(Workload):
-    """One attention group: layers of equal shape, features and cache."""
+    """One group of causal self-attention: layers of equal shape, features and cache."""
 
     family: ClassVar[str] = "attention"
+    of: str | None = "causal"
     dtype: str | None = None
     kv_dtype: str | None = None
     num_heads: int | None = None

@@ -8,12 +8,12 @@ located with ``find_spec`` on the top-level name alone (a dotted name would impo
 from __future__ import annotations
 
 import fnmatch
-import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+import importlib_metadata
 from packaging.requirements import InvalidRequirement
 from packaging.requirements import Requirement as PackageSpec
 
@@ -67,8 +67,8 @@ def _package_reason(text: str) -> Reason | None:
     """Why the distribution of a PEP 508 text does not serve, None where it does."""
     spec, fix = PackageSpec(text), f"pip install '{text}'"
     try:
-        version = importlib.metadata.version(spec.name)
-    except importlib.metadata.PackageNotFoundError:
+        version = importlib_metadata.version(spec.name)
+    except importlib_metadata.PackageNotFoundError:
         return Reason("package-missing", f"package {spec.name} is not installed", wanted=text, fix=fix)
     if spec.specifier.contains(version, prereleases=True):
         return None
@@ -96,8 +96,8 @@ class SymbolRequirement(Requirement):
         """Return the reason why the module may not be imported, or None where it is the distribution's own."""
         top = self.module.partition(".")[0]
         try:
-            distribution = importlib.metadata.distribution(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
+            distribution = importlib_metadata.Distribution.from_name(self.distribution)
+        except importlib_metadata.PackageNotFoundError:
             owner = owner_of(top, other_than=self.distribution)
             return Reason(
                 "package-missing",
@@ -273,20 +273,21 @@ class TokensRequirement(Requirement):
         )
 
 
-def applies(key: str, family: Family) -> bool:
-    """Say whether a contribution to ``family`` may have the requirement ``key``."""
+def applies(key: str, family: Family, of: str | None = None) -> bool:
+    """Say whether a contribution to ``family``, of ``of`` where that is given, may have the requirement ``key``."""
     if key == "tokens":
         return family.stepwise != "no"
     return key not in _WORKLOAD_KEYS or family.takes(
-        {"head_multiple": "head_size", "feature": "features", "scalar": "scalars"}.get(key, key)
+        {"head_multiple": "head_size", "feature": "features", "scalar": "scalars"}.get(key, key), of
     )
 
 
-def parse_requirement(table: Mapping[str, object], family: Family, where: str) -> Requirement:
+def parse_requirement(table: Mapping[str, object], family: Family, where: str, of: str | None = None) -> Requirement:
     """Turn one table of a manifest's ``requires`` into a requirement.
 
     Raises ManifestError, which names ``where``, for an unknown key (then the plugin is newer than this host, or the
-    key is misspelt), for a key that ``family`` has no field for, and for a value of the wrong type.
+    key is misspelt), for a key that the workloads of ``family`` (and ``of``) have no field for, and for a value of the
+    wrong type.
     """
     rest = dict(table)
     distribution = rest.pop("from", None)
@@ -300,8 +301,9 @@ def parse_requirement(table: Mapping[str, object], family: Family, where: str) -
             f"{where}: unknown requirement {key!r}{f' (did you mean {guess!r}?)' if guess else ''}; "
             "if it is no misspelling, the plugin is newer than this Hardpoint: pip install --upgrade hardpoint-core"
         )
-    if key != "tokens" and not applies(key, family):
-        raise ManifestError(f"{where}: requirement {key!r} does not apply to family {family.name!r}")
+    if key != "tokens" and not applies(key, family, of):
+        kind = f" of {of!r}" if family.kinds and of else ""
+        raise ManifestError(f"{where}: requirement {key!r} does not apply to family {family.name!r}{kind}")
     if (distribution is not None) != (key == "symbol"):
         raise ManifestError(
             f"{where}: 'symbol' needs 'from', the distribution it must come from, and nothing else has it"

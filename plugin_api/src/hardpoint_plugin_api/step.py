@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class ForwardStep:
-    """One step of a model, as its layers see it. ``caches`` and ``metadata`` are indexed by attention layer.
+    """One step of a model, as its layers see it. ``caches`` and ``metadata`` are indexed by cache user.
 
     ``positions`` int64 [T] count each token within its sequence, as the cache does. ``rotary_positions`` int64 [T] are
     those that rotary embedding rotates by: the same, unless a model numbers its tokens in another way ([3, T] where it
-    has three such numbers for each). ``caches`` holds the views of each layer's cache, ``metadata`` the plan of each
-    layer's group; layers of one group share the object.
+    has three such numbers for each). ``caches`` holds the views of each user's cache, ``metadata`` the plan of each
+    user's group; users of one group share the object.
     """
 
     positions: torch.Tensor
@@ -40,11 +40,11 @@ class ForwardStep:
         """T, padding included."""
         return self.positions.shape[0]
 
-    def interrupt(self, layer: int, call: Callable[[dict[str, torch.Tensor], AttentionMetadata], None]) -> None:
-        """Run ``call(cache, metadata)`` with the cache and the metadata of attention layer number ``layer``.
+    def interrupt(self, user: int, call: Callable[[dict[str, torch.Tensor], AttentionMetadata], None]) -> None:
+        """Run ``call(cache, metadata)`` with the cache and the metadata of cache user number ``user``.
 
         Whatever depends on a step's metadata in more than its token must run in here. A step that is prepared in
         pieces is cut at this place: ``call`` runs later, once in each run of what was prepared, with the metadata of
         that run and on the tensors that it holds itself. So it returns nothing and writes to tensors that are given.
         """
-        call(self.caches[layer], self.metadata[layer])
+        call(self.caches[user], self.metadata[user])

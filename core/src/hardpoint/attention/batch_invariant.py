@@ -27,7 +27,7 @@ class BatchInvariantAttention(ReferenceAttention):
         for i, seq_len in enumerate(batch.seq_lens_host):
             first, last = batch.query_start_host[i], batch.query_start_host[i + 1]
             pages, start = read_blocks(batch, i, self.spec)
-            keys, values = (x.flatten(0, 1)[: seq_len - start] for x in self.layout.to_logical(call.cache, pages))
+            keys, values = (x.flatten(0, 1)[: seq_len - start] for x in self.read(call.cache, pages))
             call.out[first:last] = self._request(call.q[first:last], keys, values, start)
 
     def _request(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:

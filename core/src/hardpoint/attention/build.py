@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from hardpoint.attention.groups import AttentionLayer
 from hardpoint.attention.phases import PhasedBackend
 from hardpoint.context import Context
 from hardpoint.plugins.blame import construct
-from hardpoint_plugin_api import AttentionBackend, AttentionSpec
+from hardpoint_plugin_api import AttentionBackend, AttentionSpec, CacheUser
 
 
 def attention_backend(ctx: Context, spec: AttentionSpec) -> tuple[int, AttentionBackend, str]:
     """Select and build the backend of the layer at ``ctx.path``.
 
-    Returns the layer's index in a step's lists, the backend, and the name of its cache layout, by which fused ops that
-    write the cache are selected.
+    Returns the layer's number among the cache users, the backend, and the name of its cache layout. Fused ops
+    that write the cache are selected by that name.
     """
     plan = ctx.select(spec.workload())
     built = {e.offer: construct(e.offer, ctx.load(e.offer), AttentionBackend, ctx, spec) for e in plan.entries}
@@ -23,4 +22,5 @@ def attention_backend(ctx: Context, spec: AttentionSpec) -> tuple[int, Attention
         (backend,) = built.values()
     else:
         backend = PhasedBackend(ctx, spec, [(e.range, built[e.offer]) for e in plan.entries])
-    return ctx.attention_layers.add(AttentionLayer(ctx.path, spec, backend)), backend, plan.layout
+    user = CacheUser(ctx.path, backend.cache_spec, backend.layout, backend, (spec, type(backend)))
+    return ctx.cache_users.add(user), backend, plan.layout

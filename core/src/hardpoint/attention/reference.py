@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from hardpoint.dtypes import dtype_of
 from hardpoint.ops.store_kv import store_kv
 from hardpoint_plugin_api import (
     AttentionBackend,
@@ -16,29 +15,9 @@ from hardpoint_plugin_api import (
     AttentionMetadata,
     AttentionSpec,
     CacheLayout,
-    CacheSpec,
-    Region,
+    PlainLayout,
     StoreCall,
 )
-
-
-class PlainLayout(CacheLayout):
-    """A page is its keys [block, K, D], then its values [block, K, D]."""
-
-    name = "plain"
-
-    def regions(self, spec: CacheSpec, block_size: int) -> tuple[Region, ...]:
-        shape = (block_size, spec.num_kv_heads, spec.head_size)
-        nbytes = block_size * spec.num_kv_heads * spec.head_size * dtype_of(spec.dtype).itemsize
-        return tuple(Region(name, i * nbytes, nbytes, shape, spec.dtype) for i, name in enumerate(("k", "v")))
-
-    def to_logical(self, views: dict[str, torch.Tensor], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return views["k"][pages], views["v"][pages]
-
-    def from_logical(
-        self, views: dict[str, torch.Tensor], pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        views["k"][pages], views["v"][pages] = k, v
 
 
 class ReferenceAttention(AttentionBackend):
@@ -54,7 +33,8 @@ class ReferenceAttention(AttentionBackend):
 
     def read(self, cache: dict[str, torch.Tensor], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values on ``pages`` (int64 [n]), each [n, block, K, D]."""
-        return self.layout.to_logical(cache, pages)
+        planes = self.layout.to_logical(cache, pages)
+        return planes["k"], planes["v"]
 
     def forward(self, call: AttentionCall) -> None:
         batch = call.metadata.batch

@@ -210,7 +210,7 @@ def _serving(ctx: Context, spec: AttentionSpec, variants: bool) -> list[_Candida
     """
     serving: list[_Candidate] = []
     rejected: dict[str, Sequence[Reason]] = {}
-    for offer in ctx.plugins.offers("attention"):
+    for offer in ctx.plugins.offers("attention", "causal"):
         name = offer.contribution.name
         asked = Settings({"attention": name})
         chosen = replace(

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import httptools
-
 from hardpoint.bench.lengths import SyntheticRequest
 from hardpoint.bench.load import Timing
+from hardpoint.extras import require_extra
 from hardpoint_plugin_api import ConfigError, HardpointError
 
 _QUESTION_SECONDS = 30.0
@@ -120,7 +119,10 @@ class _Answer(asyncio.Protocol):
     _now: float = 0.0
 
     def __post_init__(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
+        require_extra("serve", "a benchmark of a server")
+        from httptools import HttpParserError, HttpResponseParser
+
+        self._parser, self._parser_error = HttpResponseParser(self), HttpParserError
 
     def check_status(self) -> None:
         """Raise HardpointError for another status than 200."""
@@ -143,7 +145,7 @@ class _Answer(asyncio.Protocol):
         self._now = time.perf_counter()
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except self._parser_error as error:
             self._fail(HardpointError(f"{self.url} answered what cannot be read ({error}): {_shown(data)}"))
 
     def connection_lost(self, exc: Exception | None) -> None:

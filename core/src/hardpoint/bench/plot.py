@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hardpoint.bench.registry import BenchResult, BenchRow, Curve
+from hardpoint.extras import require_extra
 from hardpoint_plugin_api import ConfigError
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ def check_plot(flag: str, path: str) -> None:
         raise ConfigError(f"{flag} {path}: a plot is a PNG; give a name that ends in .png")
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path}: its folder is not there; make it, or name a file elsewhere")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"{flag} needs matplotlib, which is not installed: pip install 'hardpoint-core[plot]'")
+    require_extra("plot", flag)
 
 
 def write_plot(result: BenchResult, path: str) -> None:

@@ -8,13 +8,14 @@ Listing reads those decorators from the source text, so that it imports none of 
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
+
+import importlib_metadata
 
 F = TypeVar("F", bound=Callable[..., "BenchResult"])
 HERE = Path(__file__).parent
@@ -131,6 +132,6 @@ def environment() -> dict[str, str]:
         "devices": ", ".join(devices),
         "cpus": str(os.cpu_count()),
         "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"),
+        "torch": importlib_metadata.version("torch"),
         **{record.distribution: record.version for record in plugins.records if record.is_usable},
     }

@@ -16,6 +16,7 @@ from hardpoint.cli.output import check_writable, make_folder, print_json, print_
 from hardpoint.conformance.kit import SEEDS, TIMEOUTS, Order, Shard, not_tried_here
 from hardpoint.conformance.plan import CASE_SECONDS, Level
 from hardpoint.conformance.proof import tally
+from hardpoint.extras import require_extra
 from hardpoint.plugins import discover
 from hardpoint_plugin_api import ConfigError
 
@@ -120,6 +121,7 @@ def conform(
     check failed, and if a contribution for this hardware is not proved: its values were compared in no case. A shard is
     not judged by what the other shards hold: 'hardpoint merge-certificates' has the last word.
     """
+    require_extra("conform", "hardpoint conform")
     from hardpoint.conformance.certify import certify
 
     wanted, plugins = Order(plugin, **order), discover()

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
+
+from importlib_metadata import PackageNotFoundError, version
 
 from hardpoint.plugins import Offer, PluginRecord, PluginSet
 from hardpoint.plugins.wrapped import Installed, required_by

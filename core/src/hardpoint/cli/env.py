@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import click
+import importlib_metadata
 from packaging.requirements import Requirement
 
 from hardpoint.cli.output import print_json, print_table
@@ -103,15 +103,15 @@ def _package(requirement: object) -> str | None:
 
 def _requires(distribution: str) -> list[str]:
     try:
-        return importlib.metadata.requires(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
+        return importlib_metadata.requires(distribution) or []
+    except importlib_metadata.PackageNotFoundError:
         return []
 
 
 def _version(name: str) -> str | None:
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        return importlib_metadata.version(name)
+    except importlib_metadata.PackageNotFoundError:
         return None
 
 

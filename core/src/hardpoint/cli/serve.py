@@ -11,6 +11,7 @@ import click
 from hardpoint.cli.log import show_log
 from hardpoint.cli.options import EngineCommand
 from hardpoint.config import EngineConfig
+from hardpoint.extras import require_extra
 
 
 @click.command(cls=EngineCommand, short_help="Serve a model over HTTP.")
@@ -61,6 +62,7 @@ def serve(config: EngineConfig, api_key_file: Path | None, quiet: bool, **settin
 
     Says on stderr where it listens. SIGTERM or Ctrl-C ends it; a second one at once.
     """
+    require_extra("serve", "hardpoint serve")
     from hardpoint.server.run import serve as run
     from hardpoint.server.settings import ServerSettings, read_api_keys
 

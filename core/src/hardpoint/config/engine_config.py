@@ -66,7 +66,9 @@ class EngineConfig(BaseModel):
     certificates: Text | None = Field(
         None, description="The one folder whose certificates count; by default the plugins' own and the local ones."
     )
-    attention_backend: Text | None = Field(None, description="The attention backend.")
+    attention_backend: Text | None = Field(
+        None, description="The attention backend, wherever it is offered; for one kind: --use attention.OF=NAME."
+    )
     linear_backend: Text | None = Field(None, description="The matmul kernels behind linear layers.")
     experts_backend: Text | None = Field(None, description="The kernels of a mixture of experts.")
     all2all_backend: Text | None = Field(None, description="What exchanges tokens between the ranks of experts.")

@@ -184,7 +184,7 @@ def _refusals(config: EngineConfig, plugins: PluginSet, choice: PlatformChoice) 
     """
 
     def denied(offer: Offer) -> Reason | None:
-        if offer.choice not in config.deny:
+        if not offer.is_among(config.deny):
             return None
         return Reason("denied", f"it is on the deny list (--deny {offer.choice})")
 
@@ -270,12 +270,17 @@ def _check_slots(config: EngineConfig, plugins: PluginSet) -> None:
 
 def _warn_of_unasked(config: EngineConfig, selector: Selector) -> None:
     """Name the choices that decide nothing, because nothing of this engine asked for them."""
-    asked = {(plan.workload.family, of) for plan in selector.plans for of in (None, plan.workload.of)}
+    asked = {
+        (plan.workload.family, of, offer.contribution.name)
+        for plan in selector.plans
+        for of in (None, plan.workload.of)
+        for offer in plan.candidates
+    }
     settings = _settings(config, None)
     for slot in config.choices:
         family, _, of = slot.partition(".")
         choice = settings.choice(family, of or None)
-        if choice and family not in ("platform", *_PARSERS) and (family, of or None) not in asked:
+        if choice and family not in ("platform", *_PARSERS) and (family, of or None, choice.name) not in asked:
             what = " ".join(filter(None, (family, of)))
             logger.warning("%s %s decides nothing: nothing here asks for %s", choice.flag, choice.name, what)
 

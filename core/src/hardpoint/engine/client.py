@@ -18,8 +18,9 @@ from hardpoint.selection import SelectionTable
 class EngineStats:
     """What an engine did so far, and what it holds now; seconds of wall time.
 
-    ``cached_tokens`` of prompts were found in the prefix cache and not computed. Of ``num_pages`` pages of the cache,
-    ``num_free_pages`` belong to no request.
+    ``decode_tokens`` were drawn by steps without prompts. ``cached_tokens`` of prompts were found in the prefix cache
+    and not computed. Steps verified ``drafted_tokens``, of which ``accepted_tokens`` were right. Of ``num_pages`` pages
+    of the cache, ``num_free_pages`` belong to no request.
     """
 
     load_seconds: float = 0.0
@@ -29,6 +30,8 @@ class EngineStats:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     num_preemptions: int = 0
     num_running: int = 0
     num_waiting: int = 0

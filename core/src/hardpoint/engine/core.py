@@ -257,12 +257,13 @@ class EngineCore:
         step, pending = self._submitted.popleft()
         with self.blueprint.ctx.range("collect"):
             output = pending.result()
+        before = self.scheduler.num_drawn
         advanced = self.scheduler.commit(output)
-        seconds, decodes = time.perf_counter() - began, sum(s.count == 1 for s in step.scheduled)
-        self._metrics.collected(seconds, len(advanced))
+        seconds, num_drawn = time.perf_counter() - began, self.scheduler.num_drawn - before
+        self._metrics.collected(seconds, num_drawn)
         self.stats.num_steps += 1
-        if decodes == len(step.scheduled):
-            self.stats.decode_tokens += decodes
+        if all(s.count == 1 + len(s.drafts) for s in step.scheduled):
+            self.stats.decode_tokens += num_drawn
             self.stats.decode_seconds += seconds
         else:
             self.stats.prefill_tokens += step.num_tokens
@@ -302,6 +303,7 @@ class EngineCore:
         stats, scheduler, pool = self.stats, self.scheduler, self.scheduler.cache.pool
         stats.num_running, stats.num_waiting = scheduler.num_running, scheduler.num_waiting
         stats.cached_tokens = scheduler.num_cached_tokens
+        stats.drafted_tokens, stats.accepted_tokens = scheduler.num_drafted, scheduler.num_accepted
         stats.num_pages, stats.num_free_pages = pool.num_usable, pool.num_free
 
     def check(self) -> None:

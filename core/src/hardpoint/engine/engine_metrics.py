@@ -46,10 +46,12 @@ class StatsCollector:
         tokens = CounterMetricFamily(
             "hardpoint_computed_tokens", "Tokens that ran through the model, padding left out.", labels=["step"]
         )
-        tokens.add_metric(["decode"], stats.decode_tokens)
+        tokens.add_metric(["decode"], stats.decode_tokens + stats.drafted_tokens - stats.accepted_tokens)
         tokens.add_metric(["prefill"], stats.prefill_tokens)
         yield tokens
         yield _counter("cached_tokens", "Tokens of prompts found in the prefix cache.", stats.cached_tokens)
+        yield _counter("drafted_tokens", "Drafts that steps verified.", stats.drafted_tokens)
+        yield _counter("accepted_tokens", "Drafts that were right.", stats.accepted_tokens)
         yield _counter("preemptions", "Times that a request gave up its pages.", stats.num_preemptions)
         yield _gauge("running_requests", "Requests that hold a slot.", stats.num_running)
         yield _gauge("waiting_requests", "Requests that wait for a slot.", stats.num_waiting)

@@ -15,8 +15,6 @@ from typing import Any, ClassVar, Self
 import torch
 import triton
 
-from hardpoint.attention.quantized_cache import ScaledLayout
-from hardpoint.attention.reference import PlainLayout
 from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.attention_decode import decode_attention
 from hardpoint.kernels.attention_prefill import prefill_attention
@@ -34,7 +32,9 @@ from hardpoint_plugin_api import (
     CacheLayout,
     CaptureGrade,
     DeviceInfo,
+    PlainLayout,
     Reason,
+    ScaledLayout,
     StoreCall,
 )
 

@@ -99,15 +99,19 @@ def _requirements() -> Iterator[str]:
 
 def _families() -> Iterator[str]:
     yield "## Families"
-    yield "`of` says which op, layer, architecture or method a contribution implements, where the family has such."
+    yield (
+        "`of` says which op, layer, architecture or method a contribution implements, where the family has such. The "
+        "kinds of attention are listed: `--attention-backend NAME` chooses wherever that name is offered, and "
+        "`--use attention.OF=NAME` in one of them. A contribution that leaves its `of` out is of the first."
+    )
     yield _table(
         ["family", "what it is", "of", "workload", "chosen by", "state"],
         [
             [
                 f"`{f.name}`",
                 f.summary,
-                "yes" if f.has_of else "",
-                f"`{f.workload.__name__}`",
+                ", ".join(f"`{kind.of}`" for kind in f.kinds) or ("yes" if f.has_of else ""),
+                ", ".join(f"`{kind.__name__}`" for kind in f.kinds or (f.workload,)),
                 f"`{f.flag}`" if f.flag else f"`--use {f.name}{'.OF' if f.has_of else ''}=NAME`",
                 f.stability,
             ]

@@ -81,6 +81,7 @@ def describe_api() -> Surface:
             "kind": "family",
             "workload": family.workload.__name__,
             "has_of": family.has_of,
+            **({"kinds": {str(kind.of): kind.__name__ for kind in family.kinds}} if family.kinds else {}),
             "flag": family.flag,
             "stability": family.stability,
         }

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from importlib.metadata import Distribution
 from pathlib import Path, PurePosixPath
+
+from importlib_metadata import Distribution
 
 from hardpoint_plugin_api import ENTRY_POINT_GROUP, PluginLoadError, Reason
 from hardpoint_plugin_api.distributions import editable_source, locate_module

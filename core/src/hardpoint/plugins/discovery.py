@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from importlib.metadata import Distribution, EntryPoint, distributions
 
+from importlib_metadata import Distribution, EntryPoint
 from packaging.utils import canonicalize_name
 
 from hardpoint.plugins.conflicts import refuse_conflicts
@@ -70,10 +70,10 @@ def _warn_of_missing(lock: LockFile, records: Sequence[PluginRecord]) -> None:
 def _installed() -> Iterator[PluginRecord]:
     """A record for each entry point of the group, in no particular order.
 
-    As fast as ``importlib.metadata.entry_points``, but one distribution's damaged metadata does not hide the others.
+    As fast as ``importlib_metadata.entry_points``, but one distribution's damaged metadata does not hide the others.
     """
     seen = set()
-    for distribution in distributions():
+    for distribution in Distribution.discover():
         try:
             if ENTRY_POINT_GROUP not in (distribution.read_text("entry_points.txt") or ""):
                 continue
@@ -96,7 +96,7 @@ def _identity(distribution: Distribution) -> tuple[str, str]:
 def _plugins_of(distribution: Distribution, name: str, version: str) -> Iterator[PluginRecord]:
     try:
         entries = list(distribution.entry_points.select(group=ENTRY_POINT_GROUP))
-    except Exception as error:  # each version of importlib.metadata raises something else
+    except Exception as error:  # each version of importlib_metadata raises something else
         record = PluginRecord(name, name, version, entry_value="")
         record.refuse(_damaged(record, f"its entry_points.txt cannot be read: {error}"))
         yield record

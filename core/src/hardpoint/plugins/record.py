@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Literal
+
+from importlib_metadata import Distribution
 
 from hardpoint.plugins.content_hash import file_hashes, hash_of
 from hardpoint_plugin_api import (
@@ -50,10 +52,14 @@ class Offer:
 
     @property
     def choice(self) -> str:
-        """As --deny writes it: ``op.rms_norm=NAME``, ``attention=NAME``."""
+        """As --deny writes it: ``op.rms_norm=NAME``, ``linear=NAME``."""
         contribution = self.contribution
         of = f".{contribution.of}" if FAMILIES[contribution.family].has_of else ""
         return f"{contribution.family}{of}={contribution.name}"
+
+    def is_among(self, choices: Collection[str]) -> bool:
+        """Whether ``choices``, written as for --deny, name it: exactly, or by its family (``attention=NAME``)."""
+        return not {self.choice, f"{self.contribution.family}={self.contribution.name}"}.isdisjoint(choices)
 
 
 @dataclass(eq=False)

@@ -24,10 +24,10 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+from importlib_metadata import Distribution, PackageNotFoundError
 from packaging.requirements import Requirement as PackageSpec
 from packaging.utils import canonicalize_name
 
@@ -161,7 +161,7 @@ class Installed:
         """The distribution of that name, or None."""
         if name not in self._libraries:
             try:
-                self._libraries[name] = Library(name, distribution(name))
+                self._libraries[name] = Library(name, Distribution.from_name(name))
             except PackageNotFoundError:
                 self._libraries[name] = None
         return self._libraries[name]

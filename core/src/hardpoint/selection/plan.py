@@ -60,6 +60,11 @@ class Plan:
         return self.entries[0].offer.contribution.layout
 
     @property
+    def candidates(self) -> tuple[Offer, ...]:
+        """Winners and losers."""
+        return (*(entry.offer for entry in self.entries), *(rejection.offer for rejection in self.rejected))
+
+    @property
     def offer(self) -> Offer:
         """The winner, of a plan that has one for all ranges (what cannot change from step to step)."""
         assert len(self.entries) == 1, f"{self.workload} has several winners"

@@ -176,6 +176,8 @@ class _Contest:
     def decide(self) -> Plan:
         self._judge_by_data()
         choice = self.selector.settings.choice_for(self.workload)
+        if choice and choice.where_offered and not self._is_offered(choice):
+            choice = None
         if choice:
             self._hold_to(choice)
         verdicts = self.selector._tuning.verdicts(self.selector.device, self.workload)
@@ -202,7 +204,7 @@ class _Contest:
 
     def _hold_to(self, choice: Choice) -> None:
         """Fail closed where the candidate asked for by name does not exist or cannot serve."""
-        named = [o for o in self.offers if o.contribution.name == choice.name]
+        named = self._named(choice)
         if not named:
             title = self._title()
             raise UnknownNameError(
@@ -213,6 +215,14 @@ class _Contest:
             )
         if self._against(named[0]):
             self._refuse(choice, named[0])
+
+    def _is_offered(self, choice: Choice) -> bool:
+        """Whether the candidate, or for a generated adapter what it adapts, is offered for what the request asks."""
+        name = choice.name.partition("+")[0]
+        return any(offer.contribution.name == name for offer in self.offers)
+
+    def _named(self, choice: Choice) -> list[Offer]:
+        return [o for o in self.offers if o.contribution.name == choice.name]
 
     def _prove(self, offer: Offer, choice: Choice | None) -> None:
         reasons = self.selector._dynamic_reasons(offer, self.workload)

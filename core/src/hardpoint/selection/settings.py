@@ -10,15 +10,22 @@ from hardpoint_plugin_api import FAMILIES, LinearWorkload, Reason, Workload
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate asked for by name, and the flag that asked."""
+    """A candidate asked for by name, and the flag that asked.
+
+    ``where_offered`` says that it was asked for in a whole family: of what it is not offered for, others are chosen.
+    """
 
     name: str
     flag: str
+    where_offered: bool = False
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The user's choices: by family (``"attention"``) or slot (``"op.rms_norm"``), and which custom ops are on.
+    """The user's choices: by family (``"linear"``) or slot (``"op.rms_norm"``), and which custom ops are on.
+
+    Of a family whose kinds core lists, such as attention, a choice by family holds wherever that name is offered; one
+    by slot (``"attention.causal"``) comes before it.
 
     ``custom_ops`` holds at most one of ``all`` and ``none``, and ``+name`` and ``-name``; an op that is off runs in
     core's own form: its reference, row by row where batches must not matter, or composed of other ops. ``by_use`` are
@@ -43,7 +50,7 @@ class Settings:
             return Choice(self.choices[f"{family}.{of}"], f"--use {family}.{of}")
         if family in self.choices:
             own_flag = None if family in self.by_use else FAMILIES[family].flag
-            return Choice(self.choices[family], own_flag or f"--use {family}")
+            return Choice(self.choices[family], own_flag or f"--use {family}", bool(FAMILIES[family].kinds))
         return None
 
     def op_switched_off(self, op: str) -> Reason | None:

@@ -10,13 +10,14 @@ another, the measurement proves nothing, and is left aside with a warning.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+
+import importlib_metadata
 
 from hardpoint_plugin_api import (
     FAMILIES,
@@ -189,8 +190,8 @@ class TuningFile:
 
 def _installed(distribution: str) -> str | None:
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return importlib_metadata.version(distribution)
+    except importlib_metadata.PackageNotFoundError:
         return None
 
 
@@ -204,7 +205,7 @@ def _parse(entry: object, where: str) -> tuple[Key, Verdict]:
     device, family, of, workload, name = texts.values()
     if family not in FAMILIES:
         raise ConfigError(f"{where}: unknown family {family!r}")
-    tokens = _ANY
+    of, tokens = of or FAMILIES[family].default_of, _ANY
     if "tokens" in entry:
         try:
             tokens = cast(TokensRequirement, parse_requirement({"tokens": entry["tokens"]}, FAMILIES[family], where))

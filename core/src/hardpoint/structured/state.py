@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +61,26 @@ class StructureState:
         self._is_first = False
         if self.error is None:
             self._look_ahead()
+
+    def allowed_ahead(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
+        """``allowed`` now, and as it would be behind each of ``tokens`` up to the first that must not come, or behind
+        which none is to be drawn. Changes nothing."""
+        if not tokens:
+            return (self.allowed,)
+        found, ahead = [self.allowed], self._copy()
+        for token in tokens:
+            if not ahead.allowed[token // 8] >> token % 8 & 1:
+                break
+            ahead.accept(token)
+            if ahead.error is not None or ahead.is_complete:
+                break
+            found.append(ahead.allowed)
+        return tuple(found)
+
+    def _copy(self) -> Self:
+        copied = copy(self)
+        copied._matcher = self._matcher.deep_copy()
+        return copied
 
     def _ended_by(self, token: int) -> bool:
         return bool(self._ends[token // 8] >> token % 8 & 1)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hardpoint.extras import require_extra
 from hardpoint_plugin_api import EngineError, RequestError, StructuredOutput
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Trials:
         self._passed: OrderedDict[StructuredOutput, None] = OrderedDict()
 
     def check(self, structure: StructuredOutput, vocab_size: int) -> None:
-        """Raise RequestError for what cannot be compiled, or not within the limits.
+        """Raise RequestError for what cannot be compiled, or not within the limits; ConfigError without llguidance.
 
         ``vocab_size`` is the width of the model's logits, the same with each call.
         """
@@ -47,6 +48,7 @@ class Trials:
                 self._passed.move_to_end(structure)
                 return
             if self._child is None:
+                require_extra("structured", "structured output")
                 self._child = self._started(vocab_size)
             refused = self._ask(structure, self._child)
             if refused:

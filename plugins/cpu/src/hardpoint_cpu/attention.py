@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hardpoint.attention.reference import PlainLayout, attend, read_blocks
+from hardpoint.attention.reference import attend, read_blocks
 from hardpoint.ops.store_kv import store_kv
 from hardpoint_plugin_api import (
     AttentionBackend,
@@ -22,6 +22,7 @@ from hardpoint_plugin_api import (
     AttentionCall,
     AttentionMetadata,
     CacheLayout,
+    PlainLayout,
     StoreCall,
 )
 

@@ -13,8 +13,6 @@ from typing import ClassVar
 
 import torch
 
-from hardpoint.attention.quantized_cache import ScaledLayout
-from hardpoint.attention.reference import PlainLayout
 from hardpoint_cpu import native
 from hardpoint_cpu.ops.arguments import misfit, packed_heads
 from hardpoint_plugin_api import (
@@ -28,7 +26,9 @@ from hardpoint_plugin_api import (
     CacheLayout,
     CaptureGrade,
     DeviceInfo,
+    PlainLayout,
     Reason,
+    ScaledLayout,
     StoreCall,
 )
 

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from hardpoint.attention.reference import PlainLayout
 from hardpoint.kernels.attention import TritonAttention
 from hardpoint_cuda.flashinfer_library import Kernel, reasons
 from hardpoint_cuda.flashinfer_plan import StepPlanner
@@ -30,6 +29,7 @@ from hardpoint_plugin_api import (
     CaptureGrade,
     DeviceInfo,
     Feature,
+    PlainLayout,
     Reason,
     StoreCall,
 )

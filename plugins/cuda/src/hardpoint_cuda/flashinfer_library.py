@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import importlib.metadata
 import logging
 import os
 import shutil
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import importlib_metadata
 import torch
 
 from hardpoint.dtypes import dtype_of
@@ -218,7 +218,7 @@ class Product:
         if given := os.environ.get(_DEEP_GEMM_FOLDER):
             return Path(given)
         base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home())
-        return base / ".cache" / "flashinfer" / importlib.metadata.version(DISTRIBUTION) / "deep_gemm"
+        return base / ".cache" / "flashinfer" / importlib_metadata.version(DISTRIBUTION) / "deep_gemm"
 
     def compiler(self) -> str | None:
         """The ``nvcc`` that DeepGEMM would start, if there is one where it looks; that is not where FlashInfer does."""
@@ -254,7 +254,7 @@ Library = Kernel | Communication | Product
 
 def reasons(kernels: frozenset[Library]) -> list[Reason]:
     """Why FlashInfer, which is installed in a suitable version, would fail here when ``kernels`` are wanted."""
-    distribution = importlib.metadata.distribution(DISTRIBUTION)
+    distribution = importlib_metadata.Distribution.from_name(DISTRIBUTION)
     package = locate_module(distribution, "flashinfer")
     if isinstance(package, Reason):
         return [package]
@@ -284,8 +284,8 @@ def reasons(kernels: frozenset[Library]) -> list[Reason]:
 def _companions(version: str) -> Iterator[Reason]:
     for name in _COMPANIONS:
         try:
-            other = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            other = importlib_metadata.version(name)
+        except importlib_metadata.PackageNotFoundError:
             continue
         if other.partition("+")[0] != version:
             message = f"{name} is of another version than {DISTRIBUTION}, which refuses it"
@@ -337,8 +337,8 @@ def _is_built(kernel: Library, package: Path) -> bool:
     """Whether the library is there ahead of time. One in the user's cache is none: FlashInfer has ninja look at it."""
     roots = [package / "data"]
     try:
-        prebuilt = locate_module(importlib.metadata.distribution(_PREBUILT), "flashinfer_jit_cache")
-    except importlib.metadata.PackageNotFoundError:
+        prebuilt = locate_module(importlib_metadata.Distribution.from_name(_PREBUILT), "flashinfer_jit_cache")
+    except importlib_metadata.PackageNotFoundError:
         pass
     else:
         roots += [] if isinstance(prebuilt, Reason) else [prebuilt]

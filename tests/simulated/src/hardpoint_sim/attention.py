@@ -9,6 +9,7 @@ G = H / K, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,19 +41,20 @@ class ColumnLayout(CacheLayout):
     alignment = 512
 
     def regions(self, spec: CacheSpec, block_size: int) -> tuple[Region, ...]:
-        nbytes = block_size * spec.num_kv_heads * spec.head_size * dtype_of(spec.dtype).itemsize
-        values = Region("values", 0, nbytes, (spec.num_kv_heads, block_size, spec.head_size), spec.dtype)
-        keys = Region("keys", nbytes + GAP, nbytes, (spec.num_kv_heads, spec.head_size, block_size), spec.dtype)
+        dtype, (heads, size) = spec["k"].dtype, spec["k"].shape
+        nbytes = block_size * heads * size * dtype_of(dtype).itemsize
+        values = Region("values", 0, nbytes, (heads, block_size, size), dtype)
+        keys = Region("keys", nbytes + GAP, nbytes, (heads, size, block_size), dtype)
         return values, keys
 
-    def to_logical(self, views: dict[str, torch.Tensor], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return views["keys"][pages].permute(0, 3, 1, 2), views["values"][pages].transpose(1, 2)
+    def to_logical(self, views: Mapping[str, torch.Tensor], pages: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"k": views["keys"][pages].permute(0, 3, 1, 2), "v": views["values"][pages].transpose(1, 2)}
 
     def from_logical(
-        self, views: dict[str, torch.Tensor], pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, views: Mapping[str, torch.Tensor], pages: torch.Tensor, planes: Mapping[str, torch.Tensor]
     ) -> None:
-        views["keys"][pages] = k.permute(0, 2, 3, 1).to(views["keys"].dtype)
-        views["values"][pages] = v.transpose(1, 2).to(views["values"].dtype)
+        views["keys"][pages] = planes["k"].permute(0, 2, 3, 1).to(views["keys"].dtype)
+        views["values"][pages] = planes["v"].transpose(1, 2).to(views["values"].dtype)
 
 
 @dataclass

@@ -16,7 +16,6 @@ from hardpoint.conformance.families.scaled_cache import (
     WIDE,
     cache_dtypes,
     clash,
-    is_scaled,
     rounded,
     scalings,
     set_scales,
@@ -39,9 +38,19 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.ops.judge import Call, Expectation, Expected, Input
 from hardpoint.quantization.numerics import round_to
-from hardpoint_plugin_api import NULL_PAGE, AttentionBackend, AttentionSpec, CacheLayout, CacheSpec, Region, StoreCall
+from hardpoint_plugin_api import (
+    NULL_PAGE,
+    AttentionBackend,
+    AttentionSpec,
+    CacheLayout,
+    CacheSpec,
+    Plane,
+    Region,
+    StoreCall,
+)
 
 _PAGES = 7
+_SAID = {"k": "keys", "v": "values"}
 _TOKENS = {"few": 5, "none": 0, "one": 1, "many": 40}
 
 
@@ -145,16 +154,21 @@ def round_trip(subject: Subject, spec: CacheSpec, block_size: int, slack: int, s
         if view.shape[0] != _PAGES or view.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
             return Finding.failed("views", name, f"is no view of the buffer's {_PAGES} pages, shape {list(view.shape)}")
     pages = torch.randperm(_PAGES, generator=generator)[:3]
-    shape = (3, block_size, spec.num_kv_heads, spec.head_size)
-    k, v = (_logical(shape, spec, generator).to(device) for _ in range(2))
-    layout.from_logical(views, pages.to(device), k, v)
-    for name, wanted, got in zip("kv", (k, v), layout.to_logical(views, pages.to(device)), strict=True):
-        if is_scaled(spec.dtype) and not spec.static_scales:
+    drawn = {plane.name: _logical((3, block_size), plane, generator).to(device) for plane in spec.planes}
+    layout.from_logical(views, pages.to(device), drawn)
+    read = layout.to_logical(views, pages.to(device))
+    if read.keys() != drawn.keys():
+        message = f"to_logical gives the planes {', '.join(read)}, and the spec has {', '.join(drawn)}"
+        return Finding.failed("round-trip", "planes", message)
+    for plane in spec.planes:
+        name, wanted, got = plane.name, drawn[plane.name], read[plane.name]
+        if plane.scaling == "row":
             host = wanted.cpu()
-            truth, own = host.double(), rounded(host, spec.dtype)
+            truth, own = host.double(), rounded(host, plane.dtype)
             if (found := compare(name, got.float(), own, truth, ERRORS, device)).faults:
                 return Finding.of(found)
         elif got.shape != wanted.shape or not torch.equal(got, wanted):
+            shape = list(wanted.shape)
             return Finding.failed("round-trip", name, f"to_logical gives other values than from_logical took: {shape}")
         if got.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
             return Finding.failed("round-trip", name, "to_logical returns a view of the cache, and must return a copy")
@@ -167,27 +181,27 @@ def round_trip(subject: Subject, spec: CacheSpec, block_size: int, slack: int, s
     return Finding()
 
 
-def _logical(shape: Sequence[int], spec: CacheSpec, generator: torch.Generator) -> torch.Tensor:
-    """Keys or values that a layout can hold: to the bit, unless each token's head has a scale."""
-    x = torch.randn(*shape, generator=generator)
-    if not is_scaled(spec.dtype):
-        return x.to(dtype_of(spec.dtype))
-    return round_to(x * 30, spec.dtype).float() if spec.static_scales else spread(x, spec, generator, WIDE)
+def _logical(shape: Sequence[int], plane: Plane, generator: torch.Generator) -> torch.Tensor:
+    """Values [*shape, *plane.shape] that a layout can hold: to the bit, unless rows have scales."""
+    x = torch.randn(*shape, *plane.shape, generator=generator)
+    if plane.scaling == "none":
+        return x.to(dtype_of(plane.dtype))
+    return round_to(x * 30, plane.dtype).float() if plane.scaling == "static" else spread(x, plane, generator, WIDE)
 
 
 def _layout(subject: Subject) -> CacheLayout:
     return cast("type[AttentionBackend]", subject.target).layout
 
 
-def _stored(x: torch.Tensor, spec: CacheSpec, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _stored(x: torch.Tensor, plane: Plane, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """What a cache holds of ``x`` [T, K, D], less a static ``scale``: as its elements can, and the truth in float64."""
-    if not is_scaled(spec.dtype):
-        own = x.to(dtype_of(spec.dtype))
+    if plane.scaling == "none":
+        own = x.to(dtype_of(plane.dtype))
         return own, own
     if scale is None:
-        return rounded(x, spec.dtype), x.double()
+        return rounded(x, plane.dtype), x.double()
     elements = x.float() / scale
-    return round_to(elements, spec.dtype).float(), elements.double()
+    return round_to(elements, plane.dtype).float(), elements.double()
 
 
 class StoreProbe:
@@ -234,7 +248,8 @@ class StoreProbe:
         block, generator = self.spec.block_size, torch.Generator().manual_seed(seed)
         size = layout.page_bytes(spec, block) + self._row["slack"] * max(layout.alignment, 16)
         free = self.subject.site.free_bytes if far else 0
-        count = far_pages(size // dtype_of(spec.dtype).itemsize) if far == "cache" else _PAGES
+        keys, values = spec["k"], spec["v"]
+        count = far_pages(size // dtype_of(keys.dtype).itemsize) if far == "cache" else _PAGES
         pages = torch.cat([torch.arange(1, 4), torch.arange(count - 3, count)])  # near both ends
         rows = self.num_tokens + self._row["padding"]
         slots = torch.randperm(len(pages) * block, generator=generator)[: self.num_tokens]
@@ -242,36 +257,37 @@ class StoreProbe:
             [pages[slots // block] * block + slots % block, torch.zeros(self._row["padding"], dtype=torch.int64)]
         )
         shape = (rows, self.spec.num_kv_heads, self.spec.head_size)
-        drawn = (spread(torch.randn(shape, generator=generator), spec, generator) for _ in range(2))
+        drawn = (spread(torch.randn(shape, generator=generator), plane, generator) for plane in (keys, values))
         k, v = (x.to(dtype_of(self.spec.dtype)) for x in drawn)
         if order is not None:
             k, v, where = (x[torch.tensor(order)] for x in (k, v, where))
-        logical = (len(pages), block, spec.num_kv_heads, spec.head_size)
-        old_k, old_v = (_logical(logical, spec, generator) for _ in range(2))
+        old_k, old_v = (_logical((len(pages), block), plane, generator) for plane in (keys, values))
         if far == "cache":
             buffer = empty(count * size, torch.uint8, device, free)
         else:
             buffer = place(torch.zeros(count * size, dtype=torch.uint8), device)
         views = layout.views(buffer, count, spec, block, size)
-        layout.from_logical(views, pages.to(device), old_k.to(device), old_v.to(device))
-        if is_scaled(spec.dtype):  # what stays is what was there, rounded
-            old_k, old_v = (x.float().cpu() for x in layout.to_logical(views, pages.to(device)))
+        layout.from_logical(views, pages.to(device), {"k": old_k.to(device), "v": old_v.to(device)})
+        scaled = keys.scaling != "none"
+        if scaled:  # what stays is what was there, rounded
+            held = layout.to_logical(views, pages.to(device))
+            old_k, old_v = held["k"].float().cpu(), held["v"].float().cpu()
         placed_k = place_far(k, device, free) if far == "k" else place(k, device, placement)
         placed_v, placed_slots = place(v, device, placement), place(where.to(torch.int32), device)
 
-        scales = static_scales() if spec.static_scales else (None, None)
+        scales = static_scales() if keys.scaling == "static" else (None, None)
 
         def state() -> Sequence[torch.Tensor]:
             content = self.backend.layout.to_logical(views, pages.to(device))
-            return [x.float() for x in content] if is_scaled(spec.dtype) else content
+            return [content[name].float() if scaled else content[name] for name in ("k", "v")]
 
         def expect() -> Expected:
             wanted = []
             used = where[where != NULL_PAGE].long()
             index = torch.searchsorted(pages, used // block) * block + used % block
-            for name, old, new, scale in (("keys", old_k, k, scales[0]), ("values", old_v, v, scales[1])):
+            for plane, old, new, scale in ((keys, old_k, k, scales[0]), (values, old_v, v, scales[1])):
                 stored = new[: len(used)] if order is None else new[where != NULL_PAGE]
-                own, truth = _stored(stored, spec, scale)
+                own, truth = _stored(stored, plane, scale)
                 size = self.spec.head_size  # an adapter may store wider heads
                 contents = []
                 for x in (own, truth):
@@ -279,7 +295,7 @@ class StoreProbe:
                     content[index, :, :size] = x
                     content[index, :, size:] = 0
                     contents.append(content.view(old.shape))
-                wanted.append(Expectation(name, contents[0], contents[1]))
+                wanted.append(Expectation(_SAID[plane.name], contents[0], contents[1]))
             return Expected((), tuple(wanted))
 
         inputs = {"k": placed_k, "v": placed_v, "slot_mapping": placed_slots}
@@ -289,7 +305,7 @@ class StoreProbe:
             run=lambda: self.backend.store(StoreCall(placed_k, placed_v, views, placed_slots)),
             state=state,
             expect=expect,
-            errors=ERRORS if is_scaled(spec.dtype) else ErrorModel(exact=True),
+            errors=ERRORS if scaled else ErrorModel(exact=True),
             before=cast(TrialResources, self.context.resources).spoil,
             mutates=frozenset({"cache"}),
         )

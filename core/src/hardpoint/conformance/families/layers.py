@@ -23,7 +23,7 @@ from hardpoint.conformance.probe import run, same_bits
 from hardpoint.conformance.site import Subject, TrialResources
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
-from hardpoint.dtypes import dtype_of
+from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.layers.base import PluggableLayer, walk
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.ops.judge import Call, Expectation, Expected, Input, sequence
@@ -31,6 +31,7 @@ from hardpoint_plugin_api import (
     AttentionArgs,
     AttentionBatch,
     AttentionMetadata,
+    AttentionSpec,
     BlockArgs,
     Contribution,
     EmbeddingArgs,
@@ -302,7 +303,7 @@ def _load(
 
 @dataclass
 class StepMemory:
-    """Caches for the attention layers of a context, and consecutive steps that write and read them."""
+    """Caches for the cache users of a context, and consecutive steps that write and read them."""
 
     ctx: Context
     device: torch.device
@@ -316,18 +317,17 @@ class StepMemory:
 
     def steps(self) -> Iterator[tuple[slice, ForwardStep]]:
         """Yield each step with its rows of the inputs. All steps are of the same requests, one after the other."""
-        layers, block = self.ctx.attention_layers, self.ctx.block_size
+        users, block = self.ctx.cache_users, self.ctx.block_size
         last = self.pieces[-1]
         # Full attention, so that every block of a request is its own from the first step to the last.
-        backends = [layer.backend for layer in layers.layers]
-        full = replace(layers.layers[0].spec, window=None, chunk=None)
-        tables = draw_tables(full, last, torch.Generator().manual_seed(3))
+        dtype = dtype_name(self.ctx.dtype)
+        tables = draw_tables(AttentionSpec(1, 1, 1, 1.0, dtype, dtype, block), last, torch.Generator().manual_seed(3))
         caches = []
         self.buffers.clear()
-        for backend in backends:
-            size = backend.layout.page_bytes(backend.cache_spec, block)
+        for user in users.users:
+            size = user.layout.page_bytes(user.spec, block)
             self.buffers.append(torch.full((tables.num_pages * size,), POISON, dtype=torch.uint8, device=self.device))
-            caches.append(backend.layout.views(self.buffers[-1], tables.num_pages, backend.cache_spec, block))
+            caches.append(user.layout.views(self.buffers[-1], tables.num_pages, user.spec, block))
         first = 0
         for pieces in self.pieces:
             starts = torch.tensor([0, *(p.query for p in pieces)]).cumsum(0).to(torch.int32)
@@ -344,13 +344,13 @@ class StepMemory:
                 num_decodes=sum(p.query == 1 for p in pieces),
             )
             metadata: dict[int, AttentionMetadata] = {}
-            for plan_group in layers.plan_groups():
-                planned = backends[plan_group.layers[0]].plan(batch)
-                metadata |= dict.fromkeys(plan_group.layers, planned)
+            for plan_group in users.plan_groups():
+                planned = users.users[plan_group.users[0]].planner.plan(batch)
+                metadata |= dict.fromkeys(plan_group.users, planned)
             rows = slice(first, first + int(starts[-1]))
             first = rows.stop
             at = positions.to(self.device)
-            yield rows, ForwardStep(at, at, caches, [metadata[i] for i in range(len(backends))])
+            yield rows, ForwardStep(at, at, caches, [metadata[i] for i in range(len(users.users))])
 
 
 # Checks that only layers have.

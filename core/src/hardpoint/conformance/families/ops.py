@@ -357,16 +357,17 @@ class _ForeignCache:
     ) -> _ForeignCache:
         """The keys and values of ``plain``, each [pages, block, K, D], in ``layout``, as elements of ``dtype``."""
         count, block_size, heads, size = plain["k"].shape
-        spec = CacheSpec(heads, size, dtype)
+        spec = CacheSpec.keys_values(heads, size, dtype, scaling="row" if is_scaled(dtype) else "none")
         zeros = torch.zeros(count * layout.page_bytes(spec, block_size), dtype=torch.uint8)
         buffer = place(zeros, device)
         views, pages = layout.views(buffer, count, spec, block_size), torch.arange(count, device=device)
-        layout.from_logical(views, pages, *(plain[name].to(device) for name in ("k", "v")))
+        layout.from_logical(views, pages, {name: plain[name].to(device) for name in ("k", "v")})
         return cls(layout, dtype, buffer, views, pages)
 
     def logical(self) -> Sequence[torch.Tensor]:
         """Keys and values without the null page, as ``plain`` had them; float32 where they are rounded."""
-        found = [x[1:] for x in self.layout.to_logical(self.views, self.pages)]
+        planes = self.layout.to_logical(self.views, self.pages)
+        found = [planes[name][1:] for name in ("k", "v")]
         return [x.float() for x in found] if is_scaled(self.dtype) else found
 
 

@@ -14,7 +14,7 @@ from hardpoint.conformance.site import Subject
 from hardpoint.dtypes import dtype_of
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.quantization.numerics import largest, round_to
-from hardpoint_plugin_api import AttentionBackend, CacheSpec, Feature
+from hardpoint_plugin_api import AttentionBackend, Feature, Plane
 
 ERRORS = ErrorModel(scale="row")
 NEAR, WIDE = 3.0, 12.0
@@ -49,9 +49,9 @@ def clash(kv_dtype: str, static: bool) -> bool:
     return static and not is_scaled(kv_dtype)
 
 
-def spread(x: torch.Tensor, spec: CacheSpec, generator: torch.Generator, reach: float = NEAR) -> torch.Tensor:
-    """``x`` [..., K, D], with a magnitude of its own, up to 2**reach, for each token and head that has a scale."""
-    if not is_scaled(spec.dtype) or spec.static_scales:
+def spread(x: torch.Tensor, plane: Plane, generator: torch.Generator, reach: float = NEAR) -> torch.Tensor:
+    """``x`` [..., *plane.shape], with a magnitude of its own, up to 2**reach, for each row that has a scale."""
+    if plane.scaling != "row":
         return x
     return x * ((torch.rand(*x.shape[:-1], 1, generator=generator) * 2 - 1) * reach).exp2()
 

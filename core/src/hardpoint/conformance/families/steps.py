@@ -113,8 +113,8 @@ def draw_requests(
     for piece in pieces:
         q, k, v = (
             (draw(piece.query, spec.num_heads) * scale).to(dtype),
-            spread(draw(piece.total, spec.num_kv_heads), spec.cache_spec, generator).to(dtype),
-            spread(draw(piece.total, spec.num_kv_heads), spec.cache_spec, generator).to(dtype),
+            spread(draw(piece.total, spec.num_kv_heads), spec.cache_spec["k"], generator).to(dtype),
+            spread(draw(piece.total, spec.num_kv_heads), spec.cache_spec["k"], generator).to(dtype),
         )
         if values == "large":  # the same for every query and key, so that nothing changes but the scores' height
             q[..., 0] = k[..., 0] = (HIGH_SCORE / spec.scale) ** 0.5
@@ -272,10 +272,9 @@ def _held(
     first = spec.span.first(request.num_old) // spec.block_size
     device = next(iter(cache.values())).device
     pages = tables.blocks[row, first : -(-length // spec.block_size)].long()
-    found = []
-    for x, scale, read in zip(
-        (request.k, request.v), backend.cache_scales, backend.layout.to_logical(cache, pages.to(device)), strict=True
-    ):
+    planes, found = backend.layout.to_logical(cache, pages.to(device)), []
+    for x, scale, name in zip((request.k, request.v), backend.cache_scales, ("k", "v"), strict=True):
+        read = planes[name]
         start, numbers = first * spec.block_size, read.cpu().double().flatten(0, 1)[..., : spec.head_size]
         numbers = numbers if scale is None else numbers * scale.cpu().double()
         found.append(torch.cat([x[:start].double(), numbers[: length - start]]))
@@ -309,7 +308,7 @@ def _cache(
 
 def pages_to_be_far(layout: CacheLayout, spec: CacheSpec, block: int) -> int:
     """How many pages it takes until the elements of a page begin past 2**31."""
-    return far_pages(layout.page_bytes(spec, block) // dtype_of(spec.dtype).itemsize)
+    return far_pages(layout.page_bytes(spec, block) // max(dtype_of(plane.dtype).itemsize for plane in spec.planes))
 
 
 def expectations(

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from hardpoint.attention.groups import AttentionLayers
+from hardpoint.cache_users import ModelCaches
 from hardpoint_plugin_api import AttentionBatch, AttentionMetadata, ForwardStep, GraphEngine, PlatformError
 
 
@@ -26,50 +26,49 @@ class Model(Protocol):
 
 @dataclass
 class PiecewiseStep(ForwardStep):
-    """A step that attention layers cut where they attend. Each run of its graph has ``metadata`` of its own.
+    """A step that cache users cut where they use their caches. Each run of its graph has ``metadata`` of its own.
 
-    ``interrupted_by`` are the attention layers that have cut it.
+    ``interrupted_by`` are the users that have cut it.
     """
 
     engine: GraphEngine
     interrupted_by: set[int] = field(default_factory=set)
 
-    def interrupt(self, layer: int, call: Callable[[dict[str, torch.Tensor], AttentionMetadata], None]) -> None:
+    def interrupt(self, user: int, call: Callable[[dict[str, torch.Tensor], AttentionMetadata], None]) -> None:
         """See ForwardStep. ``call`` runs long after the step was captured, once in each run."""
-        self.interrupted_by.add(layer)
-        self.engine.interrupt(lambda: call(self.caches[layer], self.metadata[layer]))
+        self.interrupted_by.add(user)
+        self.engine.interrupt(lambda: call(self.caches[user], self.metadata[user]))
 
 
 class Forward:
-    """A model over its caches. ``caches`` holds each attention layer's cache views, in order."""
+    """A model over its caches. ``caches`` holds the views of each cache user, in order."""
 
-    def __init__(self, model: Model, attention: AttentionLayers, caches: list[dict[str, torch.Tensor]]) -> None:
+    def __init__(self, model: Model, users: ModelCaches, caches: list[dict[str, torch.Tensor]]) -> None:
         self.model, self.caches = model, caches
-        self._layers, self._groups = attention.layers, attention.plan_groups()
-        self._cache_groups = attention.cache_groups()
+        self._users, self._groups = users.users, users.plan_groups()
+        self._cache_groups = users.cache_groups()
 
     def plan(self, batches: Sequence[AttentionBatch]) -> list[AttentionMetadata]:
-        """Have attention plan a step; ``batches`` has what each cache group sees. Returns each layer's metadata."""
-        metadata: list[AttentionMetadata] = [AttentionMetadata(batches[0])] * len(self._layers)
+        """Have a step planned; ``batches`` has what each cache group sees. Returns each user's metadata."""
+        metadata: list[AttentionMetadata] = [AttentionMetadata(batches[0])] * len(self._users)
         for group in self._groups:
-            planned = self._layers[group.layers[0]].backend.plan(batches[group.cache_group])
-            for index in group.layers:
-                metadata[index] = planned
+            planned = self._users[group.users[0]].planner.plan(batches[group.cache_group])
+            for number in group.users:
+                metadata[number] = planned
         return metadata
 
     def tokens(self, metadata: Sequence[AttentionMetadata]) -> Hashable:
         """The compatibility tokens of a planned step, all groups' together."""
-        return tuple(metadata[group.layers[0]].token for group in self._groups)
+        return tuple(metadata[group.users[0]].token for group in self._groups)
 
     def stored(self, slots: Sequence[torch.Tensor], block_size: int) -> list[torch.Tensor]:
-        """Copies of the keys and values [T, K, D] of each layer at ``slots``, int32 [T] for each cache group."""
+        """Copies of each user's planes, [T, *plane.shape], at ``slots``, int32 [T] for each cache group."""
         found: list[torch.Tensor] = []
         for group, at in zip(self._cache_groups, slots, strict=True):
             pages, places = torch.unique(at.long() // block_size, return_inverse=True)
-            for index in group.layers:
-                layout = self._layers[index].backend.layout
-                k, v = layout.to_logical(self.caches[index], pages)
-                found += [x[places, at.long() % block_size] for x in (k, v)]
+            for number in group.users:
+                planes = self._users[number].layout.to_logical(self.caches[number], pages)
+                found += [x[places, at.long() % block_size] for x in planes.values()]
         return found
 
     def hidden(
@@ -85,8 +84,8 @@ class Forward:
         return PiecewiseStep(positions, positions, self.caches, metadata, engine)
 
     def hidden_piecewise(self, inputs: torch.Tensor, step: PiecewiseStep) -> torch.Tensor:
-        """As ``hidden``. Raises PlatformError for a model of which an attention layer does not interrupt the step."""
+        """As ``hidden``. Raises PlatformError where a layer uses its cache without interrupting the step."""
         hidden = self.model.hidden(inputs, step)
         if len(step.interrupted_by) != len(step.metadata):
-            raise PlatformError("an attention layer calls its backend outside of ForwardStep.interrupt")
+            raise PlatformError("a layer uses its cache outside of ForwardStep.interrupt")
         return hidden

@@ -100,7 +100,7 @@ class Runner:
         self._padding_slot, rows = num_slots, num_slots + 1
         self._tokens: Ints = np.zeros((rows, ctx.max_model_len), np.int32)
         self._num_known: Ints = np.ones(rows, np.int32)
-        num_groups = len(ctx.attention_layers.cache_groups())
+        num_groups = len(ctx.cache_users.cache_groups())
         self._block_tables = torch.full(
             (num_groups, rows, self._max_pages), NULL_PAGE, dtype=torch.int32, device=self._device
         )
@@ -225,7 +225,9 @@ class Runner:
     @torch.inference_mode()
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for the tokens of ``ticket``, and for what was asked about them."""
-        return StepOutput(ticket.number, tuple(ticket.tokens().tolist()), ticket.logprobs(), ticket.prompt_logprobs())
+        tokens = tuple(zip(ticket.tokens().tolist(), strict=True))
+        scores = tuple(None if of_token is None else (of_token,) for of_token in ticket.logprobs())
+        return StepOutput(ticket.number, tokens, scores, ticket.prompt_logprobs())
 
     def _take_new(self, step: StepInput) -> None:
         """Fill new slots."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Self, cast
 
-from hardpoint.attention.groups import united_spans
 from hardpoint.bench.stages import mark
+from hardpoint.cache_users import united_retentions
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.graphs import Graphs
@@ -85,9 +85,11 @@ class Worker:
             blueprint.groups.open(store, control)
             of_stage = control.of_stage(blueprint.place, store, float(config.core_start_timeout))
         with control.together():
-            own_limits, own_groups = step_limits(blueprint), ctx.attention_layers.cache_groups()
+            own_limits, own_groups = step_limits(blueprint), ctx.cache_users.cache_groups()
         limits = reduce(StepLimits.intersect, control.exchange(own_limits))
-        ctx.attention_layers.share_groups(united_spans(control.exchange(tuple(group.span for group in own_groups))))
+        ctx.cache_users.share_groups(
+            united_retentions(control.exchange(tuple(group.retention for group in own_groups)))
+        )
         assert limits.max_tokens is not None
         assert limits.max_requests is not None
         memory = TaggedMemory(platform.memory, ctx.torch_device)
@@ -103,9 +105,9 @@ class Worker:
         with control.together():
             graph_engine = EagerGraphEngine if config.enforce_eager else platform.graph_engine
             longest = min(ctx.max_model_len, limits.max_context or ctx.max_model_len)
-            groups = ctx.attention_layers.cache_groups()
-            geometry = CacheGeometry(ctx.block_size, tuple(group.span for group in groups), limits.max_tokens)
-            page_bytes = sum(place_bytes(ctx.attention_layers, ctx.block_size))
+            groups = ctx.cache_users.cache_groups()
+            geometry = CacheGeometry(ctx.block_size, tuple(group.retention for group in groups), limits.max_tokens)
+            page_bytes = sum(place_bytes(ctx.cache_users, ctx.block_size))
             if config.kv_cache_memory is not None:  # all of it, which prefixes can fill whatever runs
                 budget = config.kv_cache_memory
                 require_free(budget, platform.memory, ctx.device.name)
@@ -118,9 +120,9 @@ class Worker:
         pages = control.least(budget // page_bytes)
         budget = min(budget, (pages + 1) * page_bytes - 1)
         with control.together(), memory.pool("kv"):
-            cache = CacheMemory(ctx.attention_layers, geometry, budget, ctx.torch_device)
+            cache = CacheMemory(ctx.cache_users, geometry, budget, ctx.torch_device)
         max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
-        forward = Forward(model or blueprint.model, ctx.attention_layers, cache.views)
+        forward = Forward(model or blueprint.model, ctx.cache_users, cache.views)
         stage = stage_of(ctx.parallel.pp, blueprint.facts.hidden_size, ctx.dtype, ctx.torch_device)
         sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
         graphs = Graphs(
@@ -184,8 +186,8 @@ def step_limits(blueprint: Blueprint) -> StepLimits:
     config = blueprint.config
     limits = StepLimits(max_tokens=config.max_num_batched_tokens, max_requests=config.max_num_seqs)
     limits = limits.intersect(blueprint.platform.step_limits())
-    for layer in blueprint.ctx.attention_layers.layers:
-        limits = limits.intersect(layer.backend.step_limits())
+    for user in blueprint.ctx.cache_users.users:
+        limits = limits.intersect(user.planner.step_limits())
     longest, wanted = limits.max_context, config.max_model_len
     if longest is not None and wanted is not None and wanted > longest:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Which pages each request holds, group by group: given, found again, given back.
 
-Layers of one span form a cache group with a block table of its own (attention/groups.py); all groups take their pages
+Layers of one retention form a cache group with a block table of its own (cache_users.py); all groups take their pages
 from one pool. A page whose tokens no later query reads is given back while its request goes on, and the null page
 stands for what a request never held.
 """

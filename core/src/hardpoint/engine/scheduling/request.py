@@ -21,7 +21,9 @@ class Request:
 
     ``num_computed`` counts tokens whose keys and values are stored once the submitted steps are done; ``num_sampled``
     counts tokens drawn, their values included as soon as they are committed to ``token_ids``. ``num_in_flight`` counts
-    submitted steps that use its pages. A request has a ``slot`` and ``held`` pages exactly while it runs.
+    submitted steps that use its pages. A request has a ``slot`` and ``held`` pages exactly while it runs. While a step
+    verifies drafts, both counts stand as if all of them were right; committing the step settles them. ``drafts`` may
+    follow its newest token: its next step verifies them.
 
     Of two waiting requests the one with the lower ``priority`` runs first, then the one with the lower ``number``.
     ``deadline`` is a time of ``time.monotonic``, after which the request ends. ``cache_salt`` keeps its cached prefix
@@ -54,6 +56,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     num_sampled: int = 0
     num_computed: int = 0
+    drafts: tuple[int, ...] = ()
     num_in_flight: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -83,7 +86,7 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         """Tokens yet to run: one while decoding, more while the prompt is read, none once all are drawn."""
-        num_tokens = self.num_tokens
+        num_tokens = len(self.prompt_token_ids) + self.num_sampled  # num_tokens without a call, for every decode
         return 0 if num_tokens >= self.max_total_tokens else num_tokens - self.num_computed
 
     @property
@@ -98,13 +101,13 @@ class Request:
             return self.prompt_array
         return array("i", self.token_ids)
 
-    @property
-    def next_allowed(self) -> bytes | None:
-        """Which tokens may be drawn next, see ScheduledRequest; None for all."""
+    def next_allowed(self, drafts: tuple[int, ...]) -> tuple[bytes, ...]:
+        """Which tokens may be drawn next, and behind each of ``drafts`` up to the first that may not be drawn itself:
+        see ScheduledRequest. Empty where all may."""
         if self.structure is None:
-            return None
+            return ()
         assert self.num_tokens == len(self.token_ids), "what may follow a token depends on its value"
-        return self.structure.allowed
+        return self.structure.allowed_ahead(drafts)
 
     @property
     def needs_all_logits(self) -> bool:

@@ -3,7 +3,10 @@
 It never needs a token's value: ``schedule`` advances counts and pages as a step is submitted, ``commit`` takes values
 when they arrive, up to a step later; a token drawn for a request that had ended meanwhile is dropped. Requests run in
 the order of their rank; one that finds no page preempts the last of those that run, which is computed again later.
-What a structured output may go on with does depend on values: see ``needs_values``.
+What a structured output may go on with does depend on values, and so do drafts: see ``needs_values``.
+
+A step that verifies drafts advances by their number, which is the most that can come of it; ``commit`` takes back what
+was not drawn. Pages that were taken for it stay with the request.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import bisect
 import heapq
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from hardpoint.engine.outputs import FinishReason
 from hardpoint.engine.scheduling.paged_cache import PagedCache, Prefix
@@ -24,24 +29,21 @@ from hardpoint_plugin_api import CapacityError, RequestError, StepLimits
 
 @dataclass(frozen=True)
 class SchedulerArgs:
-    """What a scheduler is constructed with. ``limits`` has its maxima set."""
+    """What a scheduler is constructed with. ``limits`` has its maxima set. ``speculates``: steps propose drafts."""
 
     cache: PagedCache
     limits: StepLimits
     max_model_len: int
     prefix_caching: bool = True
+    speculates: bool = False
 
 
 @dataclass
 class _Share:
-    """A request's part in a step, and how many of its tokens are stored once the step is done."""
+    """A request's part in a step."""
 
     request: Request
     scheduled: ScheduledRequest
-
-    @property
-    def num_computed(self) -> int:
-        return self.scheduled.start + self.scheduled.count
 
 
 @dataclass
@@ -66,7 +68,7 @@ class Scheduler:
         self.cache, self.limits, self.max_model_len = args.cache, args.limits, args.max_model_len
         assert self.limits.max_tokens is not None
         assert self.limits.max_requests is not None
-        self._prefix_caching = args.prefix_caching
+        self._prefix_caching, self._speculates = args.prefix_caching, args.speculates
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_waiting = 0
         self._running: list[Request] = []
@@ -78,6 +80,8 @@ class Scheduler:
         self._number = 0
         self.num_cached_tokens = 0
         """Tokens of prompts that were found in the prefix cache, of all requests so far."""
+        self.num_drawn = self.num_drafted = self.num_accepted = 0
+        """Tokens that requests got so far; drafts that steps verified, and how many of them were right."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -156,7 +160,8 @@ class Scheduler:
             self._schedule_one_phase(step)
         if not step.shares:
             return None
-        step.shares.sort(key=lambda share: share.scheduled.count > 1)
+        if step.budget != self.limits.max_tokens - len(step.shares):  # not all are decodes
+            step.shares.sort(key=lambda share: share.scheduled.count > 1)
         for share in step.shares:
             share.request.num_in_flight += 1
         self._in_flight.append(step)
@@ -173,41 +178,80 @@ class Scheduler:
             for share in reversed(step.shares):  # decodes come first
                 if share.scheduled.count == 1:
                     break
-                deque(share.request.block_hashes(size, share.num_computed // size), maxlen=0)
+                if not share.scheduled.drafts:
+                    end = share.scheduled.start + share.scheduled.count
+                    deque(share.request.block_hashes(size, end // size), maxlen=0)
 
     def commit(self, output: StepOutput) -> list[Request]:
-        """Take the tokens of the oldest step in flight; returns the requests that got one, finished ones included."""
+        """Take the tokens of the oldest step in flight; returns the requests that got some, finished ones included."""
         step = self._in_flight.popleft()
-        tokens, logprobs = iter(output.tokens), iter(output.logprobs)
+        self.num_drawn += sum(map(len, output.tokens))
+        drawn = zip_longest(output.tokens, output.logprobs, output.drafts, fillvalue=None)
         advanced = []
         for share in step.shares:
-            request = share.request
+            request, scheduled = share.request, share.scheduled
             request.num_in_flight -= 1
-            token = next(tokens) if share.scheduled.samples else None
-            scores = next(logprobs, None) if share.scheduled.samples else None
+            if not scheduled.samples:
+                if request.finish_reason is None:
+                    self._remember(share)
+                continue
+            tokens, scores, drafts = next(drawn)
+            assert tokens is not None, "a step draws tokens for each request that samples"
+            if scheduled.drafts:
+                self._settle(share, len(tokens))
             if request.finish_reason is not None:
+                self.num_drawn -= len(tokens)
                 continue
-            self._remember(share)
-            if token is None:
-                continue
-            request.token_ids.append(token)
+            request.token_ids += tokens
             if scores is not None:
-                request.logprobs.append(scores)
+                request.logprobs += scores
+            if request.structure is None and request.stop_token_ids.isdisjoint(tokens):
+                # Drafts are so few that no token beyond the longest output can be drawn.
+                ended: FinishReason | None = "length" if len(request.token_ids) >= request.max_total_tokens else None
+            else:
+                ended = self._end_among(request, tokens)
+            self._remember(share)
             advanced.append(request)
-            if token in request.stop_token_ids:
-                self._end(request, "stop")
-                request.stop_reason = token
-                continue
-            if request.structure is not None:
-                request.structure.accept(token)
-                self._end_structure(request, request.structure)
-            if request.finish_reason is None and len(request.token_ids) >= request.max_total_tokens:
-                self._end(request, "length")
-        assert next(tokens, None) is None, "a step draws one token for each request that samples"
+            if ended is not None:
+                self._end(request, ended)
+            elif drafts and request.slot is not None:
+                request.drafts = drafts
+        assert next(drawn, None) is None, "a step draws tokens for each request that samples"
         for chunk in output.prompt_logprobs:
             step.shares[chunk.index].request.take_prompt_logprobs(chunk)
         self.cache.free(step.released)
         return advanced
+
+    def _settle(self, share: _Share, num_drawn: int) -> None:
+        """Take back what a step advanced by drafts that were wrong."""
+        request, num_drafts = share.request, len(share.scheduled.drafts)
+        wrong = num_drafts + 1 - num_drawn
+        self.num_drafted += num_drafts
+        self.num_accepted += num_drafts - wrong
+        request.num_sampled -= wrong
+        if request.held is not None:  # else it was preempted, and begins again
+            request.num_computed -= wrong
+
+    def _end_among(self, request: Request, tokens: Sequence[int]) -> FinishReason | None:
+        """Why ``request`` ends with one of ``tokens``, its newest, of which it loses those behind. None: it goes on."""
+        for number, token in enumerate(tokens, 1):
+            ended: FinishReason | None = None
+            if token in request.stop_token_ids:
+                ended, request.stop_reason = "stop", token
+            elif request.structure is not None:
+                request.structure.accept(token)
+                ended = self._end_of_structure(request, request.structure)
+            if ended is not None:
+                self._drop(request, len(tokens) - number)
+                return ended
+        return "length" if len(request.token_ids) >= request.max_total_tokens else None
+
+    def _drop(self, request: Request, count: int) -> None:
+        """Forget the last ``count`` tokens of ``request``."""
+        self.num_drawn -= count
+        if count:
+            del request.token_ids[-count:]
+            del request.logprobs[len(request.token_ids) - len(request.prompt_token_ids) :]
 
     def _schedule_one_phase(self, step: _Step) -> None:
         """Prompts before decodes, except where a decode was promised the pages of a preempted request."""
@@ -260,11 +304,14 @@ class Scheduler:
         return self.cache.find(request.block_hashes(size, (request.num_tokens - 1) // size))
 
     def _remember(self, share: _Share) -> None:
-        """Let later requests find the blocks that a step has filled."""
+        """Let later requests find the blocks that a step has filled with tokens that stay."""
         request, size = share.request, self.cache.geometry.block_size
         if not self._prefix_caching or request.held is None:
             return
-        first, end = share.scheduled.start // size, share.num_computed // size
+        stored = share.scheduled.start + share.scheduled.count
+        if share.scheduled.drafts:  # behind those that were right nothing stays
+            stored = min(stored, len(request.token_ids) - 1)
+        first, end = share.scheduled.start // size, stored // size
         if end > first:
             self.cache.remember(request.held, first, list(request.block_hashes(size, end)))
 
@@ -283,6 +330,12 @@ class Scheduler:
             return
         assert request.slot is not None
         assert request.held is not None
+        drafts: tuple[int, ...] = ()
+        allowed: tuple[bytes, ...] = ()
+        samples = count == wanted
+        if samples and (request.drafts or request.structure is not None):
+            drafts, allowed = self._drafts(step, request, count)
+            count += len(drafts)
         start = request.num_computed
         if unread := self.cache.take_back(request.held, start):
             self._release(request, unread)
@@ -302,14 +355,31 @@ class Scheduler:
         if self._promised is request:
             self._promised = None
         request.num_computed += count
-        samples = count == wanted
-        allowed = request.next_allowed if samples else None
-        request.num_sampled += samples
+        if samples:
+            request.num_sampled += 1 + len(drafts)
+            request.drafts = ()
         pages = tuple(map(tuple, request.held.pages)) if prefix else fresh
-        scheduled = ScheduledRequest(request.slot, start, count, pages, samples, allowed)
+        scheduled = ScheduledRequest(request.slot, start, count, pages, samples, allowed, drafts)
         step.shares.append(_Share(request, scheduled))
-        step.needs_values |= allowed is not None
+        if allowed or (samples and self._speculates):
+            step.needs_values = True
         step.budget -= count
+
+    def _drafts(self, step: _Step, request: Request, count: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+        """The drafts that a step with ``count`` other tokens of ``request`` verifies, and what each draw may give.
+
+        There are none for which another request would have to give way, or that nothing could follow.
+        """
+        drafts = request.drafts
+        if drafts:
+            assert request.held is not None
+            room = min(step.budget - count, request.max_total_tokens - request.num_tokens - 1)
+            drafts = drafts[: max(0, room)]
+            need = self.cache.num_fresh(request.held.num_blocks, request.num_computed + count + len(drafts))
+            if need and (self._promised is not None or self.cache.pool.num_free < need):
+                drafts = ()
+        allowed = request.next_allowed(drafts)
+        return drafts[: len(allowed) - 1] if allowed else drafts, allowed
 
     def _release(self, request: Request, pages: list[int]) -> None:
         """Give up ``pages`` of ``request``: now, or when the steps in flight that may use them are done."""
@@ -321,7 +391,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take the pages of ``request``; it waits, by its rank, to be computed again from its tokens."""
         self._stop_running(request)
-        request.num_computed = 0
+        request.num_computed, request.drafts = 0, ()
         request.num_preemptions += 1
         self._wait(request)
 
@@ -336,13 +406,12 @@ class Scheduler:
         else:
             self._stop_running(request)
 
-    def _end_structure(self, request: Request, structure: StructureState) -> None:
-        """End a request that nothing can follow: all is said, or its grammar has come to a dead end."""
+    def _end_of_structure(self, request: Request, structure: StructureState) -> FinishReason | None:
+        """Why nothing can follow: all is said, or the grammar has come to a dead end, which is the request's error."""
         if structure.error is not None:
-            self._end(request, "abort")
             request.error = RequestError(f"structured output: no token can follow any more: {structure.error}")
-        elif structure.is_complete:
-            self._end(request, "stop")
+            return "abort"
+        return "stop" if structure.is_complete else None
 
     def _stop_running(self, request: Request) -> None:
         """Give up slot and pages; pages that a step in flight still uses are freed when it is done."""

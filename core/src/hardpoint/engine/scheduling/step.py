@@ -50,8 +50,12 @@ class ScheduledRequest:
     """One slot's share of a step: ``count`` tokens from position ``start``, into its pages and ``new_pages``.
 
     ``new_pages`` has, for each cache group, equally many pages: those of the slot's next blocks. ``samples`` says
-    whether the last token is the newest, so that the next one is drawn; ``allowed`` which tokens that may be: a bit for
-    each of the vocabulary, lowest first, or None for all.
+    whether the share reaches the newest token, so that the next one is drawn. ``drafts`` stand behind the newest token
+    and are the last of the ``count`` tokens: a token is drawn behind the newest one and behind each draft, and counts
+    as long as all drafts before it are what was drawn in their places.
+
+    ``allowed`` says which tokens each of those draws may give: a bit for each of the vocabulary, lowest first. It is
+    empty where all may come.
 
     Nobody changes it; it is not frozen, as one is made for each request in each step, which would take six times as
     long.
@@ -62,7 +66,13 @@ class ScheduledRequest:
     count: int
     new_pages: tuple[tuple[int, ...], ...]
     samples: bool
-    allowed: bytes | None = None
+    allowed: tuple[bytes, ...] = ()
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def first_drawn(self) -> int:
+        """The position of the first token that it draws."""
+        return self.start + self.count - len(self.drafts)
 
 
 @dataclass(frozen=True)
@@ -106,12 +116,14 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The token drawn for each slot that samples, in the order of the step.
+    """The ``tokens`` drawn for each slot that samples, in the order of the step: right drafts, and one token more.
 
     ``logprobs`` is empty where no slot asks for them, else it goes with ``tokens``, None for slots that do not ask.
+    ``drafts`` may follow each slot's tokens in its next step; it is empty where nothing drafts.
     """
 
     number: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    tokens: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    drafts: tuple[tuple[int, ...], ...] = ()

@@ -42,23 +42,24 @@ class TiledLayout(CacheLayout):
     alignment = 128
 
     def regions(self, spec: CacheSpec, block_size: int) -> tuple[Region, ...]:
-        item = getattr(torch, spec.dtype).itemsize
-        heads, size = spec.num_kv_heads, spec.head_size
-        keys = Region("k", 0, heads * size * block_size * item, (heads, size // TILE, block_size, TILE), spec.dtype)
+        dtype, (heads, size) = spec["k"].dtype, spec["k"].shape
+        item = getattr(torch, dtype).itemsize
+        keys = Region("k", 0, heads * size * block_size * item, (heads, size // TILE, block_size, TILE), dtype)
         row = block_size * size + PADDING
-        values = Region("v", keys.nbytes, heads * row * item, (heads, row), spec.dtype)
+        values = Region("v", keys.nbytes, heads * row * item, (heads, row), dtype)
         return keys, values
 
-    def to_logical(self, views: dict[str, torch.Tensor], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def to_logical(self, views: Mapping[str, torch.Tensor], pages: torch.Tensor) -> dict[str, torch.Tensor]:
         k, v = views["k"][pages], views["v"][pages]
         count, heads, tiles, block, tile = k.shape
         keys = k.permute(0, 3, 1, 2, 4).reshape(count, block, heads, tiles * tile)
         values = v[..., :-PADDING].view(count, heads, block, tiles * tile).transpose(1, 2)
-        return keys, values
+        return {"k": keys, "v": values}
 
     def from_logical(
-        self, views: dict[str, torch.Tensor], pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, views: Mapping[str, torch.Tensor], pages: torch.Tensor, planes: Mapping[str, torch.Tensor]
     ) -> None:
+        k, v = planes["k"], planes["v"]
         count, block, heads, size = k.shape
         views["k"][pages] = k.view(count, block, heads, size // TILE, TILE).permute(0, 2, 3, 1, 4).to(views["k"].dtype)
         views["v"][pages, :, :-PADDING] = v.transpose(1, 2).reshape(count, heads, -1).to(views["v"].dtype)
@@ -109,7 +110,8 @@ class AcmeAttention(AttentionBackend):
             block = spec.span.first(first) // spec.block_size  # what lies before it is not the request's own
             pages = batch.block_table[i, block : -(-length // spec.block_size)].long()
             start = block * spec.block_size
-            keys, values = (x.flatten(0, 1)[: length - start].to(q.dtype) for x in self.layout.to_logical(cache, pages))
+            planes = self.layout.to_logical(cache, pages)
+            keys, values = (planes[name].flatten(0, 1)[: length - start].to(q.dtype) for name in ("k", "v"))
             visible = ~spec.span.hides(torch.arange(first, length)[:, None], torch.arange(start, length))
             one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in (q[rows], keys, values))
             attended = scaled_dot_product_attention(

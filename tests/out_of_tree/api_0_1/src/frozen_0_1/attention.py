@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,18 +36,21 @@ class FrozenLayout(CacheLayout):
     alignment = 32
 
     def regions(self, spec: CacheSpec, block_size: int) -> tuple[Region, ...]:
-        shape = (block_size, spec.num_kv_heads, 2 * spec.head_size)
-        item = getattr(torch, spec.dtype).itemsize
-        return (Region("kv", 0, shape[0] * shape[1] * shape[2] * item, shape, spec.dtype),)
+        keys = spec["k"]
+        assert spec == CacheSpec((keys, spec["v"]), spec.retention)
+        heads, size = keys.shape
+        shape = (block_size, heads, 2 * size)
+        item = getattr(torch, keys.dtype).itemsize
+        return (Region("kv", 0, block_size * 2 * keys.numel * item, shape, keys.dtype),)
 
-    def to_logical(self, views: dict[str, torch.Tensor], pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def to_logical(self, views: Mapping[str, torch.Tensor], pages: torch.Tensor) -> dict[str, torch.Tensor]:
         k, v = views["kv"][pages].chunk(2, dim=-1)
-        return k, v
+        return {"k": k, "v": v}
 
     def from_logical(
-        self, views: dict[str, torch.Tensor], pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, views: Mapping[str, torch.Tensor], pages: torch.Tensor, planes: Mapping[str, torch.Tensor]
     ) -> None:
-        views["kv"][pages] = torch.cat([k, v], dim=-1)
+        views["kv"][pages] = torch.cat([planes["k"], planes["v"]], dim=-1)
 
 
 @dataclass
@@ -100,7 +104,8 @@ class FrozenAttention(AttentionBackend):
             block = spec.span.first(first) // spec.block_size
             pages = batch.block_table[i, block : -(-length // spec.block_size)].long()
             start = block * spec.block_size
-            keys, values = (x.flatten(0, 1)[: length - start].to(q.dtype) for x in self.layout.to_logical(cache, pages))
+            planes = self.layout.to_logical(cache, pages)
+            keys, values = (planes[name].flatten(0, 1)[: length - start].to(q.dtype) for name in ("k", "v"))
             hidden = spec.span.hides(torch.arange(first, length)[:, None], torch.arange(start, length))
             one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in (q[rows], keys, values))
             attended = scaled_dot_product_attention(

@@ -26,8 +26,8 @@ def why_eager(ctx: Context, engine: GraphEngine) -> str | None:
 
 def why_not_full(ctx: Context, engine: GraphEngine) -> str | None:
     """Why no step can be captured whole, as the metric's reason: an attention backend cannot be; None: some can."""
-    backends = [layer.backend for layer in ctx.attention_layers.layers]
-    names = {type(backend).__name__ for backend in backends if backend.capture < CaptureGrade.SINGLE_TOKEN}
+    planners = [user.planner for user in ctx.cache_users.users]
+    names = {type(planner).__name__ for planner in planners if planner.capture < CaptureGrade.SINGLE_TOKEN}
     if not names:
         return None
     how = "in pieces, or else eagerly" if engine.piece_sizes else "eagerly"

@@ -86,7 +86,7 @@ class Graphs:
         on = () if off else [row for row in rows if not self._off or row.mode == "piecewise"]
         on = on if stage.draws else [replace(row, ends=("states",)) for row in on]
         self._rows = [row for row in map(self._served, on) if row.sizes]
-        self._num_groups = len(ctx.attention_layers.cache_groups())
+        self._num_groups = len(ctx.cache_users.cache_groups())
         largest = [row.shape(row.sizes[-1], row.ends[-1]) for row in self._rows]
         self.most_tokens = max((shape.tokens for shape in largest), default=0)
         self.most_requests = max((shape.requests or 0 for shape in largest), default=0)
@@ -201,12 +201,12 @@ class Graphs:
 
     def _served(self, row: ShapeRow) -> ShapeRow:
         """``row`` with the sizes that attention can be captured for, and none beyond what its requests can have."""
-        backends = [layer.backend for layer in self._ctx.attention_layers.layers]
+        planners = [user.planner for user in self._ctx.cache_users.users]
         phase: Phase = "decode" if row.queries else "prefill"
         most = row.requests * self._ctx.max_model_len if row.requests else None
         sizes = sorted({size if most is None else min(size, most) for size in row.sizes})
         return replace(
-            row, sizes=tuple(size for size in sizes if all(b.grade(phase, size) >= row.grade for b in backends))
+            row, sizes=tuple(size for size in sizes if all(p.grade(phase, size) >= row.grade for p in planners))
         )
 
     def _firsts(self, row: ShapeRow) -> tuple[int, ...]:

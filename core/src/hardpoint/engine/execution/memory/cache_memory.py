@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from hardpoint.attention.groups import AttentionLayers
+from hardpoint.cache_users import ModelCaches
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint_plugin_api import CapacityError, Memory
 
@@ -15,35 +15,34 @@ logger = logging.getLogger(__name__)
 
 
 class CacheMemory:
-    """The pages of all cache groups. A page has a place for each layer of a group, and each place a buffer of its own.
+    """The pages of all cache groups. A page has a place for each user of a group, and each place a buffer of its own.
 
-    Layers of unlike size that share a place have pages of the larger size. ``views`` are each layer's named views, in
-    the order of the layers.
+    Users of unlike size that share a place have pages of the larger size. ``views`` are each user's named views, in
+    the order of the users.
     """
 
-    def __init__(self, layers: AttentionLayers, geometry: CacheGeometry, budget: int, device: torch.device) -> None:
+    def __init__(self, users: ModelCaches, geometry: CacheGeometry, budget: int, device: torch.device) -> None:
         """Take as many pages as ``budget`` bytes hold; raises CapacityError if a token does not fit beside the null
         page."""
         self.geometry = geometry
-        sizes = place_bytes(layers, geometry.block_size)
+        sizes = place_bytes(users, geometry.block_size)
         self.page_bytes = sum(sizes)
         self.num_pages = budget // self.page_bytes
         least = geometry.pages_for(1) + 1
         if self.num_pages < least:
             raise CapacityError(
                 f"a cache of {budget:,} bytes holds no page of {geometry.block_size} tokens ({self.page_bytes:,} bytes "
-                f"over {len(sizes)} layers, and one page is reserved); raise --kv-cache-memory to "
+                f"over {len(sizes)} places, and one page is reserved); raise --kv-cache-memory to "
                 f"{least * self.page_bytes:,}"
             )
         self._buffers = [torch.empty(self.num_pages * size, dtype=torch.uint8, device=device) for size in sizes]
         self.clear()
         views = {}
-        for group in layers.cache_groups():
-            for index, buffer, size in zip(group.layers, self._buffers, sizes, strict=False):
-                backend = layers.layers[index].backend
-                spec = backend.cache_spec
-                views[index] = backend.layout.views(buffer, self.num_pages, spec, geometry.block_size, size)
-        self.views = [views[index] for index in range(len(layers.layers))]
+        for group in users.cache_groups():
+            for number, buffer, size in zip(group.users, self._buffers, sizes, strict=False):
+                user = users.users[number]
+                views[number] = user.layout.views(buffer, self.num_pages, user.spec, geometry.block_size, size)
+        self.views = [views[number] for number in range(len(users.users))]
 
     def clear(self) -> None:
         """Fill the null page with zeros, as it is read, if without consequence. What else pages hold is undefined."""
@@ -99,13 +98,13 @@ def require_free(wanted: int, memory: Memory, device: str) -> None:
         )
 
 
-def place_bytes(layers: AttentionLayers, block_size: int) -> list[int]:
-    """Bytes of a page in each place: what the largest layer that has it needs, aligned for all that have it."""
-    groups = layers.cache_groups()
+def place_bytes(users: ModelCaches, block_size: int) -> list[int]:
+    """Bytes of a page in each place: what the largest user that has it needs, aligned for all that have it."""
+    groups = users.cache_groups()
     sizes = []
-    for place in range(max(len(group.layers) for group in groups)):
-        backends = [layers.layers[g.layers[place]].backend for g in groups if place < len(g.layers)]
-        largest = max(b.layout.page_bytes(b.cache_spec, block_size) for b in backends)
-        align = math.lcm(*(b.layout.alignment for b in backends))
+    for place in range(max(len(group.users) for group in groups)):
+        sharing = [users.users[group.users[place]] for group in groups if place < len(group.users)]
+        largest = max(user.layout.page_bytes(user.spec, block_size) for user in sharing)
+        align = math.lcm(*(user.layout.alignment for user in sharing))
         sizes.append(-(-largest // align) * align)
     return sizes

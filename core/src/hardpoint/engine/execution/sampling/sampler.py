@@ -160,7 +160,7 @@ class Sampler:
         """How ``draw`` draws all of ``shares``' tokens; None where some take more than that: see ``sample``."""
         if self._top_n and any(share.slot in self._top_n for share in shares):
             return None
-        if any(share.allowed is not None for share in shares) or needed_parts(self._parts, shares):
+        if any(share.allowed for share in shares) or needed_parts(self._parts, shares):
             return None
         return "greedy" if self._random_slots.isdisjoint(share.slot for share in shares) else "random"
 
@@ -181,10 +181,10 @@ class Sampler:
 
     def _structured(self, logits: torch.Tensor, shares: Sequence[ScheduledRequest]) -> torch.Tensor:
         """logits with what the shares' structures forbid masked out, in a new tensor where there is any."""
-        rows = [row for row, share in enumerate(shares) if share.allowed is not None]
+        rows = [row for row, share in enumerate(shares) if share.allowed]
         if not rows:
             return logits
-        packed = np.frombuffer(b"".join(share.allowed for share in shares if share.allowed is not None), np.uint8)
+        packed = np.frombuffer(b"".join(packed for share in shares for packed in share.allowed), np.uint8)
         allowed = unpack_bits(on_device(packed.reshape(len(rows), -1), torch.uint8, logits.device), self._vocab_size)
         if len(rows) == len(shares):
             return self._ops.mask(logits, ~allowed)

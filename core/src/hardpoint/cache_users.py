@@ -1,0 +1,110 @@
+"""The caches that a model's layers use, and the groups that they form.
+
+A cache group is a set of users that share a block table: of one retention, since that decides how long a page is kept.
+All groups take pages from one pool, so a page has the same bytes whichever group holds it: it has as many places as
+the largest group has users, and a user's place is its number within its group. In a model of 24 windowed and 8 full
+layers, four groups of eight layers use eight buffers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from hardpoint_plugin_api import CacheUser, Span
+
+MAX_GROUPS = 8
+"""About this many cache groups at most: each costs a block table per step."""
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """The numbers of the users that share a block table, by place, and their retention."""
+
+    retention: Span
+    users: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlanGroup:
+    """The numbers of the users that share one plan per step, and the number of their cache group."""
+
+    cache_group: int
+    users: tuple[int, ...]
+
+
+@dataclass
+class ModelCaches:
+    """The cache users of a model, in the order of construction; see CacheUsers of the plugin API."""
+
+    users: list[CacheUser] = field(default_factory=list)
+    _shared: tuple[Span, ...] = ()
+
+    def add(self, user: CacheUser) -> int:
+        """Declare ``user`` and return its number."""
+        self.users.append(user)
+        return len(self.users) - 1
+
+    def share_groups(self, retentions: tuple[Span, ...]) -> None:
+        """From now on form a group for each of ``retentions``, see united_retentions, which include those of these users.
+
+        A group may be without users: those of another pipeline stage, with which this one shares block tables.
+        """
+        own = tuple(group.retention for group in self.cache_groups())
+        self._shared = retentions if retentions != own else ()
+
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The users by retention, cut into groups of the size that leaves the fewest places of a page empty."""
+        by_retention: dict[Span, list[int]] = {}
+        for number, user in enumerate(self.users):
+            by_retention.setdefault(user.spec.retention, []).append(number)
+        if self._shared:
+            return tuple(_divided(by_retention, self._shared))
+        size = group_size([len(numbers) for numbers in by_retention.values()])
+        return tuple(
+            CacheGroup(retention, tuple(numbers[i : i + size]))
+            for retention, numbers in by_retention.items()
+            for i in range(0, len(numbers), size)
+        )
+
+    def plan_groups(self) -> tuple[PlanGroup, ...]:
+        """Users of one cache group with an equal plan key."""
+        groups: dict[tuple[int, Hashable], list[int]] = {}
+        for number, group in enumerate(self.cache_groups()):
+            for user in group.users:
+                groups.setdefault((number, self.users[user].plan_key), []).append(user)
+        return tuple(PlanGroup(number, tuple(users)) for (number, _), users in groups.items())
+
+
+def united_retentions(stages: Iterable[tuple[Span, ...]]) -> tuple[Span, ...]:
+    """The retentions of the groups of all pipeline stages: each as often as in the stage that has it most often."""
+    most: Counter[Span] = Counter()
+    for retentions in stages:
+        most |= Counter(retentions)
+    return tuple(most.elements())
+
+
+def _divided(by_retention: Mapping[Span, list[int]], retentions: tuple[Span, ...]) -> Iterator[CacheGroup]:
+    """Groups of ``retentions``; the users of one are divided evenly among its groups."""
+    seen: Counter[Span] = Counter()
+    for retention in retentions:
+        numbers, number = by_retention.get(retention, []), seen[retention]
+        size = -(-len(numbers) // retentions.count(retention))
+        yield CacheGroup(retention, tuple(numbers[number * size : (number + 1) * size]))
+        seen[retention] += 1
+
+
+def group_size(counts: list[int]) -> int:
+    """How many users a cache group has at most, where ``counts`` is the number of users of each retention.
+
+    The size for which the groups have the fewest places in all, the largest of such; not so small that there are many
+    more than MAX_GROUPS groups.
+    """
+    smallest = max(1, -(-sum(counts) // MAX_GROUPS))
+    return min(range(smallest, max(counts, default=1) + 1), key=lambda size: (places(counts, size), -size))
+
+
+def places(counts: list[int], size: int) -> int:
+    """Places, empty ones included, that users take in groups of ``size``."""
+    return sum(-(-count // size) * size for count in counts)
