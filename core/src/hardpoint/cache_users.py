@@ -47,7 +47,7 @@ class ModelCaches:
         return len(self.users) - 1
 
     def share_groups(self, retentions: tuple[Span, ...]) -> None:
-        """From now on form a group for each of ``retentions``, see united_retentions, which include those of these users.
+        """From now on form a group for each of ``retentions`` (see united_retentions), those of these users among them.
 
         A group may be without users: those of another pipeline stage, with which this one shares block tables.
         """

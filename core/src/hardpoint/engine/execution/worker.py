@@ -85,11 +85,10 @@ class Worker:
             blueprint.groups.open(store, control)
             of_stage = control.of_stage(blueprint.place, store, float(config.core_start_timeout))
         with control.together():
-            own_limits, own_groups = step_limits(blueprint), ctx.cache_users.cache_groups()
-        limits = reduce(StepLimits.intersect, control.exchange(own_limits))
-        ctx.cache_users.share_groups(
-            united_retentions(control.exchange(tuple(group.retention for group in own_groups)))
-        )
+            own = step_limits(blueprint), tuple(group.retention for group in ctx.cache_users.cache_groups())
+        everyone = control.exchange(own)  # stages have layers of their own
+        limits = reduce(StepLimits.intersect, (limits for limits, _ in everyone))
+        ctx.cache_users.share_groups(united_retentions(retentions for _, retentions in everyone))
         assert limits.max_tokens is not None
         assert limits.max_requests is not None
         memory = TaggedMemory(platform.memory, ctx.torch_device)
