@@ -87,7 +87,7 @@ def test_preemption_aborts_and_sleep(tmp_path: Path) -> None:
         assert llm.stats.num_preemptions > 0
         stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
         next(stream)
-        stream.close()
+        del stream  # aborts the request
         llm.sleep()
         llm.wake_up()
         llm.update_weights(str(tmp_path))
