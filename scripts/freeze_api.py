@@ -16,8 +16,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hardpoint.plugins.api_reference import render
-from hardpoint.plugins.api_surface import Surface, describe_api, frozen, frozen_versions
+from hardpoint.authoring.api_reference import render
+from hardpoint.authoring.api_surface import Surface, describe_api, frozen, frozen_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 import torch
 
+from hardpoint.adapters.padded_heads import pad_heads
 from hardpoint.attention.batch_invariant import BatchInvariantAttention
-from hardpoint.attention.padded import pad_heads
 from hardpoint.attention.phases import PhasedBackend
 from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.layers.attention import alibi_slopes

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.bench import stages, startup
+from hardpoint import startup_times
+from hardpoint.bench import startup
 from hardpoint.bench.registry import BenchResult, BenchRow, environment, find
 from hardpoint.cli.main import run
 from hardpoint.config import EngineConfig
@@ -55,11 +56,11 @@ def test_a_result_says_on_which_devices_and_with_which_plugins(monkeypatch: pyte
 
 
 def test_a_stage_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "_marks", {})
-    stages.mark("a")
-    stages.mark("b")
-    stages.mark("a")
-    stages.write(tmp_path / "marks.json")
+    monkeypatch.setattr(startup_times, "_marks", {})
+    startup_times.mark("a")
+    startup_times.mark("b")
+    startup_times.mark("a")
+    startup_times.write(tmp_path / "marks.json")
     marks = json.loads((tmp_path / "marks.json").read_text())
     assert list(marks) == ["a", "b"]
     assert marks["a"] <= marks["b"]

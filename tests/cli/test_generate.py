@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from hardpoint.cli.main import run
-from hardpoint.cli.output import check_writable
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import EngineStats
 from hardpoint.engine.control import MemoryReport
 from hardpoint.engine.outputs import CompletionOutput, RequestOutput
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.selection import SelectionTable
+from hardpoint.terminal.output import check_writable
 from hardpoint_plugin_api import MemorySnapshot
 
 

@@ -11,8 +11,8 @@ import click
 import pytest
 
 from hardpoint.cli import main as main_module
-from hardpoint.cli.lazy import Lazy
 from hardpoint.cli.main import COMMANDS, cli, run
+from hardpoint.terminal.lazy import Lazy
 from hardpoint_plugin_api import HardpointError
 
 HEAVY = ("torch", "transformers", "pydantic", "tokenizers", "numpy", "jinja2")

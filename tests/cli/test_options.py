@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 import pytest
 
-from hardpoint.cli import options
-from hardpoint.cli.options import EngineCommand
 from hardpoint.config import SETTINGS, EngineConfig
+from hardpoint.terminal import engine_options as options
+from hardpoint.terminal.engine_options import EngineCommand
 from hardpoint_plugin_api import ConfigError, ConfigKey
 
 KEYS = {

@@ -46,9 +46,10 @@ def subject(
     site: Site, target: object, family: str, of: str | None = None, name: str = "reference", **changes: Any
 ) -> Subject:
     """``target`` in place of a contribution of core's (or of whoever has one of this name), with other claims."""
+    of = of or FAMILIES[family].default_of
     offers = [o for o in site.plugins.offers(family, of) if o.contribution.name == name]
     claims: Sequence[Any] = changes.pop("requires", ())
-    requires = tuple(parse_requirement(claim, FAMILIES[family], "tests") for claim in claims)
+    requires = tuple(parse_requirement(claim, FAMILIES[family], "tests", of) for claim in claims)
     contribution = replace(offers[0].contribution, requires=requires, **changes)
     offer: Offer = replace(offers[0], contribution=contribution)
     return Subject(offer, target, site)

@@ -13,9 +13,9 @@ from hardpoint.conformance.families.ops import batch_invariant
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.conformance.trials import Finding
 from hardpoint.dtypes import dtype_name
+from hardpoint.numerics import fake_quantize, quantize_rows, quantize_weight
 from hardpoint.ops.judge import judge_call
 from hardpoint.plugins import discover
-from hardpoint.quantization.numerics import fake_quantize, quantize_rows, quantize_weight
 from hardpoint_cpu import native
 from hardpoint_cpu.linear import (
     Int4PanelLinear,

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hardpoint.quantization.numerics import quantize_weight
+from hardpoint.numerics import quantize_weight
 from hardpoint_cpu.linear import Int4PanelLinear, Int8PanelLinear, Int8WeightPanelLinear, PanelLinear, PlainPanelLinear
 from hardpoint_cpu.native_attention import NativeAttention, NativeQuantizedCacheAttention
 from hardpoint_cpu.ops.norm import add_rms_norm

@@ -20,9 +20,9 @@ from hardpoint.conformance.families.linear import LinearProbe, quantized_input, 
 from hardpoint.conformance.families.specs import pair_of
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.context import load_target
+from hardpoint.numerics import fake_quantize, quantize_weight
 from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.plugins import PluginSet, discover
-from hardpoint.quantization.numerics import fake_quantize, quantize_weight
 from hardpoint.selection import Plan, Selector, Settings
 from hardpoint_cuda import flashinfer_library, flashinfer_linear
 from hardpoint_cuda.flashinfer_library import PRODUCT, PRODUCT_SIGNATURES, signature_differences

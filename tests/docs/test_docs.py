@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.plugins.api_reference import render
+from hardpoint.authoring.api_reference import render
 from hardpoint_plugin_api import Feature
 from tests.docs.runner import Reader
 from tests.support.environment import Environment

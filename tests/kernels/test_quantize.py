@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hardpoint import numerics
 from hardpoint.kernels.quantize import quantize_rows
-from hardpoint.quantization import numerics
 from hardpoint_plugin_api import QuantSpec, Scale
 from tests.kernels.judged import failures, variants
 

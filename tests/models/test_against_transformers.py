@@ -12,7 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from hardpoint import SamplingParams
 from hardpoint_plugin_api import ConfigError
-from tests.support.checkpoints import check_tokens_equal, random_prompts, reference_logits, write_checkpoint
+from tests.support.checkpoints import (
+    DEEPSEEK_V2,
+    check_tokens_equal,
+    random_prompts,
+    reference_logits,
+    write_checkpoint,
+)
 from tests.support.engines import prompt_logits, small_llm
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -37,6 +43,17 @@ QWEN2_MOE = {
     "shared_expert_intermediate_size": 48,
 }
 QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.9,
+}
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
 GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 9}
 
@@ -72,6 +89,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-other-gate": (
         "gpt_oss",
         GPT_OSS | {"swiglu_alpha": 1.25, "swiglu_limit": 0.5, "tie_word_embeddings": True},
+    ),
+    "deepseek-v2": ("deepseek_v2", DEEPSEEK_V2),
+    "deepseek-v2-groups-biases": ("deepseek_v2", DEEPSEEK_V2 | GROUPS | {"attention_bias": True}),
+    "deepseek-v2-lite-yarn": ("deepseek_v2", DEEPSEEK_V2 | {"q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek-v2-yarn-tied": (
+        "deepseek_v2",
+        DEEPSEEK_V2 | {"rope_parameters": ROPES["yarn"], "tie_word_embeddings": True, "first_k_dense_replace": 0},
     ),
     **{f"llama-rope-{name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
 }

@@ -16,11 +16,11 @@ from hardpoint.experts.all2all import AllGatherReduceScatter, AllToAll, NaiveAll
 from hardpoint.experts.local import LocalAll2All, LocalBatches
 from hardpoint.experts.prepare_finalize import PrepareFinalize
 from hardpoint.experts.reference import ReferenceExperts
+from hardpoint.numerics import fake_quantize
 from hardpoint.parallel.groups import Group, alone
 from hardpoint.parallel.process_group import Store
 from hardpoint.parallel.torch_distributed import GatherAndSum, TorchDistributed
 from hardpoint.plugins import discover
-from hardpoint.quantization.numerics import fake_quantize
 from hardpoint_plugin_api import (
     All2All,
     All2AllWorkload,

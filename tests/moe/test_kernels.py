@@ -24,9 +24,9 @@ from hardpoint.experts.local import LocalAll2All
 from hardpoint.experts.middle import is_gated, names
 from hardpoint.experts.prepare_finalize import PrepareFinalize
 from hardpoint.experts.reference import ReferenceExperts
+from hardpoint.numerics import quantize_weight
 from hardpoint.ops.judge import judge_call
 from hardpoint.plugins import discover
-from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_plugin_api import (
     All2AllWorkload,
     BuildContext,

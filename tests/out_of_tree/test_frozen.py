@@ -14,11 +14,11 @@ import pytest
 
 import hardpoint_plugin_api
 from hardpoint import LLM, SamplingParams
+from hardpoint.authoring.api_surface import Surface, frozen, frozen_versions
 from hardpoint.plugins import PluginSet, discover
-from hardpoint.plugins.api_surface import Surface, frozen, frozen_versions
 from hardpoint_plugin_api import ApiVersion, PluginLoadError
 from tests.out_of_tree.build import install_project
-from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 
 HERE = Path(__file__).parent
@@ -129,6 +129,16 @@ def test_it_serves_an_engine(
             name,
         }
     assert heard == [f"configure {name}", f"started {name} True", "stopping"]
+
+
+def test_its_latent_attention_serves_an_engine(version: str, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "deepseek_v2", **DEEPSEEK_V2 | {"first_k_dense_replace": 3})
+    prompts = random_prompts(3, 30)
+    settings: dict[str, Any] = {"platform": plugin(version), "plugin_config": {}, "plugins": plugin(version)}
+    with small_llm(tmp_path, **settings) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        assert "frozen_latent" in served(llm)
 
 
 def served(llm: LLM) -> set[str]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
 from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads
-from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import SMALL, small_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -22,6 +22,8 @@ DENSE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "biases-uneven-vocabulary": ("qwen2", 4, {"vocab_size": 261}),
     "tied-uneven-vocabulary": ("llama", 4, {"vocab_size": 261, "tie_word_embeddings": True}),
     "windows": ("mistral", 2, {"sliding_window": 20}),
+    "latents": ("deepseek_v2", 2, DEEPSEEK_V2),
+    "latents-queries-uncompressed": ("deepseek_v2", 4, DEEPSEEK_V2 | {"q_lora_rank": None}),
 }
 
 EXPERTS: dict[str, dict[str, Any]] = {

@@ -13,9 +13,9 @@ from hardpoint.config import EngineConfig
 from hardpoint.conformance.families.specs import pair_of
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.engine.explain import explain
+from hardpoint.numerics import fake_quantize, quantize_rows, quantize_weight
 from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.plugins import discover
-from hardpoint.quantization.numerics import fake_quantize, quantize_rows, quantize_weight
 from hardpoint_plugin_api import LinearCall, LinearKernel, LinearWorkload, dequantize
 from tests.support.specs import SPECS
 

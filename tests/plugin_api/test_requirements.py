@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -463,18 +464,17 @@ def test_the_vocabulary_is_closed() -> None:
     """Another key takes another schema; each key is for exactly the families whose workload has its field."""
     values: dict[str, object] = {"head_size": 64, "block_size": 16, "dtype": "int8", "kv_dtype": "int8", "routing": "a"}
     values |= {"parallel": "a", "format": "a", "layout": "a", "activation": "a", "spec": "a/b"}
-    values |= {"scalar": {"eps": 0.5}}
+    values |= {"scalar": {"eps": 0.5}, "latent_size": 512, "rope_size": 64}
     fields_of = {"scalar": "scalars"}
     others = {"package", "symbol", "arch", "device_feature", "feature", "head_multiple", "tokens"}
     assert requirements._PARSERS.keys() == values.keys() | others
-    for family in FAMILIES.values():
-        own = {f.name for f in fields(family.workload)}
-        for key, value in values.items():
-            if fields_of.get(key, key) in own:
-                assert parse_requirement({key: value}, family, "here")
-            else:
-                with pytest.raises(ManifestError, match="does not apply"):
-                    parse_requirement({key: value}, family, "here")
+    kinds = [(family, kind) for family in FAMILIES.values() for kind in family.kinds or (family.workload,)]
+    for (family, kind), (key, value) in itertools.product(kinds, values.items()):
+        if fields_of.get(key, key) in {f.name for f in fields(kind)}:
+            assert parse_requirement({key: value}, family, "here", kind.of)
+        else:
+            with pytest.raises(ManifestError, match="does not apply"):
+                parse_requirement({key: value}, family, "here", kind.of)
 
 
 def test_one_value_needs_no_list() -> None:

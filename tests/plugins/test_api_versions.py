@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
+from hardpoint.authoring.api_diff import Change, compare
+from hardpoint.authoring.api_surface import Surface, describe_api, frozen, frozen_versions
 from hardpoint.cli.main import run
 from hardpoint.plugins import discover, shims
-from hardpoint.plugins.api_diff import Change, compare
-from hardpoint.plugins.api_surface import Surface, describe_api, frozen, frozen_versions
 from hardpoint.plugins.shims import Shim
 from hardpoint_plugin_api import (
     API_VERSION,
@@ -148,7 +148,7 @@ def test_a_change_says_what_was_and_what_is() -> None:
 def test_api_diff_prints_what_changed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     new = describe_api()
     old = {path: entry for path, entry in new.entries.items() if path != "Reason"} | {"Gone": {"kind": "class"}}
-    monkeypatch.setattr("hardpoint.plugins.api_surface.frozen", lambda version: Surface(version, True, old))
+    monkeypatch.setattr("hardpoint.authoring.api_surface.frozen", lambda version: Surface(version, True, old))
     assert run(["plugins", "api-diff"]) == 0
     out = capsys.readouterr().out
     assert "added    Reason\n         now    dataclass (code: str, message: str," in out

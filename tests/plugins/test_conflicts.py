@@ -74,7 +74,7 @@ def test_a_name_that_core_has(installed: Installer) -> None:
     assert "squatter (squatter-hardpoint 1.0) would each contribute attention causal: reference" in message
     assert "replaces = NAME" in message
     plugins = discover()
-    assert [o.plugin for o in plugins.offers("attention") if o.contribution.name == "reference"] == ["core"]
+    assert [o.plugin for o in plugins.offers("attention", "causal") if o.contribution.name == "reference"] == ["core"]
     assert "squatted" not in plugins.names("linear")
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hardpoint.authoring.scaffold import LANGUAGES, TEMPLATED, UNTEMPLATED, Recipe, write
 from hardpoint.cli.main import run
-from hardpoint.plugins.scaffold import LANGUAGES, TEMPLATED, UNTEMPLATED, Recipe, write
 from hardpoint_plugin_api import API_VERSION, FAMILIES, parse_manifest
 from tests.support.environment import Environment
 
@@ -227,7 +227,7 @@ def test_the_wheels_hold_the_templates_and_the_frozen_versions(environment: Envi
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignore)
     check(environment, tmp_path, "pip wheel --wheel-dir out ./core ./plugin_api")
     shipped = {name for wheel in (tmp_path / "out").iterdir() for name in zipfile.ZipFile(wheel).namelist()}
-    for folder in ("core/src/hardpoint/plugins/template", "plugin_api/src/hardpoint_plugin_api/api"):
+    for folder in ("core/src/hardpoint/authoring/template", "plugin_api/src/hardpoint_plugin_api/api"):
         source = ROOT / folder
         for path in source.rglob("*.j*"):
             assert str(path.relative_to(source.parents[source.parts[::-1].index("src") - 1])) in shipped

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -23,6 +24,7 @@ from hardpoint.conformance.families.model_samples import TINY, random_model
 from hardpoint.structured.bytes import byte_tokenizer
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "deepseek_v2": DeepseekV2Config,
     "gpt_oss": GptOssConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
@@ -32,6 +34,21 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
 }
+
+DEEPSEEK_V2: dict[str, Any] = {
+    "num_key_value_heads": 4,  # Transformers repeats keys by their ratio
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+"""Config keys of a tiny DeepSeek-V2."""
 
 
 def write_checkpoint(

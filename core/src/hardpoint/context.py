@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from hardpoint.adapters.candidates import AdaptedOffer
 from hardpoint.cache_users import ModelCaches
 from hardpoint.config import EngineConfig
 from hardpoint.kernel_calls import KernelCalls
@@ -26,7 +27,6 @@ from hardpoint.profiling import NO_RANGE, Profiler
 from hardpoint.quantization.assignment import Quantization
 from hardpoint.resources import EngineResources
 from hardpoint.selection import Plan, Selector
-from hardpoint.selection.adapters import AdaptedOffer
 from hardpoint_plugin_api import (
     FAMILIES,
     ConfigValue,

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_unflatten
 
+from hardpoint.adapters.candidates import AdaptedOffer
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.plugins import Offer
 from hardpoint.plugins.record import CORE
-from hardpoint.selection.adapters import AdaptedOffer
 from hardpoint_plugin_api import (
     AttentionCall,
     BatchedExpertsCall,

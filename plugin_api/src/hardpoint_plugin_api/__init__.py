@@ -57,12 +57,14 @@ from hardpoint_plugin_api.experts import (
 )
 from hardpoint_plugin_api.families import FAMILIES, Family, Stability
 from hardpoint_plugin_api.hooks import ConfigChange, EngineInfo, HookSpecs, hookimpl
+from hardpoint_plugin_api.latent import LatentBackend, LatentCall, LatentSpec, LatentStoreCall
 from hardpoint_plugin_api.layers import (
     AttentionArgs,
     BlockArgs,
     EmbeddingArgs,
     LayerArgs,
     LinearArgs,
+    MLAArgs,
     MLPArgs,
     MoEArgs,
     NormArgs,
@@ -124,6 +126,7 @@ from hardpoint_plugin_api.requests import (
     ElementWorkload,
     ExpertsWorkload,
     Feature,
+    LatentWorkload,
     LayerWorkload,
     LinearWorkload,
     ModelWorkload,
@@ -211,6 +214,11 @@ __all__ = [
     "HardpointError",
     "Histogram",
     "HookSpecs",
+    "LatentBackend",
+    "LatentCall",
+    "LatentSpec",
+    "LatentStoreCall",
+    "LatentWorkload",
     "LayerArgs",
     "LayerWorkload",
     "LinearArgs",
@@ -219,6 +227,7 @@ __all__ = [
     "LinearWorkload",
     "MANIFEST_NAME",
     "MANIFEST_SCHEMA",
+    "MLAArgs",
     "MLPArgs",
     "Manifest",
     "ManifestError",

@@ -65,7 +65,7 @@ _ALL = (
         flag="--attention-backend",
         stepwise="size and phase",
         numeric=True,
-        kinds=(requests.AttentionWorkload,),
+        kinds=(requests.AttentionWorkload, requests.LatentWorkload),
     ),
     Family(
         "linear",

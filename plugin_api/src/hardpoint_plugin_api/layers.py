@@ -132,6 +132,32 @@ class AttentionArgs:
 
 
 @dataclass(frozen=True)
+class MLAArgs:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): projections, norms, rotary embedding, cache.
+
+    A token's latent [``latent_size``] is normed and cached, beside a rotated key [``rope_size``] that all heads share.
+    A head's query has ``nope_size`` elements that meet the head's key, made of the latent, and ``rope_size`` rotated
+    ones; its value, made of the latent, has ``value_size``. ``scale`` multiplies scores. Queries are made of a normed
+    vector of ``query_rank`` elements, or of the hidden state itself where that is None. ``bias`` is that of the
+    projections from and to hidden states. ``norm_eps`` is that of both norms; ``rope.rotary_dim`` is ``rope_size``.
+    """
+
+    layer: ClassVar[str] = "mla"
+
+    hidden_size: int
+    num_heads: int
+    latent_size: int
+    rope_size: int
+    nope_size: int
+    value_size: int
+    scale: float
+    rope: RopeArgs
+    query_rank: int | None = None
+    bias: bool = False
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
 class MLPArgs:
     """A gated feed-forward: ``down(activation(gate(x)) * up(x))``; ungated where ``gated`` is False."""
 

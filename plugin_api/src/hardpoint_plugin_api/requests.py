@@ -132,6 +132,20 @@ class AttentionWorkload(Workload):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentWorkload(Workload):
+    """One group of latent attention; sizes as in LatentSpec."""
+
+    family: ClassVar[str] = "attention"
+    of: str | None = "latent"
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    num_heads: int | None = None
+    latent_size: int | None = None
+    rope_size: int | None = None
+    block_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinearWorkload(Workload):
     """One matmul: ``y[tokens, out] = x[tokens, in] @ w[out, in].T``, with the specs of weight and activation."""
 

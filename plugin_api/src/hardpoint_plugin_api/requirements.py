@@ -419,7 +419,7 @@ _DTYPES = frozenset(
 
 _WORKLOAD_KEYS = frozenset(
     {"dtype", "kv_dtype", "head_size", "head_multiple", "block_size", "feature", "spec", "layout", "activation"}
-    | {"routing", "parallel", "format", "scalar"}
+    | {"routing", "parallel", "format", "scalar", "latent_size", "rope_size"}
 )
 
 _PARSERS: dict[str, Callable[[object], Requirement]] = {
@@ -434,7 +434,7 @@ _PARSERS: dict[str, Callable[[object], Requirement]] = {
     "scalar": _scalar,
     **{key: _one_of(key, _texts) for key in ("layout", "activation", "routing", "parallel", "format")},
     **{key: _one_of(key, _dtypes) for key in ("dtype", "kv_dtype")},
-    **{key: _one_of(key, _numbers) for key in ("head_size", "block_size")},
+    **{key: _one_of(key, _numbers) for key in ("head_size", "latent_size", "rope_size", "block_size")},
 }
 
 VOCABULARY: Mapping[str, str] = {
@@ -448,6 +448,8 @@ VOCABULARY: Mapping[str, str] = {
     "kv_dtype": "The cache's dtype is one of these.",
     "head_size": "The head size is one of these.",
     "head_multiple": "The head size is a multiple of this number; core can meet it by padding (NAME+padN).",
+    "latent_size": "The latent size of latent attention is one of these.",
+    "rope_size": "The size of latent attention's rotated key is one of these.",
     "block_size": "The tokens per page of the cache are one of these.",
     "feature": "The workload features claimed; another one that is in use rejects the contribution.",
     "spec": "The quantization specs are one of these pairs, weight/activation, which may be globs. A linear or experts "

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from hardpoint.attention.phases import PhasedBackend
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+from hardpoint.attention.phases import PhasedBackend, PhasedLatentBackend
 from hardpoint.context import Context
 from hardpoint.plugins.blame import construct
-from hardpoint_plugin_api import AttentionBackend, AttentionSpec, CacheUser
+from hardpoint.selection import Plan, StepRange
+from hardpoint_plugin_api import AttentionBackend, AttentionSpec, CacheUser, LatentBackend, LatentSpec
+
+_Spec = TypeVar("_Spec", bound=Hashable)
+_Backend = TypeVar("_Backend", AttentionBackend, LatentBackend)
 
 
 def attention_backend(ctx: Context, spec: AttentionSpec) -> tuple[int, AttentionBackend, str]:
@@ -15,12 +22,32 @@ def attention_backend(ctx: Context, spec: AttentionSpec) -> tuple[int, Attention
     that write the cache are selected by that name.
     """
     plan = ctx.select(spec.workload())
-    built = {e.offer: construct(e.offer, ctx.load(e.offer), AttentionBackend, ctx, spec) for e in plan.entries}
+    number, backend = _built(ctx, spec, plan, AttentionBackend, PhasedBackend)
+    return number, backend, plan.layout
+
+
+def latent_backend(ctx: Context, spec: LatentSpec) -> tuple[int, LatentBackend]:
+    """Select and build the backend of the layer of latent attention at ``ctx.path``.
+
+    Returns the layer's number among the cache users, and the backend.
+    """
+    return _built(ctx, spec, ctx.select(spec.workload()), LatentBackend, PhasedLatentBackend)
+
+
+def _built(
+    ctx: Context,
+    spec: _Spec,
+    plan: Plan,
+    kind: Callable[..., _Backend],
+    joining: Callable[[Context, _Spec, Sequence[tuple[StepRange, _Backend]]], _Backend],
+) -> tuple[int, _Backend]:
+    """The backend of ``plan``, several of them behind one by ``joining``, and its number among the cache users."""
+    built = {e.offer: construct(e.offer, ctx.load(e.offer), kind, ctx, spec) for e in plan.entries}
     for offer, backend in built.items():
         ctx.kernel_calls.attach(offer, backend)
     if len(built) == 1:
         (backend,) = built.values()
     else:
-        backend = PhasedBackend(ctx, spec, [(e.range, built[e.offer]) for e in plan.entries])
+        backend = joining(ctx, spec, [(e.range, built[e.offer]) for e in plan.entries])
     user = CacheUser(ctx.path, backend.cache_spec, backend.layout, backend, (spec, type(backend)))
-    return ctx.cache_users.add(user), backend, plan.layout
+    return ctx.cache_users.add(user), backend

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 
@@ -16,29 +17,31 @@ from hardpoint_plugin_api import (
     AttentionSpec,
     BuildContext,
     CaptureGrade,
+    LatentBackend,
+    LatentCall,
+    LatentSpec,
+    LatentStoreCall,
     Phase,
     StepLimits,
+    StepPlanner,
     StoreCall,
 )
+
+_Backend = TypeVar("_Backend", bound=StepPlanner)
 
 
 @dataclass
 class PhasedMetadata(AttentionMetadata):
     """The parts of a step: whose they are, which rows, and their own metadata."""
 
-    parts: Sequence[tuple[AttentionBackend, slice, AttentionMetadata]] = ()
+    parts: Sequence[tuple[StepPlanner, slice, AttentionMetadata]] = ()
 
 
-class PhasedBackend(AttentionBackend):
+class _Phased(StepPlanner, Generic[_Backend]):
     """Gives decodes and prefills of a step to the backend that the plan names for each; requests come decodes first."""
 
-    def __init__(
-        self, ctx: BuildContext, spec: AttentionSpec, entries: Sequence[tuple[StepRange, AttentionBackend]]
-    ) -> None:
-        super().__init__(ctx, spec)
-        self._entries = entries
-        self._first = entries[0][1]
-        self.layout = self._first.layout  # type: ignore[misc]  # one layout per plan, known only here
+    def _divide(self, entries: Sequence[tuple[StepRange, _Backend]]) -> None:
+        self._entries, self._first = entries, entries[0][1]
         decodes = [backend.capture for where, backend in entries if where.phase in (None, "decode")]
         # What may be captured beyond single tokens would be the prefills' to say as well.
         self.capture = min(CaptureGrade.SINGLE_TOKEN, *decodes)  # type: ignore[misc]  # known only here
@@ -47,26 +50,15 @@ class PhasedBackend(AttentionBackend):
         return self._backend(phase, tokens).grade(phase, tokens)
 
     @property
-    def backends(self) -> list[AttentionBackend]:
+    def backends(self) -> list[_Backend]:
         """The backends in use, each once."""
         return list(dict.fromkeys(backend for _, backend in self._entries))
-
-    def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
-        for backend in self.backends:
-            backend.set_head_constants(sinks, alibi_slopes)
-
-    def set_cache_scales(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        for backend in self.backends:
-            backend.set_cache_scales(k, v)
 
     def step_limits(self) -> StepLimits:
         limits = StepLimits()
         for backend in self.backends:
             limits = limits.intersect(backend.step_limits())
         return limits
-
-    def store(self, call: StoreCall) -> None:
-        self._first.store(call)
 
     def plan(self, batch: AttentionBatch) -> PhasedMetadata:
         split = batch.num_decodes
@@ -80,21 +72,73 @@ class PhasedBackend(AttentionBackend):
             parts.append((backend, rows, backend.plan(sub_batch(batch, first, last))))
         return PhasedMetadata(batch, tuple(part[2].token for part in parts), parts)
 
-    def _backend(self, phase: Phase, tokens: int) -> AttentionBackend:
+    def _backend(self, phase: Phase, tokens: int) -> _Backend:
         for where, backend in self._entries:
             if where.phase in (None, phase) and (where.max is None or tokens <= where.max):
                 return backend
         raise AssertionError(f"the plan covers every step, yet not {tokens} tokens of {phase}")
 
-    def forward(self, call: AttentionCall) -> None:
-        assert isinstance(call.metadata, PhasedMetadata)
-        for backend, rows, part in call.metadata.parts:
-            q, k, v, out = call.q[rows], call.k[rows], call.v[rows], call.out[rows]
-            self._own(backend).forward(replace(call, q=q, k=k, v=v, metadata=part, out=out))
+    def _parts(self, metadata: AttentionMetadata) -> Iterator[tuple[_Backend, slice, AttentionMetadata]]:
+        """This layer's backend of each part, the part's rows, and its metadata.
 
-    def _own(self, planned: AttentionBackend) -> AttentionBackend:
-        """This layer's backend of the kind that planned: a group's plan is made on its first layer."""
-        return next(backend for backend in self.backends if type(backend) is type(planned))
+        A group's plan is made on its first layer, by backends of the same classes.
+        """
+        assert isinstance(metadata, PhasedMetadata)
+        for planned, rows, part in metadata.parts:
+            yield next(backend for backend in self.backends if type(backend) is type(planned)), rows, part
+
+
+class PhasedBackend(_Phased[AttentionBackend], AttentionBackend):
+    """Several backends of causal attention."""
+
+    def __init__(
+        self, ctx: BuildContext, spec: AttentionSpec, entries: Sequence[tuple[StepRange, AttentionBackend]]
+    ) -> None:
+        super().__init__(ctx, spec)
+        self._divide(entries)
+        self.layout = self._first.layout  # type: ignore[misc]  # one layout per plan, known only here
+
+    def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
+        for backend in self.backends:
+            backend.set_head_constants(sinks, alibi_slopes)
+
+    def set_cache_scales(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        for backend in self.backends:
+            backend.set_cache_scales(k, v)
+
+    def store(self, call: StoreCall) -> None:
+        self._first.store(call)
+
+    def forward(self, call: AttentionCall) -> None:
+        for backend, rows, part in self._parts(call.metadata):
+            q, k, v, out = call.q[rows], call.k[rows], call.v[rows], call.out[rows]
+            backend.forward(replace(call, q=q, k=k, v=v, metadata=part, out=out))
+
+
+class PhasedLatentBackend(_Phased[LatentBackend], LatentBackend):
+    """Several backends of latent attention."""
+
+    def __init__(self, ctx: BuildContext, spec: LatentSpec, entries: Sequence[tuple[StepRange, LatentBackend]]) -> None:
+        super().__init__(ctx, spec)
+        self._divide(entries)
+        self.layout = self._first.layout  # type: ignore[misc]  # one layout per plan, known only here
+
+    def store(self, call: LatentStoreCall) -> None:
+        self._first.store(call)
+
+    def forward(self, call: LatentCall) -> None:
+        for backend, rows, part in self._parts(call.metadata):
+            backend.forward(
+                replace(
+                    call,
+                    q_latent=call.q_latent[rows],
+                    q_rope=call.q_rope[rows],
+                    latent=call.latent[rows],
+                    rope_key=call.rope_key[rows],
+                    metadata=part,
+                    out=call.out[rows],
+                )
+            )
 
 
 def sub_batch(batch: AttentionBatch, first: int, last: int) -> AttentionBatch:

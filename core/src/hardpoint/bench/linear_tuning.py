@@ -17,20 +17,20 @@ import torch
 from packaging.requirements import Requirement
 
 from hardpoint.bench.device_timer import DeviceTimer, Product, Run
-from hardpoint.bench.progress import progress_bar
 from hardpoint.config import EngineConfig
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_of
 from hardpoint.engine.blueprint import draw
 from hardpoint.logs import log_once
+from hardpoint.numerics import travels
 from hardpoint.ops.quantize_rows import quantize_rows
 from hardpoint.plugins import Offer
 from hardpoint.plugins.blame import blame, construct
-from hardpoint.quantization.numerics import travels
 from hardpoint.resources import EngineResources
 from hardpoint.selection import Plan, TuningFile, Verdict
 from hardpoint.selection.decide import Contender, Decision, Times, decide, verdicts, within_noise
 from hardpoint.selection.tuning import versions_of
+from hardpoint.terminal.progress import progress_bar
 from hardpoint_plugin_api import (
     HardpointError,
     LinearCall,

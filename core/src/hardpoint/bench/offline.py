@@ -11,10 +11,10 @@ import click
 from hardpoint import LLM, SamplingParams
 from hardpoint.bench.lengths import SAMPLE_TEXT, Lengths, SyntheticRequest, synthetic_requests
 from hardpoint.bench.load import percentile_rows, percentiles
-from hardpoint.bench.progress import progress_bar
 from hardpoint.bench.registry import BenchResult, BenchRow, Curve, benchmark
 from hardpoint.config import EngineConfig
 from hardpoint.layers.moe import MoE
+from hardpoint.terminal.progress import progress_bar
 from hardpoint_plugin_api import ConfigError
 
 ROOFLINE = (

@@ -18,11 +18,11 @@ from hardpoint.config import EngineConfig
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.engine.blueprint import draw
+from hardpoint.numerics import quantize_weight
 from hardpoint.ops.act_and_mul import act_and_mul
 from hardpoint.ops.add_rms_norm import add_rms_norm
 from hardpoint.ops.draw import Draw
 from hardpoint.plugins.blame import construct
-from hardpoint.quantization.numerics import quantize_weight
 from hardpoint.resources import EngineResources
 from hardpoint_plugin_api import (
     AttentionBatch,

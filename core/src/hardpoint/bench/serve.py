@@ -15,10 +15,10 @@ from hardpoint.bench.http_stream import StreamClient
 from hardpoint.bench.lengths import SAMPLE_TEXT, Lengths, SyntheticRequest, synthetic_requests
 from hardpoint.bench.load import Load, Summary, Timing, redrawn
 from hardpoint.bench.processes import OwnServer, ProcessSample, own_server, sample_processes
-from hardpoint.bench.progress import progress_bar
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
-from hardpoint.cli.options import DEFAULTS
 from hardpoint.config import EngineConfig
+from hardpoint.terminal.engine_options import DEFAULTS
+from hardpoint.terminal.progress import progress_bar
 from hardpoint_plugin_api import ConfigError, HardpointError, UnknownNameError
 
 _CPU_GOAL = "goal at most 60 us"

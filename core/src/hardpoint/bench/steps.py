@@ -15,9 +15,9 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.bench.busy_time import BusyTime, device_intervals
 from hardpoint.bench.lengths import Lengths, SyntheticRequest
 from hardpoint.bench.offline import ROOFLINE, alphabet, check_at_once, check_here, generate, read_seconds
-from hardpoint.bench.progress import progress_bar
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
 from hardpoint.config import EngineConfig
+from hardpoint.terminal.progress import progress_bar
 from hardpoint_plugin_api import ConfigError
 
 _PROFILED_STEPS = 20

@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import click
 
+from hardpoint.bench.command import as_command
 from hardpoint.bench.registry import BenchResult, BenchRow, Curve, benchmark, environment, find
-from hardpoint.cli.output import check_writable
+from hardpoint.terminal.output import check_writable
 from hardpoint_plugin_api import ConfigError, UnknownNameError
 
 Point = dict[str, str]
@@ -93,8 +94,6 @@ def _arguments(command: click.Command, point: Point) -> list[str]:
 
 def _runner(name: str, flags: Sequence[str]) -> Callable[[Point, bool], BenchResult | None]:
     """What parses a benchmark's arguments at a point and, if told so, runs it. Raises UnknownNameError."""
-    from hardpoint.cli.bench import as_command
-
     known = {each: entry for each, entry in find().items() if each != "sweep"}
     if name not in known:
         raise UnknownNameError("benchmark", name, known)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from typing import cast
 
 import click
 
+from hardpoint.bench.command import as_command
 from hardpoint.bench.plot import check_plot, write_plot
 from hardpoint.bench.registry import BenchResult, find
-from hardpoint.cli.lazy import Lazy, LazyGroup
-from hardpoint.cli.output import check_writable, print_json, print_table, write_text
+from hardpoint.terminal.lazy import Lazy, LazyGroup
+from hardpoint.terminal.output import check_writable, print_json, print_table, write_text
 
 
 def _command(name: str, entry: Lazy) -> click.Command:
@@ -36,18 +36,6 @@ def _command(name: str, entry: Lazy) -> click.Command:
             _print(result)
 
     return as_command(name, function, run)
-
-
-def as_command(name: str, function: Callable[..., BenchResult], run: Callable[..., object]) -> click.Command:
-    """``run`` as a command with its own options and those of the benchmark ``function``."""
-    run.__doc__ = function.__doc__
-    options = [*getattr(run, "__click_params__", []), *getattr(function, "__click_params__", [])]
-    run.__click_params__ = options  # type: ignore[attr-defined]  # click keeps a function's options there
-    if "config" not in inspect.signature(function).parameters:
-        return click.command(name)(run)
-    from hardpoint.cli.options import EngineCommand
-
-    return click.command(name, cls=EngineCommand)(run)
 
 
 def _print(result: BenchResult) -> None:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from hardpoint.cli.output import check_writable, make_folder, print_json, print_table, write_text
 from hardpoint.conformance.kit import SEEDS, TIMEOUTS, Order, Shard, not_tried_here
 from hardpoint.conformance.plan import CASE_SECONDS, Level
 from hardpoint.conformance.proof import tally
 from hardpoint.extras import require_extra
 from hardpoint.plugins import discover
+from hardpoint.terminal.output import check_writable, make_folder, print_json, print_table, write_text
 from hardpoint_plugin_api import ConfigError
 
 if TYPE_CHECKING:

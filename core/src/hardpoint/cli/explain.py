@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from hardpoint.cli.options import EngineCommand
-from hardpoint.cli.output import print_json, print_table
 from hardpoint.config import EngineConfig
+from hardpoint.terminal.engine_options import EngineCommand
+from hardpoint.terminal.output import print_json, print_table
 
 _WIDTH, _LINES = 100, 60
 """Columns of the summary where neither a terminal nor COLUMNS says another number, and its lines where all fits."""

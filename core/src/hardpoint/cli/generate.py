@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hardpoint.bench import stages
+from hardpoint import startup_times
 from hardpoint.cli.log import show_log
-from hardpoint.cli.options import EngineCommand
-from hardpoint.cli.output import check_writable, make_folder, print_table, write_text
 from hardpoint.config import EngineConfig
+from hardpoint.terminal.engine_options import EngineCommand
+from hardpoint.terminal.output import check_writable, make_folder, print_table, write_text
 from hardpoint_plugin_api import StructuredOutput
 
 if TYPE_CHECKING:
@@ -104,17 +104,17 @@ def generate(
     finally:
         llm.close()
     if stages_file:
-        stages.write(stages_file)
+        startup_times.write(stages_file)
 
 
 def _load(config: EngineConfig) -> LLM:
-    stages.mark("command line")
+    startup_times.mark("command line")
     import torch  # noqa: F401  # first, so that its share of the start is seen
 
-    stages.mark("torch")
+    startup_times.mark("torch")
     from hardpoint.engine.llm import LLM
 
-    stages.mark("engine")
+    startup_times.mark("engine")
     return LLM.from_config(config)
 
 

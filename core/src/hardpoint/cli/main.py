@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn, TextIO
 
-from hardpoint.bench.stages import mark
+from hardpoint.startup_times import mark
 
 mark("interpreter")
 
 import click  # noqa: E402  # counted as part of the command line, not of the interpreter
 
-from hardpoint.cli.lazy import Lazy, LazyGroup  # noqa: E402
 from hardpoint.cli.log import show_log  # noqa: E402
+from hardpoint.terminal.lazy import Lazy, LazyGroup  # noqa: E402
 
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 """What writing to an open stream fails with; opening a file fails with others, and names the file."""

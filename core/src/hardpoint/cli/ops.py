@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from hardpoint.cli.output import print_table
 from hardpoint.plugins import Offer, PluginSet, discover
+from hardpoint.terminal.output import print_table
 from hardpoint_plugin_api import UnknownNameError
 
 _REFERENCE = "reference"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hardpoint.cli.output import print_json
+from hardpoint.terminal.output import print_json
 from hardpoint_plugin_api import ApiVersion, ConfigError
 
 
@@ -31,7 +31,7 @@ def new(name: str, families: str | None, language: str, folder: str | None) -> N
 
     NAME is what users type, lower-case letters, digits and underscores.
     """
-    from hardpoint.plugins.scaffold import Recipe, write
+    from hardpoint.authoring.scaffold import Recipe, write
 
     chosen = ("op",) if families is None else tuple(part for f in families.split(",") if (part := f.strip()))
     recipe = Recipe.create(name, chosen, language)
@@ -46,8 +46,8 @@ def new(name: str, families: str | None, language: str, folder: str | None) -> N
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def api_diff(since: str | None, as_json: bool) -> None:
     """Print what changed in the plugin API since a version, and what of it breaks plugins."""
-    from hardpoint.plugins.api_diff import compare
-    from hardpoint.plugins.api_surface import describe_api, frozen, frozen_versions
+    from hardpoint.authoring.api_diff import compare
+    from hardpoint.authoring.api_surface import describe_api, frozen, frozen_versions
 
     try:
         old = frozen(ApiVersion.parse(since) if since else frozen_versions()[-1])
@@ -78,6 +78,6 @@ def api_diff(since: str | None, as_json: bool) -> None:
 @click.command("api-reference", short_help="Print the reference of the plugin API.")
 def api_reference() -> None:
     """Print the reference of the plugin API as Markdown."""
-    from hardpoint.plugins.api_reference import render
+    from hardpoint.authoring.api_reference import render
 
     click.echo(render(), nl=False)

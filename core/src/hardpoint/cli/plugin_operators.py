@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from hardpoint.cli.output import print_json, print_table
 from hardpoint.plugins import LOCK_FILE_NAME, LockFile, discover
+from hardpoint.terminal.output import print_json, print_table
 
 _LOCK_FILE = click.option(
     "--lock-file",

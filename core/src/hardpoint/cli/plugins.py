@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from hardpoint.cli.output import print_json, print_table
 from hardpoint.cli.plugin_authors import api_diff, api_reference, new
 from hardpoint.cli.plugin_operators import doctor, lock, verify
 from hardpoint.plugins import PluginRecord, discover
+from hardpoint.terminal.output import print_json, print_table
 
 
 @click.group(short_help="List plugins; check, lock, write and compare them.")

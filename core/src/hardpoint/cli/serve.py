@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from hardpoint.cli.log import show_log
-from hardpoint.cli.options import EngineCommand
 from hardpoint.config import EngineConfig
 from hardpoint.extras import require_extra
+from hardpoint.terminal.engine_options import EngineCommand
 
 
 @click.command(cls=EngineCommand, short_help="Serve a model over HTTP.")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hardpoint.cli.options import EngineCommand
-from hardpoint.cli.output import check_writable, make_folder, print_table
 from hardpoint.config import EngineConfig
+from hardpoint.terminal.engine_options import EngineCommand
+from hardpoint.terminal.output import check_writable, make_folder, print_table
 from hardpoint_plugin_api import ConfigError, LinearWorkload
 
 if TYPE_CHECKING:
@@ -80,12 +80,12 @@ def experts(
     from triton.runtime import JITFunction
 
     from hardpoint.bench.experts_compiling import CompilingProcesses
-    from hardpoint.bench.progress import progress_bar
     from hardpoint.conformance.site import Site
     from hardpoint.dtypes import dtype_of
     from hardpoint.kernels import experts_tiling, grouped_matmul
     from hardpoint.kernels.experts_tuning import RandomLayer, Tuner
     from hardpoint.plugins import discover
+    from hardpoint.terminal.progress import progress_bar
     from hardpoint_plugin_api import ExpertsWorkload
 
     if top_k > experts:

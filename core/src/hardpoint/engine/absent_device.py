@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hardpoint.attention.latent import ReferenceLatentAttention
 from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.context import Context
 from hardpoint.experts.local import LocalAll2All
@@ -50,7 +51,8 @@ class AbsentDeviceContext(Context):
         try:
             return super().load(offer)
         except PluginLoadError:
-            stand_in = _STAND_INS.get(offer.contribution.family)
+            c = offer.contribution
+            stand_in = _STAND_INS.get(f"{c.family}.{c.of}", _STAND_INS.get(c.family))
             if stand_in is None:
                 raise
             return (lambda *args: stand_in) if offer.contribution.form == "factory" else stand_in
@@ -62,7 +64,8 @@ def _never_called(*args: Any, **kwargs: Any) -> Any:
 
 _STAND_INS: dict[str, object] = {
     "op": _never_called,
-    "attention": ReferenceAttention,
+    "attention.causal": ReferenceAttention,
+    "attention.latent": ReferenceLatentAttention,
     "linear": PlainLinear,
     "experts": ReferenceExperts,
     "all2all": LocalAll2All,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from hardpoint.adapters.candidates import AdaptedOffer
 from hardpoint.checkpoint.checkpoint import Checkpoint
 from hardpoint.checkpoint.source import resolve_model
 from hardpoint.config import EngineConfig
@@ -24,6 +25,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.engine.absent_device import AbsentDeviceContext, AbsentDeviceSelector
 from hardpoint.engine.execution.graphs.shapes import shape_rows
 from hardpoint.engine.execution.runner import StepOps
+from hardpoint.engine.quantization_choice import choose_quantization, method_name
 from hardpoint.kernel_calls import KernelCalls
 from hardpoint.layers import CausalLM, ModelFacts
 from hardpoint.metrics import EngineMetrics
@@ -37,10 +39,8 @@ from hardpoint.plugins.blame import blame, name_culprit
 from hardpoint.plugins.culprits import KERNELS, Suspect, code_spans
 from hardpoint.plugins.record import CORE
 from hardpoint.profiling import Profiler
-from hardpoint.quantization.choice import choose_quantization, method_name
 from hardpoint.selection import Plan, PlatformChoice, SelectionTable, Selector, Settings, TuningFile, preset_choice
 from hardpoint.selection import choose_platform as choose
-from hardpoint.selection.adapters import AdaptedOffer
 from hardpoint_plugin_api import (
     FAMILIES,
     ConfigError,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from hardpoint.adapters.candidates import AdaptedOffer
 from hardpoint.config import EngineConfig
 from hardpoint.conformance.certificate import Certificates
 from hardpoint.engine.absent_device import AbsentDeviceSelector
 from hardpoint.engine.blueprint import Blueprint, draw
 from hardpoint.plugins import Offer
 from hardpoint.selection import SelectionTable
-from hardpoint.selection.adapters import AdaptedOffer
 
 
 def explain(config: EngineConfig, device: str | None = None) -> SelectionTable:

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from hardpoint.bench.stages import mark
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreClient, EngineStats, RequestOptions
 from hardpoint.engine.control import (
@@ -36,6 +35,7 @@ from hardpoint.engine.outputs import RequestOutput, RequestOutputKind
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.selection import SelectionTable
+from hardpoint.startup_times import mark
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import EngineError, RequestError
 

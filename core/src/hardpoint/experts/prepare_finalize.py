@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hardpoint.numerics import quantize_rows
 from hardpoint.ops.moe_unpermute import moe_unpermute
-from hardpoint.quantization.numerics import quantize_rows
 from hardpoint_plugin_api import (
     All2All,
     BatchedExpertsCall,

@@ -20,7 +20,7 @@ from hardpoint.kernels.attention_decode import decode_attention
 from hardpoint.kernels.attention_prefill import prefill_attention
 from hardpoint.kernels.attention_store import store_keys_and_values
 from hardpoint.kernels.launch import Launcher, aligned, in_stages_that_fit
-from hardpoint.quantization.numerics import largest
+from hardpoint.numerics import largest
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,

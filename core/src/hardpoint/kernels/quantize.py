@@ -17,7 +17,7 @@ import triton.language as tl
 
 from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.launch import Launcher, aligned
-from hardpoint.quantization.numerics import largest
+from hardpoint.numerics import largest
 from hardpoint_plugin_api import QuantSpec
 
 

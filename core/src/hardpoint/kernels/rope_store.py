@@ -19,7 +19,7 @@ import triton.language as tl
 
 from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint.kernels.quantize import magnitude, round_block, rounding_scale
-from hardpoint.quantization.numerics import largest
+from hardpoint.numerics import largest
 from hardpoint_plugin_api import NULL_PAGE, ConfigError, OpWorkload, PluginLoadError, StoreCall
 
 if TYPE_CHECKING:

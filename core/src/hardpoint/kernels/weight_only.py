@@ -26,7 +26,7 @@ import triton.language as tl
 from torch.nn.functional import pad
 
 from hardpoint.kernels.launch import begun, in_stages_that_fit
-from hardpoint.quantization.numerics import pack_nibbles
+from hardpoint.numerics import pack_nibbles
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason, dequantize
 
 _LARGEST_TILE = 256

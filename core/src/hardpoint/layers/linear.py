@@ -9,10 +9,10 @@ import torch
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer, checked_weights
+from hardpoint.numerics import travels
 from hardpoint.ops.base import by_tokens
 from hardpoint.plugins.blame import blame, construct, misbehaved
 from hardpoint.quantization.merging import collapse_parts
-from hardpoint.quantization.numerics import travels
 from hardpoint_plugin_api import (
     ForwardStep,
     LinearArgs,

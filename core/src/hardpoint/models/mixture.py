@@ -35,8 +35,8 @@ def moe_args(config: HFConfig, width: str, *, renormalize: bool, **variations: U
 
 
 def num_experts(config: HFConfig) -> int:
-    """How many routed experts: families, and versions of Transformers, have two keys for it."""
-    keys = ("num_experts", "num_local_experts")
+    """How many routed experts: families, and versions of Transformers, have keys of their own for it."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
     return config.integer(next((key for key in keys if config.get(key) is not None), keys[0]))
 
 

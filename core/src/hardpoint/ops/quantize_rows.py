@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 
+from hardpoint import numerics
 from hardpoint.dtypes import dtype_of
 from hardpoint.ops.base import Case, CaseGenerator, custom_op
 from hardpoint.ops.draw import Draw
 from hardpoint.ops.error_model import ErrorModel
-from hardpoint.quantization import numerics
 from hardpoint_plugin_api import QuantSpec, Scale
 
 ROUNDED = ErrorModel(multiple=1.25, floor_peak=1.0, floor_row=0.5, finest=2.0**-9)

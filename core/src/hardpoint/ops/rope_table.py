@@ -210,11 +210,18 @@ def _yarn(args: RopeArgs, scaling: Scaling) -> Frequencies:
 def _yarn_attention_factor(factor: float, scaling: Scaling) -> float:
     """The paper's recommendation, 0.1 ln(factor) + 1; or the ratio of two such, with the config's own weights."""
 
-    def grown(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return grown(above) / grown(below) if above and below else grown(1.0)
+    if above and below:
+        return yarn_growth(factor, above) / yarn_growth(factor, below)
+    return yarn_growth(factor, 1.0)
+
+
+def yarn_growth(factor: float, weight: float) -> float:
+    """By how much queries and keys grow where YaRN extends a context ``factor`` times (arXiv:2309.00071, section 3.4).
+
+    ``weight`` is 1 in the paper; DeepSeek's configs have others.
+    """
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 _KINDS: dict[RopeKind, Callable[[RopeArgs, Scaling], Frequencies]] = {

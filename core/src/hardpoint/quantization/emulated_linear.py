@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from hardpoint.numerics import fake_quantize
 from hardpoint.quantization.batch_invariant_linear import rows_are_alike
-from hardpoint.quantization.numerics import fake_quantize
 from hardpoint_plugin_api import (
     DeviceInfo,
     Feature,

@@ -9,9 +9,9 @@ from typing import cast
 
 import torch
 
+from hardpoint import numerics
 from hardpoint.context import Context
 from hardpoint.ops.quantize_rows import quantize_rows
-from hardpoint.quantization import numerics
 from hardpoint_plugin_api import BuildContext, LinearKernel, LinearWorkload, QuantSpec
 
 

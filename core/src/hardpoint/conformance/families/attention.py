@@ -83,13 +83,13 @@ _LSE_BASES = ("e", "2")
 
 
 class AttentionTrials:
-    """The generator of the family ``attention``."""
+    """The generator of causal attention."""
 
     family = "attention"
 
     def serves(self, contribution: Contribution) -> bool:
-        """All backends: they share one interface."""
-        return True
+        """All backends of that kind: they share one interface."""
+        return contribution.of == "causal"
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """The declarations, the cache layout, then steps."""

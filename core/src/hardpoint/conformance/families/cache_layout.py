@@ -35,9 +35,9 @@ from hardpoint.conformance.site import Subject, TrialResources
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_of
+from hardpoint.numerics import round_to
 from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.ops.judge import Call, Expectation, Expected, Input
-from hardpoint.quantization.numerics import round_to
 from hardpoint_plugin_api import (
     NULL_PAGE,
     AttentionBackend,

@@ -33,9 +33,9 @@ from hardpoint.experts.local import LocalAll2All, LocalBatches
 from hardpoint.experts.middle import is_gated, names
 from hardpoint.experts.prepare_finalize import AnyExpertsKernel, PrepareFinalize
 from hardpoint.experts.reference import ReferenceExperts
+from hardpoint.numerics import quantize_weight
 from hardpoint.ops.error_model import Comparison, ErrorModel
 from hardpoint.ops.judge import Call, Expectation, Expected, Input, judge_call
-from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_plugin_api import (
     All2AllWorkload,
     Contribution,

@@ -58,6 +58,18 @@ _MIXTURE: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+"""The same of latent attention, where heads share no keys, and of the mixtures that come with it."""
 _VARIATIONS: dict[str, Mapping[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -100,7 +112,9 @@ def transformers_samples(architecture: str) -> tuple[ModelSample, ...]:
     samples = []
     for name, changes in _VARIATIONS.items():
         if not changes or next(iter(changes)) in known:
-            keys = {k: v for k, v in (TINY | _MIXTURE | dict(changes)).items() if k in known or k in TINY}
+            latent = _LATENT if "kv_lora_rank" in known else {}
+            keys = TINY | _MIXTURE | latent | dict(changes)
+            keys = {k: v for k, v in keys.items() if k in known or k in TINY}
             samples.append(ModelSample(name, partial(_write, own[0], keys), may_be_refused=bool(changes)))
     return tuple(samples)
 

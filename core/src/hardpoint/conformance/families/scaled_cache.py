@@ -12,8 +12,8 @@ import torch
 
 from hardpoint.conformance.site import Subject
 from hardpoint.dtypes import dtype_of
+from hardpoint.numerics import largest, round_to
 from hardpoint.ops.error_model import ErrorModel
-from hardpoint.quantization.numerics import largest, round_to
 from hardpoint_plugin_api import AttentionBackend, Feature, Plane
 
 ERRORS = ErrorModel(scale="row")

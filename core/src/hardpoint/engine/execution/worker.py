@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Self, cast
 
-from hardpoint.bench.stages import mark
 from hardpoint.cache_users import united_retentions
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.forward import Forward, Model
@@ -24,6 +23,7 @@ from hardpoint.engine.execution.stage import stage_of
 from hardpoint.engine.execution.weights import ModelWeights
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint.parallel.control import ControlGroup
+from hardpoint.startup_times import mark
 from hardpoint_plugin_api import (
     ConfigError,
     EagerGraphEngine,

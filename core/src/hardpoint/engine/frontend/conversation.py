@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar, Unpack
 
-from hardpoint.bench.stages import mark
 from hardpoint.engine.client import CoreClient, RequestOptions
 from hardpoint.engine.frontend.prompts import TokenizedPrompt
 from hardpoint.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestOutputKind
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.step import TokenLogprobs
+from hardpoint.startup_times import mark
 from hardpoint.tokenizer import Detokenizer, Tokenizer
 
 T = TypeVar("T")

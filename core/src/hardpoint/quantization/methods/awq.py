@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import torch
 
+from hardpoint.numerics import pack_nibbles
 from hardpoint.quantization.methods.gptq import check_groups
 from hardpoint.quantization.methods.packed import integer_spec, unpacked
 from hardpoint.quantization.methods.settings import Settings
-from hardpoint.quantization.numerics import pack_nibbles
 from hardpoint_plugin_api import (
     Dim,
     MethodRequest,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
+from hardpoint.numerics import quantize_weight
 from hardpoint.quantization.methods.settings import Options
-from hardpoint.quantization.numerics import quantize_weight
 from hardpoint_plugin_api import (
     ConfigError,
     Dim,

@@ -26,7 +26,7 @@ class AdaptedOffer(Offer):
 
     def adapt(self, target: object) -> object:
         """Wrap the loaded target of ``inner``."""
-        from hardpoint.attention.padded import pad_heads
+        from hardpoint.adapters.padded_heads import pad_heads
 
         return pad_heads(cast("type[AttentionBackend]", target), self.multiple)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hardpoint.plugins.api_surface import Entry, Surface
+from hardpoint.authoring.api_surface import Entry, Surface
 
 _MINE_TO_IMPLEMENT = {"interface"}
 _SIZES = {"options", "families", "members"}

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import ModuleType
 
 import hardpoint_plugin_api as api
+from hardpoint.authoring.api_diff import signature_of
+from hardpoint.authoring.api_surface import Entry, describe_api, hooks, layer_classes, members_of
 from hardpoint.ops.catalogue import describe_all
-from hardpoint.plugins.api_diff import signature_of
-from hardpoint.plugins.api_surface import Entry, describe_api, hooks, layer_classes, members_of
 from hardpoint_plugin_api import API_VERSION, FAMILIES, MANIFEST_NAME, MANIFEST_SCHEMA, Feature
 from hardpoint_plugin_api.manifest import KEYS
 from hardpoint_plugin_api.requests import FEATURE_SINCE
@@ -33,6 +33,7 @@ _TITLES = {
     "step": "Steps",
     "linear": "Linear kernels",
     "attention": "Attention",
+    "latent": "Latent attention",
     "cache": "The cache",
     "quant": "Numbers",
     "quantization": "Quantization methods",

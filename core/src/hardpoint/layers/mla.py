@@ -1,0 +1,163 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): one cached latent per token, shared by all heads.
+
+Keys and values of every head are products of the latent with a matrix. The layer never makes them: it multiplies the
+keys' matrix into the queries, attends to the latents, and multiplies the values' matrix onto the result.
+
+Axes: T tokens, H query heads on this rank, L latent size, R rope size, N size of a head's other part, V value size. A
+group of ranks divides the heads; each has every latent, and sums what all made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hardpoint.attention.build import latent_backend
+from hardpoint.context import Context
+from hardpoint.dtypes import dtype_name
+from hardpoint.layers.base import PluggableLayer
+from hardpoint.layers.linear import Linear
+from hardpoint.ops.rms_norm import rms_norm
+from hardpoint.ops.rope_table import rope_table
+from hardpoint.ops.rotary_embedding import rotary_embedding
+from hardpoint.parallel.shards import HeadShards, widened
+from hardpoint.quantization.merging import collapse_parts
+from hardpoint_plugin_api import (
+    ForwardStep,
+    LatentCall,
+    LatentSpec,
+    LatentStoreCall,
+    LinearArgs,
+    MLAArgs,
+    Quantized,
+    WeightSlot,
+    dequantize,
+    weight_slots,
+)
+
+
+class MLA(PluggableLayer, name="mla"):
+    """Slots: latent_norm [L], and q_norm [query_rank] where queries are compressed. ``down`` makes the latent and the
+    shared key (parts ``q`` and ``kv`` where it makes compressed queries, too), ``q`` the queries; ``kv_up`` holds the
+    matrices of keys and values."""
+
+    def __init__(self, ctx: Context, args: MLAArgs) -> None:
+        super().__init__(ctx)
+        self.args, self.dtype, self._device = args, dtype_name(ctx.dtype), ctx.torch_device
+        self._num_positions, self._group, self._leaves_summand = ctx.max_model_len, ctx.parallel.tp, False
+        heads = HeadShards.of(args.num_heads, args.num_heads, ctx.parallel.tp)
+        self._num_heads, rank = heads.num_heads, args.query_rank
+        compressed = (("q", rank),) if rank else ()
+        self.down = Linear(
+            ctx.child("down"),
+            LinearArgs(args.hidden_size, (*compressed, ("kv", args.latent_size + args.rope_size)), args.bias),
+        )
+        size = args.nope_size + args.rope_size
+        self.q = Linear(
+            ctx.child("q"),
+            LinearArgs(
+                rank or args.hidden_size,
+                (("q", args.num_heads * size),),
+                row_shards=(widened(heads.query, size),) if heads.query else (),
+            ),
+        )
+        self.kv_up = KeyValueUp(ctx.child("kv_up"), args, heads)
+        width = args.num_heads * args.value_size
+        self.out = Linear(
+            ctx.child("out"),
+            LinearArgs(width, (("out", args.hidden_size),), args.bias, column_shard=heads.columns(args.value_size)),
+        )
+        if rank or self.down.input_spec == self.q.input_spec:  # whoever reads what the block's norm made
+            self.input_spec = self.down.input_spec
+        spec = LatentSpec(
+            num_heads=heads.num_heads,
+            latent_size=args.latent_size,
+            rope_size=args.rope_size,
+            scale=args.scale,
+            dtype=self.dtype,
+            kv_dtype=ctx.kv_dtype,
+            block_size=ctx.block_size,
+        )
+        self.index, self.backend = latent_backend(ctx, spec)
+        self._rms_norm = rms_norm.bind(ctx, scalars={"eps": args.norm_eps})
+        turns = {"interleaved": args.rope.interleaved}
+        self._rotary_embedding = rotary_embedding.bind(ctx, head_size=args.rope_size, scalars=turns)
+        self._shared = ctx.shared
+        self._cos_sin: torch.Tensor | None = None
+
+    def declare(self) -> dict[str, WeightSlot]:
+        slots = {"latent_norm": WeightSlot((self.args.latent_size,), self.dtype)}
+        if self.args.query_rank:
+            slots["q_norm"] = WeightSlot((self.args.query_rank,), self.dtype)
+        return slots
+
+    def bind(self) -> None:
+        rope = self.args.rope
+        self._cos_sin = self._shared(rope, lambda: rope_table(rope, self._num_positions, self._device))
+
+    def leave_summand(self) -> bool:
+        self._leaves_summand = True
+        return True
+
+    def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]. Writes this step's latents and rotated keys to the layer's cache."""
+        assert self._cos_sin is not None, "bind comes before forward"
+        args, eps = self.args, self.args.norm_eps
+        down: torch.Tensor = self.down(x, step)
+        latent, rope_key = down[:, -args.latent_size - args.rope_size :].split([args.latent_size, args.rope_size], -1)
+        latent = self._rms_norm(latent, self.weights["latent_norm"], eps=eps)
+        if args.query_rank:
+            x = self._rms_norm(down[:, : args.query_rank], self.weights["q_norm"], eps=eps)
+        queries = self.q(x, step).view(down.shape[0], self._num_heads, -1)
+        q_nope, q_rope = queries.split([args.nope_size, args.rope_size], dim=-1)
+        q_rope, rotated = self._rotary_embedding(
+            q_rope, rope_key.unsqueeze(1), step.rotary_positions, self._cos_sin, interleaved=args.rope.interleaved
+        )
+        rope_key = rotated.squeeze(1)
+        slots = step.metadata[self.index].batch.slot_mapping
+        self.backend.store(LatentStoreCall(latent, rope_key, step.caches[self.index], slots))
+        q_latent = torch.bmm(q_nope.transpose(0, 1), self.kv_up.weights["keys"]).transpose(0, 1)
+        attended = torch.empty_like(q_latent)
+        attend = self.backend.forward
+        step.interrupt(
+            self.index,
+            lambda cache, plan: attend(LatentCall(q_latent, q_rope, latent, rope_key, cache, plan, attended)),
+        )
+        values = torch.bmm(attended.transpose(0, 1), self.kv_up.weights["values"])
+        y: torch.Tensor = self.out(values.transpose(0, 1).reshape(down.shape[0], -1), step)
+        return y if self._leaves_summand else self._group.all_reduce(y)
+
+
+class KeyValueUp(PluggableLayer):
+    """The matrix that makes keys and values of latents, [heads * (N + V), L] in a checkpoint. No step multiplies by it.
+
+    Its slots are those of the scheme that the context's quantization gives it. From ``prepare`` on there are plain
+    ``keys`` [H, N, L] and ``values`` [H, L, V] in the activations' dtype.
+    """
+
+    def __init__(self, ctx: Context, args: MLAArgs, heads: HeadShards) -> None:
+        super().__init__(ctx)
+        self.args, self._num_heads, self._dtype = args, heads.num_heads, ctx.dtype
+        size = args.nope_size + args.value_size
+        self._linear = LinearArgs(
+            args.latent_size,
+            (("kv", args.num_heads * size),),
+            row_shards=(widened(heads.query, size),) if heads.query else (),
+        )
+        scheme = ctx.quantization.linear(ctx.path, self._linear, dtype_name(ctx.dtype))
+        assert scheme is not None, "a matrix of one part has one scheme"
+        self.scheme = scheme
+
+    def declare(self) -> dict[str, WeightSlot]:
+        linear = self._linear
+        slots = weight_slots(self.scheme, linear.own_parts, linear.own_in_features)
+        if not self.scheme.stored and linear.row_shards:
+            slots["weight"] = replace(slots["weight"], shard_axis=0, shards=linear.row_shards)
+        return slots
+
+    def prepare(self) -> None:
+        args, weights = self.args, collapse_parts(self.weights, self.path)
+        whole = dequantize(weights, self.scheme.weight, self._dtype).view(self._num_heads, -1, args.latent_size)
+        keys, values = whole.split([args.nope_size, args.value_size], dim=1)
+        self.weights = {"keys": keys.contiguous(), "values": values.transpose(1, 2).contiguous()}
