@@ -15,6 +15,7 @@ from hardpoint.engine.execution.runner import Runner
 from hardpoint.engine.explain import explain
 from hardpoint.parallel.topology import Topology
 from hardpoint_plugin_api import ConfigError, EngineDeadError, Span, StructuredOutput
+from tests.models.test_against_transformers import DEEPSEEK_V2
 from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import SMALL, counted, small_llm
@@ -51,8 +52,9 @@ def tokens(llm: LLM, params: list[SamplingParams] | SamplingParams | None = None
         ("llama", {"num_hidden_layers": 4, "vocab_size": 261, "tie_word_embeddings": True}, 2, 2, {}),
         ("qwen3_moe", EXPERTS, 2, 2, {"enable_expert_parallel": True, "async_scheduling": True}),
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}, 1, 2, {}),
+        ("deepseek_v2", DEEPSEEK_V2, 1, 2, {}),
     ],
-    ids=["untied", "tied-3-stages", "tied-tp2-pp2", "experts-ep2-pp2", "windows"],
+    ids=["untied", "tied-3-stages", "tied-tp2-pp2", "experts-ep2-pp2", "windows", "latents"],
 )
 def test_stages_draw_the_tokens_of_one(
     family: str, changes: dict[str, Any], ranks: int, stages: int, settings: dict[str, Any], tmp_path: Path

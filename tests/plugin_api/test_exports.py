@@ -24,7 +24,8 @@ Plane Platform PlatformError PlatformWorkload PluginConflictError PluginError Pl
 QuantizationMethod QuantizationWorkload Quantized RankGroup Reason ReasoningDelta ReasoningParser
 ReasoningParserWorkload Region Request RequestError Requirement Resources RopeArgs RouterArgs RunnerWorkload ScalarValue
 Scale ScaledLayout Scaling SchedulerWorkload Scheme Scope SelectionError ShardPlan ShardSlice Span SpecPattern Stability
-StackArgs StepLimits StepPlanner StoreCall StoredTensor StructureKind StructuredOutput TableElement TensorInfo TokensRequirement
+StackArgs StepLimits StepPlanner StoreCall StoredTensor StructureKind StructuredOutput TableElement TensorInfo
+TokensRequirement
 ToolCallDelta ToolCallEnd ToolCallStart ToolParser ToolParserWorkload UnknownNameError WeightSlot Workload check_api
 decode_elements dequantize expert_matrix hookimpl nearest parse_manifest parse_requirement read_manifest scale_slot
 weight_slots write_rounded
