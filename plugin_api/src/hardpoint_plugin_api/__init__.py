@@ -29,6 +29,7 @@ from hardpoint_plugin_api.context import (
 from hardpoint_plugin_api.contributions import Contribution, Form
 from hardpoint_plugin_api.dequantization import decode_elements, dequantize, scale_slot
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format, MemorySnapshot, NumaNode
+from hardpoint_plugin_api.drafter import NO_DRAFT, DraftCall, Drafter, DrafterArgs
 from hardpoint_plugin_api.elements import Element, TableElement
 from hardpoint_plugin_api.errors import (
     CapacityError,
@@ -123,6 +124,7 @@ from hardpoint_plugin_api.requests import (
     All2AllWorkload,
     AttentionWorkload,
     CommunicatorWorkload,
+    DrafterWorkload,
     ElementWorkload,
     ExpertsWorkload,
     Feature,
@@ -189,6 +191,10 @@ __all__ = [
     "Dim",
     "DispatchHandle",
     "Dispatched",
+    "DraftCall",
+    "Drafter",
+    "DrafterArgs",
+    "DrafterWorkload",
     "ENTRY_POINT_GROUP",
     "EagerGraphEngine",
     "Element",
@@ -240,6 +246,7 @@ __all__ = [
     "ModelWorkload",
     "Module",
     "NO_DEVICE",
+    "NO_DRAFT",
     "NULL_PAGE",
     "Namesake",
     "NormArgs",

@@ -76,9 +76,10 @@ class PipelineStage(Stage):
 
     def share_drawn(self, step: StepInput, staged: Mapping[str, torch.Tensor], last_token: torch.Tensor) -> None:
         """See Stage. The first stage waits for the last; the step has gone through all of them then."""
-        if not (count := sum(share.samples for share in step.scheduled)):
+        if not any(share.samples for share in step.scheduled):
             return
-        slots = staged["sample_slots" if "sample_slots" in staged else "slots"][:count].long()
+        # A decode step, all of whose requests sample, has slots alone, behind which padding stands.
+        slots = staged["sample_slots"].long() if "sample_slots" in staged else staged["slots"][: len(step.scheduled)]
         if self.draws:
             self._group.send(last_token[slots], 0)
         elif not self._group.rank:
