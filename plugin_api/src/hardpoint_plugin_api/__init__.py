@@ -12,7 +12,17 @@ from hardpoint_plugin_api.attention import (
     StepPlanner,
     StoreCall,
 )
-from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Plane, Region, Scaling, Span
+from hardpoint_plugin_api.cache import (
+    NULL_PAGE,
+    CacheLayout,
+    CacheSpec,
+    Latest,
+    Plane,
+    Region,
+    Retention,
+    Scaling,
+    Span,
+)
 from hardpoint_plugin_api.cache_layouts import PlainLayout, ScaledLayout, write_rounded
 from hardpoint_plugin_api.cache_users import CacheUser, CacheUsers
 from hardpoint_plugin_api.communicator import Collectives, Communicator, GroupMember, Parallel, RankGroup
@@ -29,7 +39,6 @@ from hardpoint_plugin_api.context import (
 from hardpoint_plugin_api.contributions import Contribution, Form
 from hardpoint_plugin_api.dequantization import decode_elements, dequantize, scale_slot
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format, MemorySnapshot, NumaNode
-from hardpoint_plugin_api.drafter import NO_DRAFT, DraftCall, Drafter, DrafterArgs
 from hardpoint_plugin_api.elements import Element, TableElement
 from hardpoint_plugin_api.errors import (
     CapacityError,
@@ -65,6 +74,7 @@ from hardpoint_plugin_api.layers import (
     EmbeddingArgs,
     LayerArgs,
     LinearArgs,
+    LinearAttentionArgs,
     MLAArgs,
     MLPArgs,
     MoEArgs,
@@ -123,7 +133,6 @@ from hardpoint_plugin_api.requests import (
     All2AllWorkload,
     AttentionWorkload,
     CommunicatorWorkload,
-    DrafterWorkload,
     ElementWorkload,
     ExpertsWorkload,
     Feature,
@@ -190,10 +199,6 @@ __all__ = [
     "Dim",
     "DispatchHandle",
     "Dispatched",
-    "DraftCall",
-    "Drafter",
-    "DrafterArgs",
-    "DrafterWorkload",
     "ENTRY_POINT_GROUP",
     "EagerGraphEngine",
     "Element",
@@ -219,6 +224,7 @@ __all__ = [
     "HardpointError",
     "Histogram",
     "HookSpecs",
+    "Latest",
     "LatentBackend",
     "LatentCall",
     "LatentSpec",
@@ -227,6 +233,7 @@ __all__ = [
     "LayerArgs",
     "LayerWorkload",
     "LinearArgs",
+    "LinearAttentionArgs",
     "LinearCall",
     "LinearKernel",
     "LinearWorkload",
@@ -245,7 +252,6 @@ __all__ = [
     "ModelWorkload",
     "Module",
     "NO_DEVICE",
-    "NO_DRAFT",
     "NULL_PAGE",
     "Namesake",
     "NormArgs",
@@ -278,6 +284,7 @@ __all__ = [
     "RequestError",
     "Requirement",
     "Resources",
+    "Retention",
     "RopeArgs",
     "RouterArgs",
     "RunnerWorkload",

@@ -1,1 +1,0 @@
-"""What core itself drafts with."""
