@@ -39,6 +39,7 @@ from hardpoint_plugin_api.context import (
 from hardpoint_plugin_api.contributions import Contribution, Form
 from hardpoint_plugin_api.dequantization import decode_elements, dequantize, scale_slot
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format, MemorySnapshot, NumaNode
+from hardpoint_plugin_api.drafter import NO_DRAFT, DraftCall, Drafter, DrafterArgs
 from hardpoint_plugin_api.elements import Element, TableElement
 from hardpoint_plugin_api.errors import (
     CapacityError,
@@ -133,6 +134,7 @@ from hardpoint_plugin_api.requests import (
     All2AllWorkload,
     AttentionWorkload,
     CommunicatorWorkload,
+    DrafterWorkload,
     ElementWorkload,
     ExpertsWorkload,
     Feature,
@@ -199,6 +201,10 @@ __all__ = [
     "Dim",
     "DispatchHandle",
     "Dispatched",
+    "DraftCall",
+    "Drafter",
+    "DrafterArgs",
+    "DrafterWorkload",
     "ENTRY_POINT_GROUP",
     "EagerGraphEngine",
     "Element",
@@ -252,6 +258,7 @@ __all__ = [
     "ModelWorkload",
     "Module",
     "NO_DEVICE",
+    "NO_DRAFT",
     "NULL_PAGE",
     "Namesake",
     "NormArgs",
