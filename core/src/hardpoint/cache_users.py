@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hardpoint_plugin_api import CacheUser, Span
+from hardpoint_plugin_api import CacheUser, Retention
 
 MAX_GROUPS = 8
 """About this many cache groups at most: each costs a block table per step."""
@@ -22,7 +22,7 @@ MAX_GROUPS = 8
 class CacheGroup:
     """The numbers of the users that share a block table, by place, and their retention."""
 
-    retention: Span
+    retention: Retention
     users: tuple[int, ...]
 
 
@@ -39,14 +39,14 @@ class ModelCaches:
     """The cache users of a model, in the order of construction; see CacheUsers of the plugin API."""
 
     users: list[CacheUser] = field(default_factory=list)
-    _shared: tuple[Span, ...] = ()
+    _shared: tuple[Retention, ...] = ()
 
     def add(self, user: CacheUser) -> int:
         """Declare ``user`` and return its number."""
         self.users.append(user)
         return len(self.users) - 1
 
-    def share_groups(self, retentions: tuple[Span, ...]) -> None:
+    def share_groups(self, retentions: tuple[Retention, ...]) -> None:
         """From now on form a group for each of ``retentions`` (see united_retentions), those of these users among them.
 
         A group may be without users: those of another pipeline stage, with which this one shares block tables.
@@ -56,7 +56,7 @@ class ModelCaches:
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The users by retention, cut into groups of the size that leaves the fewest places of a page empty."""
-        by_retention: dict[Span, list[int]] = {}
+        by_retention: dict[Retention, list[int]] = {}
         for number, user in enumerate(self.users):
             by_retention.setdefault(user.spec.retention, []).append(number)
         if self._shared:
@@ -77,17 +77,17 @@ class ModelCaches:
         return tuple(PlanGroup(number, tuple(users)) for (number, _), users in groups.items())
 
 
-def united_retentions(stages: Iterable[tuple[Span, ...]]) -> tuple[Span, ...]:
+def united_retentions(stages: Iterable[tuple[Retention, ...]]) -> tuple[Retention, ...]:
     """The retentions of the groups of all pipeline stages: each as often as in the stage that has it most often."""
-    most: Counter[Span] = Counter()
+    most: Counter[Retention] = Counter()
     for retentions in stages:
         most |= Counter(retentions)
     return tuple(most.elements())
 
 
-def _divided(by_retention: Mapping[Span, list[int]], retentions: tuple[Span, ...]) -> Iterator[CacheGroup]:
+def _divided(by_retention: Mapping[Retention, list[int]], retentions: tuple[Retention, ...]) -> Iterator[CacheGroup]:
     """Groups of ``retentions``; the users of one are divided evenly among its groups."""
-    seen: Counter[Span] = Counter()
+    seen: Counter[Retention] = Counter()
     for retention in retentions:
         numbers, number = by_retention.get(retention, []), seen[retention]
         size = -(-len(numbers) // retentions.count(retention))

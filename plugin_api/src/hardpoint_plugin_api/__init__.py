@@ -12,7 +12,17 @@ from hardpoint_plugin_api.attention import (
     StepPlanner,
     StoreCall,
 )
-from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Plane, Region, Scaling, Span
+from hardpoint_plugin_api.cache import (
+    NULL_PAGE,
+    CacheLayout,
+    CacheSpec,
+    Latest,
+    Plane,
+    Region,
+    Retention,
+    Scaling,
+    Span,
+)
 from hardpoint_plugin_api.cache_layouts import PlainLayout, ScaledLayout, write_rounded
 from hardpoint_plugin_api.cache_users import CacheUser, CacheUsers
 from hardpoint_plugin_api.communicator import Collectives, Communicator, GroupMember, Parallel, RankGroup
@@ -65,6 +75,7 @@ from hardpoint_plugin_api.layers import (
     EmbeddingArgs,
     LayerArgs,
     LinearArgs,
+    LinearAttentionArgs,
     MLAArgs,
     MLPArgs,
     MoEArgs,
@@ -220,6 +231,7 @@ __all__ = [
     "HardpointError",
     "Histogram",
     "HookSpecs",
+    "Latest",
     "LatentBackend",
     "LatentCall",
     "LatentSpec",
@@ -228,6 +240,7 @@ __all__ = [
     "LayerArgs",
     "LayerWorkload",
     "LinearArgs",
+    "LinearAttentionArgs",
     "LinearCall",
     "LinearKernel",
     "LinearWorkload",
@@ -279,6 +292,7 @@ __all__ = [
     "RequestError",
     "Requirement",
     "Resources",
+    "Retention",
     "RopeArgs",
     "RouterArgs",
     "RunnerWorkload",

@@ -113,7 +113,7 @@ class EngineCore:
         executor = start_executor(blueprint, model)
         facts = executor.facts
         scheduler_class = cast(type[Scheduler], ctx.load(ctx.select(SchedulerWorkload()).offer))
-        paged_cache = PagedCache(BlockPool(facts.num_pages), facts.geometry)
+        paged_cache = PagedCache(BlockPool(facts.num_pages), facts.geometry, config.enable_prefix_caching)
         scheduler = scheduler_class(
             SchedulerArgs(
                 paged_cache,
