@@ -15,9 +15,8 @@ from hardpoint.engine.execution.runner import Runner
 from hardpoint.engine.explain import explain
 from hardpoint.parallel.topology import Topology
 from hardpoint_plugin_api import ConfigError, EngineDeadError, Span, StructuredOutput
-from tests.models.test_against_transformers import DEEPSEEK_V2
 from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads
-from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import SMALL, counted, small_llm
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
