@@ -40,7 +40,6 @@ from hardpoint.structured import Grammars
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import (
     EngineError,
-    SchedulerWorkload,
 )
 
 if TYPE_CHECKING:
@@ -112,9 +111,8 @@ class EngineCore:
         logger.info("selection table %s on %s", table.digest, ctx.device.name)
         executor = start_executor(blueprint, model)
         facts = executor.facts
-        scheduler_class = cast(type[Scheduler], ctx.load(ctx.select(SchedulerWorkload()).offer))
         paged_cache = PagedCache(BlockPool(facts.num_pages), facts.geometry, config.enable_prefix_caching)
-        scheduler = scheduler_class(
+        scheduler = Scheduler(
             SchedulerArgs(
                 paged_cache,
                 facts.limits,
