@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.drafters.ngram import NgramDrafter
+from hardpoint.engine.execution.runner import Runner, Ticket
 from hardpoint.engine.outputs import RequestOutput
+from hardpoint.engine.scheduling.step import StepInput
 from hardpoint_plugin_api import NO_DRAFT, ConfigError, DraftCall, DrafterArgs, StepLimits, StructuredOutput
 from tests.support.engines import small_llm
 
@@ -92,9 +94,9 @@ def plain() -> list[RequestOutput]:
         return generate(llm)
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with small_llm(Path("demo"), **NGRAM) as engine:
+@pytest.fixture(scope="module", params=[False, True], ids=["depth 0", "depth 1"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with small_llm(Path("demo"), **NGRAM, async_scheduling=request.param) as engine:
         yield engine
 
 
@@ -185,6 +187,23 @@ def test_a_request_may_be_cancelled_while_its_drafts_are_verified(llm: LLM, monk
     while not core.is_idle:
         core.step()
     assert core.stats.num_free_pages == core.stats.num_pages
+
+
+@pytest.mark.parametrize(("backend", "is_ahead"), [(None, True), ("reference", False)])
+def test_steps_are_submitted_before_their_drafts_are_known(
+    plain: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, backend: str | None, is_ahead: bool
+) -> None:
+    """Unless attention plans by exact lengths."""
+    submit, slack = Runner.submit, []
+
+    def note(self: Runner, step: StepInput) -> Ticket:
+        slack.append(max(share.slack for share in step.scheduled))
+        return submit(self, step)
+
+    monkeypatch.setattr(Runner, "submit", note)
+    with small_llm(Path("demo"), **NGRAM, async_scheduling=True, attention_backend=backend) as llm:
+        assert said(generate(llm, ["greedy"])) == said(plain[: len(PROMPTS)])
+    assert (max(slack) > 0) == is_ahead
 
 
 def test_drafts_are_counted(llm: LLM) -> None:

@@ -184,6 +184,12 @@ def start_speculation(blueprint: Blueprint, num_slots: int) -> Speculation | Non
     return Speculation(drafter, ctx.resources, num_slots, ctx.max_model_len, ctx.torch_device)
 
 
+def planners_of_exact_lengths(blueprint: Blueprint) -> tuple[str, ...]:
+    """The parts of the model that plan a step by the exact lengths of its requests, by name."""
+    planners = (user.planner for user in blueprint.ctx.cache_users.users)
+    return tuple(sorted({type(planner).__name__ for planner in planners if planner.exact_lengths}))
+
+
 def cache_geometry(blueprint: Blueprint) -> CacheGeometry:
     """How sequences lie in the cache's pages, on every rank."""
     ctx, limits = blueprint.ctx, step_limits(blueprint)
