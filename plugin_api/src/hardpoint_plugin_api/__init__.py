@@ -12,7 +12,17 @@ from hardpoint_plugin_api.attention import (
     StepPlanner,
     StoreCall,
 )
-from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Plane, Region, Scaling, Span
+from hardpoint_plugin_api.cache import (
+    NULL_PAGE,
+    CacheLayout,
+    CacheSpec,
+    Latest,
+    Plane,
+    Region,
+    Retention,
+    Scaling,
+    Span,
+)
 from hardpoint_plugin_api.cache_layouts import PlainLayout, ScaledLayout, write_rounded
 from hardpoint_plugin_api.cache_users import CacheUser, CacheUsers
 from hardpoint_plugin_api.communicator import Collectives, Communicator, GroupMember, Parallel, RankGroup
@@ -65,12 +75,14 @@ from hardpoint_plugin_api.layers import (
     EmbeddingArgs,
     LayerArgs,
     LinearArgs,
+    LinearAttentionArgs,
     MLAArgs,
     MLPArgs,
     MoEArgs,
     NormArgs,
     RopeArgs,
     RouterArgs,
+    StackArgs,
     WeightSlot,
 )
 from hardpoint_plugin_api.linear import LinearCall, LinearKernel, Quantized
@@ -219,6 +231,7 @@ __all__ = [
     "HardpointError",
     "Histogram",
     "HookSpecs",
+    "Latest",
     "LatentBackend",
     "LatentCall",
     "LatentSpec",
@@ -227,6 +240,7 @@ __all__ = [
     "LayerArgs",
     "LayerWorkload",
     "LinearArgs",
+    "LinearAttentionArgs",
     "LinearCall",
     "LinearKernel",
     "LinearWorkload",
@@ -278,6 +292,7 @@ __all__ = [
     "RequestError",
     "Requirement",
     "Resources",
+    "Retention",
     "RopeArgs",
     "RouterArgs",
     "RunnerWorkload",
@@ -294,6 +309,7 @@ __all__ = [
     "Span",
     "SpecPattern",
     "Stability",
+    "StackArgs",
     "StepLimits",
     "StepPlanner",
     "StoreCall",

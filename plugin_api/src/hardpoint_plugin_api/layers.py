@@ -132,6 +132,27 @@ class AttentionArgs:
 
 
 @dataclass(frozen=True)
+class LinearAttentionArgs:
+    """Linear attention with a decay for each head, as in RetNet (arXiv:2307.08621, equation 6) without rotation.
+
+    Each head has a state S [head_size, head_size]: ``S_t = decay * S_{t-1} + k_t v_t^T`` and ``o_t = scale * q_t S_t``,
+    from S = 0 before the first token. ``decays`` has one number from 0 to 1 for each head.
+    """
+
+    layer: ClassVar[str] = "linear_attention"
+
+    hidden_size: int
+    head_size: int
+    decays: tuple[float, ...]
+    scale: float = 1.0
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of queries, keys and values alike."""
+        return len(self.decays)
+
+
+@dataclass(frozen=True)
 class MLAArgs:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): projections, norms, rotary embedding, cache.
 
@@ -246,6 +267,26 @@ class BlockArgs:
     mixer: LayerArgs
     feed_forward: LayerArgs
     norm: NormArgs
+
+
+@dataclass(frozen=True)
+class StackArgs:
+    """Decoder blocks, one after the other: all of a model, or those of one pipeline stage.
+
+    The first of ``blocks`` is number ``first`` of the ``total`` blocks of the model. Layer paths and slots of a block
+    bear its number in the model: ``blocks.NUMBER.mixer``. A ``total`` of 0 says that the model has no others.
+    """
+
+    layer: ClassVar[str] = "decoder_stack"
+
+    blocks: tuple[BlockArgs, ...]
+    first: int = 0
+    total: int = 0
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features that an implementation must claim."""
+        return frozenset({Feature.PIPELINE_STAGES} if len(self.blocks) < self.total else ())
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from hardpoint.engine.execution.memory.holdings import Holdings
 from hardpoint.engine.execution.rank_verbs import Synchronize
 from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
 from hardpoint.engine.execution.ranks.torchrun_executor import TorchrunExecutor
-from hardpoint.engine.execution.worker import Worker, cache_geometry, planners_of_exact_lengths, step_limits
+from hardpoint.engine.execution.worker import Worker, planners_of_exact_lengths
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.engine.scheduling.block_pool import BlockPool
@@ -117,11 +117,11 @@ class EngineCore:
         exact = planners_of_exact_lengths(blueprint)
         if ahead and exact and config.num_drafts:
             logger.info("steps that draw are waited for: %s needs requests' exact lengths", ", ".join(exact))
-        paged_cache = PagedCache(BlockPool(facts.num_pages), cache_geometry(blueprint))
+        paged_cache = PagedCache(BlockPool(facts.num_pages), facts.geometry, config.enable_prefix_caching)
         scheduler = scheduler_class(
             SchedulerArgs(
                 paged_cache,
-                step_limits(blueprint),
+                facts.limits,
                 facts.max_model_len,
                 config.enable_prefix_caching,
                 config.num_drafts,

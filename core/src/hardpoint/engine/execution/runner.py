@@ -6,6 +6,7 @@ sampled tokens, the one exchange between host and device that anybody waits for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,8 +22,16 @@ from hardpoint.engine.execution.graphs.shapes import End, StepShape
 from hardpoint.engine.execution.sampling.logprobs import DevicePromptLogprobs, PromptScorer
 from hardpoint.engine.execution.sampling.sampler import Sampled, Sampler, SamplingOps
 from hardpoint.engine.execution.speculation import Speculation, Tokens, draft_arrays, grouped, to_host
+from hardpoint.engine.execution.stage import Stage
 from hardpoint.engine.execution.staging import Staging
-from hardpoint.engine.scheduling.step import PromptLogprobs, ScheduledRequest, StepInput, StepOutput, TokenLogprobs
+from hardpoint.engine.scheduling.step import (
+    PageCopy,
+    PromptLogprobs,
+    ScheduledRequest,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+)
 from hardpoint.ops.decode_inputs import LAST_DRAWN, NUM_FIXED_ROWS, decode_inputs
 from hardpoint.ops.slot_mapping import slot_mapping
 from hardpoint_plugin_api import NO_DRAFT, NULL_PAGE, AttentionBatch, AttentionMetadata, Platform
@@ -80,6 +89,7 @@ class RunnerArgs:
     platform: Platform
     forward: Forward
     graphs: Graphs
+    stage: Stage
     sampler: Sampler
     ops: StepOps
     num_slots: int
@@ -94,7 +104,7 @@ class Runner:
 
     def __init__(self, args: RunnerArgs) -> None:
         ctx, num_slots = args.ctx, args.num_slots
-        self._ctx, self._forward, self._graphs = ctx, args.forward, args.graphs
+        self._ctx, self._forward, self._graphs, self._stage = ctx, args.forward, args.graphs, args.stage
         self._device, self._block_size = ctx.torch_device, ctx.block_size
         self._platform, self._ops = args.platform, args.ops
         self._max_pages = -(-ctx.max_model_len // ctx.block_size)
@@ -115,30 +125,41 @@ class Runner:
         # A step of fewer tokens may be padded beyond them.
         most_tokens = max(args.max_step_tokens, args.graphs.most_tokens, *args.token_buckets)
         per_token = 6 if args.speculation is None else 11  # a row, its slot and its draft; which it is, and of what row
-        capacity = per_token * most_tokens + (8 + Sampler.num_columns) * most_requests + 1 + 2 * new_pages
+        capacity = per_token * most_tokens + (8 + Sampler.num_columns) * most_requests + 1
+        capacity += 2 * new_pages + 2 * num_groups * num_slots  # the latter for page copies
         self._staging = Staging(capacity, self._device, args.platform.pin)
 
     @torch.inference_mode()
     def submit(self, step: StepInput) -> Ticket:
-        """Take the delta, run the model over the step's tokens, draw a token for each slot that samples."""
+        """Take the delta, run the model over the step's tokens, draw a token for each slot that samples.
+
+        A pipeline stage that does not draw hands on the tokens' states instead; its ticket has no tokens.
+        """
         new = self._take_new(step)
         shape = self._graphs.find(step, hidden=self._prompts.wants(step))
-        arrays = self._plan(step, shape, new)
+        arrays, count = self._plan(step, shape, new), step.num_tokens
+        fixed = self._graphs.buffers(shape).step if shape.mode != "eager" else {}
+        inputs = self._stage.take_in(arrays.ids, count, fixed)
         with self._ctx.range("model"):
-            end, result = self._graphs.run(step, shape, arrays.ids, arrays.positions, arrays.metadata)
-        if end == "greedy" or end == "random":
+            end, result = self._graphs.run(step, shape, inputs, arrays.positions, arrays.metadata)
+        if end == "states":
+            self._stage.hand_on(result, count)
+            ticket = self._none_drawn(step)
+        elif end == "greedy" or end == "random":
             num_requests = len(step.scheduled)
             slots, positions = arrays.staged["slots"][:num_requests], arrays.positions[:num_requests] + 1
-            return self._drawn(step, step.scheduled, Sampled(result[:num_requests], None), slots, positions)
-        return self._sample(step, end, result, arrays)
+            ticket = self._drawn(step, step.scheduled, Sampled(result[:num_requests], None), slots, positions)
+        else:
+            ticket = self._sample(step, end, result, arrays)
+        self._stage.share_drawn(step, arrays.staged, self._sampler.last_token)
+        return ticket
 
     def _sample(self, step: StepInput, end: End, result: torch.Tensor, arrays: StepArrays) -> Ticket:
         """Draw from what the step ended with: hidden states or logits of its tokens, or logits of its requests."""
         staged, shares = arrays.staged, [share for share in step.scheduled if share.samples]
         prompts = self._prompts.score(step.scheduled, result, staged) if end == "hidden" else None
         if not shares:
-            none = self._sampler.last_token[:0]
-            return self._drawn(step, shares, Sampled(none, None), none, none, prompts)
+            return self._none_drawn(step, prompts)
         if "sample_rows" in staged:
             rows, slots = staged["sample_rows"].long(), staged["sample_slots"].long()
             positions = arrays.positions[rows]
@@ -160,6 +181,10 @@ class Runner:
             else:
                 drawn = self._sampler.sample(logits, shares, slots, positions)
         return self._drawn(step, shares, drawn, slots, positions, prompts)
+
+    def _none_drawn(self, step: StepInput, prompts: DevicePromptLogprobs | None = None) -> Ticket:
+        none = self._sampler.last_token[:0]
+        return self._drawn(step, (), Sampled(none, None), none, none, prompts)
 
     def _drawn(
         self,
@@ -218,7 +243,7 @@ class Runner:
         shares, block_size = step.scheduled, self._block_size
         rows = np.full((NUM_FIXED_ROWS + len(self._block_tables), size), NULL_PAGE, np.int32)
         rows[0, len(shares) :], rows[1, len(shares) :], rows[2, len(shares) :] = self._padding_slot, 1, 0
-        arrays = {"rows": rows} | new
+        arrays = {"rows": rows} | new | _copied(step.page_copies)
         if any(len(s.new_pages[0]) > (s.start % block_size == 0) for s in shares):
             arrays |= self._take_pages(step)  # a prefix that was found in the cache
         else:
@@ -235,7 +260,7 @@ class Runner:
         if size > len(shares):
             self._padding_tokens.inc(size - len(shares))
         staged = self._staging.stage(arrays)
-        self._place_changes(staged)
+        self._place_changes(step, staged)
         self._ops.decode_inputs(
             staged["rows"], self._sampler.last_token, self._block_tables, buffers.step, block_size=block_size
         )
@@ -277,9 +302,12 @@ class Runner:
             return {}
         return {"new_page_places": np.array(places, np.int32), "new_pages": np.array(pages, np.int32)}
 
-    def _place_changes(self, staged: dict[str, torch.Tensor]) -> None:
-        """Write new pages to the block tables on the device, and new requests' parameters to their slots."""
+    def _place_changes(self, step: StepInput, staged: dict[str, torch.Tensor]) -> None:
+        """Write new pages to the block tables, and new requests' parameters to their slots; do the page copies."""
         self._sampler.place_new(staged)
+        if step.page_copies:
+            counts = Counter(copy.group for copy in step.page_copies)
+            self._forward.copy_pages(counts, staged["copied_pages"])
         if "new_pages" in staged:
             self._block_tables.view(-1)[staged["new_page_places"].long()] = staged["new_pages"]
 
@@ -303,7 +331,7 @@ class Runner:
         positions = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
         places = token_slots * np.intp(self._tokens.shape[1]) + positions  # a third of the time that two indices take
         behind = shape.tokens - positions.size
-        arrays: dict[str, Ints] = new_pages | new
+        arrays: dict[str, Ints] = new_pages | new | _copied(step.page_copies)
         arrays |= {
             "query_start": query_start,
             "seq_lens": seq_lens,
@@ -338,7 +366,7 @@ class Runner:
         if not is_exact:
             assert self._speculation is not None
             self._speculation.settle(staged)
-        self._place_changes(staged)
+        self._place_changes(step, staged)
         width = int(-(-seq_lens.max() // self._block_size))
         table_rows = staged["slots"].long()
         batches = [
@@ -361,6 +389,11 @@ class Runner:
             for tables in self._block_tables
         ]
         return batches, staged
+
+
+def _copied(copies: Sequence[PageCopy]) -> dict[str, Ints]:
+    """The pages that are copied, and where to: [2, C], in order of their groups."""
+    return {"copied_pages": np.array(copies, np.int32)[:, 1:].T} if copies else {}
 
 
 def _padded(rows: Ints, zeros: int) -> Ints:

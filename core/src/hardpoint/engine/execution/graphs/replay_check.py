@@ -76,6 +76,8 @@ class Outcome:
 class ReplayCheck:
     """Prepares steps, within ``pool()``, and vouches for them. ``exchange`` gives every rank's value: all decide alike.
 
+    ``inputs`` names the tensor that a step's model starts from.
+
     ``culprits`` are the kernels that were found at fault. Their calls are repeated by each run from then on.
     """
 
@@ -86,9 +88,10 @@ class ReplayCheck:
         block_size: int,
         pool: Callable[[], AbstractContextManager[None]],
         exchange: Callable[[Any], list[Any]],
+        inputs: str = "ids",
     ) -> None:
         self._calls, self._forward, self._block_size = calls, forward, block_size
-        self._pool, self._exchange = pool, exchange
+        self._pool, self._exchange, self._inputs = pool, exchange, inputs
         self.culprits: list[Culprit] = []
 
     def prepare(
@@ -99,17 +102,34 @@ class ReplayCheck:
         tensors: Mapping[str, torch.Tensor],
         slots: Sequence[torch.Tensor],
     ) -> Executable:
-        """Prepare ``step(**tensors)``, whose ``ids`` are among ``tensors``; ``slots`` are where it stores, by group.
+        """Prepare ``step(**tensors)``, whose inputs are among ``tensors``; ``slots`` are where it stores, by group.
 
         Raises PlatformError for what cannot be prepared, or replays something else for no reason that can be named.
         """
+        restore = self._forward.keep_states(slots, self._block_size)
+        try:
+            return self._checked(engine, key, step, tensors, slots, restore)
+        finally:
+            restore()
+
+    def _checked(
+        self,
+        engine: GraphEngine,
+        key: Hashable,
+        step: Step,
+        tensors: Mapping[str, torch.Tensor],
+        slots: Sequence[torch.Tensor],
+        restore: Callable[[], None],
+    ) -> Executable:
+        """The same; ``restore`` brings back the states from which each run begins."""
         eager = self._outcome(step(**tensors), slots)
         while True:
             executable = self._on_every_rank(lambda: self._prepared(engine, key, step, tensors))
+            restore()
             likeness = max(self._exchange(eager.compare(self._outcome(executable.run(), slots))))
             if likeness is Likeness.SAME:
                 return executable
-            fault = self._agreed(self._find(engine, key, step, tensors) or self._only_suspect(likeness))
+            fault = self._agreed(self._find(engine, key, step, tensors, restore) or self._only_suspect(likeness))
             if fault is None and likeness is Likeness.CLOSE:
                 logger.debug("step %s: the bits of a replay differ from an eager run's, within bounds", key)
                 return executable
@@ -149,10 +169,10 @@ class ReplayCheck:
         tensors: Mapping[str, torch.Tensor],
         watched: list[WatchedCall] | None = None,
     ) -> Executable:
-        """Prepare on other token ids than the caller's, which are there again afterwards."""
-        ids = tensors["ids"]
-        held = ids.clone()
-        ids.zero_()
+        """Prepare on other inputs than the caller's, which are there again afterwards."""
+        inputs = tensors[self._inputs]
+        held = inputs.clone()
+        inputs.zero_()
         try:
             with self._pool():
                 prepared = self._calls.prepare(engine, key, step, tensors, watched)
@@ -160,19 +180,26 @@ class ReplayCheck:
                 step(**tensors)  # writes over what kernels have kept of the run that is compared
             return prepared
         finally:
-            ids.copy_(held)
+            inputs.copy_(held)
 
     def _find(
-        self, engine: GraphEngine, key: Hashable, step: Step, tensors: Mapping[str, torch.Tensor]
+        self,
+        engine: GraphEngine,
+        key: Hashable,
+        step: Step,
+        tensors: Mapping[str, torch.Tensor],
+        restore: Callable[[], None],
     ) -> tuple[Offer, str] | None:
         """The kernel whose call is the first to go wrong on this rank, and what it did."""
         if not self._calls.offers or not can_repeat(engine):
             return None
+        restore()
         expected = self._calls.watch(engine, step, tensors)
         found: list[WatchedCall] = []
         try:
             executable = self._on_every_rank(lambda: self._prepared(engine, (key, "watched"), step, tensors, found))
             found.clear()  # engines may have run it
+            restore()
             executable.run()
         except PlatformError as error:
             traceback.clear_frames(error.__traceback__)
