@@ -46,6 +46,7 @@ from hardpoint_plugin_api import (
     NormArgs,
     RopeArgs,
     RouterArgs,
+    StackArgs,
     WeightSlot,
 )
 
@@ -149,7 +150,8 @@ class LayerProbe:
         self.batch_invariant = batch_invariant
         self.args = kind.variations[variation]
         self.title = f"{dtype}/{variation}/tokens-{tokens}"
-        self.workload = LayerWorkload(of=subject.offer.contribution.of, dtype=dtype, args=self.args)
+        features: frozenset[Feature] = getattr(self.args, "features", frozenset())
+        self.workload = LayerWorkload(of=subject.offer.contribution.of, dtype=dtype, args=self.args, features=features)
 
     @cached_property
     def context(self) -> Context:
@@ -463,8 +465,14 @@ def _ids(args: EmbeddingArgs, tokens: int, generator: torch.Generator) -> dict[s
 
 
 def _stream(args: Any, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    block: BlockArgs = args[0] if isinstance(args, tuple) else args
+    block: BlockArgs = args
     return {"x": torch.randn(tokens, block.norm.size, generator=generator)}
+
+
+def _stack_stream(args: StackArgs, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """A pipeline stage behind another gets a residual as well."""
+    names = ("x", "residual") if args.first else ("x",)
+    return {name: torch.randn(tokens, args.blocks[0].norm.size, generator=generator) for name in names}
 
 
 def _on_x(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
@@ -501,7 +509,8 @@ def _blocks_step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) ->
     """The stream is compared: how it is divided between ``x`` and ``residual`` is the layer's own affair."""
     results = []
     for rows, step in steps():
-        x, residual = layer(inputs["x"][rows].clone(), step)
+        residuals = (inputs[name][rows].clone() for name in inputs if name == "residual")
+        x, residual = layer(inputs["x"][rows].clone(), step, *residuals)
         results.append(x if residual is None else x + residual)
     return torch.cat(results)
 
@@ -524,6 +533,7 @@ _STEP_TOKENS = (sum(piece.query for pieces in _PROMPTS_THEN_DECODES for piece in
 _ROPE = RopeArgs(rotary_dim=32, theta=10_000.0)
 _ATTENTION = AttentionArgs(64, 4, 2, 32, 0.2, rope=_ROPE)
 _MLP, _NORM = MLPArgs(64, 96), NormArgs(64, 1e-6)
+_TWO_BLOCKS = (BlockArgs(_ATTENTION, _MLP, _NORM), BlockArgs(replace(_ATTENTION, window=6), _MLP, _NORM))
 _MOE = MoEArgs(64, 48, RouterArgs(8, 2, renormalize=True))
 _BIASED = RouterArgs(8, 3, "sigmoid", bias=True, renormalize=True, scaling=2.5)
 
@@ -602,8 +612,8 @@ KINDS: dict[str, LayerKind] = {
         pieces=_PROMPTS_THEN_DECODES,
     ),
     "decoder_stack": LayerKind(
-        {"two": (BlockArgs(_ATTENTION, _MLP, _NORM), BlockArgs(replace(_ATTENTION, window=6), _MLP, _NORM))},
-        _stream,
+        {"two": StackArgs(_TWO_BLOCKS), "stage": StackArgs(_TWO_BLOCKS, first=3, total=7)},
+        _stack_stream,
         _blocks_step_by_step,
         tokens=_STEP_TOKENS,
         pieces=_PROMPTS_THEN_DECODES,
