@@ -14,7 +14,7 @@ CORE = Path(__file__).parents[1] / "core" / "src" / "hardpoint"
 ORDER = (
     ("logs", "dtypes", "profiling", "extras", "startup_times"),
     ("plugins", "numerics"),
-    ("adapters", "drafters", "metrics", "parallel"),
+    ("adapters", "metrics", "parallel"),
     ("selection", "config"),
     ("ops", "checkpoint", "cache_users", "resources", "kernel_results"),
     ("kernel_calls", "quantization"),
