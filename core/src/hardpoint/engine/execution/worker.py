@@ -224,10 +224,11 @@ def step_limits(blueprint: Blueprint) -> StepLimits:
         )
     if limits.token_buckets:
         limits = limits.intersect(StepLimits(max_tokens=max(limits.token_buckets)))
-    if config.num_drafts and any(group.retention.per_sequence for group in blueprint.ctx.cache_users.cache_groups()):
+    state = next((user for user in blueprint.ctx.cache_users.users if user.spec.retention.per_sequence), None)
+    if config.num_drafts and state is not None:
         raise ConfigError(
-            "--speculative-method: layers of this model keep a state of each sequence, which cannot go back before a "
-            "draft that was wrong; leave it out"
+            f"--speculative-method: layer {state.path} keeps a state, which cannot go back to what it was before a "
+            "wrong draft; leave it out"
         )
     if config.num_drafts and not limits.mixed_phases:
         raise ConfigError(
