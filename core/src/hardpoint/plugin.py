@@ -13,6 +13,7 @@ def hardpoint_conformance() -> list[object]:
     from hardpoint.conformance.families.communicator import CommunicatorTrials
     from hardpoint.conformance.families.element import ElementTrials
     from hardpoint.conformance.families.experts import ExpertsTrials
+    from hardpoint.conformance.families.latent import LatentTrials
     from hardpoint.conformance.families.layers import LayerTrials
     from hardpoint.conformance.families.linear import LinearTrials
     from hardpoint.conformance.families.models import ModelTrials
@@ -26,6 +27,7 @@ def hardpoint_conformance() -> list[object]:
         OpTrials(),
         LayerTrials(),
         AttentionTrials(),
+        LatentTrials(),
         LinearTrials(),
         ExpertsTrials(),
         CommunicatorTrials(),
