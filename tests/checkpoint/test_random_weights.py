@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hardpoint import SamplingParams
-from hardpoint.checkpoint.loader import load_made_weights
 from hardpoint.checkpoint.random_weights import RandomWeights
+from hardpoint.layers.loading import load_made_weights
 from hardpoint_plugin_api import CheckpointError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import small_llm

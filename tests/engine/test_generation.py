@@ -105,6 +105,15 @@ def test_a_seeded_request_repeats_whatever_else_runs(llm: LLM) -> None:
     assert unseeded[0].outputs[0].token_ids != unseeded[1].outputs[0].token_ids
 
 
+def test_the_first_token_of_a_prompt_of_one_token_is_drawn_as_asked(llm: LLM) -> None:
+    """The step is like a decode, and the slot was another request's before."""
+    for wanted in (7, 9):
+        params = SamplingParams(temperature=0, max_tokens=3, logit_bias={wanted: 100.0}, logprobs=1)
+        (output,) = llm.generate({"prompt_token_ids": [5]}, params, use_tqdm=False)
+        assert output.outputs[0].token_ids == [wanted] * 3
+        assert len(output.outputs[0].logprobs or ()) == 3
+
+
 def test_stops_by_token_text_and_length(llm: LLM) -> None:
     free = llm.generate([[10, 20, 30]], GREEDY, use_tqdm=False)[0].outputs[0]
     assert (free.finish_reason, free.stop_reason, len(free.token_ids)) == ("length", None, 24)

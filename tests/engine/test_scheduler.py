@@ -24,7 +24,7 @@ from hardpoint.engine.scheduling.paged_cache import CacheGeometry, PagedCache
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.scheduler import Scheduler, SchedulerArgs
 from hardpoint.engine.scheduling.step import StepInput, StepOutput
-from hardpoint_plugin_api import NULL_PAGE, CapacityError, Span, StepLimits
+from hardpoint_plugin_api import NULL_PAGE, CapacityError, Latest, Retention, Span, StepLimits
 
 BLOCK = 4
 END = 1
@@ -41,11 +41,11 @@ def make_scheduler(
     pages: int,
     limits: StepLimits,
     prefix_caching: bool = True,
-    spans: tuple[Span, ...] = (Span(),),
+    spans: tuple[Retention, ...] = (Span(),),
     speculates: bool = False,
 ) -> Scheduler:
     assert limits.max_tokens is not None
-    cache = PagedCache(BlockPool(pages), CacheGeometry(BLOCK, spans, limits.max_tokens))
+    cache = PagedCache(BlockPool(pages), CacheGeometry(BLOCK, spans, limits.max_tokens), prefix_caching)
     return Scheduler(SchedulerArgs(cache, limits, 1000, prefix_caching, speculates))
 
 
@@ -87,11 +87,16 @@ def expected_output(request: Request) -> list[int]:
 class Device:
     """Executes steps: slots with their tokens and each cache group's pages.
 
-    The cache holds, by page and offset, the group that stored there and the tokens up to that one.
+    The cache holds, by page and offset, the group that stored there and the tokens up to that one; of a state, at
+    offset 0, all tokens that it knows.
     """
 
     def __init__(
-        self, limits: StepLimits, num_pages: int, spans: tuple[Span, ...] = (Span(),), drafter: Drafter | None = None
+        self,
+        limits: StepLimits,
+        num_pages: int,
+        spans: tuple[Retention, ...] = (Span(),),
+        drafter: Drafter | None = None,
     ) -> None:
         self.limits, self.num_pages, self.spans, self.drafter = limits, num_pages, spans, drafter
         self.tokens: dict[int, list[int]] = {}
@@ -106,6 +111,10 @@ class Device:
         for new in step.new:
             assert new.slot not in self.tokens, "a slot is taken twice"
             self.tokens[new.slot], self.pages[new.slot] = list(new.token_ids), [[] for _ in self.spans]
+        assert not {c.target for c in step.page_copies} & {c.source for c in step.page_copies}
+        for group, source, target in step.page_copies:
+            assert self.spans[group].per_sequence
+            self.cache[target, 0] = self.cache[source, 0]
         assert 0 < step.num_tokens <= (self.limits.max_tokens or 0)
         assert len(self.tokens) <= (self.limits.max_requests or 0)
         counts = [s.count for s in step.scheduled]
@@ -127,6 +136,13 @@ class Device:
                 assert len(pages) == needed if self.drafter is None else len(pages) >= needed, (
                     "pages for what is stored"
                 )
+                if self.spans[group].per_sequence:
+                    page = pages[(end - 1) // BLOCK]
+                    assert 0 < page < self.num_pages
+                    if share.start:
+                        assert self.cache[page, 0] == (group, tuple(tokens[: share.start])), "another state"
+                    self.cache[page, 0] = group, tuple(tokens[:end])
+                    continue
                 first = self.spans[group].first(share.start)
                 assert all(0 < page < self.num_pages for page in pages[first // BLOCK :])
                 for position in range(first, share.start):
@@ -149,7 +165,12 @@ class Device:
                 drawn.append(tuple(known[share.first_drawn :]))
                 self.stored[share.slot] = len(known) - 1
                 proposed.append(self.drafter(known) if self.drafter else ())
-        written = [p for s in step.scheduled for pages in self.pages[s.slot] for p in pages[s.start // BLOCK :]]
+        written = [
+            page
+            for share in step.scheduled
+            for pages, span in zip(self.pages[share.slot], self.spans, strict=True)
+            for page in (pages[-1:] if span.per_sequence else pages[share.start // BLOCK :])
+        ]
         assert len(written) == len(set(written)), "two requests write to one page"
         return StepOutput(step.number, tuple(drawn), drafts=tuple(proposed) if self.drafter else ())
 
@@ -179,7 +200,16 @@ PROMPTS = st.one_of(
 
 
 FULL, WINDOW, CHUNK = Span(), Span(window=6), Span(chunk=8)
-SPANS = [(FULL,), (WINDOW,), (CHUNK,), (FULL, WINDOW), (WINDOW, WINDOW, FULL), (CHUNK, FULL), (WINDOW, CHUNK)]
+SPANS: list[tuple[Retention, ...]] = [
+    (FULL,),
+    (WINDOW,),
+    (CHUNK,),
+    (FULL, WINDOW),
+    (WINDOW, WINDOW, FULL),
+    (CHUNK, FULL),
+    (WINDOW, CHUNK),
+]
+SPANS += [(Latest(),), (Latest(), FULL), (WINDOW, Latest(), Latest())]
 
 
 STREAMS = given(
@@ -191,7 +221,7 @@ STREAMS = given(
     pages=st.integers(14, 40),
     max_tokens=st.integers(4, 40),
     max_requests=st.integers(1, 8),
-    chunk=st.sampled_from([1, 2, 4]),
+    chunk=st.sampled_from([1, 2, 3, 4]),
     mixed=st.booleans(),
     depth=st.integers(0, 2),
     caching=st.booleans(),
@@ -210,11 +240,12 @@ def check_random_streams(
     mixed: bool,
     depth: int,
     caching: bool,
-    spans: tuple[Span, ...],
+    spans: tuple[Retention, ...],
     aborts: dict[int, int],
     drafter: Drafter | None,
 ) -> None:
     pages *= len(spans)
+    drafter = None if Latest() in spans else drafter  # a state cannot go back before a wrong draft
     mixed |= drafter is not None
     limits = StepLimits(max_tokens=max_tokens, max_requests=max_requests, chunk_multiple=chunk, mixed_phases=mixed)
     scheduler = make_scheduler(pages, limits, caching, spans, speculates=drafter is not None)

@@ -27,7 +27,7 @@ def test_the_device_and_its_kernels(site: Path, tmp_path: Path) -> None:
 
 
 def test_engines_run_on_it(site: Path, tmp_path: Path) -> None:
-    check(site, tmp_path, *(f"tests/engine/test_{part}.py" for part in ("generation", "sampler", "sleep")))
+    check(site, tmp_path, *(f"tests/engine/test_{part}.py" for part in ("generation", "sampler", "sleep", "states")))
 
 
 def test_no_step_waits_but_for_tokens(site: Path, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.checkpoint.loader import load_weights
 from hardpoint.engine.execution import weights as weights_module
 from hardpoint.engine.execution.executor import InProcessExecutor
+from hardpoint.layers.loading import load_weights
 from hardpoint_cpu.platform import CpuMemory
 from hardpoint_plugin_api import (
     CapacityError,

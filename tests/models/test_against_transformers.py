@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from hardpoint import SamplingParams
-from hardpoint_plugin_api import ConfigError
+from hardpoint_plugin_api import ConfigError, Span
 from tests.support.checkpoints import (
     DEEPSEEK_V2,
     check_tokens_equal,
@@ -145,7 +145,7 @@ def test_what_a_config_leaves_out(family: str, tmp_path: Path) -> None:
     (prompt,) = random_prompts(1, 90, seed=1, shortest=90)
     with small_llm(tmp_path, max_model_len=256) as llm:
         assert (prompt_logits(llm, prompt) - reference_logits(model, prompt)).abs().max() < LOGIT_TOLERANCE
-        found = [user.spec.retention.window for user in llm.core.blueprint.ctx.cache_users.users]
+        found = [cast(Span, user.spec.retention).window for user in llm.core.blueprint.ctx.cache_users.users]
     theirs = getattr(model.config, "sliding_window", None)
     kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * len(found)
     assert found == [theirs if kind == "sliding_attention" else None for kind in kinds]

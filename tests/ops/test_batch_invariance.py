@@ -20,7 +20,7 @@ from hardpoint.ops.activation import ACTIVATIONS
 from hardpoint.ops.decode_inputs import allocate_step
 from hardpoint.quantization import batch_invariant_linear
 from hardpoint.quantization.batch_invariant_linear import BatchInvariantLinear, rows_are_alike
-from hardpoint_plugin_api import BuildContext, LinearCall, LinearWorkload, QuantSpec, Scale
+from hardpoint_plugin_api import NO_DRAFT, BuildContext, LinearCall, LinearWorkload, QuantSpec, Scale
 from tests.ops.judging import failures
 from tests.ops.manifest_context import OPS, load_target
 from tests.support.row_invariance import RowFunction, check_rows
@@ -191,6 +191,18 @@ def use_keep_tokens(i: Inputs) -> Use:
     return keep, (i.distinct(40, i.count), i.integers(0, 1000, i.count))
 
 
+def use_verify_drafts(i: Inputs) -> Use:
+    op = get("verify_drafts").bind(i.ctx)
+
+    def verify(drawn: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """Requests of three rows each, the last of which has no draft."""
+        row_start = torch.arange(0, 3 * len(drawn) + 1, 3, dtype=torch.int32)
+        counts: torch.Tensor = op(drawn.flatten(), functional.pad(drafts, (0, 1), value=NO_DRAFT).flatten(), row_start)
+        return counts
+
+    return verify, (i.integers(0, 2, i.count, 3), i.integers(0, 2, i.count, 2))
+
+
 def use_decode_inputs(i: Inputs) -> Use:
     op, tables = get("decode_inputs").bind(i.ctx), i.integers(1, 99, 2, 41, 8).int()
     last = i.integers(0, 1000, 41)
@@ -306,6 +318,7 @@ USES: dict[str, Callable[[Inputs], Use]] = {
     "embedding_lookup": use_embedding_lookup,
     "grouped_topk": use_grouped_topk,
     "keep_tokens": use_keep_tokens,
+    "verify_drafts": use_verify_drafts,
     "mask_tokens": use_mask_tokens,
     "moe_permute": use_moe_permute,
     "moe_unpermute": use_moe_unpermute,

@@ -292,9 +292,29 @@ def test_its_tool_parser_reads_outputs(acme: Path) -> None:
     assert ToolCallDelta(0, '{"zone": "UTC"}') in events
 
 
+def test_its_drafter_is_chosen_by_flag(acme: Path) -> None:
+    """What it drafts costs fewer steps, and changes nothing."""
+    settings: dict[str, Any] = {"dtype": "float32", "async_scheduling": True}
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = ["1, 2, 3, 4, 1, 2, 3, 4, 1, 2", "The whale"]
+    with small_llm(Path("demo"), **settings) as plain:
+        expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params, use_tqdm=False)]
+    with small_llm(Path("demo"), speculative_method="acme_echo", **settings) as llm:
+        (row,) = (row for row in llm.table.rows if row.family == "drafter")
+        assert (row.chosen, row.plugin) == ("acme_echo", "acme")
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)] == expected
+        assert llm.stats.accepted_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("family", "of"),
-    [("tool_parser", None), ("model", "AcmeMeansForCausalLM"), ("layer", "acme_mean"), ("layer", "acme_stripes")],
+    [
+        ("drafter", None),
+        ("tool_parser", None),
+        ("model", "AcmeMeansForCausalLM"),
+        ("layer", "acme_mean"),
+        ("layer", "acme_stripes"),
+    ],
 )
 def test_what_it_brings_is_proved_by_its_own_samples(acme: Path, family: str, of: str | None) -> None:
     site = Site.open(discover(), "cpu", {"cpu": {"threads": 1}})

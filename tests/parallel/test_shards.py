@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from hardpoint.checkpoint.loader import load_weights
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
 from hardpoint.layers.base import walk
+from hardpoint.layers.loading import load_weights
 from hardpoint.parallel.groups import Groups
 from hardpoint.parallel.shards import HeadShards, vocab_shard, widened
 from hardpoint_plugin_api import RankGroup, ShardPlan, ShardSlice

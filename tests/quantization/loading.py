@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch.nn
 
-from hardpoint.checkpoint.loader import load_weights
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
 from hardpoint.layers.base import walk
+from hardpoint.layers.loading import load_weights
 
 
 def peak() -> int:

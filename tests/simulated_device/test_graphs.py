@@ -102,7 +102,9 @@ def test_a_model_decodes_from_recorded_lists(tmp_path: Path, device: torch.devic
         backend = core.blueprint.ctx.cache_users.users[0].planner
         assert isinstance(backend, AttentionBackend)
         cache = core.scheduler.cache
-        ((*pages,),) = cache.grow(cache.start(Prefix()), len(tokens)) or ()
+        grown = cache.grow(cache.start(Prefix()), 0, len(tokens))
+        assert grown is not None
+        ((*pages,),) = grown.pages
         long = {"ids": torch.zeros(8, dtype=torch.int64, device=device)}
         long["positions"] = torch.zeros(8, dtype=torch.int64, device=device)
         starts, length = (torch.zeros(n, dtype=torch.int32, device=device) for n in (2, 1))

@@ -56,14 +56,14 @@ def prompt_logits(llm: LLM, ids: list[int], chunk: int | None = None) -> torch.T
     assert runner is not None
     cache = llm.core.scheduler.cache
     held = cache.start(Prefix())
-    pages = cache.grow(held, cache.num_fresh(0, len(ids)))
-    assert pages is not None
     rows, new = [], (NewRequest(0, tuple(ids), SlotSampling(0.0, 0, 1.0, 0.0, 0), len(ids)),)
     for number, start in enumerate(range(0, len(ids), chunk or len(ids))):
         count = min(chunk or len(ids), len(ids) - start)
-        fresh = tuple(tuple(group) if start == 0 else () for group in pages)
-        share = ScheduledRequest(0, start, count, fresh, samples=False)
-        hidden, _ = runner.forward(StepInput(number, (0,) if start == 0 else (), new if start == 0 else (), (share,)))
+        grown = cache.grow(held, start, start + count)
+        assert grown is not None
+        share = ScheduledRequest(0, start, count, grown.pages, samples=False)
+        freed, taken = ((0,), new) if start == 0 else ((), ())
+        hidden, _ = runner.forward(StepInput(number, freed, taken, (share,), grown.copies))
         rows.append(llm.core.blueprint.model.logits(hidden[:count]).float().cpu())  # the rest is padding
     cache.free(held.held())
     return torch.cat(rows)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from hardpoint_plugin_api import CacheUser, Span
+from hardpoint_plugin_api import CacheUser, Retention
 
 MAX_GROUPS = 8
 """About this many cache groups at most: each costs a block table per step."""
@@ -21,7 +21,7 @@ MAX_GROUPS = 8
 class CacheGroup:
     """The numbers of the users that share a block table, by place, and their retention."""
 
-    retention: Span
+    retention: Retention
     users: tuple[int, ...]
 
 
@@ -46,7 +46,7 @@ class ModelCaches:
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The users by retention, cut into groups of the size that leaves the fewest places of a page empty."""
-        by_retention: dict[Span, list[int]] = {}
+        by_retention: dict[Retention, list[int]] = {}
         for number, user in enumerate(self.users):
             by_retention.setdefault(user.spec.retention, []).append(number)
         size = group_size([len(numbers) for numbers in by_retention.values()])

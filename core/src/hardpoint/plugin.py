@@ -11,6 +11,7 @@ def hardpoint_conformance() -> list[object]:
     from hardpoint.conformance.families.all2all import All2AllTrials
     from hardpoint.conformance.families.attention import AttentionTrials
     from hardpoint.conformance.families.communicator import CommunicatorTrials
+    from hardpoint.conformance.families.drafter import DrafterTrials
     from hardpoint.conformance.families.element import ElementTrials
     from hardpoint.conformance.families.experts import ExpertsTrials
     from hardpoint.conformance.families.latent import LatentTrials
@@ -35,6 +36,7 @@ def hardpoint_conformance() -> list[object]:
         QuantizationTrials(),
         ElementTrials(),
         ModelTrials(),
+        DrafterTrials(),
         ParserTrials("tool_parser"),
         ParserTrials("reasoning_parser"),
     ]

@@ -12,7 +12,17 @@ from hardpoint_plugin_api.attention import (
     StepPlanner,
     StoreCall,
 )
-from hardpoint_plugin_api.cache import NULL_PAGE, CacheLayout, CacheSpec, Plane, Region, Scaling, Span
+from hardpoint_plugin_api.cache import (
+    NULL_PAGE,
+    CacheLayout,
+    CacheSpec,
+    Latest,
+    Plane,
+    Region,
+    Retention,
+    Scaling,
+    Span,
+)
 from hardpoint_plugin_api.cache_layouts import PlainLayout, ScaledLayout, write_rounded
 from hardpoint_plugin_api.cache_users import CacheUser, CacheUsers
 from hardpoint_plugin_api.communicator import Collectives, Communicator, GroupMember, Parallel, RankGroup
@@ -29,6 +39,7 @@ from hardpoint_plugin_api.context import (
 from hardpoint_plugin_api.contributions import Contribution, Form
 from hardpoint_plugin_api.dequantization import decode_elements, dequantize, scale_slot
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format, MemorySnapshot, NumaNode
+from hardpoint_plugin_api.drafter import NO_DRAFT, DraftCall, Drafter, DrafterArgs
 from hardpoint_plugin_api.elements import Element, TableElement
 from hardpoint_plugin_api.errors import (
     CapacityError,
@@ -64,6 +75,7 @@ from hardpoint_plugin_api.layers import (
     EmbeddingArgs,
     LayerArgs,
     LinearArgs,
+    LinearAttentionArgs,
     MLAArgs,
     MLPArgs,
     MoEArgs,
@@ -122,6 +134,7 @@ from hardpoint_plugin_api.requests import (
     All2AllWorkload,
     AttentionWorkload,
     CommunicatorWorkload,
+    DrafterWorkload,
     ElementWorkload,
     ExpertsWorkload,
     Feature,
@@ -188,6 +201,10 @@ __all__ = [
     "Dim",
     "DispatchHandle",
     "Dispatched",
+    "DraftCall",
+    "Drafter",
+    "DrafterArgs",
+    "DrafterWorkload",
     "ENTRY_POINT_GROUP",
     "EagerGraphEngine",
     "Element",
@@ -213,6 +230,7 @@ __all__ = [
     "HardpointError",
     "Histogram",
     "HookSpecs",
+    "Latest",
     "LatentBackend",
     "LatentCall",
     "LatentSpec",
@@ -221,6 +239,7 @@ __all__ = [
     "LayerArgs",
     "LayerWorkload",
     "LinearArgs",
+    "LinearAttentionArgs",
     "LinearCall",
     "LinearKernel",
     "LinearWorkload",
@@ -239,6 +258,7 @@ __all__ = [
     "ModelWorkload",
     "Module",
     "NO_DEVICE",
+    "NO_DRAFT",
     "NULL_PAGE",
     "Namesake",
     "NormArgs",
@@ -271,6 +291,7 @@ __all__ = [
     "RequestError",
     "Requirement",
     "Resources",
+    "Retention",
     "RopeArgs",
     "RouterArgs",
     "RunnerWorkload",

@@ -1,7 +1,7 @@
 """The KV and state cache: the pool owns pages of bytes, a layout says what the bytes mean.
 
-A page holds ``block_size`` tokens of one layer. Page 0 is the null page: padding rows write to it, and a block table
-names it where a request holds nothing; what is read from it must not matter.
+A page holds ``block_size`` tokens of one cache, or the state of one sequence. Page 0 is the null page: padding rows
+write to it, and a block table names it where a request holds nothing; what is read from it must not matter.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from hardpoint_plugin_api.errors import ConfigError
 
@@ -20,8 +20,43 @@ if TYPE_CHECKING:
 NULL_PAGE = 0
 
 
+class Retention(ABC):
+    """How long what a cache holds is needed: a ``Span`` of tokens, or ``Latest``, a state. Equal ones share pages."""
+
+    per_sequence: ClassVar[bool] = False
+    """Whether a page holds one state of a sequence, which steps change in place, instead of tokens."""
+
+    @abstractmethod
+    def first(self, position: int) -> int:
+        """The oldest position that a step from ``position`` on reads. Later steps never read what lies before it."""
+
+    @abstractmethod
+    def most_cached(self, num_tokens: int) -> int | None:
+        """The most cached tokens that a step of ``num_tokens`` of one request reads or writes; None: all there are."""
+
+
 @dataclass(frozen=True)
-class Span:
+class Latest(Retention):
+    """A state: what has become of all tokens so far, such as that of linear attention or of a convolution.
+
+    A step finds the state after the tokens before it in the page of its newest token's block, and leaves there the
+    state after its own, in place. The page holds garbage where the step begins the sequence. A state that another
+    request may find, at the edge of a block, is copied to another page before it is changed.
+    """
+
+    per_sequence: ClassVar[bool] = True
+
+    def first(self, position: int) -> int:
+        """The position of the token after which the state is read."""
+        return max(0, position - 1)
+
+    def most_cached(self, num_tokens: int) -> int | None:
+        """One token's: the state after it."""
+        return 1
+
+
+@dataclass(frozen=True)
+class Span(Retention):
     """Which earlier positions a query reads; by default all of them. One of ``window`` and ``chunk`` may be set.
 
     With a sliding ``window`` (arXiv:2004.05150) a query at position p reads p-window+1 .. p. With chunked-local
@@ -61,7 +96,7 @@ Scaling = Literal["none", "row", "static"]
 
 @dataclass(frozen=True)
 class Plane:
-    """One named part of what a cache holds of each token, such as its keys: a tensor of ``shape`` and ``dtype``.
+    """One named part of a cache, such as keys: of each token, or of a sequence, a tensor of ``shape`` and ``dtype``.
 
     ``scaling`` says which numbers the elements stand for. ``none``: the elements themselves. ``row``: the layout keeps
     a float32 scale for each row along the last axis, so one for each token and head of keys [K, D]; numbers are
@@ -76,7 +111,7 @@ class Plane:
 
     @property
     def numel(self) -> int:
-        """Elements of one token."""
+        """Elements of one token, or of one state."""
         return math.prod(self.shape)
 
 
@@ -84,11 +119,11 @@ class Plane:
 class CacheSpec:
     """What one layer caches: its planes, with names of their own each, and how long they are needed.
 
-    ``retention`` says which tokens later queries read: a page without any is given to another request.
+    ``retention`` says what later steps read: a page without any of it is given to another request.
     """
 
     planes: tuple[Plane, ...]
-    retention: Span = Span()
+    retention: Retention = Span()
 
     @classmethod
     def keys_values(
@@ -96,12 +131,16 @@ class CacheSpec:
         num_kv_heads: int,
         head_size: int,
         dtype: str,
-        retention: Span = Span(),  # frozen
+        retention: Retention = Span(),  # frozen
         scaling: Scaling = "none",
     ) -> Self:
         """The planes of attention over keys and values: ``k`` and ``v``, each [num_kv_heads, head_size]."""
         shape = num_kv_heads, head_size
         return cls(tuple(Plane(name, shape, dtype, scaling) for name in ("k", "v")), retention)
+
+    def page_shape(self, plane: Plane, block_size: int) -> tuple[int, ...]:
+        """The shape of ``plane`` in a page: [block_size, *plane.shape], or, of a state, plane.shape."""
+        return plane.shape if self.retention.per_sequence else (block_size, *plane.shape)
 
     def __getitem__(self, name: str) -> Plane:
         """The plane ``name``; raises KeyError where there is none."""
@@ -161,7 +200,7 @@ class CacheLayout(ABC):
 
     @abstractmethod
     def to_logical(self, views: Mapping[str, torch.Tensor], pages: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copy ``pages`` (int64 [n]) out: each plane by its name, [n, block_size, *plane.shape].
+        """Copy ``pages`` (int64 [n]) out: each plane by its name, [n, *spec.page_shape(plane)].
 
         A plane with ``row`` or ``static`` scaling comes out in float32; static scales are left for the caller.
         """

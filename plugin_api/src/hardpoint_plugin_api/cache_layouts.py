@@ -5,6 +5,7 @@ The views of a page are named as the planes are. Axes: B tokens of a page.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ _SCALE_BYTES = 4
 
 
 class PlainLayout(CacheLayout):
-    """A page is its planes, each [B, *plane.shape], in the order of the spec. Elements stand for themselves."""
+    """A page is its planes in the order of the spec, each [B, *plane.shape] or a state. Elements are the values."""
 
     name = "plain"
 
@@ -29,8 +30,9 @@ class PlainLayout(CacheLayout):
         regions, end = [], 0
         for plane in spec.planes:
             item = getattr(torch, plane.dtype).itemsize
-            offset, nbytes = -(-end // item) * item, block_size * plane.numel * item
-            regions.append(Region(plane.name, offset, nbytes, (block_size, *plane.shape), plane.dtype))
+            shape = spec.page_shape(plane, block_size)
+            offset, nbytes = -(-end // item) * item, math.prod(shape) * item
+            regions.append(Region(plane.name, offset, nbytes, shape, plane.dtype))
             end = offset + nbytes
         return tuple(regions)
 
@@ -57,8 +59,8 @@ class ScaledLayout(PlainLayout):
         end = -(-(regions[-1].offset + regions[-1].nbytes) // _SCALE_BYTES) * _SCALE_BYTES
         for plane in spec.planes:
             if plane.scaling == "row":
-                nbytes = block_size * plane.numel // plane.shape[-1] * _SCALE_BYTES
-                shape = (block_size, *plane.shape[:-1])
+                shape = spec.page_shape(plane, block_size)[:-1]
+                nbytes = math.prod(shape) * _SCALE_BYTES
                 regions.append(Region(f"{plane.name}_scale", end, nbytes, shape, _SCALE))
                 end += nbytes
         return tuple(regions)

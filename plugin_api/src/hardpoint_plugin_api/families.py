@@ -114,6 +114,13 @@ _ALL = (
     Family("scheduler", requests.SchedulerWorkload, "provisional", "what runs in the next step"),
     Family("runner", requests.RunnerWorkload, "provisional", "how a step runs on the device"),
     Family(
+        "drafter",
+        requests.DrafterWorkload,
+        "provisional",
+        "tokens that may follow, for the next step to verify",
+        flag="--speculative-method",
+    ),
+    Family(
         "tool_parser",
         requests.ToolParserWorkload,
         "provisional",

@@ -132,6 +132,27 @@ class AttentionArgs:
 
 
 @dataclass(frozen=True)
+class LinearAttentionArgs:
+    """Linear attention with a decay for each head, as in RetNet (arXiv:2307.08621, equation 6) without rotation.
+
+    Each head has a state S [head_size, head_size]: ``S_t = decay * S_{t-1} + k_t v_t^T`` and ``o_t = scale * q_t S_t``,
+    from S = 0 before the first token. ``decays`` has one number from 0 to 1 for each head.
+    """
+
+    layer: ClassVar[str] = "linear_attention"
+
+    hidden_size: int
+    head_size: int
+    decays: tuple[float, ...]
+    scale: float = 1.0
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of queries, keys and values alike."""
+        return len(self.decays)
+
+
+@dataclass(frozen=True)
 class MLAArgs:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): projections, norms, rotary embedding, cache.
 

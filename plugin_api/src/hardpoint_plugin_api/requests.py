@@ -242,6 +242,14 @@ class RunnerWorkload(Workload):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrafterWorkload(Workload):
+    """Drafts for an engine's requests: at most ``num_drafts`` tokens for a request and step."""
+
+    family: ClassVar[str] = "drafter"
+    num_drafts: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ToolParserWorkload(Workload):
     """Tool calls in a model's output.
 

@@ -78,6 +78,12 @@ class EngineConfig(BaseModel):
     reasoning_parser: Parser | None = Field(
         None, description="How reasoning is marked in outputs: a parser, or none; by default by the chat template."
     )
+    speculative_method: Text | None = Field(
+        None, description="Draft tokens by this method, which the next step verifies: ngram, or a plugin's."
+    )
+    num_speculative_tokens: Count = Field(4, description="Most tokens drafted for a request and step.")
+    prompt_lookup_min: Count = Field(2, description="Shortest match that ngram looks for, in tokens.")
+    prompt_lookup_max: Count = Field(4, description="Longest match that ngram looks for, in tokens.")
     custom_ops: CustomOps = Field(("all",), description="Ops with plugins' kernels: all or none, then +name and -name.")
     use: Use = Field(default_factory=dict, description="Choose an implementation, as in op.rms_norm=NAME; repeatable.")
     deny: Deny = Field((), description="Implementations that are never chosen (op.rms_norm=NAME,...).")
@@ -184,6 +190,7 @@ class EngineConfig(BaseModel):
             raise ConfigError(f"{blame}: recorded graphs make no single calls to name; add --enforce-eager")
         config._check_ranks(origins)
         config._check_restart(origins)
+        config._check_speculation(origins)
         return config
 
     def _check_ranks(self, origins: Mapping[str, str]) -> None:
@@ -214,6 +221,23 @@ class EngineConfig(BaseModel):
         if self.executor == "torchrun":
             executor = written("executor", self.executor, origins)
             raise ConfigError(f"{wanted}: {executor} leaves building ranks again to torchrun (--max-restarts)")
+
+    def _check_speculation(self, origins: Mapping[str, str]) -> None:
+        """Raise ConfigError for settings of drafts where none are made, and for a match that has no length."""
+        for key in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default and not self.num_drafts:
+                wanted = written(key, value, origins)
+                raise ConfigError(f"{wanted}: nothing is drafted; add --speculative-method, or leave it out")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            shortest = written("prompt_lookup_min", self.prompt_lookup_min, origins)
+            longest = written("prompt_lookup_max", self.prompt_lookup_max, origins)
+            raise ConfigError(f"{shortest} is above {longest}; set both")
+
+    @property
+    def num_drafts(self) -> int:
+        """The most tokens that are drafted for a request and step; 0 where the engine does not speculate."""
+        return self.num_speculative_tokens if "drafter" in self.choices else 0
 
     @property
     def restarts_engine(self) -> bool:

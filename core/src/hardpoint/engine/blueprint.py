@@ -44,6 +44,7 @@ from hardpoint.selection import choose_platform as choose
 from hardpoint_plugin_api import (
     FAMILIES,
     ConfigError,
+    DrafterWorkload,
     EngineLimits,
     Platform,
     Reason,
@@ -162,6 +163,8 @@ def draw(config: EngineConfig, preset: str | None = None, place: Coordinates | N
     )
     ctx.select(SchedulerWorkload())
     ctx.select(RunnerWorkload())
+    if config.num_drafts:
+        ctx.select(DrafterWorkload(num_drafts=config.num_drafts))
     ctx = replace(ctx, quantization=choose_quantization(ctx, checkpoint, method))
     groups.select(ctx)
     try:
@@ -302,8 +305,8 @@ def _limits(config: EngineConfig, facts: ModelFacts, platform: Platform, runs_he
     if limits.token_buckets:
         tokens = next((size for size in limits.token_buckets if size >= tokens), max(limits.token_buckets))
     if runs_here and not config.enforce_eager:  # a graph engine may need the device
-        rows = (row for row in shape_rows(platform.graph_engine(), limits) if row.queries and row.listed)
-        requests = max([requests, *(row.sizes[-1] for row in rows)])
+        rows = shape_rows(platform.graph_engine(), limits, config.num_drafts)
+        requests = max([requests, *(row.sizes[-1] for row in rows if row.queries and row.listed and row.sizes)])
     return EngineLimits(tokens, requests, _max_model_len(config, facts))
 
 

@@ -113,9 +113,15 @@ class EngineCore:
         executor = start_executor(blueprint, model)
         facts = executor.facts
         scheduler_class = cast(type[Scheduler], ctx.load(ctx.select(SchedulerWorkload()).offer))
-        paged_cache = PagedCache(BlockPool(facts.num_pages), cache_geometry(blueprint))
+        paged_cache = PagedCache(BlockPool(facts.num_pages), cache_geometry(blueprint), config.enable_prefix_caching)
         scheduler = scheduler_class(
-            SchedulerArgs(paged_cache, step_limits(blueprint), facts.max_model_len, config.enable_prefix_caching)
+            SchedulerArgs(
+                paged_cache,
+                step_limits(blueprint),
+                facts.max_model_len,
+                config.enable_prefix_caching,
+                speculates=config.num_drafts > 0,
+            )
         )
         stats = EngineStats(load_seconds=time.perf_counter() - began)
         ahead = ctx.device.accelerator if config.async_scheduling is None else config.async_scheduling

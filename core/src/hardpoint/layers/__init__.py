@@ -6,6 +6,7 @@ from hardpoint.layers.causal_lm import CausalLM, CausalLMArgs, DecoderStack, Mod
 from hardpoint.layers.decoder_block import DecoderBlock
 from hardpoint.layers.embedding import Embedding, LMHead
 from hardpoint.layers.linear import Linear
+from hardpoint.layers.linear_attention import LinearAttention
 from hardpoint.layers.mla import MLA
 from hardpoint.layers.mlp import MLP
 from hardpoint.layers.moe import Experts, MoE
@@ -21,6 +22,7 @@ __all__ = [
     "Experts",
     "LMHead",
     "Linear",
+    "LinearAttention",
     "MLA",
     "MLP",
     "MoE",

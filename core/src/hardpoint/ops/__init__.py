@@ -46,6 +46,7 @@ _HOMES = {
     "token_logprobs": "token_logprobs",
     "topk_sigmoid": "topk_sigmoid",
     "topk_softmax": "topk_softmax",
+    "verify_drafts": "verify_drafts",
 }
 
 

@@ -5,14 +5,16 @@ Axes: T tokens, K columns (in).
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from hardpoint import numerics
-from hardpoint.context import Context
 from hardpoint.ops.quantize_rows import quantize_rows
 from hardpoint_plugin_api import BuildContext, LinearKernel, LinearWorkload, QuantSpec
+
+if TYPE_CHECKING:
+    from hardpoint.context import Context
 
 
 class RoundingLinear(LinearKernel):
@@ -30,7 +32,7 @@ class RoundingLinear(LinearKernel):
         self.activation = None if spec.is_plain else spec
         if self.activation is not None and not spec.static:
             self.input_spec = spec
-            self._round = quantize_rows.bind(cast(Context, ctx), spec=spec)
+            self._round = quantize_rows.bind(cast("Context", ctx), spec=spec)
 
     def rounded(self, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """``x`` [T, K] as elements of the spec, and float32 scales: [T, 1], [T, K / k], or [1, 1] of a static spec."""

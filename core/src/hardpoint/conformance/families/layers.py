@@ -40,6 +40,7 @@ from hardpoint_plugin_api import (
     HardpointError,
     LayerWorkload,
     LinearArgs,
+    LinearAttentionArgs,
     MLAArgs,
     MLPArgs,
     MoEArgs,
@@ -346,10 +347,25 @@ class StepMemory:
             for plan_group in users.plan_groups():
                 planned = users.users[plan_group.users[0]].planner.plan(batch)
                 metadata |= dict.fromkeys(plan_group.users, planned)
+            self._move_states(tables.blocks, pieces, caches)
             rows = slice(first, first + int(starts[-1]))
             first = rows.stop
             at = positions.to(self.device)
             yield rows, ForwardStep(at, at, caches, [metadata[i] for i in range(len(users.users))])
+
+    def _move_states(
+        self, blocks: torch.Tensor, pieces: Sequence[Piece], caches: Sequence[Mapping[str, torch.Tensor]]
+    ) -> None:
+        """Copy each state to the page of its request's newest block, as an engine does before a step of ``pieces``."""
+        block, moves = self.ctx.block_size, []
+        for row, piece in zip(blocks.tolist(), pieces, strict=True):
+            old = piece.total - piece.query
+            moves.append((row[max(0, old - 1) // block], row[(piece.total - 1) // block]))
+        for user, cache in zip(self.ctx.cache_users.users, caches, strict=True):
+            if user.spec.retention.per_sequence:
+                for view in cache.values():
+                    for source, target in moves:
+                        view[target] = view[source]
 
 
 # Checks that only layers have.
@@ -575,6 +591,16 @@ KINDS: dict[str, LayerKind] = {
             "plain": _MLA,
             "uncompressed-bias": replace(_MLA, query_rank=None, bias=True),
             "odd": MLAArgs(33, 3, 20, 6, 5, 7, 0.3, rope=replace(_ROPE, rotary_dim=6), query_rank=9),
+        },
+        _hidden,
+        _step_by_step,
+        tokens=_STEP_TOKENS,
+        pieces=_PROMPTS_THEN_DECODES,
+    ),
+    "linear_attention": LayerKind(
+        {
+            "plain": LinearAttentionArgs(64, 16, (0.5, 0.9, 0.97, 1.0), 0.25),
+            "odd": LinearAttentionArgs(33, 5, (0.0, 0.8, 0.99)),
         },
         _hidden,
         _step_by_step,

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.checkpoint.loader import load_weights
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.conformance.families.layers import StepMemory
 from hardpoint.conformance.families.model_samples import ModelSample, Reference, transformers_samples
@@ -29,6 +28,7 @@ from hardpoint.conformance.site import Subject
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM
+from hardpoint.layers.loading import load_weights
 from hardpoint.models.family import ChosenModel
 from hardpoint.ops.error_model import Comparison, ErrorModel, compare
 from hardpoint_plugin_api import ConfigError, Contribution, Feature, HardpointError, ModelWorkload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -61,14 +61,52 @@ class Forward:
         """The compatibility tokens of a planned step, all groups' together."""
         return tuple(metadata[group.users[0]].token for group in self._groups)
 
+    def copy_pages(self, counts: Mapping[int, int], pages: torch.Tensor) -> None:
+        """Copy pages of the caches.
+
+        ``pages`` int [2, C] are sources and targets: ``counts`` says how many are of which cache group, in order.
+        """
+        first = 0
+        for group, count in counts.items():
+            sources, targets = pages[:, first : first + count].long()
+            first += count
+            for view in self._views(group):
+                view[targets] = view[sources]
+
+    def keep_states(self, slots: Sequence[torch.Tensor], block_size: int) -> Callable[[], None]:
+        """Return a function that brings back the states of now at ``slots``, int32 [T] for each cache group.
+
+        A step that runs twice, to compare results, begins from one state both times.
+        """
+        kept = []
+        for group, at in enumerate(slots):
+            if self._cache_groups[group].retention.per_sequence:
+                pages = torch.unique(at.long() // block_size)
+                kept += [(view, pages, view[pages]) for view in self._views(group)]
+
+        def restore() -> None:
+            for view, pages, content in kept:
+                view[pages] = content
+
+        return restore
+
+    def _views(self, group: int) -> Iterator[torch.Tensor]:
+        """The views of all users of a cache group, elements of one byte as such: few operators take 8-bit floats."""
+        for number in self._cache_groups[group].users:
+            for view in self.caches[number].values():
+                yield view.view(torch.uint8) if view.element_size() == 1 else view
+
     def stored(self, slots: Sequence[torch.Tensor], block_size: int) -> list[torch.Tensor]:
-        """Copies of each user's planes, [T, *plane.shape], at ``slots``, int32 [T] for each cache group."""
+        """Copies of each user's planes, [T, *plane.shape], or states at ``slots``, int32 [T] for each cache group."""
         found: list[torch.Tensor] = []
         for group, at in zip(self._cache_groups, slots, strict=True):
             pages, places = torch.unique(at.long() // block_size, return_inverse=True)
             for number in group.users:
-                planes = self._users[number].layout.to_logical(self.caches[number], pages)
-                found += [x[places, at.long() % block_size] for x in planes.values()]
+                planes = self._users[number].layout.to_logical(self.caches[number], pages).values()
+                if group.retention.per_sequence:
+                    found += planes
+                else:
+                    found += [x[places, at.long() % block_size] for x in planes]
         return found
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, metadata: Sequence[AttentionMetadata]) -> torch.Tensor:

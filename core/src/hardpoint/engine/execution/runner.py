@@ -6,6 +6,7 @@ sampled tokens, the one exchange between host and device that anybody waits for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,11 +21,19 @@ from hardpoint.engine.execution.graphs.graphs import Graphs
 from hardpoint.engine.execution.graphs.shapes import End, StepShape
 from hardpoint.engine.execution.sampling.logprobs import DevicePromptLogprobs, PromptScorer
 from hardpoint.engine.execution.sampling.sampler import Sampled, Sampler, SamplingOps
+from hardpoint.engine.execution.speculation import Speculation, Tokens, draft_arrays, grouped, to_host
 from hardpoint.engine.execution.staging import Staging
-from hardpoint.engine.scheduling.step import PromptLogprobs, StepInput, StepOutput, TokenLogprobs
+from hardpoint.engine.scheduling.step import (
+    PageCopy,
+    PromptLogprobs,
+    ScheduledRequest,
+    StepInput,
+    StepOutput,
+    TokenLogprobs,
+)
 from hardpoint.ops.decode_inputs import LAST_DRAWN, NUM_FIXED_ROWS, decode_inputs
 from hardpoint.ops.slot_mapping import slot_mapping
-from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, AttentionMetadata, Platform
+from hardpoint_plugin_api import NO_DRAFT, NULL_PAGE, AttentionBatch, AttentionMetadata, Platform
 
 Ints = npt.NDArray[np.int32]
 
@@ -45,16 +54,18 @@ class StepOps:
 
 @dataclass(frozen=True)
 class Ticket:
-    """A submitted step: its number, the tokens it draws, and what is asked about them and about prompts.
+    """A submitted step: its number, the tokens it draws and the drafts that may follow them, and what is asked about
+    tokens and prompts.
 
-    Each of these is on its way to the host: a call waits for it, and for nothing that was submitted later. Tokens are
-    int64 [N].
+    Each of these is on its way to the host: a call waits for it, and for nothing that was submitted later. Where the
+    step verifies drafts, ``num_rows`` of the log-probabilities belong to each request.
     """
 
     number: int
-    tokens: Callable[[], torch.Tensor]
+    drawn: Callable[[], tuple[Tokens, Tokens]]
     logprobs: Callable[[], tuple[TokenLogprobs | None, ...]]
     prompt_logprobs: Callable[[], tuple[PromptLogprobs, ...]]
+    num_rows: tuple[int, ...] | None = None
 
 
 class StepArrays(NamedTuple):
@@ -83,6 +94,7 @@ class RunnerArgs:
     vocab_size: int
     max_step_tokens: int
     token_buckets: tuple[int, ...] = ()
+    speculation: Speculation | None = None
 
 
 class Runner:
@@ -103,70 +115,98 @@ class Runner:
             (num_groups, rows, self._max_pages), NULL_PAGE, dtype=torch.int32, device=self._device
         )
         self._num_blocks: Ints = np.zeros(rows, np.int32)
-        self._sampler = args.sampler
+        self._sampler, self._speculation = args.sampler, args.speculation
         self._prompts = PromptScorer(args.ops.sampling.rank, args.forward.model.logits, args.vocab_size)
         self._padding_tokens = ctx.metrics.counter("padding_tokens", "Tokens that ran as mere padding of steps.")
         new_pages = num_groups * num_slots * self._max_pages
         most_requests = max(num_slots, args.graphs.most_requests)
         # A step of fewer tokens may be padded beyond them.
         most_tokens = max(args.max_step_tokens, args.graphs.most_tokens, *args.token_buckets)
-        capacity = 6 * most_tokens + (6 + Sampler.num_columns) * most_requests + 1 + 2 * new_pages
+        per_token = 6 if args.speculation is None else 9  # a row, its slot and its draft
+        capacity = per_token * most_tokens + (7 + Sampler.num_columns) * most_requests + 1
+        capacity += 2 * new_pages + 2 * num_groups * num_slots  # the latter for page copies
         self._staging = Staging(capacity, self._device, args.platform.pin)
 
     @torch.inference_mode()
     def submit(self, step: StepInput) -> Ticket:
         """Take the delta, run the model over the step's tokens, draw a token for each slot that samples."""
-        self._take_new(step)
+        new = self._take_new(step)
         shape = self._graphs.find(step, hidden=self._prompts.wants(step))
-        arrays = self._plan(step, shape)
+        arrays = self._plan(step, shape, new)
         with self._ctx.range("model"):
             end, result = self._graphs.run(step, shape, arrays.ids, arrays.positions, arrays.metadata)
-        if end == "hidden" or end == "logits":
-            return self._sample(step, end, result, arrays)
-        return self._drawn(step, Sampled(result[: len(step.scheduled)], None))
+        if end == "greedy" or end == "random":
+            num_requests = len(step.scheduled)
+            slots, positions = arrays.staged["slots"][:num_requests], arrays.positions[:num_requests] + 1
+            return self._drawn(step, step.scheduled, Sampled(result[:num_requests], None), slots, positions)
+        return self._sample(step, end, result, arrays)
 
     def _sample(self, step: StepInput, end: End, result: torch.Tensor, arrays: StepArrays) -> Ticket:
-        """Draw from what the step ended with: hidden states of its tokens, or logits of its requests."""
+        """Draw from what the step ended with: hidden states or logits of its tokens, or logits of its requests."""
         staged, shares = arrays.staged, [share for share in step.scheduled if share.samples]
         prompts = self._prompts.score(step.scheduled, result, staged) if end == "hidden" else None
         if not shares:
-            return self._drawn(step, Sampled(self._sampler.last_token[:0], None), prompts)
+            none = self._sampler.last_token[:0]
+            return self._drawn(step, shares, Sampled(none, None), none, none, prompts)
         if "sample_rows" in staged:
             rows, slots = staged["sample_rows"].long(), staged["sample_slots"].long()
             positions = arrays.positions[rows]
         else:  # a decode step, all of whose requests sample
             slots, positions = staged["slots"][: len(shares)], arrays.positions[: len(shares)]
+        positions = positions + 1
         if end == "hidden":
             logits = self._forward.model.logits(result[rows])
+        elif end == "token_logits":
+            logits = result[rows]
         elif len(shares) < len(step.scheduled):
             logits = result[staged["sample_requests"].long()]
         else:
             logits = result[: len(shares)]
         with self._ctx.range("sample"):
-            return self._drawn(step, self._sampler.sample(logits, shares, slots, positions + 1), prompts)
+            if "drafts" in staged:
+                drafts, row_start = staged["drafts"].long(), staged["row_start"]
+                drawn = self._sampler.verify(logits, shares, slots, positions, drafts, row_start)
+            else:
+                drawn = self._sampler.sample(logits, shares, slots, positions)
+        return self._drawn(step, shares, drawn, slots, positions, prompts)
 
-    def _drawn(self, step: StepInput, drawn: Sampled, prompts: DevicePromptLogprobs | None = None) -> Ticket:
-        """Send the tokens, and what was asked, to the host.
+    def _drawn(
+        self,
+        step: StepInput,
+        shares: Sequence[ScheduledRequest],
+        drawn: Sampled,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        prompts: DevicePromptLogprobs | None = None,
+    ) -> Ticket:
+        """Propose what may follow the tokens, and send all that was drawn and asked to the host.
 
-        A step that drew none is waited for, too: its arrays travel from memory that a later step overwrites.
+        ``slots`` and ``positions``, int64 [R], are those of the tokens drawn for ``shares``. A step that drew none is
+        waited for, too: its arrays travel from memory that a later step overwrites.
         """
+        drafts = None
+        if self._speculation is not None and shares:
+            with self._ctx.range("draft"):
+                drafts = self._speculation.draft(drawn, shares, slots, positions)
         copy = self._platform.to_host
         logprobs = drawn.logprobs.to_host(copy) if drawn.logprobs else tuple
-        return Ticket(step.number, copy(drawn.tokens), logprobs, prompts.to_host(copy) if prompts else tuple)
+        scores = prompts.to_host(copy) if prompts else tuple
+        return Ticket(step.number, to_host(drawn, drafts, copy), logprobs, scores, drawn.num_rows)
 
     def forward(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
         """Take the delta and run the model eagerly; returns hidden states [T, hidden] beside the step's arrays."""
-        self._take_new(step)
-        arrays = self._plan(step, self._graphs.eager(step))
+        new = self._take_new(step)
+        arrays = self._plan(step, self._graphs.eager(step), new)
         with self._ctx.range("model"):
             return self._forward.hidden(arrays.ids, arrays.positions, arrays.metadata), arrays
 
-    def _plan(self, step: StepInput, shape: StepShape) -> StepArrays:
-        """Bring the step's arrays to the device, into the buffers of ``shape``, and have attention plan it."""
+    def _plan(self, step: StepInput, shape: StepShape, new: dict[str, Ints]) -> StepArrays:
+        """Bring the step's arrays to the device, with those of ``new`` requests' parameters, into the buffers of
+        ``shape``, and have attention plan it."""
         with self._ctx.range("plan"):
             if shape.queries == 1:
-                return self._plan_decodes(step, shape)
-            batches, staged = self._batches(step, shape)
+                return self._plan_decodes(step, shape, new)
+            batches, staged = self._batches(step, shape, new)
             ids, positions = self._with_last_tokens(staged), staged["positions"]
             if shape.mode != "eager":
                 batches = self._graphs.buffers(shape).load(ids, positions, batches)
@@ -179,13 +219,13 @@ class Runner:
             ids[staged["gather_rows"].long()] = self._sampler.last_token[staged["gather_slots"].long()]
         return ids
 
-    def _plan_decodes(self, step: StepInput, shape: StepShape) -> StepArrays:
+    def _plan_decodes(self, step: StepInput, shape: StepShape, new: dict[str, Ints]) -> StepArrays:
         """The same for a step of one token for each request, by one op."""
         buffers, size = self._graphs.buffers(shape), shape.tokens
         shares, block_size = step.scheduled, self._block_size
         rows = np.full((NUM_FIXED_ROWS + len(self._block_tables), size), NULL_PAGE, np.int32)
         rows[0, len(shares) :], rows[1, len(shares) :], rows[2, len(shares) :] = self._padding_slot, 1, 0
-        arrays = {"rows": rows} | self._sampler.take_new(step.new)
+        arrays = {"rows": rows} | new | _copied(step.page_copies)
         if any(len(s.new_pages[0]) > (s.start % block_size == 0) for s in shares):
             arrays |= self._take_pages(step)  # a prefix that was found in the cache
         else:
@@ -202,7 +242,7 @@ class Runner:
         if size > len(shares):
             self._padding_tokens.inc(size - len(shares))
         staged = self._staging.stage(arrays)
-        self._place_changes(staged)
+        self._place_changes(step, staged)
         self._ops.decode_inputs(
             staged["rows"], self._sampler.last_token, self._block_tables, buffers.step, block_size=block_size
         )
@@ -212,17 +252,20 @@ class Runner:
     @torch.inference_mode()
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for the tokens of ``ticket``, and for what was asked about them."""
-        tokens = tuple(zip(ticket.tokens().tolist(), strict=True))
-        scores = tuple(None if of_token is None else (of_token,) for of_token in ticket.logprobs())
-        return StepOutput(ticket.number, tokens, scores, ticket.prompt_logprobs())
+        tokens, drafts = ticket.drawn()
+        scores = grouped(ticket.logprobs(), tokens, ticket.num_rows)
+        return StepOutput(ticket.number, tokens, scores, ticket.prompt_logprobs(), drafts)
 
-    def _take_new(self, step: StepInput) -> None:
-        """Fill new slots."""
+    def _take_new(self, step: StepInput) -> dict[str, Ints]:
+        """Fill new slots, before anything asks how the step may be drawn; returns what ``Sampler.take_new`` does."""
         for new in step.new:
             count = len(new.token_ids)
             self._tokens[new.slot, :count] = new.token_ids
             self._num_known[new.slot], self._num_blocks[new.slot] = count, 0
             self._prompts.set_slot(new)
+        if self._speculation is not None:
+            self._speculation.take_new(step.new)
+        return self._sampler.take_new(step.new)
 
     def _take_pages(self, step: StepInput) -> dict[str, Ints]:
         """The step's new pages, and their places in the flattened block tables."""
@@ -241,13 +284,18 @@ class Runner:
             return {}
         return {"new_page_places": np.array(places, np.int32), "new_pages": np.array(pages, np.int32)}
 
-    def _place_changes(self, staged: dict[str, torch.Tensor]) -> None:
-        """Write new pages to the block tables on the device, and new requests' parameters to their slots."""
+    def _place_changes(self, step: StepInput, staged: dict[str, torch.Tensor]) -> None:
+        """Write new pages to the block tables, and new requests' parameters to their slots; do the page copies."""
         self._sampler.place_new(staged)
+        if step.page_copies:
+            counts = Counter(copy.group for copy in step.page_copies)
+            self._forward.copy_pages(counts, staged["copied_pages"])
         if "new_pages" in staged:
             self._block_tables.view(-1)[staged["new_page_places"].long()] = staged["new_pages"]
 
-    def _batches(self, step: StepInput, shape: StepShape) -> tuple[list[AttentionBatch], dict[str, torch.Tensor]]:
+    def _batches(
+        self, step: StepInput, shape: StepShape, new: dict[str, Ints]
+    ) -> tuple[list[AttentionBatch], dict[str, torch.Tensor]]:
         """The step's arrays, on the device: what attention sees, and ids, positions, rows by name.
 
         There is a batch for each cache group. Block tables stay on the device; a step brings its new pages alone.
@@ -265,7 +313,7 @@ class Runner:
         positions = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
         places = token_slots * np.intp(self._tokens.shape[1]) + positions  # a third of the time that two indices take
         behind = shape.tokens - positions.size
-        arrays: dict[str, Ints] = new_pages | self._sampler.take_new(step.new)
+        arrays: dict[str, Ints] = new_pages | new | _copied(step.page_copies)
         arrays |= {
             "query_start": query_start,
             "seq_lens": seq_lens,
@@ -278,14 +326,21 @@ class Runner:
         if samples.size:
             arrays |= {"sample_rows": query_start[1:][samples] - 1, "sample_slots": slots[samples]}
             arrays |= {"sample_requests": samples}
-        if (seq_lens > self._num_known[slots]).any():
-            drawn = np.nonzero(positions >= self._num_known[token_slots])[0].astype(np.int32)
+        is_drawn = positions >= self._num_known[token_slots]
+        if any(s.drafts for s in step.scheduled):
+            drafts = draft_arrays(step.scheduled, query_start, slots)
+            arrays |= drafts
+            behind_draft = drafts["sample_rows"][drafts["drafts"] != NO_DRAFT] + 1
+            arrays["ids"][behind_draft] = drafts["drafts"][drafts["drafts"] != NO_DRAFT]
+            is_drawn[behind_draft] = False
+        if is_drawn.any():
+            drawn = np.nonzero(is_drawn)[0].astype(np.int32)
             arrays |= {"gather_rows": drawn, "gather_slots": token_slots[drawn]}
         if padding := shape.tokens - int(query_start[num_requests]):
             self._padding_tokens.inc(padding)
         staged = self._staging.stage(arrays)
         staged["positions"] = positions_long = staged["positions"].long()
-        self._place_changes(staged)
+        self._place_changes(step, staged)
         width = int(-(-seq_lens.max() // self._block_size))
         table_rows = staged["slots"].long()
         batches = [
@@ -307,6 +362,11 @@ class Runner:
             for tables in self._block_tables
         ]
         return batches, staged
+
+
+def _copied(copies: Sequence[PageCopy]) -> dict[str, Ints]:
+    """The pages that are copied, and where to: [2, C], in order of their groups."""
+    return {"copied_pages": np.array(copies, np.int32)[:, 1:].T} if copies else {}
 
 
 def _padded(rows: Ints, zeros: int) -> Ints:

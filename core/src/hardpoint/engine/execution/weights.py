@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from hardpoint.checkpoint.checkpoint import Checkpoint
-from hardpoint.checkpoint.loader import GivenTensors, check_weights, load_made_weights, load_weights
 from hardpoint.checkpoint.random_weights import RandomWeights
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM
+from hardpoint.layers.loading import GivenTensors, check_weights, load_made_weights, load_weights
 from hardpoint_plugin_api import EngineError
 
 Tensors = Iterable[tuple[str, torch.Tensor]]

@@ -17,12 +17,16 @@ from hardpoint.engine.execution.memory.tagged_memory import TaggedMemory
 from hardpoint.engine.execution.runner import Runner, RunnerArgs
 from hardpoint.engine.execution.sampling.logits_state import LogitsState
 from hardpoint.engine.execution.sampling.sampler import Sampler
+from hardpoint.engine.execution.speculation import Speculation
 from hardpoint.engine.execution.weights import ModelWeights
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint.parallel.control import ControlGroup
 from hardpoint.startup_times import mark
 from hardpoint_plugin_api import (
     ConfigError,
+    Drafter,
+    DrafterArgs,
+    DrafterWorkload,
     EagerGraphEngine,
     EngineInfo,
     RunnerWorkload,
@@ -87,6 +91,7 @@ class Worker:
             mark("weights")
             vocab_size = blueprint.facts.vocab_size
             logits_state = LogitsState(ctx.resources, limits.max_requests, vocab_size, ctx.max_model_len)
+            speculation = start_speculation(blueprint, limits.max_requests)
         with control.together(), memory.pool("resources"):
             ctx.resources.allocate(ctx.torch_device)
         with control.together():
@@ -99,7 +104,7 @@ class Worker:
                 require_free(budget, platform.memory, ctx.device.name)
             else:
                 platform.memory.trim()  # what loading left to its allocator is free
-                budget = platform.kv_cache_budget() - graph_bytes(graph_engine(), limits)
+                budget = platform.kv_cache_budget() - graph_bytes(graph_engine(), limits, config.num_drafts)
                 # All sequences at their longest, one block each still being freed.
                 enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
                 budget = min(budget, enough * sum(place_bytes(ctx.cache_users, ctx.block_size)))
@@ -134,6 +139,7 @@ class Worker:
                 num_slots=limits.max_requests,
                 max_step_tokens=limits.max_tokens,
                 token_buckets=limits.token_buckets,
+                speculation=speculation,
             )
         )
         holdings = Holdings(memory, weights, {"resources": ctx.resources, "kv": cache})
@@ -161,12 +167,29 @@ class Worker:
         self.holdings.drop_all()
 
 
+def start_speculation(blueprint: Blueprint, num_slots: int) -> Speculation | None:
+    """Construct the drafter that was selected; None where the engine does not speculate."""
+    ctx, config = blueprint.ctx, blueprint.config
+    if not config.num_drafts:
+        return None
+    offer = ctx.select(DrafterWorkload(num_drafts=config.num_drafts)).offer
+    drafter_class = cast(type[Drafter], ctx.load(offer))
+    args = DrafterArgs(
+        num_drafts=config.num_drafts,
+        vocab_size=blueprint.facts.vocab_size,
+        prompt_lookup_min=config.prompt_lookup_min,
+        prompt_lookup_max=config.prompt_lookup_max,
+    )
+    drafter = drafter_class(ctx.for_plugin(offer.plugin), args)
+    return Speculation(drafter, ctx.resources, num_slots, ctx.max_model_len, ctx.torch_device)
+
+
 def cache_geometry(blueprint: Blueprint) -> CacheGeometry:
     """How sequences lie in the cache's pages, on every rank."""
     ctx, limits = blueprint.ctx, step_limits(blueprint)
     assert limits.max_tokens is not None
-    spans = tuple(group.retention for group in ctx.cache_users.cache_groups())
-    return CacheGeometry(ctx.block_size, spans, limits.max_tokens)
+    retentions = tuple(group.retention for group in ctx.cache_users.cache_groups())
+    return CacheGeometry(ctx.block_size, retentions, limits.max_tokens)
 
 
 def step_limits(blueprint: Blueprint) -> StepLimits:
@@ -184,6 +207,12 @@ def step_limits(blueprint: Blueprint) -> StepLimits:
         )
     if limits.token_buckets:
         limits = limits.intersect(StepLimits(max_tokens=max(limits.token_buckets)))
+    if config.num_drafts and not limits.mixed_phases:
+        raise ConfigError(
+            "--speculative-method: drafts are verified as prompts are read, beside decodes, and "
+            f"{blueprint.ctx.device.name}, or an attention backend chosen for it, takes prompts and decodes in steps "
+            "of their own; leave it out"
+        )
     assert limits.max_tokens is not None
     if limits.max_tokens < limits.chunk_multiple:
         raise ConfigError(

@@ -3,6 +3,10 @@
 Layers of one retention form a cache group with a block table of its own (cache_users.py); all groups take their pages
 from one pool. A page whose tokens no later query reads is given back while its request goes on, and the null page
 stands for what a request never held.
+
+Of a state (``Retention.per_sequence``) a request holds the page of its newest block. It takes this page along to later
+blocks. Where the state at the edge of a block is worth keeping for others, the request leaves that page behind instead
+and goes on with a copy.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hardpoint.engine.scheduling.block_pool import BlockHash, BlockPool
-from hardpoint_plugin_api import NULL_PAGE, Span
+from hardpoint.engine.scheduling.step import PageCopy
+from hardpoint_plugin_api import NULL_PAGE, Retention, Span
 
 Pages = list[list[int]]
 """Pages by cache group, each group's by block. The groups of one request have equally many blocks."""
@@ -26,7 +31,7 @@ class CacheGeometry:
     """How many pages sequences take. ``max_step_tokens`` is the most tokens of one request in a step."""
 
     block_size: int
-    spans: tuple[Span, ...]
+    retentions: tuple[Retention, ...]
     max_step_tokens: int
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -35,15 +40,15 @@ class CacheGeometry:
 
     def pages_for(self, num_tokens: int) -> int:
         """The most pages that a sequence of ``num_tokens`` tokens ever holds at once."""
-        return sum(self._group_pages(span, self.blocks_for(num_tokens)) for span in self.spans)
+        return sum(self._group_pages(retention, self.blocks_for(num_tokens)) for retention in self.retentions)
 
     def longest(self, num_pages: int, at_most: int) -> int:
         """The longest sequence, up to ``at_most`` tokens, that ``num_pages`` pages hold."""
         lengths = range(1, at_most + 1)
         return bisect.bisect_right(lengths, num_pages, key=self.pages_for)
 
-    def _group_pages(self, span: Span, blocks: int) -> int:
-        cached = span.most_cached(self.max_step_tokens)
+    def _group_pages(self, retention: Retention, blocks: int) -> int:
+        cached = retention.most_cached(self.max_step_tokens)
         return blocks if cached is None else min(blocks, self.blocks_for(cached) + 1)
 
 
@@ -61,7 +66,12 @@ class HeldPages:
 
     def held(self) -> list[int]:
         """Every page that is to be given back."""
-        return [page for pages, start in zip(self.pages, self.num_returned, strict=True) for page in pages[start:]]
+        return [
+            page
+            for pages, start in zip(self.pages, self.num_returned, strict=True)
+            for page in pages[start:]
+            if page != NULL_PAGE
+        ]
 
 
 @dataclass(frozen=True)
@@ -77,18 +87,32 @@ class Prefix:
         return [page for pages in self.pages for page in pages if page != NULL_PAGE]
 
 
+@dataclass(frozen=True)
+class Growth:
+    """The pages of a request's next blocks, and the states to copy there before the step that grows it.
+
+    A block whose state no step reads has the null page.
+    """
+
+    pages: NewPages
+    copies: tuple[PageCopy, ...] = ()
+
+
 class PagedCache:
     """The pool as requests see it."""
 
-    def __init__(self, pool: BlockPool, geometry: CacheGeometry) -> None:
+    def __init__(self, pool: BlockPool, geometry: CacheGeometry, keep_states: bool = True) -> None:
+        """``keep_states``: whether states at the edges of blocks are kept, for requests that begin alike."""
         self.pool, self.geometry = pool, geometry
-        self._spans = geometry.spans
-        self._limited = [group for group, span in enumerate(self._spans) if span != Span()]
-        self._no_pages: NewPages = ((),) * len(self._spans)
+        self._retentions = retentions = geometry.retentions
+        self._limited = [group for group, retention in enumerate(retentions) if retention != Span()]
+        self._num_states = sum(retention.per_sequence for retention in retentions)
+        self._keeps_states = keep_states and self._num_states > 0
+        self._no_growth = Growth(((),) * len(retentions))
 
     def first_block(self, group: int, position: int) -> int:
         """The first block of ``group`` that a query at ``position``, or any later one, reads."""
-        return self._spans[group].first(position) // self.geometry.block_size
+        return self._retentions[group].first(position) // self.geometry.block_size
 
     def find(self, hashes: Iterable[BlockHash]) -> Prefix:
         """The longest start of a sequence, given its blocks' hashes, from which it can go on. It asks for no more of
@@ -96,7 +120,7 @@ class PagedCache:
 
         Every group needs what a query behind that start reads: all of it, or the last few blocks.
         """
-        groups = range(len(self._spans))
+        groups = range(len(self._retentions))
         found: Pages = [[] for _ in groups]
         run, best = [0] * len(found), 0  # known blocks in a row, up to the one looked at
         for block, content in enumerate(hashes):
@@ -118,25 +142,55 @@ class PagedCache:
         """Hold the pages of ``prefix`` for a request that starts from it."""
         self.pool.hold(prefix.found())
         position = prefix.num_blocks * self.geometry.block_size
-        firsts = [self.first_block(group, position) for group in range(len(self._spans))]
-        return HeldPages([list(pages) for pages in prefix.pages] or [[] for _ in self._spans], firsts)
+        firsts = [self.first_block(group, position) for group in range(len(self._retentions))]
+        return HeldPages([list(pages) for pages in prefix.pages] or [[] for _ in self._retentions], firsts)
 
-    def num_fresh(self, num_blocks: int, num_tokens: int) -> int:
-        """Fresh pages that a request with ``num_blocks`` blocks needs to reach ``num_tokens`` tokens."""
-        missing = self.geometry.blocks_for(num_tokens) - num_blocks
-        return missing * len(self._spans) if missing > 0 else 0
+    def to_edge(self, start: int, count: int) -> int:
+        """How many of the ``count`` tokens from position ``start`` on a step should have.
 
-    def grow(self, held: HeldPages, count: int) -> NewPages | None:
-        """Take ``count`` fresh pages (see ``num_fresh``), or none at all (None) where fewer are free."""
-        if count == 0:
-            return self._no_pages
-        fresh = self.pool.allocate(count)
+        A state is found again only where a step ended at the edge of a block, so one that goes beyond the last edge
+        ends there.
+        """
+        if not self._keeps_states:
+            return count
+        size = self.geometry.block_size
+        edge = (start + count) // size * size
+        return edge - start if edge > start else count
+
+    def num_fresh(self, num_blocks: int, start: int, end: int) -> int:
+        """Fresh pages that a request with ``num_blocks`` blocks needs for the tokens from ``start`` to ``end``."""
+        missing = self.geometry.blocks_for(end) - num_blocks
+        if missing <= 0:
+            return 0
+        by_token = missing * (len(self._retentions) - self._num_states)
+        return by_token + (self._num_states if self._leaves_states(start) else 0)
+
+    def _leaves_states(self, start: int) -> bool:
+        """Whether a request that goes on to other blocks from ``start`` has no page for its states, or leaves it."""
+        return start == 0 or (self._keeps_states and start % self.geometry.block_size == 0)
+
+    def grow(self, held: HeldPages, start: int, end: int) -> Growth | None:
+        """Add pages for the tokens from ``start`` to ``end``: ``num_fresh`` fresh ones, None where fewer are free."""
+        missing = self.geometry.blocks_for(end) - held.num_blocks
+        if missing <= 0:
+            return self._no_growth
+        fresh = self.pool.allocate(self.num_fresh(held.num_blocks, start, end))
         if fresh is None:
             return None
-        each = count // len(self._spans)
+        copies = []
         for group, pages in enumerate(held.pages):
-            pages += fresh[group * each : (group + 1) * each]
-        return tuple(tuple(pages[-each:]) for pages in held.pages)
+            if not self._retentions[group].per_sequence:
+                pages += fresh[:missing]
+                del fresh[:missing]
+                continue
+            if self._leaves_states(start):
+                page = fresh.pop()
+                if start:
+                    copies.append(PageCopy(group, pages[-1], page))
+            else:
+                page, pages[-1] = pages[-1], NULL_PAGE
+            pages += [NULL_PAGE] * (missing - 1) + [page]
+        return Growth(tuple(tuple(pages[-missing:]) for pages in held.pages), tuple(copies))
 
     def take_back(self, held: HeldPages, position: int) -> list[int]:
         """The pages that no query at ``position`` or later reads; the caller frees them when no step uses them."""
@@ -145,14 +199,20 @@ class PagedCache:
             pages, returned = held.pages[group], held.num_returned[group]
             first = min(self.first_block(group, position), len(pages))
             if first > returned:
-                taken += pages[returned:first]
+                taken += [page for page in pages[returned:first] if page != NULL_PAGE]
                 held.num_returned[group] = first
         return taken
 
-    def remember(self, held: HeldPages, first: int, hashes: Sequence[BlockHash]) -> None:
-        """Note what the blocks from ``first`` on hold: ``hashes`` has one for each block up to its end."""
+    def remember(self, held: HeldPages, first: int, hashes: Sequence[BlockHash], num_stored: int) -> None:
+        """Note what the blocks from ``first`` on hold: ``hashes`` has one for each block up to its end.
+
+        ``num_stored`` tokens are stored once the step is done that filled these blocks; states are those after them.
+        """
         for group, pages in enumerate(held.pages):
-            for block in range(first, len(hashes)):
+            blocks = range(first, len(hashes))
+            if self._retentions[group].per_sequence:
+                blocks = blocks[-1:] if num_stored == len(hashes) * self.geometry.block_size else blocks[:0]
+            for block in blocks:
                 self.pool.remember(pages[block], (group, hashes[block]))
 
     def free(self, pages: Iterable[int]) -> None:

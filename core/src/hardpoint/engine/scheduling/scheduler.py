@@ -22,7 +22,7 @@ from itertools import zip_longest
 from hardpoint.engine.outputs import FinishReason
 from hardpoint.engine.scheduling.paged_cache import PagedCache, Prefix
 from hardpoint.engine.scheduling.request import Request
-from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest, StepInput, StepOutput
+from hardpoint.engine.scheduling.step import NewRequest, PageCopy, ScheduledRequest, StepInput, StepOutput
 from hardpoint.structured import StructureState
 from hardpoint_plugin_api import CapacityError, RequestError, StepLimits
 
@@ -59,6 +59,7 @@ class _Step:
     preempted: bool = False
     needs_values: bool = False
     released: list[int] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
 
 
 class Scheduler:
@@ -167,7 +168,8 @@ class Scheduler:
         self._in_flight.append(step)
         freed, self._freed_slots = tuple(self._freed_slots), []
         self._number += 1
-        return StepInput(self._number, freed, tuple(step.new), tuple(share.scheduled for share in step.shares))
+        scheduled, copies = tuple(share.scheduled for share in step.shares), tuple(sorted(step.copies))
+        return StepInput(self._number, freed, tuple(step.new), scheduled, copies)
 
     def hash_prompts(self) -> None:
         """Hash the blocks of prompts that steps in flight fill, which committing them needs: while the device works."""
@@ -280,8 +282,9 @@ class Scheduler:
                 break  # preempted a moment ago: not all of its tokens are known yet
             prefix = self._cached_prefix(request)
             request.num_computed = prefix.num_blocks * self.cache.geometry.block_size
-            count = self._count(step, request.num_to_compute)
-            need = self.cache.num_fresh(prefix.num_blocks, request.num_computed + count)
+            start = request.num_computed
+            count = self._count(step, start, request.num_to_compute)
+            need = self.cache.num_fresh(prefix.num_blocks, start, start + count)
             if count == 0 or self.cache.pool.num_free_without(prefix.found()) < need:
                 request.num_computed = 0
                 break
@@ -313,19 +316,24 @@ class Scheduler:
             stored = min(stored, len(request.token_ids) - 1)
         first, end = share.scheduled.start // size, stored // size
         if end > first:
-            self.cache.remember(request.held, first, list(request.block_hashes(size, end)))
+            self.cache.remember(request.held, first, list(request.block_hashes(size, end)), stored)
 
-    def _count(self, step: _Step, wanted: int) -> int:
-        """How many of a request's ``wanted`` tokens the step has room for."""
-        return wanted if wanted <= step.budget else step.budget - step.budget % self.limits.chunk_multiple
+    def _count(self, step: _Step, start: int, wanted: int) -> int:
+        """How many of a request's ``wanted`` tokens, from position ``start`` on, the step takes."""
+        if wanted == 1:
+            return min(1, step.budget)
+        multiple = self.limits.chunk_multiple
+        count = wanted if wanted <= step.budget else step.budget - step.budget % multiple
+        to_edge = self.cache.to_edge(start, count)
+        return count if to_edge % multiple else to_edge
 
     def _schedule(self, step: _Step, request: Request, prefix: Prefix | None = None) -> None:
         """Advance ``request`` by as many tokens as there is room for, unless it has to give way for want of a page.
 
         ``prefix`` is the one it starts from, if it starts now.
         """
-        wanted = request.num_to_compute
-        count = self._count(step, wanted)
+        start, wanted = request.num_computed, request.num_to_compute
+        count = self._count(step, start, wanted)
         if count == 0:
             return
         assert request.slot is not None
@@ -336,13 +344,12 @@ class Scheduler:
         if samples and (request.drafts or request.structure is not None):
             drafts, allowed = self._drafts(step, request, count)
             count += len(drafts)
-        start = request.num_computed
         if unread := self.cache.take_back(request.held, start):
             self._release(request, unread)
-        need = self.cache.num_fresh(request.held.num_blocks, start + count)
+        need = self.cache.num_fresh(request.held.num_blocks, start, start + count)
         if need and self._promised is not None and self._promised.rank < request.rank:
             return  # what is free, or comes free, is the other's
-        while (fresh := self.cache.grow(request.held, need)) is None:
+        while (grown := self.cache.grow(request.held, start, start + count)) is None:
             returning = (page for submitted in self._in_flight for page in submitted.released)
             if self.cache.pool.num_free + self.cache.pool.num_freed_by(returning) >= need:
                 self._promised = request
@@ -358,7 +365,8 @@ class Scheduler:
         if samples:
             request.num_sampled += 1 + len(drafts)
             request.drafts = ()
-        pages = tuple(map(tuple, request.held.pages)) if prefix else fresh
+        step.copies += grown.copies
+        pages = tuple(map(tuple, request.held.pages)) if prefix else grown.pages
         scheduled = ScheduledRequest(request.slot, start, count, pages, samples, allowed, drafts)
         step.shares.append(_Share(request, scheduled))
         if allowed or (samples and self._speculates):
@@ -375,7 +383,8 @@ class Scheduler:
             assert request.held is not None
             room = min(step.budget - count, request.max_total_tokens - request.num_tokens - 1)
             drafts = drafts[: max(0, room)]
-            need = self.cache.num_fresh(request.held.num_blocks, request.num_computed + count + len(drafts))
+            start = request.num_computed
+            need = self.cache.num_fresh(request.held.num_blocks, start, start + count + len(drafts))
             if need and (self._promised is not None or self.cache.pool.num_free < need):
                 drafts = ()
         allowed = request.next_allowed(drafts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,27 @@ class ScheduledRequest:
         return self.start + self.count - len(self.drafts)
 
 
+class PageCopy(NamedTuple):
+    """A page of a cache group, in all its places, is copied to another."""
+
+    group: int
+    source: int
+    target: int
+
+
 @dataclass(frozen=True)
 class StepInput:
-    """One step. Slots in ``freed`` are given up before those in ``new`` are taken. Decodes come first."""
+    """One step. Slots in ``freed`` are given up before those in ``new`` are taken. Decodes come first.
+
+    ``page_copies`` are done before the model runs, in order of their groups. No page is the target of one and part of
+    another.
+    """
 
     number: int
     freed: tuple[int, ...]
     new: tuple[NewRequest, ...]
     scheduled: tuple[ScheduledRequest, ...]
+    page_copies: tuple[PageCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -76,7 +76,7 @@ class Graphs:
         self._padding_slot, self._vocab_size = limits.max_requests, vocab_size
         self._new_engine, self.engine = new_engine, new_engine()
         self.check = ReplayCheck(ctx.kernel_calls, forward, ctx.block_size, pool, exchange)
-        rows, off = shape_rows(self.engine, limits), why_eager(ctx, self.engine)
+        rows, off = shape_rows(self.engine, limits, ctx.config.num_drafts), why_eager(ctx, self.engine)
         self._off = off or why_not_full(ctx, self.engine)
         on = () if off else [row for row in rows if not self._off or row.mode == "piecewise"]
         self._rows = [row for row in map(self._served, on) if row.sizes]
@@ -146,8 +146,8 @@ class Graphs:
     ) -> tuple[End, torch.Tensor]:
         """Run ``step``, which stands in the buffers of its shape, as attention planned it; ids, positions int64 [T].
 
-        Returns what it ended with, valid until the next step: hidden states [T, hidden], logits [N, vocab] or tokens
-        int64 [N]. A step whose draw cannot be captured ends with logits.
+        Returns what it ended with, valid until the next step: hidden states [T, hidden], logits [N, vocab] of requests
+        or [T, vocab] of tokens, or tokens int64 [N]. A step whose draw cannot be captured ends with logits.
         """
         if shape.mode == "eager":
             self._eager.labels(self._why_eager(step)).inc()
@@ -192,11 +192,12 @@ class Graphs:
     def _served(self, row: ShapeRow) -> ShapeRow:
         """``row`` with the sizes that attention can be captured for, and none beyond what its requests can have."""
         planners = [user.planner for user in self._ctx.cache_users.users]
-        phase: Phase = "decode" if row.queries else "prefill"
-        most = row.requests * self._ctx.max_model_len if row.requests else None
+        phase: Phase = "decode" if row.queries == 1 else "prefill"
+        queries, most = row.queries or 1, row.requests * self._ctx.max_model_len if row.requests else None
         sizes = sorted({size if most is None else min(size, most) for size in row.sizes})
         return replace(
-            row, sizes=tuple(size for size in sizes if all(p.grade(phase, size) >= row.grade for p in planners))
+            row,
+            sizes=tuple(size for size in sizes if all(p.grade(phase, size * queries) >= row.grade for p in planners)),
         )
 
     def _firsts(self, row: ShapeRow) -> tuple[int, ...]:
@@ -204,7 +205,8 @@ class Graphs:
         if not self._ctx.kernel_calls.offers:
             return ()
         entries = [entry for plan in self._ctx.selector.plans for entry in plan.entries]
-        firsts = {max(1, entry.range.min) for entry in entries if entry.range.phase != "prefill"}
+        other, queries = "prefill" if row.queries == 1 else "decode", row.queries or 1
+        firsts = {-(-max(1, entry.range.min) // queries) for entry in entries if entry.range.phase != other}
         return tuple(sorted({size for first in firsts for size in row.sizes_for(first)}))
 
     def _try(self, shape: StepShape, free_pages: int) -> list[AttentionMetadata]:
@@ -308,6 +310,8 @@ class Graphs:
                 hidden = self._forward.hidden_piecewise(ids, piecewise)
             if shape.end == "hidden":
                 return (hidden,)
+            if shape.end == "token_logits":
+                return (self._forward.model.logits(hidden),)
             if shape.queries != 1:  # of each request the last token
                 assert query_start is not None
                 last = (query_start[1:].long() - 1).clamp(min=0)

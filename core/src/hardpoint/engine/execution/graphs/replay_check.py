@@ -103,13 +103,30 @@ class ReplayCheck:
 
         Raises PlatformError for what cannot be prepared, or replays something else for no reason that can be named.
         """
+        restore = self._forward.keep_states(slots, self._block_size)
+        try:
+            return self._checked(engine, key, step, tensors, slots, restore)
+        finally:
+            restore()
+
+    def _checked(
+        self,
+        engine: GraphEngine,
+        key: Hashable,
+        step: Step,
+        tensors: Mapping[str, torch.Tensor],
+        slots: Sequence[torch.Tensor],
+        restore: Callable[[], None],
+    ) -> Executable:
+        """The same; ``restore`` brings back the states from which each run begins."""
         eager = self._outcome(step(**tensors), slots)
         while True:
             executable = self._on_every_rank(lambda: self._prepared(engine, key, step, tensors))
+            restore()
             likeness = max(self._exchange(eager.compare(self._outcome(executable.run(), slots))))
             if likeness is Likeness.SAME:
                 return executable
-            fault = self._agreed(self._find(engine, key, step, tensors) or self._only_suspect(likeness))
+            fault = self._agreed(self._find(engine, key, step, tensors, restore) or self._only_suspect(likeness))
             if fault is None and likeness is Likeness.CLOSE:
                 logger.debug("step %s: the bits of a replay differ from an eager run's, within bounds", key)
                 return executable
@@ -163,16 +180,23 @@ class ReplayCheck:
             ids.copy_(held)
 
     def _find(
-        self, engine: GraphEngine, key: Hashable, step: Step, tensors: Mapping[str, torch.Tensor]
+        self,
+        engine: GraphEngine,
+        key: Hashable,
+        step: Step,
+        tensors: Mapping[str, torch.Tensor],
+        restore: Callable[[], None],
     ) -> tuple[Offer, str] | None:
         """The kernel whose call is the first to go wrong on this rank, and what it did."""
         if not self._calls.offers or not can_repeat(engine):
             return None
+        restore()
         expected = self._calls.watch(engine, step, tensors)
         found: list[WatchedCall] = []
         try:
             executable = self._on_every_rank(lambda: self._prepared(engine, (key, "watched"), step, tensors, found))
             found.clear()  # engines may have run it
+            restore()
             executable.run()
         except PlatformError as error:
             traceback.clear_frames(error.__traceback__)

@@ -1,14 +1,11 @@
 """The shapes of captured steps, as data: a row for each kind of step.
 
 ``shape_rows`` makes the rows of an engine. ``Graphs`` (graphs.py) finds, captures and replays the shapes that they
-list. Another kind of step is another row. Steps that verify three drafts for each request have four tokens per request:
-
-    ShapeRow("full", sizes=(1, 2, 4, 8), ends=("logits",), queries=4)
-
-They are captured where every attention backend has the grade UNIFORM, and take their inputs as steps with prompts do.
-Logits of all four tokens, or verified tokens, are another ``End``: one more case in ``Graphs._function``. Steps of a
-draft model or an encoder are rows of a ``Graphs`` over that model. A further difference between shapes, such as the
-number of adapters, is one more field of StepShape.
+list. Another kind of step is another row. Steps that verify k drafts for each request have k + 1 tokens per request:
+they are captured where every attention backend has the grade UNIFORM, and take their inputs as steps with prompts do.
+Verified tokens would be another ``End``: one more case in ``Graphs._function``. Steps of a draft model or an encoder
+are rows of a ``Graphs`` over that model. A further difference between shapes, such as the number of adapters, is one
+more field of StepShape.
 """
 
 from __future__ import annotations
@@ -24,9 +21,9 @@ from hardpoint_plugin_api import CaptureGrade, GraphEngine, PlatformError, StepL
 Mode = Literal["eager", "piecewise", "full"]
 """How a step runs: without a graph, in captured pieces with attention called between them, or captured whole."""
 
-End = Literal["hidden", "logits", "greedy", "random"]
-"""The last that a step computes: hidden states of its tokens, logits behind each request's last token, or a token for
-each request, drawn as PlainDraw says."""
+End = Literal["hidden", "logits", "token_logits", "greedy", "random"]
+"""The last that a step computes: hidden states of its tokens, logits behind each request's last token, logits behind
+every token, or a token for each request, drawn as PlainDraw says."""
 
 DRAWS: tuple[PlainDraw, ...] = get_args(PlainDraw)
 
@@ -106,6 +103,8 @@ class ShapeRow:
         """The size that ``step`` has without padding; 0 where it is of another kind."""
         shares, queries = step.scheduled, self.queries
         if queries is None:
+            if self.ends == ("logits",) and any(share.drafts for share in shares):
+                return 0  # drafts need the logits of several tokens
             return step.num_tokens if self.requests is None or len(shares) <= self.requests else 0
         return len(shares) if all(share.count == queries and share.samples for share in shares) else 0
 
@@ -121,8 +120,10 @@ class ShapeRow:
         return StepShape(self.mode, size * self.queries, size, self.queries, end)
 
 
-def shape_rows(engine: GraphEngine, limits: StepLimits) -> tuple[ShapeRow, ...]:
+def shape_rows(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0) -> tuple[ShapeRow, ...]:
     """All that ``engine`` would capture of steps with these limits; a step takes the first row that it fits.
+
+    ``num_drafts`` is the most that a step verifies for a request.
 
     Raises PlatformError for an engine whose data contradict each other.
     """
@@ -133,8 +134,10 @@ def shape_rows(engine: GraphEngine, limits: StepLimits) -> tuple[ShapeRow, ...]:
             f"a graph engine that keeps {engine.max_executables} executables asks for {len(decodes.sizes)} sizes, with "
             f"{len(decodes.draws)} for each: {decodes.sizes}"
         )
+    verifying = (_verifying(decodes, limits, num_drafts + 1),) if num_drafts else ()
     return (
         decodes,
+        *verifying,
         ShapeRow(
             "full",
             _token_sizes(engine.token_sizes, "token_sizes", limits),
@@ -145,9 +148,9 @@ def shape_rows(engine: GraphEngine, limits: StepLimits) -> tuple[ShapeRow, ...]:
     )
 
 
-def graph_bytes(engine: GraphEngine, limits: StepLimits) -> int:
-    """Bytes that captured graphs may take, by what the engine says of one."""
-    rows = shape_rows(engine, limits)
+def graph_bytes(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0) -> int:
+    """Bytes that captured graphs may take, by what the engine says of one. ``num_drafts`` as in ``shape_rows``."""
+    rows = shape_rows(engine, limits, num_drafts)
     if all(row.listed for row in rows):
         number = sum(row.num_ahead for row in rows)
     else:
@@ -173,6 +176,13 @@ def _decodes(engine: GraphEngine, limits: StepLimits) -> ShapeRow:
     enough = next((size for size in padded if size >= limits.max_requests), padded[-1])
     most = min(enough, limits.max_tokens or enough)
     return ShapeRow("full", tuple(size for size in padded if size <= most), (*DRAWS, "logits"), queries=1)
+
+
+def _verifying(decodes: ShapeRow, limits: StepLimits, queries: int) -> ShapeRow:
+    """Steps that verify ``queries`` - 1 drafts for each request, of as many requests as decode steps have."""
+    most = (limits.max_tokens or 0) if not limits.token_buckets else 0
+    sizes = tuple(size for size in decodes.sizes if size * queries <= most)
+    return ShapeRow("full", sizes, ("token_logits",), queries=queries, listed=decodes.listed)
 
 
 def _token_sizes(sizes: tuple[int, ...], name: str, limits: StepLimits) -> tuple[int, ...]:

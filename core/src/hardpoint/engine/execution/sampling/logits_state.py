@@ -39,8 +39,9 @@ class LogitsPart(Protocol):
         """logits [N, V] of ``slots``, for tokens at ``positions`` (int64 [N]) -> a new tensor [N, V]."""
         ...
 
-    def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Note the ``tokens`` drawn for ``slots``, int64 [N] each, no slot twice."""
+    def record(self, slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+        """Note the ``tokens`` drawn for ``slots``, int64 [N] each, no slot twice; ``counts``, bool [N], says of which
+        (None: of all)."""
         ...
 
 
@@ -48,7 +49,7 @@ def needed_parts(parts: Sequence[LogitsPart], shares: Sequence[ScheduledRequest]
     """The parts that have a say in the tokens which ``shares`` draw; in a plain step none."""
 
     def is_needed(until: dict[int, int]) -> bool:
-        return any(s.start + s.count < until.get(s.slot, 0) for s in shares)
+        return any(s.first_drawn < until.get(s.slot, 0) for s in shares)
 
     return [part for part in parts if part.until and is_needed(part.until)]
 
@@ -125,7 +126,7 @@ class AllowedTokens:
     def apply(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._op(logits, self._forbidden.masks(slots))
 
-    def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    def record(self, slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None = None) -> None:
         pass
 
 
@@ -177,9 +178,11 @@ class TokenBias:
         active &= positions[:, None] < self._until[slots]
         return self._op(logits, self._tokens[slots], torch.where(active, self._values[slots], 0.0))
 
-    def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    def record(self, slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None = None) -> None:
         if longest := self._recent.shape[1]:
-            self._recent[slots] = torch.cat([tokens[:, None], self._recent[slots]], -1)[:, :longest]
+            recent = self._recent[slots]
+            newer = torch.cat([tokens[:, None], recent], -1)[:, :longest]
+            self._recent[slots] = newer if counts is None else torch.where(counts[:, None], newer, recent)
 
     def _rules(self, new: NewRequest) -> list[_Rule]:
         sampling, forbid = new.sampling, float("-inf")
@@ -230,8 +233,9 @@ class Penalties:
         columns = (self._repetition[slots], self._presence[slots], self._frequency[slots])
         return self._op(logits, self._in_prompt.masks(slots), self._drawn.rows[slots].int(), *columns)
 
-    def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        self._drawn.rows[slots, tokens] += 1
+    def record(self, slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+        drawn = self._drawn.rows
+        drawn[slots, tokens] += 1 if counts is None else counts.to(drawn.dtype)
 
 
 def on_device(values: Sequence[object] | npt.NDArray[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ from hardpoint.ops.keep_tokens import keep_tokens
 from hardpoint.ops.mask_tokens import mask_tokens
 from hardpoint.ops.sampling import argmax_tokens, philox_uniform, sample_tokens
 from hardpoint.ops.token_logprobs import token_logprobs
+from hardpoint.ops.verify_drafts import verify_drafts
 
 Op = Callable[..., torch.Tensor]
 Ints = npt.NDArray[np.int32]
@@ -55,6 +57,8 @@ class SamplingOps:
     bias: Op
     penalize: Op
     rank: RankTokens
+    verify: Op | None = None
+    """Bound where steps verify drafts."""
 
     @classmethod
     def bind(cls, ctx: Context) -> SamplingOps:
@@ -68,15 +72,23 @@ class SamplingOps:
             bias=apply_logit_bias.bind(ctx),
             penalize=apply_penalties.bind(ctx),
             rank=token_logprobs.bind(ctx),
+            verify=verify_drafts.bind(ctx) if ctx.config.num_drafts else None,
         )
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens int64 [N] on the device, and their log-probabilities where any slot asks for them."""
+    """Tokens int64 [R] on the device, and their log-probabilities where any slot asks for them.
+
+    Of a step with drafts each request has several rows: ``num_rows``, which begin at ``row_start``, int32 [N+1]. The
+    first of them are the tokens that it gets; ``counts``, int64 [N], says how many. Without drafts all three are None.
+    """
 
     tokens: torch.Tensor
     logprobs: DeviceLogprobs | None
+    counts: torch.Tensor | None = None
+    row_start: torch.Tensor | None = None
+    num_rows: tuple[int, ...] | None = None
 
 
 class Sampler:
@@ -151,10 +163,65 @@ class Sampler:
         parts, changed = needed_parts(self._parts, shares), self._structured(logits, shares)
         for part in parts:
             changed = part.apply(changed, slots, positions)
-        tokens = self._draw(changed, shares, slots, positions)
+        tokens = self.draw(self._how(shares), changed, slots, positions)
         for part in parts:
             part.record(slots, tokens)
         return Sampled(tokens, self._logprobs(logits, tokens, shares) if self._top_n else None)
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        shares: Sequence[ScheduledRequest],
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        drafts: torch.Tensor,
+        row_start: torch.Tensor,
+    ) -> Sampled:
+        """Draw a token in each row of ``shares`` that have drafts, and note those that count in their slots' state.
+
+        logits [R, V]; the rows of a share, one more than it has drafts, begin at ``row_start`` (int32 [N+1]). ``slots``
+        and ``positions``, int64 [R], are the rows' slots and the drawn tokens' positions; ``drafts``, int64 [R], as in
+        the op verify_drafts.
+        """
+        assert self._ops.verify is not None
+        parts, changed = needed_parts(self._parts, shares), self._structured(logits, shares)
+        num_rows = tuple(1 + len(share.drafts) for share in shares)
+        if parts:
+            tokens = self._draw_in_turn(parts, changed, shares, slots, positions, drafts)
+        else:
+            tokens = self._choose(self._how(shares), changed, slots, positions)
+        counts, first = self._ops.verify(tokens, drafts, row_start), row_start[:-1].long()
+        self._ops.keep(self.last_token, slots[first], tokens[first + counts - 1])
+        logprobs = self._logprobs(logits, tokens, shares) if self._top_n else None
+        return Sampled(tokens, logprobs, counts, row_start, num_rows)
+
+    def _draw_in_turn(
+        self,
+        parts: Sequence[LogitsPart],
+        logits: torch.Tensor,
+        shares: Sequence[ScheduledRequest],
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        drafts: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draw the first row of every share, then the second, and so on: the state that ``parts`` keep follows those
+        tokens that count, as it would without drafts. Once a draft was wrong, the share's later rows leave no trace."""
+        tokens, how = torch.empty_like(slots), self._how(shares)
+        ends = list(accumulate(1 + len(share.drafts) for share in shares))
+        counts = torch.ones(len(shares), dtype=torch.bool, device=slots.device)
+        for turn in range(max(len(share.drafts) for share in shares) + 1):
+            those = [index for index, share in enumerate(shares) if turn <= len(share.drafts)]
+            requests = on_device(those, torch.int64, slots.device)
+            rows = on_device([ends[i] - 1 - len(shares[i].drafts) + turn for i in those], torch.int64, slots.device)
+            changed, its_slots, its_positions = logits[rows], slots[rows], positions[rows]
+            for part in parts:
+                changed = part.apply(changed, its_slots, its_positions)
+            drawn = self._choose(how, changed, its_slots, its_positions)
+            for part in parts:
+                part.record(its_slots, drawn, counts[requests])
+            tokens[rows] = drawn
+            counts[requests] &= drawn == drafts[rows]
+        return tokens
 
     def plain_draw(self, shares: Sequence[ScheduledRequest]) -> PlainDraw | None:
         """How ``draw`` draws all of ``shares``' tokens; None where some take more than that: see ``sample``."""
@@ -162,7 +229,7 @@ class Sampler:
             return None
         if any(share.allowed for share in shares) or needed_parts(self._parts, shares):
             return None
-        return "greedy" if self._random_slots.isdisjoint(share.slot for share in shares) else "random"
+        return self._how(shares)
 
     def draw(self, how: PlainDraw, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Draw tokens int64 [N] from logits [N, V], by what the device knows of ``slots`` alone, and keep them.
@@ -170,37 +237,43 @@ class Sampler:
         ``slots`` and ``positions`` as in ``sample``; a greedy draw looks at no position. The slot behind all others is
         that of padding, and greedy. Mutates ``last_token``.
         """
-        if how == "greedy":
-            tokens = self._ops.argmax(logits)
-        else:
-            uniform = self._ops.uniform(self._seed[slots], positions)
-            columns = (self._temperature[slots], self._top_k[slots], self._top_p[slots], self._min_p[slots])
-            tokens = self._ops.sample(logits, *columns, uniform)
+        tokens = self._choose(how, logits, slots, positions)
         self._ops.keep(self.last_token, slots, tokens)
         return tokens
 
+    def _choose(
+        self, how: PlainDraw, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """As ``draw``, without keeping the tokens."""
+        if how == "greedy":
+            return self._ops.argmax(logits)
+        uniform = self._ops.uniform(self._seed[slots], positions)
+        columns = (self._temperature[slots], self._top_k[slots], self._top_p[slots], self._min_p[slots])
+        return self._ops.sample(logits, *columns, uniform)
+
+    def _how(self, shares: Sequence[ScheduledRequest]) -> PlainDraw:
+        return "greedy" if self._random_slots.isdisjoint(share.slot for share in shares) else "random"
+
     def _structured(self, logits: torch.Tensor, shares: Sequence[ScheduledRequest]) -> torch.Tensor:
         """logits with what the shares' structures forbid masked out, in a new tensor where there is any."""
-        rows = [row for row, share in enumerate(shares) if share.allowed]
-        if not rows:
+        if not any(share.allowed for share in shares):
             return logits
+        rows: list[int] = []
+        first = 0
+        for share in shares:
+            rows += range(first, first + len(share.allowed))
+            first += 1 + len(share.drafts)
         packed = np.frombuffer(b"".join(packed for share in shares for packed in share.allowed), np.uint8)
         allowed = unpack_bits(on_device(packed.reshape(len(rows), -1), torch.uint8, logits.device), self._vocab_size)
-        if len(rows) == len(shares):
+        if len(rows) == len(logits):
             return self._ops.mask(logits, ~allowed)
         index = on_device(rows, torch.int64, logits.device)
         return logits.index_copy(0, index, self._ops.mask(logits[index], ~allowed))
 
-    def _draw(
-        self, logits: torch.Tensor, shares: Sequence[ScheduledRequest], slots: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        greedy = self._random_slots.isdisjoint(share.slot for share in shares)
-        return self.draw("greedy" if greedy else "random", logits, slots, positions)
-
     def _logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, shares: Sequence[ScheduledRequest]
     ) -> DeviceLogprobs | None:
-        top_n = tuple(self._top_n.get(share.slot) for share in shares)
+        top_n = tuple(self._top_n.get(share.slot) for share in shares for _ in range(1 + len(share.drafts)))
         widest = max((n for n in top_n if n is not None), default=None)
         if widest is None:
             return None

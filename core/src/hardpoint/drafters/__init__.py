@@ -1,0 +1,1 @@
+"""What core itself drafts with."""

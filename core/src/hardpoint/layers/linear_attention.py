@@ -1,0 +1,103 @@
+"""Linear attention with a decay for each head: a mixer whose cache is one state of each sequence.
+
+Correct, without a claim to speed: prompts are read token by token, so that it does not matter where steps
+are cut.
+Axes: T tokens, N requests, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hardpoint.context import Context
+from hardpoint.layers.base import PluggableLayer
+from hardpoint.layers.linear import Linear
+from hardpoint.parallel.shards import HeadShards
+from hardpoint_plugin_api import (
+    AttentionBatch,
+    CacheSpec,
+    CacheUser,
+    CaptureGrade,
+    ForwardStep,
+    Latest,
+    LinearArgs,
+    LinearAttentionArgs,
+    PlainLayout,
+    Plane,
+    Quantized,
+    StepPlanner,
+)
+
+
+class LinearAttentionPlanner(StepPlanner):
+    """Steps need no plan. A step of one token for each request reads nothing from the host, so it can be captured."""
+
+    capture = CaptureGrade.SINGLE_TOKEN
+
+
+class LinearAttention(PluggableLayer, name="linear_attention"):
+    """See LinearAttentionArgs. The cache holds a state of each sequence, float32 [H, D, D], keys along axis 1."""
+
+    def __init__(self, ctx: Context, args: LinearAttentionArgs) -> None:
+        super().__init__(ctx)
+        self.args, width = args, args.num_heads * args.head_size
+        self._group, self._leaves_summand = ctx.parallel.tp, False
+        self._heads = heads = HeadShards.of(args.num_heads, args.num_heads, ctx.parallel.tp)
+        self.qkv = Linear(
+            ctx.child("qkv"),
+            LinearArgs(
+                args.hidden_size,
+                (("q", width), ("k", width), ("v", width)),
+                row_shards=heads.rows(args.head_size),
+            ),
+        )
+        self.input_spec = self.qkv.input_spec
+        self.out = Linear(
+            ctx.child("out"),
+            LinearArgs(width, (("out", args.hidden_size),), column_shard=heads.columns(args.head_size)),
+        )
+        self._device, self._block_size = ctx.torch_device, ctx.block_size
+        shape = (heads.num_heads, args.head_size, args.head_size)
+        spec = CacheSpec((Plane("state", shape, "float32"),), Latest())
+        self.index = ctx.cache_users.add(
+            CacheUser(ctx.path, spec, PlainLayout(), LinearAttentionPlanner(), LinearAttentionPlanner)
+        )
+
+    def bind(self) -> None:
+        decays = torch.tensor(self.args.decays, dtype=torch.float32, device=self._device)
+        self._decays = decays[self._heads.own, None, None]
+
+    def leave_summand(self) -> bool:
+        self._leaves_summand = True
+        return True
+
+    def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]. Advances the states of the step's requests."""
+        qkv = self.qkv(x, step).view(x.shape[0], 3, self._heads.num_heads, self.args.head_size)
+        mixed = torch.empty_like(qkv[:, 0])
+        step.interrupt(self.index, lambda cache, plan: self._advance(qkv, cache["state"], plan.batch, mixed))
+        y: torch.Tensor = self.out(mixed.view(x.shape[0], -1), step)
+        return y if self._leaves_summand else self._group.all_reduce(y)
+
+    def _advance(self, qkv: torch.Tensor, states: torch.Tensor, batch: AttentionBatch, out: torch.Tensor) -> None:
+        """Write the results of queries, keys and values [T, 3, H, D] to ``out`` [T, H, D]; mutates ``states``."""
+        newest = (batch.seq_lens - 1).long()
+        pages = batch.block_table.gather(1, (newest // self._block_size)[:, None])[:, 0].long()
+        if batch.num_decodes == batch.num_requests:
+            old = states[pages].masked_fill((newest == 0)[:, None, None, None], 0.0)
+            out[: batch.num_requests], states[pages] = self._token(qkv[: batch.num_requests].float(), old)
+            return
+        for i, length in enumerate(batch.seq_lens_host):
+            first, last = batch.query_start_host[i : i + 2]
+            state = states[pages[i : i + 1]]
+            if length == last - first:
+                state = torch.zeros_like(state)
+            for token in range(first, last):
+                out[token : token + 1], state = self._token(qkv[token : token + 1].float(), state)
+            states[pages[i : i + 1]] = state
+
+    def _token(self, qkv: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result [N, H, D] and the next state [N, H, D, D] of one token of each request; qkv [N, 3, H, D]."""
+        q, k, v = qkv.unbind(1)
+        state = self._decays * state + k.unsqueeze(-1) * v.unsqueeze(-2)
+        return self.args.scale * (q.unsqueeze(-1) * state).sum(-2), state

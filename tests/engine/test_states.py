@@ -1,0 +1,180 @@
+"""Layers with a state instead of keys and values, beside attention in one engine: tokens as plain torch gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hardpoint import SamplingParams
+from hardpoint_plugin_api import Latest, Span
+from tests.out_of_tree.build import Dist, install
+from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.engines import counted, prompt_logits, small_llm
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+LOGIT_TOLERANCE = 1e-4
+HEADS, SIZE, LAYERS = 4, 16, 5
+DECAYS = (0.5, 0.9, 0.97, 1.0)
+STATE_BYTES = HEADS * SIZE * SIZE * 4
+"""As many as keys and values of 8 tokens: a page of 16 tokens has twice as many."""
+PAGE_BYTES = 2 * 16 * HEADS * SIZE * 4
+HYBRID = Dist(
+    "hp-hybrid",
+    {
+        "hp_hybrid/__init__.py": "",
+        "hp_hybrid/plugin.py": "",
+        "hp_hybrid/model.py": f'''
+from hardpoint.models.decoder import Block, Sublayer, attention, decoder, linear_names, mlp, norms, num_layers
+from hardpoint_plugin_api import LinearAttentionArgs
+
+
+def hybrid(config):
+    """A Llama whose layers are linear attention, but for every other."""
+    softmax = attention(config)
+    args = LinearAttentionArgs(softmax.args.hidden_size, softmax.args.head_size, {DECAYS}, softmax.args.scale)
+    linear = Sublayer(args, softmax.names)
+    mixers = [softmax if i % 2 else linear for i in range(num_layers(config))]
+    return decoder(config, [Block(mixer, mlp(config), norms(config)) for mixer in mixers])
+''',
+        "hp_hybrid/hardpoint.toml": """
+schema = 1
+api = "0.1"
+[plugin]
+name = "hybrid"
+[[contribution]]
+family = "model"
+of = "HybridForCausalLM"
+name = "hybrid"
+target = "hp_hybrid.model:hybrid"
+""",
+    },
+    {"hybrid": "hp_hybrid.plugin"},
+)
+
+
+class Recurrent:
+    """Transformers' Llama with the recurrence in place of attention in every other layer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        for layer in model.model.layers[::2]:
+            layer.self_attn.forward = _recurrence(layer.self_attn)
+
+    def __call__(self, ids: torch.Tensor) -> Any:
+        return self._model(ids)
+
+
+def _recurrence(module: torch.nn.Module) -> Any:
+    decays = torch.tensor(DECAYS)[:, None, None]
+
+    def forward(hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        projections: list[Any] = [module.q_proj, module.k_proj, module.v_proj]
+        q, k, v = (p(hidden_states)[0].unflatten(-1, (HEADS, SIZE)) for p in projections)
+        state, mixed = torch.zeros(HEADS, SIZE, SIZE), []
+        for one_q, one_k, one_v in zip(q, k, v, strict=True):
+            state = decays * state + torch.einsum("hd,he->hde", one_k, one_v)
+            mixed.append(torch.einsum("hd,hde->he", one_q, state) * SIZE**-0.5)
+        out: Any = module.o_proj
+        return out(torch.stack(mixed).flatten(1))[None], None
+
+    return forward
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    folder, site = tmp_path_factory.mktemp("hybrid"), tmp_path_factory.mktemp("hybrid-site")
+    install([HYBRID], site, tmp_path_factory.mktemp("wheels"))
+    changes: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": SIZE}
+    model = write_checkpoint(folder, "llama", num_hidden_layers=LAYERS, **changes)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["HybridForCausalLM"]}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        yield folder, Recurrent(model)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 8},
+        {"async_scheduling": True, "max_num_batched_tokens": 24, "max_num_seqs": 3},
+        {"enable_prefix_caching": False, "async_scheduling": True},
+        {"block_size": 1},
+        {"enforce_eager": True, "block_size": 4, "async_scheduling": True},
+    ],
+    ids=str,
+)
+def test_tokens_equal_however_the_engine_is_set_up(hybrid: tuple[Path, Any], settings: dict[str, Any]) -> None:
+    folder, model = hybrid
+    prompts = random_prompts(3, 60, seed=2, shortest=20)
+    prompts += [[*prompt, 7, 8, 9] for prompt in prompts if len(prompt) > 30]
+    with small_llm(folder, **settings) as llm:
+        for _ in range(2):
+            for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+                check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        found = llm.core.scheduler.num_cached_tokens
+        assert (found > 0) == settings.get("enable_prefix_caching", True)
+        if not settings:
+            assert counted(llm)["graph_replays_total"] > 0
+        pool = llm.core.scheduler.cache.pool
+        assert pool.num_free == pool.num_usable, "pages leaked"
+
+
+def test_states_and_keys_share_the_pool(hybrid: tuple[Path, Any]) -> None:
+    with small_llm(hybrid[0], kv_cache_memory=20 * PAGE_BYTES) as llm:
+        groups = llm.core.blueprint.ctx.cache_users.cache_groups()
+        assert [(group.retention, len(group.users)) for group in groups] == [(Latest(), 1)] * 3 + [(Span(), 1)] * 2
+        assert 16 < llm.core.scheduler.cache.pool.num_pages <= 20, "a page holds one layer's tokens, or state"
+
+
+def test_a_state_is_found_at_the_edge_of_a_block_and_not_changed(hybrid: tuple[Path, Any]) -> None:
+    """Prompts that go on from one state in different ways get its copies."""
+    folder, model = hybrid
+    (start,) = random_prompts(1, 50, seed=4, shortest=50)
+    with small_llm(folder) as llm:
+        for batch, cached in (([[1]], 0), ([[2, 3]], 48), ([[1]], 48), ([[4] * 20], 48), ([[5], [6]], 48)):
+            prompts = [start + tail for tail in batch]
+            for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+                check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+                assert output.num_cached_tokens == cached
+
+
+def test_a_conversation_goes_on_from_the_state_of_its_last_block(hybrid: tuple[Path, Any]) -> None:
+    folder, model = hybrid
+    (prompt,) = random_prompts(1, 21, seed=6, shortest=21)
+    with small_llm(folder) as llm:
+        for cached in (0, 32, 64):
+            output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+            assert output.num_cached_tokens == cached
+            prompt = [*prompt, *output.outputs[0].token_ids, 3, 5, 7, 9, 11]
+
+
+def test_preemption_with_a_pool_that_is_too_small(hybrid: tuple[Path, Any]) -> None:
+    folder, model = hybrid
+    prompts = random_prompts(6, 50, seed=5, shortest=30)
+    settings: dict[str, Any] = {"max_model_len": 96, "max_num_batched_tokens": 16, "async_scheduling": True}
+    with small_llm(folder, kv_cache_memory=44 * PAGE_BYTES, **settings) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        pool = llm.core.scheduler.cache.pool
+        assert pool.num_free == pool.num_usable, "pages leaked"
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0, "the pool is meant to be too small"
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+
+
+def test_logits_do_not_depend_on_where_a_prompt_is_cut(hybrid: tuple[Path, Any]) -> None:
+    folder, model = hybrid
+    (prompt,) = random_prompts(1, 60, seed=8, shortest=60)
+    with small_llm(folder) as llm:
+        whole = prompt_logits(llm, prompt)
+        assert (whole - model(torch.tensor([prompt])).logits[0]).abs().max() < LOGIT_TOLERANCE
+        for chunk in (7, 16, 23):
+            assert (prompt_logits(llm, prompt, chunk) - whole).abs().max() < LOGIT_TOLERANCE
