@@ -50,13 +50,13 @@ def among(site: Site, world: int, communicator: type[Communicator], run: Callabl
 
     def one(rank: int, store: Store) -> T:
         groups = alone()
-        ctx = replace(site.context(torch.float32), parallel=Parallel(groups.tp, groups.ep, groups.expert_tp))
+        ctx = replace(site.context(torch.float32), parallel=Parallel(groups.tp, groups.ep, groups.expert_tp, groups.pp))
         made = communicator(ctx, CommunicatorWorkload())
         made.init(store, rank, world, "ep")
         ep = Group("ep", tuple(range(world)), rank, [(None, made)])
         try:
             with torch.inference_mode():
-                return run(replace(ctx, parallel=Parallel(groups.tp, ep, groups.expert_tp)))
+                return run(replace(ctx, parallel=Parallel(groups.tp, ep, groups.expert_tp, groups.pp)))
         finally:
             made.close()
 

@@ -78,7 +78,7 @@ def table_rows(llm: LLM) -> list[dict[str, Any]]:
 
 def mixture_of(model: Any, layer: int) -> MoE:
     """A layer's mixture."""
-    found = model.stack.blocks[layer].feed_forward
+    found = model.stack.blocks[str(layer)].feed_forward
     assert isinstance(found, MoE)
     return found
 

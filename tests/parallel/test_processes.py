@@ -127,6 +127,22 @@ def test_experts_in_processes(
             check_tokens_equal(model, prompt, output.outputs[0].token_ids)
 
 
+def test_stages_in_processes(tmp_path: Path) -> None:
+    """The second stage is killed while the first one waits for what it draws."""
+    model = write_checkpoint(tmp_path, "qwen3", max_position_embeddings=16384)
+    prompts = random_prompts(4, 60, seed=2)
+    with small_llm(tmp_path, pipeline_parallel_size=2) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        stream = llm.stream([1], ENDLESS)
+        next(stream)
+        ranks = pids(llm)
+        os.kill(ranks[1], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=rf"the process of rank 1 \({ranks[1]}\) was ended by SIGKILL"):
+            list(stream)
+        assert all(map(is_gone, ranks))
+
+
 def test_a_rank_that_hangs(llm: LLM) -> None:
     streams = [llm.stream([number], ENDLESS) for number in range(3)]
     for stream in streams:

@@ -25,7 +25,7 @@ from hardpoint.ops.allreduce_add_rms_norm import compose
 from hardpoint.parallel.groups import Group, alone
 from hardpoint.parallel.process_group import Store
 from hardpoint.parallel.torch_distributed import TorchDistributed
-from hardpoint_plugin_api import CommunicatorWorkload, OpWorkload, PluginLoadError
+from hardpoint_plugin_api import CommunicatorWorkload, OpWorkload, PluginLoadError, SelectionError
 from tests.parallel.ranks import ThreadsExecutor, on_each, ranks_in_threads
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
@@ -129,9 +129,8 @@ class decoder_block(DecoderBlock):
         return self.feed_forward(x, step), residual
 
 class decoder_stack(DecoderStack):
-    def forward(self, x, step):
-        residual = None
-        for block in self.blocks:
+    def forward(self, x, step, residual=None):
+        for block in self.blocks.values():
             x, residual = block(x, residual, step)
             x, residual = x + residual, torch.zeros_like(x)
         return x, residual
@@ -353,3 +352,11 @@ def test_both_must_say_so_of_their_own_forward(
     made = reader(ctx, None)
     sum_later(ctx, writer(ctx, None), made)
     assert getattr(made, "taken", False) is agreed
+
+
+def test_a_plugins_stack_that_cannot_be_cut(plugin: Path) -> None:
+    """It claims no feature, and pipeline stages are one: an automatic choice passes over it."""
+    write_checkpoint(plugin, "qwen3")
+    settings: dict[str, Any] = {"pipeline_parallel_size": 2, "use": {"layer.decoder_stack": "summed_decoder_stack"}}
+    with pytest.raises(SelectionError, match="pipeline_stages"):
+        small_llm(plugin, **settings)

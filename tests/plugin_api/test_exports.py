@@ -24,11 +24,11 @@ NumericConventions OpWorkload Parallel ParserArgs ParserEvent Phase PlainLayout 
 PlatformWorkload PluginConflictError PluginError PluginLoadError QuantSpec QuantizationMethod QuantizationWorkload
 Quantized RankGroup Reason ReasoningDelta ReasoningParser ReasoningParserWorkload Region Request RequestError
 Requirement Resources Retention RopeArgs RouterArgs RunnerWorkload ScalarValue Scale ScaledLayout Scaling
-SchedulerWorkload Scheme Scope SelectionError ShardPlan ShardSlice Span SpecPattern Stability StepLimits StepPlanner
-StoreCall StoredTensor StructureKind StructuredOutput TableElement TensorInfo TokensRequirement ToolCallDelta
-ToolCallEnd ToolCallStart ToolParser ToolParserWorkload UnknownNameError WeightSlot Workload check_api decode_elements
-dequantize expert_matrix hookimpl nearest parse_manifest parse_requirement read_manifest scale_slot weight_slots
-write_rounded
+SchedulerWorkload Scheme Scope SelectionError ShardPlan ShardSlice Span SpecPattern Stability StackArgs StepLimits
+StepPlanner StoreCall StoredTensor StructureKind StructuredOutput TableElement TensorInfo TokensRequirement
+ToolCallDelta ToolCallEnd ToolCallStart ToolParser ToolParserWorkload UnknownNameError WeightSlot Workload check_api
+decode_elements dequantize expert_matrix hookimpl nearest parse_manifest parse_requirement read_manifest scale_slot
+weight_slots write_rounded
 """
 """A name that disappears from here breaks a plugin somewhere; one that is added stays for good."""
 

@@ -8,7 +8,8 @@ layers, four groups of eight layers use eight buffers.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hardpoint_plugin_api import CacheUser, Retention
@@ -38,17 +39,28 @@ class ModelCaches:
     """The cache users of a model, in the order of construction; see CacheUsers of the plugin API."""
 
     users: list[CacheUser] = field(default_factory=list)
+    _shared: tuple[Retention, ...] = ()
 
     def add(self, user: CacheUser) -> int:
         """Declare ``user`` and return its number."""
         self.users.append(user)
         return len(self.users) - 1
 
+    def share_groups(self, retentions: tuple[Retention, ...]) -> None:
+        """From now on form a group for each of ``retentions`` (see united_retentions), those of these users among them.
+
+        A group may be without users: those of another pipeline stage, with which this one shares block tables.
+        """
+        own = tuple(group.retention for group in self.cache_groups())
+        self._shared = retentions if retentions != own else ()
+
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The users by retention, cut into groups of the size that leaves the fewest places of a page empty."""
         by_retention: dict[Retention, list[int]] = {}
         for number, user in enumerate(self.users):
             by_retention.setdefault(user.spec.retention, []).append(number)
+        if self._shared:
+            return tuple(_divided(by_retention, self._shared))
         size = group_size([len(numbers) for numbers in by_retention.values()])
         return tuple(
             CacheGroup(retention, tuple(numbers[i : i + size]))
@@ -63,6 +75,24 @@ class ModelCaches:
             for user in group.users:
                 groups.setdefault((number, self.users[user].plan_key), []).append(user)
         return tuple(PlanGroup(number, tuple(users)) for (number, _), users in groups.items())
+
+
+def united_retentions(stages: Iterable[tuple[Retention, ...]]) -> tuple[Retention, ...]:
+    """The retentions of the groups of all pipeline stages: each as often as in the stage that has it most often."""
+    most: Counter[Retention] = Counter()
+    for retentions in stages:
+        most |= Counter(retentions)
+    return tuple(most.elements())
+
+
+def _divided(by_retention: Mapping[Retention, list[int]], retentions: tuple[Retention, ...]) -> Iterator[CacheGroup]:
+    """Groups of ``retentions``; the users of one are divided evenly among its groups."""
+    seen: Counter[Retention] = Counter()
+    for retention in retentions:
+        numbers, number = by_retention.get(retention, []), seen[retention]
+        size = -(-len(numbers) // retentions.count(retention))
+        yield CacheGroup(retention, tuple(numbers[number * size : (number + 1) * size]))
+        seen[retention] += 1
 
 
 def group_size(counts: list[int]) -> int:

@@ -82,6 +82,7 @@ from hardpoint_plugin_api.layers import (
     NormArgs,
     RopeArgs,
     RouterArgs,
+    StackArgs,
     WeightSlot,
 )
 from hardpoint_plugin_api.linear import LinearCall, LinearKernel, Quantized
@@ -308,6 +309,7 @@ __all__ = [
     "Span",
     "SpecPattern",
     "Stability",
+    "StackArgs",
     "StepLimits",
     "StepPlanner",
     "StoreCall",

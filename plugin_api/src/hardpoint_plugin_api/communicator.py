@@ -67,7 +67,7 @@ class RankGroup(Collectives, Protocol):
 
     @property
     def name(self) -> str:
-        """``tp``, ``ep`` or ``expert_tp``."""
+        """``tp``, ``ep``, ``expert_tp`` or ``pp``."""
         ...
 
     @property
@@ -85,15 +85,17 @@ class RankGroup(Collectives, Protocol):
 class Parallel:
     """The groups that this rank is in.
 
-    ``tp`` is all ranks, and shares every layer. Mixtures of experts are shared by ``ep``, whose ranks hold whole
-    experts each, and these by ``expert_tp``, whose ranks hold a slice of each of the same experts: ``tp`` is the
-    product of both. ``backend`` is what the platform prefers among torch.distributed's backends; ``on_one_host`` says
-    that no rank is on another machine, and ``timeout`` after how many seconds a collective has failed.
+    ``tp`` is all ranks of a pipeline stage, and shares every layer of it. Mixtures of experts are shared by ``ep``,
+    whose ranks hold whole experts each, and these by ``expert_tp``, whose ranks hold a slice of each of the same
+    experts: ``tp`` is the product of both. ``pp`` has a rank of each stage, in the order of the stages. ``backend`` is
+    what the platform prefers among torch.distributed's backends; ``on_one_host`` says that no rank is on another
+    machine, and ``timeout`` after how many seconds a collective has failed.
     """
 
     tp: RankGroup
     ep: RankGroup
     expert_tp: RankGroup
+    pp: RankGroup
     backend: str = "gloo"
     on_one_host: bool = True
     timeout: float = 300.0

@@ -270,6 +270,26 @@ class BlockArgs:
 
 
 @dataclass(frozen=True)
+class StackArgs:
+    """Decoder blocks, one after the other: all of a model, or those of one pipeline stage.
+
+    The first of ``blocks`` is number ``first`` of the ``total`` blocks of the model. Layer paths and slots of a block
+    bear its number in the model: ``blocks.NUMBER.mixer``. A ``total`` of 0 says that the model has no others.
+    """
+
+    layer: ClassVar[str] = "decoder_stack"
+
+    blocks: tuple[BlockArgs, ...]
+    first: int = 0
+    total: int = 0
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features that an implementation must claim."""
+        return frozenset({Feature.PIPELINE_STAGES} if len(self.blocks) < self.total else ())
+
+
+@dataclass(frozen=True)
 class WeightSlot:
     """One tensor that a layer wants: shape and dtype (a torch dtype's name) on this rank, before any packing.
 

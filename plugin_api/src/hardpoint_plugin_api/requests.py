@@ -28,7 +28,7 @@ class Feature(StrEnum):
     steps of every size and phase. STATIC_CACHE_SCALES is in that of attention where the scales of an 8-bit cache are
     given. SHARDED is in the workload of a ``linear`` layer whose arguments divide its weight. SEVERAL_HOSTS is in that
     of an op of all ranks where these are on more than one machine. EXPERT_BIAS is in that of experts with biases: see
-    ``experts``.
+    ``experts``. PIPELINE_STAGES is in those of a model and of ``decoder_stack`` where ranks divide the model's blocks.
     """
 
     SLIDING_WINDOW = "sliding_window"
@@ -42,6 +42,7 @@ class Feature(StrEnum):
     SHARDED = "sharded"
     SEVERAL_HOSTS = "several_hosts"
     EXPERT_BIAS = "expert_bias"
+    PIPELINE_STAGES = "pipeline_stages"
 
 
 FEATURE_SINCE: dict[Feature, ApiVersion] = dict.fromkeys(Feature, ApiVersion(0, 1))
@@ -211,7 +212,11 @@ class All2AllWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorWorkload(Workload):
-    """Collectives of one group of ``ranks``; ``parallel`` is what it shares: ``tp`` (slices) or ``ep`` (experts)."""
+    """Collectives of one group of ``ranks``.
+
+    ``parallel`` is what it shares: ``tp`` (slices), ``ep`` (experts), or ``pp`` (blocks; this group only sends and
+    receives).
+    """
 
     family: ClassVar[str] = "communicator"
     dtype: str | None = None

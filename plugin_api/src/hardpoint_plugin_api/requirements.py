@@ -457,7 +457,7 @@ VOCABULARY: Mapping[str, str] = {
     "layout": "The layout of the cache or weight that it works on is one of these.",
     "activation": "The activation function is one of these.",
     "routing": "The router's method is one of these.",
-    "parallel": "The parallel layout is one of these: none, tp, ep, tp+ep.",
+    "parallel": "The parallel layout is one of these: none, tp, ep, tp+ep, pp.",
     "format": "Activations come in one of these formats, standard or batched; without this, in standard.",
     "scalar": "A keyword argument of the op, one of its static ones, has one of these values: { eps = [1e-5, 1e-6] }.",
     "tokens": 'Steps of { min, max } tokens, for attention of one { phase }: "prefill" or "decode".',

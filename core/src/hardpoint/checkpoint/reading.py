@@ -55,7 +55,8 @@ class Reading:
 
 WeightNames = Mapping[str, str | Reading | None]
 """For each tensor of a checkpoint, by name: the slot that it is copied to (``"layer.path.slot"``, or
-``"layer.path.slot[part]"``), how it is read, or None where it may be there but is not needed.
+``"layer.path.slot[part]"``), how it is read, or None where it may be there but is not needed. The name ``module.*``
+with None stands for all tensors of a module.
 
 In place of a part, a slot that is a stack may have the order of the tensor that holds it whole: ``[interleaved]``, with
 rows of the slot's parts in turn (gate, up, gate, up, ...); ``[transposed]``, each matrix by columns; or both,

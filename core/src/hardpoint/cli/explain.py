@@ -72,15 +72,19 @@ def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: b
 
 def _summary(rows: list[dict[str, Any]], width: int) -> list[str]:
     """The table with a line for each subject and range of tokens, and the reasons that are of use."""
-    plans: dict[tuple[str, str], list[tuple[str, str, str, str]]] = {}
+    plans: dict[tuple[str, str, int], list[tuple[str, str, str, str]]] = {}
     for row in rows:
         line = (row["range"], _chosen(row), row["certified"], _RULES.get(row["rule"], row["rule"]))
-        plans.setdefault((_title(row), row["workload"]), []).append(line)
-    alike = Counter((title, tuple(lines)) for (title, _), lines in plans.items())
+        plans.setdefault((_title(row), row["workload"], row.get("stage", 0)), []).append(line)
+    alike: dict[tuple[str, tuple[tuple[str, str, str, str], ...]], list[int]] = {}
+    for (title, _, stage), lines in plans.items():
+        alike.setdefault((title, tuple(lines)), []).append(stage)
+    all_stages = {row.get("stage", 0) for row in rows}
     cells = [_HEADS]
-    for (title, lines), uses in alike.items():
-        cells.append((title if uses == 1 else f"{title} x{uses}", *lines[0]))
-        cells += [("", *line) for line in lines[1:]]
+    for (title, served), uses in alike.items():
+        where = "" if set(uses) == all_stages else f" (stage {', '.join(map(str, sorted(set(uses))))})"
+        cells.append((f"{title}{where}" if len(uses) == 1 else f"{title} x{len(uses)}{where}", *served[0]))
+        cells += [("", *line) for line in served[1:]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     chosen, beyond = _HEADS.index("chosen"), sum(widths) + len(_GAP) * (len(widths) - 1) - width
     widths[chosen] -= max(0, min(beyond, widths[chosen] - _LEAST_NAME))
@@ -143,7 +147,8 @@ def _cut(text: str, width: int) -> str:
 def _subject(row: dict[str, Any]) -> str:
     """Family and name, and the workload's plain fields; nested ones (a layer's arguments) stand in --json."""
     fields = re.split(r"(?<!,) (?=\w+=)", row["workload"])
-    return "\n".join([_title(row), *(f"  {field}" for field in fields if field and "(" not in field)])
+    title = _title(row) + (f" (stage {row['stage']})" if "stage" in row else "")
+    return "\n".join([title, *(f"  {field}" for field in fields if field and "(" not in field)])
 
 
 def _rule(row: dict[str, Any]) -> str:

@@ -114,6 +114,9 @@ class EngineConfig(BaseModel):
         0.0, description="Share of op calls that the reference computes too, to compare; needs --enforce-eager."
     )
     tensor_parallel_size: Count = Field(1, description="Among how many devices (ranks) every layer is divided.")
+    pipeline_parallel_size: Count = Field(
+        1, description="Among how many stages the model's blocks are divided; each has as many ranks as a layer."
+    )
     enable_expert_parallel: bool = Field(
         False, description="Divide mixtures of experts among those ranks by whole experts."
     )
@@ -195,20 +198,21 @@ class EngineConfig(BaseModel):
 
     def _check_ranks(self, origins: Mapping[str, str]) -> None:
         """Raise ConfigError where the settings of several ranks contradict each other."""
-        ranks, groups = self.topology.size, self.expert_parallel_size
-        size = written("tensor_parallel_size", self.tensor_parallel_size, origins)
+        groups, size = self.expert_parallel_size, written("tensor_parallel_size", self.tensor_parallel_size, origins)
         if groups is not None and self.tensor_parallel_size % groups:
             wanted = written("expert_parallel_size", groups, origins)
-            raise ConfigError(f"{wanted} must divide the number of ranks, {size}")
+            raise ConfigError(f"{wanted} must divide the number of ranks that share a layer, {size}")
         if self.enable_expert_parallel and groups is not None and groups == 1:
             wanted = written("expert_parallel_size", groups, origins)
             raise ConfigError(f"{wanted} contradicts --enable-expert-parallel; leave one of them out")
         if self.executor == "torchrun" and self.core_process:
             process = written("core_process", self.core_process, origins)
             raise ConfigError(f"{process} contradicts --executor torchrun, whose processes are the ranks; leave it out")
-        if self.executor == "inproc" and ranks > 1:
+        if self.executor == "inproc" and self.topology.size > 1:
             wanted = written("executor", self.executor, origins)
-            raise ConfigError(f"{wanted} runs one rank, and {size} asks for several; use --executor mp or torchrun")
+            raise ConfigError(
+                f"{wanted} runs one rank, and {self.topology} asks for several; use --executor mp or torchrun"
+            )
 
     def _check_restart(self, origins: Mapping[str, str]) -> None:
         """Raise ConfigError where an engine that fails could not be built again."""
@@ -260,7 +264,8 @@ class EngineConfig(BaseModel):
     def topology(self) -> Topology:
         """How many ranks there are, and how they are divided: no other code reads the sizes that decide it."""
         tensor = self.tensor_parallel_size
-        return Topology(tensor, self.expert_parallel_size or (tensor if self.enable_expert_parallel else 1))
+        expert = self.expert_parallel_size or (tensor if self.enable_expert_parallel else 1)
+        return Topology(tensor, expert, self.pipeline_parallel_size)
 
     @property
     def executor_kind(self) -> ExecutorKind:

@@ -22,7 +22,7 @@ from hardpoint.conformance.trials import Finding
 from hardpoint.context import Context
 from hardpoint.parallel.groups import CLOSE_SECONDS, Group, alone
 from hardpoint.parallel.process_group import PrefixStore
-from hardpoint_plugin_api import Communicator, CommunicatorWorkload, Parallel
+from hardpoint_plugin_api import Communicator, CommunicatorWorkload
 
 SECONDS = 20.0
 """How long what ranks do together in one trial may take before it counts as hung."""
@@ -174,7 +174,8 @@ def in_group(
     def one(rank: int) -> R:
         device, nobody = device_of(site, rank), alone()
         group = Group("tp", tuple(range(world)), rank)
-        parallel = Parallel(group, nobody.ep, nobody.expert_tp, site.platform.collectives, timeout=4 * SECONDS)
+        backend, timeout = site.platform.collectives, 4 * SECONDS
+        parallel = replace(nobody, tp=group, backend=backend, timeout=timeout)
         ctx = replace(context(device), parallel=parallel)
         group.select(ctx)
         made = make(ctx)

@@ -75,6 +75,7 @@ class Blueprint:
     model: CausalLM
     ops: StepOps
     groups: Groups
+    place: Coordinates
 
     @property
     def folder(self) -> Path:
@@ -87,11 +88,11 @@ class Blueprint:
         return SelectionTable([self.choice.plan, *self.ctx.selector.plans])
 
 
-def draw(config: EngineConfig, preset: str | None = None, place: Coordinates | None = None) -> Blueprint:
+def draw(config: EngineConfig, preset: str | None = None, place: Coordinates | None = None, rank: int = 0) -> Blueprint:
     """Decide everything for ``config``, on this machine's device or on the one that ``preset`` describes.
 
     ``place`` says which of several ranks this is, on the device that many further. Without one, and where there are
-    several, nothing will run here: the device is left alone, and all is as rank 0 sees it.
+    several, nothing will run here: the device is left alone, and all is as ``rank`` sees it.
 
     Raises the errors of each part: plugins, platform, checkpoint, selection.
     """
@@ -134,6 +135,7 @@ def draw(config: EngineConfig, preset: str | None = None, place: Coordinates | N
         plugins,
         lambda workload: selector.select(asked(config, workload)),
         lambda offer: load_target(plugins, offer),
+        config.topology,
     )
     facts = chosen.args.facts
     dtype = _dtype(config, checkpoint, platform)
@@ -141,7 +143,7 @@ def draw(config: EngineConfig, preset: str | None = None, place: Coordinates | N
     runs_here = preset is None and (place is not None or config.topology.size == 1)
     if preset is None:
         _check_devices(config, platform)
-    here = place or config.topology.on_this_host()
+    here = place or config.topology.on_this_host(rank)
     groups = Groups.at(here)
     device = _activate(platform, choice, config, here) if runs_here else torch.device("meta")
     ctx = (Context if preset is None else AbsentDeviceContext)(
@@ -175,7 +177,7 @@ def draw(config: EngineConfig, preset: str | None = None, place: Coordinates | N
         raise
     if here.rank == 0:
         _warn_of_unasked(config, selector)
-    return Blueprint(config, checkpoint, plugins, choice, platform, ctx, facts, model, ops, groups)
+    return Blueprint(config, checkpoint, plugins, choice, platform, ctx, facts, model, ops, groups, here)
 
 
 def _refusals(config: EngineConfig, plugins: PluginSet, choice: PlatformChoice) -> Callable[[Offer], Reason | None]:

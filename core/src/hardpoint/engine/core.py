@@ -25,7 +25,7 @@ from hardpoint.engine.execution.memory.holdings import Holdings
 from hardpoint.engine.execution.rank_verbs import Synchronize
 from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
 from hardpoint.engine.execution.ranks.torchrun_executor import TorchrunExecutor
-from hardpoint.engine.execution.worker import Worker, cache_geometry, step_limits
+from hardpoint.engine.execution.worker import Worker
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.engine.scheduling.block_pool import BlockPool
@@ -113,11 +113,11 @@ class EngineCore:
         executor = start_executor(blueprint, model)
         facts = executor.facts
         scheduler_class = cast(type[Scheduler], ctx.load(ctx.select(SchedulerWorkload()).offer))
-        paged_cache = PagedCache(BlockPool(facts.num_pages), cache_geometry(blueprint), config.enable_prefix_caching)
+        paged_cache = PagedCache(BlockPool(facts.num_pages), facts.geometry, config.enable_prefix_caching)
         scheduler = scheduler_class(
             SchedulerArgs(
                 paged_cache,
-                step_limits(blueprint),
+                facts.limits,
                 facts.max_model_len,
                 config.enable_prefix_caching,
                 speculates=config.num_drafts > 0,

@@ -6,7 +6,7 @@ from hardpoint.adapters.candidates import AdaptedOffer
 from hardpoint.config import EngineConfig
 from hardpoint.conformance.certificate import Certificates
 from hardpoint.engine.absent_device import AbsentDeviceSelector
-from hardpoint.engine.blueprint import draw
+from hardpoint.engine.blueprint import Blueprint, draw
 from hardpoint.plugins import Offer
 from hardpoint.selection import SelectionTable
 
@@ -14,10 +14,15 @@ from hardpoint.selection import SelectionTable
 def explain(config: EngineConfig, device: str | None = None) -> SelectionTable:
     """Return who would serve what for ``config``, on this machine or on the device preset ``device``, and why.
 
-    Loads no weights and imports no plugin code but the winners' (to ask what data cannot say) and the allowlist's. For
-    absent hardware, a winner whose ``supports`` cannot be asked here is marked in its row.
+    Pipeline stages have rows of their own. Loads no weights and imports no plugin code but the winners' (to ask what
+    data cannot say) and the allowlist's. For absent hardware, a winner whose ``supports`` cannot be asked here is
+    marked in its row.
     """
-    blueprint = draw(config, device)
+    stages = [draw(config, device, rank=rank) for rank in config.topology.first_ranks]
+    return SelectionTable.of_stages([_table(blueprint) for blueprint in stages])
+
+
+def _table(blueprint: Blueprint) -> SelectionTable:
     certificates = Certificates(blueprint.plugins, blueprint.config)
 
     def certified(offer: Offer) -> str:

@@ -1,4 +1,4 @@
-"""A decoder-only language model: embedding, blocks, norm, head. Model files say of what shape."""
+"""A decoder-only language model: embedding, blocks, norm, head; or the part of it that a pipeline stage has."""
 
 from __future__ import annotations
 
@@ -15,27 +15,33 @@ from hardpoint.layers.base import PluggableLayer, sum_later
 from hardpoint.layers.decoder_block import DecoderBlock
 from hardpoint.layers.embedding import Embedding, LMHead
 from hardpoint.layers.norm import Norm
-from hardpoint_plugin_api import BlockArgs, EmbeddingArgs, ForwardStep, NormArgs
+from hardpoint.parallel.shards import stage_blocks
+from hardpoint_plugin_api import BlockArgs, EmbeddingArgs, ForwardStep, NormArgs, StackArgs
 
 
 class DecoderStack(PluggableLayer, name="decoder_stack"):
-    """The blocks of a model, one after the other: a vendor's whole-model kernel takes its place."""
+    """The blocks of a model, or of a stage of it, one after the other: a vendor's whole-model kernel takes its place.
 
-    def __init__(self, ctx: Context, args: tuple[BlockArgs, ...]) -> None:
+    ``blocks`` are by their numbers in the model.
+    """
+
+    def __init__(self, ctx: Context, args: StackArgs) -> None:
         super().__init__(ctx)
-        blocks = [DecoderBlock(ctx.child(f"blocks.{i}"), block) for i, block in enumerate(args)]
+        numbered = enumerate(args.blocks, args.first)
+        blocks = {str(i): DecoderBlock(ctx.child(f"blocks.{i}"), block) for i, block in numbered}
         if type(self).forward is DecoderStack.forward:  # another may read what blocks return
-            for i, (block, following) in enumerate(pairwise(blocks), 1):
+            for (_, block), (i, following) in pairwise(blocks.items()):
                 sum_later(ctx.child(f"blocks.{i}"), block, following)
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleDict(blocks)
 
     def leave_summand(self) -> bool:
-        return cast(DecoderBlock, self.blocks[-1]).leave_summand()
+        return cast(DecoderBlock, list(self.blocks.values())[-1]).leave_summand()
 
-    def forward(self, x: torch.Tensor, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [T, hidden] -> x, residual; their sum is the stream."""
-        residual = None
-        for block in self.blocks:
+    def forward(
+        self, x: torch.Tensor, step: ForwardStep, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x, residual [T, hidden] -> x, residual; their sum is the stream. A model's first block gets no residual."""
+        for block in self.blocks.values():
             x, residual = block(x, residual, step)
         return x, residual
 
@@ -44,14 +50,16 @@ class DecoderStack(PluggableLayer, name="decoder_stack"):
 class ModelFacts:
     """Facts that an engine needs of a model before it is built.
 
-    Token ids are below ``vocab_size``. Sequences have at most ``max_positions`` tokens unless the user asks for more,
-    and ``most_positions`` then; ``limit`` says in words where the latter number stands, for messages.
+    Token ids are below ``vocab_size``; the residual stream is ``hidden_size`` numbers wide. Sequences have at most
+    ``max_positions`` tokens unless the user asks for more, and ``most_positions`` then; ``limit`` says in words where
+    the latter number stands, for messages.
     """
 
     vocab_size: int
     max_positions: int
     most_positions: int
     limit: str
+    hidden_size: int
 
 
 @dataclass(frozen=True)
@@ -74,21 +82,41 @@ class CausalLMArgs:
 
 
 class CausalLM(nn.Module):
-    """Token ids to hidden states to logits. ``weight_names`` are those of the arguments, quantization considered."""
+    """Token ids to hidden states to logits, or the part of a pipeline stage.
+
+    The first stage has the embedding, the last one norm and head; both hold a weight that is tied. A stage hands on the
+    *states* of T tokens, [2, T, hidden]: the last block's result, and the residual to add it to.
+    ``weight_names`` are those of the arguments, quantization considered, without weights of other stages.
+    """
 
     def __init__(self, ctx: Context, args: CausalLMArgs) -> None:
         super().__init__()
-        ctx = ctx.for_model(args.weight_names)
-        self.head = LMHead(ctx.child("head"), replace(args.embedding, tied=args.tied))
-        self.embedding = Embedding(ctx.child("embedding"), args.embedding, self.head if args.tied else None)
-        self.stack = DecoderStack(ctx.child("stack"), args.blocks)
-        self.norm = Norm(ctx.child("norm"), args.norm)
-        sum_later(ctx.child("norm"), self.stack, self.norm)
-        self.weight_names = ctx.quantization.weight_names(args.weight_names)
+        ctx, stages = ctx.for_model(args.weight_names), ctx.parallel.pp
+        is_first, is_last = stages.rank == 0, stages.rank == stages.size - 1
+        blocks = stage_blocks(len(args.blocks), stages)
+        if is_last or (is_first and args.tied):
+            self.head = LMHead(ctx.child("head"), replace(args.embedding, tied=args.tied))
+        if is_first:
+            self.embedding = Embedding(ctx.child("embedding"), args.embedding, self.head if args.tied else None)
+        own = StackArgs(args.blocks[blocks.start : blocks.stop], blocks.start, len(args.blocks))
+        self.stack = DecoderStack(ctx.child("stack"), own)
+        if is_last:
+            self.norm = Norm(ctx.child("norm"), args.norm)
+            sum_later(ctx.child("norm"), self.stack, self.norm)
+        self._begin = self._embedded if is_first else _received
+        self._end = self._normed if is_last else _handed_on
+        names = _without_other_stages(args.weight_names, frozenset(self._modules), blocks)
+        self.weight_names = ctx.quantization.weight_names(names)
 
-    def hidden(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """ids int64 [T] -> hidden states [T, hidden]."""
-        x, residual = self.stack(self.embedding(ids), step)
+    def hidden(self, inputs: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """ids int64 [T], or the states of the stage before, -> hidden states [T, hidden], or states to hand on."""
+        x, *residual = self._begin(inputs)
+        return self._end(*self.stack(x, step, *residual))
+
+    def _embedded(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.embedding(ids),)
+
+    def _normed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 
@@ -96,3 +124,27 @@ class CausalLM(nn.Module):
         """[N, hidden] -> [N, vocab], for the rows that are wanted only."""
         logits: torch.Tensor = self.head(hidden)
         return logits
+
+
+def _received(states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """x, residual of ``states``, which stay as they are: layers may write to the residual."""
+    return states[0], states[1].clone()
+
+
+def _handed_on(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    return torch.stack((x, torch.zeros_like(x) if residual is None else residual))
+
+
+def _without_other_stages(
+    names: Mapping[str, str | None], modules: frozenset[str], blocks: range
+) -> dict[str, str | None]:
+    """``names`` with None for all tensors of modules that are not in this stage, however these are quantized."""
+    found: dict[str, str | None] = {}
+    for name, address in names.items():
+        root, _, rest = (address or "").partition(".")
+        number = rest.removeprefix("blocks.").partition(".")[0]
+        if address is None or (int(number) in blocks if root == "stack" else root in modules):
+            found[name] = address
+        else:
+            found |= {name: None, f"{name.rpartition('.')[0]}.*": None}
+    return found

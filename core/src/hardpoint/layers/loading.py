@@ -253,7 +253,8 @@ class _Plan:
         )
 
     def _is_extra(self, name: str) -> bool:
-        return not (name in self.places or name in self.unneeded or _IGNORED.match(name))
+        of_module = f"{name.rpartition('.')[0]}.*"
+        return not (name in self.places or not self.unneeded.isdisjoint((name, of_module)) or _IGNORED.match(name))
 
 
 def _listed(names: list[str], most: int = 8) -> str:

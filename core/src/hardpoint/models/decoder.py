@@ -89,7 +89,8 @@ def facts(config: HFConfig) -> ModelFacts:
     most = extended_length(config.data, str(config.path)) or 0
     if most > longest:
         key = "yarn's factor times original_max_position_embeddings"
-    return ModelFacts(config.integer("vocab_size"), longest, max(longest, most), f"{key} in its config.json")
+    limit, hidden_size = f"{key} in its config.json", config.integer("hidden_size")
+    return ModelFacts(config.integer("vocab_size"), longest, max(longest, most), limit, hidden_size)
 
 
 def linear_names(modules: Mapping[str, str], *, bias: bool = False) -> dict[str, str]:

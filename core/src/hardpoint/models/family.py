@@ -10,10 +10,11 @@ from hardpoint.checkpoint.checkpoint import Checkpoint
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM, ModelFacts
+from hardpoint.parallel.topology import Topology
 from hardpoint.plugins import Offer, PluginSet
 from hardpoint.plugins.blame import blame, misbehaved
 from hardpoint.selection import Plan
-from hardpoint_plugin_api import ModelWorkload, UnknownNameError
+from hardpoint_plugin_api import Feature, ModelWorkload, UnknownNameError
 
 
 class ModelArgs(Protocol):
@@ -63,14 +64,17 @@ def choose_model(
     plugins: PluginSet,
     select: Callable[[ModelWorkload], Plan],
     load: Callable[[Offer], object],
+    topology: Topology,
 ) -> ChosenModel:
     """Select the family for the architecture of ``checkpoint``, and have it read the config.
 
-    Raises UnknownNameError for an architecture that no plugin has, and CheckpointError.
+    Raises UnknownNameError for an architecture that no plugin has, SelectionError for one whose blocks cannot be
+    divided as ``topology`` asks, and CheckpointError.
     """
     architecture = checkpoint.architecture
     known = {str(offer.contribution.of) for offer in plugins.offers("model")}
     if architecture not in known:
         raise UnknownNameError("model architecture", architecture, known, f"It stands in {checkpoint.config_path}.")
-    offer = select(ModelWorkload(of=architecture)).offer
+    features = frozenset({Feature.PIPELINE_STAGES} if topology.pipeline > 1 else ())
+    offer = select(ModelWorkload(of=architecture, features=features)).offer
     return ChosenModel.of(offer, cast(ModelFamily, load(offer)), checkpoint.config)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
+from hardpoint.parallel.topology import Topology
 from hardpoint_plugin_api import ConfigError, HardpointError
 
 if TYPE_CHECKING:
@@ -63,14 +64,19 @@ def _given(config: EngineConfig) -> dict[str, object]:
     return found
 
 
-def check_equal(control: ControlGroup, own: Choices, expected: Choices | None = None) -> None:
+def check_equal(control: ControlGroup, own: Choices, topology: Topology, expected: Choices | None = None) -> None:
     """Raise HardpointError, on every rank, where one has other choices than ``expected``, by default rank 0's.
 
-    The message shows what differs.
+    Later pipeline stages have layers of their own: their plugins are compared with those expected, and their selections
+    within the stage. The message shows what differs.
     """
     everyone = control.exchange(own)
     title, wanted = ("rank 0", everyone[0]) if expected is None else ("the engine's own process", expected)
     for rank, found in enumerate(everyone):
+        if rank and rank in topology.first_ranks:
+            wanted = replace(found, plugins=wanted.plugins)
+            if found == wanted:
+                title = f"rank {rank}"
         if found != wanted:
             raise HardpointError(
                 f"rank {rank} does not agree with {title}; every rank must have the same plugins in the same versions, "

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hardpoint.parallel.process_group import PrefixStore, Store, process_group
+from hardpoint.parallel.topology import Coordinates
 from hardpoint_plugin_api import EngineError
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ class RankLostError(EngineError):
 
 
 class ControlGroup:
-    """All ranks of one engine. Every rank makes the same calls in the same order."""
+    """All ranks of one engine, or of one pipeline stage. Every rank makes the same calls in the same order."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """``group`` has all ranks; without one this rank is alone."""
@@ -33,6 +34,13 @@ class ControlGroup:
         """Meet the other ranks, wait for those that are late, at most ``timeout`` seconds."""
         own = PrefixStore("control", store)
         return cls(process_group("gloo", own, rank, world, timeout, on_one_host=on_one_host))
+
+    def of_stage(self, place: Coordinates, store: Store, timeout: float) -> ControlGroup:
+        """Join the group of the ranks of this rank's pipeline stage: this group where there is one stage."""
+        if place.topology.pipeline == 1:
+            return self
+        own, ranks = PrefixStore(f"stage/{place.stage}", store), place.members("tp")
+        return self.join(own, ranks.index(place.rank), len(ranks), timeout, on_one_host=place.on_one_host)
 
     def exchange(self, value: T) -> list[T]:
         """The value of every rank, in their order. Raises RankLostError where one is gone."""

@@ -168,7 +168,7 @@ def _carefully(leave: Callable[[], None]) -> None:
 def alone() -> Parallel:
     """The groups of an engine that has one rank."""
     groups = Groups.at(Coordinates())
-    return Parallel(groups.tp, groups.ep, groups.expert_tp)
+    return Parallel(groups.tp, groups.ep, groups.expert_tp, groups.pp)
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,7 @@ class Groups:
     tp: Group
     ep: Group
     expert_tp: Group
+    pp: Group
 
     @classmethod
     def at(cls, place: Coordinates) -> Self:
@@ -186,7 +187,8 @@ class Groups:
 
     def parallel(self, backend: str, place: Coordinates, timeout: float) -> Parallel:
         """What layers are constructed with; ``timeout`` is that of a step, in seconds."""
-        return Parallel(self.tp, self.ep, self.expert_tp, backend, place.on_one_host, timeout + _PATIENCE)
+        patience = timeout + _PATIENCE
+        return Parallel(self.tp, self.ep, self.expert_tp, self.pp, backend, place.on_one_host, patience)
 
     def select(self, ctx: Context) -> None:
         """Choose and construct the communicators."""
@@ -213,4 +215,4 @@ class Groups:
     @property
     def _used(self) -> tuple[Group, ...]:
         """Experts that every rank has a slice of are served by ``tp``."""
-        return (self.tp, self.ep, self.expert_tp) if self.ep.size > 1 else (self.tp,)
+        return (self.tp, self.ep, self.expert_tp, self.pp) if self.ep.size > 1 else (self.tp, self.pp)

@@ -5,29 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-GroupName = Literal["tp", "ep", "expert_tp"]
+GroupName = Literal["tp", "ep", "expert_tp", "pp"]
 GROUPS: tuple[GroupName, ...] = get_args(GroupName)
 """Every group that a rank is in, in the order in which groups are joined."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """``tensor`` ranks share every layer; ``expert`` groups of them share mixtures of experts by whole experts.
+    """The sizes. ``pipeline`` stages share the blocks of a model, and ``tensor`` ranks every layer of a stage.
 
-    Within one of the latter groups each expert is divided. ``expert`` divides ``tensor``.
+    ``expert`` groups of the latter share mixtures of experts by whole experts; within one of these groups each expert
+    is divided. ``expert`` divides ``tensor``. The ranks of a stage have consecutive numbers.
     """
 
     tensor: int = 1
     expert: int = 1
+    pipeline: int = 1
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return self.tensor
+        return self.pipeline * self.tensor
+
+    @property
+    def first_ranks(self) -> tuple[int, ...]:
+        """The first rank of each stage. That of the first stage leads; that of the last answers."""
+        return tuple(range(0, self.size, self.tensor))
 
     def __str__(self) -> str:
         """The number of ranks by the flags that ask for it."""
-        return f"--tensor-parallel-size {self.tensor}"
+        sizes = [f"--pipeline-parallel-size {self.pipeline}"] if self.pipeline > 1 else []
+        if self.tensor > 1 or not sizes:
+            sizes.append(f"--tensor-parallel-size {self.tensor}")
+        return sizes[0] if len(sizes) == 1 else f"{' x '.join(sizes)} = {self.size} ranks"
 
     def on_this_host(self, rank: int = 0) -> Coordinates:
         """The place of ``rank`` where all ranks are on one host, each on the device of its number."""
@@ -44,12 +54,24 @@ class Coordinates:
     local_ranks: int = 1
     on_one_host: bool = True
 
+    @property
+    def stage(self) -> int:
+        """The pipeline stage."""
+        return self.rank // self.topology.tensor
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank answers for the engine: the first of the last stage."""
+        return self.rank == self.topology.first_ranks[-1]
+
     def members(self, group: GroupName) -> tuple[int, ...]:
         """The ranks of this rank's group of that name, ascending. Neighbours share the slices of the same experts."""
-        slices = self.topology.tensor // self.topology.expert
-        everyone = range(self.topology.tensor)
+        tensor, slices = self.topology.tensor, self.topology.tensor // self.topology.expert
+        stage = range(self.stage * tensor, (self.stage + 1) * tensor)
+        if group == "pp":
+            return tuple(range(self.rank % tensor, self.topology.size, tensor))
         if group == "ep":
-            return tuple(rank for rank in everyone if rank % slices == self.rank % slices)
+            return tuple(rank for rank in stage if rank % slices == self.rank % slices)
         if group == "expert_tp":
-            return tuple(rank for rank in everyone if rank // slices == self.rank // slices)
-        return tuple(everyone)
+            return tuple(rank for rank in stage if rank // slices == self.rank // slices)
+        return tuple(stage)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hardpoint.plugins import Offer
@@ -32,6 +32,8 @@ class Row:
     """What the tuning file has of it."""
     not_asked: str | None = None
     """Why the chosen could not be asked whether it supports the workload; the device is not here."""
+    stage: int | None = None
+    """The pipeline stage, where there are several."""
 
     def to_json(self) -> dict[str, object]:
         """This row as plain data."""
@@ -52,6 +54,7 @@ class Row:
             **({} if self.measured is None else {"measured": self.measured}),
             **({} if self.certified is None else {"certified": self.certified}),
             **({} if self.not_asked is None else {"not_asked": self.not_asked}),
+            **({} if self.stage is None else {"stage": self.stage}),
             "rejected": [
                 {
                     "name": r.offer.contribution.name,
@@ -93,6 +96,15 @@ class SelectionTable:
             for plan in plans
             for entry in plan.entries
         )
+
+    @classmethod
+    def of_stages(cls, tables: Sequence[SelectionTable]) -> SelectionTable:
+        """The rows of all pipeline stages, given each stage's table."""
+        if len(tables) == 1:
+            return tables[0]
+        whole = cls(())
+        whole.rows = tuple(replace(row, stage=stage) for stage, table in enumerate(tables) for row in table.rows)
+        return whole
 
     @property
     def digest(self) -> str:

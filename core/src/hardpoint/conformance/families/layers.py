@@ -47,6 +47,7 @@ from hardpoint_plugin_api import (
     NormArgs,
     RopeArgs,
     RouterArgs,
+    StackArgs,
     WeightSlot,
 )
 
@@ -150,7 +151,8 @@ class LayerProbe:
         self.batch_invariant = batch_invariant
         self.args = kind.variations[variation]
         self.title = f"{dtype}/{variation}/tokens-{tokens}"
-        self.workload = LayerWorkload(of=subject.offer.contribution.of, dtype=dtype, args=self.args)
+        features: frozenset[Feature] = getattr(self.args, "features", frozenset())
+        self.workload = LayerWorkload(of=subject.offer.contribution.of, dtype=dtype, args=self.args, features=features)
 
     @cached_property
     def context(self) -> Context:
@@ -464,8 +466,14 @@ def _ids(args: EmbeddingArgs, tokens: int, generator: torch.Generator) -> dict[s
 
 
 def _stream(args: Any, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    block: BlockArgs = args[0] if isinstance(args, tuple) else args
+    block: BlockArgs = args
     return {"x": torch.randn(tokens, block.norm.size, generator=generator)}
+
+
+def _stack_stream(args: StackArgs, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """A pipeline stage behind another gets a residual as well."""
+    names = ("x", "residual") if args.first else ("x",)
+    return {name: torch.randn(tokens, args.blocks[0].norm.size, generator=generator) for name in names}
 
 
 def _on_x(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
@@ -502,7 +510,8 @@ def _blocks_step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) ->
     """The stream is compared: how it is divided between ``x`` and ``residual`` is the layer's own affair."""
     results = []
     for rows, step in steps():
-        x, residual = layer(inputs["x"][rows].clone(), step)
+        residuals = (inputs[name][rows].clone() for name in inputs if name == "residual")
+        x, residual = layer(inputs["x"][rows].clone(), step, *residuals)
         results.append(x if residual is None else x + residual)
     return torch.cat(results)
 
@@ -526,6 +535,7 @@ _ROPE = RopeArgs(rotary_dim=32, theta=10_000.0)
 _ATTENTION = AttentionArgs(64, 4, 2, 32, 0.2, rope=_ROPE)
 _MLA = MLAArgs(64, 4, 24, 8, 12, 10, 0.2, rope=replace(_ROPE, rotary_dim=8, interleaved=True), query_rank=20)
 _MLP, _NORM = MLPArgs(64, 96), NormArgs(64, 1e-6)
+_TWO_BLOCKS = (BlockArgs(_ATTENTION, _MLP, _NORM), BlockArgs(replace(_ATTENTION, window=6), _MLP, _NORM))
 _MOE = MoEArgs(64, 48, RouterArgs(8, 2, renormalize=True))
 _BIASED = RouterArgs(8, 3, "sigmoid", bias=True, renormalize=True, scaling=2.5)
 
@@ -615,8 +625,8 @@ KINDS: dict[str, LayerKind] = {
         pieces=_PROMPTS_THEN_DECODES,
     ),
     "decoder_stack": LayerKind(
-        {"two": (BlockArgs(_ATTENTION, _MLP, _NORM), BlockArgs(replace(_ATTENTION, window=6), _MLP, _NORM))},
-        _stream,
+        {"two": StackArgs(_TWO_BLOCKS), "stage": StackArgs(_TWO_BLOCKS, first=3, total=7)},
+        _stack_stream,
         _blocks_step_by_step,
         tokens=_STEP_TOKENS,
         pieces=_PROMPTS_THEN_DECODES,

@@ -15,8 +15,8 @@ from hardpoint_plugin_api import AttentionBatch, AttentionMetadata, ForwardStep,
 class Model(Protocol):
     """What is run: see CausalLM."""
 
-    def hidden(self, ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """ids int64 [T] -> hidden states [T, hidden]."""
+    def hidden(self, inputs: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """ids int64 [T], or states of the stage before, -> hidden states [T, hidden], or states to hand on."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -109,9 +109,11 @@ class Forward:
                     found += [x[places, at.long() % block_size] for x in planes]
         return found
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, metadata: Sequence[AttentionMetadata]) -> torch.Tensor:
-        """ids, positions int64 [T] -> hidden states [T, hidden]; writes the caches."""
-        return self.model.hidden(ids, ForwardStep(positions, positions, self.caches, metadata))
+    def hidden(
+        self, inputs: torch.Tensor, positions: torch.Tensor, metadata: Sequence[AttentionMetadata]
+    ) -> torch.Tensor:
+        """Run the model, see Model.hidden; positions int64 [T]. Writes the caches."""
+        return self.model.hidden(inputs, ForwardStep(positions, positions, self.caches, metadata))
 
     def piecewise(
         self, positions: torch.Tensor, metadata: Sequence[AttentionMetadata], engine: GraphEngine
@@ -119,9 +121,9 @@ class Forward:
         """A step that ``engine`` captures in pieces."""
         return PiecewiseStep(positions, positions, self.caches, metadata, engine)
 
-    def hidden_piecewise(self, ids: torch.Tensor, step: PiecewiseStep) -> torch.Tensor:
+    def hidden_piecewise(self, inputs: torch.Tensor, step: PiecewiseStep) -> torch.Tensor:
         """As ``hidden``. Raises PlatformError where a layer uses its cache without interrupting the step."""
-        hidden = self.model.hidden(ids, step)
+        hidden = self.model.hidden(inputs, step)
         if len(step.interrupted_by) != len(step.metadata):
             raise PlatformError("a layer uses its cache outside of ForwardStep.interrupt")
         return hidden

@@ -22,6 +22,7 @@ from hardpoint.engine.execution.graphs.shapes import End, StepShape
 from hardpoint.engine.execution.sampling.logprobs import DevicePromptLogprobs, PromptScorer
 from hardpoint.engine.execution.sampling.sampler import Sampled, Sampler, SamplingOps
 from hardpoint.engine.execution.speculation import Speculation, Tokens, draft_arrays, grouped, to_host
+from hardpoint.engine.execution.stage import Stage
 from hardpoint.engine.execution.staging import Staging
 from hardpoint.engine.scheduling.step import (
     PageCopy,
@@ -88,6 +89,7 @@ class RunnerArgs:
     platform: Platform
     forward: Forward
     graphs: Graphs
+    stage: Stage
     sampler: Sampler
     ops: StepOps
     num_slots: int
@@ -102,7 +104,7 @@ class Runner:
 
     def __init__(self, args: RunnerArgs) -> None:
         ctx, num_slots = args.ctx, args.num_slots
-        self._ctx, self._forward, self._graphs = ctx, args.forward, args.graphs
+        self._ctx, self._forward, self._graphs, self._stage = ctx, args.forward, args.graphs, args.stage
         self._device, self._block_size = ctx.torch_device, ctx.block_size
         self._platform, self._ops = args.platform, args.ops
         self._max_pages = -(-ctx.max_model_len // ctx.block_size)
@@ -129,25 +131,35 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, step: StepInput) -> Ticket:
-        """Take the delta, run the model over the step's tokens, draw a token for each slot that samples."""
+        """Take the delta, run the model over the step's tokens, draw a token for each slot that samples.
+
+        A pipeline stage that does not draw hands on the tokens' states instead; its ticket has no tokens.
+        """
         new = self._take_new(step)
         shape = self._graphs.find(step, hidden=self._prompts.wants(step))
-        arrays = self._plan(step, shape, new)
+        arrays, count = self._plan(step, shape, new), step.num_tokens
+        fixed = self._graphs.buffers(shape).step if shape.mode != "eager" else {}
+        inputs = self._stage.take_in(arrays.ids, count, fixed)
         with self._ctx.range("model"):
-            end, result = self._graphs.run(step, shape, arrays.ids, arrays.positions, arrays.metadata)
-        if end == "greedy" or end == "random":
+            end, result = self._graphs.run(step, shape, inputs, arrays.positions, arrays.metadata)
+        if end == "states":
+            self._stage.hand_on(result, count)
+            ticket = self._none_drawn(step)
+        elif end == "greedy" or end == "random":
             num_requests = len(step.scheduled)
             slots, positions = arrays.staged["slots"][:num_requests], arrays.positions[:num_requests] + 1
-            return self._drawn(step, step.scheduled, Sampled(result[:num_requests], None), slots, positions)
-        return self._sample(step, end, result, arrays)
+            ticket = self._drawn(step, step.scheduled, Sampled(result[:num_requests], None), slots, positions)
+        else:
+            ticket = self._sample(step, end, result, arrays)
+        self._stage.share_drawn(step, arrays.staged, self._sampler.last_token)
+        return ticket
 
     def _sample(self, step: StepInput, end: End, result: torch.Tensor, arrays: StepArrays) -> Ticket:
         """Draw from what the step ended with: hidden states or logits of its tokens, or logits of its requests."""
         staged, shares = arrays.staged, [share for share in step.scheduled if share.samples]
         prompts = self._prompts.score(step.scheduled, result, staged) if end == "hidden" else None
         if not shares:
-            none = self._sampler.last_token[:0]
-            return self._drawn(step, shares, Sampled(none, None), none, none, prompts)
+            return self._none_drawn(step, prompts)
         if "sample_rows" in staged:
             rows, slots = staged["sample_rows"].long(), staged["sample_slots"].long()
             positions = arrays.positions[rows]
@@ -169,6 +181,10 @@ class Runner:
             else:
                 drawn = self._sampler.sample(logits, shares, slots, positions)
         return self._drawn(step, shares, drawn, slots, positions, prompts)
+
+    def _none_drawn(self, step: StepInput, prompts: DevicePromptLogprobs | None = None) -> Ticket:
+        none = self._sampler.last_token[:0]
+        return self._drawn(step, (), Sampled(none, None), none, none, prompts)
 
     def _drawn(
         self,

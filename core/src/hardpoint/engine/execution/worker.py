@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Self, cast
 
+from hardpoint.cache_users import united_retentions
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.graphs import Graphs
@@ -18,6 +20,7 @@ from hardpoint.engine.execution.runner import Runner, RunnerArgs
 from hardpoint.engine.execution.sampling.logits_state import LogitsState
 from hardpoint.engine.execution.sampling.sampler import Sampler
 from hardpoint.engine.execution.speculation import Speculation
+from hardpoint.engine.execution.stage import stage_of
 from hardpoint.engine.execution.weights import ModelWeights
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint.parallel.control import ControlGroup
@@ -41,9 +44,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What the scheduler must know of the ranks: pages of their caches, and the longest sequence, in tokens."""
+    """What the scheduler must know of the ranks: pages of their caches and how sequences lie in them, the limits of
+    steps, and the longest sequence, in tokens."""
 
     num_pages: int
+    geometry: CacheGeometry
+    limits: StepLimits
     max_model_len: int
 
 
@@ -58,7 +64,7 @@ class Worker:
     facts: WorkerFacts
     weights: ModelWeights
     _info: EngineInfo
-    _control: ControlGroup
+    _controls: tuple[ControlGroup, ControlGroup]
 
     @classmethod
     def start(
@@ -78,9 +84,15 @@ class Worker:
         control = control or ControlGroup()
         with control.together():
             ctx.resources.allocate_collective(ctx.torch_device)
+        of_stage = control
         if store is not None:
             blueprint.groups.open(store, control)
-        limits = step_limits(blueprint)
+            of_stage = control.of_stage(blueprint.place, store, float(config.core_start_timeout))
+        with control.together():
+            own = step_limits(blueprint), tuple(group.retention for group in ctx.cache_users.cache_groups())
+        everyone = control.exchange(own)  # stages have layers of their own
+        limits = reduce(StepLimits.intersect, (limits for limits, _ in everyone))
+        ctx.cache_users.share_groups(united_retentions(retentions for _, retentions in everyone))
         assert limits.max_tokens is not None
         assert limits.max_requests is not None
         memory = TaggedMemory(platform.memory, ctx.torch_device)
@@ -98,7 +110,8 @@ class Worker:
             graph_engine = EagerGraphEngine if config.enforce_eager else platform.graph_engine
             longest = min(ctx.max_model_len, limits.max_context or ctx.max_model_len)
             groups = ctx.cache_users.cache_groups()
-            geometry = cache_geometry(blueprint)
+            geometry = CacheGeometry(ctx.block_size, tuple(group.retention for group in groups), limits.max_tokens)
+            page_bytes = sum(place_bytes(ctx.cache_users, ctx.block_size))
             if config.kv_cache_memory is not None:  # all of it, which prefixes can fill whatever runs
                 budget = config.kv_cache_memory
                 require_free(budget, platform.memory, ctx.device.name)
@@ -107,12 +120,14 @@ class Worker:
                 budget = platform.kv_cache_budget() - graph_bytes(graph_engine(), limits, config.num_drafts)
                 # All sequences at their longest, one block each still being freed.
                 enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
-                budget = min(budget, enough * sum(place_bytes(ctx.cache_users, ctx.block_size)))
-        budget = control.least(budget)
+                budget = min(budget, enough * page_bytes)
+        pages = control.least(budget // page_bytes)
+        budget = min(budget, (pages + 1) * page_bytes - 1)
         with control.together(), memory.pool("kv"):
             cache = CacheMemory(ctx.cache_users, geometry, budget, ctx.torch_device)
         max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
         forward = Forward(model or blueprint.model, ctx.cache_users, cache.views)
+        stage = stage_of(ctx.parallel.pp, blueprint.facts.hidden_size, ctx.dtype, ctx.torch_device)
         sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
         graphs = Graphs(
             ctx,
@@ -121,8 +136,9 @@ class Worker:
             sampler,
             limits,
             lambda: memory.pool("graphs"),
-            control.exchange,
+            of_stage.exchange,
             vocab_size,
+            stage,
         )
         if graphs.tell_nbytes:
             memory.know("graphs", lambda: graphs.nbytes)
@@ -133,6 +149,7 @@ class Worker:
                 platform=platform,
                 forward=forward,
                 graphs=graphs,
+                stage=stage,
                 sampler=sampler,
                 ops=blueprint.ops,
                 vocab_size=vocab_size,
@@ -144,7 +161,8 @@ class Worker:
         )
         holdings = Holdings(memory, weights, {"resources": ctx.resources, "kv": cache})
         graphs.prepare_ahead(cache.num_pages - 1)
-        culprits = graphs.check.culprits  # the same on every rank
+        found = control.exchange(graphs.check.culprits)  # the same on every rank of a stage
+        culprits = list({culprit.choice: culprit for each in found for culprit in each}.values())
         if culprits and config.executor_kind != "torchrun":  # whose processes can be started once
             graphs.drop()
             blueprint.groups.close()
@@ -154,8 +172,8 @@ class Worker:
         info = EngineInfo(config.model, ctx.device, blueprint.table.digest)
         blueprint.plugins.engine_started(info)
         logger.info("memory: %s", memory.report())
-        facts = WorkerFacts(cache.num_pages, max_model_len)
-        return cls(blueprint, runner, graphs, holdings, facts, weights, info, control)
+        facts = WorkerFacts(cache.num_pages, geometry, limits, max_model_len)
+        return cls(blueprint, runner, graphs, holdings, facts, weights, info, (control, of_stage))
 
     def close(self) -> None:
         """Tell the plugins, end a profile that is still taken, leave the groups, drop caches and weights."""
@@ -163,7 +181,8 @@ class Worker:
         self.blueprint.ctx.profiler.close()
         self.graphs.drop()  # some collective libraries wait for recordings of their calls to go
         self.blueprint.groups.close()
-        self._control.close()
+        for control in self._controls:
+            control.close()
         self.holdings.drop_all()
 
 
@@ -182,14 +201,6 @@ def start_speculation(blueprint: Blueprint, num_slots: int) -> Speculation | Non
     )
     drafter = drafter_class(ctx.for_plugin(offer.plugin), args)
     return Speculation(drafter, ctx.resources, num_slots, ctx.max_model_len, ctx.torch_device)
-
-
-def cache_geometry(blueprint: Blueprint) -> CacheGeometry:
-    """How sequences lie in the cache's pages, on every rank."""
-    ctx, limits = blueprint.ctx, step_limits(blueprint)
-    assert limits.max_tokens is not None
-    retentions = tuple(group.retention for group in ctx.cache_users.cache_groups())
-    return CacheGeometry(ctx.block_size, retentions, limits.max_tokens)
 
 
 def step_limits(blueprint: Blueprint) -> StepLimits:

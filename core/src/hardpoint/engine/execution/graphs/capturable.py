@@ -47,6 +47,8 @@ def uncapturable(ctx: Context, engine: GraphEngine) -> Iterator[str]:
             else:
                 yield f"{offer.contribution.family} {offer.contribution.name} cannot be captured"
     for plan in ctx.selector.plans:
-        for entry in plan.entries if plan.workload.family not in REPEATED else ():
+        if plan.workload.family in REPEATED or getattr(plan.workload, "parallel", None) == "pp":
+            continue  # pipeline stages hand on states between graphs
+        for entry in plan.entries:
             if not getattr(ctx.load(entry.offer), "capturable", True):
                 yield f"{plan.workload.family} {entry.offer.contribution.name} cannot be captured"

@@ -1,7 +1,8 @@
 """Captured graphs of steps: how they are found, captured and replayed. ``shapes.py`` lists the shapes.
 
-Every rank of an engine decides by the step alone, so that all ranks replay, capture or run eagerly together. A step
-that one rank cannot capture is captured by none: ranks exchange verdicts (ReplayCheck).
+Every rank of a pipeline stage decides by the step alone, so that all of them replay, capture or run eagerly together. A
+step that one of them cannot capture is captured by none: they exchange verdicts (ReplayCheck). Other stages may do
+otherwise: states travel between graphs, into fixed buffers.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from hardpoint.engine.execution.graphs.shapes import (
 )
 from hardpoint.engine.execution.graphs.step_buffers import BufferPool, StepBuffers, trial_step
 from hardpoint.engine.execution.sampling.sampler import Sampler
+from hardpoint.engine.execution.stage import Stage
 from hardpoint.engine.scheduling.step import StepInput
 from hardpoint_plugin_api import AttentionMetadata, Executable, GraphEngine, Phase, PlatformError, StepLimits
 
@@ -65,9 +67,10 @@ class Graphs:
         pool: Callable[[], AbstractContextManager[None]],
         exchange: Callable[[Any], list[Any]],
         vocab_size: int,
+        stage: Stage,
     ) -> None:
         """``limits`` are those of the engine's steps; memory is allocated within ``pool()``. ``exchange`` returns what
-        every rank calls it with.
+        every rank of the stage calls it with.
 
         Raises PlatformError for a graph engine whose data contradict each other.
         """
@@ -75,17 +78,23 @@ class Graphs:
         self._ctx, self._forward, self._sampler, self._limits = ctx, forward, sampler, limits
         self._padding_slot, self._vocab_size = limits.max_requests, vocab_size
         self._new_engine, self.engine = new_engine, new_engine()
-        self.check = ReplayCheck(ctx.kernel_calls, forward, ctx.block_size, pool, exchange)
+        self.check = ReplayCheck(ctx.kernel_calls, forward, ctx.block_size, pool, exchange, stage.inputs)
+        self._inputs: str = stage.inputs
+        self._eager_end: End = "hidden" if stage.draws else "states"
         rows, off = shape_rows(self.engine, limits, ctx.config.num_drafts), why_eager(ctx, self.engine)
         self._off = off or why_not_full(ctx, self.engine)
         on = () if off else [row for row in rows if not self._off or row.mode == "piecewise"]
+        on = on if stage.draws else [replace(row, ends=("states",)) for row in on]
         self._rows = [row for row in map(self._served, on) if row.sizes]
         self._num_groups = len(ctx.cache_users.cache_groups())
         largest = [row.shape(row.sizes[-1], row.ends[-1]) for row in self._rows]
         self.most_tokens = max((shape.tokens for shape in largest), default=0)
         self.most_requests = max((shape.requests or 0 for shape in largest), default=0)
         max_pages = -(-ctx.max_model_len // ctx.block_size)
-        self._buffers = BufferPool(self.most_tokens, self.most_requests, self._num_groups, max_pages, ctx.torch_device)
+        inputs = stage.buffers(self.most_tokens)
+        self._buffers = BufferPool(
+            self.most_tokens, self.most_requests, self._num_groups, max_pages, ctx.torch_device, inputs
+        )
         ahead = sum(row.num_ahead for row in self._rows)
         most = self.engine.max_executables
         self._most_kept = max(MOST_EXECUTABLES, ahead + ahead // 2) if most is None else most
@@ -119,7 +128,7 @@ class Graphs:
         if not self._ctx.profiler.marks_layers:
             for row in self._rows:
                 needed = row.needs(step)
-                if not needed or (hidden and "hidden" not in row.ends):
+                if not needed or (hidden and row.ends[-1] not in ("hidden", "states")):
                     continue
                 end = self._end(row, step)
                 for size in row.sizes_for(needed):
@@ -130,7 +139,7 @@ class Graphs:
 
     def eager(self, step: StepInput) -> StepShape:
         """The shape of ``step`` where it replays no graph."""
-        return StepShape("eager", bucketed(step.num_tokens, self._limits), None, None, "hidden")
+        return StepShape("eager", bucketed(step.num_tokens, self._limits), None, None, self._eager_end)
 
     def buffers(self, shape: StepShape) -> StepBuffers:
         """The fixed buffers of a shape that is not eager."""
@@ -140,18 +149,19 @@ class Graphs:
         self,
         step: StepInput,
         shape: StepShape,
-        ids: torch.Tensor,
+        inputs: torch.Tensor,
         positions: torch.Tensor,
         metadata: Sequence[AttentionMetadata],
     ) -> tuple[End, torch.Tensor]:
-        """Run ``step``, which stands in the buffers of its shape, as attention planned it; ids, positions int64 [T].
+        """Run ``step``, which stands in the buffers of its shape, as attention planned it.
 
-        Returns what it ended with, valid until the next step: hidden states [T, hidden], logits [N, vocab] of requests
-        or [T, vocab] of tokens, or tokens int64 [N]. A step whose draw cannot be captured ends with logits.
+        ``inputs`` are what the model starts from, see Model.hidden; positions int64 [T]. Returns what it ended with,
+        valid until the next step: states or hidden states, logits [N, vocab] of requests or [T, vocab] of tokens, or
+        tokens int64 [N]. A step whose draw cannot be captured ends with logits.
         """
         if shape.mode == "eager":
             self._eager.labels(self._why_eager(step)).inc()
-            return shape.end, self._forward.hidden(ids, positions, metadata)
+            return shape.end, self._forward.hidden(inputs, positions, metadata)
         shape, captured = self._prepared(shape, metadata)
         if captured is None:
             self._eager.labels("unrecordable").inc()
@@ -224,6 +234,9 @@ class Graphs:
         ids = (rows + self._vocab_size // 3) % max(1, self._vocab_size - 1) + 1
         if "slots" in buffers.step:
             buffers.step["slots"].fill_(self._padding_slot)
+        if "states" in buffers.step:
+            states = buffers.step["states"]
+            states.copy_(torch.arange(1, states.numel() + 1, device=states.device).sin().view(states.shape))
         return self._forward.plan(buffers.load(ids, positions, batches))
 
     def _end(self, row: ShapeRow, step: StepInput) -> End:
@@ -298,17 +311,17 @@ class Graphs:
         """Return the function that is captured: a step of ``shape`` over its buffers. Its last result is the end."""
 
         def run(
-            ids: torch.Tensor,
             positions: torch.Tensor,
             slots: torch.Tensor | None = None,
             query_start: torch.Tensor | None = None,
-            **_: torch.Tensor,
+            **arrays: torch.Tensor,
         ) -> tuple[torch.Tensor, ...]:
+            inputs = arrays[self._inputs]
             if piecewise is None:
-                hidden = self._forward.hidden(ids, positions, metadata)
+                hidden = self._forward.hidden(inputs, positions, metadata)
             else:
-                hidden = self._forward.hidden_piecewise(ids, piecewise)
-            if shape.end == "hidden":
+                hidden = self._forward.hidden_piecewise(inputs, piecewise)
+            if shape.end == "hidden" or shape.end == "states":
                 return (hidden,)
             if shape.end == "token_logits":
                 return (self._forward.model.logits(hidden),)

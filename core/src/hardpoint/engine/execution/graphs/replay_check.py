@@ -76,6 +76,8 @@ class Outcome:
 class ReplayCheck:
     """Prepares steps, within ``pool()``, and vouches for them. ``exchange`` gives every rank's value: all decide alike.
 
+    ``inputs`` names the tensor that a step's model starts from.
+
     ``culprits`` are the kernels that were found at fault. Their calls are repeated by each run from then on.
     """
 
@@ -86,9 +88,10 @@ class ReplayCheck:
         block_size: int,
         pool: Callable[[], AbstractContextManager[None]],
         exchange: Callable[[Any], list[Any]],
+        inputs: str = "ids",
     ) -> None:
         self._calls, self._forward, self._block_size = calls, forward, block_size
-        self._pool, self._exchange = pool, exchange
+        self._pool, self._exchange, self._inputs = pool, exchange, inputs
         self.culprits: list[Culprit] = []
 
     def prepare(
@@ -99,7 +102,7 @@ class ReplayCheck:
         tensors: Mapping[str, torch.Tensor],
         slots: Sequence[torch.Tensor],
     ) -> Executable:
-        """Prepare ``step(**tensors)``, whose ``ids`` are among ``tensors``; ``slots`` are where it stores, by group.
+        """Prepare ``step(**tensors)``, whose inputs are among ``tensors``; ``slots`` are where it stores, by group.
 
         Raises PlatformError for what cannot be prepared, or replays something else for no reason that can be named.
         """
@@ -166,10 +169,10 @@ class ReplayCheck:
         tensors: Mapping[str, torch.Tensor],
         watched: list[WatchedCall] | None = None,
     ) -> Executable:
-        """Prepare on other token ids than the caller's, which are there again afterwards."""
-        ids = tensors["ids"]
-        held = ids.clone()
-        ids.zero_()
+        """Prepare on other inputs than the caller's, which are there again afterwards."""
+        inputs = tensors[self._inputs]
+        held = inputs.clone()
+        inputs.zero_()
         try:
             with self._pool():
                 prepared = self._calls.prepare(engine, key, step, tensors, watched)
@@ -177,7 +180,7 @@ class ReplayCheck:
                 step(**tensors)  # writes over what kernels have kept of the run that is compared
             return prepared
         finally:
-            ids.copy_(held)
+            inputs.copy_(held)
 
     def _find(
         self,

@@ -21,9 +21,9 @@ from hardpoint_plugin_api import CaptureGrade, GraphEngine, PlatformError, StepL
 Mode = Literal["eager", "piecewise", "full"]
 """How a step runs: without a graph, in captured pieces with attention called between them, or captured whole."""
 
-End = Literal["hidden", "logits", "token_logits", "greedy", "random"]
-"""The last that a step computes: hidden states of its tokens, logits behind each request's last token, logits behind
-every token, or a token for each request, drawn as PlainDraw says."""
+End = Literal["states", "hidden", "logits", "token_logits", "greedy", "random"]
+"""The last that a step computes: states of its tokens for the next pipeline stage, hidden states of its tokens, logits
+behind each request's last token, logits behind every token, or a token for each request, drawn as PlainDraw says."""
 
 DRAWS: tuple[PlainDraw, ...] = get_args(PlainDraw)
 

@@ -15,8 +15,8 @@ from hardpoint.engine.execution.graphs.shapes import Layout, StepShape
 from hardpoint_plugin_api import NULL_PAGE, AttentionBatch
 
 _PER_TOKEN, _PER_REQUEST = ("ids", "positions", "slot_mapping"), ("slots", "seq_lens", "block_table")
-_BY_GROUP = ("slot_mapping", "block_table")
-"""Arrays whose first axis is the cache group."""
+_BY_SECOND = ("slot_mapping", "block_table", "states")
+"""Arrays whose first axis is the cache group, or counts the parts of states."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class StepBuffers:
     """The buffers of one layout: T tokens of N requests, G cache groups, W blocks of the longest sequence.
 
     ``step`` has, as the op decode_inputs names them: ids and positions int64 [T], slot_mapping int32 [G, T]; and, where
-    requests are counted, slots int64 [N], seq_lens int32 [N], block_table int32 [G, N, W]. ``tensors`` are these and
-    query_start int32 [N + 1]. ``batches`` make what attention sees of each cache group.
+    requests are counted, slots int64 [N], seq_lens int32 [N], block_table int32 [G, N, W]; behind another pipeline
+    stage its states [2, T, hidden]. ``tensors`` are these and query_start int32 [N + 1]. ``batches`` make what
+    attention sees of each cache group.
     """
 
     layout: Layout
@@ -66,8 +67,19 @@ class StepBuffers:
 class BufferPool:
     """The buffers of all layouts that share the memory of the largest."""
 
-    def __init__(self, tokens: int, requests: int, num_groups: int, max_pages: int, device: torch.device) -> None:
-        """Shapes have at most so many tokens and requests, and sequences ``max_pages`` blocks."""
+    def __init__(
+        self,
+        tokens: int,
+        requests: int,
+        num_groups: int,
+        max_pages: int,
+        device: torch.device,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Shapes have at most so many tokens and requests, and sequences ``max_pages`` blocks.
+
+        ``inputs`` are more buffers of ``tokens`` tokens: see Stage.buffers.
+        """
 
         def zeros(*axes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(axes, dtype=dtype, device=device)
@@ -79,7 +91,9 @@ class BufferPool:
             "seq_lens": zeros(requests),
             "block_table": torch.full((num_groups, requests, max_pages), NULL_PAGE, dtype=torch.int32, device=device),
             "slot_mapping": zeros(num_groups, tokens),
+            **inputs,
         }
+        self._per_token = (*_PER_TOKEN, *inputs)
         self._query_start = zeros(requests + 1)
         self._of: dict[Layout, StepBuffers] = {}
 
@@ -92,9 +106,9 @@ class BufferPool:
 
     def _first(self, shape: StepShape) -> StepBuffers:
         tokens, requests, queries = shape.layout
-        counts = dict.fromkeys(_PER_TOKEN, tokens) | dict.fromkeys(_PER_REQUEST if requests else (), requests or 0)
+        counts = dict.fromkeys(self._per_token, tokens) | dict.fromkeys(_PER_REQUEST if requests else (), requests or 0)
         step = {
-            name: self._largest[name][:, :count] if name in _BY_GROUP else self._largest[name][:count]
+            name: self._largest[name][:, :count] if name in _BY_SECOND else self._largest[name][:count]
             for name, count in counts.items()
         }
         if requests is None:

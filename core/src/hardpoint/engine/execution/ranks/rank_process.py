@@ -104,7 +104,7 @@ class Rank:
             worker = self._start(meet())
             send(RankReady(worker.facts))
             self.serving.set()
-            serve(worker, self.commands, send if self.spec.place.rank == 0 else None, send)
+            serve(worker, self.commands, send if self.spec.place.answers else None, send)
             worker.close()
         except Exception as error:
             from hardpoint.engine.blueprint import suspects
@@ -128,7 +128,7 @@ class Rank:
             check_same_config(control, config)
         with control.together():
             self.blueprint = draw(config, place=place)
-        check_equal(control, Choices.of(self.blueprint), wanted)
+        check_equal(control, Choices.of(self.blueprint), place.topology, wanted)
         return Worker.start(self.blueprint, control=control, store=store)
 
     def abort(self) -> None:
@@ -143,7 +143,8 @@ def serve(
     collected: Callable[[StepOutput], None] | None,
     answer: Callable[[Answer], None],
 ) -> None:
-    """Run what comes until it is Stop. Steps are collected when nothing else is to be submitted, by rank 0 alone.
+    """Run what comes until it is Stop. Steps are collected when nothing else is to be submitted, by the rank that
+    answers alone.
 
     Calls run between steps. What a step raises is raised here; what a call raises is its answer.
     """

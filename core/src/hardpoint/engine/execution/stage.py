@@ -1,0 +1,96 @@
+"""The pipeline stage of a rank, as its runner sees it: where a step's inputs come from, and where its results go.
+
+A step passes through the stages in order. Each hands on the *states* of the step's tokens (see CausalLM); the last one
+draws, and tells the first one, which reads drawn tokens as ids of later steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from hardpoint.engine.scheduling.step import StepInput
+from hardpoint_plugin_api import RankGroup
+
+
+class Stage:
+    """The only stage: it takes ids, and draws.
+
+    ``inputs`` names the step's array that the model starts from. ``draws`` is False for a stage whose results are
+    states.
+    """
+
+    inputs: Literal["ids", "states"] = "ids"
+    draws = True
+
+    def buffers(self, tokens: int) -> dict[str, torch.Tensor]:
+        """Fixed inputs of captured steps of up to ``tokens`` tokens, beside ids."""
+        return {}
+
+    def take_in(self, ids: torch.Tensor, num_tokens: int, fixed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return what the model starts from, in the buffers ``fixed`` where the step has such.
+
+        ids int64 [T] are padded beyond ``num_tokens``, as the result is.
+        """
+        return ids
+
+    def hand_on(self, states: torch.Tensor, num_tokens: int) -> None:
+        """Give the next stage the first ``num_tokens`` of ``states`` [2, T, hidden]."""
+        raise NotImplementedError("there is no next stage")
+
+    def share_drawn(self, step: StepInput, staged: Mapping[str, torch.Tensor], last_token: torch.Tensor) -> None:
+        """Have the first stage know what the last one drew in ``step``: write it to ``last_token``, int64 by slot.
+
+        ``staged`` are the step's arrays, see Runner.
+        """
+
+
+class PipelineStage(Stage):
+    """One of several stages. ``group`` has a rank of each, in their order; each passes states to its like."""
+
+    def __init__(self, group: RankGroup, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._group, self._last = group, group.size - 1
+        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
+        self.inputs = "states" if group.rank else "ids"
+        self.draws = group.rank == self._last
+
+    def buffers(self, tokens: int) -> dict[str, torch.Tensor]:
+        """See Stage."""
+        return {"states": self._states(tokens)} if self._group.rank else {}
+
+    def take_in(self, ids: torch.Tensor, num_tokens: int, fixed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """See Stage. Waits for the stage before."""
+        if not self._group.rank:
+            return ids
+        states = fixed["states"] if fixed else self._states(ids.shape[0])
+        for part in states:
+            self._group.recv(part[:num_tokens], self._group.rank - 1)
+        return states
+
+    def hand_on(self, states: torch.Tensor, num_tokens: int) -> None:
+        """See Stage."""
+        for part in states:
+            self._group.send(part[:num_tokens], self._group.rank + 1)
+
+    def share_drawn(self, step: StepInput, staged: Mapping[str, torch.Tensor], last_token: torch.Tensor) -> None:
+        """See Stage. The first stage waits for the last; the step has gone through all of them then."""
+        if not any(share.samples for share in step.scheduled):
+            return
+        # A decode step, all of whose requests sample, has slots alone, behind which padding stands.
+        slots = staged["sample_slots"].long() if "sample_slots" in staged else staged["slots"][: len(step.scheduled)]
+        if self.draws:
+            self._group.send(last_token[slots], 0)
+        elif not self._group.rank:
+            drawn = torch.empty_like(slots)
+            self._group.recv(drawn, self._last)
+            last_token[slots] = drawn
+
+    def _states(self, tokens: int) -> torch.Tensor:
+        return torch.zeros(2, tokens, self._hidden_size, dtype=self._dtype, device=self._device)
+
+
+def stage_of(group: RankGroup, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Stage:
+    """The stage of this rank of ``group``."""
+    return PipelineStage(group, hidden_size, dtype, device) if group.size > 1 else Stage()
