@@ -133,6 +133,14 @@ class AttentionBatch:
         """T, padding excluded."""
         return self.query_start_host[-1]
 
+    def state_pages(self, block_size: int) -> torch.Tensor:
+        """The page of each request's newest token, int64 [N]: where a cache of states (``Latest``) has its state.
+
+        Computed on the device. The state of a request whose tokens are all in this step is not written yet.
+        """
+        blocks = (self.seq_lens - 1) // block_size
+        return self.block_table.gather(1, blocks[:, None].long())[:, 0].long()
+
 
 class CaptureGrade(IntEnum):
     """What batches a backend's ``forward`` may be captured for: none, one query for each request, equally many, any.

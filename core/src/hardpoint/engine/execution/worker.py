@@ -218,6 +218,12 @@ def step_limits(blueprint: Blueprint) -> StepLimits:
         )
     if limits.token_buckets:
         limits = limits.intersect(StepLimits(max_tokens=max(limits.token_buckets)))
+    state = next((user for user in blueprint.ctx.cache_users.users if user.spec.retention.per_sequence), None)
+    if config.num_drafts and state is not None:
+        raise ConfigError(
+            f"--speculative-method: layer {state.path} keeps a state, which cannot go back to what it was before a "
+            "wrong draft; leave it out"
+        )
     if config.num_drafts and not limits.mixed_phases:
         raise ConfigError(
             "--speculative-method: drafts are verified as prompts are read, beside decodes, and "
