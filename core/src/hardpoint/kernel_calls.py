@@ -13,12 +13,14 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree_leaves, tree_unflatten
 
 from hardpoint.adapters.candidates import AdaptedOffer
+from hardpoint.kernel_results import Promise, check_first_plan, check_result
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.plugins import Offer
 from hardpoint.plugins.record import CORE
@@ -75,10 +77,11 @@ for _kind in (*_CALLS, Quantized):  # so that a look for tensors among arguments
     register_dataclass(_kind)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Kernel:
     """A function of a plugin's kernel. ``offer`` is whose; ``written`` finds the call's outputs among its arguments and
-    its result, as far as they are tensors of the step."""
+    its result, as far as they are tensors of the step. ``promise``, until the first result was compared with it, makes
+    outputs like those that a call must return."""
 
     offer: Offer
     name: str
@@ -87,6 +90,15 @@ class Kernel:
     traceable: bool
     errors: ErrorModel
     written: _Written
+    promise: Promise | None = None
+
+    def __call__(self, args: _Arguments, kwargs: _Keywords) -> Any:
+        """Call the function. Raises PluginLoadError where its first result is not what its interface asks for."""
+        result = self.function(*args, **kwargs)
+        if self.promise is not None:
+            check_result(self.offer, self.name, result, self.promise(*args, **kwargs))
+            self.promise = None
+        return result
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,8 @@ class WatchedCall:
 class KernelCalls:
     """One engine's kernels of plugins other than core and ``home``, which is the platform's own.
 
-    Kernels of those are left as they are, but for what cannot be captured. With ``is_on`` False all are.
+    Kernels of those are left as they are, but for what cannot be captured. With ``is_on`` False no step is prepared,
+    and calls pass through here for the check of their first result alone.
     """
 
     def __init__(self, home: str = CORE, is_on: bool = True) -> None:
@@ -117,8 +130,12 @@ class KernelCalls:
         function: Callable[..., Any],
         written: Sequence[str] = (),
         errors: ErrorModel = _ERRORS,
+        promise: Promise | None = None,
     ) -> Callable[..., Any]:
-        """``function``, an implementation of an op with these ``errors`` that writes to its parameters ``written``."""
+        """``function``, an implementation of an op with these ``errors`` that writes to its parameters ``written``.
+
+        Its first result is compared with what ``promise`` makes of the same arguments.
+        """
 
         def changed(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> object:
             if not written:
@@ -127,16 +144,21 @@ class KernelCalls:
             return result, [arguments.get(name) for name in written]
 
         name = offer.contribution.of or offer.contribution.name
-        return self._seam(offer, (function, target), name, function, changed, errors)
+        return self._seam(offer, (function, target), name, function, changed, errors, promise)
 
-    def attach(self, offer: Offer, kernel: object) -> None:
-        """Have what steps call of ``kernel``, an instance that ``offer`` made, pass through here."""
+    def attach(self, offer: Offer, kernel: object, promises: Mapping[str, Promise] = MappingProxyType({})) -> None:
+        """Have what steps call of ``kernel``, an instance that ``offer`` made, pass through here.
+
+        The first results of the methods in ``promises`` are compared with what those make of the same arguments.
+        """
         family = offer.contribution.family
         for name in METHODS[family]:
             function = getattr(kernel, name)
-            seam = self._seam(offer, (kernel,), name, function, _result_and_out)
+            seam = self._seam(offer, (kernel,), name, function, _result_and_out, promise=promises.get(name))
             if seam is not function:
                 setattr(kernel, name, seam)
+        if family == "attention" and offer.plugin not in self._home:
+            check_first_plan(offer, kernel)
 
     @property
     def offers(self) -> list[Offer]:
@@ -202,19 +224,24 @@ class KernelCalls:
         function: Callable[..., Any],
         written: _Written,
         errors: ErrorModel = _ERRORS,
+        promise: Promise | None = None,
     ) -> Callable[..., Any]:
         capturable = all(getattr(each, "capturable", True) for each in declaring)
-        if not self._is_on or (offer.plugin in self._home and capturable):
+        is_home = offer.plugin in self._home
+        if (is_home and capturable) or not (self._is_on or promise):
             return function
         offer = offer.inner if isinstance(offer, AdaptedOffer) else offer
         traceable = any(getattr(each, "traceable", False) for each in declaring)
-        kernel = Kernel(offer, name, function, capturable, traceable, errors, written)
-        self._kernels.append(kernel)
+        kernel = Kernel(offer, name, function, capturable, traceable, errors, written, None if is_home else promise)
+        if self._is_on:
+            self._kernels.append(kernel)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             stage = self._stage
-            return function(*args, **kwargs) if stage is None else stage.call(kernel, args, kwargs)
+            if stage is not None:
+                return stage.call(kernel, args, kwargs)
+            return function(*args, **kwargs) if kernel.promise is None else kernel(args, kwargs)
 
         return call
 
@@ -229,7 +256,7 @@ class KernelCalls:
     def plainly(self, kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call ``kernel`` with nothing within it passing through here: what an opaque call does, all of it."""
         with self._at(None):
-            return kernel.function(*args, **kwargs)
+            return kernel(args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -292,7 +319,7 @@ class _Noting:
 
     def call(self, kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not self.calls._is_opaque(kernel, self.engine):
-            return kernel.function(*args, **kwargs)
+            return kernel(args, kwargs)
         result = self.calls.plainly(kernel, args, kwargs)
         self.noted.append(_Noted.of(kernel, result, args, kwargs))
         return result
@@ -349,7 +376,7 @@ class _Watching:
         if self.calls._is_opaque(kernel, self.engine):
             result = self.calls.plainly(kernel, args, kwargs)
         else:
-            result = kernel.function(*args, **kwargs)
+            result = kernel(args, kwargs)
         _note(self.watched, kernel, given, *_tensors(kernel.written(args, kwargs, result)))
         return result
 

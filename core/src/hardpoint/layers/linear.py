@@ -59,7 +59,7 @@ class Linear(PluggableLayer, name="linear"):
         self._offer = plan.entries[0].offer
         self.kernels = [construct(e.offer, ctx.load(e.offer), LinearKernel, ctx, plan.workload) for e in plan.entries]
         for entry, kernel in zip(plan.entries, self.kernels, strict=True):
-            ctx.kernel_calls.attach(entry.offer, kernel)
+            ctx.kernel_calls.attach(entry.offer, kernel, {"apply": self._product})
             if kernel.input_spec is not None and not travels(kernel.input_spec):
                 raise misbehaved(
                     entry.offer,
@@ -110,6 +110,11 @@ class Linear(PluggableLayer, name="linear"):
         if isinstance(x, Quantized):
             return self._matmul(LinearCall(x.data, self.weights, self._bias, x.scale))
         return self._matmul(LinearCall(x, self.weights, self._bias))
+
+    def _product(self, call: LinearCall) -> torch.Tensor:
+        """A product like the one that a kernel must return for ``call``, without values."""
+        features = sum(rows for _, rows in self.args.own_parts)
+        return torch.empty(call.x.shape[0], features, dtype=getattr(torch, self.dtype), device="meta")
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``ids`` [T] of the weight, [T, in]: a tied embedding's look-up."""

@@ -127,7 +127,7 @@ class CustomOp(Generic[P, R]):
             name = ctx.call_names.name
             functions = [name(entry.offer, wanted, f) for entry, f in zip(plan.entries, functions, strict=True)]
         functions = [
-            ctx.kernel_calls.wrap(entry.offer, ctx.load(entry.offer), f, self.mutates, self.errors)
+            ctx.kernel_calls.wrap(entry.offer, ctx.load(entry.offer), f, self.mutates, self.errors, self.allocate)
             for entry, f in zip(plan.entries, functions, strict=True)
         ]
         return by_tokens([entry.range.max for entry in plan.entries], functions)
