@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.drafters.ngram import NgramDrafter
+from hardpoint.engine.execution.runner import Runner, Ticket
 from hardpoint.engine.outputs import RequestOutput
-from hardpoint_plugin_api import NO_DRAFT, ConfigError, DraftCall, DrafterArgs, StepLimits, StructuredOutput
+from hardpoint.engine.scheduling.step import StepInput
+from hardpoint_plugin_api import (
+    NO_DRAFT,
+    AttentionBatch,
+    AttentionMetadata,
+    ConfigError,
+    DraftCall,
+    DrafterArgs,
+    StepLimits,
+    StructuredOutput,
+)
 from tests.support.engines import small_llm
 
 EXACT: dict[str, Any] = {"dtype": "float32"}
@@ -92,9 +105,9 @@ def plain() -> list[RequestOutput]:
         return generate(llm)
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with small_llm(Path("demo"), **NGRAM) as engine:
+@pytest.fixture(scope="module", params=[False, True], ids=["depth 0", "depth 1"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with small_llm(Path("demo"), **NGRAM, async_scheduling=request.param) as engine:
         yield engine
 
 
@@ -185,6 +198,32 @@ def test_a_request_may_be_cancelled_while_its_drafts_are_verified(llm: LLM, monk
     while not core.is_idle:
         core.step()
     assert core.stats.num_free_pages == core.stats.num_pages
+
+
+@pytest.mark.parametrize("kind", ["native", "reads the device", "exact"])
+def test_steps_are_submitted_before_their_drafts_are_known(
+    plain: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Unless attention plans by exact lengths."""
+    submit, slack, backend = Runner.submit, [], None if kind == "native" else "reference"
+    if kind == "reads the device":
+        plan = ReferenceAttention.plan
+
+        def read(self: ReferenceAttention, batch: AttentionBatch) -> AttentionMetadata:
+            assert all(map(int.__ge__, batch.seq_lens_host, batch.seq_lens.tolist())), "they are bounds"
+            return plan(self, replace(batch, seq_lens_host=tuple(batch.seq_lens.tolist())))
+
+        monkeypatch.setattr(ReferenceAttention, "plan", read)
+        monkeypatch.setattr(ReferenceAttention, "exact_lengths", False)
+
+    def note(self: Runner, step: StepInput) -> Ticket:
+        slack.append(max(share.slack for share in step.scheduled))
+        return submit(self, step)
+
+    monkeypatch.setattr(Runner, "submit", note)
+    with small_llm(Path("demo"), **NGRAM, async_scheduling=True, attention_backend=backend) as llm:
+        assert said(generate(llm)) == said(plain)
+    assert (max(slack) > 0) == (kind != "exact")
 
 
 def test_drafts_are_counted(llm: LLM) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hardpoint import SamplingParams
-from hardpoint_plugin_api import Latest, Span
+from hardpoint_plugin_api import ConfigError, Latest, Span
 from tests.out_of_tree.build import Dist, install
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import counted, prompt_logits, small_llm
@@ -132,6 +132,11 @@ def test_states_and_keys_share_the_pool(hybrid: tuple[Path, Any]) -> None:
         groups = llm.core.blueprint.ctx.cache_users.cache_groups()
         assert [(group.retention, len(group.users)) for group in groups] == [(Latest(), 1)] * 3 + [(Span(), 1)] * 2
         assert 16 < llm.core.scheduler.cache.pool.num_pages <= 20, "a page holds one layer's tokens, or state"
+
+
+def test_wrong_drafts_could_not_be_taken_back(hybrid: tuple[Path, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"--speculative-method: layer stack\.blocks\.0\.mixer keeps a state"):
+        small_llm(hybrid[0], speculative_method="ngram")
 
 
 def test_a_state_is_found_at_the_edge_of_a_block_and_not_changed(hybrid: tuple[Path, Any]) -> None:

@@ -313,6 +313,7 @@ def test_its_drafter_is_chosen_by_flag(acme: Path) -> None:
         ("tool_parser", None),
         ("model", "AcmeMeansForCausalLM"),
         ("layer", "acme_mean"),
+        ("layer", "acme_fading"),
         ("layer", "acme_stripes"),
     ],
 )

@@ -14,6 +14,7 @@ def hardpoint_conformance() -> list[object]:
     from hardpoint.conformance.families.drafter import DrafterTrials
     from hardpoint.conformance.families.element import ElementTrials
     from hardpoint.conformance.families.experts import ExpertsTrials
+    from hardpoint.conformance.families.latent import LatentTrials
     from hardpoint.conformance.families.layers import LayerTrials
     from hardpoint.conformance.families.linear import LinearTrials
     from hardpoint.conformance.families.models import ModelTrials
@@ -27,6 +28,7 @@ def hardpoint_conformance() -> list[object]:
         OpTrials(),
         LayerTrials(),
         AttentionTrials(),
+        LatentTrials(),
         LinearTrials(),
         ExpertsTrials(),
         CommunicatorTrials(),

@@ -81,10 +81,9 @@ class LinearAttention(PluggableLayer, name="linear_attention"):
 
     def _advance(self, qkv: torch.Tensor, states: torch.Tensor, batch: AttentionBatch, out: torch.Tensor) -> None:
         """Write the results of queries, keys and values [T, 3, H, D] to ``out`` [T, H, D]; mutates ``states``."""
-        newest = (batch.seq_lens - 1).long()
-        pages = batch.block_table.gather(1, (newest // self._block_size)[:, None])[:, 0].long()
+        pages = batch.state_pages(self._block_size)
         if batch.num_decodes == batch.num_requests:
-            old = states[pages].masked_fill((newest == 0)[:, None, None, None], 0.0)
+            old = states[pages].masked_fill((batch.seq_lens == 1)[:, None, None, None], 0.0)
             out[: batch.num_requests], states[pages] = self._token(qkv[: batch.num_requests].float(), old)
             return
         for i, length in enumerate(batch.seq_lens_host):

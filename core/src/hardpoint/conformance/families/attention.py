@@ -17,7 +17,7 @@ import torch
 from hardpoint.attention.phases import sub_batch
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
 from hardpoint.conformance.families.attention_replay import replay
-from hardpoint.conformance.families.cache_layout import layout_trials
+from hardpoint.conformance.families.cache_layout import keys_and_values, layout_trials
 from hardpoint.conformance.families.scaled_cache import cache_dtypes, clash, scalings, set_scales
 from hardpoint.conformance.families.steps import (
     HIGH_SCORE,
@@ -57,6 +57,7 @@ from hardpoint_plugin_api import (
     Reason,
     StepLimits,
     TokensRequirement,
+    Workload,
 )
 from hardpoint_plugin_api.requirements import HeadMultipleRequirement
 
@@ -95,7 +96,7 @@ class AttentionTrials:
         """The declarations, the cache layout, then steps."""
         yield Trial("declared", (Check("conventions", partial(conventions, subject), decisive=True),))
         head_sizes = _head_sizes(subject, plan)
-        yield from layout_trials(subject, plan, _block_sizes(subject), head_sizes)
+        yield from layout_trials(subject, plan, block_sizes(subject), keys_and_values(head_sizes))
         senseless: Exclusions = {
             ("batch", "values"): _has_no_point,
             ("batch", "heads"): lambda batch, heads: batch in LONG and heads[0] > _MOST_HEADS_OF_LONG,
@@ -111,7 +112,7 @@ class AttentionTrials:
         situations = {situation.title: situation for situation in map(Situation.of, rows)}
         for number, situation in enumerate(situations.values()):
             seed = plan.seed_of(f"{subject.offer.contribution}/{situation.title}")
-            yield _trial(AttentionProbe(subject, situation, seed), plan, number)
+            yield attention_trial(AttentionProbe(subject, situation, seed), plan, number)
 
 
 def _has_no_point(batch: str, values: str) -> bool:
@@ -139,12 +140,12 @@ def _factors(subject: Subject, head_sizes: Sequence[int]) -> dict[str, Sequence[
         "kv_dtype": cache_dtypes(subject),
         "heads": _HEADS,
         "head_size": head_sizes,
-        "block_size": _block_sizes(subject),
+        "block_size": block_sizes(subject),
         "span": spans,
         "soft_cap": on_off(Feature.SOFT_CAP),
         "sinks": on_off(Feature.SINKS),
         "alibi": on_off(Feature.ALIBI),
-        "batch": _batch_names(subject),
+        "batch": batch_names(subject),
         "values": ("normal", "peaked", "flat", "large", "uneven", "low", "nan"),
         "shared": (False, True),
         "padding": (0, 3),
@@ -152,7 +153,8 @@ def _factors(subject: Subject, head_sizes: Sequence[int]) -> dict[str, Sequence[
     }
 
 
-def _block_sizes(subject: Subject) -> Sequence[int]:
+def block_sizes(subject: Subject) -> Sequence[int]:
+    """Tokens per page that are claimed, or some."""
     return tuple(map(int, subject.claimed("block_size") or _ANY_BLOCK_SIZE))
 
 
@@ -166,7 +168,7 @@ def _head_sizes(subject: Subject, plan: Plan) -> Sequence[int]:
     return tuple(sorted({size for size in sizes if size <= 512} | {multiple if multiple > 1 else 16}))
 
 
-def _batch_names(subject: Subject) -> Sequence[str]:
+def batch_names(subject: Subject) -> Sequence[str]:
     """Kinds of batches that the backend's range of tokens and its phase admit, and the ends of that range."""
     need = subject.tokens
     names = [name for name, pieces in batches(16).items() if _admits(need, pieces)]
@@ -240,10 +242,11 @@ class Situation:
         return tuple(Piece(n, n + 5) for n in (*[_PIECE] * whole, *([rest] if rest else [])))
 
 
-def _trial(probe: AttentionProbe, plan: Plan, number: int) -> Trial:
+def attention_trial(probe: AttentionProbe, plan: Plan, number: int) -> Trial:
+    """The checks of one situation."""
     title, seed = probe.situation.title, probe.seed
-    if reason := probe.subject.refuses(probe.spec.workload()):
-        return Trial(title, unsupported=reason, workload=probe.spec.workload())
+    if reason := probe.subject.refuses(probe.workload):
+        return Trial(title, unsupported=reason, workload=probe.workload)
     own: dict[str, Callable[[AttentionProbe, int], Finding]] = {
         "group": group,
         "interleaved": interleaved,
@@ -256,7 +259,7 @@ def _trial(probe: AttentionProbe, plan: Plan, number: int) -> Trial:
     if Feature.BATCH_INVARIANT in probe.subject.features:
         checks.append(Check("batch-invariant", partial(batch_invariant, probe, seed)))
     checks = [replace(check, run=partial(_within_limits, probe, check.run)) for check in checks]
-    return Trial(title, checks, workload=probe.spec.workload())
+    return Trial(title, checks, workload=probe.workload)
 
 
 def _within_limits(probe: AttentionProbe, check: Callable[[], Finding]) -> Finding:
@@ -297,6 +300,11 @@ class AttentionProbe:
         self.subject, self.situation, self.spec, self.seed = subject, situation, situation.spec, seed
         self.pieces = situation.pieces(subject.tokens, seed)
         self._expected: dict[Drawn, Expected] = {}
+
+    @property
+    def workload(self) -> Workload:
+        """What a backend would be selected by."""
+        return self.spec.workload()
 
     @cached_property
     def context(self) -> Context:
@@ -524,7 +532,7 @@ def interleaved(probe: AttentionProbe, seed: int) -> Finding:
 
 def sizes(probe: AttentionProbe, seed: int) -> Finding:
     """``sizes``: layers whose first step was a small one serve a larger one."""
-    fresh = AttentionProbe(probe.subject, probe.situation, probe.seed)
+    fresh = type(probe)(probe.subject, probe.situation, probe.seed)
     requests = fresh.requests(seed)
     step, backend = fresh.step(seed, requests, Placement.AS_DRAWN, None), fresh.layers[0]
     smallest = min(range(len(fresh.pieces)), key=lambda i: fresh.pieces[i].total)
@@ -572,7 +580,7 @@ def _alone(backend: AttentionBackend, step: Step, request: int, *, last_only: bo
             num_decodes=1,
             graph_key=1,
         )
-    out = torch.full_like(step.q[rows], float("nan"))
+    out = torch.full_like(step.out[rows], float("nan"))
     metadata = backend.plan(batch)
     backend.forward(AttentionCall(step.q[rows], step.k[rows], step.v[rows], step.cache, metadata, out))
     return out

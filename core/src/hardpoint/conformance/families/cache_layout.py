@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, cast
@@ -44,6 +44,8 @@ from hardpoint_plugin_api import (
     AttentionSpec,
     CacheLayout,
     CacheSpec,
+    LatentBackend,
+    LatentSpec,
     Plane,
     Region,
     StoreCall,
@@ -54,40 +56,55 @@ _SAID = {"k": "keys", "v": "values"}
 _TOKENS = {"few": 5, "none": 0, "one": 1, "many": 40}
 
 
-def layout_trials(
-    subject: Subject, plan: Plan, block_sizes: Sequence[int], head_sizes: Sequence[int]
-) -> Iterator[Trial]:
+@dataclass(frozen=True)
+class CacheKind:
+    """What the kit knows of the cache of one kind of attention.
+
+    ``sizes`` are factors of trials; ``spec`` makes of their values, and of dtypes and tokens per page, what a backend
+    is built with, and ``title`` a part of a case's name. ``store_call`` takes a tensor for each plane of the spec's
+    cache, in order, then the cache's views and the slots.
+    """
+
+    sizes: Mapping[str, Sequence[Any]]
+    spec: Callable[[Row, str], AttentionSpec | LatentSpec]
+    title: Callable[[Row], str]
+    store_call: Callable[..., Any]
+
+
+def keys_and_values(head_sizes: Sequence[int]) -> CacheKind:
+    """The cache of causal attention."""
+
+    def spec(row: Row, dtype: str) -> AttentionSpec:
+        heads, size = row["kv_heads"], row["head_size"]
+        made = AttentionSpec(heads, heads, size, size**-0.5, dtype, row["kv_dtype"], row["block_size"])
+        return replace(made, static_cache_scales=row.get("static_scales", False))
+
+    sizes = {"head_size": head_sizes, "kv_heads": (1, 2, 5)}
+    return CacheKind(sizes, spec, lambda row: f"heads-{row['kv_heads']}/size-{row['head_size']}", StoreCall)
+
+
+def layout_trials(subject: Subject, plan: Plan, block_sizes: Sequence[int], kind: CacheKind) -> Iterator[Trial]:
     """The layout on its own, then ``store``, in each claimed dtype and with each claimed size."""
     factors: dict[str, Sequence[Any]] = {
         "kv_dtype": cache_dtypes(subject),
-        "head_size": head_sizes,
         "block_size": block_sizes,
-        "kv_heads": (1, 2, 5),
         "slack": (0, 3),
+        **kind.sizes,
     }
     excludes: Exclusions = {}
     if True in scalings(subject):
         factors["static_scales"], excludes = scalings(subject), {("kv_dtype", "static_scales"): clash}
     for row in plan.combinations(factors, excludes):
-        yield _layout_trial(subject, row, plan)
+        yield _layout_trial(subject, row, plan, kind)
     more = {"dtype": subject.dtypes(), "tokens": tuple(_TOKENS), "padding": (0, 4)}
     for number, row in enumerate(plan.combinations(factors | more, excludes)):
-        yield _store_trial(StoreProbe(subject, row), plan, number)
+        yield _store_trial(StoreProbe(subject, row, kind), plan, number)
 
 
-def _layout_trial(subject: Subject, row: Row, plan: Plan) -> Trial:
-    title = f"layout/{row['kv_dtype']}/heads-{row['kv_heads']}/size-{row['head_size']}/block-{row['block_size']}"
+def _layout_trial(subject: Subject, row: Row, plan: Plan, kind: CacheKind) -> Trial:
+    title = f"layout/{row['kv_dtype']}/{kind.title(row)}/block-{row['block_size']}"
     title += (f"/slack-{row['slack']}" if row["slack"] else "") + ("/static" if row.get("static_scales") else "")
-    attention = AttentionSpec(
-        row["kv_heads"],
-        row["kv_heads"],
-        row["head_size"],
-        1.0,
-        next(iter(subject.dtypes())),
-        row["kv_dtype"],
-        row["block_size"],
-        static_cache_scales=row.get("static_scales", False),
-    )
+    attention = kind.spec(row, next(iter(subject.dtypes())))
     if reason := subject.refuses(attention.workload()):
         return Trial(title, unsupported=reason)
     spec = attention.cache_spec
@@ -209,15 +226,14 @@ class StoreProbe:
 
     allocates = True
 
-    def __init__(self, subject: Subject, row: Row) -> None:
-        self.subject, self._row = subject, row
-        heads, size, block = row["kv_heads"], row["head_size"], row["block_size"]
-        spec = AttentionSpec(heads, heads, size, size**-0.5, row["dtype"], row["kv_dtype"], block)
-        self.spec = replace(spec, static_cache_scales=row.get("static_scales", False))
+    def __init__(self, subject: Subject, row: Row, kind: CacheKind) -> None:
+        self.subject, self._row, self._kind = subject, row, kind
+        block = row["block_size"]
+        self.spec = kind.spec(row, row["dtype"])
         self.num_tokens = min(_TOKENS[row["tokens"]], (_PAGES - 1) * block)
-        self.title = f"store/{row['dtype']}/kv-{row['kv_dtype']}/heads-{heads}/size-{size}/block-{block}/"
+        self.title = f"store/{row['dtype']}/kv-{row['kv_dtype']}/{kind.title(row)}/block-{block}/"
         self.title += row["tokens"] + ("/padding" if row["padding"] else "") + ("/slack" if row["slack"] else "")
-        self.title += "/static" if self.spec.static_cache_scales else ""
+        self.title += "/static" if row.get("static_scales") else ""
 
     @cached_property
     def context(self) -> Context:
@@ -226,13 +242,15 @@ class StoreProbe:
         return self.subject.site.context(spec.dtype, kv_dtype=spec.kv_dtype, block_size=spec.block_size)
 
     @cached_property
-    def backend(self) -> AttentionBackend:
+    def backend(self) -> AttentionBackend | LatentBackend:
         """The backend."""
         made = cast(
-            AttentionBackend, self.subject.target(self.context.for_plugin(self.subject.offer.plugin), self.spec)
+            "AttentionBackend | LatentBackend",
+            self.subject.target(self.context.for_plugin(self.subject.offer.plugin), self.spec),
         )
         self.context.resources.allocate(self.subject.site.device)
-        set_scales(made, self.subject.site.device)
+        if self._row.get("static_scales"):
+            set_scales(cast(AttentionBackend, made), self.subject.site.device)
         return made
 
     def call(
@@ -243,66 +261,67 @@ class StoreProbe:
         far: str | None = None,
         order: Sequence[int] | None = None,
     ) -> Call:
-        """See Probe. Compared are the keys and values of the pages that hold tokens, and of one that does not."""
+        """See Probe. Compared is all that is cached on the pages that hold tokens, and on one that does not."""
         layout, spec, device = self.backend.layout, self.backend.cache_spec, self.subject.site.device
         block, generator = self.spec.block_size, torch.Generator().manual_seed(seed)
         size = layout.page_bytes(spec, block) + self._row["slack"] * max(layout.alignment, 16)
         free = self.subject.site.free_bytes if far else 0
-        keys, values = spec["k"], spec["v"]
-        count = far_pages(size // dtype_of(keys.dtype).itemsize) if far == "cache" else _PAGES
+        planes, own_planes = spec.planes, self.spec.cache_spec.planes  # an adapter may store wider heads
+        names, first = [plane.name for plane in planes], planes[0]
+        count = far_pages(size // dtype_of(first.dtype).itemsize) if far == "cache" else _PAGES
         pages = torch.cat([torch.arange(1, 4), torch.arange(count - 3, count)])  # near both ends
         rows = self.num_tokens + self._row["padding"]
         slots = torch.randperm(len(pages) * block, generator=generator)[: self.num_tokens]
         where = torch.cat(
             [pages[slots // block] * block + slots % block, torch.zeros(self._row["padding"], dtype=torch.int64)]
         )
-        shape = (rows, self.spec.num_kv_heads, self.spec.head_size)
-        drawn = (spread(torch.randn(shape, generator=generator), plane, generator) for plane in (keys, values))
-        k, v = (x.to(dtype_of(self.spec.dtype)) for x in drawn)
+        drawn = (spread(torch.randn(rows, *plane.shape, generator=generator), plane, generator) for plane in own_planes)
+        new = [x.to(dtype_of(self.spec.dtype)) for x in drawn]
         if order is not None:
-            k, v, where = (x[torch.tensor(order)] for x in (k, v, where))
-        old_k, old_v = (_logical((len(pages), block), plane, generator) for plane in (keys, values))
+            *new, where = (x[torch.tensor(order)] for x in (*new, where))
+        old = {plane.name: _logical((len(pages), block), plane, generator) for plane in planes}
         if far == "cache":
             buffer = empty(count * size, torch.uint8, device, free)
         else:
             buffer = place(torch.zeros(count * size, dtype=torch.uint8), device)
         views = layout.views(buffer, count, spec, block, size)
-        layout.from_logical(views, pages.to(device), {"k": old_k.to(device), "v": old_v.to(device)})
-        scaled = keys.scaling != "none"
+        layout.from_logical(views, pages.to(device), {name: x.to(device) for name, x in old.items()})
+        scaled = first.scaling != "none"
         if scaled:  # what stays is what was there, rounded
             held = layout.to_logical(views, pages.to(device))
-            old_k, old_v = held["k"].float().cpu(), held["v"].float().cpu()
-        placed_k = place_far(k, device, free) if far == "k" else place(k, device, placement)
-        placed_v, placed_slots = place(v, device, placement), place(where.to(torch.int32), device)
-
-        scales = static_scales() if keys.scaling == "static" else (None, None)
+            old = {name: held[name].float().cpu() for name in names}
+        placed = {
+            name: place_far(x, device, free) if far == name else place(x, device, placement)
+            for name, x in zip(names, new, strict=True)
+        }
+        placed_slots = place(where.to(torch.int32), device)
+        scales = static_scales() if first.scaling == "static" else (None,) * len(planes)
 
         def state() -> Sequence[torch.Tensor]:
             content = self.backend.layout.to_logical(views, pages.to(device))
-            return [content[name].float() if scaled else content[name] for name in ("k", "v")]
+            return [content[name].float() if scaled else content[name] for name in names]
 
         def expect() -> Expected:
             wanted = []
             used = where[where != NULL_PAGE].long()
             index = torch.searchsorted(pages, used // block) * block + used % block
-            for plane, old, new, scale in ((keys, old_k, k, scales[0]), (values, old_v, v, scales[1])):
-                stored = new[: len(used)] if order is None else new[where != NULL_PAGE]
-                own, truth = _stored(stored, plane, scale)
-                size = self.spec.head_size  # an adapter may store wider heads
+            for plane, x, scale in zip(planes, new, scales, strict=True):
+                before, stored = old[plane.name], x[: len(used)] if order is None else x[where != NULL_PAGE]
                 contents = []
-                for x in (own, truth):
-                    content = old.flatten(0, 1).to(x.dtype)
-                    content[index, :, :size] = x
-                    content[index, :, size:] = 0
-                    contents.append(content.view(old.shape))
-                wanted.append(Expectation(_SAID[plane.name], contents[0], contents[1]))
+                for values in _stored(stored, plane, scale):
+                    content = before.flatten(0, 1).to(values.dtype)
+                    content[index, ..., : x.shape[-1]] = values
+                    content[index, ..., x.shape[-1] :] = 0
+                    contents.append(content.view(before.shape))
+                wanted.append(Expectation(_SAID.get(plane.name, plane.name), contents[0], contents[1]))
             return Expected((), tuple(wanted))
 
-        inputs = {"k": placed_k, "v": placed_v, "slot_mapping": placed_slots}
-        inputs |= {"cache": buffer} if far != "cache" else {}
+        inputs = {**placed, "slot_mapping": placed_slots, **({"cache": buffer} if far != "cache" else {})}
+        store: Callable[[Any], None] = self.backend.store
+        call = self._kind.store_call(*placed.values(), views, placed_slots)
         return Call(
             inputs=tuple(Input(name, name, x) for name, x in inputs.items()),
-            run=lambda: self.backend.store(StoreCall(placed_k, placed_v, views, placed_slots)),
+            run=lambda: store(call),
             state=state,
             expect=expect,
             errors=ERRORS if scaled else ErrorModel(exact=True),
@@ -319,5 +338,5 @@ class StoreProbe:
         return None if self.subject.capturable else "the target declares capturable = False"
 
     def far_inputs(self, call: Call) -> Sequence[str]:
-        """The cache, and keys where there are several."""
-        return ("cache", *(["k"] if self.num_tokens > 1 else []))
+        """The cache, and what is stored of the first plane where there are several tokens."""
+        return ("cache", *([call.inputs[0].label] if self.num_tokens > 1 else []))

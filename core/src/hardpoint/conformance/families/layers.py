@@ -41,6 +41,7 @@ from hardpoint_plugin_api import (
     LayerWorkload,
     LinearArgs,
     LinearAttentionArgs,
+    MLAArgs,
     MLPArgs,
     MoEArgs,
     NormArgs,
@@ -532,6 +533,7 @@ _PROMPTS_THEN_DECODES = (
 _STEP_TOKENS = (sum(piece.query for pieces in _PROMPTS_THEN_DECODES for piece in pieces),)
 _ROPE = RopeArgs(rotary_dim=32, theta=10_000.0)
 _ATTENTION = AttentionArgs(64, 4, 2, 32, 0.2, rope=_ROPE)
+_MLA = MLAArgs(64, 4, 24, 8, 12, 10, 0.2, rope=replace(_ROPE, rotary_dim=8, interleaved=True), query_rank=20)
 _MLP, _NORM = MLPArgs(64, 96), NormArgs(64, 1e-6)
 _TWO_BLOCKS = (BlockArgs(_ATTENTION, _MLP, _NORM), BlockArgs(replace(_ATTENTION, window=6), _MLP, _NORM))
 _MOE = MoEArgs(64, 48, RouterArgs(8, 2, renormalize=True))
@@ -588,6 +590,17 @@ KINDS: dict[str, LayerKind] = {
             "sinks-capped": replace(_ATTENTION, sinks=True, soft_cap=2.0),
             "alibi": replace(_ATTENTION, alibi=True, rope=None),
             "interleaved-partial": replace(_ATTENTION, rope=replace(_ROPE, rotary_dim=16, interleaved=True)),
+        },
+        _hidden,
+        _step_by_step,
+        tokens=_STEP_TOKENS,
+        pieces=_PROMPTS_THEN_DECODES,
+    ),
+    "mla": LayerKind(
+        {
+            "plain": _MLA,
+            "uncompressed-bias": replace(_MLA, query_rank=None, bias=True),
+            "odd": MLAArgs(33, 3, 20, 6, 5, 7, 0.3, rope=replace(_ROPE, rotary_dim=6), query_rank=9),
         },
         _hidden,
         _step_by_step,

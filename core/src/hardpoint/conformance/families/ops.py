@@ -134,7 +134,7 @@ def _caches(subject: Subject, layout: str) -> list[_Cache]:
     Of several attention backends that have it, the plugin's own says which.
     """
     site, plugin = subject.site, subject.offer.plugin
-    offers = [o for o in site.plugins.offers("attention") if o.contribution.layout == layout]
+    offers = [o for o in site.plugins.offers("attention", "causal") if o.contribution.layout == layout]
     if layout == _PLAIN or not offers:
         return [_Cache(layout)]
     backend = Subject.load(min(offers, key=lambda o: o.plugin != plugin), site)

@@ -259,7 +259,7 @@ def lay_out(
             where = torch.cat([tables.slots(i, old.start, old.stop, block) for i, old in enumerate(olds)])
             backend.store(StoreCall(old_k.to(device), old_v.to(device), cache, where.to(device)))
         backend.store(StoreCall(placed_k, placed_v, cache, batch.slot_mapping))
-    out = place(torch.full_like(q, float("nan")), device)
+    out = place(q.new_full((*q.shape[:-1], v.shape[-1]), float("nan")), device)
     held = [_held(backend, r, cache, tables, i) for i, r in enumerate(requests)] if is_scaled(spec.kv_dtype) else None
     return Step(placed_q, placed_k, placed_v, out, buffer, cache, batch, held)
 

@@ -201,6 +201,12 @@ def start_speculation(blueprint: Blueprint, num_slots: int) -> Speculation | Non
     return Speculation(drafter, ctx.resources, num_slots, ctx.max_model_len, ctx.torch_device)
 
 
+def planners_of_exact_lengths(blueprint: Blueprint) -> tuple[str, ...]:
+    """The parts of the model that plan a step by the exact lengths of its requests, by name."""
+    planners = (user.planner for user in blueprint.ctx.cache_users.users)
+    return tuple(sorted({type(planner).__name__ for planner in planners if planner.exact_lengths}))
+
+
 def step_limits(blueprint: Blueprint) -> StepLimits:
     """What the user, the platform and every attention backend allow of a step; no step is larger than all buckets."""
     config = blueprint.config
@@ -216,6 +222,12 @@ def step_limits(blueprint: Blueprint) -> StepLimits:
         )
     if limits.token_buckets:
         limits = limits.intersect(StepLimits(max_tokens=max(limits.token_buckets)))
+    state = next((user for user in blueprint.ctx.cache_users.users if user.spec.retention.per_sequence), None)
+    if config.num_drafts and state is not None:
+        raise ConfigError(
+            f"--speculative-method: layer {state.path} keeps a state, which cannot go back to what it was before a "
+            "wrong draft; leave it out"
+        )
     if config.num_drafts and not limits.mixed_phases:
         raise ConfigError(
             "--speculative-method: drafts are verified as prompts are read, beside decodes, and "

@@ -1,4 +1,4 @@
-"""A model of Acme's own, of layers that core does not know: a mixer, and a feed-forward that depends on the position.
+"""A model of Acme's own, of layers that core does not know: two mixers, and a feed-forward by position.
 
 Axes: T tokens, H heads, D head size.
 """
@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from acme_hp.fading import FadingArgs
 from hardpoint.attention.build import attention_backend
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.context import Context
@@ -18,6 +19,9 @@ from hardpoint.layers import CausalLMArgs, PluggableLayer
 from hardpoint.layers.linear import Linear
 from hardpoint.models.decoder import Block, Sublayer, decoder, linear_names, mlp, norms, num_layers
 from hardpoint_plugin_api import AttentionCall, AttentionSpec, ForwardStep, LinearArgs, StoreCall, WeightSlot
+
+FADE = 0.8
+"""How much of a sum is left one token later."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,19 @@ class AcmeStripes(PluggableLayer, name="acme_stripes"):
 
 
 def means(config: HFConfig) -> CausalLMArgs:
-    """Means and, by turns, core's feed-forward and Acme's."""
+    """By turns means with core's feed-forward, and fading sums with Acme's."""
     hidden = config.integer("hidden_size")
     mixer = Sublayer(
         MeanArgs(hidden, config.integer("num_attention_heads"), config.integer("head_dim")),
         linear_names({"mean.value_proj": "value", "mean.out_proj": "out"}),
     )
     stripes = Sublayer(StripesArgs(hidden, config.integer("acme_period")), {"stripes": "weight"})
+    fading = Sublayer(
+        FadingArgs(hidden, mixer.args.num_heads * mixer.args.head_size, FADE),
+        linear_names({"fading.value_proj": "value", "fading.out_proj": "out"}),
+    )
     dense, norm = mlp(config), norms(config)
-    return decoder(config, [Block(mixer, stripes if i % 2 else dense, norm) for i in range(num_layers(config))])
+    return decoder(
+        config,
+        [Block(fading if i % 2 else mixer, stripes if i % 2 else dense, norm) for i in range(num_layers(config))],
+    )

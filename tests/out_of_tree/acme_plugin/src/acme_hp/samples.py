@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import linear, rms_norm, silu
 
-from acme_hp.means import MeanArgs, StripesArgs
+from acme_hp.fading import FadingArgs
+from acme_hp.means import FADE, MeanArgs, StripesArgs
 from hardpoint.conformance.families.layers import Inputs, LayerKind, Steps
 from hardpoint.conformance.families.model_samples import TINY, ModelSample, Reference
 from hardpoint.conformance.families.parser_samples import ParserSample, SampleCall, tool
@@ -60,8 +61,9 @@ def write_means(folder: Path, seed: int) -> Reference:
     for i in range(MEANS["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         w |= {f"{layer}.{name}_layernorm.weight": random(hidden) for name in ("input", "post_attention")}
-        w[f"{layer}.mean.value_proj.weight"] = random(values, hidden)
-        w[f"{layer}.mean.out_proj.weight"] = random(hidden, values)
+        mixer = "fading" if i % 2 else "mean"
+        w[f"{layer}.{mixer}.value_proj.weight"] = random(values, hidden)
+        w[f"{layer}.{mixer}.out_proj.weight"] = random(hidden, values)
         if i % 2:
             w[f"{layer}.stripes"] = random(MEANS["acme_period"], hidden) * 8
         else:
@@ -80,8 +82,12 @@ def write_means(folder: Path, seed: int) -> Reference:
         x = p["model.embed_tokens.weight"][torch.tensor(ids)]
         for i in range(MEANS["num_hidden_layers"]):
             layer = f"model.layers.{i}"
-            v = linear(normed(x, f"{layer}.input_layernorm.weight"), p[f"{layer}.mean.value_proj.weight"])
-            x = x + linear(v.cumsum(0) / (positions[:, None] + 1), p[f"{layer}.mean.out_proj.weight"])
+            mixer = "fading" if i % 2 else "mean"
+            v = linear(normed(x, f"{layer}.input_layernorm.weight"), p[f"{layer}.{mixer}.value_proj.weight"])
+            ages = positions[:, None] - positions
+            faded = torch.tensor(FADE, dtype=dtype) ** ages.clamp(min=0) * (ages >= 0) @ v
+            mixed = faded if i % 2 else v.cumsum(0) / (positions[:, None] + 1)
+            x = x + linear(mixed, p[f"{layer}.{mixer}.out_proj.weight"])
             y = normed(x, f"{layer}.post_attention_layernorm.weight")
             if i % 2:
                 x = x + y * p[f"{layer}.stripes"][positions % MEANS["acme_period"]]
@@ -98,7 +104,9 @@ MODEL_SAMPLES = {"AcmeMeansForCausalLM": (ModelSample("means", write_means),)}
 _PROMPTS_THEN_DECODES = ((Piece(9, 9), Piece(4, 4)), (Piece(1, 10), Piece(1, 5)))
 
 
-def _stream(args: MeanArgs | StripesArgs, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _stream(
+    args: MeanArgs | FadingArgs | StripesArgs, tokens: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(tokens, args.hidden_size, generator=generator), "positions": torch.arange(tokens)}
 
 
@@ -113,6 +121,9 @@ def _in_a_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
 LAYER_KINDS = {
     "acme_mean": LayerKind(
         {"plain": MeanArgs(64, 4, 16)}, _stream, _step_by_step, tokens=(15,), pieces=_PROMPTS_THEN_DECODES
+    ),
+    "acme_fading": LayerKind(
+        {"plain": FadingArgs(64, 48, 0.7)}, _stream, _step_by_step, tokens=(15,), pieces=_PROMPTS_THEN_DECODES
     ),
     "acme_stripes": LayerKind({"plain": StripesArgs(64, 3)}, _stream, _in_a_step),
 }

@@ -1,0 +1,237 @@
+"""Trials of latent attention: those of causal attention with one KV head, whose values are a part of its keys.
+
+A backend of latent attention, in the absorbed form, does what one of causal attention does over keys that are latents
+beside rotated keys, and values that are the latents alone. So an adapter makes one of the other, and requests, truth,
+checks and their bounds are those of causal attention. ``store`` and the layout are tried as they are.
+
+Axes: T tokens, S positions of one request, H query heads, L latent size, R rope size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from hardpoint.conformance.families.attention import (
+    AttentionProbe,
+    Situation,
+    attention_trial,
+    batch_names,
+    block_sizes,
+    conventions,
+)
+from hardpoint.conformance.families.cache_layout import CacheKind, layout_trials
+from hardpoint.conformance.families.scaled_cache import cache_dtypes
+from hardpoint.conformance.families.steps import LONG, Request
+from hardpoint.conformance.plan import Exclusions, Plan, Row
+from hardpoint.conformance.site import Subject
+from hardpoint.conformance.trials import Check, Finding, Trial
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCall,
+    AttentionMetadata,
+    AttentionSpec,
+    BuildContext,
+    CacheSpec,
+    CaptureGrade,
+    Contribution,
+    LatentBackend,
+    LatentCall,
+    LatentSpec,
+    LatentStoreCall,
+    Phase,
+    StepLimits,
+    StoreCall,
+    Workload,
+)
+
+_HEADS = (4, 1, 16, 20, 128)
+_LATENT_SIZES, _ROPE_SIZES = (16, 40, 512), (8, 64)
+_MOST_ELEMENTS_OF_LONG = 2048
+"""Elements of all heads' queries in batches that take the reference long."""
+_VALUES = ("normal", "peaked", "flat", "large", "low", "nan")
+
+
+class LatentTrials:
+    """The generator of latent attention."""
+
+    family = "attention"
+
+    def serves(self, contribution: Contribution) -> bool:
+        """All backends of that kind."""
+        return contribution.of == "latent"
+
+    def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
+        """The declarations, the cache layout, then steps."""
+        yield Trial("declared", (Check("conventions", partial(_conventions, subject), decisive=True),))
+        sizes: dict[str, Sequence[Any]] = {
+            "latent_size": _claimed(subject, "latent_size", _LATENT_SIZES),
+            "rope_size": _claimed(subject, "rope_size", _ROPE_SIZES),
+        }
+        yield from layout_trials(subject, plan, block_sizes(subject), CacheKind(sizes, _spec, _title, LatentStoreCall))
+        factors = {
+            "dtype": subject.dtypes(),
+            "kv_dtype": cache_dtypes(subject),
+            "heads": _HEADS,
+            **sizes,
+            "block_size": block_sizes(subject),
+            "batch": batch_names(subject),
+            "values": _VALUES,
+            "shared": (False, True),
+            "padding": (0, 3),
+            "slack": (0, 2),
+        }
+        smallest = min(sizes["latent_size"])
+        senseless: Exclusions = {
+            ("batch", "values"): _has_no_point,
+            ("batch", "heads"): lambda batch, heads: batch in LONG and heads > _HEADS[0],
+            ("batch", "latent_size"): lambda batch, size: batch in LONG and size > smallest,
+            ("heads", "latent_size"): lambda heads, size: heads > _HEADS[0] and heads * size > _MOST_ELEMENTS_OF_LONG,
+        }
+        adapted = replace(subject, target=as_causal(subject.target))
+        situations = map(LatentSituation.of, plan.combinations(factors, senseless))
+        for number, situation in enumerate({situation.title: situation for situation in situations}.values()):
+            seed = plan.seed_of(f"{subject.offer.contribution}/{situation.title}")
+            yield attention_trial(LatentProbe(adapted, situation, seed), plan, number)
+
+
+def _claimed(subject: Subject, key: str, some: Sequence[int]) -> Sequence[int]:
+    return tuple(map(int, subject.claimed(key) or some))
+
+
+def _has_no_point(batch: str, values: str) -> bool:
+    """Nothing is left of few requests, of which one holds a NaN query and one a NaN key, which spoils whole results.
+
+    Large batches and deep contexts are there for their sizes.
+    """
+    few = batch in ("one", "long") or batch.startswith("tokens ")
+    return (few and values == "nan") or (batch in LONG and values not in ("normal", "flat"))
+
+
+def _spec(row: Row, dtype: str) -> LatentSpec:
+    heads, sizes = row.get("heads", 1), (row["latent_size"], row["rope_size"])
+    scale = 1.3 * sum(sizes) ** -0.5  # not what a kernel would take if it ignored the scale it was given
+    return LatentSpec(heads, *sizes, scale, dtype, row["kv_dtype"], row["block_size"])
+
+
+def _title(row: Row) -> str:
+    return f"latent-{row['latent_size']}/rope-{row['rope_size']}"
+
+
+def _conventions(subject: Subject) -> Finding:
+    """``conventions``: those of causal attention that a latent backend declares, too."""
+    target = subject.target
+    if not (isinstance(target, type) and issubclass(target, LatentBackend)):
+        return Finding.failed("declared", subject.offer.contribution.target, f"is no LatentBackend but {target!r}")
+    return conventions(replace(subject, target=as_causal(target)))
+
+
+@dataclass(frozen=True)
+class SharedLatents(AttentionSpec):
+    """``latent`` as a spec of causal attention over one head of L + R elements."""
+
+    latent: LatentSpec | None = None
+
+    @classmethod
+    def of(cls, latent: LatentSpec) -> SharedLatents:
+        """The spec of the adapter."""
+        return cls(
+            num_heads=latent.num_heads,
+            num_kv_heads=1,
+            head_size=latent.latent_size + latent.rope_size,
+            scale=latent.scale,
+            dtype=latent.dtype,
+            kv_dtype=latent.kv_dtype,
+            block_size=latent.block_size,
+            latent=latent,
+        )
+
+
+@dataclass(frozen=True)
+class LatentSituation(Situation):
+    """What one trial asks of a backend of latent attention."""
+
+    @classmethod
+    def of(cls, row: Row) -> LatentSituation:
+        """The situation of one combination of factors."""
+        spec = SharedLatents.of(_spec(row, row["dtype"]))
+        return cls(spec, row["batch"], row["values"], row["shared"], row["padding"], row["slack"])
+
+    @property
+    def title(self) -> str:
+        """A short name, unique among situations."""
+        latent = _latent(self.spec)
+        sizes = f"latent-{latent.latent_size}/rope-{latent.rope_size}"
+        return super().title.replace(f"x1/size-{self.spec.head_size}/", f"/{sizes}/", 1)
+
+
+class LatentProbe(AttentionProbe):
+    """One backend of latent attention, adapted, in one situation."""
+
+    @property
+    def workload(self) -> Workload:
+        """What a backend would be selected by."""
+        return _latent(self.spec).workload()
+
+    def requests(self, seed: int) -> list[Request]:
+        """The requests of a seed: values are the latents, with the NaN that the values were to have."""
+        size, found = _latent(self.spec).latent_size, []
+        for request in super().requests(seed):
+            keys = request.k.clone()
+            keys[..., 0] = torch.where(request.v[..., 0].isnan(), request.v[..., 0], keys[..., 0])
+            found.append(replace(request, k=keys, v=keys[..., :size]))
+        return found
+
+
+@functools.cache
+def as_causal(inner: Any) -> type[AttentionBackend]:
+    """A backend of causal attention, for SharedLatents, of a class of latent attention."""
+
+    class LatentAsCausal(AttentionBackend):
+        layout, capture, traceable = inner.layout, inner.capture, inner.traceable
+
+        def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
+            super().__init__(ctx, spec)
+            self._latent = _latent(spec)
+            self._inner: LatentBackend = inner(ctx, self._latent)
+
+        supports = inner.supports
+
+        @property
+        def cache_spec(self) -> CacheSpec:
+            return self._inner.cache_spec
+
+        def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
+            return self._inner.grade(phase, tokens)
+
+        def step_limits(self) -> StepLimits:
+            return self._inner.step_limits()
+
+        def store(self, call: StoreCall) -> None:
+            self._inner.store(LatentStoreCall(*self._parts(call.k[:, 0]), call.cache, call.slot_mapping))
+
+        def plan(self, batch: AttentionBatch) -> AttentionMetadata:
+            return self._inner.plan(batch)
+
+        def forward(self, call: AttentionCall) -> None:
+            keys = self._parts(call.k[:, 0])
+            self._inner.forward(LatentCall(*self._parts(call.q), *keys, call.cache, call.metadata, call.out))
+
+        def _parts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            latent, rope = x.split([self._latent.latent_size, self._latent.rope_size], dim=-1)
+            return latent, rope
+
+    LatentAsCausal.__name__ = f"{inner.__name__}AsCausal"
+    return LatentAsCausal
+
+
+def _latent(spec: AttentionSpec) -> LatentSpec:
+    assert isinstance(spec, SharedLatents)
+    assert spec.latent is not None
+    return spec.latent
