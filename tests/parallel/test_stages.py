@@ -69,13 +69,15 @@ def test_stages_draw_the_tokens_of_one(
         assert llm.stats.cached_tokens > 0
 
 
-def test_drafts_are_verified_on_the_last_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_drafts_are_verified_on_the_last_stage(ahead: bool, tmp_path: Path) -> None:
     """The first one gets them with the step, and then the last token that was right."""
+    settings: dict[str, Any] = {"speculative_method": "ngram", "async_scheduling": ahead}
     write_checkpoint(tmp_path, "llama")
     params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * len(PROMPTS)
     with small_llm(tmp_path) as llm:
         wanted = tokens(llm, params)
-    with ranks_in_threads(tmp_path, 1, pipeline_parallel_size=2, speculative_method="ngram") as llm:
+    with ranks_in_threads(tmp_path, 1, pipeline_parallel_size=2, **settings) as llm:
         assert tokens(llm, params) == wanted
         assert llm.stats.num_steps < 40
 

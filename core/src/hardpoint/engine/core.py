@@ -113,8 +113,11 @@ class EngineCore:
         executor = start_executor(blueprint, model)
         facts = executor.facts
         scheduler_class = cast(type[Scheduler], ctx.load(ctx.select(SchedulerWorkload()).offer))
-        ahead = ctx.device.accelerator if config.async_scheduling is None else config.async_scheduling
+        has_stages = config.topology.pipeline > 1
+        ahead = (ctx.device.accelerator or has_stages) if config.async_scheduling is None else config.async_scheduling
         exact = planners_of_exact_lengths(blueprint)
+        if has_stages:  # drafts and lengths on the device are the last stage's
+            exact = (*exact, "each pipeline stage but the last")
         if ahead and exact and config.num_drafts:
             logger.info("steps that draw are waited for: %s needs requests' exact lengths", ", ".join(exact))
         paged_cache = PagedCache(BlockPool(facts.num_pages), facts.geometry, config.enable_prefix_caching)
