@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.cache_users import united_retentions
+from hardpoint.cache_users import ModelCaches, united_retentions
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import Blueprint, draw
+from hardpoint.engine.execution.memory.cache_memory import CacheMemory
 from hardpoint.engine.execution.runner import Runner
 from hardpoint.engine.explain import explain
+from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint.parallel.topology import Topology
-from hardpoint_plugin_api import ConfigError, EngineDeadError, Span, StructuredOutput
+from hardpoint.parallel.torch_distributed import TorchDistributed
+from hardpoint_plugin_api import Communicator, ConfigError, EngineDeadError, PluginLoadError, Span, StructuredOutput
 from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads
 from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import SMALL, counted, small_llm
@@ -142,6 +146,20 @@ def test_stages_share_block_tables() -> None:
     """Each span has as many groups as the stage that needs most of it."""
     full, window = Span(), Span(window=16)
     assert united_retentions([(window, full), (window, window)]) == (window, window, full)
+
+
+def test_a_stage_without_caches_has_as_many_pages() -> None:
+    users, retentions = ModelCaches(), (Span(),)
+    users.share_groups(retentions)
+    cache = CacheMemory(users, CacheGeometry(16, retentions, 64), 40, torch.device("cpu"))
+    assert (cache.num_pages, cache.views) == (40, [])
+
+
+def test_a_communicator_that_cannot_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, "qwen3")
+    monkeypatch.setattr(TorchDistributed, "recv", Communicator.recv)
+    with pytest.raises(PluginLoadError, match=r"torch_distributed.* needs send and recv to serve pipeline stages"):
+        draw(EngineConfig.create(model=str(tmp_path), **SMALL, pipeline_parallel_size=2))
 
 
 @pytest.mark.parametrize("stage", [0, 1])
