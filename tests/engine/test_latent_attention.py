@@ -48,6 +48,17 @@ def test_prefixes_chunks_and_preemption(checkpoint: tuple[Path, PreTrainedModel]
         assert llm.stats.cached_tokens > 0
 
 
+def test_drafts_are_verified(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """A request has several tokens in a step, of which some are taken back."""
+    folder, model = checkpoint
+    prompts = [prompt * 3 for prompt in random_prompts(5, 20, seed=2, shortest=8)]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    with small_llm(folder, speculative_method="ngram", num_speculative_tokens=3) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        assert 0 < llm.stats.accepted_tokens < llm.stats.drafted_tokens
+
+
 def test_a_token_has_one_latent_and_one_rotated_key(checkpoint: tuple[Path, PreTrainedModel]) -> None:
     with small_llm(checkpoint[0]) as llm:
         users = llm.core.blueprint.ctx.cache_users.users
