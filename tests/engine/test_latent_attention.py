@@ -72,12 +72,28 @@ def test_quantized_matrices_are_absorbed(checkpoint: tuple[Path, PreTrainedModel
     assert 1e-4 < difference < 0.15
 
 
-def test_choices_by_kind(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+def test_sleep_and_other_weights(checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    """The plain matrices are made anew each time."""
+    folder, model = checkpoint
+    other = write_checkpoint(tmp_path, "deepseek_v2", seed=1, **DEEPSEEK_V2)
+    prompts = random_prompts(3, 30, seed=6)
+    with small_llm(folder) as llm:
+        llm.sleep(level=2)
+        llm.wake_up()
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        llm.update_weights(tmp_path)
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(other, prompt, output.outputs[0].token_ids)
+
+
+def test_choices_by_kind(checkpoint: tuple[Path, PreTrainedModel], caplog: pytest.LogCaptureFixture) -> None:
     """A name that is offered for causal attention alone decides nothing here, and is refused for this kind."""
     folder, _ = checkpoint
     with small_llm(folder, attention_backend="reference_batch_invariant") as llm:
         (rule,) = {row.rule for row in llm.table.rows if row.family == "attention"}
         assert rule == "only candidate"
+    assert "--attention-backend reference_batch_invariant decides nothing" in caplog.text
     with small_llm(folder, use={"attention.latent": "reference"}) as llm:
         (rule,) = {row.rule for row in llm.table.rows if row.family == "attention"}
         assert rule == "flag"
