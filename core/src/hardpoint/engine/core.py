@@ -40,7 +40,6 @@ from hardpoint.structured import Grammars
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import (
     EngineError,
-    SchedulerWorkload,
 )
 
 if TYPE_CHECKING:
@@ -112,7 +111,6 @@ class EngineCore:
         logger.info("selection table %s on %s", table.digest, ctx.device.name)
         executor = start_executor(blueprint, model)
         facts = executor.facts
-        scheduler_class = cast(type[Scheduler], ctx.load(ctx.select(SchedulerWorkload()).offer))
         has_stages = config.topology.pipeline > 1
         ahead = (ctx.device.accelerator or has_stages) if config.async_scheduling is None else config.async_scheduling
         exact = planners_of_exact_lengths(blueprint)
@@ -121,7 +119,7 @@ class EngineCore:
         if ahead and exact and config.num_drafts:
             logger.info("steps that draw are waited for: %s needs requests' exact lengths", ", ".join(exact))
         paged_cache = PagedCache(BlockPool(facts.num_pages), facts.geometry, config.enable_prefix_caching)
-        scheduler = scheduler_class(
+        scheduler = Scheduler(
             SchedulerArgs(
                 paged_cache,
                 facts.limits,
@@ -275,7 +273,7 @@ class EngineCore:
         seconds, num_drawn = time.perf_counter() - began, self.scheduler.num_drawn - before
         self._metrics.collected(seconds, num_drawn)
         self.stats.num_steps += 1
-        if all(s.count == 1 + len(s.drafts) for s in step.scheduled):
+        if all(s.count == 1 or s.count == 1 + len(s.drafts) for s in step.scheduled):
             self.stats.decode_tokens += num_drawn
             self.stats.decode_seconds += seconds
         else:

@@ -32,7 +32,6 @@ from hardpoint_plugin_api import (
     DrafterWorkload,
     EagerGraphEngine,
     EngineInfo,
-    RunnerWorkload,
     StepLimits,
 )
 
@@ -141,8 +140,7 @@ class Worker:
         )
         if graphs.tell_nbytes:
             memory.know("graphs", lambda: graphs.nbytes)
-        runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
-        runner = runner_class(
+        runner = Runner(
             RunnerArgs(
                 ctx=ctx,
                 platform=platform,
