@@ -50,8 +50,8 @@ def tokens(llm: LLM, params: list[SamplingParams] | SamplingParams | None = None
 @pytest.mark.parametrize(
     ("family", "changes", "ranks", "stages", "settings"),
     [
-        ("qwen3", {}, 1, 2, {"async_scheduling": False}),
-        ("qwen3", {"tie_word_embeddings": True}, 1, 3, {"async_scheduling": True}),
+        pytest.param("qwen3", {}, 1, 2, {"async_scheduling": False}, marks=pytest.mark.nightly),
+        ("qwen3", {"tie_word_embeddings": True}, 1, 3, {"async_scheduling": False}),
         ("llama", {"num_hidden_layers": 4, "vocab_size": 261, "tie_word_embeddings": True}, 2, 2, {}),
         ("qwen3_moe", EXPERTS, 2, 2, {"enable_expert_parallel": True, "async_scheduling": True}),
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}, 1, 2, {}),
@@ -73,7 +73,7 @@ def test_stages_draw_the_tokens_of_one(
         assert llm.stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_drafts_are_verified_on_the_last_stage(ahead: bool, tmp_path: Path) -> None:
     """The first one gets them with the step, and then the last token that was right."""
     settings: dict[str, Any] = {"speculative_method": "ngram", "async_scheduling": ahead}

@@ -273,7 +273,7 @@ class EngineCore:
         seconds, num_drawn = time.perf_counter() - began, self.scheduler.num_drawn - before
         self._metrics.collected(seconds, num_drawn)
         self.stats.num_steps += 1
-        if all(s.count == 1 + len(s.drafts) for s in step.scheduled):
+        if all(s.count == 1 or s.count == 1 + len(s.drafts) for s in step.scheduled):
             self.stats.decode_tokens += num_drawn
             self.stats.decode_seconds += seconds
         else:

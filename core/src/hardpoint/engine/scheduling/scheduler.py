@@ -383,10 +383,12 @@ class Scheduler:
         if self._promised is request:
             self._promised = None
         request.num_computed += count
-        if samples:
-            request.num_sampled += 1 + len(drafts)
+        request.num_sampled += samples
+        if drafts:
+            request.num_sampled += len(drafts)
             request.num_unsettled += len(drafts)
-        step.copies += grown.copies
+        if grown.copies:
+            step.copies += grown.copies
         pages = tuple(map(tuple, request.held.pages)) if prefix else grown.pages
         scheduled = ScheduledRequest(request.slot, start, count, pages, samples, allowed, drafts, slack)
         step.shares.append(_Share(request, scheduled))
