@@ -113,8 +113,8 @@ class WatchedCall:
 class KernelCalls:
     """One engine's kernels of plugins other than core and ``home``, which is the platform's own.
 
-    Kernels of those are left as they are, but for what cannot be captured. With ``is_on`` False no step is prepared, and
-    calls pass through here for the check of their first result alone.
+    Kernels of those are left as they are, but for what cannot be captured. With ``is_on`` False no step is prepared,
+    and calls pass through here for the check of their first result alone.
     """
 
     def __init__(self, home: str = CORE, is_on: bool = True) -> None:
