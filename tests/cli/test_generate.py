@@ -78,6 +78,13 @@ def test_one_prompt_is_streamed(capsys: pytest.CaptureFixture[str]) -> None:
     assert Echo.last.closed
 
 
+def test_drafts_that_were_right_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    stats = EngineStats(drafted_tokens=9, accepted_tokens=7)
+    monkeypatch.setattr(Echo, "stats", property(lambda self: stats, lambda self, value: None), raising=False)
+    assert run(["generate", "--prompt", "abc", "--speculative-method", "ngram"]) == 0
+    assert "drafts: 7 of 9 right" in capsys.readouterr().err
+
+
 def test_quiet_prints_the_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", "--prompt", "abc", "--quiet", "--no-stream"]) == 0
     printed = capsys.readouterr()

@@ -313,6 +313,12 @@ def with_layout(kind: type[CacheLayout]) -> type[Simple]:
     return type(f"With{kind.__name__}", (Simple,), {"layout": kind()})
 
 
+class ClaimsThatBoundsDo(Simple):
+    """Reads lengths on the host all the same."""
+
+    exact_lengths = False
+
+
 STEPS = "float32/*"
 PLANTED: dict[str, tuple[type[Simple], str, str]] = {
     "block-edge off by one": (BlockEdge, "values", STEPS),
@@ -333,6 +339,7 @@ PLANTED: dict[str, tuple[type[Simple], str, str]] = {
     "cache written in forward": (WritesTheCache, "values", STEPS),
     "stale row": (OneRowShort, "values", STEPS),
     "race in shared scratch": (SharedScratch, "interleaved", STEPS),
+    "lengths of the host": (ClaimsThatBoundsDo, "bounds", STEPS),
     "plans for itself": (PlansForItself, "group", STEPS),
     "stores one slot further": (StoresShifted, "values", "store/*"),
     "padding outside the null page": (StoresPaddingAnywhere, "values", "store/*padding*"),

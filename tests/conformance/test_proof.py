@@ -82,10 +82,11 @@ _MANIFEST = (
     + _contribution("elsewhere", '["float32/float32"]', platforms=["cuda"])
     + """
 [[contribution]]
-family = "scheduler"
-name = "proving_scheduler"
+family = "model"
+of = "ProvingForCausalLM"
+name = "proving_model"
 target = "hp_proving.kernels:Right"
-summary = "No generator knows schedulers"
+summary = "A model without samples has no generator"
 """
 )
 PROVING = Dist(
@@ -273,7 +274,10 @@ def test_a_pattern_that_is_refused_as_a_whole_was_asked_for(site: Site, monkeypa
     [
         ("never", "it serves nothing today"),
         ("overclaims", "no case is for the claimed spec nf4@float32:1x64/float32"),
-        ("proving_scheduler", "the kit has no trials for scheduler: no contract in API 0.1"),
+        (
+            "proving_model",
+            "the kit has no trials for model ProvingForCausalLM: neither Transformers nor a plugin has a reference",
+        ),
     ],
 )
 def test_what_is_not_proved_fails_the_run_and_says_why(
@@ -295,7 +299,8 @@ def test_a_kernel_for_other_hardware_fails_no_run_of_the_rest(
     assert "nothing was proved: no case could be tried here" in capsys.readouterr().out
     manifest = site_folder / "hp_proving" / "hardpoint.toml"
     kept = [part for part in manifest.read_text().split("[[contribution]]") if '"never"' not in part]
-    manifest.write_text("[[contribution]]".join(part for part in kept if "nf4" not in part and "scheduler" not in part))
+    kept = [part for part in kept if "nf4" not in part and "proving_model" not in part]
+    manifest.write_text("[[contribution]]".join(kept))
     assert conform("--json", "c.json", "--compact") == 0
     assert "not tried: elsewhere (" in capsys.readouterr().out
     proofs = json.loads((tmp_path / "c.json").read_text())["proofs"]

@@ -37,7 +37,7 @@ def test_every_preset_is_answered(preset: str) -> None:
     platform, *rest = table.rows
     device = discover().devices()[preset]
     assert (platform.family, platform.chosen, platform.rule) == ("platform", device.platform, "flag")
-    assert {row.family for row in rest} >= {"attention", "linear", "op", "layer", "model", "scheduler", "runner"}
+    assert {row.family for row in rest} >= {"attention", "linear", "op", "layer", "model"}
     attention = next(row for row in rest if row.family == "attention")
     chosen = {"cpu": "cpu_native"}
     if find_spec("triton"):

@@ -424,8 +424,8 @@ class TestRows:
     def pairs(self, recording: RecordedCalls, monkeypatch: pytest.MonkeyPatch) -> RecordedCalls:
         """Steps of two tokens for each request, all of which draw, padded to four requests."""
 
-        def with_pairs(engine: GraphEngine, limits: StepLimits) -> tuple[ShapeRow, ...]:
-            return (ShapeRow("full", (4,), ("logits",), queries=2), *shape_rows(engine, limits))
+        def with_pairs(engine: GraphEngine, limits: StepLimits, num_drafts: int) -> tuple[ShapeRow, ...]:
+            return (ShapeRow("full", (4,), ("logits",), queries=2), *shape_rows(engine, limits, num_drafts))
 
         monkeypatch.setattr("hardpoint.engine.execution.graphs.graphs.shape_rows", with_pairs)
         return recording

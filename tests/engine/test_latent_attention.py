@@ -48,6 +48,17 @@ def test_prefixes_chunks_and_preemption(checkpoint: tuple[Path, PreTrainedModel]
         assert llm.stats.cached_tokens > 0
 
 
+def test_drafts_are_verified(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """A request has several tokens in a step, of which some are taken back."""
+    folder, model = checkpoint
+    prompts = [prompt * 3 for prompt in random_prompts(5, 20, seed=2, shortest=8)]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    with small_llm(folder, speculative_method="ngram", num_speculative_tokens=3) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        assert 0 < llm.stats.accepted_tokens < llm.stats.drafted_tokens
+
+
 def test_a_token_has_one_latent_and_one_rotated_key(checkpoint: tuple[Path, PreTrainedModel]) -> None:
     with small_llm(checkpoint[0]) as llm:
         users = llm.core.blueprint.ctx.cache_users.users
@@ -72,12 +83,28 @@ def test_quantized_matrices_are_absorbed(checkpoint: tuple[Path, PreTrainedModel
     assert 1e-4 < difference < 0.15
 
 
-def test_choices_by_kind(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+def test_sleep_and_other_weights(checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    """The plain matrices are made anew each time."""
+    folder, model = checkpoint
+    other = write_checkpoint(tmp_path, "deepseek_v2", seed=1, **DEEPSEEK_V2)
+    prompts = random_prompts(3, 30, seed=6)
+    with small_llm(folder) as llm:
+        llm.sleep(level=2)
+        llm.wake_up()
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+        llm.update_weights(tmp_path)
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(other, prompt, output.outputs[0].token_ids)
+
+
+def test_choices_by_kind(checkpoint: tuple[Path, PreTrainedModel], caplog: pytest.LogCaptureFixture) -> None:
     """A name that is offered for causal attention alone decides nothing here, and is refused for this kind."""
     folder, _ = checkpoint
     with small_llm(folder, attention_backend="reference_batch_invariant") as llm:
         (rule,) = {row.rule for row in llm.table.rows if row.family == "attention"}
         assert rule == "only candidate"
+    assert "--attention-backend reference_batch_invariant decides nothing" in caplog.text
     with small_llm(folder, use={"attention.latent": "reference"}) as llm:
         (rule,) = {row.rule for row in llm.table.rows if row.family == "attention"}
         assert rule == "flag"

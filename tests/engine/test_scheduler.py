@@ -23,8 +23,8 @@ from hardpoint.engine.scheduling.block_pool import BlockPool, hash_block, hash_s
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry, PagedCache
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.scheduler import Scheduler, SchedulerArgs
-from hardpoint.engine.scheduling.step import StepInput, StepOutput
-from hardpoint_plugin_api import NULL_PAGE, CapacityError, Latest, Retention, Span, StepLimits
+from hardpoint.engine.scheduling.step import DRAFTED_AHEAD, StepInput, StepOutput
+from hardpoint_plugin_api import NO_DRAFT, NULL_PAGE, CapacityError, Latest, Retention, Span, StepLimits
 
 BLOCK = 4
 END = 1
@@ -42,11 +42,12 @@ def make_scheduler(
     limits: StepLimits,
     prefix_caching: bool = True,
     spans: tuple[Retention, ...] = (Span(),),
-    speculates: bool = False,
+    num_drafts: int = 0,
+    drafts_ahead: bool = False,
 ) -> Scheduler:
     assert limits.max_tokens is not None
     cache = PagedCache(BlockPool(pages), CacheGeometry(BLOCK, spans, limits.max_tokens), prefix_caching)
-    return Scheduler(SchedulerArgs(cache, limits, 1000, prefix_caching, speculates))
+    return Scheduler(SchedulerArgs(cache, limits, 1000, prefix_caching, num_drafts, drafts_ahead))
 
 
 def draw(tokens: Sequence[int]) -> int:
@@ -102,6 +103,7 @@ class Device:
         self.tokens: dict[int, list[int]] = {}
         self.pages: dict[int, list[list[int]]] = {}
         self.stored: dict[int, int] = {}
+        self.proposed: dict[int, tuple[int, ...]] = {}
         self.cache: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self.num_computed = 0
 
@@ -122,13 +124,16 @@ class Device:
         if not self.limits.mixed_phases and max(counts) > 1:
             reading = {s.slot for s in step.scheduled if s.start + s.count <= len(self.tokens[s.slot])}
             assert len(reading) == len(counts), "decodes and prompts share a step"
-        drawn, proposed = [], []
+        drawn = []
         for share in step.scheduled:
-            known = self.tokens[share.slot]
-            tokens = known + list(share.drafts)
+            known, drafts = self.tokens[share.slot], list(share.drafts)
+            if DRAFTED_AHEAD in drafts:
+                drafts = (list(self.proposed[share.slot]) + [NO_DRAFT] * len(drafts))[: len(drafts)]
+            tokens = known + drafts
             first_time = share.slot not in self.stored
-            assert first_time or share.start == self.stored[share.slot], "tokens are computed once and in order"
-            end = share.start + share.count
+            start = share.start if first_time else self.stored[share.slot]
+            assert share.start - share.slack <= start <= share.start, "tokens are computed once and in order"
+            end = start + share.count
             assert end <= len(tokens), "a token runs before it was drawn"
             for group, (pages, new_pages) in enumerate(zip(self.pages[share.slot], share.new_pages, strict=True)):
                 pages += new_pages
@@ -136,6 +141,7 @@ class Device:
                 assert len(pages) == needed if self.drafter is None else len(pages) >= needed, (
                     "pages for what is stored"
                 )
+                assert len(pages) * BLOCK >= share.start + share.count, "pages for all that may be stored"
                 if self.spans[group].per_sequence:
                     page = pages[(end - 1) // BLOCK]
                     assert 0 < page < self.num_pages
@@ -143,12 +149,12 @@ class Device:
                         assert self.cache[page, 0] == (group, tuple(tokens[: share.start])), "another state"
                     self.cache[page, 0] = group, tuple(tokens[:end])
                     continue
-                first = self.spans[group].first(share.start)
+                first = self.spans[group].first(start)
                 assert all(0 < page < self.num_pages for page in pages[first // BLOCK :])
-                for position in range(first, share.start):
+                for position in range(first, start):
                     held = self.cache.get((pages[position // BLOCK], position % BLOCK))
                     assert held == (group, tuple(tokens[: position + 1])), "the cache holds something else"
-                for position in range(share.start, end):
+                for position in range(start, end):
                     self.cache[pages[position // BLOCK], position % BLOCK] = group, tuple(tokens[: position + 1])
             self.num_computed += share.count
             self.stored[share.slot] = end
@@ -156,15 +162,16 @@ class Device:
                 assert share.count % self.limits.chunk_multiple == 0
             assert share.samples == (end == len(tokens))
             if share.samples:
-                assert share.first_drawn == len(known)
+                first_drawn = len(known)
+                assert share.first_drawn <= first_drawn <= share.first_drawn + share.slack
                 known.append(draw(known))
-                for draft in share.drafts:
+                for draft in drafts:
                     if draft != known[-1]:
                         break
                     known.append(draw(known))
-                drawn.append(tuple(known[share.first_drawn :]))
+                drawn.append(tuple(known[first_drawn:]))
                 self.stored[share.slot] = len(known) - 1
-                proposed.append(self.drafter(known) if self.drafter else ())
+                self.proposed[share.slot] = self.drafter(known) if self.drafter else ()
         written = [
             page
             for share in step.scheduled
@@ -172,7 +179,8 @@ class Device:
             for page in (pages[-1:] if span.per_sequence else pages[share.start // BLOCK :])
         ]
         assert len(written) == len(set(written)), "two requests write to one page"
-        return StepOutput(step.number, tuple(drawn), drafts=tuple(proposed) if self.drafter else ())
+        proposed = tuple(self.proposed[s.slot] for s in step.scheduled if s.samples) if self.drafter else ()
+        return StepOutput(step.number, tuple(drawn), drafts=proposed)
 
 
 def submit_ahead(scheduler: Scheduler, device: Device, submitted: deque[StepOutput], depth: int) -> None:
@@ -227,6 +235,7 @@ STREAMS = given(
     caching=st.booleans(),
     spans=st.sampled_from(SPANS),
     aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 19), max_size=5),
+    ahead=st.booleans(),
     drafter=st.none() | st.builds(drafting, st.integers(1, 6), st.sampled_from([0, 0.2, 0.7, 1]), st.integers(0, 99)),
 )
 
@@ -242,13 +251,14 @@ def check_random_streams(
     caching: bool,
     spans: tuple[Retention, ...],
     aborts: dict[int, int],
+    ahead: bool,
     drafter: Drafter | None,
 ) -> None:
     pages *= len(spans)
     drafter = None if Latest() in spans else drafter  # a state cannot go back before a wrong draft
     mixed |= drafter is not None
     limits = StepLimits(max_tokens=max_tokens, max_requests=max_requests, chunk_multiple=chunk, mixed_phases=mixed)
-    scheduler = make_scheduler(pages, limits, caching, spans, speculates=drafter is not None)
+    scheduler = make_scheduler(pages, limits, caching, spans, num_drafts=6 if drafter else 0, drafts_ahead=ahead)
     device = Device(limits, pages, spans, drafter)
     everybody = [
         make_request(i, prompt, output, may_stop=may_stop, priority=priority, cache_salt="a" if salted else "")
@@ -388,7 +398,7 @@ def test_requests_that_end_before_their_deadlines_are_let_go() -> None:
 @pytest.mark.parametrize(("wrong", "steps"), [(0, 1 + 4), (1, 20)])
 def test_right_drafts_save_steps_and_wrong_ones_cost_none(wrong: float, steps: int) -> None:
     limits = StepLimits(max_tokens=64, max_requests=2)
-    scheduler, device = make_scheduler(40, limits, speculates=True), Device(limits, 40, drafter=drafting(4, wrong))
+    scheduler, device = make_scheduler(40, limits, num_drafts=4), Device(limits, 40, drafter=drafting(4, wrong))
     scheduler.add(request := make_request(0, [3] * 6, 20))
     taken = 0
     while scheduler.has_unfinished:
@@ -413,7 +423,7 @@ def test_a_stop_token_among_right_drafts_drops_what_follows() -> None:
         request for n in range(40) if expected_output(request := make_request(0, [n] * 3, 30, may_stop=True))[-1] == END
     ]
     for request in stopped:
-        scheduler, device = make_scheduler(40, limits, speculates=True), Device(limits, 40, drafter=drafting(9, 0))
+        scheduler, device = make_scheduler(40, limits, num_drafts=4), Device(limits, 40, drafter=drafting(9, 0))
         scheduler.add(request)
         run(scheduler, device, depth=1)
         assert request.output_token_ids == expected_output(request)
@@ -423,7 +433,7 @@ def test_a_stop_token_among_right_drafts_drops_what_follows() -> None:
 
 def test_drafts_take_no_page_that_another_request_would_have_to_give() -> None:
     limits = StepLimits(max_tokens=64, max_requests=4)
-    scheduler, device = make_scheduler(9, limits, speculates=True), Device(limits, 9, drafter=drafting(6, 1))
+    scheduler, device = make_scheduler(9, limits, num_drafts=6), Device(limits, 9, drafter=drafting(6, 1))
     requests = [make_request(i, [i + 2] * 3, 12) for i in range(2)]
     for request in requests:
         scheduler.add(request)

@@ -32,6 +32,10 @@ def test_engines_run_on_it(site: Path, tmp_path: Path) -> None:
     check(site, tmp_path, latents, *(f"tests/engine/test_{part}.py" for part in parts))
 
 
+def test_drafts_are_verified_on_it_before_they_are_known(site: Path, tmp_path: Path) -> None:
+    check(site, tmp_path, "tests/engine/test_speculation.py", "-k", "reads")
+
+
 def test_no_step_waits_but_for_tokens(site: Path, tmp_path: Path) -> None:
     """Greedily: the reference that draws looks at the settings of requests, which are on the device."""
     check(site, tmp_path, "-m", "accelerator", "-k", "greedy", "tests/engine/test_waiting.py")
@@ -42,6 +46,9 @@ def test_replays_are_compared_on_it(site: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("tests", ["engine/test_cache_groups.py", "engine/test_token_equality.py", "structured"])
+@pytest.mark.parametrize(
+    "tests",
+    ["engine/test_cache_groups.py", "engine/test_speculation.py", "engine/test_token_equality.py", "structured"],
+)
 def test_engines_run_on_it_however_they_schedule(site: Path, tmp_path: Path, tests: str) -> None:
     check(site, tmp_path, f"tests/{tests}")

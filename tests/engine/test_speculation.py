@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,23 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, AsyncEngine, SamplingParams
+from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.drafters.ngram import NgramDrafter
-from hardpoint.engine.outputs import RequestOutput
-from hardpoint_plugin_api import NO_DRAFT, ConfigError, DraftCall, DrafterArgs, StepLimits, StructuredOutput
-from tests.support.engines import small_llm
+from hardpoint.engine.execution.runner import Runner, Ticket
+from hardpoint.engine.outputs import RequestOutput, RequestOutputKind
+from hardpoint.engine.scheduling.step import StepInput
+from hardpoint_plugin_api import (
+    NO_DRAFT,
+    AttentionBatch,
+    AttentionMetadata,
+    ConfigError,
+    DraftCall,
+    DrafterArgs,
+    StepLimits,
+    StructuredOutput,
+)
+from tests.support.engines import SMALL, small_llm
 
 EXACT: dict[str, Any] = {"dtype": "float32"}
 """In 16 bits, rows computed together and one at a time differ by enough to draw other tokens now and then."""
@@ -92,9 +106,9 @@ def plain() -> list[RequestOutput]:
         return generate(llm)
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with small_llm(Path("demo"), **NGRAM) as engine:
+@pytest.fixture(scope="module", params=[False, True], ids=["depth 0", "depth 1"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with small_llm(Path("demo"), **NGRAM, async_scheduling=request.param) as engine:
         yield engine
 
 
@@ -185,6 +199,58 @@ def test_a_request_may_be_cancelled_while_its_drafts_are_verified(llm: LLM, monk
     while not core.is_idle:
         core.step()
     assert core.stats.num_free_pages == core.stats.num_pages
+
+
+@pytest.mark.parametrize("kind", ["native", "reads the device", "exact"])
+def test_steps_are_submitted_before_their_drafts_are_known(
+    plain: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Unless attention plans by exact lengths."""
+    submit, slack, backend = Runner.submit, [], None if kind == "native" else "reference"
+    if kind == "reads the device":
+        plan = ReferenceAttention.plan
+
+        def read(self: ReferenceAttention, batch: AttentionBatch) -> AttentionMetadata:
+            assert all(map(int.__ge__, batch.seq_lens_host, batch.seq_lens.tolist())), "they are bounds"
+            return plan(self, replace(batch, seq_lens_host=tuple(batch.seq_lens.tolist())))
+
+        monkeypatch.setattr(ReferenceAttention, "plan", read)
+        monkeypatch.setattr(ReferenceAttention, "exact_lengths", False)
+
+    def note(self: Runner, step: StepInput) -> Ticket:
+        slack.append(max(share.slack for share in step.scheduled))
+        return submit(self, step)
+
+    monkeypatch.setattr(Runner, "submit", note)
+    with small_llm(Path("demo"), **NGRAM, async_scheduling=True, attention_backend=backend) as llm:
+        assert said(generate(llm)) == said(plain)
+    assert (max(slack) > 0) == (kind != "exact")
+
+
+@pytest.mark.parametrize("kind", ["greedy", "stop_text"])
+def test_streams_take_several_tokens_at_once(
+    plain: list[RequestOutput], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    first = list(PARAMS).index(kind) * len(PROMPTS)
+    expected = plain[first : first + len(PROMPTS)]
+    scripted(monkeypatch, Oracle(expected, wrong=0.1))
+
+    async def run() -> list[list[str]]:
+        params = replace(PARAMS[kind], output_kind=RequestOutputKind.DELTA)
+        async with AsyncEngine("demo", core_process=False, **SMALL, **NGRAM, async_scheduling=True) as engine:
+            streams = [await engine.submit(prompt, params) for prompt in PROMPTS]
+            return [[part.outputs[0].text async for part in stream] for stream in streams]
+
+    parts = asyncio.run(run())
+    assert ["".join(each) for each in parts] == [output.outputs[0].text for output in expected]
+    assert all(len(each) < len(output.outputs[0].token_ids) for each, output in zip(parts, expected, strict=True))
+
+
+def test_two_ranks(plain: list[RequestOutput]) -> None:
+    """Each drafts for itself, ahead of what the scheduler knows."""
+    with small_llm(Path("demo"), **NGRAM, async_scheduling=True, tensor_parallel_size=2) as llm:
+        assert said(generate(llm)) == said(plain)
+        assert llm.stats.accepted_tokens > 50
 
 
 def test_drafts_are_counted(llm: LLM) -> None:

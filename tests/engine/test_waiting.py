@@ -22,6 +22,7 @@ pytestmark = pytest.mark.accelerator
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 SCORED = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+PENALIZED = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, frequency_penalty=0.1, bad_words=["a b"])
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=1, max_tokens=12, ignore_eos=True)
 
 
@@ -58,12 +59,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-@pytest.mark.parametrize("params", [GREEDY, SCORED, DRAWN], ids=["greedy", "greedy-scored", "drawn"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, SCORED, PENALIZED, DRAWN], ids=["greedy", "greedy-scored", "greedy-penalized", "drawn"]
+)
+@pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_prompts_and_decodes(
-    checkpoint: Path, params: SamplingParams, eager: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
+    params: SamplingParams,
+    eager: bool,
+    ahead: bool,
+    drafter: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts in chunks, some of them while others decode, a request that comes later, and decodes to the end."""
     settings: dict[str, Any] = {"enforce_eager": eager, "async_scheduling": ahead, "max_num_batched_tokens": 64}
+    settings["speculative_method"] = drafter
     with LLM(str(checkpoint), kv_cache_memory="64MiB", max_num_seqs=8, **settings) as llm:
         assert llm.core.blueprint.ctx.device.accelerator
         llm.generate(random_prompts(8, 60, seed=1), params, use_tqdm=False)  # compiles what is compiled when first met

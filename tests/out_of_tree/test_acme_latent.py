@@ -65,9 +65,11 @@ def test_it_is_certified_by_a_whole_run(acme: Path, tmp_path: Path) -> None:
     order = Order("acme", "attention", "acme_latent", platform="cpu", settings=ONE_THREAD)
     certificate = certify(discover(), order, isolated=False)
     assert [f"{r.case}, {r.check}: {fault}" for r in certificate.results for fault in r.faults] == []
-    certificate.write(tmp_path / "acme.json")
-    write_checkpoint(tmp_path, "deepseek_v2", **DEEPSEEK_V2)
-    settings = {"model": str(tmp_path), "platform": "cpu", "plugin_config": ONE_THREAD, "certificates": str(tmp_path)}
+    proofs, model = tmp_path / "proofs", tmp_path / "model"
+    proofs.mkdir()
+    certificate.write(proofs / "acme.json")
+    write_checkpoint(model, "deepseek_v2", **DEEPSEEK_V2)
+    settings = {"model": str(model), "platform": "cpu", "plugin_config": ONE_THREAD, "certificates": str(proofs)}
     table = explain(EngineConfig.create(**settings, attention_backend="acme_latent"))
     (certified,) = {str(row.certified) for row in table.rows if row.family == "attention"}
     assert certified.startswith("quick")

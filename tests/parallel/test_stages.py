@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.cache_users import united_retentions
+from hardpoint.cache_users import ModelCaches, united_retentions
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import Blueprint, draw
+from hardpoint.engine.execution.memory.cache_memory import CacheMemory
 from hardpoint.engine.execution.runner import Runner
 from hardpoint.engine.explain import explain
+from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint.parallel.topology import Topology
-from hardpoint_plugin_api import ConfigError, EngineDeadError, Span, StructuredOutput
+from hardpoint.parallel.torch_distributed import TorchDistributed
+from hardpoint_plugin_api import Communicator, ConfigError, EngineDeadError, PluginLoadError, Span, StructuredOutput
 from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads
 from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import SMALL, counted, small_llm
@@ -46,8 +50,8 @@ def tokens(llm: LLM, params: list[SamplingParams] | SamplingParams | None = None
 @pytest.mark.parametrize(
     ("family", "changes", "ranks", "stages", "settings"),
     [
-        ("qwen3", {}, 1, 2, {"async_scheduling": False}),
-        ("qwen3", {"tie_word_embeddings": True}, 1, 3, {"async_scheduling": True}),
+        pytest.param("qwen3", {}, 1, 2, {"async_scheduling": False}, marks=pytest.mark.nightly),
+        ("qwen3", {"tie_word_embeddings": True}, 1, 3, {"async_scheduling": False}),
         ("llama", {"num_hidden_layers": 4, "vocab_size": 261, "tie_word_embeddings": True}, 2, 2, {}),
         ("qwen3_moe", EXPERTS, 2, 2, {"enable_expert_parallel": True, "async_scheduling": True}),
         ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}, 1, 2, {}),
@@ -69,13 +73,15 @@ def test_stages_draw_the_tokens_of_one(
         assert llm.stats.cached_tokens > 0
 
 
-def test_drafts_are_verified_on_the_last_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.nightly), True])
+def test_drafts_are_verified_on_the_last_stage(ahead: bool, tmp_path: Path) -> None:
     """The first one gets them with the step, and then the last token that was right."""
+    settings: dict[str, Any] = {"speculative_method": "ngram", "async_scheduling": ahead}
     write_checkpoint(tmp_path, "llama")
     params = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * len(PROMPTS)
     with small_llm(tmp_path) as llm:
         wanted = tokens(llm, params)
-    with ranks_in_threads(tmp_path, 1, pipeline_parallel_size=2, speculative_method="ngram") as llm:
+    with ranks_in_threads(tmp_path, 1, pipeline_parallel_size=2, **settings) as llm:
         assert tokens(llm, params) == wanted
         assert llm.stats.num_steps < 40
 
@@ -140,6 +146,20 @@ def test_stages_share_block_tables() -> None:
     """Each span has as many groups as the stage that needs most of it."""
     full, window = Span(), Span(window=16)
     assert united_retentions([(window, full), (window, window)]) == (window, window, full)
+
+
+def test_a_stage_without_caches_has_as_many_pages() -> None:
+    users, retentions = ModelCaches(), (Span(),)
+    users.share_groups(retentions)
+    cache = CacheMemory(users, CacheGeometry(16, retentions, 64), 40, torch.device("cpu"))
+    assert (cache.num_pages, cache.views) == (40, [])
+
+
+def test_a_communicator_that_cannot_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, "qwen3")
+    monkeypatch.setattr(TorchDistributed, "recv", Communicator.recv)
+    with pytest.raises(PluginLoadError, match=r"torch_distributed.* needs send and recv to serve pipeline stages"):
+        draw(EngineConfig.create(model=str(tmp_path), **SMALL, pipeline_parallel_size=2))
 
 
 @pytest.mark.parametrize("stage", [0, 1])

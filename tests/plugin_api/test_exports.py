@@ -23,8 +23,8 @@ MethodRequest Metrics MoEArgs ModelWorkload Module NO_DEVICE NO_DRAFT NULL_PAGE 
 NumericConventions OpWorkload Parallel ParserArgs ParserEvent Phase PlainLayout Plane Platform PlatformError
 PlatformWorkload PluginConflictError PluginError PluginLoadError QuantSpec QuantizationMethod QuantizationWorkload
 Quantized RankGroup Reason ReasoningDelta ReasoningParser ReasoningParserWorkload Region Request RequestError
-Requirement Resources Retention RopeArgs RouterArgs RunnerWorkload ScalarValue Scale ScaledLayout Scaling
-SchedulerWorkload Scheme Scope SelectionError ShardPlan ShardSlice Span SpecPattern Stability StackArgs StepLimits
+Requirement Resources Retention RopeArgs RouterArgs ScalarValue Scale ScaledLayout Scaling
+Scheme Scope SelectionError ShardPlan ShardSlice Span SpecPattern Stability StackArgs StepLimits
 StepPlanner StoreCall StoredTensor StructureKind StructuredOutput TableElement TensorInfo TokensRequirement
 ToolCallDelta ToolCallEnd ToolCallStart ToolParser ToolParserWorkload UnknownNameError WeightSlot Workload check_api
 decode_elements dequantize expert_matrix hookimpl nearest parse_manifest parse_requirement read_manifest scale_slot

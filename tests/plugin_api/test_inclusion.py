@@ -54,11 +54,11 @@ def test_defaults_fill_what_a_contribution_leaves_out() -> None:
     priority = 10
     requires = [{ package = "acme-kernels" }]
     [[contribution]]
-    family = "scheduler"
+    family = "drafter"
     name = "plain"
     target = "acme:Plain"
     [[contribution]]
-    family = "scheduler"
+    family = "drafter"
     name = "own"
     target = "acme:Own"
     priority = 20
@@ -74,7 +74,7 @@ def test_defaults_fill_what_a_contribution_leaves_out() -> None:
 
 
 def test_what_is_included_is_the_plugins_own(tmp_path: Path) -> None:
-    own = '[[contribution]]\nfamily = "scheduler"\nname = "plain"\ntarget = "acme:Plain"\n'
+    own = '[[contribution]]\nfamily = "drafter"\nname = "plain"\ntarget = "acme:Plain"\n'
     found = by_name(read(tmp_path, own + INCLUDE))
     assert list(found) == ["plain", "paged", "triton"]
     assert found["plain"].platforms == ()

@@ -24,13 +24,13 @@ from hardpoint_plugin_api import (
     LinearWorkload,
     ManifestError,
     OpWorkload,
+    PlatformWorkload,
     QuantSpec,
     Reason,
     Request,
     Requirement,
     ScalarValue,
     Scale,
-    SchedulerWorkload,
     TokensRequirement,
     Workload,
     parse_requirement,
@@ -53,7 +53,7 @@ def parsed(family: str = "attention", **table: object) -> Requirement:
 def check(
     requirement: Requirement, workload: Workload | None = None, device: DeviceInfo = TOY, api: ApiVersion | None = None
 ) -> Reason | None:
-    request = Request(device, SchedulerWorkload() if workload is None else workload)
+    request = Request(device, PlatformWorkload() if workload is None else workload)
     return requirement.check(CheckContext(request, api or ApiVersion(0, 1)))
 
 

@@ -31,10 +31,6 @@ COMPILER = shutil.which("g++") or shutil.which("c++")
         (["my-kernels"], "'my-kernels' cannot be a plugin's name"),
         (["core"], "a plugin named 'core' is installed already: hardpoint-core"),
         (["acme", "--families", "op,atention"], "unknown family 'atention'; did you mean 'attention'?"),
-        (
-            ["acme", "--families", "runner"],
-            "for the family 'runner': the engine's runner cannot be exchanged",
-        ),
         (["acme", "--families", "model"], "'model': models are built from core's layers: start from a file of"),
         (["acme", "--families", ","], "--families is empty; choose among op, attention"),
         (["acme", "--language", "tritn"], "unknown language 'tritn'; did you mean 'triton'?"),

@@ -22,6 +22,8 @@ REFUSED = {
     "ct-w4a16-actorder": r"in groups that are no neighbours \(act-order\)",
 }
 """What cannot be divided -> the error, which comes before weights are read."""
+QUICK = ("fp8-block", "gptq-4", "ct-w4a16")
+STAGED = [pytest.param(form, id=form.name, marks=[pytest.mark.nightly] * (form.name not in QUICK)) for form in FORMATS]
 
 
 def prompt_scores(llm: LLM) -> torch.Tensor:
@@ -63,3 +65,21 @@ def test_a_quantized_head(tmp_path: Path) -> None:
     with ranks_in_threads(tmp_path, 2, **settings) as llm:
         together = prompt_scores(llm)
     assert (together - alone).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("form", STAGED)
+def test_two_stages_compute_what_one_does(tmp_path: Path, form: Format) -> None:
+    """A stage neither misses nor reads the tensors of the other's layers, whatever their format calls them."""
+    write_quantized(tmp_path, form, "qwen2", **DIVISIBLE)
+    with small_llm(tmp_path) as llm:
+        alone = prompt_scores(llm)
+    with ranks_in_threads(tmp_path, 1, pipeline_parallel_size=2) as llm:
+        assert torch.equal(prompt_scores(llm), alone)
+
+
+def test_random_weights_do_not_depend_on_stages(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3")
+    with small_llm(tmp_path, load_format="random") as llm:
+        alone = prompt_scores(llm)
+    with ranks_in_threads(tmp_path, 1, pipeline_parallel_size=2, load_format="random") as llm:
+        assert torch.equal(prompt_scores(llm), alone)

@@ -55,7 +55,7 @@ def test_all_that_computes_is_asked_for_it_and_nothing_else() -> None:
     rows = explain(config(batch_invariant=True)).rows
     asked = {row.family for row in rows if "batch_invariant" in row.workload}
     assert asked == {"model", "layer", "op", "linear", "attention"}
-    assert {row.family for row in rows} - asked == {"platform", "scheduler", "runner"}
+    assert {row.family for row in rows} - asked == {"platform"}
     assert all(FAMILIES[row.family].numeric == (row.family in asked) for row in rows)
     assert {row.range for row in rows} == {"any"}
     assert not [row for row in explain(config()).rows if "batch_invariant" in row.workload]

@@ -94,18 +94,20 @@ class AttentionSpec:
 class AttentionBatch:
     """One step's batch. Requests are ordered decodes first; tokens of one request are adjacent and in order.
 
-    Device arrays, int32: ``query_start`` [N+1], ``seq_lens`` [N] (tokens in the cache after this step),
-    ``block_table`` [N, blocks] (page ids), ``slot_mapping`` [T] (page * block_size + offset; padding rows
-    carry slots of the null page). ``query_start_host`` and ``seq_lens_host`` are exact host copies. All arrays are
-    written before the model's first layer begins: a kernel that is launched before the one before it has ended may
-    read them, though not yet what that one writes.
+    Device arrays, int32: ``query_start`` [N+1], ``seq_lens`` [N] (tokens in the cache after this step), ``block_table``
+    [N, blocks] (page ids), ``slot_mapping`` [T] (page * block_size + offset; padding rows carry slots of the null
+    page). ``query_start_host`` is an exact host copy, and so is ``seq_lens_host`` where ``exact_lengths`` says so;
+    otherwise, while drafts are verified that nobody has counted yet, no request is longer than it says. Only planners
+    that say ``exact_lengths = False`` are given bounds. All arrays are written before the model's first layer begins: a
+    kernel that is launched before the one before it has ended may read them, though not yet what that one writes.
 
     Only the blocks that the request's queries read, by the group's ``Span``, are its own. Entries before and behind
     them may name the null page or somebody else's page, whose content, NaN included, must not reach any result.
 
     ``graph_key`` names the executable that the step is for: batches of equal key have the same arrays at the same
-    addresses, one query for each request, and a block table as wide as the longest sequence. Requests that are mere
-    padding stand last: their one token is the first of a sequence in the null page. None: a step that runs eagerly.
+    addresses, equally many queries for each request, and a block table as wide as the longest sequence. Requests that
+    are mere padding stand last: their tokens are the first of a sequence in the null page. None: a step that runs
+    eagerly.
 
     ``any_shape`` batches, which have a key, too, hold any prompts and decodes: what they hold stands in the device's
     arrays alone. Those of the host describe one request with all T tokens, which takes as many launches and as large
@@ -122,6 +124,7 @@ class AttentionBatch:
     num_decodes: int
     graph_key: Hashable = None
     any_shape: bool = False
+    exact_lengths: bool = True
 
     @property
     def num_requests(self) -> int:
@@ -210,10 +213,12 @@ class StepPlanner:
     """What prepares steps for layers that use a cache: an attention backend, or this class itself.
 
     It is enough by itself for a layer that reads nothing but the batch, on the device alone. ``capture`` says what of
-    such a layer's work on its cache may be captured.
+    such a layer's work on its cache may be captured. ``exact_lengths`` says whether anything is taken from the batch's
+    ``seq_lens_host`` for which bounds would not do; with such a planner, drafts are verified one step at a time.
     """
 
     capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
+    exact_lengths: ClassVar[bool] = True
 
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         """Prepare one step on the host. Default: hand the batch on.

@@ -111,8 +111,6 @@ _ALL = (
         numeric=True,
     ),
     Family("model", requests.ModelWorkload, "provisional", "a model architecture", True, numeric=True),
-    Family("scheduler", requests.SchedulerWorkload, "provisional", "what runs in the next step"),
-    Family("runner", requests.RunnerWorkload, "provisional", "how a step runs on the device"),
     Family(
         "drafter",
         requests.DrafterWorkload,

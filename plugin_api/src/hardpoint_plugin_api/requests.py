@@ -233,20 +233,6 @@ class ModelWorkload(Workload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerWorkload(Workload):
-    """The engine's scheduler."""
-
-    family: ClassVar[str] = "scheduler"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunnerWorkload(Workload):
-    """The engine's model runner."""
-
-    family: ClassVar[str] = "runner"
-
-
-@dataclass(frozen=True, kw_only=True)
 class DrafterWorkload(Workload):
     """Drafts for an engine's requests: at most ``num_drafts`` tokens for a request and step."""
 

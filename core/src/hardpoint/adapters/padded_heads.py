@@ -34,6 +34,7 @@ def pad_heads(inner: type[AttentionBackend], multiple: int) -> type[AttentionBac
 
     class PaddedHeads(AttentionBackend):
         layout, capture, conventions = inner.layout, inner.capture, inner.conventions
+        exact_lengths = inner.exact_lengths
 
         def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
             super().__init__(ctx, spec)

@@ -45,6 +45,7 @@ class _Phased(StepPlanner, Generic[_Backend]):
         decodes = [backend.capture for where, backend in entries if where.phase in (None, "decode")]
         # What may be captured beyond single tokens would be the prefills' to say as well.
         self.capture = min(CaptureGrade.SINGLE_TOKEN, *decodes)  # type: ignore[misc]  # known only here
+        self.exact_lengths = any(backend.exact_lengths for _, backend in entries)  # type: ignore[misc]  # as well
 
     def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
         return self._backend(phase, tokens).grade(phase, tokens)

@@ -34,8 +34,6 @@ TEMPLATED = (
 
 UNTEMPLATED = {
     "model": "models are built from core's layers: start from a file of hardpoint/models",
-    "scheduler": "the engine's scheduler cannot be exchanged yet",
-    "runner": "the engine's runner cannot be exchanged yet",
 }
 """The other families, and what to do instead."""
 

@@ -194,6 +194,8 @@ def _speeds(llm: LLM) -> dict[str, float]:
         "prefill_tokens_per_second": stats.prefill_tokens / stats.prefill_seconds if stats.prefill_seconds else 0.0,
         "decode_tokens": stats.decode_tokens,
         "decode_tokens_per_second": stats.decode_tokens / stats.decode_seconds if stats.decode_seconds else 0.0,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
     }
 
 
@@ -226,3 +228,5 @@ def _print_facts(llm: LLM) -> None:
         f"({speed['decode_tokens']:.0f})",
         err=True,
     )
+    if speed["drafted_tokens"]:
+        click.echo(f"drafts: {speed['accepted_tokens']:.0f} of {speed['drafted_tokens']:.0f} right", err=True)

@@ -102,7 +102,9 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: NumTokens = Field(2048, description="Most tokens in one step.")
     enable_prefix_caching: bool = Field(True, description="Reuse the cache of prompts that begin alike.")
     async_scheduling: bool | None = Field(
-        None, description="Submit a step before the last one's tokens are known; by default on accelerators."
+        None,
+        description="Submit a step before the last one's tokens are known; by default on accelerators, and with "
+        "pipeline stages.",
     )
     enforce_eager: bool = Field(False, description="Without compilation and recorded graphs.")
     core_process: bool | None = Field(

@@ -36,14 +36,11 @@ class Generator(Protocol):
 
 
 _SAMPLES = "return {0} with samples of it from hardpoint_conformance, see docs/conformance.md"
-_NO_CONTRACT = "no contract in API 0.1: its interface is core's own, and nothing says what a right one does"
 _MISSING = {
     "tool_parser": "no samples of its syntax: " + _SAMPLES.format("ParserTrials"),
     "reasoning_parser": "no samples of its syntax: " + _SAMPLES.format("ParserTrials"),
     "quantization": "no samples of its format: " + _SAMPLES.format("QuantizationTrials"),
     "model": "neither Transformers nor a plugin has a reference: " + _SAMPLES.format("ModelTrials"),
-    "scheduler": _NO_CONTRACT,
-    "runner": _NO_CONTRACT,
 }
 """Why a contribution of a family has no generator, and the remedy where there is one."""
 

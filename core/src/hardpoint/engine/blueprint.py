@@ -48,8 +48,6 @@ from hardpoint_plugin_api import (
     EngineLimits,
     Platform,
     Reason,
-    RunnerWorkload,
-    SchedulerWorkload,
     SelectionError,
     StepLimits,
     UnknownNameError,
@@ -179,8 +177,6 @@ def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, r
         call_names=CallNames(platform.synchronize) if config.blame_ops and runs_here else None,
         parallel=groups.parallel(platform.collectives, here, config.step_timeout),
     )
-    ctx.select(SchedulerWorkload())
-    ctx.select(RunnerWorkload())
     if config.num_drafts:
         ctx.select(DrafterWorkload(num_drafts=config.num_drafts))
     ctx = replace(ctx, quantization=choose_quantization(ctx, checkpoint, method))

@@ -25,7 +25,7 @@ from hardpoint.engine.execution.memory.holdings import Holdings
 from hardpoint.engine.execution.rank_verbs import Synchronize
 from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
 from hardpoint.engine.execution.ranks.torchrun_executor import TorchrunExecutor
-from hardpoint.engine.execution.worker import Worker
+from hardpoint.engine.execution.worker import Worker, planners_of_exact_lengths
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.engine.scheduling.block_pool import BlockPool
@@ -40,7 +40,6 @@ from hardpoint.structured import Grammars
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import (
     EngineError,
-    SchedulerWorkload,
 )
 
 if TYPE_CHECKING:
@@ -112,19 +111,25 @@ class EngineCore:
         logger.info("selection table %s on %s", table.digest, ctx.device.name)
         executor = start_executor(blueprint, model)
         facts = executor.facts
-        scheduler_class = cast(type[Scheduler], ctx.load(ctx.select(SchedulerWorkload()).offer))
+        has_stages = config.topology.pipeline > 1
+        ahead = (ctx.device.accelerator or has_stages) if config.async_scheduling is None else config.async_scheduling
+        exact = planners_of_exact_lengths(blueprint)
+        if has_stages:  # drafts and lengths on the device are the last stage's
+            exact = (*exact, "each pipeline stage but the last")
+        if ahead and exact and config.num_drafts:
+            logger.info("steps that draw are waited for: %s needs requests' exact lengths", ", ".join(exact))
         paged_cache = PagedCache(BlockPool(facts.num_pages), facts.geometry, config.enable_prefix_caching)
-        scheduler = scheduler_class(
+        scheduler = Scheduler(
             SchedulerArgs(
                 paged_cache,
                 facts.limits,
                 facts.max_model_len,
                 config.enable_prefix_caching,
-                speculates=config.num_drafts > 0,
+                config.num_drafts,
+                drafts_ahead=ahead and not exact,
             )
         )
         stats = EngineStats(load_seconds=time.perf_counter() - began)
-        ahead = ctx.device.accelerator if config.async_scheduling is None else config.async_scheduling
         admission = Admission(facts.max_model_len, blueprint.facts.vocab_size, config.seed)
         metrics = StepMetrics(ctx.engine_metrics)
         core = cls(blueprint, table, executor, scheduler, admission, stats, metrics, int(ahead), _denied=denied)
@@ -268,7 +273,7 @@ class EngineCore:
         seconds, num_drawn = time.perf_counter() - began, self.scheduler.num_drawn - before
         self._metrics.collected(seconds, num_drawn)
         self.stats.num_steps += 1
-        if all(s.count == 1 + len(s.drafts) for s in step.scheduled):
+        if all(s.count == 1 or s.count == 1 + len(s.drafts) for s in step.scheduled):
             self.stats.decode_tokens += num_drawn
             self.stats.decode_seconds += seconds
         else:

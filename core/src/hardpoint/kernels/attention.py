@@ -143,6 +143,7 @@ class TritonAttention(AttentionBackend):
 
     layout: ClassVar[CacheLayout] = PlainLayout()
     capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
+    exact_lengths: ClassVar[bool] = False
     tuning: ClassVar[Tuning] = Tuning()
 
     def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from hardpoint.dtypes import dtype_name
 from hardpoint.parallel.control import ControlGroup, RankLostError
 from hardpoint.parallel.topology import GROUPS, Coordinates
-from hardpoint.plugins.blame import blame, construct
+from hardpoint.plugins.blame import blame, construct, misbehaved
 from hardpoint_plugin_api import Communicator, CommunicatorWorkload, GroupMember, Parallel
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ class Group:
         plan = ctx.select(CommunicatorWorkload(dtype=dtype_name(ctx.dtype), parallel=parallel, ranks=self.size))
         for entry in plan.entries:
             made = construct(entry.offer, ctx.load(entry.offer), Communicator, ctx, plan.workload)
+            if self.name == "pp" and not _sends(type(made)):
+                text = "needs send and recv to serve pipeline stages; claim other groups alone, as parallel = ['tp']"
+                raise misbehaved(entry.offer, text)
             self._served.append((entry.range.max, made))
             self.adopt(entry.offer, made)
 
@@ -155,6 +158,10 @@ class Group:
             raise
         except RuntimeError as error:  # all that torch.distributed raises
             raise RankLostError(f"{what} among the ranks {list(self.members)} broke off: {error}") from error
+
+
+def _sends(kind: type[Communicator]) -> bool:
+    return kind.send is not Communicator.send and kind.recv is not Communicator.recv
 
 
 def _carefully(leave: Callable[[], None]) -> None:

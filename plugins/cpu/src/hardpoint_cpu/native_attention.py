@@ -43,6 +43,7 @@ class NativeAttention(AttentionBackend):
 
     layout: ClassVar[CacheLayout] = PlainLayout()
     capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
+    exact_lengths: ClassVar[bool] = False
 
     def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
         super().__init__(ctx, spec)

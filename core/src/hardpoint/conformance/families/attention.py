@@ -252,6 +252,8 @@ def attention_trial(probe: AttentionProbe, plan: Plan, number: int) -> Trial:
         "interleaved": interleaved,
         "sizes": sizes,
     }
+    if not getattr(probe.subject.target, "exact_lengths", True):
+        own["bounds"] = bounds
     checks = kernel_checks(probe, seed, plan, number, without=("replay",))
     if plan.includes(list(ADVERSARIAL).index("replay"), number):
         checks.append(Check("replay", partial(replay, probe, seed)))
@@ -539,6 +541,16 @@ def sizes(probe: AttentionProbe, seed: int) -> Finding:
     with torch.inference_mode():
         _alone(backend, step, smallest)
     return Finding.of(judge_call(fresh.call_of(step, requests, lambda: backend.plan(step.batch), (seed, None, 0))))
+
+
+def bounds(probe: AttentionProbe, seed: int) -> Finding:
+    """``bounds``: a backend that needs no exact lengths finds them on the device where the host has bounds."""
+    requests = probe.requests(seed)
+    step, backend = probe.step(seed, requests, Placement.AS_DRAWN, None), probe.layers[0]
+    most = step.batch.block_table.shape[1] * probe.spec.block_size
+    longer = tuple(min(length + 1 + 3 * (i % 3), most) for i, length in enumerate(step.batch.seq_lens_host))
+    batch = replace(step.batch, seq_lens_host=longer, exact_lengths=False)
+    return Finding.of(judge_call(probe.call_of(step, requests, lambda: backend.plan(batch), (seed, None, 0))))
 
 
 def batch_invariant(probe: AttentionProbe, seed: int) -> Finding:

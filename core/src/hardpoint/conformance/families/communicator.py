@@ -29,8 +29,11 @@ from hardpoint_plugin_api.requirements import TokensRequirement
 ERRORS = ErrorModel()
 SUMS = ("all_reduce", "reduce_scatter")
 MOVES = ("all_gather", "broadcast", "send_recv", "all_to_all")
-_NEEDED = ("all_reduce", "all_gather")
-"""What a dense model calls."""
+_NEEDED = {
+    "tp": ("a model that is divided by tensors", ("all_reduce", "all_gather")),
+    "pp": ("a model that is divided into stages", ("send_recv",)),
+}
+"""By group: who calls which collectives of a dense model."""
 
 _MOVED = ("float8_e4m3fn", "int32", "int64", "uint8")
 """Dtypes beside those claimed: quantized tokens, ids, counts, packed weights."""
@@ -70,10 +73,9 @@ class CommunicatorTrials:
         missing = [name for name in (*SUMS, *MOVES) if not _has(subject, name)]
         parallel = tuple(subject.claimed("parallel") or ("tp", "ep"))
         for name in missing:
-            if name in _NEEDED and "tp" in parallel:
-                text = (
-                    f"a model that is divided by tensors calls it, and {subject.target.__name__} does not override it"
-                )
+            callers = [title for group, (title, needed) in _NEEDED.items() if group in parallel and name in needed]
+            if callers:
+                text = f"{callers[0]} calls it, and {subject.target.__name__} does not override it"
                 yield Trial(name, (Check("has", partial(Finding.failed, "missing", name, text)),))
             else:
                 yield Trial(name, unsupported=Reason("collective", f"{subject.target.__name__} has no {name}"))

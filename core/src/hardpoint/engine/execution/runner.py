@@ -124,8 +124,8 @@ class Runner:
         most_requests = max(num_slots, args.graphs.most_requests)
         # A step of fewer tokens may be padded beyond them.
         most_tokens = max(args.max_step_tokens, args.graphs.most_tokens, *args.token_buckets)
-        per_token = 6 if args.speculation is None else 9  # a row, its slot and its draft
-        capacity = per_token * most_tokens + (7 + Sampler.num_columns) * most_requests + 1
+        per_token = 6 if args.speculation is None else 11  # a row, its slot and its draft; which it is, and of what row
+        capacity = per_token * most_tokens + (8 + Sampler.num_columns) * most_requests + 1
         capacity += 2 * new_pages + 2 * num_groups * num_slots  # the latter for page copies
         self._staging = Staging(capacity, self._device, args.platform.pin)
 
@@ -233,6 +233,8 @@ class Runner:
         ids = staged["ids"].long()
         if "gather_rows" in staged:
             ids[staged["gather_rows"].long()] = self._sampler.last_token[staged["gather_slots"].long()]
+        if self._speculation is not None and "ahead_rows" in staged:
+            self._speculation.place_drafts(ids, staged)
         return ids
 
     def _plan_decodes(self, step: StepInput, shape: StepShape, new: dict[str, Ints]) -> StepArrays:
@@ -346,16 +348,24 @@ class Runner:
         if any(s.drafts for s in step.scheduled):
             drafts = draft_arrays(step.scheduled, query_start, slots)
             arrays |= drafts
-            behind_draft = drafts["sample_rows"][drafts["drafts"] != NO_DRAFT] + 1
+            behind_draft = (
+                drafts["sample_rows"][drafts["drafts"] != NO_DRAFT] + 1
+            )  # one drafted ahead is put there later
             arrays["ids"][behind_draft] = drafts["drafts"][drafts["drafts"] != NO_DRAFT]
             is_drawn[behind_draft] = False
+        slack = np.array([s.slack for s in step.scheduled] + [0] * num_padding, np.int32)
+        if not (is_exact := not slack.any()):
+            arrays["slack"] = slack
         if is_drawn.any():
             drawn = np.nonzero(is_drawn)[0].astype(np.int32)
             arrays |= {"gather_rows": drawn, "gather_slots": token_slots[drawn]}
         if padding := shape.tokens - int(query_start[num_requests]):
             self._padding_tokens.inc(padding)
         staged = self._staging.stage(arrays)
-        staged["positions"] = positions_long = staged["positions"].long()
+        staged["positions"] = staged["positions"].long()
+        if not is_exact:
+            assert self._speculation is not None
+            self._speculation.settle(staged)
         self._place_changes(step, staged)
         width = int(-(-seq_lens.max() // self._block_size))
         table_rows = staged["slots"].long()
@@ -365,7 +375,7 @@ class Runner:
                 seq_lens=staged["seq_lens"],
                 block_table=tables[table_rows, :width],
                 slot_mapping=self._ops.slot_mapping(
-                    positions_long,
+                    staged["positions"],
                     staged["slots"],
                     staged["query_start"],
                     tables,
@@ -374,6 +384,7 @@ class Runner:
                 query_start_host=tuple(query_start.tolist()),
                 seq_lens_host=tuple(seq_lens.tolist()),
                 num_decodes=int((counts == 1).sum()),
+                exact_lengths=is_exact,
             )
             for tables in self._block_tables
         ]

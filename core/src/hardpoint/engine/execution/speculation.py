@@ -11,7 +11,7 @@ import torch
 
 from hardpoint.engine.execution.sampling.logits_state import SlotArray, on_device
 from hardpoint.engine.execution.sampling.sampler import Sampled
-from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest, TokenLogprobs
+from hardpoint.engine.scheduling.step import DRAFTED_AHEAD, NewRequest, ScheduledRequest, TokenLogprobs
 from hardpoint_plugin_api import NO_DRAFT, DraftCall, Drafter, Resources
 
 Ints = npt.NDArray[np.int32]
@@ -20,13 +20,19 @@ Tokens = tuple[tuple[int, ...], ...]
 
 
 class Speculation:
-    """Every slot's sequence on the device, prompt and drawn tokens, and the drafter that reads them."""
+    """Every slot's sequence on the device, prompt and drawn tokens, its length, and the drafts that may follow.
+
+    The host learns of them when a step is committed; the next step may run before that.
+    """
 
     def __init__(
         self, drafter: Drafter, resources: Resources, num_slots: int, max_model_len: int, device: torch.device
     ) -> None:
         self._drafter, self._device = drafter, device
         self._sequences = SlotArray(resources, "sequences", num_slots, max_model_len, torch.int32)
+        # The last slot is that of padding.
+        self._lengths = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self._drafts = torch.full((num_slots + 1, drafter.args.num_drafts), NO_DRAFT, device=device)
 
     def take_new(self, requests: Sequence[NewRequest]) -> None:
         """Take the tokens of requests that take slots."""
@@ -48,7 +54,27 @@ class Speculation:
             first = drawn.row_start[:-1].long()
             slots, lengths = slots[first], positions[first] + drawn.counts
         longest = max(share.start + share.count + 1 for share in shares)
-        return self._drafter.propose(DraftCall(sequences, slots, lengths, longest))
+        drafts = self._drafter.propose(DraftCall(sequences, slots, lengths, longest))
+        self._lengths[slots], self._drafts[slots] = lengths, drafts
+        return drafts
+
+    def settle(self, staged: dict[str, torch.Tensor]) -> None:
+        """Correct the lengths and positions of a step whose requests begin with ``slack``, which stands there for each
+        request: their sequences go on where those of this device end."""
+        query_start, lengths = staged["query_start"], staged["seq_lens"]
+        starts = lengths - query_start.diff()
+        excess = (starts + 1 - self._lengths[staged["slots"].long()]) * (staged["slack"] > 0)
+        staged["seq_lens"] = (lengths - excess).to(torch.int32)
+        tokens = torch.arange(staged["positions"].shape[0], device=self._device)
+        request = torch.bucketize(tokens, query_start[1:].long(), right=True)
+        staged["positions"] -= torch.cat([excess, excess.new_zeros(1)])[request]  # padding behind all is left alone
+
+    def place_drafts(self, ids: torch.Tensor, staged: dict[str, torch.Tensor]) -> None:
+        """Put drafts that this device has proposed into a step's ids, int64 [T], and where they are compared."""
+        rows = staged["ahead_rows"].long()
+        drafts = self._drafts[staged["sample_slots"][rows].long(), staged["ahead_numbers"].long()]
+        staged["drafts"] = staged["drafts"].long().index_copy(0, rows, drafts)
+        ids[staged["sample_rows"][rows].long() + 1] = drafts.clamp(min=0)
 
 
 def to_host(
@@ -90,7 +116,8 @@ def grouped(
 
 def draft_arrays(scheduled: Sequence[ScheduledRequest], query_start: Ints, slots: Ints) -> dict[str, Ints]:
     """Which rows of a step give draws, whose they are and which draft each is compared with, int32 [R] each by name,
-    and where each request's begin among them, int32 [N + 1].
+    and where each request's begin among them, int32 [N + 1]; and of the rows whose draft the device alone knows, places
+    among the R and numbers among their request's.
 
     ``query_start`` and ``slots`` are those of the scheduled requests.
     """
@@ -98,12 +125,17 @@ def draft_arrays(scheduled: Sequence[ScheduledRequest], query_start: Ints, slots
     drafts: list[int] = []
     row_start = [0]
     whose: list[int] = []
+    ahead: list[tuple[int, int]] = []
     for index, share in enumerate(scheduled):
         if share.samples:
             end = int(query_start[index + 1])
+            if DRAFTED_AHEAD in share.drafts:
+                ahead += ((len(rows) + number, number) for number in range(len(share.drafts)))
             rows += range(end - 1 - len(share.drafts), end)
             drafts += (*share.drafts, NO_DRAFT)
             whose += [index] * (1 + len(share.drafts))
             row_start.append(len(rows))
     arrays = {"sample_rows": rows, "drafts": drafts, "row_start": row_start}
+    if ahead:
+        arrays |= dict(zip(("ahead_rows", "ahead_numbers"), map(list, zip(*ahead, strict=True)), strict=True))
     return {name: np.array(values, np.int32) for name, values in arrays.items()} | {"sample_slots": slots[whose]}

@@ -13,7 +13,7 @@ from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.graphs import Graphs
 from hardpoint.engine.execution.graphs.replay_check import ReplayError
 from hardpoint.engine.execution.graphs.shapes import graph_bytes
-from hardpoint.engine.execution.memory.cache_memory import CacheMemory, place_bytes, require_free
+from hardpoint.engine.execution.memory.cache_memory import CacheMemory, page_bytes, require_free
 from hardpoint.engine.execution.memory.holdings import Holdings
 from hardpoint.engine.execution.memory.tagged_memory import TaggedMemory
 from hardpoint.engine.execution.runner import Runner, RunnerArgs
@@ -32,7 +32,6 @@ from hardpoint_plugin_api import (
     DrafterWorkload,
     EagerGraphEngine,
     EngineInfo,
-    RunnerWorkload,
     StepLimits,
 )
 
@@ -114,7 +113,7 @@ class Worker:
             longest = min(ctx.max_model_len, limits.max_context or ctx.max_model_len)
             groups = ctx.cache_users.cache_groups()
             geometry = CacheGeometry(ctx.block_size, tuple(group.retention for group in groups), limits.max_tokens)
-            page_bytes = sum(place_bytes(ctx.cache_users, ctx.block_size))
+            page = page_bytes(ctx.cache_users, ctx.block_size)
             if config.kv_cache_memory is not None:  # all of it, which prefixes can fill whatever runs
                 budget = config.kv_cache_memory
                 require_free(budget, platform.memory, ctx.device.name)
@@ -123,9 +122,8 @@ class Worker:
                 budget = platform.kv_cache_budget() - graph_bytes(graph_engine(), limits, config.num_drafts)
                 # All sequences at their longest, one block each still being freed.
                 enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
-                budget = min(budget, enough * page_bytes)
-        pages = control.least(budget // page_bytes)
-        budget = min(budget, (pages + 1) * page_bytes - 1)
+                budget = min(budget, enough * page)
+        budget = min(budget, (control.least(budget // page) + 1) * page - 1)
         with control.together(), memory.pool("kv"):
             cache = CacheMemory(ctx.cache_users, geometry, budget, ctx.torch_device)
         max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
@@ -145,8 +143,7 @@ class Worker:
         )
         if graphs.tell_nbytes:
             memory.know("graphs", lambda: graphs.nbytes)
-        runner_class = cast(type[Runner], ctx.load(ctx.select(RunnerWorkload()).offer))
-        runner = runner_class(
+        runner = Runner(
             RunnerArgs(
                 ctx=ctx,
                 platform=platform,
@@ -204,6 +201,12 @@ def start_speculation(blueprint: Blueprint, num_slots: int) -> Speculation | Non
     )
     drafter = drafter_class(ctx.for_plugin(offer.plugin), args)
     return Speculation(drafter, ctx.resources, num_slots, ctx.max_model_len, ctx.torch_device)
+
+
+def planners_of_exact_lengths(blueprint: Blueprint) -> tuple[str, ...]:
+    """The parts of the model that plan a step by the exact lengths of its requests, by name."""
+    planners = (user.planner for user in blueprint.ctx.cache_users.users)
+    return tuple(sorted({type(planner).__name__ for planner in planners if planner.exact_lengths}))
 
 
 def step_limits(blueprint: Blueprint) -> StepLimits:

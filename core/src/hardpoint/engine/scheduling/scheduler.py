@@ -3,10 +3,11 @@
 It never needs a token's value: ``schedule`` advances counts and pages as a step is submitted, ``commit`` takes values
 when they arrive, up to a step later; a token drawn for a request that had ended meanwhile is dropped. Requests run in
 the order of their rank; one that finds no page preempts the last of those that run, which is computed again later.
-What a structured output may go on with does depend on values, and so do drafts: see ``needs_values``.
+What a structured output may go on with does depend on values: see ``needs_values``.
 
 A step that verifies drafts advances by their number, which is the most that can come of it; ``commit`` takes back what
-was not drawn. Pages that were taken for it stay with the request.
+was not drawn. Until then counts are bounds, and the device knows the lengths that they bound. Pages that were taken
+stay with the request.
 """
 
 from __future__ import annotations
@@ -22,20 +23,32 @@ from itertools import zip_longest
 from hardpoint.engine.outputs import FinishReason
 from hardpoint.engine.scheduling.paged_cache import PagedCache, Prefix
 from hardpoint.engine.scheduling.request import Request
-from hardpoint.engine.scheduling.step import NewRequest, PageCopy, ScheduledRequest, StepInput, StepOutput
+from hardpoint.engine.scheduling.step import (
+    DRAFTED_AHEAD,
+    NewRequest,
+    PageCopy,
+    ScheduledRequest,
+    StepInput,
+    StepOutput,
+)
 from hardpoint.structured import StructureState
 from hardpoint_plugin_api import CapacityError, RequestError, StepLimits
 
 
 @dataclass(frozen=True)
 class SchedulerArgs:
-    """What a scheduler is constructed with. ``limits`` has its maxima set. ``speculates``: steps propose drafts."""
+    """What a scheduler is constructed with. ``limits`` has its maxima set.
+
+    Steps propose up to ``num_drafts`` drafts. With ``drafts_ahead`` a step may verify drafts that the step before it is
+    yet to propose; otherwise steps that draw are to be committed before.
+    """
 
     cache: PagedCache
     limits: StepLimits
     max_model_len: int
     prefix_caching: bool = True
-    speculates: bool = False
+    num_drafts: int = 0
+    drafts_ahead: bool = False
 
 
 @dataclass
@@ -69,7 +82,9 @@ class Scheduler:
         self.cache, self.limits, self.max_model_len = args.cache, args.limits, args.max_model_len
         assert self.limits.max_tokens is not None
         assert self.limits.max_requests is not None
-        self._prefix_caching, self._speculates = args.prefix_caching, args.speculates
+        self._prefix_caching = args.prefix_caching
+        self._num_drafts_ahead = args.num_drafts if args.drafts_ahead else 0
+        self._waits_for_drafts = args.num_drafts > 0 and not args.drafts_ahead
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_waiting = 0
         self._running: list[Request] = []
@@ -91,7 +106,7 @@ class Scheduler:
 
     @property
     def needs_values(self) -> bool:
-        """True while a step in flight draws a token whose value decides what may be drawn next: commit it first."""
+        """True while a step in flight draws tokens on whose values the next step depends: commit it first."""
         return any(step.needs_values for step in self._in_flight)
 
     @property
@@ -195,7 +210,7 @@ class Scheduler:
             request.num_in_flight -= 1
             if not scheduled.samples:
                 if request.finish_reason is None:
-                    self._remember(share)
+                    self._remember(share, len(request.token_ids))
                 continue
             tokens, scores, drafts = next(drawn)
             assert tokens is not None, "a step draws tokens for each request that samples"
@@ -204,6 +219,7 @@ class Scheduler:
             if request.finish_reason is not None:
                 self.num_drawn -= len(tokens)
                 continue
+            known = len(request.token_ids)
             request.token_ids += tokens
             if scores is not None:
                 request.logprobs += scores
@@ -212,12 +228,12 @@ class Scheduler:
                 ended: FinishReason | None = "length" if len(request.token_ids) >= request.max_total_tokens else None
             else:
                 ended = self._end_among(request, tokens)
-            self._remember(share)
+            self._remember(share, known)
             advanced.append(request)
             if ended is not None:
                 self._end(request, ended)
-            elif drafts and request.slot is not None:
-                request.drafts = drafts
+            elif drafts is not None:
+                request.drafts = drafts if request.slot is not None else ()
         assert next(drawn, None) is None, "a step draws tokens for each request that samples"
         for chunk in output.prompt_logprobs:
             step.shares[chunk.index].request.take_prompt_logprobs(chunk)
@@ -226,10 +242,12 @@ class Scheduler:
 
     def _settle(self, share: _Share, num_drawn: int) -> None:
         """Take back what a step advanced by drafts that were wrong."""
-        request, num_drafts = share.request, len(share.scheduled.drafts)
-        wrong = num_drafts + 1 - num_drawn
-        self.num_drafted += num_drafts
-        self.num_accepted += num_drafts - wrong
+        request, drafts = share.request, share.scheduled.drafts
+        wrong = len(drafts) + 1 - num_drawn
+        if request.finish_reason is None:
+            self.num_drafted += len(request.drafts[: len(drafts)] if drafts[0] == DRAFTED_AHEAD else drafts)
+            self.num_accepted += num_drawn - 1
+        request.num_unsettled -= len(drafts)
         request.num_sampled -= wrong
         if request.held is not None:  # else it was preempted, and begins again
             request.num_computed -= wrong
@@ -306,15 +324,17 @@ class Scheduler:
         size = self.cache.geometry.block_size
         return self.cache.find(request.block_hashes(size, (request.num_tokens - 1) // size))
 
-    def _remember(self, share: _Share) -> None:
-        """Let later requests find the blocks that a step has filled with tokens that stay."""
+    def _remember(self, share: _Share, known: int) -> None:
+        """Let later requests find the blocks that a step has filled with tokens that stay; ``known`` counts the tokens
+        that its request had before."""
         request, size = share.request, self.cache.geometry.block_size
         if not self._prefix_caching or request.held is None:
             return
-        stored = share.scheduled.start + share.scheduled.count
-        if share.scheduled.drafts:  # behind those that were right nothing stays
-            stored = min(stored, len(request.token_ids) - 1)
-        first, end = share.scheduled.start // size, stored // size
+        start = share.scheduled.start
+        stored = start + share.scheduled.count
+        if share.scheduled.drafts or share.scheduled.slack:  # behind drafts that were right nothing stays
+            start, stored = min(start, known - 1), min(stored, len(request.token_ids) - 1)
+        first, end = start // size, stored // size
         if end > first:
             self.cache.remember(request.held, first, list(request.block_hashes(size, end)), stored)
 
@@ -341,10 +361,11 @@ class Scheduler:
         drafts: tuple[int, ...] = ()
         allowed: tuple[bytes, ...] = ()
         samples = count == wanted
-        if samples and (request.drafts or request.structure is not None):
+        if samples and (request.drafts or request.structure is not None or self._num_drafts_ahead):
             drafts, allowed = self._drafts(step, request, count)
             count += len(drafts)
-        if unread := self.cache.take_back(request.held, start):
+        slack = request.num_unsettled
+        if unread := self.cache.take_back(request.held, start - slack):
             self._release(request, unread)
         need = self.cache.num_fresh(request.held.num_blocks, start, start + count)
         if need and self._promised is not None and self._promised.rank < request.rank:
@@ -362,14 +383,16 @@ class Scheduler:
         if self._promised is request:
             self._promised = None
         request.num_computed += count
-        if samples:
-            request.num_sampled += 1 + len(drafts)
-            request.drafts = ()
-        step.copies += grown.copies
+        request.num_sampled += samples
+        if drafts:
+            request.num_sampled += len(drafts)
+            request.num_unsettled += len(drafts)
+        if grown.copies:
+            step.copies += grown.copies
         pages = tuple(map(tuple, request.held.pages)) if prefix else grown.pages
-        scheduled = ScheduledRequest(request.slot, start, count, pages, samples, allowed, drafts)
+        scheduled = ScheduledRequest(request.slot, start, count, pages, samples, allowed, drafts, slack)
         step.shares.append(_Share(request, scheduled))
-        if allowed or (samples and self._speculates):
+        if allowed or (samples and self._waits_for_drafts):
             step.needs_values = True
         step.budget -= count
 
@@ -378,7 +401,10 @@ class Scheduler:
 
         There are none for which another request would have to give way, or that nothing could follow.
         """
-        drafts = request.drafts
+        if request.num_tokens > len(request.token_ids):  # the step in flight proposes them
+            drafts = (DRAFTED_AHEAD,) * self._num_drafts_ahead
+        else:
+            drafts, request.drafts = request.drafts, ()
         if drafts:
             assert request.held is not None
             room = min(step.budget - count, request.max_total_tokens - request.num_tokens - 1)

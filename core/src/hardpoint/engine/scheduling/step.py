@@ -46,6 +46,10 @@ class NewRequest:
     num_prompt_tokens: int
 
 
+DRAFTED_AHEAD = -2
+"""In place of a draft: the one that the slot's last draw led to, which the device alone knows so far."""
+
+
 @dataclass(slots=True)
 class ScheduledRequest:
     """One slot's share of a step: ``count`` tokens from position ``start``, into its pages and ``new_pages``.
@@ -54,6 +58,9 @@ class ScheduledRequest:
     whether the share reaches the newest token, so that the next one is drawn. ``drafts`` stand behind the newest token
     and are the last of the ``count`` tokens: a token is drawn behind the newest one and behind each draft, and counts
     as long as all drafts before it are what was drawn in their places.
+
+    ``slack`` counts drafts of steps in flight: ``start`` stands as if all of them were right. The device knows how many
+    were, and starts as much earlier; pages suffice for either.
 
     ``allowed`` says which tokens each of those draws may give: a bit for each of the vocabulary, lowest first. It is
     empty where all may come.
@@ -69,11 +76,12 @@ class ScheduledRequest:
     samples: bool
     allowed: tuple[bytes, ...] = ()
     drafts: tuple[int, ...] = ()
+    slack: int = 0
 
     @property
     def first_drawn(self) -> int:
-        """The position of the first token that it draws."""
-        return self.start + self.count - len(self.drafts)
+        """The position of the first token that it draws, with no draft in flight right."""
+        return self.start + self.count - len(self.drafts) - self.slack
 
 
 class PageCopy(NamedTuple):

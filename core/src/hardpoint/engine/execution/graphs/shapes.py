@@ -106,7 +106,10 @@ class ShapeRow:
             if self.ends == ("logits",) and any(share.drafts for share in shares):
                 return 0  # drafts need the logits of several tokens
             return step.num_tokens if self.requests is None or len(shares) <= self.requests else 0
-        return len(shares) if all(share.count == queries and share.samples for share in shares) else 0
+        if not all(share.count == queries and share.samples for share in shares):
+            return 0
+        # Decode steps take their lengths from the host.
+        return 0 if queries == 1 and any(share.slack for share in shares) else len(shares)
 
     def sizes_for(self, needed: int) -> tuple[int, ...]:
         """The sizes that a step may be padded to, best first."""

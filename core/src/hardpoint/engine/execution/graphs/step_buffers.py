@@ -34,9 +34,9 @@ class StepBuffers:
     tensors: Mapping[str, torch.Tensor]
     batches: tuple[partial[AttentionBatch], ...]
 
-    def planned(self, seq_lens_host: tuple[int, ...]) -> list[AttentionBatch]:
-        """Return the batch that attention sees of a step whose requests have these lengths."""
-        return [batch(seq_lens_host=seq_lens_host) for batch in self.batches]
+    def planned(self, seq_lens_host: tuple[int, ...], exact: bool = True) -> list[AttentionBatch]:
+        """Return the batch that attention sees of a step whose requests have these lengths, or at most these."""
+        return [batch(seq_lens_host=seq_lens_host, exact_lengths=exact) for batch in self.batches]
 
     def load(
         self, ids: torch.Tensor, positions: torch.Tensor, batches: Sequence[AttentionBatch]
@@ -59,7 +59,7 @@ class StepBuffers:
         for table, batch in zip(self.step["block_table"], batches, strict=True):
             table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
         if queries is not None:
-            return self.planned(first.seq_lens_host)
+            return self.planned(first.seq_lens_host, first.exact_lengths)
         self.tensors["query_start"].copy_(first.query_start)
         return [batch() for batch in self.batches]
 

@@ -26,7 +26,7 @@ class CacheMemory:
         page."""
         self.geometry = geometry
         sizes = place_bytes(users, geometry.block_size)
-        self.page_bytes = sum(sizes)
+        self.page_bytes = page_bytes(users, geometry.block_size)
         self.num_pages = budget // self.page_bytes
         least = geometry.pages_for(1) + 1
         if self.num_pages < least:
@@ -96,6 +96,11 @@ def require_free(wanted: int, memory: Memory, device: str) -> None:
             f"a cache of {wanted:,} bytes does not fit {device}, where {now.free:,} of {now.total:,} bytes are free "
             "beside the weights; lower --kv-cache-memory, or leave it out to have it chosen"
         )
+
+
+def page_bytes(users: ModelCaches, block_size: int) -> int:
+    """Bytes of a page in all places; 1 on a pipeline stage without caches, which has as many pages as the others."""
+    return sum(place_bytes(users, block_size)) or 1
 
 
 def place_bytes(users: ModelCaches, block_size: int) -> list[int]:
