@@ -12,7 +12,17 @@ import torch
 from transformers import PreTrainedModel
 
 from hardpoint import SamplingParams
-from hardpoint_plugin_api import ConfigError, Latest, Span
+from hardpoint.cache_users import ModelCaches
+from hardpoint_plugin_api import (
+    CacheSpec,
+    CacheUser,
+    ConfigError,
+    Latest,
+    PlainLayout,
+    Plane,
+    Span,
+    StepPlanner,
+)
 from tests.out_of_tree.build import Dist, install
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import counted, prompt_logits, small_llm
@@ -132,6 +142,35 @@ def test_states_and_keys_share_the_pool(hybrid: tuple[Path, Any]) -> None:
         groups = llm.core.blueprint.ctx.cache_users.cache_groups()
         assert [(group.retention, len(group.users)) for group in groups] == [(Latest(), 1)] * 3 + [(Span(), 1)] * 2
         assert 16 < llm.core.scheduler.cache.pool.num_pages <= 20, "a page holds one layer's tokens, or state"
+
+
+def _user(spec: CacheSpec) -> CacheUser:
+    return CacheUser("", spec, PlainLayout(), StepPlanner(), None)
+
+
+@pytest.mark.parametrize(
+    ("state", "longest", "size"),
+    [(64, 4096, 16), (128, 4096, 16), (129, 4096, 32), (700, 4096, 128), (700, 100, 64), (10**6, 4096, 1024)],
+)
+def test_blocks_become_as_large_as_states(state: int, longest: int, size: int) -> None:
+    caches = ModelCaches()
+    caches.add(_user(CacheSpec.keys_values(1, 64, "float32")))
+    assert caches.fitting_block_size(16, longest) == 16
+    caches.add(_user(CacheSpec((Plane("state", (state, 16), "float32"),), Latest())))
+    assert caches.fitting_block_size(16, longest) == size
+
+
+def test_a_block_size_is_a_wish_unless_it_is_set(tmp_path: Path, hybrid: tuple[Path, Any]) -> None:
+    changes: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": 64}
+    write_checkpoint(tmp_path, "llama", num_hidden_layers=2, **changes)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["HybridForCausalLM"]}))
+    with small_llm(tmp_path, block_size=None) as llm:
+        assert llm.core.blueprint.ctx.block_size == 32, "a state is as large as keys and values of 32 tokens"
+        assert llm.core.scheduler.cache.geometry.block_size == 32
+        assert llm.generate([[5] * 40], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    with small_llm(tmp_path, block_size=16) as llm:
+        assert llm.core.blueprint.ctx.block_size == 16
 
 
 def test_wrong_drafts_could_not_be_taken_back(hybrid: tuple[Path, Any]) -> None:

@@ -16,6 +16,8 @@ from hardpoint_plugin_api import CacheUser, Retention
 
 MAX_GROUPS = 8
 """About this many cache groups at most: each costs a block table per step."""
+MOST_TOKENS = 1024
+"""Blocks are not made larger for states: prefixes are found by whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,31 @@ class ModelCaches:
             for retention, numbers in by_retention.items()
             for i in range(0, len(numbers), size)
         )
+
+    def fitting_block_size(self, wish: int, longest: int) -> int:
+        """Tokens per block with which pages of tokens are as large as the states that have their places.
+
+        All groups take pages of one size, so smaller ones would be padded. It is ``wish`` doubled as often as that
+        takes, up to MOST_TOKENS, and to what sequences of ``longest`` tokens fill.
+        """
+        size = wish
+        while 2 * size <= min(MOST_TOKENS, longest) and self._pads_tokens(size):
+            size *= 2
+        return size
+
+    def _pads_tokens(self, block_size: int) -> bool:
+        """Whether a state is larger than the pages of tokens that share its place."""
+        groups = self.cache_groups()
+        for place in range(max((len(group.users) for group in groups), default=0)):
+            nbytes: dict[bool, int] = {}
+            for group in groups:
+                if place < len(group.users):
+                    user = self.users[group.users[place]]
+                    size = user.layout.page_bytes(user.spec, block_size)
+                    nbytes[group.retention.per_sequence] = max(size, nbytes.get(group.retention.per_sequence, 0))
+            if len(nbytes) == 2 and nbytes[True] > nbytes[False]:
+                return True
+        return False
 
     def plan_groups(self) -> tuple[PlanGroup, ...]:
         """Users of one cache group with an equal plan key."""

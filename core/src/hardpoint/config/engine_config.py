@@ -93,7 +93,9 @@ class EngineConfig(BaseModel):
     quantization: Text | None = Field(None, description="Quantize while loading, by this method: fp8, int8, int4.")
     quantization_options: Options = Field((), description="How it quantizes (KEY=VALUE,KEY=VALUE).")
     kv_cache_dtype: CacheDtype = Field("auto", description="Data type of the KV cache (fp8_e4m3, int8); auto: model's.")
-    block_size: PageSize | None = Field(None, description="Tokens per block of the KV cache.")
+    block_size: PageSize | None = Field(
+        None, description="Tokens per block of the KV cache (default: the platform's, or as many as a state is large)."
+    )
     kv_cache_memory: Bytes | None = Field(None, description="Size of the KV cache: bytes, or as in 4GiB.")
     max_model_len: Count | None = Field(None, description="Longest sequence, prompt and output together, in tokens.")
     max_num_seqs: NumSeqs = Field(256, description="Most sequences that run at once.")
@@ -257,6 +259,10 @@ class EngineConfig(BaseModel):
     def denying(self, choice: str) -> Self:
         """This config with one more entry on the deny list."""
         return self._changed({"deny": (*self.deny, choice)})
+
+    def with_block_size(self, block_size: int) -> Self:
+        """This config with --block-size."""
+        return self._changed({"block_size": block_size})
 
     def blaming_ops(self) -> Self:
         """This config with --blame-ops, and without the recorded graphs in which no op can be named."""

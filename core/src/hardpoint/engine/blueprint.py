@@ -92,8 +92,24 @@ def draw(config: EngineConfig, preset: str | None = None, place: Coordinates | N
     ``place`` says which of several ranks this is, on the device that many further. Without one, and where there are
     several, nothing will run here: the device is left alone, and all is as ``rank`` sees it.
 
-    Raises the errors of each part: plugins, platform, checkpoint, selection.
+    Where nobody asks for a block size and states are larger than pages of the platform's default size, blocks are made
+    larger. Raises the errors of each part: plugins, platform, checkpoint, selection.
     """
+    blueprint = _draw(config, preset, place, rank)
+    ctx, config = blueprint.ctx, blueprint.config
+    size = ctx.cache_users.fitting_block_size(ctx.block_size, ctx.max_model_len)
+    if config.block_size is not None or size == ctx.block_size:
+        return blueprint
+    try:
+        larger = _draw(config.with_block_size(size), preset, place, rank)
+    except SelectionError as error:
+        logger.warning("pages of %d tokens are padded to the size of states: with %d, %s", ctx.block_size, size, error)
+        return blueprint
+    logger.info("blocks have %d tokens instead of %d: so pages are as large as states", size, ctx.block_size)
+    return larger
+
+
+def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, rank: int) -> Blueprint:
     checkpoint = Checkpoint.read(resolve_model(config.model, config.hub_revision))
     lock = LockFile.read(Path(config.plugins_lock_file)) if config.plugins_locked else None
     plugins = discover(config.plugins, lock)

@@ -88,10 +88,13 @@ class Worker:
             blueprint.groups.open(store, control)
             of_stage = control.of_stage(blueprint.place, store, float(config.core_start_timeout))
         with control.together():
-            own = step_limits(blueprint), tuple(group.retention for group in ctx.cache_users.cache_groups())
+            retentions = tuple(group.retention for group in ctx.cache_users.cache_groups())
+            own = step_limits(blueprint), retentions, ctx.block_size
         everyone = control.exchange(own)  # stages have layers of their own
-        limits = reduce(StepLimits.intersect, (limits for limits, _ in everyone))
-        ctx.cache_users.share_groups(united_retentions(retentions for _, retentions in everyone))
+        limits = reduce(StepLimits.intersect, (limits for limits, _, _ in everyone))
+        ctx.cache_users.share_groups(united_retentions(retentions for _, retentions, _ in everyone))
+        if len(sizes := {size for _, _, size in everyone}) > 1:
+            raise ConfigError(f"ranks chose blocks of {sorted(sizes)} tokens; set --block-size {max(sizes)}")
         assert limits.max_tokens is not None
         assert limits.max_requests is not None
         memory = TaggedMemory(platform.memory, ctx.torch_device)
