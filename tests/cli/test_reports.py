@@ -20,7 +20,7 @@ from tests.support.checkpoints import write_checkpoint
 
 MANIFEST = """
 schema = 1
-api = "0.1"
+api = "0.2"
 [plugin]
 name = "acme"
 [[contribution]]
@@ -82,7 +82,7 @@ def test_a_table_in_a_file_follows_columns(monkeypatch: pytest.MonkeyPatch, caps
 def test_plugins_are_listed_with_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plugins", "list"]) == 0
     acme, old = (line for line in capsys.readouterr().out.splitlines() if "hardpoint-" in line)
-    assert acme.split()[:5] == ["acme", "1.2", "hardpoint-acme", "0.1", "ready"]
+    assert acme.split()[:5] == ["acme", "1.2", "hardpoint-acme", "0.2", "ready"]
     assert "platform 1, op 1" in acme
     assert all(word in old for word in ("refused", "built for another API", "upgrade the plugin"))
     assert run(["plugins", "list", "--json"]) == 0

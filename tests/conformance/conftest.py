@@ -52,7 +52,7 @@ def falls(x, weight, out, *, eps):
 TRIED_KERNELS = ("right", "wrong", "crashes", "hangs", "missing", "falls")
 _MANIFEST = """
 schema = 1
-api = "0.1"
+api = "0.2"
 [plugin]
 name = "tried"
 [config.speed]

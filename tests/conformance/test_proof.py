@@ -75,7 +75,7 @@ requires = [{{ dtype = ["float32"] }}, {{ spec = {spec} }}, {{ symbol = "lib_gai
 
 
 _MANIFEST = (
-    'schema = 1\napi = "0.1"\n[plugin]\nname = "proving"\n'
+    'schema = 1\napi = "0.2"\n[plugin]\nname = "proving"\n'
     + _contribution("right", '["float32/float32"]', platforms=["cpu"])
     + _contribution("never", '["float32/float32"]', platforms=["cpu"])
     + _contribution("overclaims", '["float32/float32", "nf4@float32:1x64/float32"]', platforms=["cpu"])

@@ -33,7 +33,7 @@ summary = "A norm"
 requires = [{{ dtype = ["float32"] }}]
 """
 """The kernel for hardware that is not here comes first, as in a plugin whose author has the accelerator."""
-_MANIFEST = 'schema = 1\napi = "0.1"\n[plugin]\nname = "roaming"\n' + "".join(
+_MANIFEST = 'schema = 1\napi = "0.2"\n[plugin]\nname = "roaming"\n' + "".join(
     _CONTRIBUTION.format(name=name, platforms=json.dumps(platforms))
     for name, platforms in (("far", ["absent_gpu", "rocm"]), ("near", ["rocm", "cpu"]))
 )

@@ -37,7 +37,7 @@ def test_without_a_compiler(source: Path, tmp_path: Path) -> None:
 def test_a_wheel_serves_every_python(source: Path, tmp_path: Path) -> None:
     (source / "setup.cfg").write_text("[build_ext]\nlevels = plain\n")
     built = wheel(source, tmp_path / "wheel")
-    assert built.name.startswith("hardpoint_cpu-0.1.0-cp311-abi3-")
+    assert built.name.startswith("hardpoint_cpu-0.2.0-cp311-abi3-")
     assert "hardpoint_cpu/_native.abi3.so" in zipfile.ZipFile(built).namelist()
 
 

@@ -125,7 +125,7 @@ def chunked(config):
 ''',
         "hp_chunked/hardpoint.toml": """
 schema = 1
-api = "0.1"
+api = "0.2"
 [plugin]
 name = "chunked"
 [[contribution]]

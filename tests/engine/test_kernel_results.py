@@ -70,7 +70,7 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
         family, _, of = slot.partition(".")
         layout = 'layout = "plain"\n' if family == "attention" else ""
         manifest = (
-            f'schema = 1\napi = "0.1"\n[plugin]\nname = "odd"\n[[contribution]]\nfamily = "{family}"\nname = "odd"\n'
+            f'schema = 1\napi = "0.2"\n[plugin]\nname = "odd"\n[[contribution]]\nfamily = "{family}"\nname = "odd"\n'
             f'target = "hp_odd.kernels:{kernel}"\npriority = 1000\nrequires = [{_REQUIRES[family]}]\n{layout}'
         ) + (f'of = "{of}"\n' if of else "")
         files = {"__init__.py": "", "plugin.py": "", "kernels.py": _KERNELS, "hardpoint.toml": manifest}

@@ -37,7 +37,7 @@ METER = Dist(
         "        self.rows.inc(x.shape[0])\n"
         "        with self.range('metered'):\n"
         "            return super().forward(x, step)\n",
-        "hp_meter/hardpoint.toml": 'schema = 1\napi = "0.1"\n[plugin]\nname = "meter"\n[[contribution]]\n'
+        "hp_meter/hardpoint.toml": 'schema = 1\napi = "0.2"\n[plugin]\nname = "meter"\n[[contribution]]\n'
         'family = "layer"\nof = "mlp"\nname = "metered"\ntarget = "hp_meter.mlp:MeteredMLP"\npriority = 1\n',
     },
     {"meter": "hp_meter.plugin"},

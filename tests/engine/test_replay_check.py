@@ -58,7 +58,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plugin]:
     def put(kernel: str) -> str:
         entry, choice = contribution(kernel)
         source = Path(raw_kernels.__file__).read_text()
-        manifest = f'schema = 1\napi = "0.1"\n[plugin]\nname = "raw"\n{entry}'
+        manifest = f'schema = 1\napi = "0.2"\n[plugin]\nname = "raw"\n{entry}'
         files = {"__init__.py": "", "plugin.py": "", "kernels.py": source, "hardpoint.toml": manifest}
         dist = Dist("raw-hardpoint", {f"hp_raw/{n}": text for n, text in files.items()}, {"raw": "hp_raw.plugin"})
         install([dist], site, wheels)

@@ -51,7 +51,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         f"priority = {priority}\n"
         for name, priority in (("baking", 3000), ("in_pieces", 2000), ("right", 1000))
     )
-    manifest = f'schema = 1\napi = "0.1"\n[plugin]\nname = "replayed"\n{entries}'
+    manifest = f'schema = 1\napi = "0.2"\n[plugin]\nname = "replayed"\n{entries}'
     files = {"__init__.py": "", "plugin.py": "", "kernels.py": KERNELS, "hardpoint.toml": manifest}
     named = {f"hp_replayed/{name}": text for name, text in files.items()}
     wheels = tmp_path / "wheels"

@@ -54,7 +54,7 @@ def hybrid(config):
 ''',
         "hp_hybrid/hardpoint.toml": """
 schema = 1
-api = "0.1"
+api = "0.2"
 [plugin]
 name = "hybrid"
 [[contribution]]

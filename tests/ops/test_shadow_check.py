@@ -219,7 +219,7 @@ FLAKY = Dist(
         "    y = rms_norm.reference(x, weight, eps=eps)\n"
         "    if calls % 10 == 0: y[0, 0] += 1e-3\n"
         "    return y\n",
-        "hp_flaky/hardpoint.toml": 'schema = 1\napi = "0.1"\n[plugin]\nname = "flaky"\n[[contribution]]\n'
+        "hp_flaky/hardpoint.toml": 'schema = 1\napi = "0.2"\n[plugin]\nname = "flaky"\n[[contribution]]\n'
         'family = "op"\nof = "rms_norm"\nname = "flaky"\ntarget = "hp_flaky.norm:norm"\npriority = 1\n',
     },
     {"flaky": "hp_flaky.plugin"},

@@ -36,7 +36,7 @@ MIXTURE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_inte
 
 MANIFEST = """
 schema = 1
-api = "0.1"
+api = "0.2"
 [plugin]
 name = "summed"
 [[contribution]]

@@ -9,7 +9,7 @@ import pytest
 from hardpoint_plugin_api import Contribution, Manifest, ManifestError, parse_manifest, read_manifest
 from hardpoint_plugin_api.requirements import ArchRequirement, OneOfRequirement, PackageRequirement
 
-HEAD = 'schema = 1\napi = "0.1"\n[plugin]\nname = "acme"\n'
+HEAD = 'schema = 1\napi = "0.2"\n[plugin]\nname = "acme"\n'
 PORTABLE = """
 [defaults]
 priority = 100
@@ -139,7 +139,7 @@ def test_cores_portable_kernels_can_be_included(tmp_path: Path) -> None:
         ),
         ('[[include]]\nfile = "a.b:x.toml"\n', PORTABLE, "only these can be included"),
         (INCLUDE, "schema = [", "portable.toml: not valid TOML"),
-        (INCLUDE, 'api = "0.1"\n', "portable.toml: a file that is included holds defaults"),
+        (INCLUDE, 'api = "0.2"\n', "portable.toml: a file that is included holds defaults"),
         (
             INCLUDE,
             PORTABLE.replace('family = "attention"\n', ""),

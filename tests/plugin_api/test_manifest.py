@@ -122,7 +122,7 @@ PARSED = Manifest(
     ),
 )
 
-HEAD = 'schema = 1\napi = "0.1"\n[plugin]\nname = "acme"\n'
+HEAD = 'schema = 1\napi = "0.2"\n[plugin]\nname = "acme"\n'
 CONTRIBUTION = '[[contribution]]\nfamily = "linear"\nname = "acme_matmul"\ntarget = "acme_hp:Matmul"\n'
 OP = '[[contribution]]\nfamily = "op"\nof = "norm"\nname = "acme_norm"\ntarget = "acme_hp:norm"\n'
 DEVICE = '[[device]]\nname = "acme-1"\nplatform = "cpu"\narch = "acme1"\n'
@@ -140,7 +140,7 @@ def test_a_whole_manifest() -> None:
 
 
 def test_the_least_manifest() -> None:
-    assert parse_manifest(HEAD, "test") == Manifest("acme", ApiVersion(0, 1))
+    assert parse_manifest(HEAD, "test") == Manifest("acme", ApiVersion(0, 2))
 
 
 def test_features_that_are_not_claimed_are_required_to_be_absent() -> None:
@@ -178,15 +178,15 @@ def test_reading_files(tmp_path: Path) -> None:
     ("text", "fact"),
     [
         ("schema = 1\nschema = 1\n", "not valid TOML"),
-        ('api = "0.1"\n[plugin]\nname = "acme"', "'schema' is missing or no positive number; write schema = 1"),
+        ('api = "0.2"\n[plugin]\nname = "acme"', "'schema' is missing or no positive number; write schema = 1"),
         (HEAD.replace("schema = 1", 'schema = "1"'), "'schema' is missing or no positive number"),
         (HEAD.replace("schema = 1", "schema = true"), "'schema' is missing or no positive number"),
         (HEAD.replace("schema = 1", "schema = 0"), "'schema' is missing or no positive number"),
         ('schema = 1\n[plugin]\nname = "acme"', "key 'api' is missing"),
-        (HEAD.replace('"0.1"', "0.1"), "'api' must be of type str, got 0.1"),
-        (HEAD.replace("0.1", "0.1.2"), "API version '0.1.2' is not of the form MAJOR.MINOR"),
-        ('schema = 1\napi = "0.1"\n', "[plugin]: key 'name' is missing"),
-        ('schema = 1\napi = "0.1"\nplugin = "acme"\n', "'plugin' must be of type dict"),
+        (HEAD.replace('"0.2"', "0.2"), "'api' must be of type str, got 0.2"),
+        (HEAD.replace("0.2", "0.2.1"), "API version '0.2.1' is not of the form MAJOR.MINOR"),
+        ('schema = 1\napi = "0.2"\n', "[plugin]: key 'name' is missing"),
+        ('schema = 1\napi = "0.2"\nplugin = "acme"\n', "'plugin' must be of type dict"),
         (HEAD.replace('"acme"', '"Acme"'), "name = 'Acme' must be lower-case letters"),
         (HEAD.replace('"acme"', '"1acme"'), "a letter first"),
         (HEAD.replace('"acme"', '"ac-me"'), "must be lower-case letters, digits and underscores"),

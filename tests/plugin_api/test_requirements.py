@@ -54,7 +54,7 @@ def check(
     requirement: Requirement, workload: Workload | None = None, device: DeviceInfo = TOY, api: ApiVersion | None = None
 ) -> Reason | None:
     request = Request(device, PlatformWorkload() if workload is None else workload)
-    return requirement.check(CheckContext(request, api or ApiVersion(0, 1)))
+    return requirement.check(CheckContext(request, api or ApiVersion(0, 2)))
 
 
 def facts(reason: Reason | None) -> tuple[str, str | None, str | None] | None:
@@ -169,7 +169,7 @@ def test_a_feature_newer_than_the_plugin(monkeypatch: pytest.MonkeyPatch) -> Non
     for version in (ApiVersion(0, 3), ApiVersion(0, 4), ApiVersion(1, 0)):
         assert facts(check(requirement, sinks, api=version)) == ("feature", "alibi, sinks", "alibi")
     alibi = AttentionWorkload(features=frozenset({Feature.ALIBI}))
-    assert check(requirement, alibi, api=ApiVersion(0, 1)) is None
+    assert check(requirement, alibi, api=ApiVersion(0, 2)) is None
     claimed_early = FeatureRequirement(("sinks", "alibi"))
     assert check(claimed_early, sinks, api=ApiVersion(0, 2)) is None
 

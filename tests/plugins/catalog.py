@@ -23,7 +23,7 @@ def plugin(
     hooks: str = NO_HOOKS,
     claims: str | None = None,
     schema: int = 1,
-    api: str = "0.1",
+    api: str = "0.2",
     after: tuple[str, ...] = (),
     more: str = "",
     **modules: str,

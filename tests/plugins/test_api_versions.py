@@ -154,7 +154,7 @@ def test_api_diff_prints_what_changed(capsys: pytest.CaptureFixture[str], monkey
     assert "added    Reason\n         now    dataclass (code: str, message: str," in out
     assert "removed  Gone\n         was    class\n         breaks it is gone\n" in out
     assert out.endswith(f"plugin API {frozen_versions()[-1]} -> {API_VERSION}: 2 changes, 1 of them break plugins\n")
-    assert run(["plugins", "api-diff", "--since", "0.1", "--json"]) == 0
+    assert run(["plugins", "api-diff", "--since", "0.2", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [c["path"] for c in data["changes"]] == ["Gone", "Reason"]
 

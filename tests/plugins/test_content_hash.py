@@ -19,7 +19,7 @@ SOLID = Dist(
         "hp_solid/__init__.py": "",
         "hp_solid/plugin.py": "import hp_solid_kernels\n",
         "hp_solid/sub/data.bin": "\x00\x01",
-        "hp_solid/hardpoint.toml": 'schema = 1\napi = "0.1"\n[plugin]\nname = "solid"\n',
+        "hp_solid/hardpoint.toml": 'schema = 1\napi = "0.2"\n[plugin]\nname = "solid"\n',
         "hp_solid_kernels.py": "paged = 1\n",
     },
     {"solid": "hp_solid.plugin"},

@@ -139,7 +139,7 @@ def test_a_namesake_outside_its_distribution(
     package = tmp_path / "elsewhere" / "hp_shadowed"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemExit('imported')")
-    (package / "hardpoint.toml").write_text('schema = 1\napi = "0.1"\n[plugin]\nname = "shadowed"\n')
+    (package / "hardpoint.toml").write_text('schema = 1\napi = "0.2"\n[plugin]\nname = "shadowed"\n')
     monkeypatch.syspath_prepend(str(package.parent))
     message = refusal(discover(), "shadowed")
     assert "hp_shadowed does not belong to shadowed-hardpoint" in message

@@ -119,12 +119,12 @@ async def _later(self: object, call: object) -> None: ...
         (PlainLinear, {"apply": _later}, "apply is a coroutine, and LinearKernel.apply is not"),
         (
             PlainLinear,
-            {"apply": lambda self, x, weights, bias: None},  # of API 0.1
+            {"apply": lambda self, x, weights, bias: None},  # of API 0.2
             "apply(x, weights, bias) has no parameter 'call'; the interface is LinearKernel.apply(call)",
         ),
         (
             ReferenceAttention,
-            {"forward": lambda self, q, k, v, cache, metadata, out: None},  # of API 0.1
+            {"forward": lambda self, q, k, v, cache, metadata, out: None},  # of API 0.2
             "forward(q, k, v, cache, metadata, out) has no parameter 'call'; the interface is "
             "AttentionBackend.forward(call)",
         ),

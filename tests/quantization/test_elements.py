@@ -197,7 +197,7 @@ def test_bad_ones_are_refused(make: Callable[[], object], message: str) -> None:
 
 MANIFEST = """
 schema = 1
-api = "0.1"
+api = "0.2"
 [plugin]
 name = "acme"
 [[contribution]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.out_of_tree.build import Dist, install
 
 _MANIFEST = """schema = 1
-api = "0.1"
+api = "0.2"
 [plugin]
 name = "breaking"
 [[contribution]]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hardpoint.layers.base import PluggableLayer
     from hardpoint.ops.base import CustomOp, custom_op
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AsyncEngine",

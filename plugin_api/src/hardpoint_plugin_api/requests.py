@@ -45,7 +45,7 @@ class Feature(StrEnum):
     PIPELINE_STAGES = "pipeline_stages"
 
 
-FEATURE_SINCE: dict[Feature, ApiVersion] = dict.fromkeys(Feature, ApiVersion(0, 1))
+FEATURE_SINCE: dict[Feature, ApiVersion] = dict.fromkeys(Feature, ApiVersion(0, 2))
 """The API version that each feature came with."""
 
 

@@ -1,7 +1,7 @@
 """API versions: what this host offers and whether a plugin's lowest needed version fits.
 
-0.x until the CUDA plugin is complete. Within a major version everything is additive, so a plugin that needs ``0.1``
-runs on ``0.7``; a host of major N also loads plugins of major N-1, through core's shims.
+0.x until the CUDA plugin is complete. From ``0.2`` on, everything within a major version is additive, so a plugin that
+needs ``0.2`` runs on ``0.7``; a host of major N also loads plugins of major N-1, through core's shims.
 
 What each version promises is frozen as data in ``api/MAJOR.MINOR.json``: ``hardpoint plugins api-diff`` prints
 what came since, and a test refuses a change that would break a plugin of a frozen version.
@@ -34,8 +34,11 @@ class ApiVersion:
         return f"{self.major}.{self.minor}"
 
 
-API_VERSION = ApiVersion(0, 1)
+API_VERSION = ApiVersion(0, 2)
 """The version this package provides."""
+
+OLDEST_API = ApiVersion(0, 2)
+"""The lowest version whose plugins run here. docs/changes_in_api_0_2.md says what changed from 0.1, never released."""
 
 MANIFEST_SCHEMA = 1
 """The newest manifest schema this package reads."""
@@ -51,6 +54,14 @@ def check_api(needed: ApiVersion, host: ApiVersion | None = None) -> Reason | No
             wanted=str(needed),
             supported=str(host),
             fix="pip install --upgrade hardpoint-plugin-api hardpoint-core",
+        )
+    if needed < OLDEST_API:
+        return Reason(
+            "api-too-old",
+            f"the plugin was built for a plugin API before {OLDEST_API}, which no Hardpoint carries any more",
+            wanted=str(needed),
+            supported=f"{OLDEST_API} to {host}",
+            fix="port the plugin as docs/changes_in_api_0_2.md says, or upgrade it",
         )
     if needed.major < host.major - 1:
         return Reason(

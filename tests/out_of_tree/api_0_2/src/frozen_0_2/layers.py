@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from frozen_0_1.ops import rms_norm
+from frozen_0_2.ops import rms_norm
 from hardpoint.layers import PluggableLayer
 from hardpoint_plugin_api import NormArgs, WeightSlot
 

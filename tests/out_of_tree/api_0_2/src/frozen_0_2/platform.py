@@ -48,7 +48,7 @@ class FrozenGraphs(EagerGraphEngine):
 class FrozenPlatform(Platform):
     """Every method of it, overridden."""
 
-    name = "frozen_0_1"
+    name = "frozen_0_2"
 
     def __init__(self, info: DeviceInfo, config: Mapping[str, ConfigValue] | None = None) -> None:
         super().__init__(info, config)

@@ -1,4 +1,4 @@
-"""Every public name of plugin API 0.1."""
+"""Every public name of plugin API 0.2."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def make_act_and_mul(
 ) -> Callable[..., torch.Tensor]:
     """By a factory, which uses everything that a build context has."""
     assert isinstance(ctx, BuildContext)
-    assert ctx.plugin_config("frozen_0_1") == {"count": 3, "share": 0.5, "loud": False, "label": "frozen"}
+    assert ctx.plugin_config("frozen_0_2") == {"count": 3, "share": 0.5, "loud": False, "label": "frozen"}
     assert workload.dtype == str(ctx.dtype).removeprefix("torch.")
     assert ctx.device.torch_type == ctx.torch_device.type
     assert ctx.child("deeper").path.endswith("deeper")

@@ -13,7 +13,7 @@ HEARD: list[str] = []
 def hardpoint_configure(config: Mapping[str, object], device: DeviceInfo) -> list[ConfigChange]:
     """Wish for a setting that changes no result."""
     HEARD.append(f"configure {device.platform}")
-    return [ConfigChange("max_num_seqs", 7, "a wish of API 0.1")]
+    return [ConfigChange("max_num_seqs", 7, "a wish of API 0.2")]
 
 
 @hookimpl
