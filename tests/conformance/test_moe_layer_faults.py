@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import one_hot, silu
 
 from hardpoint.conformance.families.certain_routing import certain_tokens, is_certain, router_weight
-from hardpoint.conformance.families.layers import KINDS, LayerTrials
+from hardpoint.conformance.families.layer_kinds import KINDS
+from hardpoint.conformance.families.layers import LayerTrials
 from hardpoint.conformance.site import Site
 from hardpoint.context import Context
 from hardpoint.layers.moe import MoE

@@ -12,7 +12,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from acme_hp.fading import FadingArgs
 from acme_hp.means import FADE, MeanArgs, StripesArgs
-from hardpoint.conformance.families.layers import Inputs, LayerKind, Steps
+from hardpoint.conformance.families.layer_kinds import Inputs, LayerKind, Steps
 from hardpoint.conformance.families.model_samples import TINY, ModelSample, Reference
 from hardpoint.conformance.families.parser_samples import ParserSample, SampleCall, tool
 from hardpoint.conformance.families.quantization_samples import Sample, Written
