@@ -442,6 +442,40 @@ def test_drafts_take_no_page_that_another_request_would_have_to_give() -> None:
     assert all(request.output_token_ids == expected_output(request) for request in requests)
 
 
+def test_drafts_take_no_page_that_a_later_request_needs_in_the_same_step() -> None:
+    limits = StepLimits(max_tokens=64, max_requests=8)
+    scheduler, device = make_scheduler(4, limits, num_drafts=4), Device(limits, 4, drafter=drafting(4, 1))
+    requests = [make_request(0, [2] * 3, 6), make_request(1, [3] * 4, 5)]
+    for request in requests:
+        scheduler.add(request)
+    for _ in range(2):
+        step = scheduler.schedule()
+        assert step is not None
+        assert len(step.scheduled) == 2
+        scheduler.commit(device.execute(step))
+    assert [request.num_preemptions for request in requests] == [0, 0]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_drafts_starve_no_request(ahead: bool) -> None:
+    """Neither one that runs, nor one that waits: the budget is less than all drafts take."""
+    limits = StepLimits(max_tokens=16, max_requests=12)
+    scheduler = make_scheduler(400, limits, num_drafts=7, drafts_ahead=ahead)
+    device = Device(limits, 400, drafter=drafting(7, 1))
+    requests = [make_request(i, [i + 2] * 3, 40) for i in range(9)]
+    for request in requests[:8]:
+        scheduler.add(request)
+    for number in range(30):
+        if number == 10:
+            scheduler.add(requests[8])
+        step = scheduler.schedule()
+        assert step is not None
+        scheduler.commit(device.execute(step))
+    sampled = [request.num_sampled for request in requests]
+    assert min(sampled[:8]) >= 20
+    assert sampled[8] >= 8
+
+
 def test_a_request_larger_than_the_pool_is_refused_with_the_remedy() -> None:
     scheduler = make_scheduler(4, StepLimits(max_tokens=8, max_requests=2))
     with pytest.raises(CapacityError, match=r"may reach 13 tokens, the cache holds 12; raise --kv-cache-memory"):

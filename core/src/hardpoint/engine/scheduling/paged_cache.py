@@ -108,7 +108,7 @@ class PagedCache:
         self._limited = [group for group, retention in enumerate(retentions) if retention != Span()]
         self._num_states = sum(retention.per_sequence for retention in retentions)
         self._keeps_states = keep_states and self._num_states > 0
-        self._no_growth = Growth(((),) * len(retentions))
+        self.no_growth = Growth(((),) * len(retentions))
 
     def first_block(self, group: int, position: int) -> int:
         """The first block of ``group`` that a query at ``position``, or any later one, reads."""
@@ -173,7 +173,7 @@ class PagedCache:
         """Add pages for the tokens from ``start`` to ``end``: ``num_fresh`` fresh ones, None where fewer are free."""
         missing = self.geometry.blocks_for(end) - held.num_blocks
         if missing <= 0:
-            return self._no_growth
+            return self.no_growth
         fresh = self.pool.allocate(self.num_fresh(held.num_blocks, start, end))
         if fresh is None:
             return None

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from hardpoint.engine.outputs import FinishReason
-from hardpoint.engine.scheduling.paged_cache import PagedCache, Prefix
+from hardpoint.engine.scheduling.paged_cache import Growth, HeldPages, PagedCache, Prefix
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.step import (
     DRAFTED_AHEAD,
@@ -37,7 +37,7 @@ from hardpoint_plugin_api import CapacityError, RequestError, StepLimits
 
 @dataclass(frozen=True)
 class SchedulerArgs:
-    """What a scheduler is constructed with. ``limits`` has its maxima set.
+    """The arguments of a scheduler. ``limits`` has its maxima set.
 
     Steps propose up to ``num_drafts`` drafts. With ``drafts_ahead`` a step may verify drafts that the step before it is
     yet to propose; otherwise steps that draw are to be committed before.
@@ -63,10 +63,13 @@ class _Share:
 class _Step:
     """A step, from being put together to being committed. ``released`` are pages to free once it is done.
 
-    A page stands there once for each holder that gives it up. ``needs_values`` is as in Scheduler.
+    A page stands there once for each holder that gives it up. ``needs_values`` is as in Scheduler. ``owed_tokens`` and
+    ``owed_pages`` are those that requests need which are yet to be looked at: no draft takes them.
     """
 
     budget: int
+    owed_tokens: int = 0
+    owed_pages: int = 0
     shares: list[_Share] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     preempted: bool = False
@@ -85,6 +88,7 @@ class Scheduler:
         self._prefix_caching = args.prefix_caching
         self._num_drafts_ahead = args.num_drafts if args.drafts_ahead else 0
         self._waits_for_drafts = args.num_drafts > 0 and not args.drafts_ahead
+        self._num_drafts = args.num_drafts
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_waiting = 0
         self._running: list[Request] = []
@@ -285,9 +289,27 @@ class Scheduler:
 
     def _continue(self, step: _Step, requests: list[Request]) -> None:
         """Give running requests their tokens, in order: decodes, and prompts that are partly read."""
+        if self._num_drafts:
+            self._owe(step, requests)
         for request in tuple(requests):
+            if self._num_drafts:
+                step.owed_tokens -= request.num_to_compute > 0
+                step.owed_pages -= self._pages_of_next(request)
             if step.budget and request.slot is not None:
                 self._schedule(step, request)
+
+    def _owe(self, step: _Step, requests: list[Request]) -> None:
+        """Keep a token for each of ``requests``, with its page, and some tokens for one that waits, from drafts."""
+        step.owed_tokens = sum(request.num_to_compute > 0 for request in requests)
+        step.owed_pages = sum(map(self._pages_of_next, requests))
+        if self._num_waiting and self._free_slots:
+            step.owed_tokens += self.limits.chunk_multiple
+
+    def _pages_of_next(self, request: Request) -> int:
+        """Pages that the next token of ``request`` needs; 0 where it has been preempted."""
+        if request.held is None or not request.num_to_compute:
+            return 0
+        return self.cache.num_fresh(request.held.num_blocks, request.num_computed, request.num_computed + 1)
 
     def _admit(self, step: _Step) -> None:
         """Start waiting requests, as long as slots, tokens and pages last. A step that preempted starts none."""
@@ -367,19 +389,12 @@ class Scheduler:
         slack = request.num_unsettled
         if unread := self.cache.take_back(request.held, start - slack):
             self._release(request, unread)
-        need = self.cache.num_fresh(request.held.num_blocks, start, start + count)
-        if need and self._promised is not None and self._promised.rank < request.rank:
-            return  # what is free, or comes free, is the other's
-        while (grown := self.cache.grow(request.held, start, start + count)) is None:
-            returning = (page for submitted in self._in_flight for page in submitted.released)
-            if self.cache.pool.num_free + self.cache.pool.num_freed_by(returning) >= need:
-                self._promised = request
+        grown = self.cache.no_growth
+        if start + count > request.held.num_blocks * self.cache.geometry.block_size:
+            found = self._grow(step, request, request.held, start + count)
+            if found is None:
                 return
-            victim = self._running[-1]
-            step.preempted = True
-            self._preempt(victim)
-            if victim is request:
-                return
+            grown = found
         if self._promised is request:
             self._promised = None
         request.num_computed += count
@@ -396,6 +411,24 @@ class Scheduler:
             step.needs_values = True
         step.budget -= count
 
+    def _grow(self, step: _Step, request: Request, held: HeldPages, end: int) -> Growth | None:
+        """Pages for ``request`` up to position ``end``, of preempted requests where needed; None: it has to wait."""
+        start = request.num_computed
+        need = self.cache.num_fresh(held.num_blocks, start, end)
+        if need and self._promised is not None and self._promised.rank < request.rank:
+            return None  # what is free, or comes free, is the other's
+        while (grown := self.cache.grow(held, start, end)) is None:
+            returning = (page for submitted in self._in_flight for page in submitted.released)
+            if self.cache.pool.num_free + self.cache.pool.num_freed_by(returning) >= need:
+                self._promised = request
+                return None
+            victim = self._running[-1]
+            step.preempted = True
+            self._preempt(victim)
+            if victim is request:
+                return None
+        return grown
+
     def _drafts(self, step: _Step, request: Request, count: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
         """The drafts that a step with ``count`` other tokens of ``request`` verifies, and what each draw may give.
 
@@ -407,11 +440,11 @@ class Scheduler:
             drafts, request.drafts = request.drafts, ()
         if drafts:
             assert request.held is not None
-            room = min(step.budget - count, request.max_total_tokens - request.num_tokens - 1)
+            room = min(step.budget - count - step.owed_tokens, request.max_total_tokens - request.num_tokens - 1)
             drafts = drafts[: max(0, room)]
             start = request.num_computed
             need = self.cache.num_fresh(request.held.num_blocks, start, start + count + len(drafts))
-            if need and (self._promised is not None or self.cache.pool.num_free < need):
+            if need and (self._promised is not None or self.cache.pool.num_free < need + step.owed_pages):
                 drafts = ()
         allowed = request.next_allowed(drafts)
         return drafts[: len(allowed) - 1] if allowed else drafts, allowed
