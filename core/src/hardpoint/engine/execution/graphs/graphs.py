@@ -324,7 +324,7 @@ class Graphs:
             if shape.end == "hidden" or shape.end == "states":
                 return (hidden,)
             if shape.end == "token_logits":
-                return (self._forward.model.logits(hidden),)
+                return (self.engine.transient(self._forward.model.logits(hidden)),)
             if shape.queries != 1:  # of each request the last token
                 assert query_start is not None
                 last = (query_start[1:].long() - 1).clamp(min=0)

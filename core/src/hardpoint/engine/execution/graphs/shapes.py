@@ -2,10 +2,9 @@
 
 ``shape_rows`` makes the rows of an engine. ``Graphs`` (graphs.py) finds, captures and replays the shapes that they
 list. Another kind of step is another row. Steps that verify k drafts for each request have k + 1 tokens per request:
-they are captured where every attention backend has the grade UNIFORM, and take their inputs as steps with prompts do.
-Verified tokens would be another ``End``: one more case in ``Graphs._function``. Steps of a draft model or an encoder
-are rows of a ``Graphs`` over that model. A further difference between shapes, such as the number of adapters, is one
-more field of StepShape.
+they are captured where every attention backend has the grade UNIFORM, take their inputs as steps with prompts do, and
+end with the logits of all tokens. Steps of a draft model or an encoder are rows of a ``Graphs`` over that model. A
+further difference between shapes, such as the number of adapters, is one more field of StepShape.
 """
 
 from __future__ import annotations

@@ -44,6 +44,9 @@ _PARAMETERS = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"),
 PlainDraw = Literal["greedy", "random"]
 """How all of a step's tokens may be drawn where nothing but temperature and truncation has a say."""
 
+_ROWS_AT_ONCE = 256
+"""Rows of drafts that are drawn together: drawing takes several float32 copies of their logits."""
+
 
 @dataclass(frozen=True)
 class SamplingOps:
@@ -189,7 +192,8 @@ class Sampler:
         if parts:
             tokens = self._draw_in_turn(parts, changed, shares, slots, positions, drafts)
         else:
-            tokens = self._choose(self._how(shares), changed, slots, positions)
+            pieces = zip(*(x.split(_ROWS_AT_ONCE) for x in (changed, slots, positions)), strict=True)
+            tokens = torch.cat([self._choose(self._how(shares), *piece) for piece in pieces])
         counts, first = self._ops.verify(tokens, drafts, row_start), row_start[:-1].long()
         self._ops.keep(self.last_token, slots[first], tokens[first + counts - 1])
         logprobs = self._logprobs(logits, tokens, shares) if self._top_n else None
