@@ -93,6 +93,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("deepseek_v2", DEEPSEEK_V2),
     "deepseek-v2-groups-biases": ("deepseek_v2", DEEPSEEK_V2 | GROUPS | {"attention_bias": True}),
     "deepseek-v2-lite-yarn": ("deepseek_v2", DEEPSEEK_V2 | {"q_lora_rank": None, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek-v2-dense": ("deepseek_v2", DEEPSEEK_V2 | {"first_k_dense_replace": 9}),
     "deepseek-v2-yarn-tied": (
         "deepseek_v2",
         DEEPSEEK_V2 | {"rope_parameters": ROPES["yarn"], "tie_word_embeddings": True, "first_k_dense_replace": 0},

@@ -28,8 +28,9 @@ def deepseek_v2(config: HFConfig) -> CausalLMArgs:
     if config.flag("mlp_bias", False):
         raise CheckpointError(f"{config.path}: 'mlp_bias' must be false: shared experts have no biases here")
     mixer, dense, norm = latent_attention(config), mlp(config), norms(config)
-    sparse = Sublayer(_moe_args(config), _moe_names(config))
-    feed_forwards = [sparse if is_sparse else dense for is_sparse in _sparse_layers(config)]
+    layers = _sparse_layers(config)
+    sparse = _mixture(config) if any(layers) else dense
+    feed_forwards = [sparse if is_sparse else dense for is_sparse in layers]
     return decoder(config, [Block(mixer, feed_forward, norm) for feed_forward in feed_forwards])
 
 
@@ -69,6 +70,12 @@ def latent_attention(config: HFConfig) -> Sublayer[MLAArgs]:
     return Sublayer(args, names)
 
 
+def _mixture(config: HFConfig) -> Sublayer[MoEArgs]:
+    args = _moe_args(config)
+    linears = {name: slot for name, slot in _LINEARS.items() if args.shared_size or not slot.startswith("shared.")}
+    return Sublayer(args, linear_names(linears) | expert_names(num_experts(config), "mlp.experts", _MATRICES))
+
+
 def _moe_args(config: HFConfig) -> MoEArgs:
     method, scoring = config.get("topk_method", "greedy"), config.get("scoring_func", "softmax")
     if method not in _METHODS or scoring != "softmax":
@@ -77,12 +84,12 @@ def _moe_args(config: HFConfig) -> MoEArgs:
             f"got {scoring!r} and {method!r}"
         )
     width, shared = config.integer("moe_intermediate_size"), config.data.get("n_shared_experts", 2)
-    renormalize = config.flag("norm_topk_prob", False)
+    renormalize = config.flag("norm_topk_prob", False) and config.integer("num_experts_per_tok") > 1
     args = moe_args(
         config,
         "moe_intermediate_size",
         renormalize=renormalize,
-        shared_size=0 if shared is None else width * config.integer("n_shared_experts", 2),
+        shared_size=0 if shared in (None, 0) else width * config.integer("n_shared_experts", 2),
     )
     # As DeepSeek's own code: weights are scaled where they are not made to add up to one.
     scaling = 1.0 if renormalize else config.number("routed_scaling_factor", 1.0)
@@ -100,12 +107,10 @@ def _grouped(config: HFConfig, router: RouterArgs) -> RouterArgs:
     return replace(router, num_groups=groups, top_groups=best)
 
 
-def _moe_names(config: HFConfig) -> dict[str, str]:
-    return linear_names(_LINEARS) | expert_names(num_experts(config), "mlp.experts", _MATRICES)
-
-
 def _sparse_layers(config: HFConfig) -> tuple[bool, ...]:
-    """Which layers are mixtures: from ``first_k_dense_replace`` on, every ``moe_layer_freq``-th."""
+    """Which layers are mixtures: each ``moe_layer_freq``-th from ``first_k_dense_replace`` on; none without experts."""
+    if config.data.get("n_routed_experts", 64) is None:  # null is a value here
+        return (False,) * num_layers(config)
     first, frequency = config.get("first_k_dense_replace", 0), config.integer("moe_layer_freq", 1)
     if type(first) is not int or first < 0:
         raise CheckpointError(
