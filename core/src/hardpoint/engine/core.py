@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Unpack, cast
+from typing import Unpack, cast
 
 from hardpoint.checkpoint.source import resolve_tokenizer
 from hardpoint.engine.blueprint import Blueprint, draw, suspects
@@ -38,12 +38,7 @@ from hardpoint.plugins.culprits import Culprit
 from hardpoint.selection import SelectionTable
 from hardpoint.structured import Grammars
 from hardpoint.tokenizer import Tokenizer
-from hardpoint_plugin_api import (
-    EngineError,
-)
-
-if TYPE_CHECKING:
-    pass
+from hardpoint_plugin_api import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +109,8 @@ class EngineCore:
         has_stages = config.topology.pipeline > 1
         ahead = (ctx.device.accelerator or has_stages) if config.async_scheduling is None else config.async_scheduling
         exact = planners_of_exact_lengths(blueprint)
+        if has_stages and config.shadow_check:
+            logger.warning("--shadow-check counts the calls of the first pipeline stage alone, not those of later ones")
         if has_stages:  # drafts and lengths on the device are the last stage's
             exact = (*exact, "each pipeline stage but the last")
         if ahead and exact and config.num_drafts:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What the scheduler must know of the ranks: pages of their caches and how sequences lie in them, the limits of
+    """Facts of the ranks that the scheduler needs: pages of their caches and how sequences lie in them, the limits of
     steps, and the longest sequence, in tokens."""
 
     num_pages: int
@@ -229,6 +229,11 @@ def step_limits(blueprint: Blueprint) -> StepLimits:
         raise ConfigError(
             f"--speculative-method: layer {state.path} keeps a state, which cannot go back to what it was before a "
             "wrong draft; leave it out"
+        )
+    if config.num_drafts >= blueprint.ctx.max_model_len:
+        raise ConfigError(
+            f"--num-speculative-tokens {config.num_drafts}: sequences have at most {blueprint.ctx.max_model_len} "
+            "tokens (--max-model-len); set it lower"
         )
     if config.num_drafts and not limits.mixed_phases:
         raise ConfigError(

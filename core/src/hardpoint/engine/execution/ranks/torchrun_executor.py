@@ -58,7 +58,8 @@ class Launch:
             ) from None
         if launch.world != config.topology.size:
             raise ConfigError(
-                f"{config.topology}: torchrun started {launch.world} processes; one is needed for each rank"
+                f"{config.topology}: torchrun started {launch.world} processes; one is needed for each rank: start "
+                f"{config.topology.size} in all (--nproc-per-node, --nnodes), or change the sizes"
             )
         return launch
 
