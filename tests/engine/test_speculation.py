@@ -101,7 +101,7 @@ def logprobs(outputs: Sequence[RequestOutput]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[RequestOutput]:
-    """What is said without drafts."""
+    """The output without drafts."""
     with small_llm(Path("demo"), **EXACT) as llm:
         return generate(llm)
 
@@ -293,7 +293,7 @@ def test_a_platform_that_separates_phases_takes_no_drafts(monkeypatch: pytest.Mo
 
 
 def drafts(sequences: Sequence[Sequence[int]], **arguments: int) -> list[list[int]]:
-    """What ``ngram`` proposes for ``sequences``, which stand in some slots of a larger array."""
+    """The proposals of ``ngram`` for ``sequences``, which lie in some slots of a larger array."""
     args = DrafterArgs(num_drafts=3, vocab_size=100, **arguments)
     longest = max(map(len, sequences))
     tokens = torch.full((2 * len(sequences), longest + 4), 3, dtype=torch.int32)

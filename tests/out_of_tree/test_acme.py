@@ -293,7 +293,7 @@ def test_its_tool_parser_reads_outputs(acme: Path) -> None:
 
 
 def test_its_drafter_is_chosen_by_flag(acme: Path) -> None:
-    """What it drafts costs fewer steps, and changes nothing."""
+    """Its drafts save steps, and change nothing."""
     settings: dict[str, Any] = {"dtype": "float32", "async_scheduling": True}
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompts = ["1, 2, 3, 4, 1, 2, 3, 4, 1, 2", "The whale"]

@@ -210,7 +210,7 @@ class AttentionCall:
 
 
 class StepPlanner:
-    """What prepares steps for layers that use a cache: an attention backend, or this class itself.
+    """The planner of steps for layers that use a cache: an attention backend, or this class itself.
 
     It is enough by itself for a layer that reads nothing but the batch, on the device alone. ``capture`` says what of
     such a layer's work on its cache may be captured. ``exact_lengths`` says whether anything is taken from the batch's
@@ -233,11 +233,11 @@ class StepPlanner:
         return AttentionMetadata(batch)
 
     def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
-        """What may be captured of steps of this phase and size. Default: ``capture``, for all of them."""
+        """The steps of this phase and size that may be captured. Default: ``capture``, for all of them."""
         return self.capture
 
     def step_limits(self) -> StepLimits:
-        """What a step may hold. Default: anything."""
+        """The limits of a step. Default: none."""
         return StepLimits()
 
 

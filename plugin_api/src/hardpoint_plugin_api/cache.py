@@ -117,7 +117,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What one layer caches: its planes, with names of their own each, and how long they are needed.
+    """The cache of one layer: its planes, each with a name of its own, and how long they are needed.
 
     ``retention`` says what later steps read: a page without any of it is given to another request.
     """

@@ -1,4 +1,4 @@
-"""Who uses the cache: each part of a model that keeps something of its sequences from one step to the next."""
+"""Users of the cache: the parts of a model that keep something of its sequences from one step to the next."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """What is constant for a group of latent attention, given when the backend is built.
+    """The constants of a group of latent attention layers, given when the backend is built.
 
     ``num_heads`` H query heads are on this rank; the latent [``latent_size``] and the rotated key [``rope_size``] of a
     token are on every rank. ``scale`` multiplies scores.
@@ -118,7 +118,7 @@ class LatentBackend(StepPlanner, ABC):
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What the layout is asked to store."""
+        """The cache that the layout stores."""
         return self.spec.cache_spec
 
     @abstractmethod

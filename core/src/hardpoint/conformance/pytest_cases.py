@@ -156,7 +156,7 @@ class ConformanceItem(pytest.Item):
             pytest.skip("; ".join(dict.fromkeys(f"{r.outcome}: {r.reason}" for r in results)))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
-        """What the checks found, without a traceback through the kit."""
+        """The findings of the checks, without a traceback through the kit."""
         if isinstance(excinfo.value, NonConformanceError):
             return str(excinfo.value)
         return str(super().repr_failure(excinfo))

@@ -1,1 +1,1 @@
-"""What core itself drafts with."""
+"""Core's own drafters."""

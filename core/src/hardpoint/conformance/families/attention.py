@@ -305,7 +305,7 @@ class AttentionProbe:
 
     @property
     def workload(self) -> Workload:
-        """What a backend would be selected by."""
+        """The workload that selects a backend."""
         return self.spec.workload()
 
     @cached_property

@@ -58,7 +58,7 @@ _TOKENS = {"few": 5, "none": 0, "one": 1, "many": 40}
 
 @dataclass(frozen=True)
 class CacheKind:
-    """What the kit knows of the cache of one kind of attention.
+    """Facts of the cache of one kind of attention, as the kit tries it.
 
     ``sizes`` are factors of trials; ``spec`` makes of their values, and of dtypes and tokens per page, what a backend
     is built with, and ``title`` a part of a case's name. ``store_call`` takes a tensor for each plane of the spec's

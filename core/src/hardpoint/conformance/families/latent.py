@@ -155,7 +155,7 @@ class SharedLatents(AttentionSpec):
 
 @dataclass(frozen=True)
 class LatentSituation(Situation):
-    """What one trial asks of a backend of latent attention."""
+    """The question of one trial to a backend of latent attention."""
 
     @classmethod
     def of(cls, row: Row) -> LatentSituation:
@@ -176,7 +176,7 @@ class LatentProbe(AttentionProbe):
 
     @property
     def workload(self) -> Workload:
-        """What a backend would be selected by."""
+        """The workload that selects a backend."""
         return _latent(self.spec).workload()
 
     def requests(self, seed: int) -> list[Request]:
