@@ -48,7 +48,7 @@ def contribution() -> Contribution:
 
 def codes(contribution: Contribution, workload: OpWorkload, device: Any = H200) -> set[str]:
     """Of the reasons against it, but for packages."""
-    context = CheckContext(Request(device, workload), ApiVersion(0, 1))
+    context = CheckContext(Request(device, workload), ApiVersion(0, 2))
     found = [reason for need in contribution.requirements if (reason := need.check(context))]
     return {reason.code for reason in found if not reason.code.startswith("package")}
 

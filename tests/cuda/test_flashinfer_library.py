@@ -187,6 +187,6 @@ def test_the_manifest_says_what_it_takes(
     (contribution,) = [c for c in manifest.contributions if (c.family, c.name) == ("attention", "flashinfer")]
     fields: dict[str, object] = {"dtype": "bfloat16", "kv_dtype": "bfloat16", "head_size": 128, "block_size": 16}
     workload = AttentionWorkload(**fields | changes)  # type: ignore[arg-type]  # by name
-    context = CheckContext(Request(describe_arch("gpu", capability), workload), ApiVersion(0, 1))
+    context = CheckContext(Request(describe_arch("gpu", capability), workload), ApiVersion(0, 2))
     found = [reason for r in contribution.requires if (reason := r.check(context))]
     assert [reason.code for reason in found if not reason.code.startswith("package")] == ([code] if code else [])

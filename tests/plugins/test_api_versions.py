@@ -67,7 +67,7 @@ def test_the_description_is_the_same_in_every_process() -> None:
 
 def surface(**entries: dict[str, Any]) -> Surface:
     paths = {path.replace("__", " ").replace("_dot_", "."): entry for path, entry in entries.items()}
-    return Surface(ApiVersion(0, 1), True, paths)
+    return Surface(ApiVersion(0, 2), True, paths)
 
 
 INTERFACE = {"kind": "interface"}
@@ -174,7 +174,7 @@ def test_a_plugin_of_the_major_before_goes_through_shims(installed: Installer, m
         shims,
         "SHIMS",
         (
-            Shim("op", ApiVersion(0, 1), lambda target: ("too early", target)),
+            Shim("op", ApiVersion(0, 2), lambda target: ("too early", target)),
             Shim("layer", ApiVersion(1, 0), lambda target: ("another family", target)),
             Shim("op", ApiVersion(1, 0), lambda target: ("first", target)),
             Shim("op", ApiVersion(1, 0), lambda target: ("second", target)),

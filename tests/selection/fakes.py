@@ -50,7 +50,7 @@ def offer(
         replaces=replaces,
         layout=layout,
     )
-    return Offer(contribution, plugin, ApiVersion(0, 1), f"hardpoint-{plugin}", version)
+    return Offer(contribution, plugin, ApiVersion(0, 2), f"hardpoint-{plugin}", version)
 
 
 class FakePlugins(PluginSet):

@@ -34,6 +34,7 @@ TEMPLATED = (
 
 UNTEMPLATED = {
     "model": "models are built from core's layers: start from a file of hardpoint/models",
+    "drafter": "a drafter is one short class: start from hardpoint/drafters/ngram.py",
 }
 """The other families, and what to do instead."""
 
