@@ -112,6 +112,24 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield engine
 
 
+def test_batch_invariance_makes_outputs_equal_in_16_bits() -> None:
+    kinds, found = ("greedy", "drawn"), []
+    for method in (None, "ngram"):
+        settings: dict[str, Any] = {"speculative_method": method} if method else {}
+        with small_llm(Path("demo"), dtype="bfloat16", batch_invariant=True, **settings) as llm:
+            found.append(said(generate(llm, kinds)))
+            assert (llm.stats.accepted_tokens > 0) == (method is not None)
+    assert found[0] == found[1]
+
+
+def test_more_drafts_than_a_sequence_has_tokens_are_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"--num-speculative-tokens 40: sequences have at most 16 tokens"),
+        small_llm(Path("demo"), **NGRAM, num_speculative_tokens=40, max_model_len=16),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_outputs_are_those_of_an_engine_without_drafts(plain: list[RequestOutput], settings: dict[str, Any]) -> None:
     with small_llm(Path("demo"), **NGRAM | settings) as llm:
