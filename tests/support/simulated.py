@@ -28,6 +28,9 @@ _PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-versio
 CACHE = Path.home() / ".cache" / "hardpoint-tests"
 """Outlives sessions: building takes half a minute."""
 
+HANG = 240
+"""Seconds that one test in a child process may take; the slowest takes a few."""
+
 
 def installed(cache: Path = CACHE) -> Path:
     """A folder of packages with the simulated accelerator in it, below ``cache``; built where it is not there yet.
@@ -76,8 +79,12 @@ def environment(site: Path) -> dict[str, str]:
 
 
 def run_tests(site: Path, scratch: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest with ``arguments`` in a child process whose engines run on the simulated accelerator."""
+    """Run pytest with ``arguments`` in a child process whose engines run on the simulated accelerator.
+
+    A test that hangs ends the process after ``HANG`` seconds, and the output says where each thread stood.
+    """
     options = ["-p", "tests.support.on_simulated", "-p", "no:cacheprovider", "-q", f"--basetemp={scratch / 'child'}"]
+    options += ["-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, *arguments],
         cwd=ROOT,

@@ -6,6 +6,8 @@
 // (NaN as a float, -1 as an integer): what is read too early, or too late, shows.
 #pragma once
 
+#include <Python.h>
+
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -53,7 +55,21 @@ inline std::recursive_mutex& lock() {
   static auto* mutex = new std::recursive_mutex;
   return *mutex;
 }
-using Guard = std::lock_guard<std::recursive_mutex>;
+
+// Holds `lock()`. Gives up Python's interpreter lock while it waits: the thread that holds `lock()` may need the
+// interpreter to free a tensor.
+class Guard {
+ public:
+  explicit Guard(std::recursive_mutex& mutex) : held_(mutex, std::try_to_lock) {
+    if (held_) return;
+    PyThreadState* interpreter = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    held_.lock();
+    if (interpreter != nullptr) PyEval_RestoreThread(interpreter);
+  }
+
+ private:
+  std::unique_lock<std::recursive_mutex> held_;
+};
 
 inline thread_local std::string current_tag = "other";
 inline thread_local int current_device = 0;

@@ -9,10 +9,11 @@ import platform as python_platform
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import hardpoint_cpu
 from hardpoint.platforms import host
 from hardpoint.platforms.torch_trace import torch_trace
 from hardpoint_cpu.binding import bind, chosen_cpus, usable_cpus
@@ -65,7 +66,8 @@ def describe(root: Path = host.ROOT, machine: str | None = None) -> DeviceInfo:
     features = {_FEATURES[flag] for flag in flags & _FEATURES.keys()}
     if flags & _BF16_FLAGS:
         features.add("bf16_native")
-    if find_spec("hardpoint_cpu._native"):
+    # Not importlib.util.find_spec, which raises while another thread imports the module.
+    if PathFinder.find_spec("hardpoint_cpu._native", hardpoint_cpu.__path__):
         features.add(FEATURE)
     part = (cpuinfo.get("CPU implementer", ""), cpuinfo.get("CPU part", ""))
     return DeviceInfo(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, cast
 
+import hardpoint_sim
 from hardpoint.platforms.torch_accelerator import DeviceModule, TorchAcceleratorPlatform, TorchMemory
 from hardpoint_plugin_api import (
     ConfigError,
@@ -76,7 +77,8 @@ class SimPlatform(TorchAcceleratorPlatform):
     @classmethod
     def detect(cls) -> DeviceInfo | Reason:
         """Describe the devices, which are there wherever the extension was built."""
-        if find_spec("hardpoint_sim._C") is None:
+        # Not importlib.util.find_spec, which raises while another thread imports the module.
+        if PathFinder.find_spec("hardpoint_sim._C", hardpoint_sim.__path__) is None:
             return Reason(
                 "not-built",
                 "the extension of hardpoint-simulated was not built",
