@@ -186,7 +186,7 @@ def test_an_adapter_in_use_stays(llama: Adapted) -> None:
 def test_a_name_is_of_one_adapter(llama: Adapted) -> None:
     with lora_llm(llama.folder) as llm:
         llm.control(LoadAdapter("mine", llama.adapters["all"].lora_path))
-        with pytest.raises(EngineError, match="adapter 'mine' is loaded already, from .*all; unload it first"):
+        with pytest.raises(EngineError, match=r"adapter 'mine' is loaded already, from .*all; unload it first"):
             llm.control(LoadAdapter("mine", llama.adapters["attention"].lora_path))
 
 
@@ -215,9 +215,9 @@ def test_adapters_are_read_again_after_sleep(llama: Adapted) -> None:
 
 
 def test_an_engine_without_adapters_says_so(llama: Adapted) -> None:
-    with small_llm(llama.folder) as llm, pytest.raises(ConfigError, match="serves no LoRA adapters.*--enable-lora"):
+    with small_llm(llama.folder) as llm, pytest.raises(ConfigError, match=r"serves no LoRA adapters.*--enable-lora"):
         llm.generate([[1, 2]], GREEDY, lora_request=llama.adapters["all"])
-    with pytest.raises(ConfigError, match="max_loras.*add --enable-lora"):
+    with pytest.raises(ConfigError, match=r"max_loras.*add --enable-lora"):
         small_llm(llama.folder, max_loras=2)
 
 
@@ -273,12 +273,12 @@ def test_bad_adapters_change_nothing(tmp_path: Path, llama: Adapted) -> None:
             with pytest.raises(CheckpointError, match=message):
                 llm.control(LoadAdapter(name, str(tmp_path / name)))
         (tmp_path / "dora" / "adapter_config.json").unlink()
-        with pytest.raises(CheckpointError, match="holds no adapter_config.json"):
+        with pytest.raises(CheckpointError, match=r"holds no adapter_config.json"):
             llm.control(LoadAdapter("x", str(tmp_path / "dora")))
         (tmp_path / "shape" / "adapter_model.safetensors").unlink()
-        with pytest.raises(CheckpointError, match="neither adapter_model.safetensors"):
+        with pytest.raises(CheckpointError, match=r"neither adapter_model.safetensors"):
             llm.control(LoadAdapter("x", str(tmp_path / "shape")))
-        with pytest.raises(CheckpointError, match="adapter path .* does not exist"):
+        with pytest.raises(CheckpointError, match=r"adapter path .* does not exist"):
             llm.control(LoadAdapter("x", str(tmp_path / "nowhere")))
         llama.check(llm, ["all", "attention"], prompts)
 
@@ -292,7 +292,7 @@ def test_experts_take_no_adapters(tmp_path: Path) -> None:
     (prompt,) = random_prompts(1, 30, seed=15)
     with lora_llm(tmp_path) as llm:
         with pytest.raises(
-            CheckpointError, match="experts.1.gate_proj.lora_A.weight': the layer at .* takes no adapters"
+            CheckpointError, match=r"experts.1.gate_proj.lora_A.weight': the layer at .* takes no adapters"
         ):
             llm.control(LoadAdapter("experts", str(tmp_path / "experts")))
         request = LoRARequest("attention", 1, str(tmp_path / "attention"))

@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from hardpoint.checkpoint.json_object import read_json
 from hardpoint_plugin_api import CheckpointError, TensorInfo
 
-
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -127,7 +126,7 @@ class SafetensorsFiles:
             return [self.folder / self._single]
         found = ", ".join(sorted(p.name for p in self.folder.glob("*.bin"))) or "no weights"
         raise CheckpointError(
-            f"{self.folder}: neither {self._single} nor {self._index} is there ({found}); only safetensors checkpoints are read"
+            f"{self.folder}: neither {self._single} nor {self._index} is there ({found}); only safetensors are read"
         )
 
     @staticmethod

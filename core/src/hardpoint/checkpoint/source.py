@@ -33,7 +33,7 @@ def resolve_tokenizer(model: str, revision: str | None = None) -> Path:
 
 
 def resolve_adapter(name: str) -> Path:
-    """Return the local folder of a LoRA adapter: a folder, or a hub id. Raises CheckpointError as resolve_model does."""
+    """Return the local folder of a LoRA adapter, a folder or a hub id. Raises CheckpointError as resolve_model does."""
     return _resolve("adapter", name, None)
 
 

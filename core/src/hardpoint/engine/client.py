@@ -11,7 +11,7 @@ from hardpoint.engine.control import CoreControl
 from hardpoint.engine.lora import Adapter
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.request import Request
-from hardpoint.plugins.culprits import Culprit
+from hardpoint.plugin_host.culprits import Culprit
 from hardpoint.selection import SelectionTable
 
 

@@ -25,8 +25,8 @@ class StepBuffers:
 
     ``step`` has, as the op decode_inputs names them: ids and positions int64 [T], slot_mapping int32 [G, T]; and, where
     requests are counted, slots int64 [N], seq_lens int32 [N], block_table int32 [G, N, W]; behind another pipeline
-    stage its states [2, T, hidden]; where the engine serves adapters, ``adapters`` int32 [T], see ForwardStep. ``tensors`` are these and query_start int32 [N + 1]. ``batches`` make what
-    attention sees of each cache group.
+    stage its states [2, T, hidden]; where the engine serves adapters, those of ForwardStep, int32 [T]. ``tensors`` are
+    these and query_start int32 [N + 1]. ``batches`` make what attention sees of each cache group.
     """
 
     layout: Layout

@@ -36,9 +36,9 @@ class InPlaceHolder(Holder, Protocol):
 
 
 class Holdings:
-    """The tags of one engine, each with its holder. ``in_place`` ones are left to the platform where it can suspend
-    them; else, and for those ``read`` from files, whose contents matter, the holders free their tensors and allocate new
-    ones. A tag without a holder is left alone."""
+    """The tags of one engine, each with its holder; a tag without one is left alone. ``in_place`` ones are left to the
+    platform where it can suspend them; else, and for those ``read`` from files, whose contents matter, the holders free
+    their tensors and allocate new ones."""
 
     def __init__(
         self, memory: TaggedMemory, read: Mapping[MemoryTag, Holder], in_place: Mapping[MemoryTag, InPlaceHolder]
