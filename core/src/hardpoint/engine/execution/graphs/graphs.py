@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward, PiecewiseStep
 from hardpoint.engine.execution.graphs.capturable import why_eager, why_not_full
-from hardpoint.engine.execution.graphs.replay_check import ReplayCheck
+from hardpoint.engine.execution.graphs.replay_check import Put, ReplayCheck, Step, Wanted
 from hardpoint.engine.execution.graphs.shapes import (
     DRAWS,
     MOST_EXECUTABLES,
@@ -34,13 +35,24 @@ from hardpoint.engine.execution.graphs.shapes import (
     bucketed,
     shape_rows,
 )
-from hardpoint.engine.execution.graphs.step_buffers import BufferPool, StepBuffers, trial_step
+from hardpoint.engine.execution.graphs.step_buffers import (
+    BufferPool,
+    StepBuffers,
+    TrialLengths,
+    first_lengths,
+    further_lengths,
+    trial_step,
+)
 from hardpoint.engine.execution.sampling.sampler import Sampler
 from hardpoint.engine.execution.stage import Stage
 from hardpoint.engine.scheduling.step import StepInput
 from hardpoint_plugin_api import AttentionMetadata, Executable, GraphEngine, Phase, PlatformError, StepLimits
 
 logger = logging.getLogger(__name__)
+
+
+Trial = Callable[[], tuple[bool, list[AttentionMetadata]]]
+"""Puts a step into the buffers: see Graphs._try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +198,7 @@ class Graphs:
             for number, size in enumerate(reversed(sizes), 1):
                 shape = row.shape(size, row.ends[-1])
                 logger.info("preparing %s (%d of %d)", shape.words, number, len(sizes))
-                metadata = self._try(shape, free_pages)
-                for end in draws or row.ends:
-                    self._prepared(shape._replace(end=end), metadata)
+                self._prepare_trials(shape, draws or row.ends, free_pages)
             if sizes:
                 logger.info("%d sizes prepared in %.1f s", len(sizes), time.perf_counter() - began)
 
@@ -219,17 +229,25 @@ class Graphs:
         firsts = {-(-max(1, entry.range.min) // queries) for entry in entries if entry.range.phase != other}
         return tuple(sorted({size for first in firsts for size in row.sizes_for(first)}))
 
-    def _try(self, shape: StepShape, free_pages: int) -> list[AttentionMetadata]:
+    def _prepare_trials(self, shape: StepShape, ends: Sequence[End], free_pages: int) -> None:
+        """Capture a shape for each of ``ends``; the first graph is compared at several lengths of sequences."""
+        ctx, pages = self._ctx, 0 if shape.mode == "piecewise" else free_pages
+        first = partial(self._try, shape, first_lengths(shape, ctx.max_model_len), pages)
+        further = further_lengths(shape, ctx.block_size, ctx.max_model_len)
+        trials = [partial(self._try, shape, lengths, pages) for lengths in further]
+        for end in ends:
+            own, metadata = first()
+            self._prepared(shape._replace(end=end), metadata, [first, *trials] if own else ())
+            trials = []
+
+    def _try(self, shape: StepShape, lengths: TrialLengths, free_pages: int) -> tuple[bool, list[AttentionMetadata]]:
         """Put a step into the buffers on which graphs of ``shape`` are compared with eager runs, and plan it.
 
-        It has other token ids in each row, where sequences lie in pages of their own. None is 0, and the first ones,
-        which checkpoints put aside for padding and the like, come last.
+        It has other token ids in each row, where sequences lie in pages of their own: the first result. None is 0, and
+        the first ones, which checkpoints put aside for padding and the like, come last.
         """
         ctx, buffers = self._ctx, self.buffers(shape)
-        pages = 0 if shape.mode == "piecewise" else free_pages
-        own, positions, batches = trial_step(
-            shape, self._num_groups, ctx.block_size, ctx.max_model_len, pages, ctx.torch_device
-        )
+        own, positions, batches = trial_step(lengths, self._num_groups, ctx.block_size, free_pages, ctx.torch_device)
         rows = torch.arange(shape.tokens, device=ctx.torch_device) * own
         ids = (rows + self._vocab_size // 3) % max(1, self._vocab_size - 1) + 1
         if "slots" in buffers.step:
@@ -237,7 +255,7 @@ class Graphs:
         if "states" in buffers.step:
             states = buffers.step["states"]
             states.copy_(torch.arange(1, states.numel() + 1, device=states.device).sin().view(states.shape))
-        return self._forward.plan(buffers.load(ids, positions, batches))
+        return own, self._forward.plan(buffers.load(ids, positions, batches))
 
     def _end(self, row: ShapeRow, step: StepInput) -> End:
         """The draw of ``step`` where a graph may hold it."""
@@ -257,10 +275,13 @@ class Graphs:
             return "layer_profile"
         return "unrecordable" if row.sizes_for(row.needs(step)) else "too_large"
 
-    def _prepared(self, shape: StepShape, metadata: Sequence[AttentionMetadata]) -> tuple[StepShape, Captured | None]:
+    def _prepared(
+        self, shape: StepShape, metadata: Sequence[AttentionMetadata], trials: Sequence[Trial] = ()
+    ) -> tuple[StepShape, Captured | None]:
         """The graph of ``shape`` and the tokens of ``metadata``, captured where it is new, and its shape.
 
-        That ends with logits where a draw cannot be part of any graph. None where the shape cannot be captured.
+        ``trials``, where given, put this very step into the buffers, and others with which to compare a new graph. That
+        ends with logits where a draw cannot be part of any graph. None where the shape cannot be captured.
         """
         if shape.end in self._refused_draws:
             shape = shape._replace(end="logits")
@@ -271,12 +292,12 @@ class Graphs:
         if shape.layout in self._refused:
             return shape, None
         try:
-            return shape, self._capture(key, shape, metadata)
+            return shape, self._capture(key, shape, metadata, trials)
         except PlatformError as error:
             if shape.end in DRAWS:
                 logger.info("tokens are drawn behind the captured steps, not within: %s", str(error))
                 self._refused_draws.add(shape.end)
-                return self._prepared(shape, metadata)
+                return self._prepared(shape, metadata, trials)
             kind = shape.mode, shape.queries
             level = logging.INFO if kind in self._warned else logging.WARNING
             logger.log(level, "%s are not captured: %s", shape.words, str(error))
@@ -284,17 +305,24 @@ class Graphs:
             self._refused.add(shape.layout)
             return shape, None
 
-    def _capture(self, key: Hashable, shape: StepShape, metadata: Sequence[AttentionMetadata]) -> Captured:
-        """Capture the step that stands in the buffers, and compare it with an eager run."""
+    def _capture(
+        self,
+        key: tuple[StepShape, Hashable],
+        shape: StepShape,
+        metadata: Sequence[AttentionMetadata],
+        trials: Sequence[Trial],
+    ) -> Captured:
+        """Capture the step that stands in the buffers, and compare it with eager runs, which ``trials`` may add to."""
         buffers, step = self.buffers(shape), None
         if shape.mode == "piecewise":
             step = self._forward.piecewise(buffers.step["positions"], metadata, self.engine)
         while len(self._kept) >= self._most_kept:
             self._kept.popitem(last=False)
         function, slots = self._function(shape, metadata, step), tuple(buffers.step["slot_mapping"])
+        steps: list[Put] = [partial(self._step, key, trial) for trial in trials] or [lambda: function]
         began = time.perf_counter()
         try:
-            executable = self.check.prepare(self.engine, key, function, buffers.tensors, slots)
+            executable = self.check.prepare(Wanted(self.engine, key, steps, buffers.tensors, slots))
             captured = self._kept[key] = Captured(executable, step)
         except PlatformError as error:
             traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
@@ -304,6 +332,11 @@ class Graphs:
             self._number.set(len(self._kept))
         logger.debug("step %s was captured", key)
         return captured
+
+    def _step(self, key: tuple[StepShape, Hashable], trial: Trial) -> Step | None:
+        """The step that ``trial`` puts into the buffers; None where the graph of ``key`` does not serve it."""
+        (shape, tokens), (own, metadata) = key, trial()
+        return self._function(shape, metadata, None) if own and self._forward.tokens(metadata) == tokens else None
 
     def _function(
         self, shape: StepShape, metadata: Sequence[AttentionMetadata], piecewise: PiecewiseStep | None
