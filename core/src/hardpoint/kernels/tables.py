@@ -96,11 +96,17 @@ def table_of(ctx: BuildContext, kernel: str, use: type[T], facts: Mapping[str, t
     return table(kernel, use, tuple(facts.items()), ctx.device.arch, tuple(ctx.tuning_folders))
 
 
-@lru_cache
 def table(
     kernel: str, use: type[T], facts: tuple[tuple[str, type], ...], arch: str, folders: tuple[Path, ...] = ()
 ) -> Table[T]:
     """The same for an architecture, with ``folders`` before core's."""
+    found: Table[T] = _table(kernel, use, facts, arch, folders)
+    return found
+
+
+@lru_cache
+def _table(kernel: str, use: Any, facts: tuple[tuple[str, type], ...], arch: str, folders: tuple[Path, ...]) -> Any:
+    """As above. Files are read once."""
     paths = [folder / f"{kernel}.toml" for folder in (*folders, FOLDER)]
     rules = [rule for path in paths if path.is_file() for rule in read(path, use, dict(facts))]
     here = [rule for rule in rules if not rule.arch or any(fnmatchcase(arch, pattern) for pattern in rule.arch)]
