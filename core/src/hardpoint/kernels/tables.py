@@ -100,8 +100,7 @@ def table(
     kernel: str, use: type[T], facts: tuple[tuple[str, type], ...], arch: str, folders: tuple[Path, ...] = ()
 ) -> Table[T]:
     """The same for an architecture, with ``folders`` before core's."""
-    found: Table[T] = _table(kernel, use, facts, arch, folders)
-    return found
+    return cast(Table[T], _table(kernel, cast(Any, use), facts, arch, folders))
 
 
 @lru_cache
