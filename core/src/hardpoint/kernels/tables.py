@@ -5,11 +5,11 @@ A table is a TOML file, named after its kernel, of rules in order. The first who
     schema = 1
 
     [[rule]]
-    arch = ["sm_90"]
+    arch = ["acme2"]
     when = { wide = false, max_decodes = 32 }
     use = { min_chunk = 64, tiles = { rows = 32, key_bytes = 16384, num_warps = 4, num_stages = 4 } }
-    measured_on = "NVIDIA H200"
-    source = "docs/measurements/h200.md"
+    measured_on = "Acme 2"
+    source = "docs/measurements.md"
 
 ``arch`` holds patterns of architectures, as in a manifest; left out, the rule is for any. ``when`` holds facts that a
 kernel names: a number's bounds (``min_``, ``max_``), or what another fact equals; left out, the rule always holds.
