@@ -13,14 +13,14 @@ CORE = Path(__file__).parents[1] / "core" / "src" / "hardpoint"
 
 ORDER = (
     ("logs", "dtypes", "profiling", "extras", "startup_times"),
-    ("plugins", "numerics"),
+    ("plugin_host", "numerics"),
     ("adapters", "metrics", "parallel"),
     ("selection", "config"),
     ("ops", "checkpoint", "cache_users", "resources", "kernel_results"),
     ("kernel_calls", "quantization"),
     ("context",),
     ("attention", "experts", "drafters"),
-    ("layers", "structured", "kernels"),
+    ("layers", "structured", "kernels", "reference"),
     ("models", "parsers", "tokenizer", "platforms", "authoring"),
     ("conformance",),
     ("engine",),

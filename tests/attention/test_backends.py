@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hardpoint.adapters.padded_heads import pad_heads
-from hardpoint.attention.batch_invariant import BatchInvariantAttention
 from hardpoint.attention.phases import PhasedBackend
-from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.layers.attention import alibi_slopes
+from hardpoint.reference.attention import ReferenceAttention
+from hardpoint.reference.batch_invariant_attention import BatchInvariantAttention
 from hardpoint.selection import StepRange
 from hardpoint_cpu.attention import CpuAttention
 from hardpoint_plugin_api import (

@@ -10,9 +10,9 @@ from typing import cast
 import pytest
 import torch
 
-from hardpoint.attention.batch_invariant import BatchInvariantAttention
-from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.layers.attention import alibi_slopes
+from hardpoint.reference.attention import ReferenceAttention
+from hardpoint.reference.batch_invariant_attention import BatchInvariantAttention
 from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionCall, AttentionSpec, BuildContext, StoreCall
 from tests.attention.test_backends import SPEC, VARIATIONS
 

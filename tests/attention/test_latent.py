@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hardpoint.attention.latent import ReferenceLatentAttention, attend_latent
 from hardpoint.attention.phases import PhasedLatentBackend
 from hardpoint.conformance.families.latent import LatentTrials
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
+from hardpoint.reference.latent_attention import ReferenceLatentAttention, attend_latent
 from hardpoint.selection import StepRange
 from hardpoint_plugin_api import AttentionBatch, AttentionMetadata, BuildContext, LatentSpec
 from tests.conformance.trying import first_failure, subject

@@ -18,7 +18,7 @@ from hardpoint.cli.main import run
 from hardpoint.config import EngineConfig
 from hardpoint.dtypes import dtype_of
 from hardpoint.engine.explain import explain
-from hardpoint.quantization.batch_invariant_linear import BatchInvariantLinear
+from hardpoint.reference.batch_invariant_linear import BatchInvariantLinear
 from hardpoint.selection import TuningFile, Verdict
 from hardpoint.selection.table import Row
 from hardpoint_plugin_api import DeviceInfo, LinearCall, LinearWorkload, QuantSpec, Scale, dequantize

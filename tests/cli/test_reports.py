@@ -13,7 +13,7 @@ from hardpoint.bench.startup import _STAGES
 from hardpoint.cli import env as _env  # noqa: F401  # imported, so that its module can be patched by name
 from hardpoint.cli.explain import _losers, _subject, _summary
 from hardpoint.cli.main import run
-from hardpoint.plugins import PluginRecord, PluginSet, discover
+from hardpoint.plugin_host import PluginRecord, PluginSet, discover
 from hardpoint.terminal.output import print_table
 from hardpoint_plugin_api import DeviceInfo, Reason, parse_manifest
 from tests.support.checkpoints import write_checkpoint

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hardpoint.conformance.site import Site
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from tests.out_of_tree.build import Dist, install
 
 _KERNELS = """

@@ -66,7 +66,7 @@ def one_seed(platform: str, plugin: str, family: str, names: tuple[str, ...], co
     """By contribution, what ``count`` trials of one seed found (of ops, one of ten cases)."""
     from hardpoint.conformance.generators import generator_for
     from hardpoint.conformance.site import Site, Subject
-    from hardpoint.plugins import discover
+    from hardpoint.plugin_host import discover
 
     plugins = discover()
     site = Site.open(plugins, platform, {"cpu": {"threads": 1}} if platform == "cpu" else None)

@@ -10,8 +10,8 @@ import torch
 
 from hardpoint.conformance.families.all2all import All2AllTrials
 from hardpoint.conformance.site import Site
-from hardpoint.experts.all2all import AllGatherReduceScatter, AllToAll, Replicated
-from hardpoint.experts.local import LocalAll2All, LocalBatches
+from hardpoint.reference.all2all import AllGatherReduceScatter, AllToAll, Replicated
+from hardpoint.reference.local_all2all import LocalAll2All, LocalBatches
 from hardpoint_plugin_api import All2All, Dispatched, DispatchHandle
 from tests.conformance.trying import Caught, first_failure, subject
 

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hardpoint.attention.reference import ReferenceAttention, attend, read_blocks
 from hardpoint.conformance.families.attention import AttentionTrials
 from hardpoint.conformance.families.steps import worst
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
+from hardpoint.reference.attention import ReferenceAttention, attend, read_blocks
 from hardpoint_plugin_api import (
     AttentionBatch,
     AttentionCall,

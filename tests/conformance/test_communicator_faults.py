@@ -18,7 +18,7 @@ from hardpoint.conformance.families import communicator
 from hardpoint.conformance.families.communicator import CommunicatorTrials
 from hardpoint.conformance.site import Site
 from hardpoint.parallel.process_group import Store
-from hardpoint.parallel.torch_distributed import GatherAndSum, TorchDistributed
+from hardpoint.reference.torch_distributed import GatherAndSum, TorchDistributed
 from hardpoint_plugin_api import Communicator
 from tests.conformance.trying import Caught, first_failure, subject
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.conformance.families.attention import AttentionTrials
 from hardpoint.conformance.families.experts import ExpertsTrials
 from hardpoint.conformance.families.linear import LinearTrials
 from hardpoint.conformance.families.ops import OpTrials
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
-from hardpoint.experts.reference import ReferenceExperts
 from hardpoint.ops.rotary_embedding import rotary_embedding
-from hardpoint.quantization.emulated_linear import EmulatedLinear
-from hardpoint.quantization.plain_linear import PlainLinear
+from hardpoint.reference.attention import ReferenceAttention
+from hardpoint.reference.emulated_linear import EmulatedLinear
+from hardpoint.reference.experts import ReferenceExperts
+from hardpoint.reference.linear import PlainLinear
 from hardpoint_plugin_api import AttentionCall, DeviceInfo, ExpertsCall, LinearCall, LinearKernel, QuantSpec
 from tests.conformance.test_attention_faults import Simple
 from tests.conformance.trying import Caught, first_failure, subject

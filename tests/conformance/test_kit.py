@@ -29,7 +29,7 @@ from hardpoint.conformance.kit import Order, Shard
 from hardpoint.conformance.plan import Level, Plan, covering_array
 from hardpoint.conformance.trials import Result
 from hardpoint.engine.explain import explain
-from hardpoint.plugins import Offer, PluginSet, discover
+from hardpoint.plugin_host import Offer, PluginSet, discover
 from hardpoint_plugin_api import ConfigError, PluginLoadError, SelectionError, UnknownNameError
 
 ONE_THREAD = {"cpu": {"threads": 1}}

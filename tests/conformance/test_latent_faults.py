@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint.attention.latent import ReferenceLatentAttention, attend_latent
 from hardpoint.conformance.families.latent import LatentTrials
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
+from hardpoint.reference.latent_attention import ReferenceLatentAttention, attend_latent
 from hardpoint_plugin_api import LatentCall, LatentStoreCall
 from tests.conformance.trying import Caught, first_failure, subject
 

@@ -12,8 +12,8 @@ from torch.nn.functional import linear
 from hardpoint.conformance.families.linear import LinearTrials
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
-from hardpoint.quantization.emulated_linear import EmulatedLinear
-from hardpoint.quantization.plain_linear import PlainLinear
+from hardpoint.reference.emulated_linear import EmulatedLinear
+from hardpoint.reference.linear import PlainLinear
 from hardpoint_plugin_api import DeviceInfo, EagerGraphEngine, LinearCall, LinearKernel, LinearWorkload, Reason
 from tests.conformance.trying import Caught, first_failure, subject
 

@@ -12,9 +12,9 @@ from hardpoint.conformance.families.experts import ExpertsTrials
 from hardpoint.conformance.families.linear import LinearTrials
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
-from hardpoint.experts.reference import ReferenceExperts
-from hardpoint.quantization.emulated_linear import EmulatedLinear
-from hardpoint.quantization.plain_linear import PlainLinear
+from hardpoint.reference.emulated_linear import EmulatedLinear
+from hardpoint.reference.experts import ReferenceExperts
+from hardpoint.reference.linear import PlainLinear
 from hardpoint_plugin_api import ExpertsCall, LinearCall, LinearKernel
 from tests.conformance.trying import first_failure, subject
 

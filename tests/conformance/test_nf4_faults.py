@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from hardpoint.conformance.families import specs
 from hardpoint.conformance.families.linear import LinearTrials
 from hardpoint.conformance.site import Site
-from hardpoint.plugins import Offer, PluginSet
+from hardpoint.plugin_host import Offer, PluginSet
 from hardpoint_plugin_api import Contribution, LinearCall, LinearKernel
 from tests.conformance.trying import Caught, first_failure, subject
 from tests.quantization.test_elements import NF4

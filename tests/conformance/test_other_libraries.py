@@ -10,7 +10,7 @@ import torch
 
 from hardpoint.conformance.site import Site, op_of
 from hardpoint.ops.judge import judge
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 
 pytestmark = pytest.mark.accelerator
 Tensor = torch.Tensor

@@ -14,7 +14,7 @@ import pytest
 
 from hardpoint.conformance.certify import certify
 from hardpoint.conformance.kit import Order, Shard
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from tests.support import simulated
 
 ONE_THREAD = {"cpu": {"threads": 1}}

@@ -23,7 +23,7 @@ from hardpoint.conformance.site import Site
 from hardpoint.conformance.trials import Outcome, Result, Trial
 from hardpoint.conformance.worker import Bench
 from hardpoint.ops.error_model import Fault
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import (
     API_VERSION,
     Contribution,

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint.attention.quantized_cache import QuantizedCacheAttention
 from hardpoint.conformance.families.attention import ERRORS, AttentionTrials
 from hardpoint.conformance.families.steps import Piece, draw_requests, expectations, with_scaled_weights
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.ops.error_model import compare
+from hardpoint.reference.quantized_cache_attention import QuantizedCacheAttention
 from hardpoint_plugin_api import AttentionSpec, CacheLayout, CacheSpec, Region, ScaledLayout, StoreCall, write_rounded
 from tests.conformance.trying import Caught, first_failure, subject
 

@@ -14,7 +14,7 @@ from hardpoint.conformance.site import Site
 from hardpoint.ops.judge import judge
 from hardpoint.ops.quantize_rows import quantize_rows
 from hardpoint.ops.rms_norm import rms_norm, rms_norm_quantized
-from hardpoint.quantization.emulated_linear import EmulatedLinear
+from hardpoint.reference.emulated_linear import EmulatedLinear
 from hardpoint_plugin_api import LinearCall, QuantSpec, Scale
 from tests.conformance.trying import first_failure, subject
 from tests.ops.judging import cases

@@ -15,7 +15,7 @@ from hardpoint.context import Context
 from hardpoint.ops.add_rms_norm import add_rms_norm
 from hardpoint.ops.allreduce_add_rms_norm import compose
 from hardpoint.parallel.process_group import Store
-from hardpoint.parallel.torch_distributed import GatherAndSum
+from hardpoint.reference.torch_distributed import GatherAndSum
 from hardpoint_plugin_api import CommunicatorWorkload, GroupMember, OpWorkload
 from tests.conformance.trying import Caught, first_failure, subject
 

@@ -14,7 +14,7 @@ import pytest
 from hardpoint.cli.main import run as hardpoint
 from hardpoint.conformance.kit import Order, platforms_for
 from hardpoint.conformance.processes import Nursery
-from hardpoint.plugins import PluginSet, discover
+from hardpoint.plugin_host import PluginSet, discover
 from hardpoint_plugin_api import Reason
 from tests.conformance.conftest import TRIED
 from tests.conformance.test_processes import until

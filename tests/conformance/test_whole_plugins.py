@@ -8,7 +8,7 @@ import pytest
 
 from hardpoint.conformance.certify import certify
 from hardpoint.conformance.kit import Order
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from tests.out_of_tree.build import install_project
 
 ACME = Path(__file__).parent.parent / "out_of_tree" / "acme_plugin"

@@ -11,7 +11,7 @@ from hardpoint.conformance.generators import Generator
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.conformance.trials import Finding
-from hardpoint.plugins import Offer
+from hardpoint.plugin_host import Offer
 from hardpoint_plugin_api import FAMILIES
 from hardpoint_plugin_api.requirements import parse_requirement
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hardpoint.attention.quantized_cache import QuantizedCacheAttention
-from hardpoint.attention.reference import ReferenceAttention
+from hardpoint.reference.attention import ReferenceAttention
+from hardpoint.reference.quantized_cache_attention import QuantizedCacheAttention
 from hardpoint_cpu.native_attention import NativeAttention, NativeQuantizedCacheAttention
 from hardpoint_cpu.recorded_list import RecordedLists
 from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionCall, AttentionSpec, StoreCall

@@ -15,7 +15,7 @@ from hardpoint.conformance.trials import Finding
 from hardpoint.dtypes import dtype_name
 from hardpoint.numerics import fake_quantize, quantize_rows, quantize_weight
 from hardpoint.ops.judge import judge_call
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_cpu import native
 from hardpoint_cpu.linear import (
     Int4PanelLinear,

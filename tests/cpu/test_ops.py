@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hardpoint import ops
-from hardpoint.attention.quantized_cache import QuantizedCacheAttention
 from hardpoint.conformance.families.ops import cases
 from hardpoint.ops.judge import judge
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
+from hardpoint.reference.quantized_cache_attention import QuantizedCacheAttention
 from hardpoint_plugin_api import AttentionSpec, ConfigError, OpWorkload, QuantSpec, Scale, ScaledLayout, StoreCall
 from tests.cpu.building import needs_kernels
 

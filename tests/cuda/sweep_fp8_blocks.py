@@ -15,7 +15,7 @@ from hardpoint.conformance.families.specs import pair_of
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.numerics import quantize_weight
 from hardpoint.ops.quantize_rows import quantize_rows
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import LinearCall, LinearKernel, LinearWorkload, Quantized
 from tests.kernels.sweeping import microseconds
 from tests.support.specs import SPECS

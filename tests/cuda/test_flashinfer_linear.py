@@ -22,7 +22,7 @@ from hardpoint.conformance.site import Site, Subject
 from hardpoint.context import load_target
 from hardpoint.numerics import fake_quantize, quantize_weight
 from hardpoint.ops.error_model import ErrorModel, compare
-from hardpoint.plugins import PluginSet, discover
+from hardpoint.plugin_host import PluginSet, discover
 from hardpoint.selection import Plan, Selector, Settings
 from hardpoint_cuda import flashinfer_library, flashinfer_linear
 from hardpoint_cuda.flashinfer_library import PRODUCT, PRODUCT_SIGNATURES, signature_differences

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hardpoint.attention.reference import ReferenceAttention
+from hardpoint.reference.attention import ReferenceAttention
 from hardpoint_cuda.platform import CudaPlatform
 from hardpoint_plugin_api import (
     AttentionBackend,

@@ -19,7 +19,7 @@ from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.kernels.gemv import TritonGemv
 from hardpoint.kernels.launch import overlap_launches
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_cuda.overlapped import OVERLAP
 from tests.conformance.trying import subject
 from tests.support.checkpoints import random_prompts, write_checkpoint

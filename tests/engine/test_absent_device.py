@@ -12,8 +12,8 @@ from hardpoint.context import load_target
 from hardpoint.engine.absent_device import AbsentDeviceSelector
 from hardpoint.engine.blueprint import draw
 from hardpoint.engine.explain import explain
-from hardpoint.plugins import Offer, discover
-from hardpoint.quantization.plain_linear import PlainLinear
+from hardpoint.plugin_host import Offer, discover
+from hardpoint.reference.linear import PlainLinear
 from hardpoint.selection import SelectionTable, Settings
 from hardpoint_plugin_api import (
     API_VERSION,

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.outputs import RequestOutput
-from hardpoint.quantization.batch_invariant_linear import BatchInvariantLinear
+from hardpoint.reference.batch_invariant_linear import BatchInvariantLinear
 from hardpoint_plugin_api import LinearCall
 from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm

@@ -16,7 +16,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.engine.execution.executor import InProcessExecutor
 from hardpoint.engine.execution.graphs.shapes import ShapeRow, StepShape, shape_rows
 from hardpoint.engine.scheduling.step import ScheduledRequest, StepInput
-from hardpoint.parallel.torch_distributed import TorchDistributed
+from hardpoint.reference.torch_distributed import TorchDistributed
 from hardpoint_cpu.native import missing
 from hardpoint_cpu.platform import CpuPlatform
 from hardpoint_cpu.recorded_list import RecordedList
@@ -74,7 +74,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
 
 @pytest.fixture(autouse=True)
 def recordable_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hardpoint.attention.reference.ReferenceAttention", RecordableAttention)
+    monkeypatch.setattr("hardpoint.reference.attention.ReferenceAttention", RecordableAttention)
 
 
 @pytest.fixture
@@ -343,7 +343,7 @@ class TestPrompts:
 
     @pytest.fixture
     def any_shape(self, recording: RecordedCalls, monkeypatch: pytest.MonkeyPatch) -> RecordedCalls:
-        monkeypatch.setattr("hardpoint.attention.reference.ReferenceAttention", RecordableAnyAttention)
+        monkeypatch.setattr("hardpoint.reference.attention.ReferenceAttention", RecordableAnyAttention)
         recording.token_sizes, recording.max_executables = (8, 48, 64), None
         return recording
 
@@ -433,7 +433,7 @@ class TestRows:
     def test_another_kind_of_step_is_another_row(
         self, plain: tuple[Path, PreTrainedModel], pairs: RecordedCalls, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("hardpoint.attention.reference.ReferenceAttention", EveryShapeAttention)
+        monkeypatch.setattr("hardpoint.reference.attention.ReferenceAttention", EveryShapeAttention)
         folder, model = plain
         prompts = random_prompts(3, 2, seed=6, shortest=2)
         with engine(folder) as llm:

@@ -11,7 +11,7 @@ import torch
 
 from hardpoint import SamplingParams
 from hardpoint.kernel_results import check_result
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import HardpointError, PluginLoadError
 from tests.out_of_tree.build import Dist, install
 from tests.support.checkpoints import write_checkpoint
@@ -19,7 +19,7 @@ from tests.support.engines import small_llm
 
 _KERNELS = """
 import torch
-from hardpoint.attention.reference import ReferenceAttention
+from hardpoint.reference.attention import ReferenceAttention
 from hardpoint_plugin_api import LinearKernel
 
 def nothing(x, weight, *, eps):

@@ -43,7 +43,7 @@ def test_steps_reach_them_and_go_no_further(
             assert self.ctx.limits == expected
             return super().plan(batch)
 
-    monkeypatch.setattr("hardpoint.attention.reference.ReferenceAttention", Watching)
+    monkeypatch.setattr("hardpoint.reference.attention.ReferenceAttention", Watching)
     monkeypatch.setattr(CpuPlatform, "graph_engine", lambda platform: RecordedCalls(batch_sizes, None))
     monkeypatch.setattr(CpuPlatform, "step_limits", lambda platform: step_limits)
     write_checkpoint(tmp_path, "llama")

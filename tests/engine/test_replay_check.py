@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.execution.executor import InProcessExecutor
 from hardpoint.engine.remote.remote_core import RemoteCore
-from hardpoint.parallel.torch_distributed import TorchDistributed
+from hardpoint.reference.torch_distributed import TorchDistributed
 from hardpoint_cpu.native import missing
 from hardpoint_cpu.platform import CpuPlatform
 from hardpoint_cpu.recorded_list import RecordedList
@@ -188,7 +188,7 @@ def test_ranks_find_it_together(
 ) -> None:
     """All of them deny the same kernel, and are started again."""
     choice = plugin("lying_norm")
-    monkeypatch.setattr("hardpoint.attention.reference.ReferenceAttention", RecordableAttention)
+    monkeypatch.setattr("hardpoint.reference.attention.ReferenceAttention", RecordableAttention)
     monkeypatch.setattr(CpuPlatform, "graph_engine", lambda platform: RecordedCalls(None))
     monkeypatch.setattr(TorchDistributed, "capturable", True)
     for name in ("all_reduce", "all_gather"):
@@ -226,7 +226,7 @@ def test_replays_that_are_wrong_for_no_known_reason_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("hardpoint.attention.reference.ReferenceAttention", RecordableAttention)
+    monkeypatch.setattr("hardpoint.reference.attention.ReferenceAttention", RecordableAttention)
     monkeypatch.setattr(CpuPlatform, "graph_engine", lambda platform: FaultyEngine(fault))
     folder, model = dense
     settings: dict[str, Any] = {"custom_ops": ["none"], "linear_backend": "torch", "attention_backend": "reference"}

@@ -15,7 +15,7 @@ import pytest
 from hardpoint import AsyncEngine, SamplingParams
 from hardpoint.config import EngineConfig
 from hardpoint.engine.outputs import RequestOutput
-from hardpoint.plugins.culprits import Suspect, call_name, code_spans, find_culprit
+from hardpoint.plugin_host.culprits import Suspect, call_name, code_spans, find_culprit
 from hardpoint_plugin_api import ConfigError, EngineDeadError, EngineError, StructuredOutput, UnknownNameError
 from tests.support.breaking import POISON, install_breaking, install_deadly
 from tests.support.checkpoints import random_prompts, write_checkpoint

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hardpoint import LLM, AsyncEngine, SamplingParams
-from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.drafters.ngram import NgramDrafter
 from hardpoint.engine.execution.runner import Runner, Ticket
 from hardpoint.engine.outputs import RequestOutput, RequestOutputKind
 from hardpoint.engine.scheduling.step import StepInput
+from hardpoint.reference.attention import ReferenceAttention
 from hardpoint_plugin_api import (
     NO_DRAFT,
     AttentionBatch,

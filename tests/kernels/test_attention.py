@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from hardpoint.attention.phases import sub_batch
-from hardpoint.attention.quantized_cache import QuantizedCacheAttention
-from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.conformance.families.attention import AttentionTrials
 from hardpoint.conformance.memory import Placement, place
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.kernels.attention import Tiles, TritonAttention, TritonQuantizedCacheAttention, Tuning
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
+from hardpoint.reference.attention import ReferenceAttention
+from hardpoint.reference.quantized_cache_attention import QuantizedCacheAttention
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,

@@ -22,14 +22,14 @@ from hardpoint.conformance.plan import Row
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.dtypes import dtype_name
 from hardpoint.experts.middle import names
-from hardpoint.experts.reference import ReferenceExperts
 from hardpoint.kernels import experts_tiling, experts_tuning, grouped_matmul
 from hardpoint.kernels.experts import TritonGroupedExperts
 from hardpoint.kernels.experts_tiling import LayerShape, MatmulShape, Tiling, TilingTable
 from hardpoint.numerics import quantize_weight
 from hardpoint.ops.error_model import compare
 from hardpoint.ops.judge import judge_call
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
+from hardpoint.reference.experts import ReferenceExperts
 from hardpoint_plugin_api import ConfigError, ExpertsCall, ExpertsKernel, ExpertsWorkload, QuantSpec, Scale
 from tests.kernels.compiling import SHARED_KIB, TARGETS, Compiled, Job, compile_in_stages_that_fit, compile_kernels
 from tests.support.specs import SPECS

@@ -17,8 +17,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hardpoint.attention.reference import ReferenceAttention, attend
 from hardpoint.kernels.page_indices import page_indices
+from hardpoint.reference.attention import ReferenceAttention, attend
 from hardpoint_cuda import flashinfer_library, flashinfer_plan
 from hardpoint_cuda.flashinfer_attention import FlashInferAttention, FlashInferMetadata
 from hardpoint_cuda.flashinfer_plan import Paging, decode_tiles

@@ -19,7 +19,7 @@ from hardpoint.kernels.weight_only import (
     int4_dequantize,
     int4_matmul,
 )
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import LinearWorkload, QuantSpec, Scale, dequantize
 
 _CUTS = {

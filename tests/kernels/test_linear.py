@@ -21,8 +21,8 @@ from hardpoint.kernels.skinny import (
     skinny_configuration,
 )
 from hardpoint.numerics import quantize_weight
-from hardpoint.plugins import discover
-from hardpoint.quantization.emulated_linear import EmulatedLinear
+from hardpoint.plugin_host import discover
+from hardpoint.reference.emulated_linear import EmulatedLinear
 from hardpoint_cuda.linear import Fp8ScaledMatmul, Int8Matmul
 from hardpoint_plugin_api import LinearCall, LinearKernel, LinearWorkload, QuantSpec, Scale
 from tests.support.specs import SPECS

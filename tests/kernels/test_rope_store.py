@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hardpoint.attention.quantized_cache import QuantizedCacheAttention
 from hardpoint.kernels import rope_store
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
+from hardpoint.reference.quantized_cache_attention import QuantizedCacheAttention
 from hardpoint_plugin_api import AttentionSpec, ConfigError, OpWorkload, PluginLoadError, ScaledLayout, StoreCall
 from tests.kernels.compiling import PAIRS_OF_TARGETS, Job, compile_kernels
 from tests.kernels.judged import failures, variants

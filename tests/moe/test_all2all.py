@@ -12,15 +12,15 @@ from torch import Tensor
 
 from hardpoint.conformance.site import Site
 from hardpoint.context import Context
-from hardpoint.experts.all2all import AllGatherReduceScatter, AllToAll, NaiveAll2All, Replicated
-from hardpoint.experts.local import LocalAll2All, LocalBatches
 from hardpoint.experts.prepare_finalize import PrepareFinalize
-from hardpoint.experts.reference import ReferenceExperts
 from hardpoint.numerics import fake_quantize
 from hardpoint.parallel.groups import Group, alone
 from hardpoint.parallel.process_group import Store
-from hardpoint.parallel.torch_distributed import GatherAndSum, TorchDistributed
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
+from hardpoint.reference.all2all import AllGatherReduceScatter, AllToAll, NaiveAll2All, Replicated
+from hardpoint.reference.experts import ReferenceExperts
+from hardpoint.reference.local_all2all import LocalAll2All, LocalBatches
+from hardpoint.reference.torch_distributed import GatherAndSum, TorchDistributed
 from hardpoint_plugin_api import (
     All2All,
     All2AllWorkload,

@@ -17,16 +17,16 @@ from hardpoint.conformance.plan import Plan, Row
 from hardpoint.conformance.probe import same_bits
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.conformance.trials import Finding
-from hardpoint.experts.batch_invariant import BatchInvariantExperts
-from hardpoint.experts.batched import BatchedMatmul
-from hardpoint.experts.grouped import GroupedMatmul
-from hardpoint.experts.local import LocalAll2All
 from hardpoint.experts.middle import is_gated, names
 from hardpoint.experts.prepare_finalize import PrepareFinalize
-from hardpoint.experts.reference import ReferenceExperts
 from hardpoint.numerics import quantize_weight
 from hardpoint.ops.judge import judge_call
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
+from hardpoint.reference.batch_invariant_experts import BatchInvariantExperts
+from hardpoint.reference.batched_experts import BatchedMatmul
+from hardpoint.reference.experts import ReferenceExperts
+from hardpoint.reference.grouped_experts import GroupedMatmul
+from hardpoint.reference.local_all2all import LocalAll2All
 from hardpoint_plugin_api import (
     All2AllWorkload,
     BuildContext,

@@ -18,8 +18,8 @@ from hardpoint.ops import get, names
 from hardpoint.ops.act_and_mul import GATED
 from hardpoint.ops.activation import ACTIVATIONS
 from hardpoint.ops.decode_inputs import allocate_step
-from hardpoint.quantization import batch_invariant_linear
-from hardpoint.quantization.batch_invariant_linear import BatchInvariantLinear, rows_are_alike
+from hardpoint.reference import batch_invariant_linear
+from hardpoint.reference.batch_invariant_linear import BatchInvariantLinear, rows_are_alike
 from hardpoint_plugin_api import NO_DRAFT, BuildContext, LinearCall, LinearWorkload, QuantSpec, Scale
 from tests.ops.judging import failures
 from tests.ops.manifest_context import OPS, load_target

@@ -27,7 +27,7 @@ from hardpoint.ops.base import functional_from_out
 from hardpoint.ops.judge import judge
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.parsers import choose_parsers
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionSpec,
@@ -65,7 +65,7 @@ def check_engine(folder: Path, model: Any, **settings: Any) -> dict[tuple[str, s
 
 
 def test_it_is_listed_without_being_imported(acme: Path) -> None:
-    code = "import sys; from hardpoint.plugins import discover; r = discover().record('acme'); " + (
+    code = "import sys; from hardpoint.plugin_host import discover; r = discover().record('acme'); " + (
         "print(r.status, r.distribution, 'acme_hp' in sys.modules, 'torch' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(acme)}

@@ -14,7 +14,7 @@ from hardpoint.conformance.kit import Order
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.engine.explain import explain
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import SelectionError
 from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm

@@ -15,7 +15,7 @@ import pytest
 import hardpoint_plugin_api
 from hardpoint import LLM, SamplingParams
 from hardpoint.authoring.api_surface import Surface, frozen, frozen_versions
-from hardpoint.plugins import PluginSet, discover
+from hardpoint.plugin_host import PluginSet, discover
 from hardpoint_plugin_api import ApiVersion, PluginLoadError
 from tests.out_of_tree.build import install_project
 from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint

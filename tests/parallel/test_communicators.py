@@ -13,7 +13,7 @@ import torch
 from hardpoint.parallel.control import ControlGroup, RankLostError
 from hardpoint.parallel.groups import Group, alone
 from hardpoint.parallel.process_group import Store, process_group
-from hardpoint.parallel.torch_distributed import GatherAndSum, TorchDistributed
+from hardpoint.reference.torch_distributed import GatherAndSum, TorchDistributed
 from hardpoint_plugin_api import Communicator, CommunicatorWorkload, EngineError, PlatformError, RankGroup
 from tests.parallel.ranks import on_each
 

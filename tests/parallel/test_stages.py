@@ -17,7 +17,7 @@ from hardpoint.engine.execution.runner import Runner
 from hardpoint.engine.explain import explain
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint.parallel.topology import Topology
-from hardpoint.parallel.torch_distributed import TorchDistributed
+from hardpoint.reference.torch_distributed import TorchDistributed
 from hardpoint_plugin_api import Communicator, ConfigError, EngineDeadError, PluginLoadError, Span, StructuredOutput
 from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads
 from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint

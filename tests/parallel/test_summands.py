@@ -24,7 +24,7 @@ from hardpoint.ops.add_rms_norm import add_rms_norm
 from hardpoint.ops.allreduce_add_rms_norm import compose
 from hardpoint.parallel.groups import Group, alone
 from hardpoint.parallel.process_group import Store
-from hardpoint.parallel.torch_distributed import TorchDistributed
+from hardpoint.reference.torch_distributed import TorchDistributed
 from hardpoint_plugin_api import CommunicatorWorkload, OpWorkload, PluginLoadError, SelectionError
 from tests.parallel.ranks import ThreadsExecutor, on_each, ranks_in_threads
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
@@ -75,7 +75,7 @@ from hardpoint.layers.decoder_block import DecoderBlock
 from hardpoint.layers.mlp import MLP
 from hardpoint.layers.norm import Norm
 from hardpoint.ops.add_rms_norm import add_rms_norm
-from hardpoint.parallel.torch_distributed import TorchDistributed
+from hardpoint.reference.torch_distributed import TorchDistributed
 from hardpoint_plugin_api import GroupMember
 
 MADE, LOG = [], []

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hardpoint.attention import reference
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_of
 from hardpoint.layers.norm import Norm
-from hardpoint.parallel.torch_distributed import TorchDistributed
+from hardpoint.reference import attention as reference
+from hardpoint.reference.torch_distributed import TorchDistributed
 from hardpoint_cpu.platform import CpuPlatform
 from tests.parallel.ranks import ranks_in_threads
 from tests.parallel.teacher_forced import NUM_DECODED, check_alike, scores, true_scores

@@ -15,7 +15,7 @@ from hardpoint.conformance.site import Site, Subject
 from hardpoint.engine.explain import explain
 from hardpoint.numerics import fake_quantize, quantize_rows, quantize_weight
 from hardpoint.ops.error_model import ErrorModel, compare
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import LinearCall, LinearKernel, LinearWorkload, dequantize
 from tests.support.specs import SPECS
 

@@ -170,19 +170,19 @@ BROKEN = [
     plugin(
         "narrow",
         contribution("linear", "narrow", target="hp_narrow.kernels:Narrow", priority=1000),
-        kernels="from hardpoint.quantization.plain_linear import PlainLinear\n\n\n"
+        kernels="from hardpoint.reference.linear import PlainLinear\n\n\n"
         "class Narrow(PlainLinear):\n    def apply(self, x, weights, bias):\n        return x @ weights['weight'].T\n",
     ),
     plugin(
         "fails_to_pack",
         contribution("linear", "packing", target="hp_fails_to_pack.kernels:Packing", priority=1000),
-        kernels="from hardpoint.quantization.plain_linear import PlainLinear\n\n\n"
+        kernels="from hardpoint.reference.linear import PlainLinear\n\n\n"
         "class Packing(PlainLinear):\n    def prepack(self, weights):\n        raise KeyError('tile')\n",
     ),
     plugin(
         "fails_to_limit",
         contribution("attention", "limits", target="hp_fails_to_limit.kernels:Limits", priority=1000),
-        kernels="from hardpoint.attention.reference import ReferenceAttention\n\n\n"
+        kernels="from hardpoint.reference.attention import ReferenceAttention\n\n\n"
         "class Limits(ReferenceAttention):\n    def step_limits(self):\n        return undefined_name\n",
     ),
     plugin(

@@ -9,7 +9,7 @@ import pytest
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.explain import explain
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import ConfigChange, DeviceInfo, EngineInfo, PluginLoadError, UnknownNameError
 from tests.plugins.conftest import Installer
 

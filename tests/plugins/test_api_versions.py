@@ -11,8 +11,8 @@ import pytest
 from hardpoint.authoring.api_diff import Change, compare
 from hardpoint.authoring.api_surface import Surface, describe_api, frozen, frozen_versions
 from hardpoint.cli.main import run
-from hardpoint.plugins import discover, shims
-from hardpoint.plugins.shims import Shim
+from hardpoint.plugin_host import discover, shims
+from hardpoint.plugin_host.shims import Shim
 from hardpoint_plugin_api import (
     API_VERSION,
     ApiVersion,

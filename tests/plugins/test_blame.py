@@ -10,14 +10,14 @@ import torch
 
 from hardpoint import LLM
 from hardpoint.attention.build import attention_backend
-from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.kernel_calls import KernelCalls
 from hardpoint.layers import PluggableLayer
 from hardpoint.layers.linear import Linear
-from hardpoint.plugins import Offer
-from hardpoint.plugins.blame import blame
+from hardpoint.plugin_host import Offer
+from hardpoint.plugin_host.blame import blame
 from hardpoint.quantization.assignment import Quantization
-from hardpoint.quantization.plain_linear import PlainLinear
+from hardpoint.reference.attention import ReferenceAttention
+from hardpoint.reference.linear import PlainLinear
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionSpec,

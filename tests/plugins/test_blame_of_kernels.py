@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hardpoint.layers.base import checked_weights
-from hardpoint.plugins import Offer, discover
-from hardpoint.plugins.blame import construct
+from hardpoint.plugin_host import Offer, discover
+from hardpoint.plugin_host.blame import construct
 from hardpoint_plugin_api import LinearCall, LinearKernel, LinearWorkload, PluginLoadError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import ManifestError, PluginConflictError
 from tests.plugins.conftest import Installer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from importlib_metadata import Distribution
 
-from hardpoint.plugins.content_hash import content_hash, file_hashes, hash_of
+from hardpoint.plugin_host.content_hash import content_hash, file_hashes, hash_of
 from hardpoint_plugin_api import PluginLoadError
 from tests.out_of_tree.build import Dist, install
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_an_error(site: Path, tmp_path: Path, monkeypatch
     def fail(*args: object) -> None:
         raise PermissionError(13, "Permission denied", str(loop))
 
-    monkeypatch.setattr("hardpoint.plugins.content_hash.file_hash", fail)
+    monkeypatch.setattr("hardpoint.plugin_host.content_hash.file_hash", fail)
     with pytest.raises(PluginLoadError, match=r"a file of solid-hardpoint cannot be read: .*plugin\.py"):
         content_hash(solid(site))
     assert "hp_solid" not in sys.modules

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint.cli.main import run
-from hardpoint.plugins import PluginSet, discover
+from hardpoint.plugin_host import PluginSet, discover
 from hardpoint_plugin_api import ManifestError, PluginLoadError, UnknownNameError
 from tests.plugins.catalog import SOUND, UNREADABLE
 from tests.plugins.conftest import Installer

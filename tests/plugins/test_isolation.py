@@ -23,7 +23,7 @@ def run(code: str, site: Path) -> None:
 def test_discovery_imports_no_plugin_and_nothing_heavy(installed: Installer) -> None:
     site = installed("kit", "raises", "zebra")
     run(
-        "from hardpoint.plugins import discover\n"
+        "from hardpoint.plugin_host import discover\n"
         "plugins = discover()\n"
         "assert {'kit', 'raises', 'zebra'} <= {r.name for r in plugins.records if r.is_usable}\n"
         "plugins.offers('op'), plugins.config_keys(), plugins.devices(), plugins.record('kit').content_hash()\n"
@@ -41,7 +41,7 @@ def test_a_plugin_that_is_not_selected_is_never_imported(installed: Installer) -
             "from pathlib import Path; Path(__file__).with_name('ran').touch()"
         )
     run(
-        "from hardpoint.plugins import discover\n"
+        "from hardpoint.plugin_host import discover\n"
         "plugins = discover(['kit'])\n"
         "plugins.activate('kit')\n"
         "for offer in plugins.offers('op', 'kit_norm'): plugins.load(offer)\n"
@@ -51,7 +51,7 @@ def test_a_plugin_that_is_not_selected_is_never_imported(installed: Installer) -
         site,
     )
     assert not (site / "hp_zebra" / "ran").exists()
-    run("from hardpoint.plugins import discover\ndiscover().activate('zebra')\n", site)
+    run("from hardpoint.plugin_host import discover\ndiscover().activate('zebra')\n", site)
     assert (site / "hp_zebra" / "ran").exists()
 
 
@@ -65,7 +65,7 @@ def test_metadata_of_other_distributions_is_not_parsed(installed: Installer) -> 
     run(
         "opened = []\n"
         "sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == 'open' else None)\n"
-        "from hardpoint.plugins import discover\n"
+        "from hardpoint.plugin_host import discover\n"
         "assert discover().record('kit').is_usable\n"
         "assert sum(path.endswith('entry_points.txt') for path in opened) >= 300\n"
         "assert not [path for path in opened if path.endswith('METADATA') and 'extra_' in path]\n",
@@ -77,7 +77,7 @@ def test_an_editable_install(tmp_path: Path) -> None:
     site, source = tmp_path / "site", tmp_path / "source"
     install_editable(plugin("bench"), site, source)
     code = (
-        "from hardpoint.plugins import discover\n"
+        "from hardpoint.plugin_host import discover\n"
         "record = discover(['bench']).record('bench')\n"
         f"assert (record.editable, str(record.folder)) == (True, {str(source / 'src' / 'hp_bench')!r}), record\n"
         "assert len(record.content_hash()) == 64\n"
@@ -88,7 +88,7 @@ def test_an_editable_install(tmp_path: Path) -> None:
     (elsewhere / "__init__.py").write_text("")
     run(
         f"sys.path.insert(0, {str(elsewhere.parent)!r})\n"
-        "from hardpoint.plugins import discover\n"
+        "from hardpoint.plugin_host import discover\n"
         "assert 'a namesake is found' in str(discover().record('bench').reason)\n",
         site,
     )
@@ -102,7 +102,7 @@ def test_a_module_in_the_environment_within_an_editable_source_tree(tmp_path: Pa
     (site / "hp_bench").mkdir()
     (site / "hp_bench" / "__init__.py").write_text("")
     run(
-        "from hardpoint.plugins import discover\n"
+        "from hardpoint.plugin_host import discover\n"
         "assert 'a namesake is found' in str(discover().record('bench').reason)\n",
         site,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.plugins import Offer, PluginSet, discover
+from hardpoint.plugin_host import Offer, PluginSet, discover
 from hardpoint_plugin_api import PluginLoadError
 from tests.plugins.conftest import Installer
 

@@ -14,7 +14,7 @@ import pytest
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.cli.main import run
-from hardpoint.plugins import LockFile, PluginSet, discover
+from hardpoint.plugin_host import LockFile, PluginSet, discover
 from hardpoint_plugin_api import ConfigError, PluginLoadError
 from tests.plugins.catalog import KIT
 from tests.plugins.conftest import Installer
@@ -205,9 +205,9 @@ def test_core_itself_is_held_to_the_lock(lock_file: Path) -> None:
     locked = lock(lock_file)
     key = ("hardpoint-core", "hardpoint.plugin")
     core = locked.plugins[key]
-    files = {name: content for name, content in core.files.items() if name != "hardpoint/plugins/lock.py"}
+    files = {name: content for name, content in core.files.items() if name != "hardpoint/plugin_host/lock.py"}
     older = type(core)(core.name, core.distribution, core.version, core.entry, core.editable, files)
-    with pytest.raises(PluginLoadError, match=r"plugin core .*added hardpoint/plugins/lock\.py"):
+    with pytest.raises(PluginLoadError, match=r"plugin core .*added hardpoint/plugin_host/lock\.py"):
         discover(lock=LockFile(lock_file, {**locked.plugins, key: older}))
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from hardpoint import LLM
-from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.cli.main import run
 from hardpoint.config import EngineConfig
 from hardpoint.engine.explain import explain
 from hardpoint.layers import PluggableLayer
 from hardpoint.ops.rms_norm import rms_norm
-from hardpoint.plugins import discover
-from hardpoint.plugins.signatures import layer_misfit, misfit, op_misfit
-from hardpoint.quantization.plain_linear import PlainLinear
+from hardpoint.plugin_host import discover
+from hardpoint.plugin_host.signatures import layer_misfit, misfit, op_misfit
+from hardpoint.reference.attention import ReferenceAttention
+from hardpoint.reference.linear import PlainLinear
 from hardpoint_plugin_api import (
     All2All,
     AttentionBackend,

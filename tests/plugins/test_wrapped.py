@@ -10,8 +10,8 @@ import pytest
 from importlib_metadata import Distribution
 
 from hardpoint.cli.main import run
-from hardpoint.plugins import LockFile, discover, wrapped
-from hardpoint.plugins.wrapped import Installed, Library, required_by, wrapped_by
+from hardpoint.plugin_host import LockFile, discover, wrapped
+from hardpoint.plugin_host.wrapped import Installed, Library, required_by, wrapped_by
 from hardpoint_plugin_api import PluginLoadError
 from tests.out_of_tree.build import Dist, install_editable
 from tests.plugins.conftest import Installer

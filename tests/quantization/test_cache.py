@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hardpoint.attention.quantized_cache import QuantizedCacheAttention
+from hardpoint.reference.quantized_cache_attention import QuantizedCacheAttention
 from hardpoint_plugin_api import AttentionBackend, AttentionSpec, BuildContext, CacheSpec, ScaledLayout, SelectionError
 from tests.quantization.fixtures.base_model import FIXTURES, calibration, write_tokenizer
 from tests.quantization.formats import change_tensors

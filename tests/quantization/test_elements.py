@@ -14,9 +14,9 @@ import torch
 from hardpoint.conformance.families.rounding_bound import rounding_bound
 from hardpoint.dtypes import dtype_of
 from hardpoint.numerics import calibrate, fake_quantize, quantize_weight
-from hardpoint.plugins.discovery import discover
+from hardpoint.plugin_host.discovery import discover
 from hardpoint.quantization import elements
-from hardpoint.quantization.emulated_linear import EmulatedLinear
+from hardpoint.reference.emulated_linear import EmulatedLinear
 from hardpoint_plugin_api import (
     Element,
     LinearWorkload,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from hardpoint.context import load_target
-from hardpoint.plugins import Offer, PluginSet
+from hardpoint.plugin_host import Offer, PluginSet
 from hardpoint.selection import Plan, Selector, Settings, TuningFile, Verdict
 from hardpoint_plugin_api import (
     FAMILIES,

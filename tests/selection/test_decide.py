@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hardpoint.plugins import Offer
+from hardpoint.plugin_host import Offer
 from hardpoint.selection import Plan, TuningFile, Verdict
 from hardpoint.selection.decide import Contender, Decision, Form, Times, decide, verdicts, within_noise
 from hardpoint_plugin_api import Feature, QuantSpec, Scale, TokensRequirement

@@ -10,7 +10,7 @@ from typing import get_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardpoint.plugins import Offer
+from hardpoint.plugin_host import Offer
 from hardpoint.selection import Plan, SelectionTable, StepRange, TuningFile, Verdict
 from hardpoint_plugin_api import Phase, SelectionError, TokensRequirement
 from tests.selection.fakes import MATMUL, TOY, VETO, Answers, FakePlugins, offer, selector

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.ops.base import by_tokens
+from hardpoint.reference.attention import ReferenceAttention
 from hardpoint.selection import Plan, SelectionTable, StepRange, Verdict
 from hardpoint_plugin_api import (
     AttentionBackend,

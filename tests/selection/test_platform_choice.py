@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from hardpoint.plugins import Offer
+from hardpoint.plugin_host import Offer
 from hardpoint.selection import PlatformChoice, Settings, choose_platform, platform_choice, preset_choice
 from hardpoint_plugin_api import (
     NO_DEVICE,

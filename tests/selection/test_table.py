@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hardpoint.plugins import Offer
+from hardpoint.plugin_host import Offer
 from hardpoint.selection import Plan, SelectionTable, TuningFile, Verdict
 from hardpoint.selection.tuning import versions_of
 from hardpoint_plugin_api import ConfigError, LinearWorkload, OpWorkload, TokensRequirement

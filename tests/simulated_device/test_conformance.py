@@ -15,7 +15,7 @@ from hardpoint.conformance.families.ops import OpTrials
 from hardpoint.conformance.families.platform import PlatformTrials
 from hardpoint.conformance.generators import Generator
 from hardpoint.conformance.site import Site, Subject
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_plugin_api.platform import MemoryTag
 from hardpoint_sim.attention import SimAttention
 from hardpoint_sim.norm import rms_norm_out

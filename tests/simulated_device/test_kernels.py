@@ -8,11 +8,11 @@ from typing import cast
 import pytest
 import torch
 
-from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.ops import get, names
 from hardpoint.ops.base import functional_from_out
 from hardpoint.ops.judge import judge
 from hardpoint.ops.rms_norm import rms_norm
+from hardpoint.reference.attention import ReferenceAttention
 from hardpoint_plugin_api import AttentionBackend, AttentionSpec, BuildContext, LinearCall, LinearWorkload
 from hardpoint_sim.attention import SimAttention
 from hardpoint_sim.linear import SimLinear

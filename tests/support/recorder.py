@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from hardpoint.attention.reference import ReferenceAttention
+from hardpoint.reference.attention import ReferenceAttention
 from hardpoint_plugin_api import (
     AttentionBatch,
     AttentionCall,

@@ -21,8 +21,8 @@ from hardpoint.metrics import EngineMetrics, PluginMetrics
 from hardpoint.ops.call_names import CallNames
 from hardpoint.ops.shadow_check import ShadowCheck
 from hardpoint.parallel.groups import Group, alone
-from hardpoint.plugins import Offer, PluginSet
-from hardpoint.plugins.record import CORE
+from hardpoint.plugin_host import Offer, PluginSet
+from hardpoint.plugin_host.record import CORE
 from hardpoint.profiling import NO_RANGE, Profiler
 from hardpoint.quantization.assignment import Quantization
 from hardpoint.resources import EngineResources

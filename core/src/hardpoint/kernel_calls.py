@@ -22,8 +22,8 @@ from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten, tree
 from hardpoint.adapters.candidates import AdaptedOffer
 from hardpoint.kernel_results import Promise, check_first_plan, check_result
 from hardpoint.ops.error_model import ErrorModel
-from hardpoint.plugins import Offer
-from hardpoint.plugins.record import CORE
+from hardpoint.plugin_host import Offer
+from hardpoint.plugin_host.record import CORE
 from hardpoint_plugin_api import (
     AttentionCall,
     BatchedExpertsCall,

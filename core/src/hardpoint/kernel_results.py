@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hardpoint.plugins import Offer
-from hardpoint.plugins.blame import misbehaved
+from hardpoint.plugin_host import Offer
+from hardpoint.plugin_host.blame import misbehaved
 from hardpoint_plugin_api import AttentionMetadata
 
 Promise = Callable[..., object]

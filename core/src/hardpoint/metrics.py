@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.registry import Collector
 
-from hardpoint.plugins.record import CORE
+from hardpoint.plugin_host.record import CORE
 from hardpoint_plugin_api import PluginError
 
 _NAME = re.compile(r"[a-z](_?[a-z0-9])*")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from hardpoint.plugins import Offer
+from hardpoint.plugin_host import Offer
 from hardpoint_plugin_api import AttentionWorkload, Workload
 from hardpoint_plugin_api.requirements import HeadMultipleRequirement
 

@@ -1,1 +1,1 @@
-"""Attention's hardware-neutral half: the reference backend, layer groups, and what joins or adapts backends."""
+"""Attention: what builds a layer group's backends, and joins those of several phases."""

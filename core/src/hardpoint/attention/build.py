@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from hardpoint.attention.phases import PhasedBackend, PhasedLatentBackend
 from hardpoint.context import Context
-from hardpoint.plugins.blame import construct
+from hardpoint.plugin_host.blame import construct
 from hardpoint.selection import Plan, StepRange
 from hardpoint_plugin_api import AttentionBackend, AttentionSpec, CacheUser, LatentBackend, LatentSpec
 

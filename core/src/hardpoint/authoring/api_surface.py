@@ -210,8 +210,8 @@ def _layers() -> Iterator[tuple[str, Entry]]:
 
 def layer_classes() -> dict[str, Any]:
     """Core's pluggable layers by name."""
-    from hardpoint.plugins.discovery import discover
-    from hardpoint.plugins.record import CORE
+    from hardpoint.plugin_host.discovery import discover
+    from hardpoint.plugin_host.record import CORE
 
     plugins = discover([])
     offers = [o for o in plugins.offers("layer") if o.plugin == CORE]

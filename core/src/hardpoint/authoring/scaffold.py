@@ -194,7 +194,7 @@ def write(recipe: Recipe, folder: Path) -> list[Path]:
 
 
 def _refuse_installed(name: str) -> None:
-    from hardpoint.plugins.discovery import discover
+    from hardpoint.plugin_host.discovery import discover
 
     for record in discover().records:
         if record.name == name:

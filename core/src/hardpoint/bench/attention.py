@@ -21,8 +21,8 @@ from hardpoint.config import EngineConfig
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.engine.blueprint import draw
-from hardpoint.plugins import Offer
-from hardpoint.plugins.blame import construct
+from hardpoint.plugin_host import Offer
+from hardpoint.plugin_host.blame import construct
 from hardpoint.resources import EngineResources
 from hardpoint.selection import Settings
 from hardpoint.selection.selector import Selector

@@ -17,7 +17,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.experts_tiling import Tiling
 from hardpoint.kernels.experts_tuning import RandomLayer, Steps
 from hardpoint.platforms.host import available_cores
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import ExpertsWorkload, Platform
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from hardpoint.engine.blueprint import draw
 from hardpoint.logs import log_once
 from hardpoint.numerics import travels
 from hardpoint.ops.quantize_rows import quantize_rows
-from hardpoint.plugins import Offer
-from hardpoint.plugins.blame import blame, construct
+from hardpoint.plugin_host import Offer
+from hardpoint.plugin_host.blame import blame, construct
 from hardpoint.resources import EngineResources
 from hardpoint.selection import Plan, TuningFile, Verdict
 from hardpoint.selection.decide import Contender, Decision, Times, decide, verdicts, within_noise

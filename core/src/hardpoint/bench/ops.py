@@ -22,7 +22,7 @@ from hardpoint.numerics import quantize_weight
 from hardpoint.ops.act_and_mul import act_and_mul
 from hardpoint.ops.add_rms_norm import add_rms_norm
 from hardpoint.ops.draw import Draw
-from hardpoint.plugins.blame import construct
+from hardpoint.plugin_host.blame import construct
 from hardpoint.resources import EngineResources
 from hardpoint_plugin_api import (
     AttentionBatch,

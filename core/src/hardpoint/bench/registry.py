@@ -120,7 +120,7 @@ def environment() -> dict[str, str]:
 
     Devices are those of every installed platform, whichever the benchmark uses; asking makes no device context.
     """
-    from hardpoint.plugins import discover
+    from hardpoint.plugin_host import discover
     from hardpoint.selection.platform_choice import detect
     from hardpoint_plugin_api import Reason
 

@@ -16,7 +16,7 @@ from hardpoint.conformance.kit import SEEDS, TIMEOUTS, Order, Shard, not_tried_h
 from hardpoint.conformance.plan import CASE_SECONDS, Level
 from hardpoint.conformance.proof import tally
 from hardpoint.extras import require_extra
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 from hardpoint.terminal.output import check_writable, make_folder, print_json, print_table, write_text
 from hardpoint_plugin_api import ConfigError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hardpoint.conformance.isolation import Listing
     from hardpoint.conformance.proof import Proof, Tally
     from hardpoint.conformance.trials import Result
-    from hardpoint.plugins import Offer
+    from hardpoint.plugin_host import Offer
 
 _MOST_FAILURES = 20
 _MOST_REASONS = 12

@@ -13,8 +13,8 @@ from typing import Literal
 
 from importlib_metadata import PackageNotFoundError, version
 
-from hardpoint.plugins import Offer, PluginRecord, PluginSet
-from hardpoint.plugins.wrapped import Installed, required_by
+from hardpoint.plugin_host import Offer, PluginRecord, PluginSet
+from hardpoint.plugin_host.wrapped import Installed, required_by
 from hardpoint.selection.platform_choice import detect
 from hardpoint_plugin_api import (
     NO_DEVICE,

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from hardpoint.cli.plugins import describe
 from hardpoint.platforms import host
-from hardpoint.plugins import Offer, PluginSet, discover
+from hardpoint.plugin_host import Offer, PluginSet, discover
 from hardpoint.selection.platform_choice import detect
 from hardpoint.terminal.output import print_json, print_table
 from hardpoint_plugin_api import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from hardpoint.plugins import Offer, PluginSet, discover
+from hardpoint.plugin_host import Offer, PluginSet, discover
 from hardpoint.terminal.output import print_table
 from hardpoint_plugin_api import UnknownNameError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from hardpoint.plugins import LOCK_FILE_NAME, LockFile, discover
+from hardpoint.plugin_host import LOCK_FILE_NAME, LockFile, discover
 from hardpoint.terminal.output import print_json, print_table
 
 _LOCK_FILE = click.option(

@@ -9,7 +9,7 @@ import click
 
 from hardpoint.cli.plugin_authors import api_diff, api_reference, new
 from hardpoint.cli.plugin_operators import doctor, lock, verify
-from hardpoint.plugins import PluginRecord, discover
+from hardpoint.plugin_host import PluginRecord, discover
 from hardpoint.terminal.output import print_json, print_table
 
 

@@ -84,7 +84,7 @@ def experts(
     from hardpoint.dtypes import dtype_of
     from hardpoint.kernels import experts_tiling, grouped_matmul
     from hardpoint.kernels.experts_tuning import RandomLayer, Tuner
-    from hardpoint.plugins import discover
+    from hardpoint.plugin_host import discover
     from hardpoint.terminal.progress import progress_bar
     from hardpoint_plugin_api import ExpertsWorkload
 

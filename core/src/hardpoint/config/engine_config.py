@@ -33,7 +33,7 @@ from hardpoint.config.types import (
     Use,
 )
 from hardpoint.parallel.topology import Topology
-from hardpoint.plugins import LOCK_FILE_NAME
+from hardpoint.plugin_host import LOCK_FILE_NAME
 from hardpoint_plugin_api import FAMILIES, ConfigChange, ConfigError, ConfigKey, ConfigValue, UnknownNameError
 
 PluginKeys = Mapping[str, Mapping[str, ConfigKey]]

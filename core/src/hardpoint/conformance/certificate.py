@@ -33,15 +33,15 @@ from pydantic import ValidationError
 import hardpoint
 from hardpoint.conformance.plan import LEVELS, Level
 from hardpoint.conformance.proof import Asked, Proof, Tally, join, prove, tally
-from hardpoint.plugins.content_hash import hash_of, package_hashes
-from hardpoint.plugins.wrapped import Installed, Wrapped, required_by
+from hardpoint.plugin_host.content_hash import hash_of, package_hashes
+from hardpoint.plugin_host.wrapped import Installed, Wrapped, required_by
 from hardpoint_plugin_api import API_VERSION, ConfigError, ConfigKey, ConfigValue, DeviceInfo, PluginLoadError, Reason
 
 if TYPE_CHECKING:
     from hardpoint.config import EngineConfig
     from hardpoint.conformance.trials import Result
-    from hardpoint.plugins import Offer, PluginSet
-    from hardpoint.plugins.record import PluginRecord
+    from hardpoint.plugin_host import Offer, PluginSet
+    from hardpoint.plugin_host.record import PluginRecord
 
 SCHEMA = 1
 KIT_VERSION = 5

@@ -13,8 +13,8 @@ from hardpoint.conformance.kit import Order, case_list_digest
 from hardpoint.conformance.plan import CASE_SECONDS
 from hardpoint.conformance.proof import Asked
 from hardpoint.conformance.trials import Result
-from hardpoint.plugins import Offer, PluginSet
-from hardpoint.plugins.wrapped import Installed, required_by, wrapped_by
+from hardpoint.plugin_host import Offer, PluginSet
+from hardpoint.plugin_host.wrapped import Installed, required_by, wrapped_by
 from hardpoint_plugin_api import Contribution, PluginLoadError, UnknownNameError
 
 

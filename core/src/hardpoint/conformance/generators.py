@@ -12,8 +12,8 @@ from typing import Protocol, runtime_checkable
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Subject, owner_of
 from hardpoint.conformance.trials import Trial
-from hardpoint.plugins import Offer, PluginSet
-from hardpoint.plugins.record import CORE
+from hardpoint.plugin_host import Offer, PluginSet
+from hardpoint.plugin_host.record import CORE
 from hardpoint_plugin_api import Contribution, PluginLoadError
 
 

@@ -25,7 +25,7 @@ from hardpoint.conformance.proof import Asked, asked_of
 from hardpoint.conformance.trials import Result
 from hardpoint.ops.error_model import Fault
 from hardpoint.platforms.host import available_cores
-from hardpoint.plugins import Offer, PluginSet
+from hardpoint.plugin_host import Offer, PluginSet
 
 if TYPE_CHECKING:
     from hardpoint.conformance.worker import Bench

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.conformance.plan import LEVELS, Level
-from hardpoint.plugins import Offer, PluginSet
-from hardpoint.plugins.record import PluginRecord
+from hardpoint.plugin_host import Offer, PluginSet
+from hardpoint.plugin_host.record import PluginRecord
 from hardpoint_plugin_api import FAMILIES, ConfigError, Contribution, UnknownNameError
 
 if TYPE_CHECKING:

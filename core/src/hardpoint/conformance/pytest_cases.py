@@ -76,7 +76,7 @@ def _collect(session: pytest.Session, config: pytest.Config) -> Iterator[pytest.
     from hardpoint.conformance.kit import TIMEOUTS, Order, check_number, platforms_for
     from hardpoint.conformance.processes import Nursery
     from hardpoint.extras import require_extra
-    from hardpoint.plugins import discover
+    from hardpoint.plugin_host import discover
     from hardpoint_plugin_api import HardpointError
 
     runners = config.stash.setdefault(_RUNNERS, [])

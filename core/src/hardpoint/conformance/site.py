@@ -17,8 +17,8 @@ from hardpoint.conformance.memory import POISON
 from hardpoint.context import Context, load_target
 from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.ops.base import CustomOp
-from hardpoint.plugins import Offer, PluginSet
-from hardpoint.plugins.record import CORE
+from hardpoint.plugin_host import Offer, PluginSet
+from hardpoint.plugin_host.record import CORE
 from hardpoint.resources import EngineResources
 from hardpoint.selection import Plan as SelectionPlan
 from hardpoint.selection import PlanEntry, Selector, Settings, StepRange, choose_platform

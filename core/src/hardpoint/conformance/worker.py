@@ -20,7 +20,7 @@ from hardpoint.conformance.plan import Level, Plan
 from hardpoint.conformance.proof import ELSEWHERE, Asked, asked_of, elsewhere, met_by, proving_check
 from hardpoint.conformance.site import NotPresentError, Site, Subject
 from hardpoint.conformance.trials import Outcome, Result, Trial
-from hardpoint.plugins import Offer, PluginSet, discover
+from hardpoint.plugin_host import Offer, PluginSet, discover
 from hardpoint_plugin_api import DeviceInfo, HardpointError, PlatformWorkload
 
 

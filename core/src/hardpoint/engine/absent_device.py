@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from hardpoint.attention.latent import ReferenceLatentAttention
-from hardpoint.attention.reference import ReferenceAttention
 from hardpoint.context import Context
-from hardpoint.experts.local import LocalAll2All
-from hardpoint.experts.reference import ReferenceExperts
-from hardpoint.plugins import Offer
-from hardpoint.quantization.plain_linear import PlainLinear
+from hardpoint.plugin_host import Offer
+from hardpoint.reference.attention import ReferenceAttention
+from hardpoint.reference.experts import ReferenceExperts
+from hardpoint.reference.latent_attention import ReferenceLatentAttention
+from hardpoint.reference.linear import PlainLinear
+from hardpoint.reference.local_all2all import LocalAll2All
 from hardpoint.selection import Selector
 from hardpoint_plugin_api import HardpointError, PluginError, PluginLoadError, Reason, Workload
 

@@ -34,10 +34,10 @@ from hardpoint.ops.call_names import CallNames
 from hardpoint.ops.shadow_check import ShadowCheck
 from hardpoint.parallel.groups import Groups
 from hardpoint.parallel.topology import Coordinates
-from hardpoint.plugins import LockFile, Offer, PluginSet, discover
-from hardpoint.plugins.blame import blame, name_culprit
-from hardpoint.plugins.culprits import KERNELS, Suspect, code_spans
-from hardpoint.plugins.record import CORE
+from hardpoint.plugin_host import LockFile, Offer, PluginSet, discover
+from hardpoint.plugin_host.blame import blame, name_culprit
+from hardpoint.plugin_host.culprits import KERNELS, Suspect, code_spans
+from hardpoint.plugin_host.record import CORE
 from hardpoint.profiling import Profiler
 from hardpoint.selection import Plan, PlatformChoice, SelectionTable, Selector, Settings, TuningFile, preset_choice
 from hardpoint.selection import choose_platform as choose

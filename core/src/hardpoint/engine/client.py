@@ -10,7 +10,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.control import CoreControl
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.request import Request
-from hardpoint.plugins.culprits import Culprit
+from hardpoint.plugin_host.culprits import Culprit
 from hardpoint.selection import SelectionTable
 
 

@@ -33,8 +33,8 @@ from hardpoint.engine.scheduling.paged_cache import PagedCache
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.scheduler import Scheduler, SchedulerArgs
 from hardpoint.engine.scheduling.step import StepInput
-from hardpoint.plugins.blame import name_culprit
-from hardpoint.plugins.culprits import Culprit
+from hardpoint.plugin_host.blame import name_culprit
+from hardpoint.plugin_host.culprits import Culprit
 from hardpoint.selection import SelectionTable
 from hardpoint.structured import Grammars
 from hardpoint.tokenizer import Tokenizer

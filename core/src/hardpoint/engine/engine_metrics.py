@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from hardpoint.engine.client import EngineStats
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.metrics import EngineMetrics
-from hardpoint.plugins.record import CORE
+from hardpoint.plugin_host.record import CORE
 
 
 class StepMetrics:

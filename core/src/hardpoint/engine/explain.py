@@ -7,7 +7,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.conformance.certificate import Certificates
 from hardpoint.engine.absent_device import AbsentDeviceSelector
 from hardpoint.engine.blueprint import Blueprint, draw
-from hardpoint.plugins import Offer
+from hardpoint.plugin_host import Offer
 from hardpoint.selection import SelectionTable
 
 

@@ -10,8 +10,8 @@ from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.config import EngineConfig
 from hardpoint.config.removed import removed_quantization
 from hardpoint.context import Context
-from hardpoint.plugins import PluginSet
-from hardpoint.plugins.blame import blame, misbehaved
+from hardpoint.plugin_host import PluginSet
+from hardpoint.plugin_host.blame import blame, misbehaved
 from hardpoint.quantization.assignment import Method, Quantization
 from hardpoint_plugin_api import (
     CheckpointError,

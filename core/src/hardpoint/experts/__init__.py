@@ -1,1 +1,1 @@
-"""Mixtures of experts: kernels, and what dispatches tokens to them and combines their results."""
+"""Mixtures of experts: the steps that expert kernels share, and those around an all-to-all."""

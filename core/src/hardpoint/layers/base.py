@@ -19,9 +19,9 @@ from torch import nn
 
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
-from hardpoint.plugins import Offer
-from hardpoint.plugins.blame import blame, misbehaved, of_kind
-from hardpoint.plugins.record import CORE
+from hardpoint.plugin_host import Offer
+from hardpoint.plugin_host.blame import blame, misbehaved, of_kind
+from hardpoint.plugin_host.record import CORE
 from hardpoint_plugin_api import Feature, LayerArgs, LayerWorkload, QuantSpec, UnknownNameError, WeightSlot
 
 _Layer = TypeVar("_Layer")

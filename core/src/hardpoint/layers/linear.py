@@ -11,7 +11,7 @@ from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer, checked_weights
 from hardpoint.numerics import travels
 from hardpoint.ops.base import by_tokens
-from hardpoint.plugins.blame import blame, construct, misbehaved
+from hardpoint.plugin_host.blame import blame, construct, misbehaved
 from hardpoint.quantization.merging import collapse_parts
 from hardpoint_plugin_api import (
     ForwardStep,

@@ -22,7 +22,7 @@ from hardpoint.layers.mlp import MLP
 from hardpoint.ops.activation import activation
 from hardpoint.ops.route_topk import route_topk, settings
 from hardpoint.parallel.shards import even_shard
-from hardpoint.plugins.blame import blame, construct
+from hardpoint.plugin_host.blame import blame, construct
 from hardpoint.quantization.merging import collapse_parts
 from hardpoint_plugin_api import (
     All2All,

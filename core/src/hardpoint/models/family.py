@@ -11,8 +11,8 @@ from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM, ModelFacts
 from hardpoint.parallel.topology import Topology
-from hardpoint.plugins import Offer, PluginSet
-from hardpoint.plugins.blame import blame, misbehaved
+from hardpoint.plugin_host import Offer, PluginSet
+from hardpoint.plugin_host.blame import blame, misbehaved
 from hardpoint.selection import Plan
 from hardpoint_plugin_api import Feature, ModelWorkload, UnknownNameError
 

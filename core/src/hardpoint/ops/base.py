@@ -19,13 +19,13 @@ import torch
 
 from hardpoint.dtypes import dtype_name
 from hardpoint.ops.error_model import ErrorModel
-from hardpoint.plugins.blame import blame, misbehaved
-from hardpoint.plugins.signatures import op_misfit
+from hardpoint.plugin_host.blame import blame, misbehaved
+from hardpoint.plugin_host.signatures import op_misfit
 from hardpoint_plugin_api import Feature, GroupMember, OpWorkload, PluginLoadError, ScalarValue
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
-    from hardpoint.plugins import Offer
+    from hardpoint.plugin_host import Offer
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from hardpoint.plugins.culprits import call_name
+from hardpoint.plugin_host.culprits import call_name
 from hardpoint_plugin_api import OpWorkload
 
 if TYPE_CHECKING:
-    from hardpoint.plugins import Offer
+    from hardpoint.plugin_host import Offer
 
 P = ParamSpec("P")
 R = TypeVar("R")

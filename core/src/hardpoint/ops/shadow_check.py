@@ -23,11 +23,11 @@ from hardpoint.logs import log_once
 from hardpoint.metrics import EngineMetrics
 from hardpoint.ops.base import Case, CustomOp
 from hardpoint.ops.judge import Call, Input, judge_call, op_expected, op_inputs, op_read, op_state
-from hardpoint.plugins.record import CORE
+from hardpoint.plugin_host.record import CORE
 from hardpoint_plugin_api import NULL_PAGE, OpWorkload
 
 if TYPE_CHECKING:
-    from hardpoint.plugins import Offer
+    from hardpoint.plugin_host import Offer
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from hardpoint.dtypes import dtype_name
 from hardpoint.parallel.control import ControlGroup, RankLostError
 from hardpoint.parallel.topology import GROUPS, Coordinates
-from hardpoint.plugins.blame import blame, construct, misbehaved
+from hardpoint.plugin_host.blame import blame, construct, misbehaved
 from hardpoint_plugin_api import Communicator, CommunicatorWorkload, GroupMember, Parallel
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hardpoint.context import Context
     from hardpoint.parallel.process_group import Store
-    from hardpoint.plugins import Offer
+    from hardpoint.plugin_host import Offer
 
 logger = logging.getLogger(__name__)
 

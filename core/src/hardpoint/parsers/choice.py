@@ -10,7 +10,7 @@ from typing import cast
 
 from hardpoint.config import EngineConfig
 from hardpoint.parsers.chain import OutputParser
-from hardpoint.plugins import LockFile, PluginSet, discover
+from hardpoint.plugin_host import LockFile, PluginSet, discover
 from hardpoint.selection import Selector, Settings
 from hardpoint_plugin_api import (
     DeviceInfo,

@@ -1,1 +1,1 @@
-"""Schemes and the kernels behind them; so far the plain one."""
+"""Quantization: methods, schemes, and which scheme each layer of a checkpoint gets."""

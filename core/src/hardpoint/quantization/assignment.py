@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from hardpoint.checkpoint.reading import Reading, WeightNames
-from hardpoint.plugins import Offer
-from hardpoint.plugins.blame import blame, misbehaved
+from hardpoint.plugin_host import Offer
+from hardpoint.plugin_host.blame import blame, misbehaved
 from hardpoint.quantization.merging import by_row, merge_schemes
 from hardpoint_plugin_api import (
     CacheScales,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hardpoint.plugins import Offer, PluginSet
-from hardpoint.plugins.blame import misbehaved
+from hardpoint.plugin_host import Offer, PluginSet
+from hardpoint.plugin_host.blame import misbehaved
 from hardpoint_plugin_api import Element
 from hardpoint_plugin_api.elements import (
     FLOAT4_E2M1,

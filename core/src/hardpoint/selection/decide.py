@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hardpoint.plugins import Offer
+from hardpoint.plugin_host import Offer
 from hardpoint.selection.plan import Plan, StepRange
 from hardpoint.selection.ranges import covers, cut, tokens_of
 from hardpoint.selection.tuning import Verdict

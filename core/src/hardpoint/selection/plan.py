@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hardpoint.plugins import Offer
+from hardpoint.plugin_host import Offer
 from hardpoint.selection.tuning import Verdict
 from hardpoint_plugin_api import Phase, Reason, Workload
 

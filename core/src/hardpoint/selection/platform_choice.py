@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import cast
 
-from hardpoint.plugins import Offer, PluginRecord, PluginSet
-from hardpoint.plugins.loading import describe
+from hardpoint.plugin_host import Offer, PluginRecord, PluginSet
+from hardpoint.plugin_host.loading import describe
 from hardpoint.selection.plan import Plan, PlanEntry, Rejection, Rule, StepRange
 from hardpoint.selection.settings import Settings
 from hardpoint_plugin_api import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from hardpoint.plugins import Offer
+from hardpoint.plugin_host import Offer
 from hardpoint.selection.plan import PlanEntry, StepRange
 from hardpoint_plugin_api import Phase, TokensRequirement
 

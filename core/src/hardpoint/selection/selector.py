@@ -14,9 +14,9 @@ from typing import NoReturn
 
 from hardpoint.adapters.candidates import AdaptedOffer, adapted_offers
 from hardpoint.logs import log_once
-from hardpoint.plugins import Offer, PluginSet
-from hardpoint.plugins.blame import blame, misbehaved
-from hardpoint.plugins.record import CORE
+from hardpoint.plugin_host import Offer, PluginSet
+from hardpoint.plugin_host.blame import blame, misbehaved
+from hardpoint.plugin_host.record import CORE
 from hardpoint.selection.plan import Plan, PlanEntry, Rejection, Rule, StepRange
 from hardpoint.selection.ranges import covers, cut, merge, overlap, tokens_of
 from hardpoint.selection.settings import Choice, Settings

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from hardpoint.plugins import Offer
+from hardpoint.plugin_host import Offer
 from hardpoint.selection.plan import Plan, Rejection, Rule
 from hardpoint_plugin_api import Reason
 

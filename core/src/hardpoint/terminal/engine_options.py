@@ -89,7 +89,7 @@ class EngineCommand(click.Command):
 
 def plugin_keys(*, quiet: bool) -> PluginKeys:
     """The keys of every installed plugin, with a warning of each that is not used; runs none of their code."""
-    from hardpoint.plugins import discover
+    from hardpoint.plugin_host import discover
 
     keys: Mapping[str, Mapping[str, ConfigKey]] = discover(quiet=quiet).config_keys()
     return keys

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hardpoint.attention.reference import attend, read_blocks
 from hardpoint.ops.store_kv import store_kv
+from hardpoint.reference.attention import attend, read_blocks
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,

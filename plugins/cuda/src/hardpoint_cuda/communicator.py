@@ -6,7 +6,7 @@ call. A communicator must outlive no graph that holds it, so graphs go before gr
 
 from __future__ import annotations
 
-from hardpoint.parallel.torch_distributed import GatherAndSum, TorchDistributed
+from hardpoint.reference.torch_distributed import GatherAndSum, TorchDistributed
 
 
 class Nccl(TorchDistributed):

@@ -25,7 +25,7 @@ from hardpoint.context import Context
 from hardpoint.dtypes import dtype_of
 from hardpoint.ops.error_model import Comparison, ErrorModel, Fault, compare
 from hardpoint.parallel.groups import Group, alone
-from hardpoint.parallel.torch_distributed import TorchDistributed
+from hardpoint.reference.torch_distributed import TorchDistributed
 from hardpoint_plugin_api import (
     All2All,
     All2AllWorkload,

@@ -29,13 +29,13 @@ from hardpoint.conformance.site import Subject, TrialResources
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_of
-from hardpoint.experts.local import LocalAll2All, LocalBatches
 from hardpoint.experts.middle import is_gated, names
 from hardpoint.experts.prepare_finalize import AnyExpertsKernel, PrepareFinalize
-from hardpoint.experts.reference import ReferenceExperts
 from hardpoint.numerics import quantize_weight
 from hardpoint.ops.error_model import Comparison, ErrorModel
 from hardpoint.ops.judge import Call, Expectation, Expected, Input, judge_call
+from hardpoint.reference.experts import ReferenceExperts
+from hardpoint.reference.local_all2all import LocalAll2All, LocalBatches
 from hardpoint_plugin_api import (
     All2AllWorkload,
     Contribution,

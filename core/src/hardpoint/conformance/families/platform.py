@@ -15,7 +15,7 @@ from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Subject
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.dtypes import dtype_of
-from hardpoint.plugins.signatures import misfit
+from hardpoint.plugin_host.signatures import misfit
 from hardpoint_plugin_api import (
     Contribution,
     DeviceInfo,
@@ -38,7 +38,7 @@ _SUSPENDED = 64 * _MIB
 _DETECT = """
 import json, os, sys, threading, time
 sys.path[:] = json.loads(sys.argv[1])
-from hardpoint.plugins import discover
+from hardpoint.plugin_host import discover
 
 def open_devices():
     folder = "/proc/self/fd"

@@ -21,7 +21,7 @@ from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Subject
 from hardpoint.conformance.trials import Trial
 from hardpoint.numerics import calibrate
-from hardpoint.plugins import PluginSet
+from hardpoint.plugin_host import PluginSet
 from hardpoint.quantization.elements import element, known_elements
 from hardpoint_plugin_api import QuantSpec, Reason, Scale, SpecPattern, Workload
 from hardpoint_plugin_api.requirements import SpecRequirement

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hardpoint.attention.reference import attend
 from hardpoint.conformance.families.scaled_cache import is_scaled, spread
 from hardpoint.conformance.memory import POISON, Placement, empty, far_pages, place, place_far
 from hardpoint.dtypes import dtype_of
 from hardpoint.ops.judge import Expectation
+from hardpoint.reference.attention import attend
 from hardpoint_plugin_api import (
     NULL_PAGE,
     AttentionBackend,

@@ -8,7 +8,7 @@ from hardpoint.engine.client import CoreFacts, EngineStats
 from hardpoint.engine.outputs import FinishReason
 from hardpoint.engine.processes.calls import Call, Failure, Stop
 from hardpoint.engine.scheduling.step import TokenLogprobs
-from hardpoint.plugins.culprits import Suspect
+from hardpoint.plugin_host.culprits import Suspect
 from hardpoint_plugin_api import EngineDeadError
 
 

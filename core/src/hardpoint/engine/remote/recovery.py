@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hardpoint.config import EngineConfig
-from hardpoint.plugins.culprits import Culprit, Suspect, find_culprit
+from hardpoint.plugin_host.culprits import Culprit, Suspect, find_culprit
 from hardpoint_plugin_api import ConfigError, HardpointError, PluginError, SelectionError
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from hardpoint.engine.remote.remote_control import RemoteControl
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.engine.scheduling.request import Request
-from hardpoint.plugins.culprits import Suspect
+from hardpoint.plugin_host.culprits import Suspect
 from hardpoint_plugin_api import EngineDeadError, EngineError, HardpointError, RequestError
 
 logger = logging.getLogger(__name__)

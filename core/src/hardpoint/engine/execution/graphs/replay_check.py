@@ -23,8 +23,8 @@ from hardpoint.conformance.memory import equal_bits
 from hardpoint.engine.execution.forward import Forward
 from hardpoint.kernel_calls import KernelCalls, WatchedCall, can_repeat
 from hardpoint.ops.error_model import compare
-from hardpoint.plugins import Offer
-from hardpoint.plugins.culprits import Culprit
+from hardpoint.plugin_host import Offer
+from hardpoint.plugin_host.culprits import Culprit
 from hardpoint_plugin_api import EngineError, Executable, GraphEngine, PlatformError
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from hardpoint.engine.processes.calls import Answer, Call, Failure, Logged, Stop
 from hardpoint.engine.scheduling.step import StepInput, StepOutput
 from hardpoint.parallel.choices import Choices
 from hardpoint.parallel.topology import Coordinates
-from hardpoint.plugins.blame import name_culprit
+from hardpoint.plugin_host.blame import name_culprit
 
 if TYPE_CHECKING:
     from hardpoint.engine.blueprint import Blueprint

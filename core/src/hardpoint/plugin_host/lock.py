@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hardpoint.plugins.content_hash import hash_of
-from hardpoint.plugins.record import PluginRecord
-from hardpoint.plugins.wrapped import Installed, Wrapped, required_by, wrapped_by
+from hardpoint.plugin_host.content_hash import hash_of
+from hardpoint.plugin_host.record import PluginRecord
+from hardpoint.plugin_host.wrapped import Installed, Wrapped, required_by, wrapped_by
 from hardpoint_plugin_api import ConfigError, PluginError, Reason
 
 SCHEMA = 2

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from hardpoint.attention.reference import ReferenceAttention, attend, read_blocks
+from hardpoint.reference.attention import ReferenceAttention, attend, read_blocks
 from hardpoint_plugin_api import AttentionCall
 
 _TILE_QUERIES = 16

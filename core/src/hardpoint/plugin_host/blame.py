@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
-from hardpoint.plugins.loading import describe
-from hardpoint.plugins.record import Offer
+from hardpoint.plugin_host.loading import describe
+from hardpoint.plugin_host.record import Offer
 from hardpoint_plugin_api import HardpointError, PluginLoadError
 
 if TYPE_CHECKING:
-    from hardpoint.plugins.culprits import Suspect
-    from hardpoint.plugins.registry import PluginSet
+    from hardpoint.plugin_host.culprits import Suspect
+    from hardpoint.plugin_host.registry import PluginSet
 
 T = TypeVar("T")
 _RAISED_IN = "Raised in plugin"

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from packaging.utils import canonicalize_name
 
 from hardpoint.logs import log_once
-from hardpoint.plugins.hooks import Hooks
-from hardpoint.plugins.loading import IMPORT_ERRORS, describe, import_fix, load_target
-from hardpoint.plugins.record import Offer, PluginRecord
-from hardpoint.plugins.shims import fitted
-from hardpoint.plugins.signatures import DECLARING, layer_misfit, misfit, op_misfit
+from hardpoint.plugin_host.hooks import Hooks
+from hardpoint.plugin_host.loading import IMPORT_ERRORS, describe, import_fix, load_target
+from hardpoint.plugin_host.record import Offer, PluginRecord
+from hardpoint.plugin_host.shims import fitted
+from hardpoint.plugin_host.signatures import DECLARING, layer_misfit, misfit, op_misfit
 from hardpoint_plugin_api import (
     ConfigChange,
     ConfigKey,

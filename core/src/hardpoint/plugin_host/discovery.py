@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from importlib_metadata import Distribution, EntryPoint
 from packaging.utils import canonicalize_name
 
-from hardpoint.plugins.conflicts import refuse_conflicts
-from hardpoint.plugins.lock import LockFile
-from hardpoint.plugins.order import load_order
-from hardpoint.plugins.record import PluginRecord
-from hardpoint.plugins.registry import PluginSet
+from hardpoint.plugin_host.conflicts import refuse_conflicts
+from hardpoint.plugin_host.lock import LockFile
+from hardpoint.plugin_host.order import load_order
+from hardpoint.plugin_host.record import PluginRecord
+from hardpoint.plugin_host.registry import PluginSet
 from hardpoint_plugin_api import ENTRY_POINT_GROUP, MANIFEST_NAME, ManifestError, Reason, check_api, read_manifest
 from hardpoint_plugin_api.distributions import editable_source, locate_module
 

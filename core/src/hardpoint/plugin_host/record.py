@@ -9,7 +9,7 @@ from typing import Literal
 
 from importlib_metadata import Distribution
 
-from hardpoint.plugins.content_hash import file_hashes, hash_of
+from hardpoint.plugin_host.content_hash import file_hashes, hash_of
 from hardpoint_plugin_api import (
     FAMILIES,
     ApiVersion,
@@ -122,7 +122,7 @@ class PluginRecord:
         return error
 
     def content_hash(self) -> str:
-        """Return the hash of the plugin's files, see ``hardpoint.plugins.content_hash``.
+        """Return the hash of the plugin's files, see ``hardpoint.plugin_host.content_hash``.
 
         Raises PluginLoadError if the plugin's package was not found, or a file of it cannot be read.
         """

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hardpoint.plugins.order import find_cycles
-from hardpoint.plugins.record import PluginRecord
+from hardpoint.plugin_host.order import find_cycles
+from hardpoint.plugin_host.record import PluginRecord
 from hardpoint_plugin_api import MANIFEST_NAME, Contribution, Reason, nearest
 
 _DECLARING_NAME = {"op": "reference", "layer": "default"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from hardpoint.plugins.record import PluginRecord
+from hardpoint.plugin_host.record import PluginRecord
 
 
 def load_order(records: Iterable[PluginRecord]) -> list[PluginRecord]:

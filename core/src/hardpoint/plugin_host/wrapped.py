@@ -31,7 +31,7 @@ from importlib_metadata import Distribution, PackageNotFoundError
 from packaging.requirements import Requirement as PackageSpec
 from packaging.utils import canonicalize_name
 
-from hardpoint.plugins.content_hash import counts, file_hash, hash_of, walk
+from hardpoint.plugin_host.content_hash import counts, file_hash, hash_of, walk
 from hardpoint_plugin_api import Contribution, PluginLoadError, Reason
 from hardpoint_plugin_api.distributions import editable_source, locate_module
 from hardpoint_plugin_api.requirements import PackageRequirement, SymbolRequirement

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hardpoint.attention.reference import ReferenceAttention
+from hardpoint.reference.attention import ReferenceAttention
 from hardpoint_plugin_api import CacheLayout, ScaledLayout, StoreCall, write_rounded
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hardpoint.experts.middle import row_by_row_middle
-from hardpoint.experts.reference import ReferenceExperts, is_plain
-from hardpoint.quantization.batch_invariant_linear import BatchInvariantLinear
-from hardpoint.quantization.emulated_linear import BatchInvariantEmulatedLinear
+from hardpoint.reference.batch_invariant_linear import BatchInvariantLinear
+from hardpoint.reference.emulated_linear import BatchInvariantEmulatedLinear
+from hardpoint.reference.experts import ReferenceExperts, is_plain
 from hardpoint_plugin_api import BuildContext, ExpertsWorkload, LinearCall, LinearKernel, LinearWorkload, expert_matrix
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hardpoint.plugins.record import Offer
+from hardpoint.plugin_host.record import Offer
 from hardpoint_plugin_api import ApiVersion
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
-from hardpoint.plugins.record import CORE
+from hardpoint.plugin_host.record import CORE
 
 KERNELS = frozenset({"op", "layer", "attention", "linear", "experts"})
 """Families whose contributions can be denied: what computes, and what has another to take its place."""

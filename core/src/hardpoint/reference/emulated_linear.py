@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from hardpoint.numerics import fake_quantize
-from hardpoint.quantization.batch_invariant_linear import rows_are_alike
+from hardpoint.reference.batch_invariant_linear import rows_are_alike
 from hardpoint_plugin_api import (
     DeviceInfo,
     Feature,

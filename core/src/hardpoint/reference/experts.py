@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from hardpoint.experts.middle import reference_middle
 from hardpoint.numerics import fake_quantize
-from hardpoint.quantization.emulated_linear import EmulatedLinear
+from hardpoint.reference.emulated_linear import EmulatedLinear
 from hardpoint_plugin_api import (
     BuildContext,
     DeviceInfo,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from hardpoint.quantization.plain_linear import PlainLinear
+from hardpoint.reference.linear import PlainLinear
 from hardpoint_plugin_api import LinearCall
 
 _TILE_ROWS = 16
