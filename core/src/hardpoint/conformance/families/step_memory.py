@@ -5,7 +5,7 @@ Axes: T tokens, N requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,7 +66,8 @@ class StepMemory:
     @property
     def kept(self) -> list[int]:
         """The rows of all steps' results, one step after the other, that are not padding."""
-        kept, first = [], 0
+        kept: list[int] = []
+        first = 0
         for number, pieces in enumerate(self.pieces):
             tokens = sum(piece.query for piece in pieces)
             kept += range(first, first + tokens)
@@ -106,9 +107,9 @@ class StepMemory:
             tables.blocks[row, :shared] = tables.blocks[0, :shared]
         return tables
 
-    def _caches(self, tables: Tables) -> list[Mapping[str, torch.Tensor]]:
+    def _caches(self, tables: Tables) -> list[dict[str, torch.Tensor]]:
         """The views of each user of a cache full of garbage."""
-        caches: list[Mapping[str, torch.Tensor]] = []
+        caches: list[dict[str, torch.Tensor]] = []
         self.buffers.clear()
         for user in self.ctx.cache_users.users:
             size = user.layout.page_bytes(user.spec, self.ctx.block_size)
