@@ -26,6 +26,7 @@ from hardpoint.engine.execution.rank_verbs import Synchronize
 from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
 from hardpoint.engine.execution.ranks.torchrun_executor import TorchrunExecutor
 from hardpoint.engine.execution.worker import Worker, planners_of_exact_lengths
+from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.engine.scheduling.block_pool import BlockPool
@@ -160,7 +161,7 @@ class EngineCore:
         **options: Unpack[RequestOptions],
     ) -> Request:
         """Queue a request for one completion; see CoreClient."""
-        request = self.admission.admit(prompt_token_ids, params, eos_token_ids, bad_words=bad_words, **options)
+        request = Request(self.admission.admit(prompt_token_ids, params, eos_token_ids, bad_words=bad_words, **options))
         self.queue(request)
         return request
 
@@ -172,8 +173,8 @@ class EngineCore:
         """
         self.executor.check()
         self.admission.check_awake()
-        if request.params.structured is not None:
-            request.structure = self._grammars().start(request.params.structured, request.stop_token_ids)
+        if (structured := request.asked.params.structured) is not None:
+            request.structure = self._grammars().start(structured, request.asked.stop_token_ids)
             for token in request.output_token_ids:
                 request.structure.accept(token)
         self.scheduler.add(request)
@@ -278,8 +279,9 @@ class EngineCore:
             self.stats.prefill_seconds += seconds
         return advanced
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: RequestProgress) -> None:
         """End ``request`` now."""
+        assert isinstance(request, Request), "the request is another core's"
         if request.finish_reason is None:
             self.scheduler.abort(request)
             self._note_end(request)

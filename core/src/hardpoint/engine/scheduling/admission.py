@@ -13,8 +13,8 @@ from typing import Unpack
 import numpy as np
 
 from hardpoint.engine.client import RequestOptions
+from hardpoint.engine.requests import AdmittedRequest
 from hardpoint.engine.sampling_params import SamplingParams
-from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import EngineError, MemoryTag, RequestError
 
 
@@ -48,7 +48,7 @@ class Admission:
         *,
         bad_words: Sequence[Sequence[int]] = (),
         **options: Unpack[RequestOptions],
-    ) -> Request:
+    ) -> AdmittedRequest:
         """Make a request for one completion; see CoreClient.add_request.
 
         Raises RequestError for an empty or too long prompt, an id outside the vocabulary, or parameters that exclude
@@ -74,15 +74,13 @@ class Admission:
         _check_choice(params, stops, words)
         timeout, priority = options.get("timeout"), options.get("priority", 0)
         _check_options(timeout, priority)
-        number = next(self._numbers)
-        return Request(
-            str(number),
+        return AdmittedRequest(
+            next(self._numbers),
             prompt,
             params,
             self.draw_seed() if params.seed is None else params.seed,
             stops,
             most,
-            number,
             priority=priority,
             deadline=None if timeout is None else time.monotonic() + timeout,
             cache_salt=options.get("cache_salt", ""),
