@@ -21,8 +21,8 @@ class AdmittedRequest:
     ``number`` is unique within the front end that admitted it, and orders requests by age. Of two waiting requests the
     one with the lower ``priority`` runs first, then the older one. ``deadline`` is a time of ``time.monotonic``, after
     which the request ends. ``cache_salt`` keeps its cached prefix from requests with another salt. ``bad_words`` are
-    token sequences that its output never completes. ``prompt_array`` has the prompt's ids as int32, where they were
-    read that way already.
+    token sequences that its output never completes. ``adapter_name`` is that of a loaded LoRA adapter, or empty for
+    none. ``prompt_array`` has the prompt's ids as int32, where they were read that way already.
     """
 
     number: int
@@ -36,6 +36,7 @@ class AdmittedRequest:
     cache_salt: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_array: array[int] | None = None
+    adapter_name: str = ""
 
     @property
     def needs_all_logits(self) -> bool:

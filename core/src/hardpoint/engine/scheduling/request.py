@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hardpoint.engine.lora import NO_ADAPTER, Adapter
 from hardpoint.engine.requests import Delta, RequestProgress
 from hardpoint.engine.scheduling.block_pool import BlockHash, hash_block, hash_salt
 from hardpoint.engine.scheduling.paged_cache import HeldPages
@@ -23,7 +24,8 @@ class Request(RequestProgress):
     verifies drafts, both counts stand as if all of them were right; committing the step settles them. ``num_unsettled``
     counts such drafts. ``drafts`` may follow its newest known token.
 
-    ``structure`` follows its output where its parameters constrain that; the core sets it.
+    ``structure`` follows its output where its parameters constrain that; ``adapter`` is the loaded LoRA adapter that it
+    asks for. The core sets both.
     """
 
     num_sampled: int = 0
@@ -34,6 +36,7 @@ class Request(RequestProgress):
     held: HeldPages | None = None
     slot: int | None = None
     structure: StructureState | None = None
+    adapter: Adapter = NO_ADAPTER
     _hashes: list[BlockHash] = field(default_factory=list)
 
     def take(self, delta: Delta) -> None:
@@ -104,7 +107,7 @@ class Request(RequestProgress):
         and then kept."""
         for block in range(num_blocks):
             if block == len(self._hashes):
-                parent = self._hashes[-1] if self._hashes else hash_salt(self.asked.cache_salt)
+                parent = self._hashes[-1] if self._hashes else hash_salt(self.asked.cache_salt, self.adapter.number)
                 start = block * block_size
                 self._hashes.append(hash_block(parent, self.token_ids[start : start + block_size]))
             yield self._hashes[block]
