@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason="no compiled kerne
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"dtype": "float32"}
 UNSEEN = "op.rms_norm=cpu_native"
-_SLOTS = {"norm": "op.rms_norm", "Linear": "linear", "Experts": "experts"}
+_SLOTS = {"norm": "op.rms_norm", "Linear": "linear", "Experts": "experts", "Attention": "attention.causal"}
 
 Plugin = Callable[[str], str]
 """Installs one kernel of raw_kernels.py, which comes before all others; returns it as --deny writes it."""
@@ -42,7 +42,7 @@ def contribution(kernel: str) -> tuple[str, str]:
     slot = next(slot for ending, slot in _SLOTS.items() if kernel.endswith(ending))
     family, _, of = slot.partition(".")
     name = f"raw_{kernel.lower()}"
-    requires = '{ spec = ["float32/float32"] }' if family != "op" else '{ dtype = ["float32"] }'
+    requires = '{ spec = ["float32/float32"] }' if family in ("linear", "experts") else '{ dtype = ["float32"] }'
     text = (
         f'[[contribution]]\nfamily = "{family}"\nname = "{name}"\ntarget = "hp_raw.kernels:{kernel}"\n'
         f"priority = 1000\nrequires = [{requires}]\n" + (f'of = "{of}"\n' if of else "")
@@ -156,6 +156,26 @@ def test_a_kernel_whose_replay_is_wrong_gives_way_to_the_next(
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert said.startswith(f"{choice} of plugin raw (replay of step (<decode steps of 1 request, greedy>,")
     assert f"start with --deny {choice}" in said
+
+
+@pytest.mark.parametrize("kernel", ["FrozenAttention", "FrozenPagesAttention", "WidestAttention"])
+def test_what_a_recording_keeps_of_its_first_lengths_shows_at_others(
+    kernel: str, dense: tuple[Path, PreTrainedModel], plugin: Plugin, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps are prepared with sequences of one token. A backend that bounds its loop by that one is found, and another
+    serves; one that always takes the longest bound is left in peace."""
+    choice = plugin(kernel)
+    with small_llm(dense[0], **SETTINGS) as llm:
+        check(llm, dense[1])
+        assert chosen(llm, choice) == (kernel == "WidestAttention")
+        assert llm.config.deny == (() if kernel == "WidestAttention" else (choice,))
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    if kernel == "WidestAttention":
+        assert not said
+    else:
+        (line,) = said
+        assert line.startswith(f"{choice} of plugin raw (replay of step (<decode steps of 1 request, greedy>,")
+        assert "where sequences are longer than those it was prepared with" in line
 
 
 def test_a_fault_that_shows_later_is_worked_around(

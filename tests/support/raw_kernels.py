@@ -11,7 +11,22 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hardpoint_plugin_api import BuildContext, ExpertsCall, ExpertsKernel, LinearCall, LinearKernel, LinearWorkload
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCall,
+    AttentionMetadata,
+    BuildContext,
+    CacheLayout,
+    CaptureGrade,
+    ExpertsCall,
+    ExpertsKernel,
+    LinearCall,
+    LinearKernel,
+    LinearWorkload,
+    PlainLayout,
+    StoreCall,
+)
 
 
 def raw(x: torch.Tensor, address: int | None = None) -> Any:
@@ -165,3 +180,49 @@ class UncapturableExperts(RawExperts):
 def _ints(x: torch.Tensor) -> Any:
     memory = (ctypes.c_int32 * x.numel()).from_address(x.data_ptr())
     return np.ctypeslib.as_array(memory).reshape(tuple(x.shape))
+
+
+class FrozenAttention(AttentionBackend):
+    """Right when it is called; a recording reads no more tokens than the longest sequence of its first step has."""
+
+    layout: ClassVar[CacheLayout] = PlainLayout()
+    capture: ClassVar[CaptureGrade] = CaptureGrade.SINGLE_TOKEN
+    traceable: ClassVar[bool] = True
+
+    def store(self, call: StoreCall) -> None:
+        slots, block = call.slot_mapping.long(), self.spec.block_size
+        for name, x in (("k", call.k), ("v", call.v)):
+            call.cache[name].index_put_((slots // block, slots % block), x)
+
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
+        return AttentionMetadata(batch)
+
+    def forward(self, call: AttentionCall) -> None:
+        batch, longest = call.metadata.batch, self.bound(call.metadata.batch)
+        pages = batch.block_table[:, : -(-longest // self.spec.block_size)].long()
+        keys, values = (call.cache[name][pages].flatten(1, 2)[:, :longest] for name in ("k", "v"))  # [N, S, K, D]
+        request = torch.bucketize(torch.arange(len(call.q)), batch.query_start[1:].long(), right=True)
+        behind = (batch.query_start[1:] - batch.seq_lens)[request]
+        hidden = torch.arange(keys.shape[1]) > (torch.arange(len(call.q)) - behind)[:, None]  # [T, S]
+        queries = call.q.unflatten(1, (self.spec.num_kv_heads, -1))
+        scores = torch.einsum("tkgd,tskd->tkgs", queries, keys[request]) * self.spec.scale
+        weights = torch.softmax(scores.masked_fill(hidden[:, None, None], float("-inf")), -1)
+        call.out.copy_(torch.einsum("tkgs,tskd->tkgd", weights, values[request]).flatten(1, 2))
+
+    def bound(self, batch: AttentionBatch) -> int:
+        """How many tokens of each request are read."""
+        return max(batch.seq_lens_host)
+
+
+class FrozenPagesAttention(FrozenAttention):
+    """The same, but by whole pages: the first page's tokens are always read."""
+
+    def bound(self, batch: AttentionBatch) -> int:
+        return -(-max(batch.seq_lens_host) // self.spec.block_size) * self.spec.block_size
+
+
+class WidestAttention(FrozenAttention):
+    """Right: it reads as many tokens as any sequence may have."""
+
+    def bound(self, batch: AttentionBatch) -> int:
+        return batch.block_table.shape[1] * self.spec.block_size

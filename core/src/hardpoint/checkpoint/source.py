@@ -32,6 +32,11 @@ def resolve_tokenizer(model: str, revision: str | None = None) -> Path:
     return _resolve("tokenizer", model, revision)
 
 
+def resolve_adapter(name: str) -> Path:
+    """Return the local folder of a LoRA adapter, a folder or a hub id. Raises CheckpointError as resolve_model does."""
+    return _resolve("adapter", name, None)
+
+
 def _resolve(kind: str, name: str, revision: str | None) -> Path:
     if name == DEMO:
         return demo_model()
@@ -39,7 +44,7 @@ def _resolve(kind: str, name: str, revision: str | None) -> Path:
     if folder.is_dir():
         return folder
     if folder.is_file():
-        raise CheckpointError(f"{folder} is a file; give the folder of a Hugging Face checkpoint")
+        raise CheckpointError(f"{folder} is a file; give the folder of a Hugging Face checkpoint or adapter")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(
             f"{kind} path {name} does not exist; give a local folder or a hub id such as Qwen/Qwen3-0.6B"
@@ -57,6 +62,34 @@ def _download(kind: str, repo: str, revision: str | None) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{kind} {repo!r} is no local folder, and the hub does not give it: {reason}. "
-            "Give a local folder, or check the id and the network"
+            f"{kind} {repo!r} is no local folder, and the hub does not give it: {reason.rstrip('.')}. "
+            f"{_remedy(error, repo, revision)}"
         ) from error
+
+
+def _remedy(error: Exception, repo: str, revision: str | None) -> str:
+    """A user's next step after ``error`` of the hub's library."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    token = "set HF_TOKEN to a token of an account that may read it"
+    if isinstance(error, GatedRepoError):
+        return f"It is gated: accept its terms at {constants.ENDPOINT}/{repo}, and {token}"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"Check the id; where it is private, {token}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"It has no branch, tag or commit {revision!r}: check --hub-revision"
+    if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set: unset it for a first download, or give a local folder"
+    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        return "The hub lists a file that it does not have: report this to the model's author, or give a local folder"
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+        return f"The token that was sent is not enough: {token}"
+    return "Give a local folder, or check the id and the network"

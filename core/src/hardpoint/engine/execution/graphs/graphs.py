@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward, PiecewiseStep
 from hardpoint.engine.execution.graphs.capturable import why_eager, why_not_full
-from hardpoint.engine.execution.graphs.replay_check import ReplayCheck
+from hardpoint.engine.execution.graphs.replay_check import Put, ReplayCheck, Step, Wanted
 from hardpoint.engine.execution.graphs.shapes import (
     DRAWS,
     MOST_EXECUTABLES,
@@ -33,14 +34,26 @@ from hardpoint.engine.execution.graphs.shapes import (
     StepShape,
     bucketed,
     shape_rows,
+    with_adapters,
 )
-from hardpoint.engine.execution.graphs.step_buffers import BufferPool, StepBuffers, trial_step
+from hardpoint.engine.execution.graphs.step_buffers import (
+    BufferPool,
+    StepBuffers,
+    TrialLengths,
+    first_lengths,
+    further_lengths,
+    trial_step,
+)
 from hardpoint.engine.execution.sampling.sampler import Sampler
 from hardpoint.engine.execution.stage import Stage
 from hardpoint.engine.scheduling.step import StepInput
 from hardpoint_plugin_api import AttentionMetadata, Executable, GraphEngine, Phase, PlatformError, StepLimits
 
 logger = logging.getLogger(__name__)
+
+
+Trial = Callable[[], tuple[bool, list[AttentionMetadata]]]
+"""Puts a step into the buffers: see Graphs._try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,7 @@ class Graphs:
         self._inputs: str = stage.inputs
         self._eager_end: End = "hidden" if stage.draws else "states"
         rows, off = shape_rows(self.engine, limits, ctx.config.num_drafts), why_eager(ctx, self.engine)
+        rows = with_adapters(rows) if ctx.config.num_adapters else rows
         self._off = off or why_not_full(ctx, self.engine)
         on = () if off else [row for row in rows if not self._off or row.mode == "piecewise"]
         on = on if stage.draws else [replace(row, ends=("states",)) for row in on]
@@ -92,6 +106,8 @@ class Graphs:
         self.most_requests = max((shape.requests or 0 for shape in largest), default=0)
         max_pages = -(-ctx.max_model_len // ctx.block_size)
         inputs = stage.buffers(self.most_tokens)
+        if ctx.config.num_adapters:
+            inputs["adapters"] = torch.full((self.most_tokens,), -1, dtype=torch.int32, device=ctx.torch_device)
         self._buffers = BufferPool(
             self.most_tokens, self.most_requests, self._num_groups, max_pages, ctx.torch_device, inputs
         )
@@ -99,7 +115,7 @@ class Graphs:
         most = self.engine.max_executables
         self._most_kept = max(MOST_EXECUTABLES, ahead + ahead // 2) if most is None else most
         self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
-        self._refused: set[Layout] = set()
+        self._refused: set[tuple[Layout, bool]] = set()
         self._refused_draws: set[End] = set()
         self._warned: set[tuple[Mode, int | None]] = set()
         metrics = ctx.metrics
@@ -123,23 +139,28 @@ class Graphs:
         """All graphs, the least recently used first."""
         return [captured.executable for captured in self._kept.values()]
 
-    def find(self, step: StepInput, hidden: bool) -> StepShape:
-        """The shape that ``step`` takes; ``hidden``: where the hidden states of all its tokens are needed."""
+    def find(self, step: StepInput, hidden: bool, adapted: bool = False) -> StepShape:
+        """The shape that ``step`` takes.
+
+        ``hidden``: where the hidden states of all its tokens are needed; ``adapted``: where tokens have adapters.
+        """
         if not self._ctx.profiler.marks_layers:
             for row in self._rows:
+                if row.adapted != adapted:
+                    continue
                 needed = row.needs(step)
                 if not needed or (hidden and row.ends[-1] not in ("hidden", "states")):
                     continue
                 end = self._end(row, step)
                 for size in row.sizes_for(needed):
                     shape = row.shape(size, end)
-                    if not self._refused or shape.layout not in self._refused:
+                    if not self._refused or (shape.layout, adapted) not in self._refused:
                         return shape
-        return self.eager(step)
+        return self.eager(step, adapted)
 
-    def eager(self, step: StepInput) -> StepShape:
+    def eager(self, step: StepInput, adapted: bool = False) -> StepShape:
         """The shape of ``step`` where it replays no graph."""
-        return StepShape("eager", bucketed(step.num_tokens, self._limits), None, None, self._eager_end)
+        return StepShape("eager", bucketed(step.num_tokens, self._limits), None, None, self._eager_end, adapted)
 
     def buffers(self, shape: StepShape) -> StepBuffers:
         """The fixed buffers of a shape that is not eager."""
@@ -152,16 +173,18 @@ class Graphs:
         inputs: torch.Tensor,
         positions: torch.Tensor,
         metadata: Sequence[AttentionMetadata],
+        adapters: torch.Tensor | None = None,
     ) -> tuple[End, torch.Tensor]:
         """Run ``step``, which stands in the buffers of its shape, as attention planned it.
 
-        ``inputs`` are what the model starts from, see Model.hidden; positions int64 [T]. Returns what it ended with,
+        ``inputs`` are what the model starts from, see Model.hidden; positions int64 [T]; ``adapters`` as in
+        ForwardStep, given where the shape is adapted. Returns what it ended with,
         valid until the next step: states or hidden states, logits [N, vocab] of requests or [T, vocab] of tokens, or
         tokens int64 [N]. A step whose draw cannot be captured ends with logits.
         """
         if shape.mode == "eager":
             self._eager.labels(self._why_eager(step)).inc()
-            return shape.end, self._forward.hidden(inputs, positions, metadata)
+            return shape.end, self._forward.hidden(inputs, positions, metadata, adapters)
         shape, captured = self._prepared(shape, metadata)
         if captured is None:
             self._eager.labels("unrecordable").inc()
@@ -186,9 +209,7 @@ class Graphs:
             for number, size in enumerate(reversed(sizes), 1):
                 shape = row.shape(size, row.ends[-1])
                 logger.info("preparing %s (%d of %d)", shape.words, number, len(sizes))
-                metadata = self._try(shape, free_pages)
-                for end in draws or row.ends:
-                    self._prepared(shape._replace(end=end), metadata)
+                self._prepare_trials(shape, draws or row.ends, free_pages)
             if sizes:
                 logger.info("%d sizes prepared in %.1f s", len(sizes), time.perf_counter() - began)
 
@@ -219,25 +240,36 @@ class Graphs:
         firsts = {-(-max(1, entry.range.min) // queries) for entry in entries if entry.range.phase != other}
         return tuple(sorted({size for first in firsts for size in row.sizes_for(first)}))
 
-    def _try(self, shape: StepShape, free_pages: int) -> list[AttentionMetadata]:
+    def _prepare_trials(self, shape: StepShape, ends: Sequence[End], free_pages: int) -> None:
+        """Capture a shape for each of ``ends``; the first graph is compared at several lengths of sequences."""
+        ctx, pages = self._ctx, 0 if shape.mode == "piecewise" else free_pages
+        first = partial(self._try, shape, first_lengths(shape, ctx.max_model_len), pages)
+        further = further_lengths(shape, ctx.block_size, ctx.max_model_len)
+        trials = [partial(self._try, shape, lengths, pages) for lengths in further]
+        for end in ends:
+            own, metadata = first()
+            self._prepared(shape._replace(end=end), metadata, [first, *trials] if own else ())
+            trials = []
+
+    def _try(self, shape: StepShape, lengths: TrialLengths, free_pages: int) -> tuple[bool, list[AttentionMetadata]]:
         """Put a step into the buffers on which graphs of ``shape`` are compared with eager runs, and plan it.
 
-        It has other token ids in each row, where sequences lie in pages of their own. None is 0, and the first ones,
-        which checkpoints put aside for padding and the like, come last.
+        It has other token ids in each row, where sequences lie in pages of their own: the first result. None is 0, and
+        the first ones, which checkpoints put aside for padding and the like, come last.
         """
         ctx, buffers = self._ctx, self.buffers(shape)
-        pages = 0 if shape.mode == "piecewise" else free_pages
-        own, positions, batches = trial_step(
-            shape, self._num_groups, ctx.block_size, ctx.max_model_len, pages, ctx.torch_device
-        )
+        own, positions, batches = trial_step(lengths, self._num_groups, ctx.block_size, free_pages, ctx.torch_device)
         rows = torch.arange(shape.tokens, device=ctx.torch_device) * own
         ids = (rows + self._vocab_size // 3) % max(1, self._vocab_size - 1) + 1
         if "slots" in buffers.step:
             buffers.step["slots"].fill_(self._padding_slot)
+        if "adapters" in buffers.step:
+            slots = torch.arange(shape.tokens, device=ctx.torch_device) % (ctx.config.num_adapters + 1)
+            buffers.step["adapters"].copy_(slots - 1)
         if "states" in buffers.step:
             states = buffers.step["states"]
             states.copy_(torch.arange(1, states.numel() + 1, device=states.device).sin().view(states.shape))
-        return self._forward.plan(buffers.load(ids, positions, batches))
+        return own, self._forward.plan(buffers.load(ids, positions, batches))
 
     def _end(self, row: ShapeRow, step: StepInput) -> End:
         """The draw of ``step`` where a graph may hold it."""
@@ -257,10 +289,13 @@ class Graphs:
             return "layer_profile"
         return "unrecordable" if row.sizes_for(row.needs(step)) else "too_large"
 
-    def _prepared(self, shape: StepShape, metadata: Sequence[AttentionMetadata]) -> tuple[StepShape, Captured | None]:
+    def _prepared(
+        self, shape: StepShape, metadata: Sequence[AttentionMetadata], trials: Sequence[Trial] = ()
+    ) -> tuple[StepShape, Captured | None]:
         """The graph of ``shape`` and the tokens of ``metadata``, captured where it is new, and its shape.
 
-        That ends with logits where a draw cannot be part of any graph. None where the shape cannot be captured.
+        ``trials``, where given, put this very step into the buffers, and others with which to compare a new graph. That
+        ends with logits where a draw cannot be part of any graph. None where the shape cannot be captured.
         """
         if shape.end in self._refused_draws:
             shape = shape._replace(end="logits")
@@ -268,33 +303,41 @@ class Graphs:
         if (captured := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return shape, captured
-        if shape.layout in self._refused:
+        if (shape.layout, shape.adapted) in self._refused:
             return shape, None
         try:
-            return shape, self._capture(key, shape, metadata)
+            return shape, self._capture(key, shape, metadata, trials)
         except PlatformError as error:
             if shape.end in DRAWS:
                 logger.info("tokens are drawn behind the captured steps, not within: %s", str(error))
                 self._refused_draws.add(shape.end)
-                return self._prepared(shape, metadata)
+                return self._prepared(shape, metadata, trials)
             kind = shape.mode, shape.queries
             level = logging.INFO if kind in self._warned else logging.WARNING
             logger.log(level, "%s are not captured: %s", shape.words, str(error))
             self._warned.add(kind)
-            self._refused.add(shape.layout)
+            self._refused.add((shape.layout, shape.adapted))
             return shape, None
 
-    def _capture(self, key: Hashable, shape: StepShape, metadata: Sequence[AttentionMetadata]) -> Captured:
-        """Capture the step that stands in the buffers, and compare it with an eager run."""
+    def _capture(
+        self,
+        key: tuple[StepShape, Hashable],
+        shape: StepShape,
+        metadata: Sequence[AttentionMetadata],
+        trials: Sequence[Trial],
+    ) -> Captured:
+        """Capture the step that stands in the buffers, and compare it with eager runs, which ``trials`` may add to."""
         buffers, step = self.buffers(shape), None
         if shape.mode == "piecewise":
-            step = self._forward.piecewise(buffers.step["positions"], metadata, self.engine)
+            adapters = buffers.step["adapters"] if shape.adapted else None
+            step = self._forward.piecewise(buffers.step["positions"], metadata, self.engine, adapters)
         while len(self._kept) >= self._most_kept:
             self._kept.popitem(last=False)
         function, slots = self._function(shape, metadata, step), tuple(buffers.step["slot_mapping"])
+        steps: list[Put] = [partial(self._step, key, trial) for trial in trials] or [lambda: function]
         began = time.perf_counter()
         try:
-            executable = self.check.prepare(self.engine, key, function, buffers.tensors, slots)
+            executable = self.check.prepare(Wanted(self.engine, key, steps, buffers.tensors, slots))
             captured = self._kept[key] = Captured(executable, step)
         except PlatformError as error:
             traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
@@ -304,6 +347,11 @@ class Graphs:
             self._number.set(len(self._kept))
         logger.debug("step %s was captured", key)
         return captured
+
+    def _step(self, key: tuple[StepShape, Hashable], trial: Trial) -> Step | None:
+        """The step that ``trial`` puts into the buffers; None where the graph of ``key`` does not serve it."""
+        (shape, tokens), (own, metadata) = key, trial()
+        return self._function(shape, metadata, None) if own and self._forward.tokens(metadata) == tokens else None
 
     def _function(
         self, shape: StepShape, metadata: Sequence[AttentionMetadata], piecewise: PiecewiseStep | None
@@ -318,7 +366,9 @@ class Graphs:
         ) -> tuple[torch.Tensor, ...]:
             inputs = arrays[self._inputs]
             if piecewise is None:
-                hidden = self._forward.hidden(inputs, positions, metadata)
+                hidden = self._forward.hidden(
+                    inputs, positions, metadata, arrays["adapters"] if shape.adapted else None
+                )
             else:
                 hidden = self._forward.hidden_piecewise(inputs, piecewise)
             if shape.end == "hidden" or shape.end == "states":

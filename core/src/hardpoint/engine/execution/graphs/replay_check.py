@@ -1,4 +1,5 @@
 """Compare replays with eager calls: a prepared step runs once on the inputs that the same step ran on eagerly.
+It is compared on further steps, too, where there are any that it serves: sequences of other lengths.
 
 Equal bits end the matter. Where bits differ, the step is prepared once more with copies taken around each plugin
 kernel's calls; the first call that is given the same and makes something else, beyond the op's error model, is at
@@ -14,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Step = Callable[..., object]
+Put = Callable[[], Step | None]
+"""Puts a step's inputs where executables read them, and has it planned; None where another executable serves it."""
 
 _CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _CLOSE_IN_FEW_BITS = 2.0**-4
@@ -73,6 +77,27 @@ class Outcome:
         return max(found) if floats is Likeness.SAME else floats
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """An executable to prepare by ``engine`` as ``key``, and the steps that it must serve.
+
+    The first one's inputs are there already. All are called as ``step(**tensors)``, and store at ``slots``, which are
+    among ``tensors``, by group.
+    """
+
+    engine: GraphEngine
+    key: Hashable
+    steps: Sequence[Put]
+    tensors: Mapping[str, torch.Tensor]
+    slots: Sequence[torch.Tensor]
+
+    def first(self) -> Step:
+        """Put the step that is prepared."""
+        step = self.steps[0]()
+        assert step is not None
+        return step
+
+
 class ReplayCheck:
     """Prepares steps, within ``pool()``, and vouches for them. ``exchange`` gives every rank's value: all decide alike.
 
@@ -94,57 +119,68 @@ class ReplayCheck:
         self._pool, self._exchange, self._inputs = pool, exchange, inputs
         self.culprits: list[Culprit] = []
 
-    def prepare(
-        self,
-        engine: GraphEngine,
-        key: Hashable,
-        step: Step,
-        tensors: Mapping[str, torch.Tensor],
-        slots: Sequence[torch.Tensor],
-    ) -> Executable:
-        """Prepare ``step(**tensors)``, whose inputs are among ``tensors``; ``slots`` are where it stores, by group.
+    def prepare(self, wanted: Wanted) -> Executable:
+        """Prepare the first of ``wanted.steps``, whose inputs are there already, and compare it on all of them.
 
         Raises PlatformError for what cannot be prepared, or replays something else for no reason that can be named.
         """
-        restore = self._forward.keep_states(slots, self._block_size)
+        step = wanted.first()
+        restore = self._keep_states(wanted)
         try:
-            return self._checked(engine, key, step, tensors, slots, restore)
+            eager = self._outcome(step(**wanted.tensors), wanted.slots)
+            while True:
+                executable = self._on_every_rank(partial(self._prepared, wanted, step))
+                restore()
+                fault = self._first_fault(wanted, executable, eager)
+                if fault is None:
+                    return executable
+                del executable  # an engine may keep few
+                offer, what = fault
+                if not self._blame(offer, wanted.key, what):
+                    raise PlatformError(
+                        f"step {wanted.key!r} cannot be replayed: {offer.choice} of plugin {offer.plugin} keeps "
+                        "something from one call to the next"
+                    )
+                step = wanted.first()
         finally:
             restore()
 
-    def _checked(
-        self,
-        engine: GraphEngine,
-        key: Hashable,
-        step: Step,
-        tensors: Mapping[str, torch.Tensor],
-        slots: Sequence[torch.Tensor],
-        restore: Callable[[], None],
-    ) -> Executable:
-        """The same; ``restore`` brings back the states from which each run begins."""
-        eager = self._outcome(step(**tensors), slots)
-        while True:
-            executable = self._on_every_rank(lambda: self._prepared(engine, key, step, tensors))
-            restore()
-            likeness = max(self._exchange(eager.compare(self._outcome(executable.run(), slots))))
+    def _first_fault(self, wanted: Wanted, executable: Executable, eager: Outcome) -> tuple[Offer, str] | None:
+        """The kernel at fault for the first step on which a run differs from an eager run, if any, and what it did.
+
+        ``eager`` is the first step's. Raises PlatformError where results are far apart, and nobody can be named.
+        """
+        for number, put in enumerate(wanted.steps):
+            if number == 0:
+                likeness = eager.compare(self._outcome(executable.run(), wanted.slots))
+            else:
+                likeness = self._likeness_of(wanted, executable, put)
+            likeness = max(self._exchange(likeness))
             if likeness is Likeness.SAME:
-                return executable
-            fault = self._agreed(self._find(engine, key, step, tensors, restore) or self._only_suspect(likeness))
-            if fault is None and likeness is Likeness.CLOSE:
-                logger.debug("step %s: the bits of a replay differ from an eager run's, within bounds", key)
-                return executable
-            del executable  # an engine may keep few
-            if fault is None:
+                continue
+            if fault := self._agreed(self._find(wanted, put) or self._only_suspect(likeness)):
+                offer, what = fault
+                return offer, what + (", where sequences are longer than those it was prepared with" if number else "")
+            if likeness is Likeness.UNLIKE:
                 raise PlatformError(
-                    f"step {key!r} gives other results when it is replayed than when it is called, and no plugin's "
-                    "kernel can be named as the cause; report this to the platform's author"
+                    f"step {wanted.key!r} gives other results when it is replayed than when it is called, and no "
+                    "plugin's kernel can be named as the cause; report this to the platform's author"
                 )
-            offer, what = fault
-            if not self._blame(offer, key, what):
-                raise PlatformError(
-                    f"step {key!r} cannot be replayed: {offer.choice} of plugin {offer.plugin} keeps something from "
-                    "one call to the next"
-                )
+            logger.debug("step %s: the bits of a replay differ from an eager run's, within bounds", wanted.key)
+        return None
+
+    def _likeness_of(self, wanted: Wanted, executable: Executable, put: Put) -> Likeness:
+        """How a further step compares. It is replayed first: nothing of an eager run is there to be found."""
+        step = put()
+        if not all(self._exchange(step is not None)):
+            return Likeness.SAME
+        assert step is not None
+        restore = self._keep_states(wanted)
+        replayed = self._outcome(executable.run(), wanted.slots)
+        restore()
+        likeness = self._outcome(step(**wanted.tensors), wanted.slots).compare(replayed)
+        restore()
+        return likeness
 
     def _on_every_rank(self, prepare: Callable[[], Executable]) -> Executable:
         """The prepared step of ``prepare``. Raises PlatformError on every rank where it does on any."""
@@ -161,50 +197,43 @@ class ReplayCheck:
         assert executable is not None
         return executable
 
-    def _prepared(
-        self,
-        engine: GraphEngine,
-        key: Hashable,
-        step: Step,
-        tensors: Mapping[str, torch.Tensor],
-        watched: list[WatchedCall] | None = None,
-    ) -> Executable:
-        """Prepare on other inputs than the caller's, which are there again afterwards."""
+    def _prepared(self, wanted: Wanted, step: Step, watched: list[WatchedCall] | None = None) -> Executable:
+        """Prepare ``step``, the first, on other inputs than the caller's, which are there again afterwards."""
+        key, tensors = wanted.key if watched is None else (wanted.key, "watched"), wanted.tensors
         inputs = tensors[self._inputs]
         held = inputs.clone()
         inputs.zero_()
         try:
             with self._pool():
-                prepared = self._calls.prepare(engine, key, step, tensors, watched)
+                prepared = self._calls.prepare(wanted.engine, key, step, tensors, watched)
             if self._calls.offers:
                 step(**tensors)  # writes over what kernels have kept of the run that is compared
             return prepared
         finally:
             inputs.copy_(held)
 
-    def _find(
-        self,
-        engine: GraphEngine,
-        key: Hashable,
-        step: Step,
-        tensors: Mapping[str, torch.Tensor],
-        restore: Callable[[], None],
-    ) -> tuple[Offer, str] | None:
-        """The kernel whose call is the first to go wrong on this rank, and what it did."""
-        if not self._calls.offers or not can_repeat(engine):
+    def _find(self, wanted: Wanted, put: Put) -> tuple[Offer, str] | None:
+        """The kernel whose call in the step of ``put`` is the first to go wrong on this rank, and what it did."""
+        if not self._calls.offers or not can_repeat(wanted.engine):
             return None
-        restore()
-        expected = self._calls.watch(engine, step, tensors)
         found: list[WatchedCall] = []
+        first = wanted.first()
+        restore = self._keep_states(wanted)
         try:
-            executable = self._on_every_rank(lambda: self._prepared(engine, (key, "watched"), step, tensors, found))
-            found.clear()  # engines may have run it
+            executable = self._on_every_rank(lambda: self._prepared(wanted, first, found))
             restore()
+            step = first if put is wanted.steps[0] else put()
+            assert step is not None
+            restore = self._keep_states(wanted)
+            found.clear()  # engines may have run it
             executable.run()
+            restore()
         except PlatformError as error:
             traceback.clear_frames(error.__traceback__)
-            logger.debug("step %s cannot be watched: %s", key, error)
+            logger.debug("step %s cannot be watched: %s", wanted.key, error)
             return None
+        expected = self._calls.watch(wanted.engine, step, wanted.tensors)
+        restore()
         for eager, replayed in zip(expected, found, strict=False):
             if eager.kernel is not replayed.kernel:
                 return None
@@ -241,6 +270,9 @@ class ReplayCheck:
                 what,
             )
         return self._calls.repeat(offer) and not known
+
+    def _keep_states(self, wanted: Wanted) -> Callable[[], None]:
+        return self._forward.keep_states(wanted.slots, self._block_size)
 
     def _outcome(self, result: object, slots: Sequence[torch.Tensor]) -> Outcome:
         results = [x.clone() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]

@@ -25,8 +25,8 @@ class StepBuffers:
 
     ``step`` has, as the op decode_inputs names them: ids and positions int64 [T], slot_mapping int32 [G, T]; and, where
     requests are counted, slots int64 [N], seq_lens int32 [N], block_table int32 [G, N, W]; behind another pipeline
-    stage its states [2, T, hidden]. ``tensors`` are these and query_start int32 [N + 1]. ``batches`` make what
-    attention sees of each cache group.
+    stage its states [2, T, hidden]; where the engine serves adapters, those of ForwardStep, int32 [T]. ``tensors`` are
+    these and query_start int32 [N + 1]. ``batches`` make what attention sees of each cache group.
     """
 
     layout: Layout
@@ -39,7 +39,11 @@ class StepBuffers:
         return [batch(seq_lens_host=seq_lens_host, exact_lengths=exact) for batch in self.batches]
 
     def load(
-        self, ids: torch.Tensor, positions: torch.Tensor, batches: Sequence[AttentionBatch]
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        batches: Sequence[AttentionBatch],
+        adapters: torch.Tensor | None = None,
     ) -> list[AttentionBatch]:
         """Copy a step's arrays here; it has as many tokens and requests as the layout.
 
@@ -48,6 +52,8 @@ class StepBuffers:
         """
         self.step["ids"].copy_(ids)
         self.step["positions"].copy_(positions)
+        if adapters is not None:
+            self.step["adapters"].copy_(adapters)
         for slots, batch in zip(self.step["slot_mapping"], batches, strict=True):
             slots.copy_(batch.slot_mapping)
         _, requests, queries = self.layout
@@ -137,42 +143,84 @@ class BufferPool:
         return StepBuffers(shape.layout, step, step | {"query_start": query_start}, batches)
 
 
-def trial_step(
-    shape: StepShape, num_groups: int, block_size: int, max_model_len: int, free_pages: int, device: torch.device
-) -> tuple[bool, torch.Tensor, list[AttentionBatch]]:
-    """A step of ``shape`` to capture before any is met: requests as long as they may be, which hold all tokens.
+@dataclass(frozen=True)
+class TrialLengths:
+    """The requests of a step to try: so many tokens of each in this step, the last of so many. Padding has none."""
 
-    Each lies in pages of its own, from page 1 on, where as many as ``free_pages`` suffice; otherwise all lie in the
-    null page. Returns whether they have pages of their own, positions int64 [T], and what each cache group sees.
-    """
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def first_lengths(shape: StepShape, max_model_len: int) -> TrialLengths:
+    """Requests for a step of ``shape``, as long as they may be, whose tokens are all in it."""
     tokens, requests, queries = shape.layout
     longest = queries or max_model_len
-    lengths = np.array([min(longest, tokens - start) for start in range(0, tokens, longest)], np.int32)
-    padding = (requests or len(lengths)) - len(lengths)
-    pages = -(-lengths // block_size)
+    counts = [min(longest, tokens - start) for start in range(0, tokens, longest)]
+    padding = (requests or len(counts)) - len(counts)
+    return TrialLengths((*counts, *[0] * padding), (*counts, *[1] * padding))
+
+
+def further_lengths(shape: StepShape, block_size: int, max_model_len: int) -> tuple[TrialLengths, ...]:
+    """Requests that have cached tokens, for steps of ``shape``.
+
+    First each fills one page. Then one is as long as any may be, and each further one is half as long as the one before
+    it, so that the time for all is bounded. Where requests have any number of tokens, all but the last have one.
+    """
+    tokens, requests, queries = shape.layout
+    if requests is None:
+        return ()
+    number = min(requests, tokens)
+    counts = [queries] * number if queries else [*[1] * (number - 1), tokens - number + 1]
+    if max(counts) + block_size > max_model_len:
+        return ()
+    page = [max(count, block_size) for count in counts]
+    far = [max(max_model_len >> i, count + block_size) for i, count in enumerate(counts)]
+    if queries is None:
+        far[-1] = counts[-1] + block_size  # many queries over a long context take long
+    unused = [0] * (requests - number)
+    return tuple(
+        TrialLengths((*counts, *unused), (*lengths, *[1] * len(unused)))
+        for lengths in (page, far)
+        if lengths != counts  # pages of one token
+    )
+
+
+def trial_step(
+    tried: TrialLengths, num_groups: int, block_size: int, free_pages: int, device: torch.device
+) -> tuple[bool, torch.Tensor, list[AttentionBatch]]:
+    """A step of these requests, to capture before any is met.
+
+    The step's tokens lie in pages of each request's own, from page 1 on, where as many as ``free_pages`` suffice;
+    otherwise all lie in the null page, as do the tokens before them. Returns whether requests have pages of their own,
+    positions int64 [T], and what each cache group sees.
+    """
+    lengths, counts = np.array(tried.lengths, np.int32), np.array(tried.counts, np.int32)
+    befores = (lengths - counts) // block_size * (counts > 0)
+    pages = (-(-lengths // block_size) - befores) * (counts > 0)
     own = bool(pages.sum() * num_groups <= free_pages)
-    request, starts = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
-    positions = (np.arange(tokens) - starts[request]) * own
-    seq_lens, counts = np.append(lengths, np.ones(padding, np.int32)), np.append(lengths, np.zeros(padding, np.int32))
     query_start = np.append(0, np.cumsum(counts))
+    request = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(query_start[-1]) - query_start[request] + (lengths - counts)[request]
+    positions = positions * own
 
     def array(x: npt.NDArray[np.integer[Any]]) -> torch.Tensor:
         return torch.from_numpy(x.astype(np.int32)).to(device)
 
     batches = []
     for group in range(num_groups):
-        table = np.full((len(seq_lens), pages.max()), NULL_PAGE)
-        for row, (first, count) in enumerate(zip(np.cumsum(pages) - pages, pages, strict=True) if own else ()):
-            table[row, :count] = 1 + group * pages.sum() + first + np.arange(count)
+        table = np.full((len(lengths), -(-lengths.max() // block_size)), NULL_PAGE)
+        firsts = 1 + group * pages.sum() + np.cumsum(pages) - pages
+        for row, (before, first, count) in enumerate(zip(befores, firsts, pages, strict=True) if own else ()):
+            table[row, before : before + count] = first + np.arange(count)
         slots = table[request, positions // block_size] * block_size + positions % block_size
         batches.append(
             AttentionBatch(
                 query_start=array(query_start),
-                seq_lens=array(seq_lens),
+                seq_lens=array(lengths),
                 block_table=array(table),
                 slot_mapping=array(slots),
                 query_start_host=tuple(query_start.tolist()),
-                seq_lens_host=tuple(seq_lens.tolist()),
+                seq_lens_host=tried.lengths,
                 num_decodes=0,
             )
         )
