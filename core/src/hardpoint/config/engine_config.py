@@ -149,6 +149,9 @@ class EngineConfig(BaseModel):
     )
     seed: Seed = Field(0, description="Seed of everything random.")
     tuning_file: Text | None = Field(None, description="Measured winners, which come before priorities.")
+    tuning_tables: Text | None = Field(
+        None, description="Folder of kernels' tuning tables (tile sizes), whose rules come before the shipped ones."
+    )
     plugin_config: dict[str, dict[str, ConfigValue]] = Field(
         default_factory=dict, description="The plugins' own settings, by plugin and key."
     )
