@@ -40,8 +40,8 @@ from hardpoint.engine.frontend.streams import Mailbox, News, RequestStream
 from hardpoint.engine.lora import Adapter, LoRARequest
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.engine.remote.recovery import RecoveryState
+from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
-from hardpoint.engine.scheduling.request import Request
 from hardpoint.parsers import Parsers
 from hardpoint.selection import SelectionTable
 from hardpoint.tokenizer import Tokenizer
@@ -86,7 +86,7 @@ class AsyncEngine:
         own_process = config.wants_core_process(default=config.executor_kind != "torchrun")
         self._frontend, self.client = connect(config, own_process=own_process)
         self._streams: dict[str, RequestStream] = {}
-        self._by_request: dict[Request, RequestStream] = {}
+        self._by_request: dict[RequestProgress, RequestStream] = {}
         self._mailboxes: WeakValueDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakValueDictionary()
         self._advancing = threading.Lock()  # while conversations begin or advance; no event loop takes it
         self._opening = threading.Condition()  # of _streams, _closing and _drain_until; held for moments only
@@ -360,7 +360,7 @@ class AsyncEngine:
             stream.mailbox.put({stream: RequestError(_CLOSED) if self._closing else EngineDeadError(str(dead))})
             self._forget(stream)
 
-    def _advance(self, advanced: Sequence[Request]) -> None:
+    def _advance(self, advanced: Sequence[RequestProgress]) -> None:
         grown: dict[RequestStream, None] = {}
         with self._advancing:
             for request in advanced:
