@@ -41,7 +41,7 @@ def test_every_preset_is_answered(preset: str) -> None:
     attention = next(row for row in rest if row.family == "attention")
     chosen = {"cpu": "cpu_native"}
     if find_spec("triton"):
-        chosen |= {"cuda": "triton_paged_short_prompts", "rocm": "triton_paged", "xpu": "triton_paged"}
+        chosen |= {"cuda": "triton_paged", "rocm": "triton_paged", "xpu": "triton_paged"}
     assert attention.chosen == chosen.get(device.platform, "reference")
 
 

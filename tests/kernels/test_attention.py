@@ -15,7 +15,18 @@ from hardpoint.conformance.families.attention import AttentionTrials
 from hardpoint.conformance.memory import Placement, place
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
-from hardpoint.kernels.attention import Tiles, TritonAttention, TritonQuantizedCacheAttention, Tuning
+from hardpoint.kernels.attention import TritonAttention, TritonQuantizedCacheAttention
+from hardpoint.kernels.attention_tuning import (
+    DECODE,
+    PREFILL,
+    WIDE_DECODE,
+    WIDE_PREFILL,
+    DecodeTuning,
+    PrefillTuning,
+    Tables,
+    Tiles,
+)
+from hardpoint.kernels.tables import Rule, Table
 from hardpoint.plugin_host import discover
 from hardpoint.reference.attention import ReferenceAttention
 from hardpoint.reference.quantized_cache_attention import QuantizedCacheAttention
@@ -54,11 +65,11 @@ SPLIT = (Piece(1, 300), Piece(1, 70), Piece(20, 90))
 SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 """Of a row's norm: a few roundings of a dtype's size."""
-FEW = Tuning(
-    programs=16,
-    min_chunk=48,
-    decode=Tiles(rows=2, key_bytes=4096, num_warps=4, num_stages=3),
-    wide_decode=Tiles(rows=2, key_bytes=8192, num_warps=4, num_stages=3),
+FEW = Tables.fixed(
+    DecodeTuning(16, 48, Tiles(rows=2, key_bytes=4096, num_warps=4, num_stages=3)),
+    PrefillTuning(16, PREFILL.tiles),
+    DecodeTuning(16, 48, Tiles(rows=2, key_bytes=8192, num_warps=4, num_stages=3)),
+    PrefillTuning(16, WIDE_PREFILL.tiles),
 )
 """The interpreter takes one program after the other."""
 SIGNATURE = {
@@ -81,20 +92,20 @@ COMPILED = {
     "int8": replace(LARGE, kv_dtype="int8"),
     "all features": replace(LARGE, chunk=8192, soft_cap=30.0, sinks=True, alibi=True),
 }
-TWO_STAGES = Tuning(
-    decode=replace(Tuning().decode, num_stages=2),
-    prefill=tuple(replace(tiles, num_stages=2) for tiles in Tuning().prefill[:2]),
-    wide_decode=replace(Tuning().wide_decode, num_stages=2),
-    wide_prefill=tuple(replace(tiles, num_stages=2) for tiles in Tuning().wide_prefill),
+TWO_STAGES = Tables.fixed(
+    replace(DECODE, tiles=replace(DECODE.tiles, num_stages=2)),
+    replace(PREFILL, tiles=tuple(replace(tiles, num_stages=2) for tiles in PREFILL.tiles[:2])),
+    replace(WIDE_DECODE, tiles=replace(WIDE_DECODE.tiles, num_stages=2)),
+    replace(WIDE_PREFILL, tiles=tuple(replace(tiles, num_stages=2) for tiles in WIDE_PREFILL.tiles)),
 )
 
 
 class Attention(TritonAttention):
-    tuning = FEW
+    tables = FEW
 
 
 class QuantizedCache(TritonQuantizedCacheAttention):
-    tuning = FEW
+    tables = FEW
 
 
 def kinds(spec: AttentionSpec) -> tuple[type[AttentionBackend], type[AttentionBackend]]:
@@ -128,6 +139,30 @@ def test_requests_are_found_among_many_or_alone(pieces: tuple[Piece, ...], monke
     if len(pieces) > 1:  # lengths are looked at two at a time, as if there were hundreds of requests
         monkeypatch.setattr("hardpoint.kernels.attention._SCANNED", (2,))
     assert errors(PLAIN, Attention, pieces).max() < TOLERANCE["bfloat16"]
+
+
+class ByNumberOfDecodes(TritonAttention):
+    """Splits one long request, but not several, and has other tiles where there are more than three."""
+
+    tables = Tables(
+        Table(
+            "attention_decode",
+            [
+                Rule((), {"max_decodes": 1}, DecodeTuning(32, 16, Tiles(4, 4096, 4, 3))),
+                Rule((), {"max_decodes": 3}, DecodeTuning(4, 48, Tiles(1, 8192, 4, 2))),
+                Rule((), {}, DecodeTuning(16, 32, Tiles(2, 4096, 2, 3))),
+            ],
+        ),
+        FEW.prefill,
+    )
+
+
+@pytest.mark.parametrize("pieces", [SPLIT[:1], SPLIT, MIXED], ids=["one", "two", "four"])
+def test_one_backend_has_tiles_for_each_number_of_decodes(pieces: tuple[Piece, ...]) -> None:
+    """Steps of all numbers share the memory of partial results."""
+    assert errors(PLAIN, ByNumberOfDecodes, pieces).max() < TOLERANCE["bfloat16"]
+    backend = ByNumberOfDecodes(cast(BuildContext, PluginConfigOnly({})), PLAIN)
+    assert len({(one.splits, one.head_blocks, one.constants["BLOCK_N"]) for one in backend.decodes}) == 3
 
 
 @pytest.mark.accelerator
@@ -209,7 +244,7 @@ class Bound(TritonAttention):
 
     def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
         super().__init__(ctx, spec)
-        self.launchers = (self._decode, *self._prefill, self._store)
+        self.launchers = (*(one.launcher for one in self.decodes), *self._prefill, self._store)
         for launcher in self.launchers:
             launcher._kernel = Variants(launcher._kernel)
 
@@ -237,14 +272,14 @@ def jobs(spec: AttentionSpec, target: str) -> list[Job]:
     scaled = spec.kv_dtype in SCALED
     kind: Any = TritonQuantizedCacheAttention if scaled else TritonAttention
     if not target.startswith("sm_"):  # a third of the shared memory, and fewer registers for eight warps than for four
-        kind = type(kind.__name__, (kind,), {"tuning": TWO_STAGES})
+        kind = type(kind.__name__, (kind,), {"tables": TWO_STAGES})
     backend = kind(cast(BuildContext, PluginConfigOnly({})), spec)
     absent = {"sinks": spec.sinks, "slopes": spec.alibi, "k_scales": scaled, "v_scales": scaled}
     types = {"q": spec.dtype, "out": spec.dtype, "k_cache": spec.kv_dtype, "v_cache": spec.kv_dtype}
     signature = {**SIGNATURE, **{name: f"*{TYPES[dtype]}" for name, dtype in types.items()}}
     found = []
     for kernel, tiles, constants in (
-        ("decode", backend.decode_tiles, {**backend.decode_constants, "SCAN": 32}),
+        *(("decode", one.tuning.tiles, {**one.constants, "SCAN": 32}) for one in backend.decodes),
         *(("prefill", *one) for one in zip(backend.prefill_tiles, backend.prefill_constants, strict=True)),
     ):
         constants = {**constants, **{name: None for name, given in absent.items() if not given}}

@@ -20,6 +20,7 @@ from hardpoint.cli.main import run
 from hardpoint.conformance.families.experts import ERRORS, ExpertsProbe
 from hardpoint.conformance.plan import Row
 from hardpoint.conformance.site import Site, Subject
+from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.experts.middle import names
 from hardpoint.kernels import experts_tiling, experts_tuning, grouped_matmul
@@ -260,11 +261,14 @@ def test_results_beyond_32_bits() -> None:
 # Tiles
 
 
+def with_tables(ctx: Context, folder: Path) -> Context:
+    return replace(ctx, config=ctx.config.model_copy(update={"tuning_tables": str(folder)}))
+
+
 def test_tuned_tiles_are_those_of_the_exact_device_and_shape(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(experts_tiling, "DIRECTORY", tmp_path)
-    ctx = site.context(torch.bfloat16)
+    ctx = with_tables(site.context(torch.bfloat16), tmp_path)
     few, many = (Tiling(rows, shape(64, 64), shape(32, 128)) for rows in (16, 64))
     name = experts_tiling.file_name(ctx.device.name, MIXTRAL)
     experts_tiling.write(tmp_path / name, {64: few, 4096: many})
@@ -286,13 +290,11 @@ def test_tuned_tiles_are_those_of_the_exact_device_and_shape(
         ('{"schema": 2, "tilings": {}}', "schema 2 is not 1"),
         ('{"schema": 1, "tilings": {"8": {"rows": 16}}}', "w13"),
         ('{"schema": 1, "tilings": {}}', "got none"),
+        ('{"schema": 1, "tilings": {"8": {"rows": 16, "w31": {}}}}', "8 pairs: unknown key 'w31'; did you mean 'w13'"),
     ],
 )
-def test_a_file_that_is_not_right_is_named(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
-) -> None:
-    monkeypatch.setattr(experts_tiling, "DIRECTORY", tmp_path)
-    ctx = site.context(torch.bfloat16)
+def test_a_file_that_is_not_right_is_named(site: Site, tmp_path: Path, text: str, message: str) -> None:
+    ctx = with_tables(site.context(torch.bfloat16), tmp_path)
     path = tmp_path / experts_tiling.file_name(ctx.device.name, MIXTRAL)
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as raised:

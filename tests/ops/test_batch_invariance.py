@@ -95,6 +95,16 @@ def use_act_and_mul(i: Inputs, name: str) -> Use:
     return lambda x: op(x, activation=name), (i.normal(i.count, 2 * i.width),)
 
 
+def use_add_lora(i: Inputs) -> Use:
+    op, a, b = get("add_lora").bind(i.ctx), i.normal(3, 4, i.width), i.normal(20, 3, 4)
+
+    def added(y: torch.Tensor, x: torch.Tensor, adapters: torch.Tensor) -> torch.Tensor:
+        op(mine := y.clone(), x, a, b, adapters)
+        return mine
+
+    return added, (i.normal(i.count, 20), i.normal(i.count, i.width), i.integers(-1, 3, i.count).int())
+
+
 def use_rms_norm(i: Inputs, *heads: int) -> Use:
     op, weight = get("rms_norm").bind(i.ctx), i.normal(i.width)
     return lambda x: op(x, weight, eps=1e-6), (i.normal(i.count, *heads, i.width),)
@@ -308,6 +318,7 @@ USES: dict[str, Callable[[Inputs], Use]] = {
     **{f"act_and_mul {name}": partial(use_act_and_mul, name=name) for name in GATED},
     **{f"activation {name}": partial(use_activation, name=name) for name in ACTIVATIONS},
     "act_and_mul_quantized": use_act_and_mul_quantized,
+    "add_lora": use_add_lora,
     "add_rms_norm": use_add_rms_norm,
     "add_rms_norm_quantized": use_add_rms_norm_quantized,
     "allreduce_add_rms_norm": use_allreduce_add_rms_norm,

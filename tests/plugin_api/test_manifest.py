@@ -249,6 +249,13 @@ def test_a_newer_schema_says_how_to_upgrade() -> None:
         (CONTRIBUTION + 'requires = { arch = "x" }\n', "'requires' must be of type list"),
         (CONTRIBUTION + 'requires = ["arch"]\n', "'requires' must be a list of tables"),
         (CONTRIBUTION + "requires = [{ tokens = { max = 8 } }, { tokens = { min = 2 } }]\n", "more than once"),
+        (CONTRIBUTION + "preferred = [{ priority = 3 }]\n", "'requires' is missing: a preference without it"),
+        (
+            CONTRIBUTION + "preferred = [{ requires = [{ arch = ['a'] }] }]\n",
+            "1: key 'priority' is missing",
+        ),
+        (CONTRIBUTION + "preferred = [{ prio = 3 }]\n", "[[preferred]] 1: unknown key 'prio'"),
+        (CONTRIBUTION + "preferred = 3\n", "'preferred' must be of type list"),
     ],
 )
 def test_a_bad_contribution(text: str, fact: str) -> None:

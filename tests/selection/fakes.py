@@ -14,6 +14,7 @@ from hardpoint_plugin_api import (
     DeviceInfo,
     LinearWorkload,
     PluginLoadError,
+    Preference,
     Reason,
     Requirement,
     TokensRequirement,
@@ -35,6 +36,7 @@ def offer(
     platforms: tuple[str, ...] = (),
     requires: tuple[Requirement, ...] = (),
     replaces: str | None = None,
+    preferred: tuple[Preference, ...] = (),
     plugin: str = "acme",
     version: str = "1.0",
 ) -> Offer:
@@ -49,6 +51,7 @@ def offer(
         requires=(*requires, tokens) if tokens else requires,
         replaces=replaces,
         layout=layout,
+        preferred=preferred,
     )
     return Offer(contribution, plugin, ApiVersion(0, 2), f"hardpoint-{plugin}", version)
 

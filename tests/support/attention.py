@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -16,6 +17,7 @@ from hardpoint_plugin_api import (
     AttentionSpec,
     BuildContext,
     ConfigValue,
+    DeviceInfo,
     StoreCall,
 )
 
@@ -32,12 +34,17 @@ MIXED = (Piece(1, 1), Piece(1, 37), Piece(1, 16), Piece(1, 5), Piece(9, 9), Piec
 """Decodes first, among them a request's very first token and a full page; then a whole prompt and two chunks."""
 
 
+ANY_DEVICE = DeviceInfo("cpu", "any", "cpu", "any")
+
+
 @dataclass(frozen=True)
 class PluginConfigOnly:
-    """As much of a build context as backends ask for outside an engine: the plugins' settings, and scratch memory."""
+    """As much of a build context as backends ask for outside an engine: settings, scratch memory, a device."""
 
     sections: Mapping[str, Mapping[str, ConfigValue]]
     resources: EngineResources = field(default_factory=EngineResources)
+    device: DeviceInfo = ANY_DEVICE
+    tuning_folders: Sequence[Path] = ()
 
     def plugin_config(self, plugin: str) -> Mapping[str, ConfigValue]:
         return self.sections[plugin]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hardpoint.engine.async_engine import AsyncEngine
     from hardpoint.engine.llm import LLM
+    from hardpoint.engine.lora import LoRARequest
     from hardpoint.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
     from hardpoint.engine.sampling_params import SamplingParams
     from hardpoint.layers.base import PluggableLayer
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncEngine",
     "CompletionOutput",
     "CustomOp",
+    "LoRARequest",
     "PluggableLayer",
     "RequestOutput",
     "RequestOutputKind",
@@ -34,6 +36,7 @@ _HOMES = {
     "AsyncEngine": "hardpoint.engine.async_engine",
     "CompletionOutput": "hardpoint.engine.outputs",
     "CustomOp": "hardpoint.ops.base",
+    "LoRARequest": "hardpoint.engine.lora",
     "PluggableLayer": "hardpoint.layers.base",
     "RequestOutput": "hardpoint.engine.outputs",
     "RequestOutputKind": "hardpoint.engine.outputs",

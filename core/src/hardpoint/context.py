@@ -6,9 +6,10 @@ of attention layers, which the engine turns into caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,6 +30,7 @@ from hardpoint.resources import EngineResources
 from hardpoint.selection import Plan, Selector
 from hardpoint_plugin_api import (
     FAMILIES,
+    ConfigError,
     ConfigValue,
     DeviceInfo,
     EngineLimits,
@@ -92,6 +94,14 @@ class Context:
         """Where metrics are declared."""
         return self.engine_metrics.for_plugin(self.plugin)
 
+    @property
+    def tuning_folders(self) -> Sequence[Path]:
+        """Folders with tuning tables: that of --tuning-tables, then that of the plugin whose platform the device is of.
+
+        A plugin's is the folder ``tuning`` beside its manifest. Raises ConfigError where the user's is none.
+        """
+        return (*_users_folder(self.config.tuning_tables), *self.plugins.tuning_folders(self.device.platform))
+
     def range(self, name: str) -> AbstractContextManager[None]:
         """Mark what runs inside, as ``hardpoint.name`` or ``plugin.name``, where a profile is taken."""
         if not self.profiler.is_on:
@@ -119,6 +129,12 @@ class Context:
     def plugin_config(self, plugin: str) -> Mapping[str, ConfigValue]:
         """The settings of one plugin's section, defaults filled in."""
         return self.config.plugin_config.get(plugin, {})
+
+
+def _users_folder(name: str | None) -> list[Path]:
+    if name is not None and not Path(name).is_dir():
+        raise ConfigError(f"--tuning-tables {name}: there is no such folder; give one that holds tuning tables")
+    return [] if name is None else [Path(name)]
 
 
 def asked(config: EngineConfig, workload: Workload) -> Workload:

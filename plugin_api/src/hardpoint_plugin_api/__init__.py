@@ -36,7 +36,7 @@ from hardpoint_plugin_api.context import (
     Resources,
     Scope,
 )
-from hardpoint_plugin_api.contributions import Contribution, Form
+from hardpoint_plugin_api.contributions import Contribution, Form, Preference
 from hardpoint_plugin_api.dequantization import decode_elements, dequantize, scale_slot
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format, MemorySnapshot, NumaNode
 from hardpoint_plugin_api.drafter import NO_DRAFT, DraftCall, Drafter, DrafterArgs
@@ -276,6 +276,7 @@ __all__ = [
     "PluginConflictError",
     "PluginError",
     "PluginLoadError",
+    "Preference",
     "QuantSpec",
     "QuantizationMethod",
     "QuantizationWorkload",

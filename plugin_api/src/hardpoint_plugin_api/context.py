@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
 
 from hardpoint_plugin_api.device import DeviceInfo
@@ -167,6 +168,11 @@ class BuildContext(Protocol):
     @property
     def parallel(self) -> Parallel:
         """The groups of ranks that this one is in."""
+        ...
+
+    @property
+    def tuning_folders(self) -> Sequence[Path]:
+        """Folders with tuning tables of kernels, the first to be asked first: the user's, the platform plugin's."""
         ...
 
     def range(self, name: str) -> AbstractContextManager[None]:

@@ -24,13 +24,22 @@ caller-owned outputs. ``factory``: ``f(context, workload, parts) -> functional``
 
 
 @dataclass(frozen=True)
+class Preference:
+    """The priority of a contribution where all of ``requires`` hold, in place of its own."""
+
+    priority: int
+    requires: tuple[Requirement, ...] = ()
+
+
+@dataclass(frozen=True)
 class Contribution:
     """One offer: what it is, where it is for, what it needs. Declared in ``hardpoint.toml``; never imports anything.
 
     ``name`` is what users type, unique per (family, of). ``target`` is ``"package.module:attribute"``, imported only
     if this contribution wins. ``platforms`` empty means any. Higher ``priority`` wins; ties go by name. ``replaces``
     names a contribution of the same family and ``of`` that this one takes the place of. ``layout`` names the cache or
-    weight layout it works on: all winners of one plan share it.
+    weight layout it works on: all winners of one plan share it. The first of ``preferred`` that holds for a workload,
+    a device and a step says the priority there; a preference serves no step that ``requires`` excludes.
     """
 
     family: str
@@ -44,6 +53,7 @@ class Contribution:
     replaces: str | None = None
     form: Form = "functional"
     layout: str = "plain"
+    preferred: tuple[Preference, ...] = ()
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:

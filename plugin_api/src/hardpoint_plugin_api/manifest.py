@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hardpoint_plugin_api.contributions import Contribution, Form
+from hardpoint_plugin_api.contributions import Contribution, Form, Preference
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format
 from hardpoint_plugin_api.errors import ManifestError, UnknownNameError, nearest
-from hardpoint_plugin_api.families import FAMILIES
+from hardpoint_plugin_api.families import FAMILIES, Family
 from hardpoint_plugin_api.inclusion import contribution_tables
-from hardpoint_plugin_api.requirements import TokensRequirement, parse_requirement
+from hardpoint_plugin_api.requirements import Requirement, TokensRequirement, parse_requirement
 from hardpoint_plugin_api.versions import MANIFEST_SCHEMA, ApiVersion, check_api
 
 MANIFEST_NAME = "hardpoint.toml"
@@ -71,6 +71,8 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "target": '"package.module:attribute", imported only if it wins; required.',
         "platforms": "Names of the platforms it is for; none means any.",
         "priority": "The higher wins; core's references have 0, which is the default.",
+        "preferred": "List of tables with `priority` and `requires`: the first whose requirements hold gives the "
+        "priority there, such as for some numbers of tokens or architectures.",
         "summary": "One line for listings.",
         "requires": "List of requirements, each a table with one key.",
         "replaces": "The name of a contribution, of the same family and of, whose place it takes.",
@@ -95,6 +97,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "name": "As in the contribution; required.",
         "platforms": "Takes the place of the contribution's.",
         "priority": "Takes the place of the contribution's.",
+        "preferred": "Takes the place of the contribution's.",
         "summary": "Takes the place of the contribution's.",
         "requires": "Requirements beside the contribution's own.",
         "remove": "true: the plugin does not offer it; false by default.",
@@ -362,12 +365,6 @@ def _contribution(table: _Table) -> Contribution:
     form = table.text("form", "functional")
     if form not in get_args(Form):
         raise table.fail(f"form {form!r} is not one of {', '.join(get_args(Form))}")
-    requires = table.get("requires", list, [])
-    if not all(isinstance(r, dict) for r in requires):
-        raise table.fail("'requires' must be a list of tables such as { package = \"acme-kernels>=2\" }")
-    requirements = tuple(parse_requirement(r, family, table.where, of) for r in requires)
-    if sum(isinstance(r, TokensRequirement) for r in requirements) > 1:
-        raise table.fail("'requires' holds 'tokens' more than once; a contribution is for one range")
     return Contribution(
         family=family.name,
         name=table.name("name"),
@@ -376,8 +373,28 @@ def _contribution(table: _Table) -> Contribution:
         platforms=table.texts("platforms"),
         priority=table.number("priority", 0),
         summary=table.text("summary", ""),
-        requires=requirements,
+        requires=_requirements(table, family, of),
         replaces=table.text("replaces") if "replaces" in table.data else None,
         form=form,  # type: ignore[arg-type]  # narrowed by the check above
         layout=table.text("layout", "plain"),
+        preferred=tuple(_preference(each, family, of) for each in table.tables("preferred")),
     )
+
+
+def _requirements(table: _Table, family: Family, of: str | None) -> tuple[Requirement, ...]:
+    requires = table.get("requires", list, [])
+    if not all(isinstance(r, dict) for r in requires):
+        raise table.fail("'requires' must be a list of tables such as { package = \"acme-kernels>=2\" }")
+    requirements = tuple(parse_requirement(r, family, table.where, of) for r in requires)
+    if sum(isinstance(r, TokensRequirement) for r in requirements) > 1:
+        raise table.fail("'requires' holds 'tokens' more than once; it is for one range")
+    return requirements
+
+
+def _preference(table: _Table, family: Family, of: str | None) -> Preference:
+    table.only("priority", "requires")
+    if "priority" not in table.data:
+        raise table.fail("key 'priority' is missing")
+    if not table.data.get("requires"):
+        raise table.fail("key 'requires' is missing: a preference without it is the contribution's 'priority'")
+    return Preference(table.number("priority", 0), _requirements(table, family, of))

@@ -163,8 +163,8 @@ class _EagerExecutable:
         return self._fn(**(self._inputs | dict(update or {})))
 
 
-MemoryTag = Literal["weights", "kv", "graphs", "resources"]
-"""What memory is used for."""
+MemoryTag = Literal["weights", "kv", "graphs", "resources", "adapters"]
+"""What memory is used for. ``adapters`` are the slots of LoRA adapters."""
 
 
 class Memory(ABC):

@@ -19,13 +19,15 @@ class ForwardStep:
     ``positions`` int64 [T] count each token within its sequence, as the cache does. ``rotary_positions`` int64 [T] are
     those that rotary embedding rotates by: the same, unless a model numbers its tokens in another way ([3, T] where it
     has three such numbers for each). ``caches`` holds the views of each user's cache, ``metadata`` the plan of each
-    user's group; users of one group share the object.
+    user's group; users of one group share the object. ``adapters`` int32 [T] has the slot of each token's LoRA adapter,
+    -1 for a token without one; it is None where no token of the step has one.
     """
 
     positions: torch.Tensor
     rotary_positions: torch.Tensor
     caches: Sequence[dict[str, torch.Tensor]]
     metadata: Sequence[AttentionMetadata]
+    adapters: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, device: torch.device) -> ForwardStep:

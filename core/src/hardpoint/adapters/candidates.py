@@ -46,6 +46,7 @@ def adapted_offers(offers: Sequence[Offer], workload: Workload) -> list[AdaptedO
             contribution,
             name=contribution.name + suffix,
             priority=contribution.priority - 1,
+            preferred=tuple(replace(p, priority=p.priority - 1) for p in contribution.preferred),
             requires=tuple(r for r in contribution.requires if r is not need),
             layout=contribution.layout + suffix,
             replaces=None,

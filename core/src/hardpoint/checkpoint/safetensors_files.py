@@ -15,9 +15,6 @@ from safetensors import SafetensorError, safe_open
 from hardpoint.checkpoint.json_object import read_json
 from hardpoint_plugin_api import CheckpointError, TensorInfo
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-
 _DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -40,9 +37,13 @@ _MAPPED_BYTES = 1 << 24
 class SafetensorsFiles:
     """Names of all tensors and the file of each, as CheckpointTensors. Reading maps one file at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        """Find the files of ``folder`` and read their headers; raises CheckpointError, naming the file, for damage."""
+    def __init__(self, folder: Path, stem: str = "model") -> None:
+        """Find the files of ``folder``, whose names begin with ``stem``, and read their headers.
+
+        Raises CheckpointError, naming the file, for damage.
+        """
         self.folder = folder
+        self._single, self._index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
         self._file_of: dict[str, Path] = {}
         for path in self._paths():
             for name in self._names(path):
@@ -108,7 +109,7 @@ class SafetensorsFiles:
         return infos
 
     def _paths(self) -> list[Path]:
-        index = self.folder / _INDEX
+        index = self.folder / self._index
         if index.is_file():
             try:
                 weight_map = read_json(index)["weight_map"]
@@ -121,11 +122,11 @@ class SafetensorsFiles:
             if missing:
                 raise CheckpointError(f"{self.folder}: shards are missing: {', '.join(missing)}")
             return [self.folder / shard for shard in shards]
-        if (self.folder / _SINGLE).is_file():
-            return [self.folder / _SINGLE]
+        if (self.folder / self._single).is_file():
+            return [self.folder / self._single]
         found = ", ".join(sorted(p.name for p in self.folder.glob("*.bin"))) or "no weights"
         raise CheckpointError(
-            f"{self.folder}: neither {_SINGLE} nor {_INDEX} is there ({found}); only safetensors checkpoints are read"
+            f"{self.folder}: neither {self._single} nor {self._index} is there ({found}); only safetensors are read"
         )
 
     @staticmethod

@@ -32,6 +32,11 @@ def resolve_tokenizer(model: str, revision: str | None = None) -> Path:
     return _resolve("tokenizer", model, revision)
 
 
+def resolve_adapter(name: str) -> Path:
+    """Return the local folder of a LoRA adapter, a folder or a hub id. Raises CheckpointError as resolve_model does."""
+    return _resolve("adapter", name, None)
+
+
 def _resolve(kind: str, name: str, revision: str | None) -> Path:
     if name == DEMO:
         return demo_model()
@@ -39,7 +44,7 @@ def _resolve(kind: str, name: str, revision: str | None) -> Path:
     if folder.is_dir():
         return folder
     if folder.is_file():
-        raise CheckpointError(f"{folder} is a file; give the folder of a Hugging Face checkpoint")
+        raise CheckpointError(f"{folder} is a file; give the folder of a Hugging Face checkpoint or adapter")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(
             f"{kind} path {name} does not exist; give a local folder or a hub id such as Qwen/Qwen3-0.6B"

@@ -56,7 +56,9 @@ def tune() -> None:
     "--tokens", multiple=True, type=click.IntRange(1), help="Of a step; may be given again. [default: 1 to 4096]"
 )
 @click.option("--platform", default=None, help="Where to run.")
-@click.option("--output", default=None, metavar="FOLDER", help="Write there, and not where kernels look it up.")
+@click.option(
+    "--output", default=None, metavar="FOLDER", help="Write there, as --tuning-tables reads, not beside kernels."
+)
 def experts(
     experts: int,
     top_k: int,
@@ -82,7 +84,7 @@ def experts(
     from hardpoint.bench.experts_compiling import CompilingProcesses
     from hardpoint.conformance.site import Site
     from hardpoint.dtypes import dtype_of
-    from hardpoint.kernels import experts_tiling, grouped_matmul
+    from hardpoint.kernels import experts_tiling, grouped_matmul, tables
     from hardpoint.kernels.experts_tuning import RandomLayer, Tuner
     from hardpoint.plugin_host import discover
     from hardpoint.terminal.progress import progress_bar
@@ -95,7 +97,7 @@ def experts(
     if is_compiled and not site.platform.info.accelerator:
         name = site.platform.name
         raise ConfigError(f"platform {name} runs no Triton kernels, whose tiles these are; choose one by --platform")
-    folder = Path(output) if output else experts_tiling.DIRECTORY
+    folder = Path(output) if output else tables.FOLDER
     make_folder("--output", str(folder))
     ctx = site.context(dtype_of(dtype))
     workload = ExpertsWorkload(

@@ -140,11 +140,18 @@ class EngineConfig(BaseModel):
     )
     max_engine_restarts: Count = Field(5, description="How often within the window below it is built again.")
     engine_restart_window: Count = Field(600, description="Seconds in which restarts are counted.")
+    enable_lora: bool = Field(False, description="Serve LoRA adapters beside the model.")
+    max_loras: Count = Field(1, description="Most LoRA adapters that are loaded at once.")
+    max_lora_rank: Count = Field(16, description="Highest rank of a LoRA adapter; memory is taken for it.")
+    lora_modules: Options = Field((), description="LoRA adapters to load at the start (NAME=PATH,NAME=PATH).")
     blame_ops: bool = Field(
         False, description="Have crashes name the op's kernel; every call is waited for; needs --enforce-eager."
     )
     seed: Seed = Field(0, description="Seed of everything random.")
     tuning_file: Text | None = Field(None, description="Measured winners, which come before priorities.")
+    tuning_tables: Text | None = Field(
+        None, description="Folder of kernels' tuning tables (tile sizes), whose rules come before the shipped ones."
+    )
     plugin_config: dict[str, dict[str, ConfigValue]] = Field(
         default_factory=dict, description="The plugins' own settings, by plugin and key."
     )
@@ -198,6 +205,7 @@ class EngineConfig(BaseModel):
         config._check_ranks(origins)
         config._check_restart(origins)
         config._check_speculation(origins)
+        config._check_lora(origins)
         return config
 
     def _check_ranks(self, origins: Mapping[str, str]) -> None:
@@ -241,6 +249,23 @@ class EngineConfig(BaseModel):
             shortest = written("prompt_lookup_min", self.prompt_lookup_min, origins)
             longest = written("prompt_lookup_max", self.prompt_lookup_max, origins)
             raise ConfigError(f"{shortest} is above {longest}; set both")
+
+    def _check_lora(self, origins: Mapping[str, str]) -> None:
+        """Raise ConfigError for settings of adapters where none are served, and for more than have slots."""
+        for key in ("max_loras", "max_lora_rank", "lora_modules"):
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default and not self.enable_lora:
+                wanted = written(key, value, origins)
+                raise ConfigError(f"{wanted}: no adapters are served; add --enable-lora, or leave it out")
+        if len(self.lora_modules) > self.max_loras:
+            wanted = written("lora_modules", self.lora_modules, origins)
+            slots = written("max_loras", self.max_loras, origins)
+            raise ConfigError(f"{wanted}: {len(self.lora_modules)} adapters do not fit {slots}; raise it")
+
+    @property
+    def num_adapters(self) -> int:
+        """How many LoRA adapters may be loaded at once; 0 where the engine serves none."""
+        return self.max_loras if self.enable_lora else 0
 
     @property
     def num_drafts(self) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol, TypedDict, Unpack
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.control import CoreControl
+from hardpoint.engine.lora import Adapter
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.plugin_host.culprits import Culprit
@@ -43,7 +44,8 @@ class EngineStats:
 class CoreFacts:
     """What stays as it is while a core lives. ``config`` is the user's with the changes that plugins wished for.
 
-    ``pid`` is the process that it runs in. ``denied`` are kernels that its start put on the deny list.
+    ``pid`` is the process that it runs in. ``denied`` are kernels that its start put on the deny list. ``adapters`` are
+    the LoRA adapters that its start loaded.
     """
 
     config: EngineConfig
@@ -52,18 +54,20 @@ class CoreFacts:
     vocab_size: int
     pid: int
     denied: tuple[Culprit, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
 
 
 class RequestOptions(TypedDict, total=False):
     """How a request is treated beside others.
 
     ``priority``: lower runs first. ``timeout``: seconds after which it ends, finished or not. ``cache_salt``: it shares
-    cached prefixes with requests of the same salt only.
+    cached prefixes with requests of the same salt only. ``adapter``: the name of the LoRA adapter it runs with.
     """
 
     priority: int
     timeout: float | None
     cache_salt: str
+    adapter: str
 
 
 class CoreClient(CoreControl, Protocol):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast, get_args
 
+from hardpoint.engine.lora import Adapter
 from hardpoint_plugin_api import ConfigError, MemorySnapshot, MemoryTag, UnknownNameError
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
-SLEEP_LEVELS: dict[int, tuple[MemoryTag, ...]] = {1: ("kv", "resources"), 2: ("kv", "resources", "weights")}
+SLEEP_LEVELS: dict[int, tuple[MemoryTag, ...]] = {
+    1: ("kv", "resources"),
+    2: ("kv", "resources", "weights", "adapters"),
+}
 """What each level of sleep gives back."""
 
 
@@ -75,6 +79,29 @@ class UpdateWeights(Verb[frozenset[MemoryTag]]):
     """
 
     source: str | Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class LoadAdapter(Verb[tuple[Adapter, ...]]):
+    """Load the LoRA adapter in the folder ``path`` as ``name``, and return all that are loaded.
+
+    Requests may be under way. An adapter that is loaded from there already is left as it is. Raises ConfigError where
+    the engine serves no adapters, CapacityError where every slot is taken, EngineError for a name that another adapter
+    has and while the engine sleeps, CheckpointError for an adapter that cannot be served. Nothing has changed then.
+    """
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class UnloadAdapter(Verb[tuple[Adapter, ...]]):
+    """Unload the adapter ``name`` and return those that are left.
+
+    Raises RequestError where none has that name, EngineError while requests use it and while the engine sleeps.
+    """
+
+    name: str
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Unpack, cast
 from hardpoint.checkpoint.source import resolve_tokenizer
 from hardpoint.engine.blueprint import Blueprint, draw, suspects
 from hardpoint.engine.client import CoreFacts, EngineStats, RequestOptions
-from hardpoint.engine.control import R, ReportMemory, Verb
+from hardpoint.engine.control import LoadAdapter, R, ReportMemory, Verb
 from hardpoint.engine.core_verbs import on_core
 from hardpoint.engine.engine_metrics import StatsCollector, StepMetrics
 from hardpoint.engine.execution.executor import Executor, InProcessExecutor, Pending
@@ -26,6 +26,7 @@ from hardpoint.engine.execution.rank_verbs import Synchronize
 from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
 from hardpoint.engine.execution.ranks.torchrun_executor import TorchrunExecutor
 from hardpoint.engine.execution.worker import Worker, planners_of_exact_lengths
+from hardpoint.engine.lora import AdapterSlots
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.engine.scheduling.block_pool import BlockPool
@@ -55,6 +56,7 @@ class EngineCore:
     executor: Executor
     scheduler: Scheduler
     admission: Admission
+    adapters: AdapterSlots
     stats: EngineStats
     _metrics: StepMetrics
     _ahead: int
@@ -129,7 +131,17 @@ class EngineCore:
         stats = EngineStats(load_seconds=time.perf_counter() - began)
         admission = Admission(facts.max_model_len, blueprint.facts.vocab_size, config.seed)
         metrics = StepMetrics(ctx.engine_metrics)
-        core = cls(blueprint, table, executor, scheduler, admission, stats, metrics, int(ahead), _denied=denied)
+        adapters = AdapterSlots(config.num_adapters)
+        core = cls(
+            blueprint, table, executor, scheduler, admission, adapters, stats, metrics, int(ahead), _denied=denied
+        )
+        try:
+            for module in config.lora_modules:
+                name, _, path = module.partition("=")
+                core.control(LoadAdapter(name, path))
+        except BaseException:
+            core.close()
+            raise
         ctx.engine_metrics.add(StatsCollector(stats, lambda: core.control(ReportMemory()).by_tag))
         return core
 
@@ -148,7 +160,15 @@ class EngineCore:
     def facts(self) -> CoreFacts:
         """What stays as it is while this core lives."""
         config, admission = self.blueprint.config, self.admission
-        return CoreFacts(config, self.table, self.max_model_len, admission.vocab_size, os.getpid(), self._denied)
+        return CoreFacts(
+            config,
+            self.table,
+            self.max_model_len,
+            admission.vocab_size,
+            os.getpid(),
+            self._denied,
+            tuple(self.adapters),
+        )
 
     def add_request(
         self,
@@ -168,10 +188,11 @@ class EngineCore:
         """Queue a request that was admitted, here or elsewhere. It may have an output already, which it goes on with.
 
         Raises CapacityError if it can never fit, EngineError while the engine sleeps, RequestError for a structure
-        that cannot be compiled.
+        that cannot be compiled and an adapter that is not loaded.
         """
         self.executor.check()
         self.admission.check_awake()
+        request.adapter = self.adapters.find(request.adapter_name)
         if request.params.structured is not None:
             request.structure = self._grammars().start(request.params.structured, request.stop_token_ids)
             for token in request.output_token_ids:

@@ -6,6 +6,7 @@ from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.engine.control import (
+    LoadAdapter,
     MemoryReport,
     ReadMetrics,
     ReportMemory,
@@ -13,13 +14,15 @@ from hardpoint.engine.control import (
     Sleep,
     StartProfile,
     StopProfile,
+    UnloadAdapter,
     UpdateWeights,
     Verb,
     WakeUp,
 )
 from hardpoint.engine.execution.executor import InProcessExecutor
-from hardpoint.engine.execution.rank_verbs import CheckWeights, ListAsleep
-from hardpoint_plugin_api import ConfigError, MemoryTag
+from hardpoint.engine.execution.rank_verbs import CheckAdapter, CheckWeights, EmptySlot, FillSlot, ListAsleep
+from hardpoint.engine.lora import Adapter
+from hardpoint_plugin_api import ConfigError, EngineError, MemoryTag
 
 if TYPE_CHECKING:
     from hardpoint.engine.core import EngineCore
@@ -57,6 +60,35 @@ def update_weights(verb: UpdateWeights, core: EngineCore) -> frozenset[MemoryTag
         raise ConfigError("tensors do not travel to ranks that run elsewhere; save them to a folder and give that")
     core.scheduler.cache.pool.forget()
     return _on_ranks(verb, core)
+
+
+@on_core.register(LoadAdapter)
+def load_adapter(verb: LoadAdapter, core: EngineCore) -> tuple[Adapter, ...]:
+    """Check the adapter on every rank before any of them changes."""
+    core.admission.check_awake()
+    if any((adapter.name, adapter.path) == (verb.name, verb.path) for adapter in core.adapters):
+        return core.admission.adapters
+    adapter = core.adapters.assign(verb.name, verb.path)
+    core.executor.control(CheckAdapter(verb.path))
+    core.executor.control(FillSlot(adapter))
+    core.adapters.add(adapter)
+    core.admission.adapters = tuple(core.adapters)
+    return core.admission.adapters
+
+
+@on_core.register(UnloadAdapter)
+def unload_adapter(verb: UnloadAdapter, core: EngineCore) -> tuple[Adapter, ...]:
+    """Steps in flight may use the slot still; they come before the ranks empty it."""
+    core.admission.check_awake()
+    adapter = core.adapters.find(verb.name)
+    if num_users := sum(request.adapter == adapter for request in core.scheduler.unfinished):
+        raise EngineError(
+            f"adapter {verb.name!r} serves {num_users} requests; unload it when they have ended or been aborted"
+        )
+    core.executor.control(EmptySlot(adapter.slot))
+    core.adapters.remove(adapter)
+    core.admission.adapters = tuple(core.adapters)
+    return core.admission.adapters
 
 
 @on_core.register(ResetPrefixCache)

@@ -14,6 +14,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreClient, EngineStats, RequestOptions
 from hardpoint.engine.control import (
     TAGS,
+    LoadAdapter,
     MemoryReport,
     R,
     ReadMetrics,
@@ -31,6 +32,7 @@ from hardpoint.engine.control import (
 from hardpoint.engine.frontend.conversation import Conversation
 from hardpoint.engine.frontend.frontend import Frontend, connect, serve_other_ranks
 from hardpoint.engine.frontend.prompts import Prompt, prompt_list
+from hardpoint.engine.lora import LoRARequest
 from hardpoint.engine.outputs import RequestOutput, RequestOutputKind
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.request import Request
@@ -113,21 +115,25 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         timeout: float | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; results are in the order of the prompts. ``use_tqdm`` shows a progress bar.
 
         Prompts of a lower ``priority`` (one number each) run first. What is not finished ``timeout`` seconds from now
-        ends as it is, with the reason "abort".
+        ends as it is, with the reason "abort". Prompts run with the adapter of ``lora_request`` (one, or one or None
+        for each prompt), which is loaded where it is not yet.
 
-        Raises RequestError for a bad prompt, or CapacityError for one that can never fit, before anything runs.
+        Raises RequestError for a bad prompt, or CapacityError for one that can never fit, before anything runs; what
+        LoadAdapter does for an adapter.
         """
         many = prompt_list(prompts)
         params = _one_each("sampling_params", sampling_params or self.default_sampling_params(), SamplingParams, many)
         ranks = _one_each("priority", 0 if priority is None else priority, int, many)
+        adapters = [""] * len(many) if lora_request is None else self._adapters(lora_request, many)
         with self._opened() as run:
-            for number, (prompt, each, rank) in enumerate(zip(many, params, ranks, strict=True)):
+            for number, (prompt, each, rank, adapter) in enumerate(zip(many, params, ranks, adapters, strict=True)):
                 try:
-                    self._open(run, prompt, each, priority=rank, timeout=timeout)
+                    self._open(run, prompt, each, priority=rank, timeout=timeout, adapter=adapter)
                 except RequestError as error:
                     raise RequestError(f"prompt {number}: {error}" if len(many) > 1 else str(error)) from error
             with _progress(len(many), show=use_tqdm and len(many) > 1) as advance:
@@ -135,6 +141,13 @@ class LLM:
                     if conversation.output.finished:
                         advance()
             return [conversation.output for conversation in run.conversations]  # of no stream, so nothing was taken
+
+    def _adapters(self, wanted: LoRARequest | Sequence[LoRARequest | None], prompts: Sequence[object]) -> list[str]:
+        """The name of each prompt's adapter, loaded; an empty one for a prompt without."""
+        each: list[LoRARequest | None] = [*_one_each("lora_request", wanted, LoRARequest, prompts, none=True)]
+        for request in dict.fromkeys(request for request in each if request is not None):
+            self.control(LoadAdapter(request.lora_name, request.lora_path))
+        return ["" if request is None else request.lora_name for request in each]
 
     def chat(
         self,
@@ -145,8 +158,9 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, rendered by the checkpoint's chat template."""
+        """Answer one conversation, or each of several, rendered by the checkpoint's chat template; see ``generate``."""
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts = [
             self._frontend.chat_prompt(
@@ -158,7 +172,7 @@ class LLM:
             )
             for each in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The text of a conversation as the model expects it; raises RequestError for messages the template refuses."""
@@ -168,14 +182,20 @@ class LLM:
         """A conversation as a prompt; ``options`` are those of ``render_chat``."""
         return self._frontend.chat_prompt(messages, **options)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[RequestOutput]:
         """Yield the outputs of one prompt, once per step that adds to it, as ``output_kind`` says.
 
         A CUMULATIVE output is the same growing object each time.
         """
         params = sampling_params or self.default_sampling_params()
+        (adapter,) = [""] if lora_request is None else self._adapters(lora_request, [prompt])
         with self._opened() as run:
-            self._open(run, prompt, params)
+            self._open(run, prompt, params, adapter=adapter)
             for conversation in self._grown(run):
                 yield conversation.take() if params.output_kind is RequestOutputKind.DELTA else conversation.output
 
@@ -341,11 +361,15 @@ class _Run:
     error: BaseException | None = None
 
 
-def _one_each(name: str, given: object, kind: type[T], prompts: Sequence[object]) -> list[T]:
-    """One ``kind`` for each prompt, from one for all or a sequence; raises RequestError, naming the parameter."""
+def _one_each(name: str, given: object, kind: type[T], prompts: Sequence[object], *, none: bool = False) -> list[T]:
+    """One ``kind`` for each prompt, from one for all or a sequence, which may hold None where ``none`` says so.
+
+    Raises RequestError, naming the parameter.
+    """
     if isinstance(given, kind):
         return [given] * len(prompts)
-    if not isinstance(given, Sequence) or not all(isinstance(each, kind) for each in given):
+    kinds = (kind, type(None)) if none else (kind,)
+    if not isinstance(given, Sequence) or not all(isinstance(each, kinds) for each in given):
         raise RequestError(f"{name} must be one {kind.__name__}, or a list of one per prompt, got {given!r:.80}")
     if len(given) != len(prompts):
         raise RequestError(f"{len(prompts)} prompts, but {len(given)} {name}; give one, or one per prompt")

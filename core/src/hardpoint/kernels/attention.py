@@ -9,7 +9,7 @@ Axes: T tokens, N requests, H query heads, K KV heads, G = H / K, D head size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,6 +19,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.attention_decode import decode_attention
 from hardpoint.kernels.attention_prefill import prefill_attention
 from hardpoint.kernels.attention_store import store_keys_and_values
+from hardpoint.kernels.attention_tuning import VARIANTS, DecodeTuning, Tables
 from hardpoint.kernels.launch import Launcher, aligned, in_stages_that_fit
 from hardpoint.numerics import largest
 from hardpoint_plugin_api import (
@@ -53,89 +54,27 @@ _STORE_WARPS = 4
 _Cache = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How a kernel is cut: ``rows`` of queries and heads, and as many keys as take ``key_bytes``; powers of two."""
-
-    rows: int
-    key_bytes: int
-    num_warps: int
-    num_stages: int
-
-    def num_keys(self, block_d: int, itemsize: int) -> int:
-        """Keys of one tile."""
-        return min(128, max(16, self.key_bytes // (block_d * itemsize)))
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Everything about the kernels that changes speed alone.
-
-    ``programs``: about how many programs long contexts are split over, two or so for each processor of a large device;
-    ``min_chunk``: the fewest tokens of a split, or a tile of keys where that is more.
-    ``decode.rows``: the most query heads of one program. ``prefill``: tiles in ascending order of rows; a step takes
-    the largest with which it still makes so many programs, and none larger than what a request fills. The wide ones are
-    for products in float32, which run on ordinary multipliers: code and registers grow with the tile.
-    """
-
-    programs: int = 256
-    min_chunk: int = 128
-    decode: Tiles = Tiles(rows=32, key_bytes=16384, num_warps=4, num_stages=3)
-    prefill: tuple[Tiles, ...] = (
-        Tiles(rows=16, key_bytes=16384, num_warps=4, num_stages=3),
-        Tiles(rows=64, key_bytes=16384, num_warps=4, num_stages=3),
-        Tiles(rows=128, key_bytes=16384, num_warps=8, num_stages=3),
-    )
-    wide_decode: Tiles = Tiles(rows=32, key_bytes=8192, num_warps=4, num_stages=3)
-    wide_prefill: tuple[Tiles, ...] = (Tiles(rows=32, key_bytes=8192, num_warps=8, num_stages=3),)
-
-
-_DEFAULT = Tuning()
-_LARGE, _MEDIUM = Tiles(128, 16384, num_warps=8, num_stages=3), Tiles(64, 16384, num_warps=4, num_stages=3)
-_VARIANTS = {
-    "decode 2 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_stages=2)),
-    "decode 4 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_stages=4)),
-    "decode 8 KiB": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=4)),
-    "decode 8 KiB, 2 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_warps=2)),
-    "decode 8 KiB, 3 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192)),
-    "decode 8 KiB of 32": replace(
-        _DEFAULT, min_chunk=32, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=4)
-    ),
-    "decode 8 KiB of 64": replace(
-        _DEFAULT, min_chunk=64, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=4)
-    ),
-    "decode 4 stages of 64": replace(_DEFAULT, min_chunk=64, decode=replace(_DEFAULT.decode, num_stages=4)),
-    "decode 4 stages, 8 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_stages=4, num_warps=8)),
-    "decode 8 KiB, 6 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=8192, num_stages=6)),
-    "decode 2 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_warps=2)),
-    "decode 2 warps, 2 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, num_warps=2, num_stages=2)),
-    "decode 32 KiB, 2 stages": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=32768, num_stages=2)),
-    "decode 32 KiB, 8 warps": replace(_DEFAULT, decode=replace(_DEFAULT.decode, key_bytes=32768, num_warps=8)),
-    "decode over 128": replace(_DEFAULT, programs=128),
-    "decode over 512": replace(_DEFAULT, programs=512),
-    "decode over 512 of 256": replace(_DEFAULT, programs=512, min_chunk=256),
-    "decode of 256": replace(_DEFAULT, min_chunk=256),
-    "decode of 1024": replace(_DEFAULT, min_chunk=1024),
-    "decode of 1024, 32 KiB, 8 warps": replace(
-        _DEFAULT, min_chunk=1024, decode=replace(_DEFAULT.decode, key_bytes=32768, num_warps=8)
-    ),
-    "prefill 64": replace(_DEFAULT, prefill=(_MEDIUM,)),
-    "prefill 64, 2 stages": replace(_DEFAULT, prefill=(replace(_MEDIUM, num_stages=2),)),
-    "prefill 64, 8 KiB": replace(_DEFAULT, prefill=(replace(_MEDIUM, key_bytes=8192),)),
-    "prefill 64, 32 KiB, 2 stages": replace(_DEFAULT, prefill=(replace(_MEDIUM, key_bytes=32768, num_stages=2),)),
-    "prefill 128": replace(_DEFAULT, prefill=(_LARGE,)),
-    "prefill 128, 2 stages": replace(_DEFAULT, prefill=(replace(_LARGE, num_stages=2),)),
-    "prefill 128, 32 KiB, 2 stages": replace(_DEFAULT, prefill=(replace(_LARGE, key_bytes=32768, num_stages=2),)),
-    "prefill 128, 32 KiB": replace(_DEFAULT, prefill=(replace(_LARGE, key_bytes=32768),)),
-}
-"""Worth trying on a device that these have not been measured on."""
-
-
 @dataclass
 class TritonMetadata(AttentionMetadata):
-    """``prefill`` is the number of the tiling of those requests that have several queries; None where none has."""
+    """Numbers of tilings: ``decode`` of the requests with one query, ``prefill`` of those with several.
 
+    ``prefill`` is None where no request has several.
+    """
+
+    decode: int = 0
     prefill: int | None = None
+
+
+@dataclass(frozen=True)
+class _Decode:
+    """The decode kernel, cut in one way. ``arguments`` are its last ones, by how many lengths a program looks at."""
+
+    tuning: DecodeTuning
+    splits: int
+    head_blocks: int
+    constants: Mapping[str, Any]
+    launcher: Launcher
+    arguments: Mapping[int, tuple[Any, ...]]
 
 
 class TritonAttention(AttentionBackend):
@@ -144,22 +83,19 @@ class TritonAttention(AttentionBackend):
     layout: ClassVar[CacheLayout] = PlainLayout()
     capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
     exact_lengths: ClassVar[bool] = False
-    tuning: ClassVar[Tuning] = Tuning()
+    tables: ClassVar[Tables | None] = None
+    """Tables that take the place of the device's, for tests and benchmarks."""
 
     def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
         super().__init__(ctx, spec)
-        tuning, group = self.tuning, spec.num_heads // spec.num_kv_heads
-        self._group = group
+        tables = self.tables or Tables.of(ctx)
+        self._group = spec.num_heads // spec.num_kv_heads
         # Where one of two dtypes may not hold the other's numbers, products are in float32.
         wide = dtype_of(spec.kv_dtype).itemsize > 1 and spec.kv_dtype != spec.dtype
         itemsize = 4 if wide else dtype_of(spec.dtype).itemsize
-        self.decode_tiles, self.prefill_tiles = (
-            (tuning.wide_decode, tuning.wide_prefill) if itemsize == 4 else (tuning.decode, tuning.prefill)
-        )
+        self._prefill_tuning = tables.prefill.find(wide=itemsize == 4)
+        self.prefill_tiles = self._prefill_tuning.tiles
         block_d = max(16, triton.next_power_of_2(spec.head_size))
-        heads = min(self.decode_tiles.rows, triton.next_power_of_2(group))
-        self._head_blocks = spec.num_kv_heads * -(-group // heads)
-        self._splits = max(2, tuning.programs // self._head_blocks)
         capped = spec.soft_cap is not None
         self._factors = (
             (2 * _LOG2_E * spec.scale / spec.soft_cap, _LOG2_E * spec.soft_cap)
@@ -182,17 +118,9 @@ class TritonAttention(AttentionBackend):
             "WIDE": wide,
             "BLOCK_D": block_d,
         }
-        num_keys = self.decode_tiles.num_keys(block_d, itemsize)
-        self.decode_constants = {
-            **alike,
-            "SPLITS": self._splits,
-            "MOST_SPLITS": min(_MOST_MERGED, triton.next_power_of_2(self._splits + 1) // 2),
-            "MIN_CHUNK": max(tuning.min_chunk, num_keys),
-            "BLOCK_M": max(16, heads),
-            "BLOCK_MERGE": heads,
-            "BLOCK_N": num_keys,
-            "STAGES": self.decode_tiles.num_stages,
-        }
+        self._decode_table = tables.decode.given(wide=itemsize == 4, quantized_cache=scales != "none")
+        self._tunings = self._decode_table.uses
+        self.decodes = [self._cut_decode(tuning, itemsize, alike) for tuning in self._tunings]
         self.prefill_constants = [
             {
                 **alike,
@@ -214,10 +142,6 @@ class TritonAttention(AttentionBackend):
             "BLOCK_D": block_d,
             "ROWS": max(1, 1024 // block_d),
         }
-        self._decode = Launcher(decode_attention, self.decode_tiles.num_stages)
-        self._decode_arguments = {
-            scan: _in_order(decode_attention, {**self.decode_constants, "SCAN": scan}) for scan in map(_scan, _SCANNED)
-        }
         self._prefill = [Launcher(prefill_attention, tiles.num_stages) for tiles in self.prefill_tiles]
         self._prefill_arguments = [
             [_in_order(prefill_attention, {**constants, "STAGES": n + 1}) for n in range(constants["STAGES"])]
@@ -225,10 +149,32 @@ class TritonAttention(AttentionBackend):
         ]
         self._store = Launcher(store_keys_and_values)
         self._store_arguments = _in_order(store_keys_and_values, self._store_constants)
-        size = f"{spec.num_heads}x{spec.head_size}_{self._splits}x{self._head_blocks}"
+        splits = max(one.splits for one in self.decodes)
+        counters = max(one.splits * one.head_blocks for one in self.decodes)
+        size = f"{spec.num_heads}x{spec.head_size}_{splits}_{counters}"
         self._partial_key, self._counters_key = f"triton_paged_partial_{size}", f"triton_paged_counters_{size}"
-        ctx.resources.declare(self._partial_key, 4 * self._splits * spec.num_heads * (spec.head_size + 2), scope="step")
-        ctx.resources.declare(self._counters_key, 4 * self._splits * self._head_blocks)
+        ctx.resources.declare(self._partial_key, 4 * splits * spec.num_heads * (spec.head_size + 2), scope="step")
+        ctx.resources.declare(self._counters_key, 4 * counters)
+
+    def _cut_decode(self, tuning: DecodeTuning, itemsize: int, alike: Mapping[str, Any]) -> _Decode:
+        tiles = tuning.tiles
+        heads = min(tiles.rows, triton.next_power_of_2(self._group))
+        head_blocks = self.spec.num_kv_heads * -(-self._group // heads)
+        splits = max(2, tuning.programs // head_blocks)
+        num_keys = tiles.num_keys(alike["BLOCK_D"], itemsize)
+        constants = {
+            **alike,
+            "SPLITS": splits,
+            "MOST_SPLITS": min(_MOST_MERGED, triton.next_power_of_2(splits + 1) // 2),
+            "MIN_CHUNK": max(tuning.min_chunk, num_keys),
+            "BLOCK_M": max(16, heads),
+            "BLOCK_MERGE": heads,
+            "BLOCK_N": num_keys,
+            "STAGES": tiles.num_stages,
+        }
+        arguments = {scan: _in_order(decode_attention, {**constants, "SCAN": scan}) for scan in map(_scan, _SCANNED)}
+        launcher = Launcher(decode_attention, tiles.num_stages)
+        return _Decode(tuning, splits, head_blocks, constants, launcher, arguments)
 
     @classmethod
     def supports(cls, workload: AttentionWorkload, device: DeviceInfo) -> list[Reason]:
@@ -243,7 +189,7 @@ class TritonAttention(AttentionBackend):
     @classmethod
     def variants(cls) -> dict[str, type[Self]]:
         """Backends with other tunings, by what is changed: for benchmarks, which say which is best on a device."""
-        return {name: type(cls.__name__, (cls,), {"tuning": tuning}) for name, tuning in _VARIANTS.items()}
+        return {name: type(cls.__name__, (cls,), {"tables": tables}) for name, tables in VARIANTS.items()}
 
     def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
         """See AttentionBackend."""
@@ -280,17 +226,18 @@ class TritonAttention(AttentionBackend):
         """
         starts = batch.query_start_host
         first = batch.num_decodes
+        decode = self._tunings.index(self._decode_table.find(decodes=first)) if first else 0
         if first == batch.num_requests:
-            return TritonMetadata(batch, token=first)
+            return TritonMetadata(batch, token=first, decode=decode)
         longest = self._group * max(b - a for a, b in zip(starts[first:], starts[first + 1 :], strict=False))
         rows = self._group * (starts[-1] - starts[first]) * self.spec.num_kv_heads
         sizes, tiling = self.prefill_tiles, 0
         while tiling + 1 < len(sizes) and (
-            sizes[tiling].rows < longest and rows >= self.tuning.programs * sizes[tiling + 1].rows
+            sizes[tiling].rows < longest and rows >= self._prefill_tuning.programs * sizes[tiling + 1].rows
         ):
             tiling += 1
         token = (first, batch.num_requests, starts[-1] - starts[first], tiling)
-        return TritonMetadata(batch, token=token, prefill=tiling)
+        return TritonMetadata(batch, token=token, decode=decode, prefill=tiling)
 
     def forward(self, call: AttentionCall) -> None:
         """See AttentionBackend. Raises for heads whose elements do not lie one by one."""
@@ -305,11 +252,11 @@ class TritonAttention(AttentionBackend):
         known = aligned(q, out, *pages[:4], self.sinks, self.alibi_slopes)
         key = (*strides, *pages[4:], self.sinks is None, self.alibi_slopes is None) if known else None
         if batch.num_decodes:
-            resources, scan = self.ctx.resources, _scan(batch.num_decodes)
-            self._decode(
+            resources, scan, decode = self.ctx.resources, _scan(batch.num_decodes), self.decodes[metadata.decode]
+            decode.launcher(
                 key and (scan, *key),
-                ((self._splits + batch.num_decodes) * self._head_blocks, 1, 1),
-                self.decode_tiles.num_warps,
+                ((decode.splits + batch.num_decodes) * decode.head_blocks, 1, 1),
+                decode.tuning.tiles.num_warps,
                 *alike,
                 batch.seq_lens,
                 batch.num_decodes,
@@ -318,7 +265,7 @@ class TritonAttention(AttentionBackend):
                 resources.get(self._partial_key).view(torch.float32),
                 resources.get(self._counters_key).view(torch.int32),
                 *self._factors,
-                *self._decode_arguments[scan],
+                *decode.arguments[scan],
             )
         if metadata.prefill is not None:
             tiles, first, starts = self.prefill_tiles[metadata.prefill], batch.num_decodes, batch.query_start_host
@@ -351,24 +298,6 @@ class TritonAttention(AttentionBackend):
             k_scales, v_scales = cache["k_scale"], cache["v_scale"]
         stride = 0 if k_scales is None else k_scales.stride(0)
         return cache["k"], cache["v"], k_scales, v_scales, cache["k"].stride(0), stride
-
-
-class FewDecodes(TritonAttention):
-    """For no more decodes than a device has multiprocessors: each program has more on its way, 128 KiB of it."""
-
-    tuning: ClassVar[Tuning] = Tuning(min_chunk=64, decode=Tiles(rows=32, key_bytes=16384, num_warps=4, num_stages=4))
-
-
-class ManyDecodes(TritonAttention):
-    """For more decodes: smaller tiles, so that more programs share a multiprocessor and their ends do not show."""
-
-    tuning: ClassVar[Tuning] = Tuning(decode=Tiles(rows=32, key_bytes=8192, num_warps=4, num_stages=4))
-
-
-class VeryManyDecodes(TritonAttention):
-    """For hundreds of them."""
-
-    tuning: ClassVar[Tuning] = Tuning(decode=Tiles(rows=32, key_bytes=8192, num_warps=2, num_stages=3))
 
 
 class TritonQuantizedCacheAttention(TritonAttention):

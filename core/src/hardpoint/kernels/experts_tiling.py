@@ -1,10 +1,11 @@
 """In what tiles the experts' matmuls run: as measured for one device and shape, or else by rule.
 
-What was measured stands in JSON files in the directory ``tuned`` beside this module, one for each number of experts,
-width, device and element of weights: ``E=128,N=768,device_name=NAME,dtype=bfloat16.json``, where N is the experts'
-width and NAME the device's name with underscores for spaces, matched exactly. Such a file is ``{"schema": 1, "tilings":
-{"PAIRS": {"rows": 16, "w13": {"columns": 64, "depth": 128, "num_warps": 4, "num_stages": 4}, "w2": {...}}, ...}}``,
-PAIRS being a number of pairs of a token and an expert in a step; of a step's neighbours the nearer, by ratio, is taken.
+What was measured stands in JSON files in the folders of tuning tables (tables.py), of which the first that has such a
+file counts: one for each number of experts, width, device and element of weights,
+``E=128,N=768,device_name=NAME,dtype=bfloat16.json``, where N is the experts' width and NAME the device's name with
+underscores for spaces, matched exactly. Such a file is ``{"schema": 1, "tilings": {"PAIRS": {"rows": 16, "w13":
+{"columns": 64, "depth": 128, "num_warps": 4, "num_stages": 4}, "w2": {...}}, ...}}``, PAIRS being a number of pairs of
+a token and an expert in a step; of a step's neighbours the nearer, by ratio, is taken.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
+from hardpoint.kernels.tables import FOLDER, checked
 from hardpoint.logs import log_once
 from hardpoint_plugin_api import BuildContext, ConfigError
 
 logger = logging.getLogger(__name__)
-
-DIRECTORY = Path(__file__).with_name("tuned")
 
 
 @dataclass(frozen=True)
@@ -111,15 +110,19 @@ class TilingTable:
 
     @classmethod
     def of(cls, ctx: BuildContext, layer: LayerShape) -> TilingTable:
-        """Those in the directory, or none, which is logged once. Raises ConfigError for a file that is not right."""
-        path = DIRECTORY / file_name(ctx.device.name, layer)
-        if not path.is_file():
+        """Those of the first folder that has some, or none, which is logged once.
+
+        Raises ConfigError for a file that is not right.
+        """
+        name = file_name(ctx.device.name, layer)
+        path = next((folder / name for folder in (*ctx.tuning_folders, FOLDER) if (folder / name).is_file()), None)
+        if path is None:
             message = (
-                f"experts run in tiles that follow a rule: none are tuned for this shape and device ({path.name}), "
+                f"experts run in tiles that follow a rule: none are tuned for this shape and device ({name}), "
                 "which hardpoint tune experts does"
             )
-            log_once(logger, logging.INFO, path.name, message, scope=ctx.resources)
-        return cls(read(path) if path.is_file() else {}, layer)
+            log_once(logger, logging.INFO, name, message, scope=ctx.resources)
+        return cls({} if path is None else read(path), layer)
 
     def of_pairs(self, pairs: int) -> Tiling:
         """The tiling for a step of so many pairs."""
@@ -142,18 +145,17 @@ def read(path: Path) -> dict[int, Tiling]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != 1:
             raise ValueError(f"schema {data['schema']} is not 1")
-        found = {int(pairs): _tiling(entry) for pairs, entry in data["tilings"].items()}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        found = {
+            int(pairs): checked(entry, Tiling, f"tuned tiles {path}: {pairs} pairs")
+            for pairs, entry in data["tilings"].items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"tuned tiles {path}: {error!r}; see the module's docstring, or delete the file") from error
     high = [tiling.rows for tiling in found.values() if tiling.rows > TilingTable.most_rows]
     if high or not found:
         wanted = f"some tilings of at most {TilingTable.most_rows} rows"
         raise ConfigError(f"tuned tiles {path}: expected {wanted}, got {high or 'none'}")
     return found
-
-
-def _tiling(entry: Mapping[str, Any]) -> Tiling:
-    return Tiling(entry["rows"], MatmulShape(**entry["w13"]), MatmulShape(**entry["w2"]))
 
 
 def write(path: Path, tilings: Mapping[int, Tiling]) -> None:

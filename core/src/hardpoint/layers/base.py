@@ -19,6 +19,7 @@ from torch import nn
 
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
+from hardpoint.layers.lora import LinearAdapters
 from hardpoint.plugin_host import Offer
 from hardpoint.plugin_host.blame import blame, misbehaved, of_kind
 from hardpoint.plugin_host.record import CORE
@@ -66,6 +67,8 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
     capturable: ClassVar[bool] = True
     traceable: ClassVar[bool] = False
     input_spec: QuantSpec | None = None
+    adapters: LinearAdapters | None = None
+    """The slots of LoRA adapters that this layer adds to its result."""
 
     def __init_subclass__(cls, name: str | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)

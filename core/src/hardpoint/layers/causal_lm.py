@@ -87,6 +87,8 @@ class CausalLM(nn.Module):
     The first stage has the embedding, the last one norm and head; both hold a weight that is tied. A stage hands on the
     *states* of T tokens, [2, T, hidden]: the last block's result, and the residual to add it to.
     ``weight_names`` are those of the arguments, quantization considered, without weights of other stages.
+    ``module_names`` has the address of each module's weight, as ``weight_names`` has it of a tensor without
+    quantization; None for a module of another stage.
     """
 
     def __init__(self, ctx: Context, args: CausalLMArgs) -> None:
@@ -107,6 +109,11 @@ class CausalLM(nn.Module):
         self._end = self._normed if is_last else _handed_on
         names = _without_other_stages(args.weight_names, frozenset(self._modules), blocks)
         self.weight_names = ctx.quantization.weight_names(names)
+        self.module_names = {
+            name.removesuffix(".weight"): names[name]
+            for name, address in args.weight_names.items()
+            if address is not None and name.endswith(".weight")
+        }
 
     def hidden(self, inputs: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """ids int64 [T], or the states of the stage before, -> hidden states [T, hidden], or states to hand on."""

@@ -9,6 +9,7 @@ import torch
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer, checked_weights
+from hardpoint.layers.lora import LinearAdapters
 from hardpoint.numerics import travels
 from hardpoint.ops.base import by_tokens
 from hardpoint.plugin_host.blame import blame, construct, misbehaved
@@ -31,7 +32,8 @@ class Linear(PluggableLayer, name="linear"):
 
     Slots: those of the scheme that the context's quantization gives it (weight alone where it is not quantized), and
     bias where there is one. Where the parts' schemes do not let them share a weight, it has none: each part is a
-    linear layer of its own, under its own name.
+    linear layer of its own, under its own name. Where the engine serves LoRA adapters, each token's is added, in the
+    model's dtype whatever the weight's is; input is not taken in quantized form then.
     """
 
     def __init__(self, ctx: Context, args: LinearArgs) -> None:
@@ -68,8 +70,10 @@ class Linear(PluggableLayer, name="linear"):
                 )
         limits = [e.range.max for e in plan.entries]
         self._matmul = by_tokens(limits, [k.apply for k in self.kernels], lambda call: call.x.shape[0])
+        if ctx.config.num_adapters and args.kind == "linear":
+            self.adapters = LinearAdapters(ctx.child("adapters"), args)
         wanted = {k.input_spec for k in self.kernels}
-        if len(wanted) == 1:  # a form is chosen before a step's size is known
+        if len(wanted) == 1 and self.adapters is None:  # a form is chosen before a step's size is known
             (self.input_spec,) = wanted
 
     def declare(self) -> dict[str, WeightSlot]:
@@ -109,7 +113,10 @@ class Linear(PluggableLayer, name="linear"):
             return torch.cat([part(x, step) for part in self._apart], dim=-1)
         if isinstance(x, Quantized):
             return self._matmul(LinearCall(x.data, self.weights, self._bias, x.scale))
-        return self._matmul(LinearCall(x, self.weights, self._bias))
+        y = self._matmul(LinearCall(x, self.weights, self._bias))
+        if step.adapters is not None and self.adapters is not None:
+            self.adapters.add_to(y, x, step.adapters)
+        return y
 
     def _product(self, call: LinearCall) -> torch.Tensor:
         """A product like the one that a kernel must return for ``call``, without values."""

@@ -274,6 +274,18 @@ def _in_order(
         yield f"{number}.{block}", matrix[place :: len(slot.parts)]
 
 
+def copy_shard(tensor: torch.Tensor, filled: torch.Tensor, slot: WeightSlot, part: str | None = None) -> None:
+    """Copy what this rank holds of a stored ``tensor`` to ``filled``: the place of ``part`` of ``slot``."""
+    shard = slot.shard(part)
+    if shard is None:
+        filled.copy_(tensor)
+        return
+    axis = shard[0] - (len(slot.shape) - tensor.ndim)
+    for piece in shard[1].own:
+        source = tensor.narrow(axis, piece.source, piece.count)
+        filled.narrow(axis, piece.target, piece.count).copy_(source)
+
+
 class _Filling:
     """Slots on their way to being full. ``_open`` counts the parts still to come of each layer and all inside it."""
 
@@ -323,14 +335,11 @@ class _Filling:
         pieces = slot.pieces(target.part)
         if any((target.layer, target.slot, piece) not in self._left for piece in pieces):
             raise CheckpointError(f"{self._title}: tensor {name!r} is there twice")
-        filled, shard = self._allocated(target)[slot.part_index(target.part)], slot.shard(target.part)
-        if is_cut or shard is None:
+        filled = self._allocated(target)[slot.part_index(target.part)]
+        if is_cut:
             filled.copy_(tensor)
         else:
-            axis = shard[0] - (len(slot.shape) - tensor.ndim)
-            for piece in shard[1].own:
-                source = tensor.narrow(axis, piece.source, piece.count)
-                filled.narrow(axis, piece.target, piece.count).copy_(source)
+            copy_shard(tensor, filled, slot, target.part)
         for part in pieces:
             self._left.remove((target.layer, target.slot, part))
             for path in self._around(target.layer):

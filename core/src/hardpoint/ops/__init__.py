@@ -20,6 +20,7 @@ _HOMES = {
     "act_and_mul": "act_and_mul",
     "act_and_mul_quantized": "act_and_mul",
     "activation": "activation",
+    "add_lora": "add_lora",
     "add_rms_norm": "add_rms_norm",
     "add_rms_norm_quantized": "add_rms_norm",
     "allreduce_add_rms_norm": "allreduce_add_rms_norm",

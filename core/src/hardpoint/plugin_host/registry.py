@@ -6,6 +6,7 @@ import importlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
@@ -41,6 +42,12 @@ class PluginSet:
         self._hooks = Hooks()
         self._targets: dict[Offer, object] = {}
         self._failures: dict[Offer, PluginLoadError] = {}
+
+    def tuning_folders(self, platform: str) -> list[Path]:
+        """The folder ``tuning`` of each usable plugin, core aside, that contributes ``platform``, where it has one."""
+        offering = {o.plugin for o in self.offers("platform") if o.contribution.name == platform}
+        records = [r for r in self.records if r.name in offering and r.is_usable and not r.is_core]
+        return [r.folder / "tuning" for r in records if r.folder and (r.folder / "tuning").is_dir()]
 
     def record(self, name: str) -> PluginRecord:
         """Return the plugin of this name, a usable one before one that is not; raises UnknownNameError.

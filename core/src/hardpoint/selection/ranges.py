@@ -7,14 +7,19 @@ from dataclasses import replace
 
 from hardpoint.plugin_host import Offer
 from hardpoint.selection.plan import PlanEntry, StepRange
-from hardpoint_plugin_api import Phase, TokensRequirement
+from hardpoint_plugin_api import Phase, Requirement, TokensRequirement
 
 _PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 
 def tokens_of(offer: Offer) -> TokensRequirement:
     """The steps that a candidate is for."""
-    return next((r for r in offer.contribution.requires if isinstance(r, TokensRequirement)), TokensRequirement())
+    return tokens_in(offer.contribution.requires)
+
+
+def tokens_in(requires: Iterable[Requirement]) -> TokensRequirement:
+    """The steps that requirements leave."""
+    return next((r for r in requires if isinstance(r, TokensRequirement)), TokensRequirement())
 
 
 def covers(need: TokensRequirement, where: StepRange) -> bool:

@@ -18,7 +18,7 @@ from hardpoint.plugin_host import Offer, PluginSet
 from hardpoint.plugin_host.blame import blame, misbehaved
 from hardpoint.plugin_host.record import CORE
 from hardpoint.selection.plan import Plan, PlanEntry, Rejection, Rule, StepRange
-from hardpoint.selection.ranges import covers, cut, merge, overlap, tokens_of
+from hardpoint.selection.ranges import covers, cut, merge, overlap, tokens_in, tokens_of
 from hardpoint.selection.settings import Choice, Settings
 from hardpoint.selection.tuning import TuningFile, Verdict
 from hardpoint_plugin_api import (
@@ -26,6 +26,7 @@ from hardpoint_plugin_api import (
     DeviceInfo,
     HardpointError,
     PluginError,
+    Preference,
     Reason,
     Request,
     SelectionError,
@@ -104,6 +105,11 @@ class Selector:
         context = CheckContext(Request(self.device, workload), offer.api)
         return reasons + [r for requirement in contribution.requirements if (r := requirement.check(context))]
 
+    def _preferences(self, offer: Offer, workload: Workload) -> tuple[Preference, ...]:
+        """The preferences of ``offer`` that hold for ``workload`` in some steps."""
+        context = CheckContext(Request(self.device, workload), offer.api)
+        return tuple(p for p in offer.contribution.preferred if not any(r.check(context) for r in p.requires))
+
     def _dynamic_reasons(self, offer: Offer, workload: Workload) -> list[Reason]:
         """What the target itself says after import: it cannot be loaded, or does not support the workload.
 
@@ -149,10 +155,12 @@ class _Contest:
     rejected: dict[Offer, list[Reason]] = field(default_factory=dict)
     gaps: set[Offer] = field(default_factory=set)
     proven: set[Offer] = field(default_factory=set)
+    preferences: dict[Offer, tuple[Preference, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own = self._of_this_platform(self.selector._plugins.offers(self.workload.family, self.workload.of))
         self.offers = sorted([*own, *adapted_offers(own, self.workload)], key=lambda o: o.contribution.name)
+        self.preferences = {o: self.selector._preferences(o, self.workload) for o in self.offers}
 
     def _of_this_platform(self, offers: Sequence[Offer]) -> list[Offer]:
         """``offers`` without those that bear the name of one for this platform, and are for others."""
@@ -260,12 +268,18 @@ class _Contest:
 
         def rank(offer: Offer) -> tuple[bool, bool, int, str]:
             c = offer.contribution
-            return (not is_asked(offer), c.name not in measured, -c.priority, c.name)
+            highest = max([c.priority, *(p.priority for p in self.preferences[offer])])
+            return (not is_asked(offer), c.name not in measured, -highest, c.name)
 
         def winner(group: Sequence[Offer], where: StepRange) -> PlanEntry | None:
             able = [o for o in group if covers(tokens_of(o), where)]
             named = {v.name: v for v in reversed(verdicts) if covers(v.tokens, where)}
-            ranked = sorted(able, key=lambda o: (not is_asked(o), o.contribution.name not in named))
+
+            def rank_here(offer: Offer) -> tuple[bool, bool, int, str]:
+                c = offer.contribution
+                return (not is_asked(offer), c.name not in named, -self._priority(offer, where), c.name)
+
+            ranked = sorted(able, key=rank_here)
             if not ranked:
                 return None
             verdict = named.get(ranked[0].contribution.name)
@@ -277,9 +291,10 @@ class _Contest:
         self.gaps.clear()
         ranked = sorted(eligible, key=rank)
         for layout in dict.fromkeys(o.contribution.layout for o in ranked):
-            group = sorted((o for o in ranked if o.contribution.layout == layout), key=_by_priority)
+            group = [o for o in ranked if o.contribution.layout == layout]
             names = {o.contribution.name for o in group}
-            ranges = cut([*map(tokens_of, group), *(v.tokens for v in verdicts if v.name in names)])
+            preferred = [tokens_in(p.requires) for o in group for p in self.preferences[o]]
+            ranges = cut([*map(tokens_of, group), *preferred, *(v.tokens for v in verdicts if v.name in names)])
             entries = [entry for where in ranges if (entry := winner(group, where))]
             if len(entries) == len(ranges):
                 return merge(entries)
@@ -291,11 +306,16 @@ class _Contest:
             {o.contribution.name: self._against(o) or [_leaves_a_gap(o)] for o in self.offers},
         )
 
+    def _priority(self, offer: Offer, where: StepRange) -> int:
+        """That of ``offer`` in all steps of a range."""
+        preferred = (p.priority for p in self.preferences[offer] if covers(tokens_in(p.requires), where))
+        return next(preferred, offer.contribution.priority)
+
     def _plan(self, entries: Sequence[PlanEntry], choice: Choice | None) -> Plan:
         winners = {e.offer for e in entries}
 
         def last_word(offer: Offer) -> Reason:
-            return _leaves_a_gap(offer) if offer in self.gaps else _outdone(offer, entries, choice)
+            return _leaves_a_gap(offer) if offer in self.gaps else self._outdone(offer, entries, choice)
 
         rejected = tuple(
             Rejection(offer, tuple(self._against(offer) or [last_word(offer)]))
@@ -304,40 +324,35 @@ class _Contest:
         )
         return Plan(self.workload, tuple(entries), rejected)
 
-
-def _by_priority(offer: Offer) -> tuple[int, str]:
-    return -offer.contribution.priority, offer.contribution.name
-
-
-def _outdone(offer: Offer, entries: Sequence[PlanEntry], choice: Choice | None) -> Reason:
-    """Why ``offer``, which could serve, wins no range."""
-    c, layout = offer.contribution, entries[0].offer.contribution.layout
-    measured = [e for e in entries if e.verdict]
-    if c.layout != layout:
-        best = max((e.offer.contribution for e in entries), key=lambda winner: winner.priority)
+    def _outdone(self, offer: Offer, entries: Sequence[PlanEntry], choice: Choice | None) -> Reason:
+        """Why ``offer``, which could serve, wins no range."""
+        c, layout = offer.contribution, entries[0].offer.contribution.layout
+        measured = [e for e in entries if e.verdict]
+        if c.layout != layout:
+            best = max((e.offer.contribution for e in entries), key=lambda winner: winner.priority)
+            if choice:
+                why = f"{choice.flag} asks for {choice.name}"
+            else:
+                why = _was_measured(offer, measured[0]) if measured else f"{best.name} comes before it"
+            return Reason(
+                "layout",
+                f"{why}, and all that serve together share a layout",
+                wanted=f"layout {layout}" + ("" if choice or measured else f", or priority above {best.priority}"),
+                supported=f"layout {c.layout}" + ("" if measured else f", priority {c.priority}"),
+            )
         if choice:
-            why = f"{choice.flag} asks for {choice.name}"
-        else:
-            why = _was_measured(offer, measured[0]) if measured else f"{best.name} comes before it"
+            return Reason("not-asked-for", f"{choice.flag} asks for {choice.name}")
+        ahead = [e for e in entries if overlap(tokens_of(offer), e.range)]
+        by_priority = [e for e in ahead if not e.verdict]
+        if not by_priority:
+            return Reason("lower-rank", _was_measured(offer, ahead[0]))
+        nearest = min(by_priority, key=lambda e: self._priority(e.offer, e.range))
         return Reason(
-            "layout",
-            f"{why}, and all that serve together share a layout",
-            wanted=f"layout {layout}" + ("" if choice or measured else f", or priority above {best.priority}"),
-            supported=f"layout {c.layout}" + ("" if measured else f", priority {c.priority}"),
+            "lower-rank",
+            f"{nearest.offer.contribution.name} comes before it",
+            wanted=f"priority above {self._priority(nearest.offer, nearest.range)}",
+            supported=f"priority {self._priority(offer, nearest.range)}",
         )
-    if choice:
-        return Reason("not-asked-for", f"{choice.flag} asks for {choice.name}")
-    ahead = [e for e in entries if overlap(tokens_of(offer), e.range)]
-    by_priority = [e.offer.contribution for e in ahead if not e.verdict]
-    if not by_priority:
-        return Reason("lower-rank", _was_measured(offer, ahead[0]))
-    nearest_ahead = min(by_priority, key=lambda winner: winner.priority)
-    return Reason(
-        "lower-rank",
-        f"{nearest_ahead.name} comes before it",
-        wanted=f"priority above {nearest_ahead.priority}",
-        supported=f"priority {c.priority}",
-    )
 
 
 def _was_measured(offer: Offer, ahead: PlanEntry) -> str:

@@ -31,7 +31,7 @@ class PiecewiseStep(ForwardStep):
     ``interrupted_by`` are the users that have cut it.
     """
 
-    engine: GraphEngine
+    engine: GraphEngine = field(kw_only=True)
     interrupted_by: set[int] = field(default_factory=set)
 
     def interrupt(self, user: int, call: Callable[[dict[str, torch.Tensor], AttentionMetadata], None]) -> None:
@@ -110,16 +110,24 @@ class Forward:
         return found
 
     def hidden(
-        self, inputs: torch.Tensor, positions: torch.Tensor, metadata: Sequence[AttentionMetadata]
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: Sequence[AttentionMetadata],
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the model, see Model.hidden; positions int64 [T]. Writes the caches."""
-        return self.model.hidden(inputs, ForwardStep(positions, positions, self.caches, metadata))
+        """Run the model, see Model.hidden; positions int64 [T], adapters as in ForwardStep. Writes the caches."""
+        return self.model.hidden(inputs, ForwardStep(positions, positions, self.caches, metadata, adapters))
 
     def piecewise(
-        self, positions: torch.Tensor, metadata: Sequence[AttentionMetadata], engine: GraphEngine
+        self,
+        positions: torch.Tensor,
+        metadata: Sequence[AttentionMetadata],
+        engine: GraphEngine,
+        adapters: torch.Tensor | None = None,
     ) -> PiecewiseStep:
         """A step that ``engine`` captures in pieces."""
-        return PiecewiseStep(positions, positions, self.caches, metadata, engine)
+        return PiecewiseStep(positions, positions, self.caches, metadata, adapters, engine=engine)
 
     def hidden_piecewise(self, inputs: torch.Tensor, step: PiecewiseStep) -> torch.Tensor:
         """As ``hidden``. Raises PlatformError where a layer uses its cache without interrupting the step."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from hardpoint.checkpoint.source import resolve_model
+from hardpoint.checkpoint.source import resolve_adapter, resolve_model
 from hardpoint.engine.control import (
     MemoryReport,
     ReadMetrics,
@@ -21,6 +21,7 @@ from hardpoint.engine.control import (
     Verb,
     WakeUp,
 )
+from hardpoint.engine.lora import Adapter
 from hardpoint_plugin_api import CheckpointError, MemoryTag
 
 if TYPE_CHECKING:
@@ -44,6 +45,27 @@ class CheckWeights(Verb[None]):
     """Raise CheckpointError for weights that UpdateWeights could not take from ``source``; changes nothing."""
 
     source: str
+
+
+@dataclass(frozen=True)
+class CheckAdapter(Verb[None]):
+    """Raise CheckpointError for an adapter that FillSlot could not take from the folder ``path``; changes nothing."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class FillSlot(Verb[None]):
+    """Read an adapter into its slot."""
+
+    adapter: Adapter
+
+
+@dataclass(frozen=True)
+class EmptySlot(Verb[None]):
+    """Fill an adapter's slot with zeros."""
+
+    slot: int
 
 
 @singledispatch
@@ -102,6 +124,26 @@ def update_weights(verb: UpdateWeights, worker: Worker) -> frozenset[MemoryTag]:
         raise CheckpointError(f"{error}; the engine holds no weights now: update them again{waking}") from error
     _prepare_again(worker)
     return worker.holdings.asleep
+
+
+@on_rank.register(CheckAdapter)
+def check_adapter(verb: CheckAdapter, worker: Worker) -> None:
+    """Read the adapter's config and the headers of its file."""
+    worker.adapters.check(resolve_adapter(verb.path))
+
+
+@on_rank.register(FillSlot)
+def fill_slot(verb: FillSlot, worker: Worker) -> None:
+    """Wait for the device first: the steps in flight may read the slot."""
+    synchronize(Synchronize(), worker)
+    worker.adapters.load(verb.adapter)
+
+
+@on_rank.register(EmptySlot)
+def empty_slot(verb: EmptySlot, worker: Worker) -> None:
+    """Wait for the device first: the steps in flight may read the slot."""
+    synchronize(Synchronize(), worker)
+    worker.adapters.unload(verb.slot)
 
 
 @on_rank.register(ReportMemory)

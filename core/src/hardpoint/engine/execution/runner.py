@@ -24,6 +24,7 @@ from hardpoint.engine.execution.sampling.sampler import Sampled, Sampler, Sampli
 from hardpoint.engine.execution.speculation import Speculation, Tokens, draft_arrays, grouped, to_host
 from hardpoint.engine.execution.stage import Stage
 from hardpoint.engine.execution.staging import Staging
+from hardpoint.engine.lora import NO_ADAPTER
 from hardpoint.engine.scheduling.step import (
     PageCopy,
     PromptLogprobs,
@@ -70,12 +71,14 @@ class Ticket:
 
 
 class StepArrays(NamedTuple):
-    """A step on the device: ids and positions int64 [T], its plan for each layer, other arrays by name."""
+    """A step on the device: ids and positions int64 [T], its plan for each layer, other arrays by name, and its tokens'
+    adapters where some have one."""
 
     ids: torch.Tensor
     positions: torch.Tensor
     metadata: Sequence[AttentionMetadata]
     staged: Mapping[str, torch.Tensor]
+    adapters: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ class Runner:
             (num_groups, rows, self._max_pages), NULL_PAGE, dtype=torch.int32, device=self._device
         )
         self._num_blocks: Ints = np.zeros(rows, np.int32)
+        self._adapters: Ints = np.full(rows, NO_ADAPTER.slot, np.int32)
+        self._has_adapters = ctx.config.num_adapters > 0
         self._sampler, self._speculation = args.sampler, args.speculation
         self._prompts = PromptScorer(args.ops.sampling.rank, args.forward.model.logits, args.vocab_size)
         self._padding_tokens = ctx.metrics.counter("padding_tokens", "Tokens that ran as mere padding of steps.")
@@ -125,6 +130,7 @@ class Runner:
         # A step of fewer tokens may be padded beyond them.
         most_tokens = max(args.max_step_tokens, args.graphs.most_tokens, *args.token_buckets)
         per_token = 6 if args.speculation is None else 11  # a row, its slot and its draft; which it is, and of what row
+        per_token += self._has_adapters
         capacity = per_token * most_tokens + (8 + Sampler.num_columns) * most_requests + 1
         capacity += 2 * new_pages + 2 * num_groups * num_slots  # the latter for page copies
         self._staging = Staging(capacity, self._device, args.platform.pin)
@@ -136,12 +142,12 @@ class Runner:
         A pipeline stage that does not draw hands on the tokens' states instead; its ticket has no tokens.
         """
         new = self._take_new(step)
-        shape = self._graphs.find(step, hidden=self._prompts.wants(step))
+        shape = self._graphs.find(step, self._prompts.wants(step), self._has_adapters and self._adapts(step))
         arrays, count = self._plan(step, shape, new), step.num_tokens
         fixed = self._graphs.buffers(shape).step if shape.mode != "eager" else {}
         inputs = self._stage.take_in(arrays.ids, count, fixed)
         with self._ctx.range("model"):
-            end, result = self._graphs.run(step, shape, inputs, arrays.positions, arrays.metadata)
+            end, result = self._graphs.run(step, shape, inputs, arrays.positions, arrays.metadata, arrays.adapters)
         if end == "states":
             self._stage.hand_on(result, count)
             ticket = self._none_drawn(step)
@@ -212,9 +218,13 @@ class Runner:
     def forward(self, step: StepInput) -> tuple[torch.Tensor, StepArrays]:
         """Take the delta and run the model eagerly; returns hidden states [T, hidden] beside the step's arrays."""
         new = self._take_new(step)
-        arrays = self._plan(step, self._graphs.eager(step), new)
+        arrays = self._plan(step, self._graphs.eager(step, self._adapts(step)), new)
         with self._ctx.range("model"):
-            return self._forward.hidden(arrays.ids, arrays.positions, arrays.metadata), arrays
+            return self._forward.hidden(arrays.ids, arrays.positions, arrays.metadata, arrays.adapters), arrays
+
+    def _adapts(self, step: StepInput) -> bool:
+        """Whether any token of ``step`` has an adapter."""
+        return any(self._adapters[share.slot] >= 0 for share in step.scheduled)
 
     def _plan(self, step: StepInput, shape: StepShape, new: dict[str, Ints]) -> StepArrays:
         """Bring the step's arrays to the device, with those of ``new`` requests' parameters, into the buffers of
@@ -224,9 +234,10 @@ class Runner:
                 return self._plan_decodes(step, shape, new)
             batches, staged = self._batches(step, shape, new)
             ids, positions = self._with_last_tokens(staged), staged["positions"]
+            adapters = staged.get("adapters")
             if shape.mode != "eager":
-                batches = self._graphs.buffers(shape).load(ids, positions, batches)
-            return StepArrays(ids, positions, self._forward.plan(batches), staged)
+                batches = self._graphs.buffers(shape).load(ids, positions, batches, adapters)
+            return StepArrays(ids, positions, self._forward.plan(batches), staged, adapters)
 
     def _with_last_tokens(self, staged: dict[str, torch.Tensor]) -> torch.Tensor:
         """The step's ids, int64 [T], with the tokens that the device alone knows so far."""
@@ -259,13 +270,18 @@ class Runner:
         rows[2, : len(shares)] = np.where(known, self._tokens[slots, starts], LAST_DRAWN)
         if size > len(shares):
             self._padding_tokens.inc(size - len(shares))
+        if shape.adapted:
+            arrays["adapters"] = self._adapters[rows[0]]
         staged = self._staging.stage(arrays)
         self._place_changes(step, staged)
         self._ops.decode_inputs(
             staged["rows"], self._sampler.last_token, self._block_tables, buffers.step, block_size=block_size
         )
+        if shape.adapted:
+            buffers.step["adapters"].copy_(staged["adapters"])
         metadata = self._forward.plan(buffers.planned(tuple(rows[1].tolist())))
-        return StepArrays(buffers.step["ids"], buffers.step["positions"], metadata, buffers.step)
+        fixed = buffers.step
+        return StepArrays(fixed["ids"], fixed["positions"], metadata, fixed, staged.get("adapters"))
 
     @torch.inference_mode()
     def collect(self, ticket: Ticket) -> StepOutput:
@@ -280,6 +296,7 @@ class Runner:
             count = len(new.token_ids)
             self._tokens[new.slot, :count] = new.token_ids
             self._num_known[new.slot], self._num_blocks[new.slot] = count, 0
+            self._adapters[new.slot] = new.adapter
             self._prompts.set_slot(new)
         if self._speculation is not None:
             self._speculation.take_new(step.new)
@@ -339,6 +356,8 @@ class Runner:
             "ids": _padded(self._tokens.reshape(-1).take(places), behind),
             "positions": _padded(positions, behind),
         }
+        if shape.adapted:
+            arrays["adapters"] = _padded(self._adapters[token_slots], behind, NO_ADAPTER.slot)
         arrays |= self._prompts.arrays(step.scheduled, query_start, self._tokens)
         samples = np.nonzero([s.samples for s in step.scheduled])[0].astype(np.int32)
         if samples.size:
@@ -396,5 +415,5 @@ def _copied(copies: Sequence[PageCopy]) -> dict[str, Ints]:
     return {"copied_pages": np.array(copies, np.int32)[:, 1:].T} if copies else {}
 
 
-def _padded(rows: Ints, zeros: int) -> Ints:
-    return np.pad(rows, (0, zeros)) if zeros else rows
+def _padded(rows: Ints, behind: int, value: int = 0) -> Ints:
+    return np.pad(rows, (0, behind), constant_values=value) if behind else rows

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Self, cast
 
 from hardpoint.cache_users import united_retentions
 from hardpoint.engine.blueprint import Blueprint
+from hardpoint.engine.execution.adapter_weights import AdapterWeights
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.graphs import Graphs
 from hardpoint.engine.execution.graphs.replay_check import ReplayError
 from hardpoint.engine.execution.graphs.shapes import graph_bytes
 from hardpoint.engine.execution.memory.cache_memory import CacheMemory, page_bytes, require_free
-from hardpoint.engine.execution.memory.holdings import Holdings
+from hardpoint.engine.execution.memory.holdings import Holder, Holdings
 from hardpoint.engine.execution.memory.tagged_memory import TaggedMemory
 from hardpoint.engine.execution.runner import Runner, RunnerArgs
 from hardpoint.engine.execution.sampling.logits_state import LogitsState
@@ -32,6 +33,7 @@ from hardpoint_plugin_api import (
     DrafterWorkload,
     EagerGraphEngine,
     EngineInfo,
+    MemoryTag,
     StepLimits,
 )
 
@@ -62,6 +64,7 @@ class Worker:
     holdings: Holdings
     facts: WorkerFacts
     weights: ModelWeights
+    adapters: AdapterWeights
     _info: EngineInfo
     _controls: tuple[ControlGroup, ControlGroup]
 
@@ -103,6 +106,9 @@ class Worker:
             with memory.pool("weights"):
                 weights.load()
             mark("weights")
+            adapters = AdapterWeights(blueprint.model, ctx)
+            with memory.pool("adapters"):
+                adapters.allocate()
             vocab_size = blueprint.facts.vocab_size
             logits_state = LogitsState(ctx.resources, limits.max_requests, vocab_size, ctx.max_model_len)
             speculation = start_speculation(blueprint, limits.max_requests)
@@ -119,7 +125,9 @@ class Worker:
                 require_free(budget, platform.memory, ctx.device.name)
             else:
                 platform.memory.trim()  # what loading left to its allocator is free
-                budget = platform.kv_cache_budget() - graph_bytes(graph_engine(), limits, config.num_drafts)
+                budget = platform.kv_cache_budget() - graph_bytes(
+                    graph_engine(), limits, config.num_drafts, adapters=config.enable_lora
+                )
                 # All sequences at their longest, one block each still being freed.
                 enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
                 budget = min(budget, enough * page)
@@ -159,7 +167,10 @@ class Worker:
                 speculation=speculation,
             )
         )
-        holdings = Holdings(memory, weights, {"resources": ctx.resources, "kv": cache})
+        read: dict[MemoryTag, Holder] = {"weights": weights}
+        if config.enable_lora:
+            read["adapters"] = adapters
+        holdings = Holdings(memory, read, {"resources": ctx.resources, "kv": cache})
         graphs.prepare_ahead(cache.num_pages - 1)
         found = control.exchange(graphs.check.culprits)  # the same on every rank of a stage
         culprits = list({culprit.choice: culprit for each in found for culprit in each}.values())
@@ -173,7 +184,7 @@ class Worker:
         blueprint.plugins.engine_started(info)
         logger.info("memory: %s", memory.report())
         facts = WorkerFacts(cache.num_pages, geometry, limits, max_model_len)
-        return cls(blueprint, runner, graphs, holdings, facts, weights, info, (control, of_stage))
+        return cls(blueprint, runner, graphs, holdings, facts, weights, adapters, info, (control, of_stage))
 
     def close(self) -> None:
         """Tell the plugins, end a profile that is still taken, leave the groups, drop caches and weights."""

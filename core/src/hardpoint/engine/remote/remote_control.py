@@ -6,7 +6,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, cast
 
-from hardpoint.engine.control import R, Sleep, UpdateWeights, Verb, WakeUp
+from hardpoint.engine.control import LoadAdapter, R, Sleep, UnloadAdapter, UpdateWeights, Verb, WakeUp
+from hardpoint.engine.lora import Adapter
 from hardpoint.engine.processes.calls import Answers, Call
 from hardpoint.engine.remote.messages import Command
 from hardpoint.engine.scheduling.admission import Admission
@@ -50,13 +51,22 @@ class RemoteControl:
         answer = future.result()
         if isinstance(verb, Sleep | WakeUp | UpdateWeights):  # requests are refused where they are made
             self._admission.asleep = cast("frozenset[MemoryTag]", answer)
+        if isinstance(verb, LoadAdapter | UnloadAdapter):
+            self._admission.adapters = cast("tuple[Adapter, ...]", answer)
         if isinstance(verb, UpdateWeights):
             self._weights = verb
         return cast(R, answer)
 
-    def _repeat_calls(self) -> None:
-        """Bring a core that was built again to where the last one was: its weights, and what of it sleeps."""
+    def _repeat_calls(self, at_start: tuple[Adapter, ...]) -> None:
+        """Bring a core that was built again to where the last one was: its adapters, of which its start has loaded
+        some, its weights, and what of it sleeps."""
         with suppress(EngineDeadError):  # gone again already: another will be built
+            places = {(adapter.name, adapter.path) for adapter in self._admission.adapters}
+            for adapter in at_start:
+                if (adapter.name, adapter.path) not in places:
+                    self._repeat(UnloadAdapter(adapter.name))
+            for name, path in sorted(places):
+                self._repeat(LoadAdapter(name, path))
             if self._weights is not None:
                 self._repeat(self._weights)
             if self._admission.asleep:

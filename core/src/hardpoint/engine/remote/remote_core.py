@@ -127,6 +127,7 @@ class RemoteCore(RemoteControl):
         self._facts, self._stats, self._suspects = report.facts, report.stats, report.suspects
         self._recovery.adopt(report.facts.denied)
         self._admission = Admission(report.facts.max_model_len, report.facts.vocab_size, report.facts.config.seed)
+        self._admission.adapters = report.facts.adapters
 
     @property
     def facts(self) -> CoreFacts:
@@ -323,7 +324,7 @@ class RemoteCore(RemoteControl):
         self._facts, self._stats, self._suspects = ready.facts, ready.stats, ready.suspects
         self._recovery.adopt(ready.facts.denied)
         self._admission.max_model_len = ready.facts.max_model_len
-        self._repeat_calls()
+        self._repeat_calls(ready.facts.adapters)
         aborted = self._take_aborted()
         with self._opening:
             for number in self._quarantine.admit(self._open):

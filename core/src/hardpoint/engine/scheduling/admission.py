@@ -13,6 +13,7 @@ from typing import Unpack
 import numpy as np
 
 from hardpoint.engine.client import RequestOptions
+from hardpoint.engine.lora import Adapter, check_loaded
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import EngineError, MemoryTag, RequestError
@@ -28,6 +29,7 @@ class Admission:
     def __init__(self, max_model_len: int, vocab_size: int, seed: int) -> None:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.asleep: frozenset[MemoryTag] = frozenset()
+        self.adapters: tuple[Adapter, ...] = ()
         self._seeds = random.Random(seed)
         self._numbers = itertools.count()
 
@@ -51,8 +53,8 @@ class Admission:
     ) -> Request:
         """Make a request for one completion; see CoreClient.add_request.
 
-        Raises RequestError for an empty or too long prompt, an id outside the vocabulary, or parameters that exclude
-        every token; EngineError while the engine sleeps.
+        Raises RequestError for an empty or too long prompt, an id outside the vocabulary, parameters that exclude every
+        token, or an adapter that is not loaded; EngineError while the engine sleeps.
         """
         self.check_awake()
         assert params.n == 1, "several completions are several requests: see Conversation"
@@ -74,6 +76,8 @@ class Admission:
         _check_choice(params, stops, words)
         timeout, priority = options.get("timeout"), options.get("priority", 0)
         _check_options(timeout, priority)
+        adapter = options.get("adapter", "")
+        check_loaded(adapter, [loaded.name for loaded in self.adapters])
         number = next(self._numbers)
         return Request(
             str(number),
@@ -88,6 +92,7 @@ class Admission:
             cache_salt=options.get("cache_salt", ""),
             bad_words=words,
             prompt_array=prompt_array,
+            adapter_name=adapter,
         )
 
     def _in_vocabulary(self, prompt: tuple[int, ...]) -> array[int]:

@@ -28,9 +28,13 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
-def hash_salt(salt: str) -> BlockHash:
-    """The parent of a request's first block; requests with unlike salts never share pages."""
-    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"hardpoint-salt").digest()
+def hash_salt(salt: str, adapter: int = 0) -> BlockHash:
+    """The parent of a request's first block; requests with unlike salts or adapters never share pages.
+
+    ``adapter`` is the number of the request's LoRA adapter, 0 where it has none.
+    """
+    number = adapter.to_bytes(16, "little")
+    return hashlib.blake2b(salt.encode(), digest_size=16, salt=number, person=b"hardpoint-salt").digest()
 
 
 class BlockPool:

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hardpoint.engine.lora import NO_ADAPTER, Adapter
 from hardpoint.engine.outputs import FinishReason
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.block_pool import BlockHash, hash_block, hash_salt
@@ -29,7 +30,8 @@ class Request:
     ``deadline`` is a time of ``time.monotonic``, after which the request ends. ``cache_salt`` keeps its cached prefix
     from requests with another salt. ``bad_words`` are token sequences that its output never completes.
 
-    ``structure`` follows its output where its parameters constrain that; the core sets it.
+    ``structure`` follows its output where its parameters constrain that; ``adapter`` is the loaded LoRA adapter whose
+    name is ``adapter_name``. The core sets both.
 
     ``error`` says why the engine ended it, where that was a failure.
 
@@ -51,6 +53,7 @@ class Request:
     cache_salt: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_array: array[int] | None = None
+    adapter_name: str = ""
     token_ids: list[int] = field(init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -67,6 +70,7 @@ class Request:
     stop_reason: int | str | None = None
     error: HardpointError | None = None
     structure: StructureState | None = None
+    adapter: Adapter = NO_ADAPTER
     _hashes: list[BlockHash] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -146,7 +150,7 @@ class Request:
         and then kept."""
         for block in range(num_blocks):
             if block == len(self._hashes):
-                parent = self._hashes[-1] if self._hashes else hash_salt(self.cache_salt)
+                parent = self._hashes[-1] if self._hashes else hash_salt(self.cache_salt, self.adapter.number)
                 start = block * block_size
                 self._hashes.append(hash_block(parent, self.token_ids[start : start + block_size]))
             yield self._hashes[block]

@@ -109,6 +109,12 @@ class Scheduler:
         return bool(self._num_waiting or self._running)
 
     @property
+    def unfinished(self) -> list[Request]:
+        """The requests that wait or run."""
+        waiting = (request for _, request in self._waiting if request.finish_reason is None)
+        return [*self._running, *waiting]
+
+    @property
     def needs_values(self) -> bool:
         """True while a step in flight draws tokens on whose values the next step depends: commit it first."""
         return any(step.needs_values for step in self._in_flight)
@@ -336,7 +342,8 @@ class Scheduler:
                 self.num_cached_tokens += request.num_computed
             bisect.insort(self._running, request, key=lambda r: r.rank)
             num_prompt = len(request.prompt_token_ids)
-            step.new.append(NewRequest(request.slot, request.known_ids, request.slot_sampling, num_prompt))
+            adapter = request.adapter.slot
+            step.new.append(NewRequest(request.slot, request.known_ids, request.slot_sampling, num_prompt, adapter))
             self._schedule(step, request, prefix)
 
     def _cached_prefix(self, request: Request) -> Prefix:

@@ -37,13 +37,14 @@ class NewRequest:
     """A request that takes a slot: all its known tokens, of which the first ``num_prompt_tokens`` are the prompt, best
     as an array of int32.
 
-    The others were drawn before it was preempted.
+    The others were drawn before it was preempted. ``adapter`` is the slot of its LoRA adapter, -1 where it has none.
     """
 
     slot: int
     token_ids: Sequence[int]
     sampling: SlotSampling
     num_prompt_tokens: int
+    adapter: int = -1
 
 
 DRAFTED_AHEAD = -2

@@ -34,6 +34,7 @@ from hardpoint.engine.execution.graphs.shapes import (
     StepShape,
     bucketed,
     shape_rows,
+    with_adapters,
 )
 from hardpoint.engine.execution.graphs.step_buffers import (
     BufferPool,
@@ -94,6 +95,7 @@ class Graphs:
         self._inputs: str = stage.inputs
         self._eager_end: End = "hidden" if stage.draws else "states"
         rows, off = shape_rows(self.engine, limits, ctx.config.num_drafts), why_eager(ctx, self.engine)
+        rows = with_adapters(rows) if ctx.config.num_adapters else rows
         self._off = off or why_not_full(ctx, self.engine)
         on = () if off else [row for row in rows if not self._off or row.mode == "piecewise"]
         on = on if stage.draws else [replace(row, ends=("states",)) for row in on]
@@ -104,6 +106,8 @@ class Graphs:
         self.most_requests = max((shape.requests or 0 for shape in largest), default=0)
         max_pages = -(-ctx.max_model_len // ctx.block_size)
         inputs = stage.buffers(self.most_tokens)
+        if ctx.config.num_adapters:
+            inputs["adapters"] = torch.full((self.most_tokens,), -1, dtype=torch.int32, device=ctx.torch_device)
         self._buffers = BufferPool(
             self.most_tokens, self.most_requests, self._num_groups, max_pages, ctx.torch_device, inputs
         )
@@ -111,7 +115,7 @@ class Graphs:
         most = self.engine.max_executables
         self._most_kept = max(MOST_EXECUTABLES, ahead + ahead // 2) if most is None else most
         self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
-        self._refused: set[Layout] = set()
+        self._refused: set[tuple[Layout, bool]] = set()
         self._refused_draws: set[End] = set()
         self._warned: set[tuple[Mode, int | None]] = set()
         metrics = ctx.metrics
@@ -135,23 +139,28 @@ class Graphs:
         """All graphs, the least recently used first."""
         return [captured.executable for captured in self._kept.values()]
 
-    def find(self, step: StepInput, hidden: bool) -> StepShape:
-        """The shape that ``step`` takes; ``hidden``: where the hidden states of all its tokens are needed."""
+    def find(self, step: StepInput, hidden: bool, adapted: bool = False) -> StepShape:
+        """The shape that ``step`` takes.
+
+        ``hidden``: where the hidden states of all its tokens are needed; ``adapted``: where tokens have adapters.
+        """
         if not self._ctx.profiler.marks_layers:
             for row in self._rows:
+                if row.adapted != adapted:
+                    continue
                 needed = row.needs(step)
                 if not needed or (hidden and row.ends[-1] not in ("hidden", "states")):
                     continue
                 end = self._end(row, step)
                 for size in row.sizes_for(needed):
                     shape = row.shape(size, end)
-                    if not self._refused or shape.layout not in self._refused:
+                    if not self._refused or (shape.layout, adapted) not in self._refused:
                         return shape
-        return self.eager(step)
+        return self.eager(step, adapted)
 
-    def eager(self, step: StepInput) -> StepShape:
+    def eager(self, step: StepInput, adapted: bool = False) -> StepShape:
         """The shape of ``step`` where it replays no graph."""
-        return StepShape("eager", bucketed(step.num_tokens, self._limits), None, None, self._eager_end)
+        return StepShape("eager", bucketed(step.num_tokens, self._limits), None, None, self._eager_end, adapted)
 
     def buffers(self, shape: StepShape) -> StepBuffers:
         """The fixed buffers of a shape that is not eager."""
@@ -164,16 +173,18 @@ class Graphs:
         inputs: torch.Tensor,
         positions: torch.Tensor,
         metadata: Sequence[AttentionMetadata],
+        adapters: torch.Tensor | None = None,
     ) -> tuple[End, torch.Tensor]:
         """Run ``step``, which stands in the buffers of its shape, as attention planned it.
 
-        ``inputs`` are what the model starts from, see Model.hidden; positions int64 [T]. Returns what it ended with,
+        ``inputs`` are what the model starts from, see Model.hidden; positions int64 [T]; ``adapters`` as in
+        ForwardStep, given where the shape is adapted. Returns what it ended with,
         valid until the next step: states or hidden states, logits [N, vocab] of requests or [T, vocab] of tokens, or
         tokens int64 [N]. A step whose draw cannot be captured ends with logits.
         """
         if shape.mode == "eager":
             self._eager.labels(self._why_eager(step)).inc()
-            return shape.end, self._forward.hidden(inputs, positions, metadata)
+            return shape.end, self._forward.hidden(inputs, positions, metadata, adapters)
         shape, captured = self._prepared(shape, metadata)
         if captured is None:
             self._eager.labels("unrecordable").inc()
@@ -252,6 +263,9 @@ class Graphs:
         ids = (rows + self._vocab_size // 3) % max(1, self._vocab_size - 1) + 1
         if "slots" in buffers.step:
             buffers.step["slots"].fill_(self._padding_slot)
+        if "adapters" in buffers.step:
+            slots = torch.arange(shape.tokens, device=ctx.torch_device) % (ctx.config.num_adapters + 1)
+            buffers.step["adapters"].copy_(slots - 1)
         if "states" in buffers.step:
             states = buffers.step["states"]
             states.copy_(torch.arange(1, states.numel() + 1, device=states.device).sin().view(states.shape))
@@ -289,7 +303,7 @@ class Graphs:
         if (captured := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             return shape, captured
-        if shape.layout in self._refused:
+        if (shape.layout, shape.adapted) in self._refused:
             return shape, None
         try:
             return shape, self._capture(key, shape, metadata, trials)
@@ -302,7 +316,7 @@ class Graphs:
             level = logging.INFO if kind in self._warned else logging.WARNING
             logger.log(level, "%s are not captured: %s", shape.words, str(error))
             self._warned.add(kind)
-            self._refused.add(shape.layout)
+            self._refused.add((shape.layout, shape.adapted))
             return shape, None
 
     def _capture(
@@ -315,7 +329,8 @@ class Graphs:
         """Capture the step that stands in the buffers, and compare it with eager runs, which ``trials`` may add to."""
         buffers, step = self.buffers(shape), None
         if shape.mode == "piecewise":
-            step = self._forward.piecewise(buffers.step["positions"], metadata, self.engine)
+            adapters = buffers.step["adapters"] if shape.adapted else None
+            step = self._forward.piecewise(buffers.step["positions"], metadata, self.engine, adapters)
         while len(self._kept) >= self._most_kept:
             self._kept.popitem(last=False)
         function, slots = self._function(shape, metadata, step), tuple(buffers.step["slot_mapping"])
@@ -351,7 +366,9 @@ class Graphs:
         ) -> tuple[torch.Tensor, ...]:
             inputs = arrays[self._inputs]
             if piecewise is None:
-                hidden = self._forward.hidden(inputs, positions, metadata)
+                hidden = self._forward.hidden(
+                    inputs, positions, metadata, arrays["adapters"] if shape.adapted else None
+                )
             else:
                 hidden = self._forward.hidden_piecewise(inputs, piecewise)
             if shape.end == "hidden" or shape.end == "states":

@@ -4,13 +4,13 @@
 list. Another kind of step is another row. Steps that verify k drafts for each request have k + 1 tokens per request:
 they are captured where every attention backend has the grade UNIFORM, take their inputs as steps with prompts do, and
 end with the logits of all tokens. Steps of a draft model or an encoder are rows of a ``Graphs`` over that model. A
-further difference between shapes, such as the number of adapters, is one more field of StepShape.
+further difference between shapes is one more field of StepShape: ``adapted`` says whether tokens have LoRA adapters.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from hardpoint.engine.execution.sampling.sampler import PlainDraw
@@ -45,6 +45,7 @@ class StepShape(NamedTuple):
     requests: int | None
     queries: int | None
     end: End
+    adapted: bool = False
 
     def __repr__(self) -> str:
         return f"<{self.words}, {self.end}>"
@@ -57,10 +58,11 @@ class StepShape(NamedTuple):
     @property
     def words(self) -> str:
         """Steps of this shape, for the log."""
+        adapters = " with adapters" if self.adapted else ""
         if self.queries is None:
-            return f"{'piecewise ' if self.mode == 'piecewise' else ''}steps of {self.tokens} tokens"
+            return f"{'piecewise ' if self.mode == 'piecewise' else ''}steps of {self.tokens} tokens{adapters}"
         kind = "decode steps" if self.queries == 1 else f"steps with {self.queries} tokens per request,"
-        return f"{kind} of {self.requests} request{'' if self.requests == 1 else 's'}"
+        return f"{kind} of {self.requests} request{'' if self.requests == 1 else 's'}{adapters}"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class ShapeRow:
     queries: int | None = None
     requests: int | None = None
     listed: bool = True
+    adapted: bool = False
 
     @property
     def draws(self) -> tuple[PlainDraw, ...]:
@@ -118,8 +121,8 @@ class ShapeRow:
     def shape(self, size: int, end: End) -> StepShape:
         """The shape of one of ``sizes``."""
         if self.queries is None:
-            return StepShape(self.mode, size, self.requests, None, end)
-        return StepShape(self.mode, size * self.queries, size, self.queries, end)
+            return StepShape(self.mode, size, self.requests, None, end, self.adapted)
+        return StepShape(self.mode, size * self.queries, size, self.queries, end, self.adapted)
 
 
 def shape_rows(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0) -> tuple[ShapeRow, ...]:
@@ -150,9 +153,15 @@ def shape_rows(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0) -> 
     )
 
 
-def graph_bytes(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0) -> int:
+def with_adapters(rows: tuple[ShapeRow, ...]) -> tuple[ShapeRow, ...]:
+    """``rows``, and the same of steps with LoRA adapters."""
+    return (*rows, *(replace(row, adapted=True) for row in rows))
+
+
+def graph_bytes(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0, *, adapters: bool = False) -> int:
     """Bytes that captured graphs may take, by what the engine says of one. ``num_drafts`` as in ``shape_rows``."""
     rows = shape_rows(engine, limits, num_drafts)
+    rows = with_adapters(rows) if adapters else rows
     if all(row.listed for row in rows):
         number = sum(row.num_ahead for row in rows)
     else:

@@ -25,8 +25,8 @@ class StepBuffers:
 
     ``step`` has, as the op decode_inputs names them: ids and positions int64 [T], slot_mapping int32 [G, T]; and, where
     requests are counted, slots int64 [N], seq_lens int32 [N], block_table int32 [G, N, W]; behind another pipeline
-    stage its states [2, T, hidden]. ``tensors`` are these and query_start int32 [N + 1]. ``batches`` make what
-    attention sees of each cache group.
+    stage its states [2, T, hidden]; where the engine serves adapters, those of ForwardStep, int32 [T]. ``tensors`` are
+    these and query_start int32 [N + 1]. ``batches`` make what attention sees of each cache group.
     """
 
     layout: Layout
@@ -39,7 +39,11 @@ class StepBuffers:
         return [batch(seq_lens_host=seq_lens_host, exact_lengths=exact) for batch in self.batches]
 
     def load(
-        self, ids: torch.Tensor, positions: torch.Tensor, batches: Sequence[AttentionBatch]
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        batches: Sequence[AttentionBatch],
+        adapters: torch.Tensor | None = None,
     ) -> list[AttentionBatch]:
         """Copy a step's arrays here; it has as many tokens and requests as the layout.
 
@@ -48,6 +52,8 @@ class StepBuffers:
         """
         self.step["ids"].copy_(ids)
         self.step["positions"].copy_(positions)
+        if adapters is not None:
+            self.step["adapters"].copy_(adapters)
         for slots, batch in zip(self.step["slot_mapping"], batches, strict=True):
             slots.copy_(batch.slot_mapping)
         _, requests, queries = self.layout

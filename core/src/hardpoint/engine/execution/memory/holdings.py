@@ -36,12 +36,15 @@ class InPlaceHolder(Holder, Protocol):
 
 
 class Holdings:
-    """The tags of one engine. ``in_place`` ones are left to the platform where it can suspend them; else, and for
-    weights, whose contents matter, the holders free their tensors and allocate new ones."""
+    """The tags of one engine, each with its holder; a tag without one is left alone. ``in_place`` ones are left to the
+    platform where it can suspend them; else, and for those ``read`` from files, whose contents matter, the holders free
+    their tensors and allocate new ones."""
 
-    def __init__(self, memory: TaggedMemory, weights: Holder, in_place: Mapping[MemoryTag, InPlaceHolder]) -> None:
+    def __init__(
+        self, memory: TaggedMemory, read: Mapping[MemoryTag, Holder], in_place: Mapping[MemoryTag, InPlaceHolder]
+    ) -> None:
         self.memory = memory
-        self._weights, self._in_place = weights, dict(in_place)
+        self._in_place, self._holders = dict(in_place), dict[MemoryTag, Holder](read) | dict(in_place)
         self._asleep: dict[MemoryTag, None] = {}
 
     @property
@@ -52,24 +55,24 @@ class Holdings:
     def sleep(self, tags: Collection[MemoryTag]) -> None:
         """Give back the memory of ``tags``; those that sleep already are left alone."""
         before = self.memory.report()
-        for tag in [tag for tag in tags if tag not in self._asleep]:
+        for tag in [tag for tag in tags if tag in self._holders and tag not in self._asleep]:
             if self._is_suspendable(tag):
                 self.memory.suspend(tag)
                 self._asleep[tag] = None
             else:
                 self._asleep[tag] = None  # before: it is not whole where an interrupt stops this halfway
-                self._holder(tag).drop()
-                if tag != "weights" and (kept := self.memory.held(tag)):
+                self._holders[tag].drop()
+                if tag in self._in_place and (kept := self.memory.held(tag)):
                     logger.warning("%d bytes of %s are still held by code that kept a tensor of it", kept, tag)
         self.memory.memory.trim()
         logger.info("asleep: %s; memory was: %s; is: %s", ", ".join(self._asleep), before, self.memory.report())
 
     def wake_up(self, tags: Collection[MemoryTag]) -> None:
-        """Take the memory of those of ``tags`` that sleep, weights first.
+        """Take the memory of those of ``tags`` that sleep, in the order of the holders.
 
-        Raises CapacityError, and whatever reading the weights does; what was not taken sleeps on.
+        Raises CapacityError, and whatever reading files does; what was not taken sleeps on.
         """
-        for tag in [tag for tag in ("weights", *self._in_place) if tag in tags and tag in self._asleep]:
+        for tag in [tag for tag in self._holders if tag in tags and tag in self._asleep]:
             if self._is_suspendable(tag):
                 try:
                     self.memory.resume(tag)
@@ -79,7 +82,7 @@ class Holdings:
                 del self._asleep[tag]
             else:
                 with self.filling(tag):
-                    self._holder(tag).restore()
+                    self._holders[tag].restore()
         logger.info("awake; memory: %s", self.memory.report())
 
     @contextmanager
@@ -90,7 +93,7 @@ class Holdings:
             with self.memory.pool(tag):
                 yield
         except BaseException as error:  # an interrupt, too, leaves it half full
-            self._holder(tag).drop()
+            self._holders[tag].drop()
             if isinstance(error, Exception) and _is_want_of_memory(error):
                 raise _still_taken(tag, error) from error
             raise
@@ -98,12 +101,9 @@ class Holdings:
 
     def drop_all(self) -> None:
         """Give everything back for good."""
-        for tag in ("weights", *self._in_place):
+        for tag, holder in self._holders.items():
             if tag not in self._asleep:
-                self._holder(tag).drop()
-
-    def _holder(self, tag: MemoryTag) -> Holder:
-        return self._weights if tag == "weights" else self._in_place[tag]
+                holder.drop()
 
     def _is_suspendable(self, tag: MemoryTag) -> bool:
         return tag in self._in_place and tag in self.memory.memory.suspendable

@@ -1,0 +1,191 @@
+"""Tuning tables: how files are read, whose rules come first, and that shipped ones say what was measured."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from hardpoint.conformance.site import Site
+from hardpoint.kernels.attention import TritonAttention, TritonQuantizedCacheAttention
+from hardpoint.kernels.attention_tuning import Tiles
+from hardpoint.kernels.tables import FOLDER, Table, table
+from hardpoint.plugin_host import discover
+from hardpoint_plugin_api import AttentionSpec, BuildContext, ConfigError
+from tests.support.attention import ANY_DEVICE, PluginConfigOnly
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "xe2", "none")
+
+
+@dataclass(frozen=True)
+class Inner:
+    rows: int
+    fast: bool = False
+
+
+@dataclass(frozen=True)
+class Constants:
+    stages: int
+    tiles: tuple[Inner, ...] = ()
+
+
+RULE = "schema = 1\n[[rule]]\n"
+FACTS = (("rows", int), ("wide", bool), ("kind", str))
+
+
+def rules(folder: Path, text: str, arch: str = "sm_90", *others: Path) -> Table[Constants]:
+    folder.mkdir(exist_ok=True)
+    (folder / "toy.toml").write_text(text)
+    return table("toy", Constants, FACTS, arch, (folder, *others))
+
+
+def test_the_first_rule_that_holds_counts(tmp_path: Path) -> None:
+    own = """
+        schema = 1
+        [[rule]]
+        arch = ["sm_10?"]
+        use = { stages = 10 }
+        [[rule]]
+        arch = ["sm_90"]
+        when = { min_rows = 3, max_rows = 8, wide = false, kind = "plain" }
+        use = { stages = 2, tiles = [{ rows = 1 }, { rows = 4, fast = true }] }
+        measured_on = "a device"
+        source = "docs/measurements/h200.md"
+    """
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "toy.toml").write_text(RULE + "use = { stages = 5 }\n")
+
+    def stages(arch: str, rows: int, wide: bool = False, kind: str = "plain") -> int:
+        found = rules(tmp_path / "own", own, arch, tmp_path / "base")
+        return found.find(rows=rows, wide=wide, kind=kind).stages
+
+    assert [stages("sm_90", rows) for rows in (2, 3, 8, 9)] == [5, 2, 2, 5]
+    assert [stages("sm_90", 3, True), stages("sm_90", 3, kind="other")] == [5, 5]
+    assert [stages("sm_103", 3), stages("sm_120", 3)] == [10, 5]
+    given = rules(tmp_path / "own", own, "sm_90", tmp_path / "base").given(wide=False, kind="plain")
+    assert given.find(rows=3).tiles == (Inner(1), Inner(4, True))
+    assert len(given.uses) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("schema = ", "toy.toml: Invalid value"),
+        ("schema = 2", "schema is 2, and 1 is read"),
+        ("schema = 1", "it holds no rules: write [[rule]]"),
+        ("schema = 1\nrules = []", "unknown key 'rules'; did you mean 'rule'?"),
+        ("schema = 1\nrule = [3]", "[[rule]] 1 must be a table, got 3"),
+        (RULE, "[[rule]] 1: key 'use' is missing"),
+        (RULE + "arch = 'sm_90'", "arch must be a list of texts, got 'sm_90'"),
+        (RULE + "source = 3", "source must be of type str, got 3"),
+        (RULE + "use = {stages = 1}\n[[rule]]\nuse = {stage = 1}", "2: use: unknown key 'stage'"),
+        (RULE + "use = {stages = '1'}", "use.stages must be of type int, got '1'"),
+        (RULE + "use = {stages = true}", "use.stages must be of type int, got True"),
+        (RULE + "use = {stages = -1}", "use.stages must not be negative"),
+        (RULE + "use = {}", "use: key 'stages' is missing"),
+        (RULE + "use = {stages = 1, tiles = []}", "use.tiles must be a list of one or more"),
+        (RULE + "use = {stages = 1, tiles = [{}]}", "use.tiles[0]: key 'rows' is missing"),
+        (RULE + "use = {stages = 1}\nwhen = {max_row = 1}", "unknown key 'max_row'; did you mean 'max_rows'?"),
+        (RULE + "use = {stages = 1}\nwhen = {wide = 1}", "when wide must be of type bool, got 1"),
+    ],
+)  # fmt: skip
+def test_a_table_that_is_not_right_is_named(tmp_path: Path, text: str, fact: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        rules(tmp_path, text)
+    assert str(tmp_path / "toy.toml") in str(raised.value)
+    assert fact in str(raised.value)
+
+
+def test_steps_that_no_rule_is_for_are_an_error(tmp_path: Path) -> None:
+    found = rules(tmp_path, RULE + "use = {stages = 1}\nwhen = {max_rows = 4}")
+    with pytest.raises(ConfigError, match=r"toy: no rule holds for \{'rows': 5, .*let the last always hold"):
+        found.find(rows=5, wide=False, kind="plain")
+
+
+def test_the_users_folder_is_asked_first(tmp_path: Path) -> None:
+    ctx = Site.open(discover(), "cpu").context(torch.bfloat16)
+    folder = tmp_path / "mine"
+    config = ctx.config.model_copy(update={"tuning_tables": str(folder)})
+    with pytest.raises(ConfigError, match=r"--tuning-tables .*mine: there is no such folder"):
+        _ = replace(ctx, config=config).tuning_folders
+    folder.mkdir()
+    (folder / "attention_decode.toml").write_text(
+        f"{RULE}when = {{ max_decodes = 2 }}\nuse = {{ programs = 8, min_chunk = 32, "
+        "tiles = { rows = 4, key_bytes = 4096, num_warps = 2, num_stages = 2 } }\n"
+    )
+    mine = replace(ctx, config=config)
+    assert mine.tuning_folders[0] == folder
+    backend = TritonAttention(mine, SPEC)
+    assert [one.tuning.programs for one in backend.decodes] == [8, 256]
+    assert [decode_tiles(backend, decodes) for decodes in (2, 3)] == [
+        (32, Tiles(4, 4096, 2, 2)),
+        (128, Tiles(32, 16384, 4, 3)),
+    ]
+
+
+def test_shipped_tables_name_their_source() -> None:
+    """What was measured says where, and the page is there."""
+    root = Path(__file__).resolve().parents[2]
+    paths = [path for folder in (FOLDER, *discover().tuning_folders("cuda")) for path in folder.glob("*.toml")]
+    assert len(paths) == 3
+    for path in paths:
+        for rule in tomllib.loads(path.read_text())["rule"]:
+            assert ("measured_on" in rule) == ("source" in rule), path
+            assert "source" not in rule or (root / rule["source"]).is_file(), path
+
+
+# Frozen: what kernels were cut to before tables were files.
+
+SPEC = AttentionSpec(32, 8, 128, 0.1, "bfloat16", "bfloat16", 16)
+LARGE_MEMORY = {"sm_80", "sm_90", "sm_100", "sm_103"}
+DECODES = (1, 2, 16, 31, 32, 33, 64, 127, 128, 129, 256, 511, 512, 513, 2048)
+
+
+def decode_tiles(backend: TritonAttention, decodes: int) -> tuple[int, Tiles]:
+    found = backend._decode_table.find(decodes=decodes)
+    return found.min_chunk, found.tiles
+
+
+def old_decode_tiles(arch: str, decodes: int, wide: bool, quantized: bool) -> tuple[int, Tiles]:
+    """By the contributions triton_paged, and triton_paged_few_, _many_ and _very_many_decodes of the CUDA plugin."""
+    min_chunk, tiles = 128, Tiles(32, 16384, 4, 3)
+    if arch.startswith("sm_") and not quantized:
+        if decodes <= 32 and arch in LARGE_MEMORY:
+            min_chunk, tiles = 64, Tiles(32, 16384, 4, 4)
+        elif 33 <= decodes <= 128:
+            tiles = Tiles(32, 8192, 4, 4)
+        elif 129 <= decodes <= 512:
+            tiles = Tiles(32, 8192, 2, 3)
+    return min_chunk, Tiles(32, 8192, 4, 3) if wide else tiles
+
+
+@pytest.mark.parametrize(("arch", "dtype"), list(product(ARCHS, ("float32", "float16", "bfloat16"))))
+def test_attention_is_cut_as_before(arch: str, dtype: str) -> None:
+    device = replace(ANY_DEVICE, arch=arch)
+    folders = discover().tuning_folders("cuda" if arch.startswith("sm_") else "rocm")
+    for kv_dtype in (dtype, "float16", "float8_e4m3fn", "int8"):
+        quantized = kv_dtype in ("float8_e4m3fn", "int8")
+        kind = TritonQuantizedCacheAttention if quantized else TritonAttention
+        ctx = cast(BuildContext, PluginConfigOnly({}, device=device, tuning_folders=folders))
+        backend = kind(ctx, replace(SPEC, dtype=dtype, kv_dtype=kv_dtype))
+        wide = dtype == "float32" or (not quantized and kv_dtype != dtype)
+        for decodes in DECODES:
+            assert decode_tiles(backend, decodes) == old_decode_tiles(arch, decodes, wide, quantized)
+        many = (Tiles(16, 16384, 4, 3), Tiles(64, 16384, 4, 3), Tiles(128, 16384, 8, 3))
+        assert backend.prefill_tiles == ((Tiles(32, 8192, 8, 3),) if wide else many)
+        assert {one.tuning.programs for one in backend.decodes} == {backend._prefill_tuning.programs} == {256}
+
+
+def test_a_platforms_plugin_may_bring_tables(tmp_path: Path) -> None:
+    plugins = discover()
+    record = plugins.record("cpu")
+    assert plugins.tuning_folders("cpu") == []
+    record.folder = tmp_path
+    (tmp_path / "tuning").mkdir()
+    assert plugins.tuning_folders("cpu") == [tmp_path / "tuning"]
+    assert plugins.tuning_folders("cuda") != [tmp_path / "tuning"]
