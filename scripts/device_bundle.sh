@@ -31,6 +31,9 @@ if [ -n "${KERNELS:-}" ]; then
     cp "$KERNELS"/*.so "$bundle/flashinfer_kernels/"
 fi
 
+# The machine's CPU may be another than this one's.
+export HARDPOINT_CPU_LEVELS=all
+
 # From copies: a build leaves files in its tree, and ships what an earlier one left there.
 copies=$(mktemp -d)
 trap 'rm -rf "$copies"' EXIT

@@ -44,8 +44,7 @@ done
 
 cp -R plugins/cpu "$folder/cpu"
 rm -rf "$folder/cpu/build" "$folder"/cpu/src/*.egg-info "$folder"/cpu/src/hardpoint_cpu/_native*.so
-printf '[build_ext]\nemulate_tiles = 1\n' >"$folder/cpu/setup.cfg"
-[ -z "$levels" ] || printf 'levels = amx,%s\n' "$levels" >>"$folder/cpu/setup.cfg"
+printf '[build_ext]\nemulate_tiles = 1\nlevels = %s\n' "${levels:+amx,}${levels:-all}" >"$folder/cpu/setup.cfg"
 HARDPOINT_CPU_SANITIZE=$sanitizer "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps \
     --no-build-isolation --wheel-dir "$folder/wheel" "$folder/cpu"
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder/site" "$folder"/wheel/*.whl

@@ -1,6 +1,9 @@
 """Builds the compiled kernels, where there is a C++ compiler; without one the plugin installs and runs on torch's ops.
 
-Each level of instruction sets is the same source with other flags. A level that the compiler does not know is left out.
+Each level of instruction sets is the same source with other flags. HARDPOINT_CPU_LEVELS, or the option --levels of
+build_ext, names the levels: ``native`` (the default) is the best that this machine's CPU runs, ``all`` makes a wheel
+for every machine, and others are named one by one, as in ``avx2,avx512``. A level that the compiler does not know is
+left out.
 Set HARDPOINT_CPU_SANITIZE=address,undefined or =thread to build for a sanitizer.
 """
 
@@ -9,6 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import subprocess
 import tempfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +21,7 @@ from typing import ClassVar, NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError
+from setuptools.errors import CompileError, OptionError
 
 SOURCES = Path("csrc")
 HEADERS = [*SOURCES.glob("*.h"), *SOURCES.glob("kernels/*.h")]
@@ -55,12 +59,19 @@ EMULATED = Level(["-DHARDPOINT_EMULATE_TILES"], _TILED, "plain")
 """The level ``amx`` as any machine can run it, for tests; see csrc/kernels/tiles.h."""
 
 
+_PRINT_LEVELS = """
+#include <cstdio>
+#include "levels.h"
+int main() { for (const char* name : hardpoint::cpu_levels()) std::puts(name); }
+"""
+
+
 class BuildKernels(build_ext):
     """Compiles csrc/kernels/*.cpp once for each level, where they changed, and links all into one extension."""
 
     user_options: ClassVar = [
         *build_ext.user_options,
-        ("levels=", None, "levels to build besides plain (all)"),
+        ("levels=", None, "levels to build: native, all, or names, to which plain is added (native)"),
         ("emulate-tiles", None, "build the level amx with its instructions emulated, for tests"),
     ]
     boolean_options: ClassVar = [*build_ext.boolean_options, "emulate-tiles"]
@@ -70,11 +81,23 @@ class BuildKernels(build_ext):
         self.levels: str | None = None
         self.emulate_tiles = False
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.levels = self.levels or os.environ.get("HARDPOINT_CPU_LEVELS") or "native"
+        known = {"plain", *(name for levels in LEVELS.values() for name in levels)}
+        if self.levels not in ("native", "all") and (unknown := set(self.levels.split(",")) - known):
+            # Checked here: setuptools lets errors pass while it builds what is optional.
+            names = ", ".join(sorted(known))
+            raise OptionError(f"levels must be native, all, or some of {names}; not {', '.join(sorted(unknown))}")
+        if self.editable_mode:  # objects outlive the installation, for the next one with other levels
+            self.build_temp = "build/editable"
+
     def build_extension(self, ext: Extension) -> None:
         machine = {"amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
         levels = LEVELS.get(machine, {"plain": Level([])})
         if self.emulate_tiles:
             levels = {"amx": EMULATED, **{name: level for name, level in levels.items() if name != "amx"}}
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
         known = self._chosen(levels)
         made = {name: self._made_for(name, level) for name, level in known.items()}
         files = sorted({file for families in made.values() for file in families})
@@ -92,11 +115,41 @@ class BuildKernels(build_ext):
         super().build_extension(ext)
 
     def _chosen(self, levels: dict[str, Level]) -> dict[str, Level]:
-        """The levels to build: those that were asked for, what they need, and ``plain``; as the compiler allows."""
-        wanted = {"plain", *(self.levels.split(",") if self.levels else levels)}
+        """The levels to build: those that were asked for, and what they need; as the compiler allows."""
+        assert self.levels is not None
+        if self.levels == "native":
+            supported = self._supported()
+            usable = self._known({name: level for name, level in levels.items() if name in supported})
+            best = next(iter(usable))  # plain, if nothing else
+            return {name: level for name, level in usable.items() if name in (best, usable[best].others)}
+        wanted = set(levels) if self.levels == "all" else {"plain", *self.levels.split(",")}
         wanted |= {level.others for name, level in levels.items() if name in wanted}
-        known = {name: level for name, level in levels.items() if name in wanted and self._knows(level.flags)}
+        return self._known({name: level for name, level in levels.items() if name in wanted})
+
+    def _known(self, levels: dict[str, Level]) -> dict[str, Level]:
+        """Those that the compiler knows, with what they need."""
+        known = {name: level for name, level in levels.items() if self._knows(level.flags)}
         return {name: level for name, level in known.items() if not level.others or level.others in known}
+
+    def _supported(self) -> list[str]:
+        """The levels that this machine's CPU runs, as csrc/levels.cpp finds them. All, if compiled for another."""
+        with tempfile.TemporaryDirectory() as folder:
+            main = Path(folder) / "main.cpp"
+            main.write_text(_PRINT_LEVELS, encoding="utf-8")
+            macros = [("HARDPOINT_LEVELS", "")]
+            objects = self.compiler.compile(
+                [str(main), str((SOURCES / "levels.cpp").resolve())],
+                output_dir=folder,
+                macros=macros,
+                include_dirs=[str(SOURCES)],
+                extra_postargs=FLAGS,
+            )
+            self.compiler.link_executable(objects, "levels", output_dir=folder, target_lang="c++")
+            try:
+                done = subprocess.run([str(Path(folder) / "levels")], capture_output=True, text=True, check=True)
+            except (OSError, subprocess.CalledProcessError):
+                return [name for levels in LEVELS.values() for name in levels]
+        return done.stdout.split()
 
     def _made_for(self, name: str, level: Level) -> list[tuple[str, Path]]:
         """For each family of a level, the level that it is compiled for, and its source."""
@@ -113,7 +166,11 @@ class BuildKernels(build_ext):
         (built,) = self.compiler.object_filenames([str(source)], output_dir=str(folder))
         if _is_outdated(Path(built)):
             macros = [("HARDPOINT_LEVEL", level)]
-            self.compiler.compile([str(source)], output_dir=str(folder), macros=macros, extra_postargs=flags)
+            with tempfile.TemporaryDirectory(dir=self.build_temp) as part:  # what is cut off is compiled again
+                (made,) = self.compiler.compile([str(source)], output_dir=part, macros=macros, extra_postargs=flags)
+                Path(built).parent.mkdir(parents=True, exist_ok=True)
+                for suffix in (".d", ".o"):
+                    Path(made).with_suffix(suffix).replace(Path(built).with_suffix(suffix))
         return built
 
     def _knows(self, flags: list[str]) -> bool:

@@ -1,7 +1,8 @@
-"""What a second build compiles again: a kernel where something that it includes has changed, and nothing else."""
+"""Building the kernels: for which levels, and what a second build compiles again."""
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint.platforms.testing import write_tree
+from hardpoint_cpu import compiled
 from tests.cpu.building import SOURCE, needs_compiler
 
 _FILES = {
@@ -23,18 +25,27 @@ _FILES = {
 }
 
 
+_LISTED = """
+#include "levels.h"
+const std::vector<const char*>& hardpoint::cpu_levels() {
+    static const std::vector<const char*> names = {"avx512", "avx2", "plain"};
+    return names;
+}
+"""
+
+
 class Build:
-    """A plugin of two small kernels, built by the CPU plugin's setup.py."""
+    """A plugin of two small kernels, built by the CPU plugin's setup.py for the level ``plain``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = write_tree(folder / "with a space", _FILES)
         shutil.copy(SOURCE / "setup.py", self.folder)
         self._objects: dict[Path, int] = {}
 
-    def __call__(self, *more: str) -> set[str]:
+    def __call__(self, levels: str = "plain") -> set[str]:
         """Build, and return which kernels were compiled, by level: ``plain/one``."""
         folders = ["--build-lib", "lib", "--build-temp", "temp"]
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--levels", "plain", *folders, *more]
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--levels", levels, *folders]
         subprocess.run(command, cwd=self.folder, check=True, capture_output=True)
         made = {path: path.stat().st_mtime_ns for path in self.folder.glob("temp/*/csrc/kernels/*.o")}
         before, self._objects = self._objects, made
@@ -71,6 +82,35 @@ def test_what_changed_is_compiled_again(build: Build) -> None:
     assert build() == {"plain/two"}
     build.write("deep.h", "// changed again\n")
     assert build() == {"plain/one"}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels are those of x86-64")
+def test_native_is_the_best_level_that_the_cpu_runs(build: Build) -> None:
+    """Here the CPU is one that says so: no level better than avx512."""
+    (build.folder / "csrc/levels.h").write_text(
+        "#include <vector>\nnamespace hardpoint { const std::vector<const char*>& cpu_levels(); }\n"
+    )
+    (build.folder / "csrc/levels.cpp").write_text(_LISTED)
+    assert build("native") == {"avx512/one", "avx512/two"}
+    assert build("avx2") == {"avx2/one", "avx2/two", "plain/one", "plain/two"}
+
+
+def test_a_level_that_is_none(build: Build) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        build("avx3")
+    assert b"levels must be native, all, or some of" in failed.value.stderr
+    assert b"not avx3" in failed.value.stderr
+
+
+def test_kernels_for_other_cpus_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    _native = pytest.importorskip("hardpoint_cpu._native")
+    monkeypatch.setattr(_native, "built_levels", _native.cpu_levels)
+    assert compiled.slower_than_it_could_be() is None
+    monkeypatch.setattr(_native, "built_levels", lambda: ["sse2"])
+    told = compiled.slower_than_it_could_be()
+    assert told is not None
+    assert f"built for sse2, and this CPU has {_native.cpu_levels()[0]}" in told
+    assert compiled.REBUILD in told
 
 
 @pytest.mark.nightly

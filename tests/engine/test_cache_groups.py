@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hardpoint import SamplingParams
 from hardpoint.cache_users import group_size
+from hardpoint.engine.requests import AdmittedRequest
 from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import Span
 from tests.out_of_tree.build import Dist, install
@@ -66,7 +67,7 @@ def test_tokens_equal_however_the_engine_is_set_up(
         if settings.get("enable_prefix_caching", True):
             cache = llm.core.scheduler.cache
             longest = max(prompts, key=len)
-            again = Request("again", tuple(longest), GREEDY, 0, frozenset(), 100)
+            again = Request(AdmittedRequest(0, tuple(longest), GREEDY, 0, frozenset(), 100))
             hashes = list(again.block_hashes(cache.geometry.block_size, 2))
             assert cache.find(hashes).num_blocks == 2
         pool = llm.core.scheduler.cache.pool

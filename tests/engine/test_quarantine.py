@@ -12,9 +12,9 @@ from hardpoint import SamplingParams
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreFacts, EngineStats
 from hardpoint.engine.processes.calls import Answers
-from hardpoint.engine.remote.messages import Abort, Add, Advanced, Command, Delta, Ended, Ready, Report
+from hardpoint.engine.remote.messages import Abort, Add, Advanced, Command, Ended, Ready, Report
 from hardpoint.engine.remote.remote_core import RemoteCore
-from hardpoint.engine.scheduling.request import Request
+from hardpoint.engine.requests import Delta, RequestProgress
 from hardpoint_plugin_api import EngineDeadError, EngineError
 
 CONFIG = EngineConfig.create(model="demo", on_engine_failure="restart")
@@ -33,7 +33,7 @@ class ScriptedLink:
 
     def send(self, command: Command) -> None:
         if isinstance(command, Add):
-            assert pickle.loads(command.request).number == command.number
+            assert pickle.loads(command.asked).number == command.number
             self.sent.append(command.number)
         elif isinstance(command, Abort):
             self.sent.append(-command.number)
@@ -62,7 +62,7 @@ class Engines:
         self.links[-1].reports.put(first)
         return self.links[-1]
 
-    def add(self) -> Request:
+    def add(self) -> RequestProgress:
         return self.core.add_request([1, 2], SamplingParams(max_tokens=9), frozenset())
 
     @property
@@ -71,7 +71,7 @@ class Engines:
         sent, self.links[-1].sent = self.links[-1].sent, []
         return sent
 
-    def fail(self, times: int = 1) -> list[Request]:
+    def fail(self, times: int = 1) -> list[RequestProgress]:
         """The core dies of something, and the next is there. Returns what ended with it."""
         ended = []
         for _ in range(times):
@@ -79,12 +79,12 @@ class Engines:
             ended += self.core.step()
         return ended
 
-    def report(self, *requests: Request, end: bool = False) -> None:
+    def report(self, *requests: RequestProgress, end: bool = False) -> None:
         """The core says that each has a token more, or has ended as it was told to."""
         deltas = (Delta(r.number, () if end else (5,), "abort" if end else None, None, 0, 0) for r in requests)
         self.links[-1].reports.put(Advanced(tuple(deltas), EngineStats()))
 
-    def advance(self, *requests: Request) -> None:
+    def advance(self, *requests: RequestProgress) -> None:
         self.report(*requests)
         assert self.core.step() == list(requests)
 
@@ -94,7 +94,7 @@ def engines() -> Engines:
     return Engines(4)
 
 
-def numbers(requests: list[Request]) -> list[int]:
+def numbers(requests: list[RequestProgress]) -> list[int]:
     return [request.number for request in requests]
 
 

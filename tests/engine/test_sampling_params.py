@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hardpoint import LLM, SamplingParams
 from hardpoint.engine.frontend.conversation import bad_word_sequences
 from hardpoint.engine.outputs import PositionLogprobs
+from hardpoint.engine.requests import AdmittedRequest
 from hardpoint.engine.sampling_params import derived_seed
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.structured.bytes import VOCABULARY
@@ -62,7 +63,7 @@ def check_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int], p
     """Assert that each token is the likeliest after the changes of ``params``, or ties with it."""
     words = tuple(tuple(ids(word)) for word in params.bad_words or ())
     stops = frozenset(params.stop_token_ids or ())
-    sampling = Request("0", tuple(prompt), params, 0, stops, 0, bad_words=words).slot_sampling
+    sampling = Request(AdmittedRequest(0, tuple(prompt), params, 0, stops, 0, bad_words=words)).slot_sampling
     logits = reference_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
     for position, (row, token) in enumerate(zip(logits.tolist(), tokens, strict=True)):
         changed = changed_logits(row, prompt, tokens[:position], sampling)

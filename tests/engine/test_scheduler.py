@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hardpoint.engine.requests import AdmittedRequest
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.block_pool import BlockPool, hash_block, hash_salt
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry, PagedCache
@@ -34,7 +35,7 @@ END = 1
 def make_request(number: int, prompt: Sequence[int], output: int, **options: Any) -> Request:
     params = SamplingParams(temperature=0)
     stops = frozenset({END} if options.pop("may_stop", False) else ())
-    return Request(str(number), tuple(prompt), params, 0, stops, len(prompt) + output, number=number, **options)
+    return Request(AdmittedRequest(number, tuple(prompt), params, 0, stops, len(prompt) + output, **options))
 
 
 def make_scheduler(
@@ -77,12 +78,12 @@ def drafting(most: int, wrong: float, seed: int = 0) -> Drafter:
 
 def expected_output(request: Request) -> list[int]:
     """What ``request`` must produce, computed without any engine."""
-    tokens = list(request.prompt_token_ids)
-    while len(tokens) < request.max_total_tokens:
+    tokens = list(request.asked.prompt_token_ids)
+    while len(tokens) < request.asked.max_total_tokens:
         tokens.append(draw(tokens))
-        if tokens[-1] in request.stop_token_ids:
+        if tokens[-1] in request.asked.stop_token_ids:
             break
-    return tokens[len(request.prompt_token_ids) :]
+    return tokens[request.num_prompt_tokens :]
 
 
 class Device:
@@ -290,7 +291,7 @@ def check_random_streams(
             assert got == wanted[: len(got)]
         else:
             assert got == wanted
-            assert request.finish_reason == ("stop" if wanted[-1] in request.stop_token_ids else "length")
+            assert request.finish_reason == ("stop" if wanted[-1] in request.asked.stop_token_ids else "length")
 
 
 @settings(max_examples=500, deadline=None)
@@ -313,12 +314,12 @@ def test_lower_priority_values_first_then_first_come(depth: int) -> None:
     requests = [make_request(i, [i] * 6, 3, priority=priority) for i, priority in enumerate([1, 0, 1, 0])]
     for request in requests:
         scheduler.add(request)
-    ended: list[str] = []
+    ended: list[int] = []
     submitted: deque[StepOutput] = deque()
     while scheduler.has_unfinished:
         submit_ahead(scheduler, device, submitted, depth)
-        ended += [r.request_id for r in scheduler.commit(submitted.popleft()) if r.finish_reason]
-    assert ended == ["1", "3", "0", "2"]
+        ended += [r.number for r in scheduler.commit(submitted.popleft()) if r.finish_reason]
+    assert ended == [1, 3, 0, 2]
 
 
 def test_a_common_prefix_is_computed_once() -> None:

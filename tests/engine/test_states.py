@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hardpoint import SamplingParams
+from hardpoint import RequestOutput, SamplingParams
 from hardpoint.cache_users import ModelCaches
+from hardpoint.engine.execution.forward import Forward
 from hardpoint_plugin_api import (
     CacheSpec,
     CacheUser,
@@ -34,6 +35,7 @@ DECAYS = (0.5, 0.9, 0.97, 1.0)
 STATE_BYTES = HEADS * SIZE * SIZE * 4
 """As many as keys and values of 8 tokens: a page of 16 tokens has twice as many."""
 PAGE_BYTES = 2 * 16 * HEADS * SIZE * 4
+COPY = Forward.copy_pages
 HYBRID = Dist(
     "hp-hybrid",
     {
@@ -222,3 +224,58 @@ def test_logits_do_not_depend_on_where_a_prompt_is_cut(hybrid: tuple[Path, Any])
         assert (whole - model(torch.tensor([prompt])).logits[0]).abs().max() < LOGIT_TOLERANCE
         for chunk in (7, 16, 23):
             assert (prompt_logits(llm, prompt, chunk) - whole).abs().max() < LOGIT_TOLERANCE
+
+
+def check_all(model: Any, prompts: list[list[int]], outputs: list[RequestOutput]) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+
+
+def _no_copies(forward: Forward, counts: Mapping[int, int], pages: torch.Tensor) -> None:
+    """Nothing is copied."""
+
+
+def _first_group_alone(forward: Forward, counts: Mapping[int, int], pages: torch.Tensor) -> None:
+    """The copies of other cache groups are left out."""
+    group = min(counts)
+    COPY(forward, {group: counts[group]}, pages[:, : counts[group]])
+
+
+def _first_copy_alone(forward: Forward, counts: Mapping[int, int], pages: torch.Tensor) -> None:
+    """Of several requests of a group, the first one's page is copied."""
+    first = 0
+    for group, count in counts.items():
+        COPY(forward, {group: 1}, pages[:, first : first + 1])
+        first += count
+
+
+@pytest.mark.parametrize("fault", [_no_copies, _first_group_alone, _first_copy_alone])
+def test_a_fault_planted_in_page_copies_changes_tokens(
+    hybrid: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
+) -> None:
+    folder, model = hybrid
+    prompts = random_prompts(2, 36, seed=2, shortest=36)  # they come to the edge of a block in the same step
+    monkeypatch.setattr(Forward, "copy_pages", fault)
+    with small_llm(folder, enforce_eager=True) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    with pytest.raises(AssertionError):
+        check_all(model, prompts, outputs)
+
+
+def test_copies_behind_the_model_change_tokens(hybrid: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, model = hybrid
+    prompts, late = random_prompts(1, 36, seed=2, shortest=36), []
+    hidden = Forward.hidden
+    monkeypatch.setattr(Forward, "copy_pages", lambda *copy: late.append(copy))
+
+    def then_copy(*args: Any) -> torch.Tensor:
+        result = hidden(*args)
+        while late:
+            COPY(*late.pop())
+        return result
+
+    monkeypatch.setattr(Forward, "hidden", then_copy)
+    with small_llm(folder, enforce_eager=True) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    with pytest.raises(AssertionError):
+        check_all(model, prompts, outputs)

@@ -16,8 +16,10 @@ import torch
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.config import EngineConfig
+from hardpoint.conformance.certify import certify
 from hardpoint.conformance.families.experts import ExpertsTrials
 from hardpoint.conformance.generators import generator_for
+from hardpoint.conformance.kit import Order
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.engine.blueprint import draw
@@ -319,10 +321,24 @@ def test_its_drafter_is_chosen_by_flag(acme: Path) -> None:
 )
 def test_what_it_brings_is_proved_by_its_own_samples(acme: Path, family: str, of: str | None) -> None:
     site = Site.open(discover(), "cpu", {"cpu": {"threads": 1}})
-    (offer,) = [o for o in site.plugins.offers(family, of) if o.plugin == "acme"]
-    generator = generator_for(site.plugins, offer)
-    assert generator is not None
-    trials = generator.trials(Subject.load(offer, site), Plan())
-    found = [(check, finding) for trial in trials for check, finding in trial.run()]
-    assert not [fault for _, finding in found for fault in finding.faults]
-    assert sum(finding.compared for check, finding in found if check == "values") > 0
+    offers = [o for o in site.plugins.offers(family, of) if o.plugin == "acme"]
+    assert offers
+    for offer in offers:
+        generator = generator_for(site.plugins, offer)
+        assert generator is not None
+        trials = generator.trials(Subject.load(offer, site), Plan())
+        found = [(check, finding) for trial in trials for check, finding in trial.run()]
+        assert not [fault for _, finding in found for fault in finding.faults]
+        assert sum(finding.compared for check, finding in found if check == "values") > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("layer", "acme_fading_pairs"), ("drafter", "acme_echo"), ("experts", "acme_experts")],
+)
+def test_it_is_certified_by_a_whole_run(acme: Path, family: str, name: str) -> None:
+    order = Order("acme", family, name, platform="cpu", settings={"cpu": {"threads": 1}})
+    certificate = certify(discover(), order, isolated=False)
+    assert [f"{r.case}, {r.check}: {fault}" for r in certificate.results for fault in r.faults] == []
+    assert {result.name for result in certificate.results} == {name}

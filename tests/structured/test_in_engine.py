@@ -22,6 +22,8 @@ from hardpoint.conformance.families.parser_samples import tool
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.frontend.generation_config import GenerationConfig
 from hardpoint.engine.outputs import FinishReason
+from hardpoint.engine.requests import Delta
+from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.scheduler import Scheduler
 from hardpoint.parsers import choose_parsers
 from hardpoint.structured import Grammars
@@ -290,9 +292,8 @@ def test_an_output_goes_on_from_the_tokens_it_has(llm: LLM) -> None:
     whole = core.add_request(prompt, params, frozenset({2}))
     while not whole.finish_reason:
         core.step()
-    again = core.admission.admit(prompt, params, frozenset({2}))
-    again.token_ids += whole.output_token_ids[:3]
-    again.num_sampled = 3
+    again = Request(core.admission.admit(prompt, params, frozenset({2})))
+    again.take(Delta(again.number, tuple(whole.output_token_ids[:3]), None, None, 0, 0))
     core.queue(again)
     while not again.finish_reason:
         core.step()

@@ -57,7 +57,7 @@ from hardpoint_cpu.ops.norm import rms_norm as norm
 queue, step, taken = EngineCore.queue, EngineCore.step, []
 
 def noting(self, request):
-    taken.append(tuple(request.prompt_token_ids[:3]))
+    taken.append(tuple(request.asked.prompt_token_ids[:3]))
     queue(self, request)
 
 def dying(self):

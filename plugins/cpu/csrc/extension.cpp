@@ -158,11 +158,14 @@ PyObject* names_of(const std::vector<Named>& all) {
     return names;
 }
 
-// levels(): the names of the levels that this CPU can run, best first.
+// levels(): the names of the levels that were built and that this CPU can run, best first.
 PyObject* supported_levels(PyObject*, PyObject*) { return names_of(hardpoint::levels()); }
 
 // built_levels(): the names of those that were built, whatever CPU this is.
 PyObject* built_levels(PyObject*, PyObject*) { return names_of(hardpoint::built_levels()); }
+
+// cpu_levels(): the names of those that this CPU can run, built or not, best first.
+PyObject* cpu_levels(PyObject*, PyObject*) { return names_of(hardpoint::cpu_levels()); }
 
 PyObject* level(PyObject*, PyObject*) { return PyUnicode_FromString(current_level->name); }
 
@@ -199,6 +202,7 @@ PyMethodDef methods[] = {
     {"length", length, METH_O, "length(list)"},
     {"levels", supported_levels, METH_NOARGS, "levels()"},
     {"built_levels", built_levels, METH_NOARGS, "built_levels()"},
+    {"cpu_levels", cpu_levels, METH_NOARGS, "cpu_levels()"},
     {"level", level, METH_NOARGS, "level()"},
     {"set_level", set_level, METH_O, "set_level(name)"},
     {"kernels", kernels, METH_NOARGS, "kernels()"},
@@ -221,6 +225,12 @@ PyModuleDef module = {
 }  // namespace
 
 PyMODINIT_FUNC PyInit__native() {
+    if (hardpoint::levels().empty()) {
+        PyErr_Format(
+            PyExc_ImportError, "they were built for the level %s, and this CPU has %s",
+            hardpoint::built_levels().front(), hardpoint::cpu_levels().front());
+        return nullptr;
+    }
     current_level = &hardpoint::levels().front();
     PyObject* created = PyModule_Create(&module);
     const struct {

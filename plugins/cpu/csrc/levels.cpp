@@ -60,6 +60,13 @@ bool supports_amx() { return supports_avx512_bf16() && has_tiles() && may_use_ti
 #endif
 #endif
 
+// Every level that there is, best first, as in LEVELS of setup.py.
+#if defined(__x86_64__)
+#define HARDPOINT_ALL_LEVELS X(amx) X(avx512_bf16) X(avx512_vnni) X(avx512) X(avx2) X(plain)
+#else
+#define HARDPOINT_ALL_LEVELS X(plain)
+#endif
+
 std::vector<Level> find_levels() {
     std::vector<Level> found;
     std::vector<Kernel> kernels;
@@ -82,6 +89,18 @@ std::vector<Level> find_levels() {
 
 const std::vector<Level>& levels() {
     static const std::vector<Level> found = find_levels();
+    return found;
+}
+
+const std::vector<const char*>& cpu_levels() {
+#define X(level) \
+    if (supports_##level()) names.push_back(#level);
+    static const std::vector<const char*> found = [] {
+        std::vector<const char*> names;
+        HARDPOINT_ALL_LEVELS
+        return names;
+    }();
+#undef X
     return found;
 }
 

@@ -6,7 +6,7 @@ import statistics
 import time
 from dataclasses import replace
 from itertools import cycle, islice
-from typing import cast
+from typing import Any, cast
 
 import click
 import torch
@@ -19,9 +19,9 @@ from hardpoint.engine.core import EngineCore
 from hardpoint.engine.frontend.conversation import Conversation
 from hardpoint.engine.frontend.prompts import TokenizedPrompt
 from hardpoint.engine.outputs import RequestOutputKind
+from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
-from hardpoint.engine.scheduling.request import Request
 from hardpoint.server.generation import Cursor
 from hardpoint.tokenizer import Detokenizer, Tokenizer
 from hardpoint_plugin_api import ConfigError, ForwardStep
@@ -113,9 +113,13 @@ class _ScriptedCore:
 
     def __init__(self, vocabulary: int) -> None:
         self._admission = Admission(2 * _STREAM_TOKENS, vocabulary, seed=0)
-        self.draw_seed, self.add_request = self._admission.draw_seed, self._admission.admit
+        self.draw_seed = self._admission.draw_seed
 
-    def abort(self, request: Request) -> None:
+    def add_request(self, *args: Any, **options: Any) -> RequestProgress:
+        """What comes of it is for others to say."""
+        return RequestProgress(self._admission.admit(*args, **options))
+
+    def abort(self, request: RequestProgress) -> None:
         """It ends by itself."""
 
 

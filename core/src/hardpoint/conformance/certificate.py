@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hardpoint.plugin_host.record import PluginRecord
 
 SCHEMA = 1
-KIT_VERSION = 4
+KIT_VERSION = 5
 """Raised when a check comes to ask for more than before, or results are judged by another rule."""
 
 _CORE = Path(hardpoint.__file__).parent

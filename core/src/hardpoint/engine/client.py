@@ -9,8 +9,8 @@ from typing import Protocol, TypedDict, Unpack
 from hardpoint.config import EngineConfig
 from hardpoint.engine.control import CoreControl
 from hardpoint.engine.lora import Adapter
+from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
-from hardpoint.engine.scheduling.request import Request
 from hardpoint.plugin_host.culprits import Culprit
 from hardpoint.selection import SelectionTable
 
@@ -91,8 +91,8 @@ class CoreClient(CoreControl, Protocol):
         *,
         bad_words: Sequence[Sequence[int]] = (),
         **options: Unpack[RequestOptions],
-    ) -> Request:
-        """Queue a request for one completion; what comes of it is in the Request returned, as ``step`` reports it.
+    ) -> RequestProgress:
+        """Queue a request for one completion; what comes of it is in the object returned, as ``step`` reports it.
 
         ``bad_words`` are the token sequences of the parameter of that name: a core knows no text.
         Raises RequestError for what is wrong with it, CapacityError if it can never fit, EngineDeadError.
@@ -103,11 +103,11 @@ class CoreClient(CoreControl, Protocol):
         """A seed for a request that gives none; the engine's own seed makes the sequence of them repeatable."""
         ...
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: RequestProgress) -> None:
         """End ``request``, which may have ended already."""
         ...
 
-    def step(self) -> list[Request]:
+    def step(self) -> Sequence[RequestProgress]:
         """Wait for a step and return the requests that got a token or ended.
 
         Those whose ``error`` is set were ended by a failure that the core survives. Raises EngineDeadError once the

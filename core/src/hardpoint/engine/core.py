@@ -27,6 +27,7 @@ from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessE
 from hardpoint.engine.execution.ranks.torchrun_executor import TorchrunExecutor
 from hardpoint.engine.execution.worker import Worker, planners_of_exact_lengths
 from hardpoint.engine.lora import AdapterSlots
+from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.engine.scheduling.block_pool import BlockPool
@@ -180,7 +181,7 @@ class EngineCore:
         **options: Unpack[RequestOptions],
     ) -> Request:
         """Queue a request for one completion; see CoreClient."""
-        request = self.admission.admit(prompt_token_ids, params, eos_token_ids, bad_words=bad_words, **options)
+        request = Request(self.admission.admit(prompt_token_ids, params, eos_token_ids, bad_words=bad_words, **options))
         self.queue(request)
         return request
 
@@ -192,9 +193,9 @@ class EngineCore:
         """
         self.executor.check()
         self.admission.check_awake()
-        request.adapter = self.adapters.find(request.adapter_name)
-        if request.params.structured is not None:
-            request.structure = self._grammars().start(request.params.structured, request.stop_token_ids)
+        request.adapter = self.adapters.find(request.asked.adapter_name)
+        if (structured := request.asked.params.structured) is not None:
+            request.structure = self._grammars().start(structured, request.asked.stop_token_ids)
             for token in request.output_token_ids:
                 request.structure.accept(token)
         self.scheduler.add(request)
@@ -299,8 +300,9 @@ class EngineCore:
             self.stats.prefill_seconds += seconds
         return advanced
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: RequestProgress) -> None:
         """End ``request`` now."""
+        assert isinstance(request, Request), "the request is another core's"
         if request.finish_reason is None:
             self.scheduler.abort(request)
             self._note_end(request)

@@ -8,7 +8,7 @@ from prometheus_client import Counter, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from hardpoint.engine.client import EngineStats
-from hardpoint.engine.scheduling.request import Request
+from hardpoint.engine.requests import RequestProgress
 from hardpoint.metrics import EngineMetrics
 from hardpoint.plugin_host.record import CORE
 
@@ -27,7 +27,7 @@ class StepMetrics:
         self._seconds.observe(seconds)
         self._generated.inc(num_generated)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: RequestProgress) -> None:
         """Count a request that has ended."""
         assert request.finish_reason is not None
         self._finished.labels(request.finish_reason).inc()

@@ -34,8 +34,8 @@ from hardpoint.engine.frontend.frontend import Frontend, connect, serve_other_ra
 from hardpoint.engine.frontend.prompts import Prompt, prompt_list
 from hardpoint.engine.lora import LoRARequest
 from hardpoint.engine.outputs import RequestOutput, RequestOutputKind
+from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
-from hardpoint.engine.scheduling.request import Request
 from hardpoint.selection import SelectionTable
 from hardpoint.startup_times import mark
 from hardpoint.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ class LLM:
             connect(config, own_process=True) if config.wants_core_process(default=False) else _start_here(config)
         )
         self._lock, self._closed = threading.RLock(), False
-        self._runs: dict[Request, tuple[_Run, Conversation]] = {}
+        self._runs: dict[RequestProgress, tuple[_Run, Conversation]] = {}
 
     @property
     def config(self) -> EngineConfig:

@@ -9,11 +9,9 @@ from hardpoint_plugin_api import Reason
 FEATURE = "native_kernels"
 """The device feature that says so."""
 
-# Without --no-cache-dir pip would take the wheel that it built, and kept, when there was no compiler.
-FIX = (
-    "install a C++ compiler (Debian: apt install g++), "
-    "then: pip install --no-cache-dir --force-reinstall --no-deps hardpoint-cpu"
-)
+# Without --no-cache-dir pip would take the wheel that it built, and kept, without a compiler or on another machine.
+REBUILD = "pip install --no-cache-dir --force-reinstall --no-deps hardpoint-cpu"
+FIX = f"install a C++ compiler (Debian: apt install g++), then: {REBUILD}"
 
 
 def missing() -> Reason | None:
@@ -23,3 +21,13 @@ def missing() -> Reason | None:
     except ImportError as error:
         return Reason("not-compiled", f"hardpoint-cpu was installed without its compiled kernels ({error})", fix=FIX)
     return None
+
+
+def slower_than_it_could_be() -> str | None:
+    """How the levels that were built fall short of this CPU; None where its best level is among them."""
+    from hardpoint_cpu import _native
+
+    best, built = _native.cpu_levels()[0], _native.built_levels()
+    if best in built:
+        return None
+    return f"kernels were built for {', '.join(built)}, and this CPU has {best}; to build them for it: {REBUILD}"

@@ -17,7 +17,7 @@ import hardpoint_cpu
 from hardpoint.platforms import host
 from hardpoint.platforms.torch_trace import torch_trace
 from hardpoint_cpu.binding import bind, chosen_cpus, usable_cpus
-from hardpoint_cpu.compiled import FEATURE, missing
+from hardpoint_cpu.compiled import FEATURE, missing, slower_than_it_could_be
 from hardpoint_plugin_api import (
     ConfigError,
     ConfigValue,
@@ -176,6 +176,8 @@ class CpuPlatform(Platform):
             _native.set_level(self._level)
             team = Path(_native.team_library()).name or "no OpenMP runtime: compiled kernels run on one thread"
             logger.info("%d threads%s of %s; kernels: %s", torch.get_num_threads(), where, team, self._level)
+            if slower := slower_than_it_could_be():
+                logger.warning("%s", slower)
         return torch.device("cpu")
 
     def synchronize(self) -> None:

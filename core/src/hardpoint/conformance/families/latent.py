@@ -195,6 +195,7 @@ def as_causal(inner: Any) -> type[AttentionBackend]:
 
     class LatentAsCausal(AttentionBackend):
         layout, capture, traceable = inner.layout, inner.capture, inner.traceable
+        exact_lengths = inner.exact_lengths
 
         def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
             super().__init__(ctx, spec)

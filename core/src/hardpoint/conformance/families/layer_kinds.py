@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hardpoint.conformance.families.certain_routing import certain_tokens, correction_bias, router_weight
+from hardpoint.conformance.families.step_memory import Pieces
 from hardpoint.conformance.families.steps import Piece
 from hardpoint.layers.base import PluggableLayer
 from hardpoint_plugin_api import (
@@ -39,9 +40,10 @@ class LayerKind:
     """Facts of one named layer that the kit tries.
 
     ``variations`` are constructor arguments by name; ``draw(args, tokens, generator)`` makes inputs, float32 on the
-    host; ``forward(layer, inputs, steps)`` calls it, with what a step holds where ``pieces`` says what a step is made
-    of. ``weights(args)`` are those that must not be random, by the path of their slot. ``mutates`` and ``aliases`` are
-    what the layer's contract allows.
+    host; ``forward(layer, inputs, steps)`` calls it. ``pieces`` are the steps of a layer that uses a cache, such as
+    ``STEPS``: its results are [T, ...], and what the default layer gives for each request by itself, in one step, is
+    right. ``weights(args)`` are those that must not be random, by the path of their slot. ``mutates`` and ``aliases``
+    are what the layer's contract allows.
     """
 
     variations: Mapping[str, Any]
@@ -49,7 +51,7 @@ class LayerKind:
     forward: Callable[[PluggableLayer, Inputs, Steps], object]
     weights: Callable[[Any], Mapping[str, torch.Tensor]] = lambda args: {}
     tokens: Sequence[int] = (1, 7, 33)
-    pieces: Sequence[Sequence[Piece]] = ()
+    pieces: Pieces = ()
     aliases: frozenset[tuple[int, str]] = frozenset()
 
 
@@ -108,7 +110,8 @@ def _routing(args: MoEArgs) -> dict[str, torch.Tensor]:
     return {"router.weight": router_weight(args), **bias}
 
 
-def _step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
+def step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
+    """Call a layer that uses a cache, of one input ``x`` [T, n]."""
     return torch.cat([layer(inputs["x"][rows], step) for rows, step in steps()])
 
 
@@ -124,19 +127,23 @@ def _blocks_step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) ->
 
 def _block_step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
     """As the first block of a stack, which gets no residual, and as another."""
-    first, other = [], []
-    for rows, step in steps():
-        x = inputs["x"][rows]
-        first.append(sum(layer(x.clone(), None, step)))
-        other.append(sum(layer(x.clone(), x * 0.5, step)))
+    x = inputs["x"]
+    first = [sum(layer(x[rows].clone(), None, step)) for rows, step in steps()]
+    other = [sum(layer(x[rows].clone(), x[rows] * 0.5, step)) for rows, step in steps()]
     return torch.cat(first), torch.cat(other)
 
 
-_PROMPTS_THEN_DECODES = (
-    (Piece(19, 19), Piece(5, 5), Piece(16, 16)),
-    (Piece(1, 20), Piece(1, 6), Piece(1, 17)),
+_NOT_YET = Piece(0, 0)
+STEPS = (
+    (Piece(16, 16), Piece(5, 5), Piece(9, 9), _NOT_YET, _NOT_YET),
+    (Piece(1, 17), Piece(1, 6), Piece(11, 20), _NOT_YET, _NOT_YET),
+    (Piece(1, 18), Piece(0, 6), Piece(1, 21), Piece(4, 20), _NOT_YET),
+    (Piece(1, 19), Piece(1, 7), Piece(1, 22), Piece(1, 21), Piece(1, 1)),
+    (Piece(1, 20), Piece(1, 8), Piece(1, 23), Piece(1, 22), Piece(1, 2)),
 )
-_STEP_TOKENS = (sum(piece.query for pieces in _PROMPTS_THEN_DECODES for piece in pieces),)
+"""Steps of pages of 16 tokens: prompts; decodes beside the rest of a prompt; a request that begins with what another
+left in the cache, while one pauses; decodes, among them the only token of a prompt."""
+NUM_STEP_TOKENS = sum(piece.query for pieces in STEPS for piece in pieces)
 _ROPE = RopeArgs(rotary_dim=32, theta=10_000.0)
 _ATTENTION = AttentionArgs(64, 4, 2, 32, 0.2, rope=_ROPE)
 _MLA = MLAArgs(64, 4, 24, 8, 12, 10, 0.2, rope=replace(_ROPE, rotary_dim=8, interleaved=True), query_rank=20)
@@ -198,9 +205,9 @@ KINDS: dict[str, LayerKind] = {
             "interleaved-partial": replace(_ATTENTION, rope=replace(_ROPE, rotary_dim=16, interleaved=True)),
         },
         _hidden,
-        _step_by_step,
-        tokens=_STEP_TOKENS,
-        pieces=_PROMPTS_THEN_DECODES,
+        step_by_step,
+        tokens=(NUM_STEP_TOKENS,),
+        pieces=STEPS,
     ),
     "mla": LayerKind(
         {
@@ -209,9 +216,9 @@ KINDS: dict[str, LayerKind] = {
             "odd": MLAArgs(33, 3, 20, 6, 5, 7, 0.3, rope=replace(_ROPE, rotary_dim=6), query_rank=9),
         },
         _hidden,
-        _step_by_step,
-        tokens=_STEP_TOKENS,
-        pieces=_PROMPTS_THEN_DECODES,
+        step_by_step,
+        tokens=(NUM_STEP_TOKENS,),
+        pieces=STEPS,
     ),
     "linear_attention": LayerKind(
         {
@@ -219,23 +226,23 @@ KINDS: dict[str, LayerKind] = {
             "odd": LinearAttentionArgs(33, 5, (0.0, 0.8, 0.99)),
         },
         _hidden,
-        _step_by_step,
-        tokens=_STEP_TOKENS,
-        pieces=_PROMPTS_THEN_DECODES,
+        step_by_step,
+        tokens=(NUM_STEP_TOKENS,),
+        pieces=STEPS,
     ),
     "decoder_block": LayerKind(
         {"plain": BlockArgs(_ATTENTION, _MLP, _NORM), "window": BlockArgs(replace(_ATTENTION, window=6), _MLP, _NORM)},
         _stream,
         _block_step_by_step,
-        tokens=_STEP_TOKENS,
-        pieces=_PROMPTS_THEN_DECODES,
+        tokens=(NUM_STEP_TOKENS,),
+        pieces=STEPS,
     ),
     "decoder_stack": LayerKind(
         {"two": StackArgs(_TWO_BLOCKS), "stage": StackArgs(_TWO_BLOCKS, first=3, total=7)},
         _stack_stream,
         _blocks_step_by_step,
-        tokens=_STEP_TOKENS,
-        pieces=_PROMPTS_THEN_DECODES,
+        tokens=(NUM_STEP_TOKENS,),
+        pieces=STEPS,
     ),
 }
 """Core's layers by name."""

@@ -8,7 +8,6 @@ Axes: T tokens, n hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import cast
 
@@ -16,24 +15,21 @@ import torch
 
 from hardpoint.conformance.checks import kernel_checks
 from hardpoint.conformance.families.layer_kinds import KINDS, Inputs, LayerKind
-from hardpoint.conformance.families.steps import Piece, draw_tables
-from hardpoint.conformance.memory import POISON, Placement, place, place_far, soil_allocator
+from hardpoint.conformance.families.step_memory import Pieces, StepMemory, num_found, rows_of
+from hardpoint.conformance.families.steps import Piece
+from hardpoint.conformance.memory import Placement, place, place_far, soil_allocator
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.probe import run, same_bits
 from hardpoint.conformance.site import Subject, TrialResources
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
-from hardpoint.dtypes import dtype_name, dtype_of
+from hardpoint.dtypes import dtype_of
 from hardpoint.layers.base import PluggableLayer, walk
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.ops.judge import Call, Expectation, Expected, Input, sequence
 from hardpoint_plugin_api import (
-    AttentionBatch,
-    AttentionMetadata,
-    AttentionSpec,
     Contribution,
     Feature,
-    ForwardStep,
     HardpointError,
     LayerWorkload,
     WeightSlot,
@@ -196,7 +192,7 @@ class LayerProbe:
             name: place_far(x, device, self.subject.site.free_bytes) if name == far else place(x, device, placement)
             for name, x in drawn.items()
         }
-        memory = StepMemory(self.context, device, self.kind.pieces)
+        memory = StepMemory(self.context, device, self.kind.pieces, padded=True)
         weights = [(f"{path}.{name}", w) for path, part in walk(layer) for name, w in part.weights.items()]
         inputs = [*placed.items(), *((name.lstrip("."), w) for name, w in weights)]
         named = tuple(Input(name, name, x) for name, x in inputs if isinstance(x, torch.Tensor))
@@ -208,7 +204,7 @@ class LayerProbe:
 
         return Call(
             inputs=named,
-            run=lambda: self.kind.forward(layer, placed, memory.steps),
+            run=lambda: self._run(layer, placed, memory),
             idle=lambda: tuple(
                 torch.full_like(e.own, float("nan"), device=device) for e in self._expected(drawn).outputs
             ),
@@ -218,15 +214,44 @@ class LayerProbe:
             aliases=self.kind.aliases,
         )
 
+    def _run(self, layer: PluggableLayer, inputs: Inputs, memory: StepMemory) -> object:
+        """The layer's results, without rows that are padding."""
+        made = self.kind.forward(layer, inputs, memory.steps)
+        if not self.kind.pieces:
+            return made
+        kept = torch.tensor(memory.kept, device=memory.device)
+        return tuple(y[kept] if len(y) > int(kept[-1]) else y for y in sequence(made))
+
     def _expected(self, drawn: Inputs) -> Expected:
         results = []
         for (layer, ctx), dtype in zip(self.references, (dtype_of(self.dtype), torch.float64), strict=True):
-            inputs = {name: x.to(dtype) if x.is_floating_point() else x.clone() for name, x in drawn.items()}
-            inputs = {name: x.clone() for name, x in inputs.items()}
-            memory = StepMemory(ctx, _HOST, self.kind.pieces)
-            results.append(sequence(self.kind.forward(layer, inputs, memory.steps)))
+            inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in drawn.items()}
+            results.append(self._by_request(layer, ctx, inputs))
         pairs = zip(*results, strict=True)
         return Expected(tuple(Expectation(f"output {i}", own, truth) for i, (own, truth) in enumerate(pairs)))
+
+    def _by_request(self, layer: PluggableLayer, ctx: Context, inputs: Inputs) -> Sequence[torch.Tensor]:
+        """The results of a reference: each request's by itself, all of its tokens in one step."""
+        if not self.kind.pieces:
+            copies = {name: x.clone() for name, x in inputs.items()}
+            return sequence(self.kind.forward(layer, copies, StepMemory(ctx, _HOST, ()).steps))
+        rows = rows_of(self.kind.pieces)
+        found = [
+            sequence(
+                self.kind.forward(
+                    layer,
+                    {name: x[own] for name, x in inputs.items()},
+                    StepMemory(ctx, _HOST, [[Piece(len(own), len(own))]]).steps,
+                )
+            )
+            for own in rows
+        ]
+        whole = [torch.empty(self.tokens, *y.shape[1:], dtype=y.dtype) for y in found[0]]
+        for i, own in enumerate(rows):
+            skipped = num_found(self.kind.pieces, i)
+            for x, y in zip(whole, found[i], strict=True):
+                x[own[skipped:]] = y[skipped:]
+        return whole
 
     def num_rows(self, call: Call) -> int:
         """Tokens, where they do not attend to one another."""
@@ -267,73 +292,6 @@ def _load(
             dtype = dtype_of("float64" if wide and slot.dtype == "float32" else slot.dtype)
             layer.weights[name] = weights[f"{path}.{name}" if path else name].to(device, dtype, copy=True)
         layer.prepare()
-
-
-@dataclass
-class StepMemory:
-    """Caches for the cache users of a context, and consecutive steps that write and read them."""
-
-    ctx: Context
-    device: torch.device
-    pieces: Sequence[Sequence[Piece]]
-    buffers: list[torch.Tensor] = field(default_factory=list)
-
-    def spoil(self) -> None:
-        """Fill the caches with garbage."""
-        for buffer in self.buffers:
-            buffer.fill_(POISON)
-
-    def steps(self) -> Iterator[tuple[slice, ForwardStep]]:
-        """Yield each step with its rows of the inputs. All steps are of the same requests, one after the other."""
-        users, block = self.ctx.cache_users, self.ctx.block_size
-        last = self.pieces[-1]
-        # Full attention, so that every block of a request is its own from the first step to the last.
-        dtype = dtype_name(self.ctx.dtype)
-        tables = draw_tables(AttentionSpec(1, 1, 1, 1.0, dtype, dtype, block), last, torch.Generator().manual_seed(3))
-        caches = []
-        self.buffers.clear()
-        for user in users.users:
-            size = user.layout.page_bytes(user.spec, block)
-            self.buffers.append(torch.full((tables.num_pages * size,), POISON, dtype=torch.uint8, device=self.device))
-            caches.append(user.layout.views(self.buffers[-1], tables.num_pages, user.spec, block))
-        first = 0
-        for pieces in self.pieces:
-            starts = torch.tensor([0, *(p.query for p in pieces)]).cumsum(0).to(torch.int32)
-            totals = torch.tensor([p.total for p in pieces], dtype=torch.int32)
-            slots = torch.cat([tables.slots(i, p.total - p.query, p.total, block) for i, p in enumerate(pieces)])
-            positions = torch.cat([torch.arange(p.total - p.query, p.total) for p in pieces])
-            batch = AttentionBatch(
-                query_start=starts.to(self.device),
-                seq_lens=totals.to(self.device),
-                block_table=tables.blocks.to(self.device),
-                slot_mapping=slots.to(self.device),
-                query_start_host=tuple(starts.tolist()),
-                seq_lens_host=tuple(totals.tolist()),
-                num_decodes=sum(p.query == 1 for p in pieces),
-            )
-            metadata: dict[int, AttentionMetadata] = {}
-            for plan_group in users.plan_groups():
-                planned = users.users[plan_group.users[0]].planner.plan(batch)
-                metadata |= dict.fromkeys(plan_group.users, planned)
-            self._move_states(tables.blocks, pieces, caches)
-            rows = slice(first, first + int(starts[-1]))
-            first = rows.stop
-            at = positions.to(self.device)
-            yield rows, ForwardStep(at, at, caches, [metadata[i] for i in range(len(users.users))])
-
-    def _move_states(
-        self, blocks: torch.Tensor, pieces: Sequence[Piece], caches: Sequence[Mapping[str, torch.Tensor]]
-    ) -> None:
-        """Copy each state to the page of its request's newest block, as an engine does before a step of ``pieces``."""
-        block, moves = self.ctx.block_size, []
-        for row, piece in zip(blocks.tolist(), pieces, strict=True):
-            old = piece.total - piece.query
-            moves.append((row[max(0, old - 1) // block], row[(piece.total - 1) // block]))
-        for user, cache in zip(self.ctx.cache_users.users, caches, strict=True):
-            if user.spec.retention.per_sequence:
-                for view in cache.values():
-                    for source, target in moves:
-                        view[target] = view[source]
 
 
 # Checks that only layers have.
@@ -395,16 +353,13 @@ def batch_invariant(probe: LayerProbe, seed: int) -> Finding:
     return Finding()
 
 
-def _parts(kind: LayerKind, tokens: int) -> Iterator[tuple[torch.Tensor, Sequence[Sequence[Piece]]]]:
+def _parts(kind: LayerKind, tokens: int) -> Iterator[tuple[torch.Tensor, Pieces]]:
     """Tokens that may stand by themselves: any, or where they attend to one another, those of one request."""
     if not kind.pieces:
         yield from ((torch.tensor([i]), ()) for i in {0, tokens // 2, tokens - 1})
         yield torch.arange(0, tokens, 2), ()
         return
-    for i in range(len(kind.pieces[0])):
-        rows, first = [], 0
-        for pieces in kind.pieces:
-            begin = first + sum(piece.query for piece in pieces[:i])
-            rows += list(range(begin, begin + pieces[i].query))
-            first += sum(piece.query for piece in pieces)
-        yield torch.tensor(rows), [(pieces[i],) for pieces in kind.pieces]
+    for i, rows in enumerate(rows_of(kind.pieces)):
+        beginning = num_found(kind.pieces, i)
+        own = [(step[i],) for step in kind.pieces if step[i].query]
+        yield torch.tensor(rows), [(Piece(beginning, beginning),), *own] if beginning else own

@@ -19,8 +19,8 @@ import torch
 
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
-from hardpoint.conformance.families.layers import StepMemory
 from hardpoint.conformance.families.model_samples import ModelSample, Reference, transformers_samples
+from hardpoint.conformance.families.step_memory import StepMemory
 from hardpoint.conformance.families.steps import Piece
 from hardpoint.conformance.memory import equal_bits
 from hardpoint.conformance.plan import Plan

@@ -10,8 +10,8 @@ from typing import TypeVar, Unpack
 from hardpoint.engine.client import CoreClient, RequestOptions
 from hardpoint.engine.frontend.prompts import TokenizedPrompt
 from hardpoint.engine.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestOutputKind
+from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
-from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.step import TokenLogprobs
 from hardpoint.startup_times import mark
 from hardpoint.tokenizer import Detokenizer, Tokenizer
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class _Completion:
     """A request with what comes of it: ``num_tokens`` so far, of which ``output`` has those that ``take`` did not."""
 
-    request: Request
+    request: RequestProgress
     output: CompletionOutput
     detokenizer: Detokenizer
     num_tokens: int = 0
@@ -45,7 +45,7 @@ class Conversation:
         seed: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> None:
-        """Queue the requests of ``prompt``; its output carries ``request_id``, or the first request's own.
+        """Queue the requests of ``prompt``; its output carries ``request_id``, or the first request's number.
 
         Without ``seed`` that of ``params`` counts, or else one is drawn.
 
@@ -56,7 +56,7 @@ class Conversation:
         bad_words = bad_word_sequences(tokenizer, params.bad_words or ())
         if seed is None:
             seed = core.draw_seed() if params.seed is None else params.seed
-        self._completions: dict[Request, _Completion] = {}
+        self._completions: dict[RequestProgress, _Completion] = {}
         for index in range(params.n):
             own = params.of_completion(index, seed)
             request = core.add_request(prompt.token_ids, own, eos_token_ids, bad_words=bad_words, **options)
@@ -71,11 +71,11 @@ class Conversation:
             )
             self._completions[request] = _Completion(request, output, detokenizer)
         outputs = [completion.output for completion in self._completions.values()]
-        request_id = self.requests[0].request_id if request_id is None else request_id
+        request_id = str(self.requests[0].number) if request_id is None else request_id
         self.output = RequestOutput(request_id, prompt.text, list(prompt.token_ids), outputs, finished=False)
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[RequestProgress]:
         """One for each completion, in order."""
         return list(self._completions)
 
@@ -120,13 +120,13 @@ class Conversation:
         completion.is_enough = True
         self._core.abort(completion.request)
 
-    def advance(self, request: Request) -> bool:
+    def advance(self, request: RequestProgress) -> bool:
         """Take what ``request`` has got since the last time into ``output``; False where a reader need not know."""
         completion = self._completions[request]
         if completion.has_ended:
             return False
         metrics, elapsed = self.output.metrics, time.perf_counter() - self._began
-        drew = len(request.token_ids) > len(request.prompt_token_ids)
+        drew = len(request.token_ids) > request.num_prompt_tokens
         if drew and metrics.first_token is None:
             metrics.first_token = elapsed
             self.output.num_cached_tokens = request.num_cached_tokens
@@ -145,7 +145,7 @@ class Conversation:
         """Take the tokens up to the one that completes a stop text: others may have come after it."""
         request, output, detokenizer = completion.request, completion.output, completion.detokenizer
         known = completion.num_tokens
-        fresh = request.token_ids[len(request.prompt_token_ids) + known :]
+        fresh = request.token_ids[request.num_prompt_tokens + known :]
         ended = request.finish_reason
         pieces = []
         for index, token in enumerate(fresh):
@@ -171,7 +171,7 @@ class Conversation:
             output.finish_reason, output.stop_reason = "stop", detokenizer.stop_text
         elif ended is not None:
             output.finish_reason = "stop" if ended == "abort" and completion.is_enough else ended
-            by_user = request.stop_reason in ("deadline", *(request.params.stop_token_ids or ()))
+            by_user = request.stop_reason in ("deadline", *(request.asked.params.stop_token_ids or ()))
             output.stop_reason = request.stop_reason if by_user else None
 
     def _logprobs(self, scores: TokenLogprobs) -> PositionLogprobs:

@@ -11,7 +11,7 @@ from typing import Self
 
 from hardpoint.engine.frontend.conversation import Conversation
 from hardpoint.engine.outputs import RequestOutput, RequestOutputKind
-from hardpoint.engine.scheduling.request import Request
+from hardpoint.engine.requests import RequestProgress
 from hardpoint_plugin_api import EngineError, HardpointError
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class RequestStream:
         if self._aborted:
             conversation.abort()
 
-    def advance(self, request: Request) -> bool:
+    def advance(self, request: RequestProgress) -> bool:
         """Take what ``request`` has got; True where that is news for the reader."""
         assert self._conversation is not None
         if self._closed or self._error is not None:

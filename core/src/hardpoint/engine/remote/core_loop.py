@@ -20,7 +20,6 @@ from hardpoint.engine.remote.messages import (
     Add,
     Advanced,
     Command,
-    Delta,
     Ended,
     Failed,
     Ready,
@@ -28,6 +27,7 @@ from hardpoint.engine.remote.messages import (
     StartFailed,
     Wake,
 )
+from hardpoint.engine.requests import AdmittedRequest, Delta
 from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import EngineDeadError
 
@@ -113,7 +113,10 @@ class CoreLoop:
 
     def _add(self, command: Add) -> None:
         try:
-            request: Request = pickle.loads(command.request)
+            asked: AdmittedRequest = pickle.loads(command.asked)
+            request = Request(asked)
+            if command.so_far is not None:
+                request.take(command.so_far)
             self._core.queue(request)
         except Exception as error:
             self._fail((command.number,), error)
@@ -161,17 +164,8 @@ class CoreLoop:
     def _delta(self, request: Request) -> Delta:
         """What is new of ``request``; forgets it if it has ended."""
         known = self._open[request.number]
-        first, num_prompt = known.num_reported, len(request.prompt_token_ids)
+        delta = request.since(known.num_reported)
         known.num_reported = len(request.token_ids)
         if request.finish_reason is not None:
             del self._open[request.number]
-        return Delta(
-            request.number,
-            tuple(request.token_ids[first:]),
-            request.finish_reason,
-            request.stop_reason,
-            request.num_cached_tokens,
-            request.num_preemptions,
-            tuple(request.logprobs[first - num_prompt :]),
-            tuple(request.prompt_logprobs) if first == num_prompt < known.num_reported else (),
-        )
+        return delta

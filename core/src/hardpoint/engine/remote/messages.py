@@ -5,19 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hardpoint.engine.client import CoreFacts, EngineStats
-from hardpoint.engine.outputs import FinishReason
 from hardpoint.engine.processes.calls import Call, Failure, Stop
-from hardpoint.engine.scheduling.step import TokenLogprobs
+from hardpoint.engine.requests import Delta
 from hardpoint.plugin_host.culprits import Suspect
 from hardpoint_plugin_api import EngineDeadError
 
 
 @dataclass(frozen=True)
 class Add:
-    """Queue a request. ``request`` is a pickled Request: one that cannot be read fails alone."""
+    """Queue a request. ``asked`` is a pickled AdmittedRequest: one that cannot be read fails alone.
+
+    ``so_far`` is what another core made of it, from where it goes on.
+    """
 
     number: int
-    request: bytes
+    asked: bytes
+    so_far: Delta | None = None
 
 
 @dataclass(frozen=True)
@@ -50,20 +53,6 @@ class StartFailed:
     """The core could not be built; nothing follows."""
 
     failure: Failure
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What a request got since the last time. ``prompt_logprobs`` come once, whole, with the first token."""
-
-    number: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    num_cached_tokens: int
-    num_preemptions: int
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True)

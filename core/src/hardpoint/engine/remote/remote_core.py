@@ -14,6 +14,7 @@ from typing import Protocol, Unpack
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreFacts, EngineStats, RequestOptions
+from hardpoint.engine.lora import Adapter
 from hardpoint.engine.processes.calls import Answer, Answers, Failure, Stop
 from hardpoint.engine.remote.core_loop import run_core
 from hardpoint.engine.remote.messages import (
@@ -21,7 +22,6 @@ from hardpoint.engine.remote.messages import (
     Add,
     Advanced,
     Command,
-    Delta,
     Ended,
     Failed,
     Ready,
@@ -31,9 +31,9 @@ from hardpoint.engine.remote.messages import (
 from hardpoint.engine.remote.quarantine import Quarantine
 from hardpoint.engine.remote.recovery import Recovery, RecoveryState, is_final
 from hardpoint.engine.remote.remote_control import RemoteControl
+from hardpoint.engine.requests import Delta, RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
-from hardpoint.engine.scheduling.request import Request
 from hardpoint.plugin_host.culprits import Suspect
 from hardpoint_plugin_api import EngineDeadError, EngineError, HardpointError, RequestError
 
@@ -87,9 +87,9 @@ class RemoteCore(RemoteControl):
     def __init__(self, start_link: Callable[[EngineConfig], Link], config: EngineConfig) -> None:
         self._start_link, self._recovery = start_link, Recovery(config)
         self._link = start_link(config)
-        self._open: dict[int, Request] = {}
+        self._open: dict[int, RequestProgress] = {}
         self._quarantine = Quarantine()
-        self._aborted: list[Request] = []  # while no core could be told
+        self._aborted: list[RequestProgress] = []  # while no core could be told
         self._opening = threading.Lock()  # of all that a restart changes; held for moments
         self._ended: EngineDeadError | None = None
         self._restarting: str | None = None
@@ -136,6 +136,11 @@ class RemoteCore(RemoteControl):
         return self._facts
 
     @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The LoRA adapters that are loaded."""
+        return self._admission.adapters
+
+    @property
     def stats(self) -> EngineStats:
         """What the core did up to the last report."""
         return self._stats
@@ -148,14 +153,15 @@ class RemoteCore(RemoteControl):
         *,
         bad_words: Sequence[Sequence[int]] = (),
         **options: Unpack[RequestOptions],
-    ) -> Request:
+    ) -> RequestProgress:
         """Queue a request for one completion; see CoreClient.
 
         A CapacityError is the request's ``error`` later; the facts rule it out for cores that size their cache.
         """
-        request = self._admission.admit(prompt_token_ids, params, eos_token_ids, bad_words=bad_words, **options)
+        asked = self._admission.admit(prompt_token_ids, params, eos_token_ids, bad_words=bad_words, **options)
+        request = RequestProgress(asked)
         try:
-            pickled = pickle.dumps(request)
+            pickled = pickle.dumps(asked)
         except Exception as error:  # parameters may hold any mapping and any number
             raise RequestError(f"the request cannot be sent to the engine: {error}") from error
         with self._opening:
@@ -171,7 +177,7 @@ class RemoteCore(RemoteControl):
         """A seed for a request that gives none; the engine's own seed makes the sequence of them repeatable."""
         return self._admission.draw_seed()
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: RequestProgress) -> None:
         """Have ``request`` ended; ``step`` reports it when it is."""
         with self._opening:
             if request.number not in self._open:
@@ -182,10 +188,10 @@ class RemoteCore(RemoteControl):
                 self._aborted.append(request)
                 self._link.reports.put(Advanced((), self._stats))
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[RequestProgress]:
         """Wait for reports and return the requests that got a token or ended; see CoreClient."""
         self._refuse_if_ended()
-        advanced: dict[Request, None] = {}
+        advanced: dict[RequestProgress, None] = {}
         report = self._next_report()
         while True:
             self._heard = time.monotonic()
@@ -252,7 +258,7 @@ class RemoteCore(RemoteControl):
         extra = _RANKS_FIRST_SECONDS if config.topology.size > 1 else 0.0
         return config.step_timeout + extra, "--step-timeout"
 
-    def _take(self, report: Report) -> list[Request]:
+    def _take(self, report: Report) -> list[RequestProgress]:
         """Bring the mirrors up to ``report`` and return those that changed."""
         if isinstance(report, Advanced):
             self._stats = report.stats
@@ -271,18 +277,18 @@ class RemoteCore(RemoteControl):
             return self._restart_or_end(f"the engine could not be built again: {report.failure.text}", "")
         return self._restart_or_end(str(report.error), report.stack)
 
-    def _restart_or_end(self, cause: str, stack: str) -> list[Request]:
+    def _restart_or_end(self, cause: str, stack: str) -> list[RequestProgress]:
         if self._closed or not self._recovery.may_restart():
             return self._end(cause if self._closed else self._recovery.verdict(cause))
         return self._restart(cause, stack)
 
-    def _end(self, why: str) -> list[Request]:
+    def _end(self, why: str) -> list[RequestProgress]:
         """Nothing follows: every open request gets ``why``."""
         with self._opening:
             self._ended, self._restarting = EngineDeadError(why), None
         return [self._failed(number, EngineDeadError(why)) for number in tuple(self._open)]
 
-    def _restart(self, cause: str, stack: str) -> list[Request]:
+    def _restart(self, cause: str, stack: str) -> list[RequestProgress]:
         """Start another core in place of one that has failed; its first report says how that went.
 
         Returns the request that is to blame, where one is, and all where nothing can follow.
@@ -309,7 +315,7 @@ class RemoteCore(RemoteControl):
             return blamed + self._end("the engine is closed")
         return blamed
 
-    def _blame(self, cause: str) -> list[Request]:
+    def _blame(self, cause: str) -> list[RequestProgress]:
         """End the request that a core failed with while no other was in doubt, if there was one."""
         with self._opening:
             number = self._quarantine.learn(self._open)
@@ -319,7 +325,7 @@ class RemoteCore(RemoteControl):
         logger.error("request %d is ended: %s", number, said)
         return [self._failed(number, EngineError(said))]
 
-    def _readmit(self, ready: Ready) -> list[Request]:
+    def _readmit(self, ready: Ready) -> list[RequestProgress]:
         """Give the new core what the last one had: other weights, sleep, and every request from its tokens so far."""
         self._facts, self._stats, self._suspects = ready.facts, ready.stats, ready.suspects
         self._recovery.adopt(ready.facts.denied)
@@ -337,7 +343,7 @@ class RemoteCore(RemoteControl):
         )
         return aborted
 
-    def _take_aborted(self) -> list[Request]:
+    def _take_aborted(self) -> list[RequestProgress]:
         """End what was aborted while no core had it."""
         ended = []
         with self._opening:
@@ -361,24 +367,19 @@ class RemoteCore(RemoteControl):
                     self._send_again(following)
 
     def _send_again(self, number: int) -> None:
-        self._link.send(Add(number, pickle.dumps(self._open[number])))
+        request = self._open[number]
+        self._link.send(Add(number, pickle.dumps(request.asked), request.since(request.num_prompt_tokens)))
 
-    def _grown(self, delta: Delta) -> Request:
+    def _grown(self, delta: Delta) -> RequestProgress:
         request = self._open[delta.number]
-        request.token_ids += delta.token_ids
-        request.num_sampled += len(delta.token_ids)
-        request.logprobs += delta.logprobs
-        if delta.prompt_logprobs:
-            request.prompt_logprobs = list(delta.prompt_logprobs)
-        request.num_cached_tokens, request.num_preemptions = delta.num_cached_tokens, delta.num_preemptions
-        request.finish_reason, request.stop_reason = delta.finish_reason, delta.stop_reason
+        request.take(delta)
         if request.finish_reason is not None:
             del self._open[delta.number]
         if delta.token_ids or request.finish_reason is not None:
             self._clear([delta.number])
         return request
 
-    def _failed(self, number: int, error: HardpointError) -> Request:
+    def _failed(self, number: int, error: HardpointError) -> RequestProgress:
         request = self._open.pop(number)
         request.finish_reason, request.error = "abort", error
         self._clear([number])

@@ -14,8 +14,8 @@ import numpy as np
 
 from hardpoint.engine.client import RequestOptions
 from hardpoint.engine.lora import Adapter, check_loaded
+from hardpoint.engine.requests import AdmittedRequest
 from hardpoint.engine.sampling_params import SamplingParams
-from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import EngineError, MemoryTag, RequestError
 
 
@@ -50,7 +50,7 @@ class Admission:
         *,
         bad_words: Sequence[Sequence[int]] = (),
         **options: Unpack[RequestOptions],
-    ) -> Request:
+    ) -> AdmittedRequest:
         """Make a request for one completion; see CoreClient.add_request.
 
         Raises RequestError for an empty or too long prompt, an id outside the vocabulary, parameters that exclude every
@@ -78,15 +78,13 @@ class Admission:
         _check_options(timeout, priority)
         adapter = options.get("adapter", "")
         check_loaded(adapter, [loaded.name for loaded in self.adapters])
-        number = next(self._numbers)
-        return Request(
-            str(number),
+        return AdmittedRequest(
+            next(self._numbers),
             prompt,
             params,
             self.draw_seed() if params.seed is None else params.seed,
             stops,
             most,
-            number,
             priority=priority,
             deadline=None if timeout is None else time.monotonic() + timeout,
             cache_salt=options.get("cache_salt", ""),

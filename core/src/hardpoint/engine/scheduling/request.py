@@ -7,18 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hardpoint.engine.lora import NO_ADAPTER, Adapter
-from hardpoint.engine.outputs import FinishReason
-from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.engine.requests import Delta, RequestProgress
 from hardpoint.engine.scheduling.block_pool import BlockHash, hash_block, hash_salt
 from hardpoint.engine.scheduling.paged_cache import HeldPages
-from hardpoint.engine.scheduling.step import PromptLogprobs, SlotSampling, TokenLogprobs
+from hardpoint.engine.scheduling.step import PromptLogprobs, SlotSampling
 from hardpoint.structured import StructureState
-from hardpoint_plugin_api import HardpointError
 
 
 @dataclass(eq=False)
-class Request:
-    """Tokens so far, how many of them are in the cache, and where.
+class Request(RequestProgress):
+    """A core's own record of a request: beside what came of it, how many of its tokens are in the cache, and where.
 
     ``num_computed`` counts tokens whose keys and values are stored once the submitted steps are done; ``num_sampled``
     counts tokens drawn, their values included as soon as they are committed to ``token_ids``. ``num_in_flight`` counts
@@ -27,85 +25,49 @@ class Request:
     counts such drafts. ``drafts`` may follow its newest known token; ``num_proposed`` counts those that the newest
     committed step proposed for it.
 
-    Of two waiting requests the one with the lower ``priority`` runs first, then the one with the lower ``number``.
-    ``deadline`` is a time of ``time.monotonic``, after which the request ends. ``cache_salt`` keeps its cached prefix
-    from requests with another salt. ``bad_words`` are token sequences that its output never completes.
-
-    ``structure`` follows its output where its parameters constrain that; ``adapter`` is the loaded LoRA adapter whose
-    name is ``adapter_name``. The core sets both.
-
-    ``error`` says why the engine ended it, where that was a failure.
-
-    Where its parameters ask for them, ``logprobs`` has an entry for each drawn token and ``prompt_logprobs`` one for
-    each token of the prompt, None for the first; the latter is complete with the first drawn token.
-
-    ``prompt_array`` has the prompt's ids as int32, where they were read that way already.
+    ``structure`` follows its output where its parameters constrain that; ``adapter`` is the loaded LoRA adapter that it
+    asks for. The core sets both.
     """
 
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    seed: int
-    stop_token_ids: frozenset[int]
-    max_total_tokens: int
-    number: int = 0
-    priority: int = 0
-    deadline: float | None = None
-    cache_salt: str = ""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    prompt_array: array[int] | None = None
-    adapter_name: str = ""
-    token_ids: list[int] = field(init=False)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     num_sampled: int = 0
     num_computed: int = 0
     drafts: tuple[int, ...] = ()
     num_proposed: int = 0
     num_unsettled: int = 0
     num_in_flight: int = 0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
     held: HeldPages | None = None
     slot: int | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    error: HardpointError | None = None
     structure: StructureState | None = None
     adapter: Adapter = NO_ADAPTER
     _hashes: list[BlockHash] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
-        if self.needs_all_logits:
-            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
+    def take(self, delta: Delta) -> None:
+        """Go on from what another core made of the request."""
+        super().take(delta)
+        self.num_sampled += len(delta.token_ids)
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def precedence(self) -> tuple[int, int]:
         """Its place among requests: lower comes first, and is preempted last."""
-        return self.priority, self.number
+        return self.asked.priority, self.asked.number
 
     @property
     def num_tokens(self) -> int:
         """Prompt and drawn tokens, whether their values are known yet or not."""
-        return len(self.prompt_token_ids) + self.num_sampled
+        return self.num_prompt_tokens + self.num_sampled
 
     @property
     def num_to_compute(self) -> int:
         """Tokens yet to run: one while decoding, more while the prompt is read, none once all are drawn."""
-        num_tokens = len(self.prompt_token_ids) + self.num_sampled  # num_tokens without a call, for every decode
-        return 0 if num_tokens >= self.max_total_tokens else num_tokens - self.num_computed
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """The tokens drawn so far."""
-        return self.token_ids[len(self.prompt_token_ids) :]
+        num_tokens = self.num_prompt_tokens + self.num_sampled  # num_tokens without a call, for every decode
+        return 0 if num_tokens >= self.asked.max_total_tokens else num_tokens - self.num_computed
 
     @property
     def known_ids(self) -> array[int]:
         """All its known tokens as int32; not to be changed."""
-        if self.prompt_array is not None and len(self.token_ids) == len(self.prompt_array):
-            return self.prompt_array
+        prompt = self.asked.prompt_array
+        if prompt is not None and len(self.token_ids) == len(prompt):
+            return prompt
         return array("i", self.token_ids)
 
     def next_allowed(self, drafts: tuple[int, ...]) -> tuple[bytes, ...]:
@@ -117,28 +79,23 @@ class Request:
         return self.structure.allowed_ahead(drafts)
 
     @property
-    def needs_all_logits(self) -> bool:
-        """True where every token of the prompt must run through the model, so that no cached prefix can be used."""
-        return self.params.prompt_logprobs is not None
-
-    @property
     def slot_sampling(self) -> SlotSampling:
         """Its parameters as the runner takes them: numbers of other libraries become plain ones."""
-        p = self.params
+        asked, p = self.asked, self.asked.params
         return SlotSampling(
             temperature=float(p.temperature),
             top_k=max(0, int(p.top_k)),
             top_p=float(p.top_p),
             min_p=float(p.min_p),
-            seed=int(self.seed),
+            seed=int(asked.seed),
             repetition_penalty=float(p.repetition_penalty),
             presence_penalty=float(p.presence_penalty),
             frequency_penalty=float(p.frequency_penalty),
             logit_bias=tuple((int(token), float(bias)) for token, bias in (p.logit_bias or {}).items()),
-            bad_words=self.bad_words,
+            bad_words=asked.bad_words,
             allowed_token_ids=None if p.allowed_token_ids is None else tuple(map(int, p.allowed_token_ids)),
             min_tokens=int(p.min_tokens),
-            stop_token_ids=tuple(map(int, self.stop_token_ids)) if p.min_tokens else (),
+            stop_token_ids=tuple(map(int, asked.stop_token_ids)) if p.min_tokens else (),
             logprobs=p.logprobs,
             prompt_logprobs=p.prompt_logprobs,
         )
@@ -152,7 +109,7 @@ class Request:
         and then kept."""
         for block in range(num_blocks):
             if block == len(self._hashes):
-                parent = self._hashes[-1] if self._hashes else hash_salt(self.cache_salt, self.adapter.number)
+                parent = self._hashes[-1] if self._hashes else hash_salt(self.asked.cache_salt, self.adapter.number)
                 start = block * block_size
                 self._hashes.append(hash_block(parent, self.token_ids[start : start + block_size]))
             yield self._hashes[block]

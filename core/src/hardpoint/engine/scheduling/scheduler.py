@@ -2,8 +2,8 @@
 
 It never needs a token's value: ``schedule`` advances counts and pages as a step is submitted, ``commit`` takes values
 when they arrive, up to a step later; a token drawn for a request that had ended meanwhile is dropped. Requests run in
-the order of their rank; one that finds no page preempts the last of those that run, which is computed again later.
-What a structured output may go on with does depend on values: see ``needs_values``.
+the order of their precedence; one that finds no page preempts the last of those that run, which is computed again
+later. What a structured output may go on with does depend on values: see ``needs_values``.
 
 A step that verifies drafts advances by their number, which is the most that can come of it; ``commit`` takes back what
 was not drawn. Until then counts are bounds, and the device knows the lengths that they bound. Pages that were taken
@@ -131,10 +131,10 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue ``request``. Raises CapacityError if even the empty pool could not hold all its tokens."""
-        usable, longest = self.cache.pool.num_usable, request.max_total_tokens
+        usable, longest = self.cache.pool.num_usable, request.asked.max_total_tokens
         if self.cache.geometry.pages_for(longest) > usable:
             raise CapacityError(
-                f"request {request.request_id} may reach {longest} tokens, the cache holds "
+                f"request {request.number} may reach {longest} tokens, the cache holds "
                 f"{self.cache.geometry.longest(usable, longest)}; raise --kv-cache-memory, or lower max_tokens"
             )
         self._watch_deadline(request)
@@ -142,12 +142,13 @@ class Scheduler:
 
     def _watch_deadline(self, request: Request) -> None:
         """Have ``expire`` find ``request``. Those that ended long before their deadlines are let go now and then."""
-        if request.deadline is None or request.deadline == math.inf:
+        deadline = request.asked.deadline
+        if deadline is None or deadline == math.inf:
             return
         if len(self._deadlines) > 2 * (self.num_running + self.num_waiting) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2].finish_reason is None]
             heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (request.deadline, request.number, request))
+        heapq.heappush(self._deadlines, (deadline, request.number, request))
 
     def abort(self, request: Request, stop_reason: str | None = None) -> None:
         """End ``request`` now; one that has ended already is left alone."""
@@ -234,9 +235,10 @@ class Scheduler:
             request.token_ids += tokens
             if scores is not None:
                 request.logprobs += scores
-            if request.structure is None and request.stop_token_ids.isdisjoint(tokens):
+            if request.structure is None and request.asked.stop_token_ids.isdisjoint(tokens):
                 # Drafts are so few that no token beyond the longest output can be drawn.
-                ended: FinishReason | None = "length" if len(request.token_ids) >= request.max_total_tokens else None
+                longest = request.asked.max_total_tokens
+                ended: FinishReason | None = "length" if len(request.token_ids) >= longest else None
             else:
                 ended = self._end_among(request, tokens)
             self._remember(share, known)
@@ -268,7 +270,7 @@ class Scheduler:
         """Why ``request`` ends with one of ``tokens``, its newest, of which it loses those behind. None: it goes on."""
         for number, token in enumerate(tokens, 1):
             ended: FinishReason | None = None
-            if token in request.stop_token_ids:
+            if token in request.asked.stop_token_ids:
                 ended, request.stop_reason = "stop", token
             elif request.structure is not None:
                 request.structure.accept(token)
@@ -276,14 +278,14 @@ class Scheduler:
             if ended is not None:
                 self._drop(request, len(tokens) - number)
                 return ended
-        return "length" if len(request.token_ids) >= request.max_total_tokens else None
+        return "length" if len(request.token_ids) >= request.asked.max_total_tokens else None
 
     def _drop(self, request: Request, count: int) -> None:
         """Forget the last ``count`` tokens of ``request``."""
         self.num_drawn -= count
         if count:
             del request.token_ids[-count:]
-            del request.logprobs[len(request.token_ids) - len(request.prompt_token_ids) :]
+            del request.logprobs[len(request.token_ids) - request.num_prompt_tokens :]
 
     def _schedule_one_phase(self, step: _Step) -> None:
         """Prompts before decodes, except where a decode was promised the pages of a preempted request."""
@@ -342,15 +344,14 @@ class Scheduler:
             if not (request.num_preemptions or request.num_sampled):  # a later start finds what it stored itself
                 request.num_cached_tokens = request.num_computed
                 self.num_cached_tokens += request.num_computed
-            bisect.insort(self._running, request, key=lambda r: r.rank)
-            num_prompt = len(request.prompt_token_ids)
-            adapter = request.adapter.slot
-            step.new.append(NewRequest(request.slot, request.known_ids, request.slot_sampling, num_prompt, adapter))
+            bisect.insort(self._running, request, key=lambda r: r.precedence)
+            sampling, num_prompt, adapter = request.slot_sampling, request.num_prompt_tokens, request.adapter.slot
+            step.new.append(NewRequest(request.slot, request.known_ids, sampling, num_prompt, adapter))
             self._schedule(step, request, prefix)
 
     def _cached_prefix(self, request: Request) -> Prefix:
         """The cached start of ``request``; at least its last token is left to compute."""
-        if not self._prefix_caching or request.needs_all_logits:
+        if not self._prefix_caching or request.asked.needs_all_logits:
             return Prefix()
         size = self.cache.geometry.block_size
         return self.cache.find(request.block_hashes(size, (request.num_tokens - 1) // size))
@@ -424,7 +425,7 @@ class Scheduler:
         """Pages for ``request`` up to position ``end``, of preempted requests where needed; None: it has to wait."""
         start = request.num_computed
         need = self.cache.num_fresh(held.num_blocks, start, end)
-        if need and self._promised is not None and self._promised.rank < request.rank:
+        if need and self._promised is not None and self._promised.precedence < request.precedence:
             return None  # what is free, or comes free, is the other's
         while (grown := self.cache.grow(held, start, end)) is None:
             returning = (page for submitted in self._in_flight for page in submitted.released)
@@ -449,7 +450,7 @@ class Scheduler:
             drafts, request.drafts = request.drafts, ()
         if drafts:
             assert request.held is not None
-            room = min(step.budget - count - step.owed_tokens, request.max_total_tokens - request.num_tokens - 1)
+            room = min(step.budget - count - step.owed_tokens, request.asked.max_total_tokens - request.num_tokens - 1)
             drafts = drafts[: max(0, room)]
             start = request.num_computed
             need = self.cache.num_fresh(request.held.num_blocks, start, start + count + len(drafts))
@@ -466,14 +467,14 @@ class Scheduler:
             self.cache.free(pages)
 
     def _preempt(self, request: Request) -> None:
-        """Take the pages of ``request``; it waits, by its rank, to be computed again from its tokens."""
+        """Take the pages of ``request``; it waits, by its precedence, to be computed again from its tokens."""
         self._stop_running(request)
         request.num_computed, request.drafts = 0, ()
         request.num_preemptions += 1
         self._wait(request)
 
     def _wait(self, request: Request) -> None:
-        heapq.heappush(self._waiting, (request.rank, request))
+        heapq.heappush(self._waiting, (request.precedence, request))
         self._num_waiting += 1
 
     def _end(self, request: Request, reason: FinishReason) -> None:

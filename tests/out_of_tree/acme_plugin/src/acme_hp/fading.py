@@ -5,6 +5,7 @@ Axes: T tokens, N requests, W channels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,25 +46,35 @@ class FadingPlanner(StepPlanner):
 
 
 class AcmeFading(PluggableLayer, name="acme_fading"):
-    """The cache holds the sum of each sequence, float32 [W]."""
+    """The cache holds the sum of each sequence, float32 [W], in as many planes as it has names for."""
 
     traceable = True
+    planes: ClassVar[tuple[str, ...]] = ("sum",)
 
     def __init__(self, ctx: Context, args: FadingArgs) -> None:
         super().__init__(ctx)
         self.args, self._block_size = args, ctx.block_size
         self.value = Linear(ctx.child("value"), LinearArgs(args.hidden_size, (("value", args.width),)))
         self.out = Linear(ctx.child("out"), LinearArgs(args.width, (("out", args.hidden_size),)))
-        spec = CacheSpec((Plane("sum", (args.width,), "float32"),), Latest())
+        width = args.width // len(self.planes)
+        spec = CacheSpec(tuple(Plane(name, (width,), "float32") for name in self.planes), Latest())
         self.index = ctx.cache_users.add(CacheUser(ctx.path, spec, PlainLayout(), FadingPlanner(), FadingPlanner))
 
     def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. Adds this step's values to the sums of its requests."""
         values = self.value(x, step)
         sums = torch.empty_like(values)
-        step.interrupt(self.index, lambda cache, plan: self._add(values, cache["sum"], plan.batch, sums))
+        step.interrupt(self.index, lambda cache, plan: self._add_all(values, cache, plan.batch, sums))
         y: torch.Tensor = self.out(sums, step)
         return y
+
+    def _add_all(
+        self, values: torch.Tensor, cache: Mapping[str, torch.Tensor], batch: AttentionBatch, sums: torch.Tensor
+    ) -> None:
+        """Channels go to the planes in turn."""
+        step = len(self.planes)
+        for first, name in enumerate(self.planes):
+            self._add(values[:, first::step], cache[name], batch, sums[:, first::step])
 
     def _add(self, values: torch.Tensor, states: torch.Tensor, batch: AttentionBatch, sums: torch.Tensor) -> None:
         """Write the sum at each token to ``sums`` [T, W] and those of the newest tokens to ``states``."""
@@ -80,3 +91,9 @@ class AcmeFading(PluggableLayer, name="acme_fading"):
                 total = fade * total + values[token].float()
                 sums[token] = total
             states[pages[i]] = total
+
+
+class AcmeFadingPairs(AcmeFading):
+    """The same, with a plane for the even channels and one for the odd ones; their number is even."""
+
+    planes = ("even", "odd")

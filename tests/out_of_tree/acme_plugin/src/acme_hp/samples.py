@@ -12,11 +12,17 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from acme_hp.fading import FadingArgs
 from acme_hp.means import FADE, MeanArgs, StripesArgs
-from hardpoint.conformance.families.layer_kinds import Inputs, LayerKind, Steps
+from hardpoint.conformance.families.layer_kinds import (
+    NUM_STEP_TOKENS,
+    STEPS,
+    Inputs,
+    LayerKind,
+    Steps,
+    step_by_step,
+)
 from hardpoint.conformance.families.model_samples import TINY, ModelSample, Reference
 from hardpoint.conformance.families.parser_samples import ParserSample, SampleCall, tool
 from hardpoint.conformance.families.quantization_samples import Sample, Written
-from hardpoint.conformance.families.steps import Piece
 from hardpoint.layers import PluggableLayer
 from hardpoint_plugin_api import ContentDelta, ForwardStep
 
@@ -101,17 +107,11 @@ def write_means(folder: Path, seed: int) -> Reference:
 
 MODEL_SAMPLES = {"AcmeMeansForCausalLM": (ModelSample("means", write_means),)}
 
-_PROMPTS_THEN_DECODES = ((Piece(9, 9), Piece(4, 4)), (Piece(1, 10), Piece(1, 5)))
-
 
 def _stream(
     args: MeanArgs | FadingArgs | StripesArgs, tokens: int, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(tokens, args.hidden_size, generator=generator), "positions": torch.arange(tokens)}
-
-
-def _step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
-    return torch.cat([layer(inputs["x"][rows], step) for rows, step in steps()])
 
 
 def _in_a_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
@@ -120,10 +120,10 @@ def _in_a_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
 
 LAYER_KINDS = {
     "acme_mean": LayerKind(
-        {"plain": MeanArgs(64, 4, 16)}, _stream, _step_by_step, tokens=(15,), pieces=_PROMPTS_THEN_DECODES
+        {"plain": MeanArgs(64, 4, 16)}, _stream, step_by_step, tokens=(NUM_STEP_TOKENS,), pieces=STEPS
     ),
     "acme_fading": LayerKind(
-        {"plain": FadingArgs(64, 48, 0.7)}, _stream, _step_by_step, tokens=(15,), pieces=_PROMPTS_THEN_DECODES
+        {"plain": FadingArgs(64, 48, 0.7)}, _stream, step_by_step, tokens=(NUM_STEP_TOKENS,), pieces=STEPS
     ),
     "acme_stripes": LayerKind({"plain": StripesArgs(64, 3)}, _stream, _in_a_step),
 }
