@@ -388,7 +388,8 @@ class EngineConfig(BaseModel):
     def _with_value(self, key: str, value: Any) -> Self:
         section, dot, name = key.partition(".")
         if not dot:
-            checked = type(self)._build({**self.model_dump(), key: value}, {key: f"a plugin's wish: {key}"})
+            given = self.model_dump(exclude_unset=True)
+            checked = type(self)._build({**given, key: value}, {key: f"a plugin's wish: {key}"})
             return self._changed({key: getattr(checked, key)})
         old = self.plugin_config[section][name]
         if type(value) is not type(old):
