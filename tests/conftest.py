@@ -15,6 +15,15 @@ from hardpoint.plugin_host import discover
 
 OURS = {"core", "cpu", "cuda", "rocm", "xpu", "sim"}  # sim: the simulated accelerator, in child processes
 
+LONGEST = ("tests/engine/test_simulated_device.py", "tests/docs/test_docs.py")
+"""Files whose tests start long child processes: one that began last would keep a run from ending."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest; all others keep their order."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
 
 @pytest.fixture(autouse=True)
 def no_width(monkeypatch: pytest.MonkeyPatch) -> None:

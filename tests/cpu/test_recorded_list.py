@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from hardpoint_cpu import native
-from hardpoint_cpu.recorded_list import RecordedLists
+from hardpoint_cpu.recorded_list import RecordedLists, _known_shape
 from hardpoint_plugin_api import PlatformError
 from tests.cpu.building import needs_kernels
 
@@ -247,3 +247,47 @@ def test_threads_record_and_replay_at_once() -> None:
         thread.join()
     for i in range(4):
         torch.testing.assert_close(results[i], wanted(**held[i]))
+
+
+_X = torch.arange(12, dtype=torch.float32).view(3, 4) + 1
+_ROW, _INTS = torch.ones(4, dtype=torch.bfloat16), torch.ones(3, 1, dtype=torch.int32)
+_NUMBER = torch.tensor(2.0, dtype=torch.float64)
+_TABLE, _SLOTS = torch.arange(30.0).view(10, 3), torch.tensor([[1, 2], [0, 9]])
+_aten = torch.ops.aten
+KNOWN: list[tuple[Any, tuple[Any, ...]]] = [
+    (_aten.add.Tensor, (_X, _ROW)),
+    (_aten.add.Tensor, (_X, _X)),
+    (_aten.add.Tensor, (_INTS, _NUMBER)),
+    (_aten.mul.Tensor, (_ROW, _NUMBER)),
+    (_aten.div.Tensor, (_INTS, _INTS)),
+    (_aten.div.Tensor_mode, (_INTS, _INTS)),
+    (_aten.add.Scalar, (_INTS, 1.5)),
+    (_aten.lt.Tensor, (_X, _INTS)),
+    (_aten.where.self, (_X > 3, _X, _NUMBER)),
+    (_aten.exp.default, (_INTS,)),
+    (_aten.bitwise_and.Tensor, (_INTS, _INTS)),
+    (_aten.index.Tensor, (_TABLE, [_SLOTS])),
+    (_aten.index.Tensor, (_TABLE, [_SLOTS, _SLOTS[:1] % 3])),
+    (_aten.index.Tensor, (_TABLE[:, 1], [_SLOTS[0]])),
+]
+
+
+@pytest.mark.parametrize(("func", "args"), KNOWN, ids=lambda value: str(value) if callable(value) else "")
+def test_shapes_that_are_known_are_those_of_torch(func: Any, args: tuple[Any, ...]) -> None:
+    kwargs = {"rounding_mode": "floor"} if func is _aten.div.Tensor_mode else {}
+    known, result = _known_shape(func, args, kwargs), func(*args, **kwargs)
+    assert known is not None
+    assert (known.shape, known.dtype, known.stride()) == (result.shape, result.dtype, result.stride())
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (_aten.add.Tensor, (_X.t(), _X.t())),
+        (_aten.index.Tensor, (_TABLE.t(), [_SLOTS % 3])),
+        (_aten.index.Tensor, (_TABLE, [None, _SLOTS % 3])),
+        (_aten.sum.default, (_X,)),
+    ],
+)
+def test_results_whose_strides_depend_on_more_are_asked_of_torch(func: Any, args: tuple[Any, ...]) -> None:
+    assert _known_shape(func, args, {}) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -317,3 +318,12 @@ def test_a_core_in_a_thread_lets_requests_in_by_its_adapters(llama: Adapted) -> 
             core.add_request(prompt, GREEDY, frozenset(), adapter="all")
     finally:
         core.close()
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "lora.md", "exec"), {})
+    with_adapter, without = capsys.readouterr().out.strip().splitlines()
+    assert with_adapter != without

@@ -457,6 +457,18 @@ def test_drafts_take_no_page_that_a_later_request_needs_in_the_same_step() -> No
     assert [request.num_preemptions for request in requests] == [0, 0]
 
 
+def test_right_drafts_count_as_right_after_preemption() -> None:
+    """Drafts that a step in flight verifies while its request loses its pages."""
+    limits, pages = StepLimits(max_tokens=64, max_requests=6), 8
+    scheduler = make_scheduler(pages, limits, num_drafts=2, drafts_ahead=True)
+    requests = [make_request(i, [i + 2] * 3, 25) for i in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    run(scheduler, Device(limits, pages, drafter=drafting(2, 0)), depth=1)
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert scheduler.num_accepted == scheduler.num_drafted > 0
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_drafts_starve_no_request(ahead: bool) -> None:
     """Neither one that runs, nor one that waits: the budget is less than all drafts take."""

@@ -288,10 +288,22 @@ def test_steps_that_verify_are_replayed(llm: LLM, monkeypatch: pytest.MonkeyPatc
     assert replays() - before > 20
 
 
+def test_eager_steps_with_uneven_drafts_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_llm(Path("demo"), **NGRAM, async_scheduling=False) as llm:
+        scripted(monkeypatch, lambda tokens: [7] * (1 + sum(tokens[:2]) % 2))
+        prompts = [[1, 1, 5], [1, 2, 5]]
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), use_tqdm=False)
+        samples = [sample for family in llm.metrics.families for sample in family.samples]
+    eager = {s.labels["reason"]: s.value for s in samples if s.name == "hardpoint_eager_steps_total"}
+    assert eager["uneven_drafts"] >= 5
+    assert eager.get("prefill", 0) <= 1
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"num_speculative_tokens": 3}, "num_speculative_tokens = 3: nothing is drafted; add --speculative-method"),
+        ({"num_speculative_tokens": 4}, "num_speculative_tokens = 4: nothing is drafted; add --speculative-method"),
         (NGRAM | {"prompt_lookup_min": 5}, "prompt_lookup_min = 5 is above prompt_lookup_max = 4; set both"),
         ({"speculative_method": "ngrams"}, "ngrams"),
     ],
@@ -331,6 +343,14 @@ def looked_up(sequence: Sequence[int], shortest: int, longest: int) -> list[int]
                 found = list(sequence[start + size : start + size + 3])
                 return found + [NO_DRAFT] * (3 - len(found))
     return [NO_DRAFT] * 3
+
+
+@pytest.mark.parametrize("longest", [255, 256, 300])
+def test_ngram_counts_long_matches(longest: int) -> None:
+    sequence = [*range(2, 2 + longest), 99, *range(2, 2 + longest)]
+    assert drafts([sequence], prompt_lookup_min=longest, prompt_lookup_max=longest) == [[99, 2, 3]]
+    assert drafts([sequence], prompt_lookup_min=longest, prompt_lookup_max=longest + 1) == [[99, 2, 3]]
+    assert drafts([sequence[1:]], prompt_lookup_min=longest, prompt_lookup_max=longest) == [[NO_DRAFT] * 3]
 
 
 @settings(max_examples=200, deadline=None)

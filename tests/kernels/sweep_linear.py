@@ -20,7 +20,7 @@ from hardpoint.kernels.gemm import GemmConfiguration, gemm, gemm_configuration
 from hardpoint.kernels.gemv import GemvConfiguration, gemv, gemv_configuration
 from hardpoint.kernels.launch import overlap_launches
 from hardpoint.kernels.norm import rms_norm
-from hardpoint.kernels.skinny import SkinnyConfiguration, plain_configuration, skinny
+from hardpoint.kernels.skinny import SkinnyConfiguration, skinny, skinny_configuration
 from tests.kernels.sweeping import WEIGHT_BYTES, compile_beside, microseconds, plain_read
 
 _SHAPES = (
@@ -93,7 +93,9 @@ def _product(cut: Cut, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _chosen(num_rows: int, n: int, k: int) -> list[Cut]:
     """What each kernel that may serve takes now."""
-    cuts: list[Cut] = [] if num_rows == 1 else [plain_configuration(num_rows), gemm_configuration(num_rows, n, 2)]
+    cuts: list[Cut] = (
+        [] if num_rows == 1 else [skinny_configuration(num_rows, n, 2, 2), gemm_configuration(num_rows, n, 2)]
+    )
     return [gemv_configuration(num_rows, n, 2 * k), *cuts] if num_rows <= 4 else cuts
 
 

@@ -14,9 +14,11 @@ import torch
 from hardpoint.conformance.site import Site
 from hardpoint.kernels.attention import TritonAttention, TritonQuantizedCacheAttention
 from hardpoint.kernels.attention_tuning import Tiles
+from hardpoint.kernels.gemm import GemmConfiguration, TritonGemm, gemm_configuration, gemm_table
+from hardpoint.kernels.skinny import SkinnyConfiguration, skinny_configuration, skinny_table
 from hardpoint.kernels.tables import FOLDER, Table, table
 from hardpoint.plugin_host import discover
-from hardpoint_plugin_api import AttentionSpec, BuildContext, ConfigError
+from hardpoint_plugin_api import AttentionSpec, BuildContext, ConfigError, LinearCall, LinearWorkload
 from tests.support.attention import ANY_DEVICE, PluginConfigOnly
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "xe2", "none")
@@ -132,18 +134,25 @@ def test_shipped_tables_name_their_source() -> None:
     """What was measured says where, and the page is there."""
     root = Path(__file__).resolve().parents[2]
     paths = [path for folder in (FOLDER, *discover().tuning_folders("cuda")) for path in folder.glob("*.toml")]
-    assert len(paths) == 3
+    assert len(paths) == 5
     for path in paths:
-        for rule in tomllib.loads(path.read_text())["rule"]:
-            assert ("measured_on" in rule) == ("source" in rule), path
-            assert "source" not in rule or (root / rule["source"]).is_file(), path
+        table = tomllib.loads(path.read_text())
+        for said in (table, *table["rule"]):
+            assert ("measured_on" in said) == ("source" in said), path
+            assert "source" not in said or (root / said["source"]).is_file(), path
 
 
 # Frozen: what kernels were cut to before tables were files.
 
 SPEC = AttentionSpec(32, 8, 128, 0.1, "bfloat16", "bfloat16", 16)
+PLATFORM_TABLES = {name: discover().tuning_folders(name) for name in ("cuda", "rocm")}
 LARGE_MEMORY = {"sm_80", "sm_90", "sm_100", "sm_103"}
 DECODES = (1, 2, 16, 31, 32, 33, 64, 127, 128, 129, 256, 511, 512, 513, 2048)
+
+
+def context_of(arch: str) -> BuildContext:
+    folders = PLATFORM_TABLES["cuda" if arch.startswith("sm_") else "rocm"]
+    return cast(BuildContext, PluginConfigOnly({}, device=replace(ANY_DEVICE, arch=arch), tuning_folders=folders))
 
 
 def decode_tiles(backend: TritonAttention, decodes: int) -> tuple[int, Tiles]:
@@ -166,12 +175,10 @@ def old_decode_tiles(arch: str, decodes: int, wide: bool, quantized: bool) -> tu
 
 @pytest.mark.parametrize(("arch", "dtype"), list(product(ARCHS, ("float32", "float16", "bfloat16"))))
 def test_attention_is_cut_as_before(arch: str, dtype: str) -> None:
-    device = replace(ANY_DEVICE, arch=arch)
-    folders = discover().tuning_folders("cuda" if arch.startswith("sm_") else "rocm")
+    ctx = context_of(arch)
     for kv_dtype in (dtype, "float16", "float8_e4m3fn", "int8"):
         quantized = kv_dtype in ("float8_e4m3fn", "int8")
         kind = TritonQuantizedCacheAttention if quantized else TritonAttention
-        ctx = cast(BuildContext, PluginConfigOnly({}, device=device, tuning_folders=folders))
         backend = kind(ctx, replace(SPEC, dtype=dtype, kv_dtype=kv_dtype))
         wide = dtype == "float32" or (not quantized and kv_dtype != dtype)
         for decodes in DECODES:
@@ -189,3 +196,93 @@ def test_a_platforms_plugin_may_bring_tables(tmp_path: Path) -> None:
     (tmp_path / "tuning").mkdir()
     assert plugins.tuning_folders("cpu") == [tmp_path / "tuning"]
     assert plugins.tuning_folders("cuda") != [tmp_path / "tuning"]
+
+
+ROWS = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 4096)
+WIDTHS = (16, 1024, 2047, 2048, 4095, 4096, 4999, 5000, 16383, 16384, 28672)
+
+
+def old_gemm_tiles(rows: int, n: int, itemsize: int, group: int, mixed: bool) -> GemmConfiguration:
+    if itemsize == 4:
+        return GemmConfiguration(32, 32, 32, 4, 2)
+    if itemsize == 1 and not group and rows <= 128:
+        return old_tiles_of_8_bits(rows, n)
+    if itemsize == 2 and not group and not mixed and rows <= 32:
+        return old_tiles_of_16_bits(rows, n)
+    block_k = min(128, group or 128)
+    if rows <= 16:
+        block_n, num_warps, num_stages = (16, 2, 6) if n < 4096 else (32, 4, 6) if n < 16384 else (64, 4, 4)
+        return GemmConfiguration(16, block_n, block_k, num_warps, num_stages)
+    if rows <= 32 and not group:
+        block_n, parts = (32, 2) if n < 5000 else (64, 1)
+        return GemmConfiguration(32, block_n, 128, 4, 5, turned=True, parts=parts)
+    if rows <= 32 and n >= 16384:
+        return GemmConfiguration(32, 64, block_k, 4, 4)
+    if rows <= 64:
+        return GemmConfiguration(64, 32 if n < 5000 else 64 if n < 16384 else 128, block_k, 4, 4)
+    return GemmConfiguration(64, 64, block_k, 4, 4) if rows <= 128 else GemmConfiguration(128, 128, block_k, 8, 3)
+
+
+def old_tiles_of_16_bits(rows: int, n: int) -> GemmConfiguration:
+    if rows <= 8:
+        block_m, parts, num_stages = (8, 2, 7) if n < 5000 else (8, 1, 7)
+    elif rows <= 16:
+        block_m, parts, num_stages = (16, 2, 5) if n < 5000 else (16, 1, 5)
+    else:
+        block_m, parts, num_stages = (32, 2, 5) if n < 2048 else (32, 1, 7 if n < 5000 else 5)
+    return GemmConfiguration(block_m, 64 // parts, 128, 4, num_stages, turned=True, parts=parts)
+
+
+def old_tiles_of_8_bits(rows: int, n: int) -> GemmConfiguration:
+    if rows <= 16:
+        if n < 5000:
+            return GemmConfiguration(8 if rows <= 8 else 16, 32, 256, 4, 5, turned=True, parts=2)
+        return GemmConfiguration(16, *((64, 256, 4, 5) if n < 16384 else (128, 256, 8, 3)), turned=True)
+    if rows <= 32:
+        if n < 5000:
+            return GemmConfiguration(32, 32, 128, 4, 10, turned=True, parts=2)
+        return GemmConfiguration(32, 64, 128, 4, 9 if n < 16384 else 4, turned=True)
+    if n >= 16384:
+        return GemmConfiguration(64, 128, 128, 4, 4)
+    return GemmConfiguration(64, 32 if n < 5000 and rows <= 64 else 64, 256, 4, 6)
+
+
+def test_matrix_products_are_cut_as_before() -> None:
+    """On every architecture."""
+    for rows, n, itemsize, group in product(ROWS, WIDTHS, (1, 2, 4), (0, 32, 64, 128, 256)):
+        for mixed in (False, True) if itemsize > 1 else (False,):
+            expected = old_gemm_tiles(rows, n, itemsize, group, mixed)
+            assert gemm_configuration(rows, n, itemsize, group, mixed=mixed) == expected
+            for arch in ARCHS:
+                cuts = gemm_table(context_of(arch))
+                assert gemm_configuration(rows, n, itemsize, group, mixed=mixed, cuts=cuts) == expected
+
+
+def old_skinny_tiles(rows: int, n: int, x_itemsize: int, itemsize: int) -> SkinnyConfiguration:
+    if itemsize == 2:
+        return SkinnyConfiguration(1 if rows <= 8 else 2, 2, 4, 5, steps=2, early=2)
+    if rows <= 8:
+        return SkinnyConfiguration(1, 4, 4, 6 if n < 5000 else 4)
+    num_stages = 4 if x_itemsize > 1 or n >= 5000 else 6
+    return SkinnyConfiguration(2 if rows <= 16 else 4, 4 if n >= 4096 else 2, 4, num_stages)
+
+
+def test_products_of_few_rows_are_cut_as_before() -> None:
+    for rows, n, x_itemsize, itemsize in product(ROWS, WIDTHS, (1, 2), (1, 2)):
+        expected = old_skinny_tiles(rows, n, x_itemsize, itemsize)
+        assert skinny_configuration(rows, n, x_itemsize, itemsize) == expected
+        for arch in ARCHS:
+            assert skinny_configuration(rows, n, x_itemsize, itemsize, skinny_table(context_of(arch))) == expected
+
+
+def test_a_users_table_cuts_matrix_products(tmp_path: Path) -> None:
+    (tmp_path / "gemm.toml").write_text(
+        f"{RULE}when = {{ max_rows = 4, itemsize = 2 }}\n"
+        "use = { block_m = 16, block_n = 16, block_k = 32, num_warps = 1, num_stages = 1 }\n"
+    )
+    ctx = cast(BuildContext, PluginConfigOnly({}, tuning_folders=(tmp_path,)))
+    kernel = TritonGemm(ctx, LinearWorkload())
+    x, weight = torch.randn(4, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+    assert gemm_configuration(4, 48, 2, cuts=gemm_table(ctx)) == GemmConfiguration(16, 16, 32, 1, 1)
+    got = kernel.apply(LinearCall(x, {"weight": weight}, None))
+    torch.testing.assert_close(got.float(), x.float() @ weight.float().t(), rtol=0.02, atol=0.1)

@@ -55,6 +55,11 @@ from hardpoint.terminal.engine_options import EngineCommand
     show_default=True,
     help="Seconds after which a client that takes nothing of its answer is left.",
 )
+@click.option(
+    "--allow-lora-updating",
+    is_flag=True,
+    help="Let clients load LoRA adapters from this machine's disk, and unload them.",
+)
 @click.option("--access-log", is_flag=True, help="Log every request.")
 @click.option("--quiet", is_flag=True, help="Log warnings alone.")
 def serve(config: EngineConfig, api_key_file: Path | None, quiet: bool, **settings: Any) -> None:

@@ -242,7 +242,7 @@ class EngineConfig(BaseModel):
         """Raise ConfigError for settings of drafts where none are made, and for a match that has no length."""
         for key in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
             value = getattr(self, key)
-            if value != type(self).model_fields[key].default and not self.num_drafts:
+            if key in self._explicit and not self.num_drafts:
                 wanted = written(key, value, origins)
                 raise ConfigError(f"{wanted}: nothing is drafted; add --speculative-method, or leave it out")
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -388,7 +388,8 @@ class EngineConfig(BaseModel):
     def _with_value(self, key: str, value: Any) -> Self:
         section, dot, name = key.partition(".")
         if not dot:
-            checked = type(self)._build({**self.model_dump(), key: value}, {key: f"a plugin's wish: {key}"})
+            given = self.model_dump(exclude_unset=True)
+            checked = type(self)._build({**given, key: value}, {key: f"a plugin's wish: {key}"})
             return self._changed({key: getattr(checked, key)})
         old = self.plugin_config[section][name]
         if type(value) is not type(old):

@@ -50,7 +50,16 @@ _REFERENCES = {
 
 
 LIMITS = EngineLimits(max_tokens=8192, max_sequences=256, max_model_len=4096)
-"""The limits of trials, unless a generator asks for others."""
+"""The limits of trials, but of those that hold more."""
+
+
+def limits_of(*, tokens: int = 0, requests: int = 0, length: int = 0) -> EngineLimits:
+    """The limits of trials whose steps hold so many tokens, of so many requests, of which the longest is so long."""
+    return EngineLimits(
+        max_tokens=max(LIMITS.max_tokens, tokens),
+        max_sequences=max(LIMITS.max_sequences, requests),
+        max_model_len=max(LIMITS.max_model_len, length),
+    )
 
 
 class TrialResources(EngineResources):

@@ -19,6 +19,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.client import EngineStats, RequestOptions
 from hardpoint.engine.control import (
     TAGS,
+    LoadAdapter,
     MemoryReport,
     R,
     ReadMetrics,
@@ -36,6 +37,7 @@ from hardpoint.engine.control import (
 from hardpoint.engine.frontend.frontend import connect
 from hardpoint.engine.frontend.prompts import Prompt
 from hardpoint.engine.frontend.streams import Mailbox, News, RequestStream
+from hardpoint.engine.lora import Adapter, LoRARequest
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.engine.remote.recovery import RecoveryState
 from hardpoint.engine.requests import RequestProgress
@@ -110,6 +112,11 @@ class AsyncEngine:
         return self.client.facts.max_model_len
 
     @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The LoRA adapters that are loaded, which ``submit`` takes by name."""
+        return self.client.adapters
+
+    @property
     def stats(self) -> EngineStats:
         """Tokens and seconds, requests and pages, as of the last step."""
         return self.client.stats
@@ -167,18 +174,20 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt, the last time with ``finished``.
 
         Each output is the caller's own, and holds everything so far unless ``output_kind`` says otherwise; a slow
         caller gets fewer, longer steps. Leaving the
         iteration, or cancelling the task that waits in it, ends the request. A request of a lower ``priority`` runs
-        first; ``timeout`` seconds from now it ends as it is, with the reason "abort".
+        first; ``timeout`` seconds from now it ends as it is, with the reason "abort". It runs with the adapter of
+        ``lora_request``, which is loaded where it is not yet.
 
-        Raises RequestError for what is wrong with the request, EngineError where the engine failed to serve it, and
-        EngineDeadError once the core is gone.
+        Raises RequestError for what is wrong with the request, what LoadAdapter does for an adapter, EngineError where
+        the engine failed to serve it, and EngineDeadError once the core is gone.
         """
-        return self._generate(prompt, sampling_params, request_id, priority=priority, timeout=timeout)
+        return self._generate(prompt, sampling_params, request_id, lora_request, priority=priority, timeout=timeout)
 
     def chat(
         self,
@@ -191,6 +200,7 @@ class AsyncEngine:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation, rendered by the checkpoint's chat template; otherwise as ``generate``."""
         prompt = functools.partial(
@@ -201,7 +211,7 @@ class AsyncEngine:
             tools=tools,
             **(chat_template_kwargs or {}),
         )
-        return self._generate(prompt, sampling_params, request_id, priority=priority, timeout=timeout)
+        return self._generate(prompt, sampling_params, request_id, lora_request, priority=priority, timeout=timeout)
 
     async def submit(
         self,
@@ -303,8 +313,12 @@ class AsyncEngine:
         prompt: Prompt | Callable[[], Prompt],
         params: SamplingParams | None,
         request_id: str | None,
+        lora_request: LoRARequest | None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
+        if lora_request is not None:
+            await self.control(LoadAdapter(lora_request.lora_name, lora_request.lora_path))
+            options["adapter"] = lora_request.lora_name
         async with await self.submit(prompt, params, request_id, **options) as stream:
             async for output in stream:
                 yield output

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 from hardpoint.dtypes import dtype_of
-from hardpoint.kernels.gemm import gemm
+from hardpoint.kernels.gemm import gemm, gemm_table
 from hardpoint.kernels.gemv import Scales, gemv
 from hardpoint.kernels.launch import begun
-from hardpoint.kernels.skinny import LARGEST, rounded_to, skinny
+from hardpoint.kernels.skinny import LARGEST, rounded_to, skinny, skinny_table
 from hardpoint.quantization.rounding_linear import RoundingLinear
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearWorkload, QuantSpec, Reason
 
@@ -55,6 +55,7 @@ class ScaledLinear(TritonRoundingLinear):
         assert workload.spec is not None
         self._weight_rows, self._weight_group = _block(workload.spec[0])
         self._x_rows, self.x_group = (1, 0) if self.activation is None else _block(self.activation)
+        self.gemm_cuts, self.skinny_cuts = gemm_table(ctx), skinny_table(ctx)
 
     def weight_scales(self, weights: dict[str, torch.Tensor]) -> Scales:
         """The weight's scales."""
@@ -82,7 +83,8 @@ class TritonScaledGemv(ScaledLinear):
         weight, spec = weights["weight"], self.activation
         if spec is not None and spec.static and not self.x_group and self.ctx.dtype != torch.float32:
             rows, given = x.reshape(-1, x.shape[-1]), self.x_scales(weights["input_scale"].view(1, 1))
-            y = skinny(rows, weight, bias, self.ctx.dtype, given, self.weight_scales(weights), round_x=True)
+            w_scales = self.weight_scales(weights)
+            y = skinny(rows, weight, bias, self.ctx.dtype, given, w_scales, round_x=True, cuts=self.skinny_cuts)
         else:
             y = self._product(*self.taken(call), weights, bias)
         return y.view(*x.shape[:-1], weight.shape[0])
@@ -94,8 +96,9 @@ class TritonScaledGemv(ScaledLinear):
         if self.ctx.dtype == torch.float32:
             return gemv(x, weight, bias, self.ctx.dtype, x_scales, scales)
         of_rows = x_scales is not None and not x_scales.group and not scales.group
-        product = gemm if of_rows else skinny
-        return product(x, weight, bias, self.ctx.dtype, x_scales, scales)
+        if of_rows:
+            return gemm(x, weight, bias, self.ctx.dtype, x_scales, scales, cuts=self.gemm_cuts)
+        return skinny(x, weight, bias, self.ctx.dtype, x_scales, scales, cuts=self.skinny_cuts)
 
 
 class TritonScaledGemm(ScaledLinear):
@@ -104,7 +107,8 @@ class TritonScaledGemm(ScaledLinear):
     def apply(self, call: LinearCall) -> torch.Tensor:
         weight = call.weights["weight"]
         rows, x_scales = self.taken(call)
-        y = gemm(rows, weight, call.bias, self.ctx.dtype, x_scales, self.weight_scales(call.weights))
+        w_scales = self.weight_scales(call.weights)
+        y = gemm(rows, weight, call.bias, self.ctx.dtype, x_scales, w_scales, cuts=self.gemm_cuts)
         return y.view(*call.x.shape[:-1], weight.shape[0])
 
 

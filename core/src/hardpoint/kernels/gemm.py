@@ -8,7 +8,9 @@ Axes: M rows of x, N rows of the weight (out), K columns (in).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -16,16 +18,8 @@ import triton.language as tl
 
 from hardpoint.kernels.gemv import Scales
 from hardpoint.kernels.launch import begun
-from hardpoint_plugin_api import DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason
-
-WIDE = 16384
-"""Rows of a weight from which on narrow tiles are too many."""
-
-_NARROW = 5000
-"""Rows of a weight up to which tiles of 64 of them are too few for a large device."""
-
-_VERY_NARROW = 2048
-"""Rows of a weight up to which tiles of 64 are too few for 32 rows of x, too, whose tiles take longer."""
+from hardpoint.kernels.tables import Table, table, table_of
+from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason
 
 _MOST_PLAIN_ELEMENTS = 1 << 26
 
@@ -54,62 +48,32 @@ class GemmConfiguration:
     apart: bool = True
 
 
+GemmTable = Table[GemmConfiguration]
+
+_FACTS: Mapping[str, type] = {"rows": int, "n": int, "itemsize": int, "grouped": bool, "mixed": bool}
+
+
+def gemm_table(ctx: BuildContext) -> GemmTable:
+    """The tuning table of the context's device. Raises ConfigError for a file that is not right."""
+    return table_of(ctx, "gemm", GemmConfiguration, _FACTS)
+
+
+@cache
+def _portable_table() -> GemmTable:
+    return table("gemm", GemmConfiguration, tuple(_FACTS.items()))
+
+
 def gemm_configuration(
-    num_rows: int, n: int, itemsize: int, group: int = 0, *, mixed: bool = False
+    num_rows: int, n: int, itemsize: int, group: int = 0, *, mixed: bool = False, cuts: GemmTable | None = None
 ) -> GemmConfiguration:
     """The tiles for ``num_rows`` rows of x, a weight of ``n`` rows, and elements of at most ``itemsize`` bytes.
 
     ``group`` is the fewest columns that share a scale, 0 where all of a row do: a block of columns keeps within them.
-    ``mixed``: the weight's elements are smaller, and converted. The tiles of up to 32 rows are the best of sweeps on an
-    H200 (docs/measurements/h200.md).
+    ``mixed``: the weight's elements are smaller, and converted. ``cuts`` is a device's table, by default core's.
     """
-    if itemsize == 4:  # no matrix units: what is multiplied at a time stands in registers
-        return GemmConfiguration(32, 32, 32, 4, 2)
-    if itemsize == 1 and not group and num_rows <= 128:
-        return _of_decodes(num_rows, n)
-    if itemsize == 2 and not group and not mixed and num_rows <= 32:
-        return _of_plain_decodes(num_rows, n)
-    block_k = min(128, group or 128)
-    if num_rows <= 16:
-        block_n, num_warps, num_stages = (16, 2, 6) if n < 4096 else (32, 4, 6) if n < WIDE else (64, 4, 4)
-        return GemmConfiguration(16, block_n, block_k, num_warps, num_stages)
-    if num_rows <= 32 and not group:
-        if n < _NARROW:
-            return GemmConfiguration(32, 32, 128, 4, 5, turned=True, parts=2)
-        return GemmConfiguration(32, 64, 128, 4, 5, turned=True)
-    if num_rows <= 32 and n >= WIDE:
-        return GemmConfiguration(32, 64, block_k, 4, 4)
-    if num_rows <= 64:
-        return GemmConfiguration(64, 32 if n < _NARROW else 64 if n < WIDE else 128, block_k, 4, 4)
-    if num_rows <= 128:
-        return GemmConfiguration(64, 64, block_k, 4, 4)
-    return GemmConfiguration(128, 128, block_k, 8, 3)
-
-
-def _of_plain_decodes(num_rows: int, n: int) -> GemmConfiguration:
-    """For 16-bit elements."""
-    if num_rows <= 8:
-        block_m, parts, num_stages = (8, 2, 7) if n < _NARROW else (8, 1, 7)
-    elif num_rows <= 16:
-        block_m, parts, num_stages = (16, 2, 5) if n < _NARROW else (16, 1, 5)
-    else:
-        block_m, parts, num_stages = (32, 2, 5) if n < _VERY_NARROW else (32, 1, 7 if n < _NARROW else 5)
-    return GemmConfiguration(block_m, 64 // parts, 128, 4, num_stages, turned=True, parts=parts)
-
-
-def _of_decodes(num_rows: int, n: int) -> GemmConfiguration:
-    """For 8-bit elements."""
-    if num_rows <= 16:
-        if n < _NARROW:
-            return GemmConfiguration(8 if num_rows <= 8 else 16, 32, 256, 4, 5, turned=True, parts=2)
-        return GemmConfiguration(16, *((64, 256, 4, 5) if n < WIDE else (128, 256, 8, 3)), turned=True)
-    if num_rows <= 32:
-        if n < _NARROW:
-            return GemmConfiguration(32, 32, 128, 4, 10, turned=True, parts=2)
-        return GemmConfiguration(32, 64, 128, 4, 9 if n < WIDE else 4, turned=True)
-    if n >= WIDE:
-        return GemmConfiguration(64, 128, 128, 4, 4)
-    return GemmConfiguration(64, 32 if n < _NARROW and num_rows <= 64 else 64, 256, 4, 6)
+    known = cuts or _portable_table()
+    found = known.find(rows=num_rows, n=n, itemsize=itemsize, grouped=group > 0, mixed=mixed)
+    return replace(found, block_k=group) if 0 < group < found.block_k else found
 
 
 def gemm(
@@ -121,11 +85,13 @@ def gemm(
     weight_scales: Scales | None = None,
     *,
     configuration: GemmConfiguration | None = None,
+    cuts: GemmTable | None = None,
 ) -> torch.Tensor:
     """``x`` [M, K] times ``weight`` [N, K] (columns one by one), plus ``bias`` [N]: a new [M, N] in ``dtype``.
 
     Both are of the same elements, or ``x`` is plain and the weight is not: then its elements become numbers of x's
-    dtype, exactly. Products are added up in float32, those of whole numbers exactly.
+    dtype, exactly. Products are added up in float32, those of whole numbers exactly. Tiles are those of
+    ``configuration``, or else of the table ``cuts``, by default core's.
     """
     (num_rows, k), n = x.shape, weight.shape[0]
     out = torch.empty(num_rows, n, dtype=dtype, device=x.device)
@@ -133,7 +99,9 @@ def gemm(
         return out
     groups = [scales.group for scales in (x_scales, weight_scales) if scales is not None and scales.group]
     mixed = weight.element_size() < x.element_size()
-    cut = configuration or gemm_configuration(num_rows, n, x.element_size(), min(groups, default=0), mixed=mixed)
+    cut = configuration or gemm_configuration(
+        num_rows, n, x.element_size(), min(groups, default=0), mixed=mixed, cuts=cuts
+    )
     turned, parts = (False, 1) if groups else (cut.turned, cut.parts if k % cut.parts == 0 else 1)
     tiles = triton.cdiv(num_rows, cut.block_m), triton.cdiv(n, cut.block_n)
     _gemm[tiles if turned else (tiles[0] * tiles[1],)](
@@ -172,6 +140,10 @@ def gemm(
 class TritonGemm(LinearKernel):
     """Small plain weights as they stand in the checkpoint, for a few dozen rows of activations."""
 
+    def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
+        super().__init__(ctx, workload)
+        self._cuts = gemm_table(ctx)
+
     @classmethod
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
         """Refuse what libraries read faster: what is small, they do not launch as early."""
@@ -182,7 +154,7 @@ class TritonGemm(LinearKernel):
 
     def apply(self, call: LinearCall) -> torch.Tensor:
         x, weight = call.x, call.weights["weight"]
-        y = gemm(x.reshape(-1, x.shape[-1]), weight, call.bias, x.dtype)
+        y = gemm(x.reshape(-1, x.shape[-1]), weight, call.bias, x.dtype, cuts=self._cuts)
         return y.view(*x.shape[:-1], weight.shape[0])
 
 

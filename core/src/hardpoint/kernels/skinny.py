@@ -14,7 +14,9 @@ Axes: M rows of x, N rows of the weight (out), K columns (in). A *tile* is 8 row
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -24,7 +26,8 @@ from hardpoint.kernels.gemv import Scales
 from hardpoint.kernels.launch import begun
 from hardpoint.kernels.quantize import over
 from hardpoint.kernels.reading import read_inside
-from hardpoint_plugin_api import DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason
+from hardpoint.kernels.tables import Table, table, table_of
+from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The greatest magnitudes that symmetric scales map to."""
@@ -49,24 +52,29 @@ class SkinnyConfiguration:
     early: int = 0
 
 
-def skinny_configuration(num_rows: int, n: int, x_itemsize: int = 1) -> SkinnyConfiguration:
-    """The cut for ``num_rows`` rows of x, of ``x_itemsize`` bytes, and an 8-bit weight of ``n`` rows.
+SkinnyTable = Table[SkinnyConfiguration]
 
-    For up to 8 rows of 8-bit elements, the best on an H200 (docs/measurements/h200.md): where the weight makes but one
-    program for each multiprocessor, more blocks are on their way. What up to 8 rows take fits 100 KiB of shared memory.
+_FACTS: Mapping[str, type] = {"rows": int, "n": int, "x_itemsize": int, "itemsize": int}
+
+
+def skinny_table(ctx: BuildContext) -> SkinnyTable:
+    """The tuning table of the context's device. Raises ConfigError for a file that is not right."""
+    return table_of(ctx, "skinny", SkinnyConfiguration, _FACTS)
+
+
+@cache
+def _portable_table() -> SkinnyTable:
+    return table("skinny", SkinnyConfiguration, tuple(_FACTS.items()))
+
+
+def skinny_configuration(
+    num_rows: int, n: int, x_itemsize: int = 1, itemsize: int = 1, cuts: SkinnyTable | None = None
+) -> SkinnyConfiguration:
+    """The cut for ``num_rows`` rows of x, of ``x_itemsize`` bytes, and a weight of ``n`` rows, of ``itemsize`` bytes.
+
+    ``cuts`` is a device's table, by default core's.
     """
-    if num_rows <= 8:
-        return SkinnyConfiguration(1, 4, 4, 6 if n < 5000 else 4)
-    num_stages = 4 if x_itemsize > 1 or n >= 5000 else 6
-    return SkinnyConfiguration(2 if num_rows <= 16 else 4, 4 if n >= 4096 else 2, 4, num_stages)
-
-
-def plain_configuration(num_rows: int) -> SkinnyConfiguration:
-    """The cut for ``num_rows`` rows of x and a 16-bit weight: the best for 1,024 rows of the weight on an H200.
-
-    Few rows of the weight make few programs, so each has much on its way. See docs/measurements/h200.md.
-    """
-    return SkinnyConfiguration(1 if num_rows <= 8 else 2, 2, 4, 5, steps=2, early=2)
+    return (cuts or _portable_table()).find(rows=num_rows, n=n, x_itemsize=x_itemsize, itemsize=itemsize)
 
 
 def skinny(
@@ -79,13 +87,14 @@ def skinny(
     *,
     round_x: bool = False,
     configuration: SkinnyConfiguration | None = None,
+    cuts: SkinnyTable | None = None,
 ) -> torch.Tensor:
     """``x`` [M, K] times ``weight`` [N, K] (columns one by one), plus ``bias`` [N]: a new [M, N] of ``dtype``.
 
     The weight is of 8-bit elements, or of float16 or bfloat16 without scales. ``x`` is of the weight's elements, or
     float16 or bfloat16 where those have 8 bits. Groups of columns are multiples of 32. Products are added up in
     float32, those of whole numbers exactly. With ``round_x``, a plain ``x`` is rounded to the weight's 8-bit elements,
-    by the scale given for all of it.
+    by the scale given for all of it. The cut is ``configuration``, or else that of ``cuts``, by default core's table.
     """
     (num_rows, k), n = x.shape, weight.shape[0]
     out = torch.empty(num_rows, n, dtype=dtype, device=x.device)
@@ -94,9 +103,7 @@ def skinny(
     x_group = x_scales.group if x_scales else 0
     weight_group = weight_scales.group if weight_scales else 0
     narrow = weight.element_size() == 1
-    cut = configuration or (
-        skinny_configuration(num_rows, n, x.element_size()) if narrow else plain_configuration(num_rows)
-    )
+    cut = configuration or skinny_configuration(num_rows, n, x.element_size(), weight.element_size(), cuts)
     grid = triton.cdiv(n, 8 * cut.weight_tiles), triton.cdiv(num_rows, 8 * cut.x_tiles)
     span = 32 if x_group % 64 or weight_group % 64 or not narrow else 64
     steps = 1 if x_group or weight_group else cut.steps
@@ -137,6 +144,10 @@ def skinny(
 class TritonSkinny(LinearKernel):
     """Plain weights of few rows as they stand in the checkpoint, for some rows of activations."""
 
+    def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
+        super().__init__(ctx, workload)
+        self._cuts = skinny_table(ctx)
+
     @classmethod
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
         """Refuse what libraries read as fast."""
@@ -147,7 +158,7 @@ class TritonSkinny(LinearKernel):
 
     def apply(self, call: LinearCall) -> torch.Tensor:
         x, weight = call.x, call.weights["weight"]
-        y = skinny(x.reshape(-1, x.shape[-1]), weight, call.bias, x.dtype)
+        y = skinny(x.reshape(-1, x.shape[-1]), weight, call.bias, x.dtype, cuts=self._cuts)
         return y.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -12,8 +12,9 @@ A table is a TOML file, named after its kernel, of rules in order. The first who
     source = "docs/measurements.md"
 
 ``arch`` holds patterns of architectures, as in a manifest; left out, the rule is for any. ``when`` holds facts that a
-kernel names: a number's bounds (``min_``, ``max_``), or what another fact equals; left out, the rule always holds.
-``use`` holds the constants. ``measured_on`` and ``source`` say where they come from, and nothing reads them.
+kernel names: what a fact equals, or a number's bounds (``min_``, ``max_``); left out, the rule always holds.
+``use`` holds the constants. ``measured_on`` and ``source``, of a rule or a file, say where they come from, and nothing
+reads them.
 
 Rules of the user's folder (--tuning-tables) come first, then those of the platform's plugin, which stand in the folder
 ``tuning`` beside its manifest, then core's, which stand in the folder ``tuning`` beside this module.
@@ -38,6 +39,7 @@ FOLDER = Path(__file__).with_name("tuning")
 """Core's tables."""
 
 Fact = int | bool | str
+_MOST_KNOWN = 4096
 _TEXTS = ("measured_on", "source")
 _KEYS = ("arch", "when", "use", *_TEXTS)
 
@@ -81,6 +83,8 @@ class Table(Generic[T]):
         """The constants for a launch with these facts, always given in one order. Raises ConfigError for none."""
         key = tuple(facts.values())
         if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:  # prompts have many lengths
+                self._known.clear()
             found = next((rule for rule in self.rules if rule.holds(facts)), None)
             if found is None:
                 raise ConfigError(f"tuning table {self.kernel}: no rule holds for {facts}; let the last always hold")
@@ -97,7 +101,7 @@ def table_of(ctx: BuildContext, kernel: str, use: type[T], facts: Mapping[str, t
 
 
 def table(
-    kernel: str, use: type[T], facts: tuple[tuple[str, type], ...], arch: str, folders: tuple[Path, ...] = ()
+    kernel: str, use: type[T], facts: tuple[tuple[str, type], ...], arch: str = "", folders: tuple[Path, ...] = ()
 ) -> Table[T]:
     """The same for an architecture, with ``folders`` before core's."""
     return cast(Table[T], _table(kernel, cast(Any, use), facts, arch, folders))
@@ -119,7 +123,9 @@ def read(path: Path, use: type[T], facts: Mapping[str, type]) -> list[Rule[T]]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"tuning table {path}: {error}") from error
     where = f"tuning table {path}"
-    _only(data, ("schema", "rule"), where)
+    _only(data, ("schema", "rule", *_TEXTS), where)
+    for key in _TEXTS:
+        _checked(data.get(key, ""), str, f"{where}: {key}")
     if data.get("schema") != 1:
         raise ConfigError(f"{where}: schema is {data.get('schema')!r}, and 1 is read")
     rules = data.get("rule", [])
@@ -139,7 +145,7 @@ def _rule(data: object, use: type[T], facts: Mapping[str, type], where: str) -> 
     kinds = {
         key: kind
         for name, kind in facts.items()
-        for key in ((f"min_{name}", f"max_{name}") if kind is int else (name,))
+        for key in ((name, f"min_{name}", f"max_{name}") if kind is int else (name,))
     }
     when = _object(rule.get("when", {}), f"{where}: when")
     _only(when, kinds, f"{where}: when")

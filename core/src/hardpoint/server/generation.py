@@ -32,6 +32,7 @@ class GenerationRequest:
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if len(self.prompts) * self.params.n > MAX_COMPLETIONS:
@@ -152,7 +153,7 @@ class Generation:
 
 
 def _options(request: GenerationRequest) -> RequestOptions:
-    return RequestOptions(priority=request.priority, cache_salt=request.cache_salt or "")
+    return RequestOptions(priority=request.priority, cache_salt=request.cache_salt or "", adapter=request.adapter)
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
 
+from hardpoint.engine.lora import Adapter
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.host import EngineHost
@@ -29,12 +31,22 @@ class Service:
         """What clients may call the model; the first is what answers carry."""
         return self.settings.served_model_names or (self.host.config.model,)
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The LoRA adapters that are loaded, by name: names of models, too."""
+        engine = self.host.loaded
+        return {} if engine is None else {adapter.name: adapter for adapter in engine.adapters}
+
+    def adapter(self, model: str) -> str:
+        """The adapter that the model ``model`` is; an empty name where it is none."""
+        return model if model not in self.model_names and model in self.adapters else ""
+
     def check_model(self, name: str | None) -> str:
         """The name for the answer. None is the model served. Raises ApiError 404 for another."""
         if name is None:
             return self.model_names[0]
-        if name not in self.model_names:
-            known = ", ".join(map(repr, self.model_names))
+        if name not in self.model_names and name not in self.adapters:
+            known = ", ".join(map(repr, (*self.model_names, *self.adapters)))
             raise ApiError(
                 404, f"model {name!r:.200} is not served here; there is {known}", param="model", code="model_not_found"
             )

@@ -23,6 +23,7 @@ class ServerSettings:
     connection and perhaps several sequences of the engine. Times are in seconds: a request's head must have arrived
     after ``head_timeout``, and its body after ``body_timeout`` more; a client that takes nothing of its answer is given
     up after ``write_timeout``; requests that run when the server is told to stop have ``shutdown_deadline`` to end.
+    ``allow_lora_updating`` lets clients load LoRA adapters from the server's disk, and unload them.
 
     Raises ConfigError, naming the flag.
     """
@@ -39,6 +40,7 @@ class ServerSettings:
     body_timeout: float = 60.0
     write_timeout: float = 60.0
     access_log: bool = False
+    allow_lora_updating: bool = False
 
     def __post_init__(self) -> None:
         for flag, value, low, high in (

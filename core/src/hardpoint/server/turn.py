@@ -62,6 +62,7 @@ class TurnRequest:
     template: Mapping[str, Any] = field(default_factory=dict)
     priority: int = 0
     cache_salt: str | None = None
+    adapter: str = ""
 
 
 @dataclass
@@ -144,7 +145,9 @@ class Turn:
         if parsers.needs_special_tokens:
             params = replace(params, skip_special_tokens=False)
         generation = await Generation.admit(
-            GenerationRequest([prompt], params, request.priority, request.cache_salt), service.host, service.metrics
+            GenerationRequest([prompt], params, request.priority, request.cache_salt, request.adapter),
+            service.host,
+            service.metrics,
         )
         is_parsed = parsers.tool is not None or parsers.reasoning is not None
         readers = [

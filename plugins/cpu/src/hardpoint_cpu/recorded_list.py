@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
@@ -374,6 +375,8 @@ class _Recorder(TorchDispatchMode):
         """The operator's outputs, on the meta device; of allocations themselves, which cost less than to import it."""
         if func.overloadpacket in _ALLOCATIONS:
             return (func(*args, **kwargs),)
+        if (known := _known_shape(func, args, kwargs)) is not None:
+            return (known,)
         on_meta: dict[int, torch.Tensor] = {}
 
         def meta(x: torch.Tensor) -> torch.Tensor:
@@ -445,6 +448,37 @@ class _Recorder(TorchDispatchMode):
             raise _refusal(self._key, func, "asks for a tensor's values")
         if torch.Tag.inplace_view in tags and func.overloadpacket not in _VIEWS_IN_ALL_BUT_NAME:
             raise _refusal(self._key, func, "changes the shape of a tensor in place")
+
+
+def _known_shape(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The result of operators on elements, and of look-ups, on the meta device; None for other operators.
+
+    Torch imports its compiler to answer for these on the meta device, which takes one to two seconds. Strides of
+    results follow those of operands; here are the cases in which they are those of a contiguous tensor.
+    """
+    if "out" in kwargs:
+        return None
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    if torch.Tag.pointwise in func.tags and all(x.is_contiguous() for x in tensors):
+        ones: dict[int, torch.Tensor] = {}  # a tensor that stands there twice is one tensor
+
+        def one(x: torch.Tensor) -> torch.Tensor:
+            return ones.setdefault(id(x), torch.ones((1,) * x.ndim, dtype=x.dtype))
+
+        result = func(*tree_map_only(torch.Tensor, one, args), **tree_map_only(torch.Tensor, one, kwargs))
+        return _on_meta(result.dtype, *(x.shape for x in tensors)) if isinstance(result, torch.Tensor) else None
+    if func is _aten.index.Tensor and not kwargs and len(args) == 2:
+        x, indices = args
+        whole = x.is_contiguous() or x.ndim == len(indices)
+        if whole and all(index is not None and index.is_contiguous() for index in indices):
+            return _on_meta(x.dtype, *(index.shape for index in indices), rest=x.shape[len(indices) :])
+    return None
+
+
+def _on_meta(dtype: torch.dtype, *shapes: Sequence[int], rest: Sequence[int] = ()) -> torch.Tensor:
+    """A tensor of the shape that ``shapes`` are broadcast to, then ``rest``."""
+    shape = np.broadcast_shapes(*shapes)  # torch.broadcast_shapes imports the compiler, too
+    return torch.empty((*shape, *rest), dtype=dtype, device="meta")
 
 
 def _device(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from hardpoint.attention.phases import sub_batch
 from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
-from hardpoint.conformance.families.attention_replay import replay
+from hardpoint.conformance.families.attention_replay import UNUSED_REQUESTS, replay
 from hardpoint.conformance.families.cache_layout import keys_and_values, layout_trials
 from hardpoint.conformance.families.scaled_cache import cache_dtypes, clash, scalings, set_scales
 from hardpoint.conformance.families.steps import (
@@ -39,7 +39,7 @@ from hardpoint.conformance.families.steps import (
 from hardpoint.conformance.memory import Placement, poison
 from hardpoint.conformance.plan import Exclusions, Plan, Row
 from hardpoint.conformance.probe import run, same_bits
-from hardpoint.conformance.site import Subject, TrialResources
+from hardpoint.conformance.site import Subject, TrialResources, limits_of
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.ops.error_model import ErrorModel
@@ -311,8 +311,13 @@ class AttentionProbe:
     @cached_property
     def context(self) -> Context:
         """The build context of the layers."""
-        spec = self.spec
-        return self.subject.site.context(spec.dtype, kv_dtype=spec.kv_dtype, block_size=spec.block_size)
+        spec, pieces = self.spec, self.pieces
+        limits = limits_of(
+            tokens=sum(piece.query for piece in pieces) + self.situation.padding,
+            requests=len(pieces) + UNUSED_REQUESTS,
+            length=max(piece.total for piece in pieces) + 2 * spec.block_size,  # of replays and bounds
+        )
+        return self.subject.site.context(spec.dtype, kv_dtype=spec.kv_dtype, block_size=spec.block_size, limits=limits)
 
     @cached_property
     def layers(self) -> tuple[AttentionBackend, AttentionBackend]:

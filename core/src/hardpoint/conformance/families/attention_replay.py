@@ -21,7 +21,7 @@ from hardpoint_plugin_api import NULL_PAGE, AttentionCall, CaptureGrade, Executa
 if TYPE_CHECKING:
     from hardpoint.conformance.families.attention import AttentionProbe
 
-_UNUSED_REQUESTS = 2
+UNUSED_REQUESTS = 2
 """Requests without a token at the end of a batch of any shape."""
 
 
@@ -103,10 +103,10 @@ def _step(probe: AttentionProbe, seed: int, room: Sequence[Sequence[Piece]]) -> 
     batch, device = step.batch, step.q.device
     if batch.graph_key is not None:
         return step
-    tokens, requests = step.q.shape[0], batch.num_requests + _UNUSED_REQUESTS
+    tokens, requests = step.q.shape[0], batch.num_requests + UNUSED_REQUESTS
 
     def longer(x: torch.Tensor, value: int) -> torch.Tensor:
-        rest = torch.full((_UNUSED_REQUESTS, *x.shape[1:]), value, dtype=x.dtype)
+        rest = torch.full((UNUSED_REQUESTS, *x.shape[1:]), value, dtype=x.dtype)
         return place(torch.cat([x.cpu(), rest]), device)
 
     batch = replace(

@@ -21,7 +21,7 @@ from hardpoint.conformance.families.specs import Pair, claimed_specs, pair_of, s
 from hardpoint.conformance.families.steps import worst
 from hardpoint.conformance.memory import Placement, place, place_far, soil_allocator
 from hardpoint.conformance.plan import Exclusions, Plan, Row
-from hardpoint.conformance.site import Subject, TrialResources
+from hardpoint.conformance.site import Subject, TrialResources, limits_of
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_of
@@ -48,6 +48,8 @@ _BETWEEN = ((8, 14), (66, 126), (131, 255), (257, 400))
 """Of each range, one step is drawn."""
 _MOST_TOKENS = 1024
 """The end of a claimed range of tokens is tried up to this."""
+_NUM_EXTREMES = 6
+"""Rows of the check ``extremes``; a step has further rows where fewer are not claimed."""
 _MOST_OWN_SIZES = 3
 """Of those that a kernel names, beside the others."""
 _WIDTHS = {
@@ -247,7 +249,8 @@ class LinearProbe:
     @cached_property
     def context(self) -> Context:
         """The kernel's build context."""
-        return self.subject.site.context(self._row["dtype"])
+        most = max(self.num_tokens, self.subject.tokens.min + _NUM_EXTREMES)
+        return self.subject.site.context(self._row["dtype"], limits=limits_of(tokens=most))
 
     @cached_property
     def kernel(self) -> LinearKernel:
@@ -397,14 +400,14 @@ def extremes(probe: LinearProbe, seed: int) -> Finding:
     if probe.rows_share_a_scale:
         return Finding.not_claimed("shared-scale", "rows share a scale")
     large, small = _LARGE.get(probe.workload.dtype or "", _SMALL)
-    drawn = probe.draw(seed + 2, 6)
+    drawn = probe.draw(seed + 2, _NUM_EXTREMES)
     drawn[1], drawn[2], drawn[4] = 0, drawn[2] * large, drawn[4] * small
     if activation.is_plain or not activation.static:  # a NaN has no code of its own
         drawn[3, drawn.shape[1] // 2] = torch.nan
     if probe.dtype == torch.float16:
         drawn[5] = probe.plain_weight(torch.float32)[0].sign() * _OVERFLOWS
     need, found = probe.subject.tokens, Comparison()
-    at_once = min(6, need.max or 6)
+    at_once = min(_NUM_EXTREMES, need.max or _NUM_EXTREMES)
     for some in drawn.split(at_once):
         missing = max(0, need.min - len(some))
         x = torch.cat([some, probe.draw(seed + 3, missing)])

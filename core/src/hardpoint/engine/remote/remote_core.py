@@ -14,6 +14,7 @@ from typing import Protocol, Unpack
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreFacts, EngineStats, RequestOptions
+from hardpoint.engine.lora import Adapter
 from hardpoint.engine.processes.calls import Answer, Answers, Failure, Stop
 from hardpoint.engine.remote.core_loop import run_core
 from hardpoint.engine.remote.messages import (
@@ -133,6 +134,11 @@ class RemoteCore(RemoteControl):
         """What stays as it is while the core lives."""
         assert self._facts is not None, "the core is not ready"
         return self._facts
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The LoRA adapters that are loaded."""
+        return self._admission.adapters
 
     @property
     def stats(self) -> EngineStats:

@@ -22,7 +22,8 @@ class Request(RequestProgress):
     counts tokens drawn, their values included as soon as they are committed to ``token_ids``. ``num_in_flight`` counts
     submitted steps that use its pages. A request has a ``slot`` and ``held`` pages exactly while it runs. While a step
     verifies drafts, both counts stand as if all of them were right; committing the step settles them. ``num_unsettled``
-    counts such drafts. ``drafts`` may follow its newest known token.
+    counts such drafts. ``drafts`` may follow its newest known token; ``num_proposed`` counts those that the newest
+    committed step proposed for it.
 
     ``structure`` follows its output where its parameters constrain that; ``adapter`` is the loaded LoRA adapter that it
     asks for. The core sets both.
@@ -31,6 +32,7 @@ class Request(RequestProgress):
     num_sampled: int = 0
     num_computed: int = 0
     drafts: tuple[int, ...] = ()
+    num_proposed: int = 0
     num_unsettled: int = 0
     num_in_flight: int = 0
     held: HeldPages | None = None

@@ -227,6 +227,7 @@ class Scheduler:
             assert tokens is not None, "a step draws tokens for each request that samples"
             if scheduled.drafts:
                 self._settle(share, len(tokens))
+            request.num_proposed = len(drafts or ())
             if request.finish_reason is not None:
                 self.num_drawn -= len(tokens)
                 continue
@@ -257,7 +258,8 @@ class Scheduler:
         request, drafts = share.request, share.scheduled.drafts
         wrong = len(drafts) + 1 - num_drawn
         if request.finish_reason is None:
-            self.num_drafted += len(request.drafts[: len(drafts)] if drafts[0] == DRAFTED_AHEAD else drafts)
+            given = len(drafts)
+            self.num_drafted += min(request.num_proposed, given) if drafts[0] == DRAFTED_AHEAD else given
             self.num_accepted += num_drawn - 1
         request.num_unsettled -= len(drafts)
         request.num_sampled -= wrong

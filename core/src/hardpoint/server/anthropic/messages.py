@@ -7,6 +7,7 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Annotated, Any, Literal
 
@@ -168,7 +169,7 @@ async def messages(body: MessagesRequest, request: Request, service: ServiceOf) 
     """Continue a conversation."""
     model = service.check_model(body.model)
     answer = _Answer(model)
-    turn = await Turn.admit(body.to_turn(service), service)
+    turn = await Turn.admit(replace(body.to_turn(service), adapter=service.adapter(model)), service)
     if body.stream:
         return EventStream(request, answer.events(turn), named_event)
     return JsonAnswer(lambda: answer.whole(turn))

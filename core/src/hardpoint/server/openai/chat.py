@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Literal
 
@@ -106,7 +107,7 @@ async def chat_completions(body: ChatRequest, request: Request, service: Service
     """Continue a conversation."""
     model = service.check_model(body.model)
     answer = _Answer(body, model, service)
-    turn = await Turn.admit(body.to_turn(service), service)
+    turn = await Turn.admit(replace(body.to_turn(service), adapter=service.adapter(model)), service)
     if body.stream:
         return EventStream(request, answer.events(turn), data_event)
     return JsonAnswer(lambda: answer.whole(turn))

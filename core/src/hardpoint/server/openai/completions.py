@@ -87,7 +87,8 @@ async def completions(body: CompletionRequest, request: Request, service: Servic
     """Continue texts."""
     model = service.check_model(body.model)
     answer = _Answer(body, model, service)
-    generation = await Generation.admit(body.to_generation(service), service.host, service.metrics)
+    asked = replace(body.to_generation(service), adapter=service.adapter(model))
+    generation = await Generation.admit(asked, service.host, service.metrics)
     if body.stream:
         return EventStream(request, answer.events(generation), data_event)
     return JsonAnswer(lambda: answer.whole(generation))

@@ -14,8 +14,9 @@ router = APIRouter(tags=["OpenAI"])
 
 @router.get("/v1/models")
 async def models(service: ServiceOf) -> JsonResponse:
-    """What is served, under each of its names."""
-    return JsonResponse({"object": "list", "data": [_model(service, name) for name in service.model_names]})
+    """The model, under each of its names, and the LoRA adapters, with the model as their parent."""
+    names = dict.fromkeys((*service.model_names, *service.adapters))
+    return JsonResponse({"object": "list", "data": [_model(service, name) for name in names]})
 
 
 @router.get("/v1/models/{name:path}")
@@ -25,11 +26,13 @@ async def model(name: str, service: ServiceOf) -> JsonResponse:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.adapter(name)
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "hardpoint",
-        "root": service.host.config.model,
+        "root": service.adapters[adapter].path if adapter else service.host.config.model,
+        "parent": service.model_names[0] if adapter else None,
         "max_model_len": service.host.engine.max_model_len,
     }

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Annotated, Any, Literal
 
@@ -136,7 +137,7 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
 async def responses(body: ResponsesRequest, request: Request, service: ServiceOf) -> Response:
     """Continue a conversation."""
     model = service.check_model(body.model)
-    asked = body.to_turn(service)
+    asked = replace(body.to_turn(service), adapter=service.adapter(model))
     answer = _Answer(body, model, asked, service)
     turn = await Turn.admit(asked, service)
     if body.stream:

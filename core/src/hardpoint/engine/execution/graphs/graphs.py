@@ -284,7 +284,9 @@ class Graphs:
             return self._off
         row = next((row for row in self._rows if row.queries and row.needs(step)), None)
         if row is None:
-            return "prefill"
+            verifies = any(s.drafts for s in step.scheduled)
+            only_decodes = all(s.samples and s.count == 1 + len(s.drafts) for s in step.scheduled)
+            return "uneven_drafts" if verifies and only_decodes else "prefill"
         if self._ctx.profiler.marks_layers:
             return "layer_profile"
         return "unrecordable" if row.sizes_for(row.needs(step)) else "too_large"
