@@ -76,13 +76,6 @@ def test_the_block_and_the_engine_ask_no_layer_for_its_type() -> None:
     assert not sublayers.search(_text(block[0]))
 
 
-def test_one_property_reads_the_numbers_of_ranks() -> None:
-    """The rest asks the topology that it returns, EngineConfig.topology."""
-    sizes = re.compile(r"\.\w+_parallel_size\b|\bWORLD_SIZE\b")
-    found = {str(p.relative_to(CORE)) for p in SOURCES if p.suffix == ".py" and sizes.search(_text(p))}
-    assert found == {"config/engine_config.py", "engine/execution/ranks/torchrun_executor.py"}
-
-
 def _sources(*packages: str) -> list[Path]:
     return [path for package in packages for path in sorted((CORE / package).rglob("*.py"))]
 

@@ -78,7 +78,7 @@ def test_a_snapshot_is_plain_data_and_prometheus_text() -> None:
         (lambda m: m.counter("calls_total", ""), "Prometheus itself adds '_total'; declare 'calls'"),
         (lambda m: m.gauge("calls_sum", ""), "adds '_sum'"),
         (lambda m: m.counter("calls", "", ["Kernel"]), "a label is lower-case letters.*got 'Kernel'"),
-        (lambda m: m.histogram("calls", "", ["le"]), "none of le, quantile; got 'le'"),
+        (lambda m: m.histogram("calls", "", ["le"]), "none of le, pipeline_stage, quantile; got 'le'"),
         (lambda m: m.histogram("calls", "", buckets=[2, 1]), r"ascending, got \[2, 1\]"),
         (lambda m: m.histogram("calls", "", buckets=[]), r"ascending, got \[\]"),
     ],

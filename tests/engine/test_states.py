@@ -64,6 +64,7 @@ family = "model"
 of = "HybridForCausalLM"
 name = "hybrid"
 target = "hp_hybrid.model:hybrid"
+requires = [{ feature = ["pipeline_stages"] }]
 """,
     },
     {"hybrid": "hp_hybrid.plugin"},

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.test_states import HYBRID
+from tests.out_of_tree.build import install
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 
 PROGRAM = """
@@ -21,7 +23,7 @@ from hardpoint_plugin_api import EngineDeadError
 folder, prompts, rank = Path(sys.argv[1]), json.loads(sys.argv[2]), os.environ["RANK"]
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 with LLM(
-    str(folder), platform="cpu", kv_cache_memory="16MiB", tensor_parallel_size=2, executor="torchrun",
+    str(folder), platform="cpu", kv_cache_memory="16MiB", executor="torchrun", **json.loads(sys.argv[4]),
     plugin_config={"cpu": {"threads": 1}},
 ) as llm:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -39,7 +41,9 @@ print(f"the end of rank {rank}", flush=True)
 """
 
 
-def torchrun(folder: Path, prompts: list[list[int]], end: str) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    folder: Path, prompts: list[list[int]], end: str, size: str = "tensor_parallel_size", site: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run PROGRAM. torchrun looks seldom enough after its processes for rank 0 to be the first that sees one die."""
     script = folder / "program.py"
     script.write_text(PROGRAM)
@@ -47,12 +51,12 @@ def torchrun(folder: Path, prompts: list[list[int]], end: str) -> subprocess.Com
     if end == "kill":
         launcher += ["--monitor-interval", "10"]
     return subprocess.run(
-        [*launcher, str(script), str(folder), json.dumps(prompts), end],
+        [*launcher, str(script), str(folder), json.dumps(prompts), end, json.dumps({size: 2})],
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | ({} if site is None else {"PYTHONPATH": str(site)}),
     )
 
 
@@ -64,6 +68,19 @@ def test_rank_0_drives(tmp_path: Path) -> None:
     assert end == "the end of rank 0", "the other process ended where its engine did"
     for prompt, found in zip(prompts, json.loads(tokens), strict=True):
         check_tokens_equal(model, prompt, found)
+
+
+def test_stages_take_the_blocks_that_the_first_makes_as_large_as_states(tmp_path: Path) -> None:
+    """The last one has a state alone, which no block is too small for."""
+    for folder in ("site", "wheels"):
+        (tmp_path / folder).mkdir()
+    install([HYBRID], tmp_path / "site", tmp_path / "wheels")
+    write_checkpoint(tmp_path, "llama", num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["HybridForCausalLM"]}))
+    done = torchrun(tmp_path, [[3, 4, 5]], "close", "pipeline_parallel_size", tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout.splitlines()[0])[0]) == 12
 
 
 @pytest.mark.nightly

@@ -19,7 +19,8 @@ from hardpoint_plugin_api import PluginError
 _NAME = re.compile(r"[a-z](_?[a-z0-9])*")
 _RESERVED_ENDINGS = ("_total", "_created", "_bucket", "_sum", "_count", "_info")
 """What Prometheus adds to names itself."""
-_RESERVED_LABELS = {"le", "quantile"}
+STAGE_LABEL = "pipeline_stage"
+_RESERVED_LABELS = {"le", "quantile", STAGE_LABEL}
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 
@@ -121,6 +122,18 @@ class MetricsSnapshot(Collector):
         """These, with the values of ``other`` for what that has too, and with what only that has."""
         known = {family.name: family for family in self.families}
         return MetricsSnapshot(tuple((known | {family.name: family for family in other.families}).values()))
+
+    @classmethod
+    def of_stages(cls, stages: Sequence[MetricsSnapshot]) -> MetricsSnapshot:
+        """The metrics of pipeline stages: each sample has its stage's number as the label STAGE_LABEL."""
+        joined: dict[str, Metric] = {}
+        for number, stage in enumerate(stages):
+            for family in stage.families:
+                own = Metric(family.name, family.documentation, family.type, family.unit)
+                joined.setdefault(family.name, own).samples += [
+                    sample._replace(labels={**sample.labels, STAGE_LABEL: str(number)}) for sample in family.samples
+                ]
+        return cls(tuple(joined.values()))
 
     def value(self, name: str, **labels: str) -> float:
         """One sample's value, by its full name: ``hardpoint_steps_total``. Raises KeyError, naming those there are."""

@@ -112,8 +112,6 @@ class EngineCore:
         has_stages = config.topology.pipeline > 1
         ahead = (ctx.device.accelerator or has_stages) if config.async_scheduling is None else config.async_scheduling
         exact = planners_of_exact_lengths(blueprint)
-        if has_stages and config.shadow_check:
-            logger.warning("--shadow-check counts the calls of the first pipeline stage alone, not those of later ones")
         if has_stages:  # drafts and lengths on the device are the last stage's
             exact = (*exact, "each pipeline stage but the last")
         if ahead and exact and config.num_drafts:

@@ -22,11 +22,11 @@ from hardpoint.engine.control import (
 from hardpoint.engine.execution.executor import InProcessExecutor
 from hardpoint.engine.execution.rank_verbs import CheckAdapter, CheckWeights, EmptySlot, FillSlot, ListAsleep
 from hardpoint.engine.lora import Adapter
+from hardpoint.metrics import MetricsSnapshot
 from hardpoint_plugin_api import ConfigError, EngineError, MemoryTag
 
 if TYPE_CHECKING:
     from hardpoint.engine.core import EngineCore
-    from hardpoint.metrics import MetricsSnapshot
 
 
 @singledispatch
@@ -107,8 +107,11 @@ def report_memory(verb: ReportMemory, core: EngineCore) -> MemoryReport:
 
 @on_core.register(ReadMetrics)
 def read_metrics(verb: ReadMetrics, core: EngineCore) -> MetricsSnapshot:
-    """Join what the core and rank 0 counted."""
-    return core.blueprint.ctx.engine_metrics.snapshot().with_those_of(core.executor.control(verb)[0])
+    """Join what the core counted, and the first rank of each stage: the ranks of a stage count alike."""
+    ranks = core.executor.control(verb)
+    stages = [ranks[rank] for rank in core.blueprint.config.topology.first_ranks]
+    counted = stages[0] if len(stages) == 1 else MetricsSnapshot.of_stages(stages)
+    return core.blueprint.ctx.engine_metrics.snapshot().with_those_of(counted)
 
 
 @on_core.register(StartProfile)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from hardpoint_plugin_api import ConfigError
 
 GroupName = Literal["tp", "ep", "expert_tp", "pp"]
 GROUPS: tuple[GroupName, ...] = get_args(GroupName)
@@ -38,6 +41,28 @@ class Topology:
         if self.tensor > 1 or not sizes:
             sizes.append(f"--tensor-parallel-size {self.tensor}")
         return sizes[0] if len(sizes) == 1 else f"{' x '.join(sizes)} = {self.size} ranks"
+
+    def of_launched(self, environment: Mapping[str, str]) -> Coordinates:
+        """The place of a process that torchrun started, by the variables that it sets.
+
+        Raises ConfigError where it did not start the process, or started another number of them.
+        """
+        try:
+            rank, local_rank, world, local_world = (
+                int(environment[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+            )
+            environment["MASTER_ADDR"]  # where they meet
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"--executor torchrun: torchrun did not start this process ({error} is not in its environment); run "
+                f"torchrun --nproc-per-node {self.size} SCRIPT, or use --executor mp"
+            ) from None
+        if world != self.size:
+            raise ConfigError(
+                f"{self}: torchrun started {world} processes; one is needed for each rank: start {self.size} in all "
+                "(--nproc-per-node, --nnodes), or change the sizes"
+            )
+        return Coordinates(self, rank, local_rank, local_world, world == local_world)
 
     def on_this_host(self, rank: int = 0) -> Coordinates:
         """The place of ``rank`` where all ranks are on one host, each on the device of its number."""

@@ -22,8 +22,8 @@ from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecu
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Stop
 from hardpoint.parallel.process_group import LOOPBACK, PrefixStore, Store
-from hardpoint.parallel.topology import Coordinates, Topology
-from hardpoint_plugin_api import ConfigError, EngineDeadError
+from hardpoint.parallel.topology import Coordinates
+from hardpoint_plugin_api import EngineDeadError
 
 if TYPE_CHECKING:
     from hardpoint.engine.blueprint import Blueprint
@@ -36,51 +36,27 @@ _LINK = "hardpoint/link"
 class Launch:
     """What torchrun tells a process, by the variables of the environment that it documents."""
 
-    rank: int
-    local_rank: int
-    world: int
-    local_world: int
+    place: Coordinates
     address: str
-    topology: Topology
 
     @classmethod
     def read(cls, config: EngineConfig) -> Self:
         """Raises ConfigError where torchrun did not start this process, or started another number of them."""
-        try:
-            rank, local_rank, world, local_world = (
-                int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-            )
-            launch = cls(rank, local_rank, world, local_world, os.environ["MASTER_ADDR"], config.topology)
-        except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"--executor torchrun: torchrun did not start this process ({error} is not in its environment); run "
-                f"torchrun --nproc-per-node {config.topology.size} SCRIPT, or use --executor mp"
-            ) from None
-        if launch.world != config.topology.size:
-            raise ConfigError(
-                f"{config.topology}: torchrun started {launch.world} processes; one is needed for each rank: start "
-                f"{config.topology.size} in all (--nproc-per-node, --nnodes), or change the sizes"
-            )
-        return launch
-
-    @property
-    def place(self) -> Coordinates:
-        """This process's place."""
-        on_one_host = self.world == self.local_world
-        return Coordinates(self.topology, self.rank, self.local_rank, self.local_world, on_one_host)
+        place = config.topology.of_launched(os.environ)
+        return cls(place, os.environ["MASTER_ADDR"])
 
     def store(self) -> Store:
         """What all processes of the launch share; waits for rank 0's host."""
         from torch.distributed.rendezvous import rendezvous
 
-        found: Store = next(rendezvous("env://", self.rank, self.world))[0]
+        found: Store = next(rendezvous("env://", self.place.rank, self.place.topology.size))[0]
         return PrefixStore("hardpoint", found)
 
 
 def serve_unless_first(config: EngineConfig) -> None:
     """Return in rank 0. In another rank's process serve until the engine is closed, then raise SystemExit."""
     launch = Launch.read(config)
-    if launch.rank:
+    if launch.place.rank:
         raise SystemExit(_serve(config, launch))
 
 
@@ -88,8 +64,10 @@ def _serve(config: EngineConfig, launch: Launch) -> int:
     """Serve as the rank that this process is. Returns the process's exit code."""
     store = launch.store()
     link = json.loads(store.get(_LINK))
+    if config.block_size is None and link["block_size"] is not None:  # larger blocks, which rank 0 chose for states
+        config = config.with_block_size(link["block_size"])
     connection = Client((link["host"], link["port"]), authkey=bytes.fromhex(link["key"]))
-    connection.send(launch.rank)
+    connection.send(launch.place.rank)
     send, failed = child_process.Sender(connection), threading.Event()
 
     def report(message: object) -> None:
@@ -112,29 +90,31 @@ class TorchrunExecutor(RanksExecutor):
         launch, patience = Launch.read(config), float(config.core_start_timeout)
         store = launch.store()
         # Two threads must not share a store: one that waits for a key keeps the other from setting it.
-        others = _accepted(launch, store, patience)
+        others = _accepted(launch, store, config.block_size, patience)
         super().__init__(config, [ThreadRank(RankSpec(config, launch.place), store), *others])
 
 
-def _accepted(launch: Launch, store: Store, patience: float) -> list[RankLink]:
+def _accepted(launch: Launch, store: Store, block_size: int | None, patience: float) -> list[RankLink]:
     """The other ranks, in their order. Raises EngineDeadError for one that does not call within ``patience`` seconds.
+
+    They take ``block_size`` where nobody set theirs.
 
     Who calls must show a key that is in the store alone: what comes by these sockets is unpickled.
     """
     key = secrets.token_bytes(32)
-    local = launch.place.on_one_host
-    with Listener((LOOPBACK if local else "", 0), backlog=launch.world, authkey=key) as listener:
+    local, world = launch.place.on_one_host, launch.place.topology.size
+    with Listener((LOOPBACK if local else "", 0), backlog=world, authkey=key) as listener:
         host, port = LOOPBACK if local else launch.address, listener.address[1]
-        store.set(_LINK, json.dumps({"host": host, "port": port, "key": key.hex()}))
+        store.set(_LINK, json.dumps({"host": host, "port": port, "key": key.hex(), "block_size": block_size}))
         listener._listener._socket.settimeout(patience)  # type: ignore[attr-defined]  # there is no public way
         found: dict[int, RankLink] = {}
-        while len(found) < launch.world - 1:
+        while len(found) < world - 1:
             try:
                 connection = listener.accept()
             except (AuthenticationError, EOFError, ConnectionError):  # a stranger
                 continue
             except TimeoutError:
-                missing = sorted(set(range(1, launch.world)) - set(found))
+                missing = sorted(set(range(1, world)) - set(found))
                 raise EngineDeadError(
                     f"of torchrun's processes, ranks {missing} built no engine within {patience:g} seconds "
                     "(--core-start-timeout); every process must run the same script"

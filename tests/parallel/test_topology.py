@@ -1,0 +1,71 @@
+"""The topology: where each rank stands, and that nothing else reads how many there are."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from hardpoint.parallel.topology import Coordinates, Topology
+from hardpoint_plugin_api import ConfigError
+
+ROOT = Path(__file__).parents[2]
+READERS = {
+    "core/src/hardpoint/parallel/topology.py",
+    "core/src/hardpoint/config/engine_config.py",  # whose fields they are, and who makes the topology of them
+}
+SIZES = {
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "expert_parallel_size",
+    "enable_expert_parallel",
+    "get_world_size",
+    "get_node_local_rank",
+    "get_rank",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+}
+"""Names and texts by which code could learn how many ranks there are, or which one it is."""
+
+
+def sizes_read(tree: ast.AST) -> set[str]:
+    """What of SIZES a module reads: as an attribute, a name, or a key."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found & SIZES
+
+
+def test_nothing_else_reads_the_sizes() -> None:
+    sources = [path for room in ("core", "plugin_api", "plugins") for path in (ROOT / room).glob("**/src/**/*.py")]
+    assert len(sources) > 300
+    found = {str(path.relative_to(ROOT)): sizes_read(ast.parse(path.read_text())) for path in sources}
+    assert {path: names for path, names in found.items() if names and path not in READERS} == {}
+    assert all(found[path] for path in READERS), "the test finds what it looks for"
+
+
+def test_places() -> None:
+    topology = Topology(tensor=4, expert=2, pipeline=2)
+    assert (topology.size, topology.first_ranks) == (8, (0, 4))
+    place = topology.on_this_host(6)
+    assert (place.stage, place.answers) == (1, False)
+    assert (place.members("tp"), place.members("pp")) == ((4, 5, 6, 7), (2, 6))
+    assert (place.members("ep"), place.members("expert_tp")) == ((4, 6), (6, 7))
+
+
+def test_places_of_processes_that_torchrun_started() -> None:
+    told = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "there"}
+    topology = Topology(tensor=2, pipeline=2)
+    assert topology.of_launched(told) == Coordinates(topology, 3, 1, 2, on_one_host=False)
+    with pytest.raises(ConfigError, match=r"'MASTER_ADDR' is not in its environment.*--nproc-per-node 4"):
+        topology.of_launched({name: value for name, value in told.items() if name != "MASTER_ADDR"})
+    with pytest.raises(ConfigError, match="torchrun started 4 processes; one is needed for each rank: start 2"):
+        Topology(tensor=2).of_launched(told)
