@@ -223,7 +223,7 @@ def _report(llm: LLM, outputs: Sequence[RequestOutput], pace: Mapping[str, float
     return {
         "model": llm.config.model,
         "outputs": [asdict(output) for output in outputs],
-        "speed": _speeds(llm) | pace,
+        "speed": {**_speeds(llm), **pace},
         "memory": llm.memory_report().by_tag,
         "selection": llm.table.to_json(),
     }
