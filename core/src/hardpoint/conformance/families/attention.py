@@ -44,6 +44,7 @@ from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.ops.judge import Call, Expected, Input, judge_call
+from hardpoint.selection.ranges import tokens_in
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionCall,
@@ -169,11 +170,20 @@ def _head_sizes(subject: Subject, plan: Plan) -> Sequence[int]:
 
 
 def batch_names(subject: Subject) -> Sequence[str]:
-    """Kinds of batches that the backend's range of tokens and its phase admit, and the ends of that range."""
+    """Kinds of batches that the backend's range of tokens and its phase admit, and the ends of that range.
+
+    Where it is preferred for some numbers of decodes, the ends of those ranges, too: it may be cut by them.
+    """
     need = subject.tokens
     names = [name for name, pieces in batches(16).items() if _admits(need, pieces)]
     ends = sorted({need.min, need.max or need.min} if need != TokensRequirement() else ())
-    return (*names, *(f"tokens {n}" for n in ends if 0 < n <= (4096 if n == need.max else _MOST_CLAIMED)))
+    preferred = [tokens_in(preference.requires) for preference in subject.offer.contribution.preferred]
+    decodes = sorted({n for p in preferred if p.phase == "decode" for n in (p.min, p.max) if n and n <= _MOST_CLAIMED})
+    return (
+        *names,
+        *(f"tokens {n}" for n in ends if 0 < n <= (4096 if n == need.max else _MOST_CLAIMED)),
+        *(f"decodes {n}" for n in decodes if need.phase != "prefill" and need.min <= n <= (need.max or n)),
+    )
 
 
 def _admits(need: TokensRequirement, pieces: Sequence[Piece]) -> bool:
@@ -231,12 +241,12 @@ class Situation:
         return "/".join(parts + ([f"slack-{self.slack}"] if self.slack else []))
 
     def pieces(self, need: TokensRequirement, seed: int) -> tuple[Piece, ...]:
-        """The requests of the step; "tokens N" are as many tokens, in the phase that is needed."""
+        """The requests of the step; "tokens N" are as many, in the phase that is needed, "decodes N" decodes."""
         kind, _, count = self.batch.partition(" ")
-        if kind != "tokens":
+        if kind not in ("tokens", "decodes"):
             return batches(self.spec.block_size, seed)[self.batch]
         tokens = int(count)
-        if need.phase == "decode" or (need.phase is None and tokens <= _PIECE):
+        if "decode" in (need.phase, kind.removesuffix("s")) or (need.phase is None and tokens <= _PIECE):
             return tuple(Piece(1, 1 + 5 * i % 40) for i in range(tokens))
         whole, rest = divmod(tokens, _PIECE)
         return tuple(Piece(n, n + 5) for n in (*[_PIECE] * whole, *([rest] if rest else [])))
