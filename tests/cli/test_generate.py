@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hardpoint.cli.generate import _pace
 from hardpoint.cli.main import run
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import EngineStats
@@ -74,8 +75,22 @@ def test_one_prompt_is_streamed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", "--prompt", "abc"]) == 0
     printed = capsys.readouterr()
     assert printed.out == "ABC\n"
-    assert "loaded in 0.50 s; prefill 100.0 tokens/s (10); decode 0.0 tokens/s (4)" in printed.err
+    assert "loaded in 0.50 s; first token after " in printed.err
     assert Echo.last.closed
+
+
+def test_several_prompts_are_told_in_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "--prompt", "abc", "--prompt", "x"]) == 0
+    assert "loaded in 0.50 s; prefill 100.0 tokens/s (10); decode 0.0 tokens/s (4)" in capsys.readouterr().err
+
+
+def test_the_pace_is_that_of_the_median_step() -> None:
+    assert _pace([10.0, 10.5, 12.5, 12.6, 12.7], 7) == {
+        "first_token_seconds": 0.5,
+        "steady_tokens_per_second": pytest.approx(20),  # two tokens a step, of 0.1 s in the median
+    }
+    assert _pace([1.0, 1.25], 1) == {"first_token_seconds": 0.25}
+    assert _pace([1.0], 0) == {}
 
 
 def test_drafts_that_were_right_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,11 +152,15 @@ def test_json_holds_outputs_speed_and_selection(tmp_path: Path, capsys: pytest.C
     data = json.loads(file.read_text())
     assert data["outputs"][0]["outputs"][0]["text"] == "ABC"
     assert data["speed"]["prefill_tokens_per_second"] == 100
+    assert data["speed"].pop("first_token_seconds") > 0
+    assert data["speed"].pop("steady_tokens_per_second") > 0
     assert data["memory"] == {"weights": 3, "kv": 4}
     assert data["selection"]["rows"] == []
     capsys.readouterr()
     assert run(["generate", "--prompt", "abc", "--quiet", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out) == data
+    again = json.loads(capsys.readouterr().out)
+    assert again["speed"].keys() > data["speed"].keys()
+    assert again | {"speed": data["speed"]} == data
 
 
 def test_a_profile_spans_the_generation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,10 @@ def test_drafts_are_verified_on_it_before_they_are_known(site: Path, tmp_path: P
     check(site, tmp_path, "tests/engine/test_speculation.py", "-k", "reads")
 
 
+def test_adapters_are_served_on_it(site: Path, tmp_path: Path) -> None:
+    check(site, tmp_path, "tests/engine/test_lora.py", "-k", "replayed or ahead or sleep or quantized")
+
+
 def test_no_step_waits_but_for_tokens(site: Path, tmp_path: Path) -> None:
     """Greedily: the reference that draws looks at the settings of requests, which are on the device."""
     check(site, tmp_path, "-m", "accelerator", "-k", "greedy", "tests/engine/test_waiting.py")

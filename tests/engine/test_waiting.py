@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from hardpoint import LLM, SamplingParams
+from hardpoint import LLM, LoRARequest, SamplingParams
 from tests.support.checkpoints import random_prompts, write_checkpoint
+from tests.support.lora import write_adapter
 from tests.support.waits import waits_are_errors
 
 pytestmark = pytest.mark.accelerator
@@ -86,3 +88,23 @@ def test_prompts_and_decodes(
             while not llm.core.is_idle:
                 llm.core.step()
         assert [len(request.output_token_ids) for request in requests] == [params.max_tokens] * 8
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_greedy_requests_with_adapters(
+    checkpoint: Path, tmp_path: Path, eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_adapter(tmp_path, AutoModelForCausalLM.from_pretrained(checkpoint))
+    settings: dict[str, Any] = {"enforce_eager": eager, "async_scheduling": True, "max_num_batched_tokens": 64}
+    with LLM(str(checkpoint), kv_cache_memory="64MiB", max_num_seqs=8, enable_lora=True, **settings) as llm:
+        llm.generate(random_prompts(8, 60, seed=1), GREEDY, lora_request=LoRARequest("one", 1, str(tmp_path)))
+        with no_waits(llm, monkeypatch):
+            names = ["one", "", "one", "one"]
+            prompts = random_prompts(4, 60, seed=2)
+            requests = [
+                llm.core.add_request(prompt, GREEDY, frozenset(), adapter=name)
+                for name, prompt in zip(names, prompts, strict=True)
+            ]
+            while not llm.core.is_idle:
+                llm.core.step()
+        assert [len(request.output_token_ids) for request in requests] == [GREEDY.max_tokens] * 4

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hardpoint import LoRARequest, SamplingParams
 from hardpoint.engine.control import LoadAdapter
@@ -30,11 +31,16 @@ def test_every_rank_reads_its_share(tmp_path: Path, world: str) -> None:
     models["all"] = write_adapter(tmp_path / "all", models[""])
     models["attention"] = write_adapter(tmp_path / "attention", models[""], targets=ATTENTION, rank=8, seed=2)
     write_adapter(tmp_path / "head", models[""], targets=("lm_head",))
+    bad = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    write_adapter(tmp_path / "bad", models[""], tensors={bad: torch.full((4, 64), torch.nan)})
     names, prompts = ["", "all", "attention", "all"], random_prompts(4, 30, seed=1)
     requests = [LoRARequest(name, 1, str(tmp_path / name)) if name else None for name in names]
     with small_llm(tmp_path, enable_lora=True, max_loras=2, max_lora_rank=8, **settings) as llm:
         with pytest.raises(CheckpointError, match="lm_head"):
             llm.control(LoadAdapter("head", str(tmp_path / "head")))
+        with pytest.raises(CheckpointError, match="not finite"):
+            llm.control(LoadAdapter("bad", str(tmp_path / "bad")))
+        llm.control(LoadAdapter("attention", str(tmp_path / "attention")))  # into the slot that was filled in part
         outputs = llm.generate(prompts, GREEDY, lora_request=requests)
     for name, prompt, output in zip(names, prompts, outputs, strict=True):
         check_tokens_equal(models[name], prompt, output.outputs[0].token_ids)

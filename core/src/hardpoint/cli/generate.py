@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -90,17 +93,19 @@ def generate(
         to_stdout = json_file != "-"
         if profile is not None:
             llm.start_profile(profile, layers=True)
+        pace: dict[str, float] = {}
         if stream if stream is not None else len(inputs) == 1:
-            outputs = [_stream(llm, inputs[0], params, show=to_stdout)]
+            output, pace = _stream(llm, inputs[0], params, show=to_stdout)
+            outputs = [output]
         else:
             outputs = llm.generate(inputs, params, use_tqdm=not quiet)
             _print(texts, outputs, show=to_stdout)
         if profile is not None:
             llm.stop_profile()
         if json_file:
-            write_text(json_file, json.dumps(_report(llm, outputs), indent=2, ensure_ascii=False) + "\n")
+            write_text(json_file, json.dumps(_report(llm, outputs, pace), indent=2, ensure_ascii=False) + "\n")
         if not quiet:
-            _print_facts(llm)
+            _print_facts(llm, pace)
     finally:
         llm.close()
     if stages_file:
@@ -166,16 +171,31 @@ def _chat_prompt(llm: LLM, text: str, system: str | None) -> Prompt:
     return llm.chat_prompt([*messages, {"role": "user", "content": text}])
 
 
-def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool) -> RequestOutput:
-    printed, output = 0, None
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool) -> tuple[RequestOutput, dict[str, float]]:
+    """Print text as it comes; returns the last output and the pace, see ``_pace``."""
+    printed, output, times = 0, None, [time.perf_counter()]
     for output in llm.stream(prompt, params):
+        times.append(time.perf_counter())
         if show:
             click.echo(output.outputs[0].text[printed:], nl=False)
             printed = len(output.outputs[0].text)
     if show:
         click.echo()
     assert output is not None
-    return output
+    return output, _pace(times, len(output.outputs[0].token_ids))
+
+
+def _pace(times: Sequence[float], num_tokens: int) -> dict[str, float]:
+    """Of a stream that began at ``times[0]`` and had an output at each later time: when the first came, and the speed.
+
+    The speed is that of the median step, with the mean number of tokens of a step. So the steps that are recorded or
+    captured on their first use do not count.
+    """
+    steps = [later - earlier for earlier, later in pairwise(times[1:])]
+    pace = {"first_token_seconds": times[1] - times[0]} if len(times) > 1 else {}
+    if steps and num_tokens > 1:
+        pace["steady_tokens_per_second"] = (num_tokens - 1) / len(steps) / max(median(steps), 1e-9)
+    return pace
 
 
 def _print(prompts: Sequence[str], outputs: Sequence[RequestOutput], *, show: bool) -> None:
@@ -199,17 +219,17 @@ def _speeds(llm: LLM) -> dict[str, float]:
     }
 
 
-def _report(llm: LLM, outputs: Sequence[RequestOutput]) -> dict[str, object]:
+def _report(llm: LLM, outputs: Sequence[RequestOutput], pace: Mapping[str, float]) -> dict[str, object]:
     return {
         "model": llm.config.model,
         "outputs": [asdict(output) for output in outputs],
-        "speed": _speeds(llm),
+        "speed": {**_speeds(llm), **pace},
         "memory": llm.memory_report().by_tag,
         "selection": llm.table.to_json(),
     }
 
 
-def _print_facts(llm: LLM) -> None:
+def _print_facts(llm: LLM, pace: Mapping[str, float]) -> None:
     """Who served what, each implementation once, and how fast."""
     served: dict[tuple[str, str, str], list[str]] = {}
     for row in llm.table.rows:
@@ -222,11 +242,14 @@ def _print_facts(llm: LLM) -> None:
         err=True,
     )
     speed = _speeds(llm)
-    click.echo(
-        f"loaded in {speed['load_seconds']:.2f} s; prefill {speed['prefill_tokens_per_second']:.1f} tokens/s "
-        f"({speed['prefill_tokens']:.0f}); decode {speed['decode_tokens_per_second']:.1f} tokens/s "
-        f"({speed['decode_tokens']:.0f})",
-        err=True,
-    )
+    told = [f"loaded in {speed['load_seconds']:.2f} s"]
+    if pace:  # one prompt, as it came
+        told.append(f"first token after {pace['first_token_seconds']:.3f} s")
+        if "steady_tokens_per_second" in pace:
+            told.append(f"then {pace['steady_tokens_per_second']:.0f} tokens/s")
+    else:
+        told.append(f"prefill {speed['prefill_tokens_per_second']:.1f} tokens/s ({speed['prefill_tokens']:.0f})")
+        told.append(f"decode {speed['decode_tokens_per_second']:.1f} tokens/s ({speed['decode_tokens']:.0f})")
+    click.echo("; ".join(told), err=True)
     if speed["drafted_tokens"]:
         click.echo(f"drafts: {speed['accepted_tokens']:.0f} of {speed['drafted_tokens']:.0f} right", err=True)

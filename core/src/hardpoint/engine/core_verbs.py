@@ -23,7 +23,7 @@ from hardpoint.engine.execution.executor import InProcessExecutor
 from hardpoint.engine.execution.rank_verbs import CheckAdapter, CheckWeights, EmptySlot, FillSlot, ListAsleep
 from hardpoint.engine.lora import Adapter
 from hardpoint.metrics import MetricsSnapshot
-from hardpoint_plugin_api import ConfigError, EngineError, MemoryTag
+from hardpoint_plugin_api import CheckpointError, ConfigError, EngineError, MemoryTag
 
 if TYPE_CHECKING:
     from hardpoint.engine.core import EngineCore
@@ -70,7 +70,11 @@ def load_adapter(verb: LoadAdapter, core: EngineCore) -> tuple[Adapter, ...]:
         return core.admission.adapters
     adapter = core.adapters.assign(verb.name, verb.path)
     core.executor.control(CheckAdapter(verb.path))
-    core.executor.control(FillSlot(adapter))
+    try:
+        core.executor.control(FillSlot(adapter))
+    except CheckpointError:  # of numbers that one rank has read: others have filled theirs
+        core.executor.control(EmptySlot(adapter.slot))
+        raise
     core.adapters.add(adapter)
     core.admission.adapters = tuple(core.adapters)
     return core.admission.adapters

@@ -22,12 +22,13 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     ) -> Case:
         rows = draw.strided if strided else draw.normal
         a, b = draw.normal(slots, rank, inputs, scale=inputs**-0.5), draw.normal(outputs, slots, rank)
-        adapters = draw.integers(-1, slots, tokens).to(torch.int32)
-        return Case(name, (rows(tokens, outputs), rows(tokens, inputs), a, b, adapters))
+        adapters = (draw.distinct(0, tokens, tokens) + 1) % (slots + 1) - 1  # each slot, and none, where tokens suffice
+        return Case(name, (rows(tokens, outputs), rows(tokens, inputs), a, b, adapters.to(torch.int32)))
 
     yield case("random", 9, 64, 48, 3, 8)
     yield case("one_slot", 5, 32, 32, 1, 16)
-    yield case("one", 1, 1, 1, 1, 1)
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    yield Case("one", (one, 3 * one, one[None], 2 * one[None], torch.zeros(1, dtype=torch.int32, device=device)))
     yield case("odd", 7, 33, 129, 5, 3)
     yield case("strided", 6, 40, 24, 2, 4, strided=True)
     yield case("long", 3, 4096, 64, 2, 16)
@@ -36,9 +37,8 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     yield case("many_slots", 40, 32, 32, 33, 4)
     yield case("empty", 0, 16, 16, 2, 4)
     y, x, a, b, adapters = case("", 8, 32, 16, 3, 4).args
-    yield Case("no_adapter", (y, x, a, b, torch.full_like(adapters, -1)))
     yield Case("one_adapter", (y, x, a, b, torch.full_like(adapters, 2)))
-    yield Case("empty_slot", (y, x, a, b * (draw.integers(0, 2, 1, 3, 1) > 0), adapters))
+    yield Case("empty_slot", (y, x, a, b * torch.tensor([[1], [0], [1]], device=device), adapters))
     yield Case("non_finite_input", (y, draw.with_nan(8, 32), a, b, torch.arange(8, device=device).int() % 4 - 1))
 
 

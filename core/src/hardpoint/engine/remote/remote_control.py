@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, cast
@@ -36,6 +37,8 @@ class RemoteControl:
 
     _link: CallLink
     _admission: Admission
+    _adapting: threading.Lock
+    """Held from a call that loads or unloads an adapter to its answer: answers are taken in the core's order."""
     _weights: UpdateWeights | None = None
     """How the checkpoint's own weights were replaced."""
 
@@ -46,16 +49,23 @@ class RemoteControl:
                 "tensors can be given to an engine whose core runs in the caller's thread alone (LLM without "
                 "core_process); save them to a folder and give that"
             )
-        number, future = self._link.answers.expect()
-        self._link.send(Call(number, verb))
-        answer = future.result()
+        if isinstance(verb, LoadAdapter | UnloadAdapter):
+            with self._adapting:
+                answer = self._call(verb)
+                self._admission.adapters = cast("tuple[Adapter, ...]", answer)
+            return cast(R, answer)
+        answer = self._call(verb)
         if isinstance(verb, Sleep | WakeUp | UpdateWeights):  # requests are refused where they are made
             self._admission.asleep = cast("frozenset[MemoryTag]", answer)
-        if isinstance(verb, LoadAdapter | UnloadAdapter):
-            self._admission.adapters = cast("tuple[Adapter, ...]", answer)
         if isinstance(verb, UpdateWeights):
             self._weights = verb
         return cast(R, answer)
+
+    def _call(self, verb: Verb[object]) -> object:
+        """The core's answer."""
+        number, future = self._link.answers.expect()
+        self._link.send(Call(number, verb))
+        return future.result()
 
     def _repeat_calls(self, at_start: tuple[Adapter, ...]) -> None:
         """Bring a core that was built again to where the last one was: its adapters, of which its start has loaded

@@ -90,6 +90,7 @@ class RemoteCore(RemoteControl):
         self._open: dict[int, RequestProgress] = {}
         self._quarantine = Quarantine()
         self._aborted: list[RequestProgress] = []  # while no core could be told
+        self._adapting = threading.Lock()
         self._opening = threading.Lock()  # of all that a restart changes; held for moments
         self._ended: EngineDeadError | None = None
         self._restarting: str | None = None
