@@ -69,7 +69,7 @@ class OwnFirst(Summed):
 
 
 class ResidualOfEach(Summed):
-    """Every rank adds the residual to its summand."""
+    """Every rank adds the residual to its partial sum."""
 
     def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Pair:
         return add_rms_norm.reference(self.total(x + residual), torch.zeros_like(residual), weight, eps=eps)
@@ -125,7 +125,7 @@ PLANTED: dict[str, tuple[Any, str, str]] = {
     "own first": (OwnFirst, "*/3/*", "agree"),
     "residual of each": (ResidualOfEach, "*", "values"),
     "residual is written": (ResidualIsWritten, "*", "inputs"),
-    "summand is kept": (SummandIsKept, "*", "inputs"),
+    "partial sum is kept": (SummandIsKept, "*", "inputs"),
     "one buffer": (OneBuffer, "*", "inputs"),
     "another each time": (AnotherEachTime, "bfloat16/3/*", "repeat"),
 }

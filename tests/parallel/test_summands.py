@@ -1,4 +1,4 @@
-"""Who sums over the ranks: the layer that made a summand, or the norm behind it, in one op with what it does anyway.
+"""Who sums over the ranks: the layer that made a partial sum, or the norm behind it, in one op with the norm.
 
 A plugin written into the test's folder has an op of its own, which joins the group, and layers of its own, each derived
 from core's and with a ``forward`` that expects what core's had given before there was such an op.
@@ -169,7 +169,7 @@ EVERY_NORM = [f"{BLOCKS}.0.feed_forward_norm", f"{BLOCKS}.1.mixer_norm", f"{BLOC
 
 
 def summing_sites(blueprint: Any) -> list[str]:
-    """Norms whose first argument is a summand."""
+    """Norms whose first argument is a partial sum."""
     found = []
     for name, module in blueprint.model.named_modules():
         if isinstance(module, Norm) and getattr(module._add_rms_norm, "__name__", "") == OP:
@@ -293,7 +293,7 @@ class Neither(PluggableLayer):
 
 
 class Writer(Neither):
-    """Leaves a summand."""
+    """Leaves a partial sum."""
 
     def leave_summand(self) -> bool:
         return True

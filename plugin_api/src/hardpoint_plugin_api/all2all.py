@@ -104,7 +104,7 @@ class All2All(ABC):
     def combine(self, y: torch.Tensor, handle: object, out: torch.Tensor) -> None:
         """Bring results home: ``out`` [T, H], all of which is written, gets the sum over ranks for each token.
 
-        (Where ``replicated``, this rank's summand.)
+        (Where ``replicated``, this rank's partial sum.)
 
         In the format ``standard``, ``y`` [R, H] is weighted and summed over this rank's experts already; in
         ``batched``, ``y`` [E, M, H] is what the experts made, to be weighted by the router's weights here. ``y`` may be

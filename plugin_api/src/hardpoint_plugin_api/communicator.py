@@ -109,9 +109,9 @@ class GroupMember(ABC):
     called, on all ranks at once, before any step; nothing may be created later. ``close`` is called in reverse order,
     and ``abort``, from another thread, where a rank has died: what is under way must then raise, or end in its queue.
 
-    The kernel of an op that takes a summand (``allreduce_add_rms_norm``) is made by a contribution of form ``factory``:
-    ``target(ctx, workload, parts)`` returns a function. One that is a GroupMember itself, an object with ``__call__``,
-    joins the group ``ctx.parallel.tp``; sites of equal workloads share it.
+    The kernel of an op that takes a partial sum (``allreduce_add_rms_norm``) is made by a contribution of form
+    ``factory``: ``target(ctx, workload, parts)`` returns a function. One that is a GroupMember itself, an object with
+    ``__call__``, joins the group ``ctx.parallel.tp``; sites of equal workloads share it.
     """
 
     @abstractmethod

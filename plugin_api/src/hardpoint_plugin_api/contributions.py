@@ -1,4 +1,4 @@
-"""A contribution: one offer in a family, as plain frozen data."""
+"""A contribution: one candidate of a family, as plain frozen data."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ class LinearArgs:
     small and decides much: the ``router`` of a mixture of experts.
 
     ``row_shards`` (one for each part) or ``column_shard`` say how a group of ranks divides the weight. Divided by rows,
-    a rank makes its rows of the output; divided by columns, it takes its columns of the input and makes a summand of
-    the output, of which rank 0's holds the bias. ``in_features`` and ``parts`` are of the whole weight.
+    a rank makes its rows of the output; divided by columns, it takes its columns of the input and makes a partial sum
+    of the output, of which rank 0's holds the bias. ``in_features`` and ``parts`` are of the whole weight.
     """
 
     in_features: int

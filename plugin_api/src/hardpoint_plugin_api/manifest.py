@@ -64,7 +64,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "fp8_max": "The largest magnitude that those represent; 448 by default.",
     },
     "contribution": {
-        "family": "The family it is an offer in; required.",
+        "family": "The family that it is a contribution to; required.",
         "of": "Which op, layer or architecture it implements; required where the family has such, else not allowed. Of "
         "attention it may be left out, and is causal then.",
         "name": "What users type, unique per family and of; required.",

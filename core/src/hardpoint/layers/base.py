@@ -58,9 +58,9 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
     the same. It is known once the layer is constructed.
 
     Where ranks divide a model, what a layer is given and what it returns is whole on every rank: a layer that makes a
-    summand of it sums over the ranks itself. It may let the layer that reads its result do so, if that one can, which
-    ``sum_later`` settles while the model is constructed. Whatever a class says of that it says of its own ``forward``:
-    a class derived from it that has another says it anew, or takes no part.
+    partial sum of it sums over the ranks itself. It may let the layer that reads its result do so, if that one can.
+    ``sum_later`` settles that while the model is constructed. Whatever a class says of that it says of its own
+    ``forward``: a class derived from it that has another says it anew, or takes no part.
     """
 
     pluggable_name: ClassVar[str | None] = None
@@ -99,7 +99,7 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
         self.weights.clear()
 
     def leave_summand(self) -> bool:
-        """From now on return this rank's summand of the result, if this layer can, and say whether it does."""
+        """From now on return this rank's partial sum of the result, if this layer can, and say whether it does."""
         return False
 
     @property
@@ -108,8 +108,8 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
         return False
 
     def take_summand(self, ctx: Context) -> None:
-        """From now on ``forward`` gets this rank's summand of its first argument, which it may write to."""
-        raise NotImplementedError(f"{type(self).__name__} takes no summand")
+        """From now on ``forward`` gets this rank's partial sum of its first argument, which it may write to."""
+        raise NotImplementedError(f"{type(self).__name__} takes no partial sum")
 
 
 def build_layer(ctx: Context, args: LayerArgs) -> PluggableLayer:

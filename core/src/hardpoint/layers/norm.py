@@ -43,7 +43,7 @@ class Norm(PluggableLayer, name="norm"):
     ) -> tuple[torch.Tensor | Quantized, torch.Tensor]:
         """x, residual [T, n] -> norm(x + residual), x + residual. Without a residual, x is it.
 
-        May write to ``residual``, and to ``x`` where that is a summand. The norm is in the form of the arguments'
+        May write to ``residual``, and to ``x`` where that is a partial sum. The norm is in the form of the arguments'
         ``spec``.
         """
         weight, eps, spec = self.weights["weight"], self.args.eps, self.args.spec

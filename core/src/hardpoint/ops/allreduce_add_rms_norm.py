@@ -28,7 +28,7 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
 
 @custom_op(
     cases=_cases,
-    errors=ErrorModel(),  # at the row's magnitude: summands may cancel
+    errors=ErrorModel(),  # at the row's magnitude: partial sums may cancel
     allocate=add_rms_norm.allocate,
     aliases=add_rms_norm.aliases,
     static=["eps"],
@@ -37,7 +37,7 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
 def allreduce_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``add_rms_norm`` of the sum over ranks of ``x`` [T, n]: every rank calls it with its own summand.
+    """``add_rms_norm`` of the sum over ranks of ``x`` [T, n]: every rank calls it with its own partial sum.
 
     residual [T, n] and weight [n] are the same on every rank. The results are too, to the bit, each [T, n]: the norm of
     ``sum of x + residual``, and that sum, rounded to x's dtype. ``x`` may be written to; nobody reads it afterwards.

@@ -64,8 +64,8 @@ class CustomOp(Generic[P, R]):
     implementations may require values: ``requires = [{ scalar = { interleaved = false } }]``.
 
     ``sums`` names the parameter that is summed over the ranks of ``tp`` before anything else: each rank calls the op
-    with its own summand, which may be written to, and the reference gets the sum. Such an op is bound where there are
-    several ranks, and its implementations are factories: they need to know the group. See GroupMember.
+    with its own partial sum, which may be written to, and the reference gets the sum. Such an op is bound where there
+    are several ranks, and its implementations are factories: they need to know the group. See GroupMember.
 
     ``has_rows`` False says that the first axis of the first input does not number what results are made of one by one:
     the conformance kit then does not pick and exchange its rows.

@@ -1,7 +1,7 @@
-"""Trials of ops that sum an input over the ranks of a group: each rank has a summand of its own.
+"""Trials of ops that sum an input over the ranks of a group: each rank has a partial sum of its own.
 
-The truth is the op's reference on the sum, both in float64; the error that is honest is that of adding the summands in
-turn in the dtype, and of the reference in the dtype after that.
+The truth is the op's reference on the sum, both in float64; the error that is honest is that of adding the partial sums
+in turn in the dtype, and of the reference in the dtype after that.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SummedProbe:
         return self.op.sums
 
     def _draw(self, name: str, seed: int) -> list[dict[str, Any]]:
-        """The arguments of each rank, which differ in the summand alone."""
+        """The arguments of each rank, which differ in the partial sum alone."""
         signature, found = inspect.signature(self.op.reference), list[dict[str, Any]]()
         for rank in range(self.world):
             case = next(c for c in _cases(self.op, self.dtype, seed + rank) if c.name == name)
@@ -188,7 +188,7 @@ class SummedProbe:
         return Finding.of(found)
 
     def inputs(self) -> Finding:
-        """``inputs``: nothing but the summand is written to, no memory beside inputs, and results stay."""
+        """``inputs``: nothing but the partial sum is written to, no memory beside inputs, and results stay."""
         return Finding(tuple(fault for seen in self._seen for fault in seen.faults))
 
     def repeat(self) -> Finding:
