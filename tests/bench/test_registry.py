@@ -43,15 +43,15 @@ def test_the_start_up_benchmark_is_there() -> None:
 
 
 def test_a_result_says_on_which_devices_and_with_which_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hardpoint import plugins
+    from hardpoint import plugin_host
 
     found = environment()
     info = detect_host()
     assert found["devices"].startswith(f"{info.count} x {info.name}")
-    records = plugins.discover(quiet=True).records
+    records = plugin_host.discover(quiet=True).records
     assert {record.distribution for record in records if record.is_usable} <= found.keys()
     records[-1].version = "99"
-    monkeypatch.setattr(plugins, "discover", lambda **_: plugins.PluginSet(records))
+    monkeypatch.setattr(plugin_host, "discover", lambda **_: plugin_host.PluginSet(records))
     assert environment() == found | {records[-1].distribution: "99"}
 
 

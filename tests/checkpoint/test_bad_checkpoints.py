@@ -209,7 +209,7 @@ def test_file_that_is_no_safetensors(checkpoint: Path) -> None:
 
 def test_no_weights_at_all(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*only safetensors checkpoints are read"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*only safetensors are read"):
         small_llm(checkpoint)
 
 

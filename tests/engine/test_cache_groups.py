@@ -16,7 +16,7 @@ from hardpoint.cache_users import group_size
 from hardpoint.engine.requests import AdmittedRequest
 from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import Span
-from tests.out_of_tree.build import Dist, install
+from tests.out_of_tree.build import Dist, importable, install
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 
@@ -168,8 +168,7 @@ def chunked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, An
     model = write_checkpoint(folder, "llama", num_hidden_layers=4, attn_implementation="eager")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["ChunkedForCausalLM"]}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(site))
+    with importable(site):
         yield folder, ChunkedLocal(model)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hardpoint import SamplingParams
 from hardpoint.kernel_results import check_result
 from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import HardpointError, PluginLoadError
-from tests.out_of_tree.build import Dist, install
+from tests.out_of_tree.build import Dist, importable, install
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import small_llm
 
@@ -61,9 +60,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
+def put(tmp_path: Path) -> Iterator[Put]:
     """Installs a plugin of one kernel, which comes before all others."""
     site, wheels = tmp_path / "site", tmp_path / "wheels"
+    site.mkdir()
     wheels.mkdir()
 
     def install_kernel(slot: str, kernel: str) -> None:
@@ -77,11 +77,9 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
         install(
             [Dist("odd-hp", {f"hp_odd/{n}": text for n, text in files.items()}, {"odd": "hp_odd.plugin"})], site, wheels
         )
-        monkeypatch.syspath_prepend(str(site))
 
-    yield install_kernel
-    for module in [name for name in sys.modules if name.partition(".")[0] == "hp_odd"]:
-        del sys.modules[module]
+    with importable(site):
+        yield install_kernel
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "prepared"])

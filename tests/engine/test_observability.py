@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from hardpoint import LLM, SamplingParams
 from hardpoint_cpu.platform import CpuPlatform
 from hardpoint_plugin_api import ConfigError, EngineError, StepLimits
-from tests.out_of_tree.build import Dist, install
+from tests.out_of_tree.build import Dist, importable, install
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 from tests.support.traces import trace_events
@@ -51,15 +50,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrain
 
 
 @pytest.fixture
-def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def meter(tmp_path: Path) -> Iterator[None]:
     """A plugin whose layer counts its rows and marks its ranges, really installed."""
     site, wheels = tmp_path / "site", tmp_path / "wheels"
     wheels.mkdir()
     install([METER], site, wheels)
-    monkeypatch.syspath_prepend(str(site))
-    yield
-    for module in [name for name in sys.modules if name.partition(".")[0] == "hp_meter"]:
-        del sys.modules[module]
+    with importable(site):
+        yield
 
 
 def test_the_engine_counts_what_it_does(checkpoint: tuple[Path, PreTrainedModel]) -> None:

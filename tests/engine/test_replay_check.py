@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from hardpoint.reference.torch_distributed import TorchDistributed
 from hardpoint_cpu.native import missing
 from hardpoint_cpu.platform import CpuPlatform
 from hardpoint_cpu.recorded_list import RecordedList
-from tests.out_of_tree.build import Dist, install
+from tests.out_of_tree.build import Dist, importable, install
 from tests.parallel.ranks import ranks_in_threads
 from tests.support import raw_kernels
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
@@ -53,6 +52,7 @@ def contribution(kernel: str) -> tuple[str, str]:
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plugin]:
     site, wheels = tmp_path / "site", tmp_path / "wheels"
+    site.mkdir()
     wheels.mkdir()
 
     def put(kernel: str) -> str:
@@ -62,13 +62,11 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plugin]:
         files = {"__init__.py": "", "plugin.py": "", "kernels.py": source, "hardpoint.toml": manifest}
         dist = Dist("raw-hardpoint", {f"hp_raw/{n}": text for n, text in files.items()}, {"raw": "hp_raw.plugin"})
         install([dist], site, wheels)
-        monkeypatch.syspath_prepend(str(site))
         monkeypatch.setenv("PYTHONPATH", str(site))
         return choice
 
-    yield put
-    for module in [name for name in sys.modules if name.partition(".")[0] == "hp_raw"]:
-        del sys.modules[module]
+    with importable(site):
+        yield put
 
 
 @pytest.fixture(scope="module")

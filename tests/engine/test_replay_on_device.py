@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
-from tests.out_of_tree.build import Dist, install
+from tests.out_of_tree.build import Dist, importable, install
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import counted
 
@@ -44,7 +43,7 @@ def baking(x, weight, *, eps):
 
 
 @pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plugin(tmp_path: Path) -> Iterator[None]:
     """Three kernels of one op, which come into play when they are asked for, or others are denied."""
     entries = "".join(
         f'[[contribution]]\nfamily = "op"\nof = "rms_norm"\nname = "{name}"\ntarget = "hp_replayed.kernels:{name}"\n'
@@ -57,10 +56,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     install([Dist("replayed-hardpoint", named, {"replayed": "hp_replayed.plugin"})], tmp_path / "site", wheels)
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    yield
-    for module in [name for name in sys.modules if name.partition(".")[0] == "hp_replayed"]:
-        del sys.modules[module]
+    with importable(tmp_path / "site"):
+        yield
 
 
 @pytest.fixture(scope="module")

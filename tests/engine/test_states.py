@@ -24,7 +24,7 @@ from hardpoint_plugin_api import (
     Span,
     StepPlanner,
 )
-from tests.out_of_tree.build import Dist, install
+from tests.out_of_tree.build import Dist, importable, install
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import counted, prompt_logits, small_llm
 
@@ -107,8 +107,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any
     model = write_checkpoint(folder, "llama", num_hidden_layers=LAYERS, **changes)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["HybridForCausalLM"]}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(site))
+    with importable(site):
         yield folder, Recurrent(model)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from hardpoint.ops.shadow_check import ShadowCheck
 from hardpoint.ops.store_kv import store_kv
 from hardpoint_plugin_api import ConfigError, Contribution
 from tests.ops.manifest_context import context
-from tests.out_of_tree.build import Dist, install
+from tests.out_of_tree.build import Dist, importable, install
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 
@@ -227,15 +226,13 @@ FLAKY = Dist(
 
 
 @pytest.fixture
-def flaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def flaky(tmp_path: Path) -> Iterator[None]:
     """A plugin with a kernel that is off in every tenth call, really installed."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     install([FLAKY], tmp_path / "site", wheels)
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    yield
-    for module in [name for name in sys.modules if name.partition(".")[0] == "hp_flaky"]:
-        del sys.modules[module]
+    with importable(tmp_path / "site"):
+        yield
 
 
 @pytest.mark.usefixtures("flaky")

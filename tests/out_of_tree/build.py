@@ -8,9 +8,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 _PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
 
@@ -61,6 +64,19 @@ def install(dists: Iterable[Dist], target: Path, scratch: Path) -> None:
     """Install ``dists`` into the folder ``target`` with one call of pip; wheels are written to ``scratch``."""
     wheels = [str(build_wheel(dist, scratch)) for dist in dists]
     subprocess.run([*_PIP, "--no-compile", "--target", str(target), *wheels], check=True, timeout=120)
+
+
+@contextmanager
+def importable(site: Path) -> Iterator[None]:
+    """Put ``site`` first on ``sys.path``; at the end its modules are forgotten, so that another site's are found."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        try:
+            yield
+        finally:
+            for name, module in list(sys.modules.items()):
+                if Path(getattr(module, "__file__", None) or "").is_relative_to(site):
+                    del sys.modules[name]
 
 
 def install_editable(dist: Dist, target: Path, source: Path) -> None:

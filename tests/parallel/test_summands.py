@@ -6,7 +6,6 @@ from core's and with a ``forward`` that expects what core's had given before the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from hardpoint.parallel.groups import Group, alone
 from hardpoint.parallel.process_group import Store
 from hardpoint.reference.torch_distributed import TorchDistributed
 from hardpoint_plugin_api import CommunicatorWorkload, OpWorkload, PluginLoadError, SelectionError
+from tests.out_of_tree.build import importable
 from tests.parallel.ranks import ThreadsExecutor, on_each, ranks_in_threads
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
@@ -138,7 +138,7 @@ class decoder_stack(DecoderStack):
 
 
 @pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def plugin(tmp_path: Path) -> Iterator[Path]:
     site = tmp_path / "site"
     package, info = site / "hp_summed", site / "summed-1.0.dist-info"
     package.mkdir(parents=True)
@@ -149,9 +149,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (info / "entry_points.txt").write_text("[hardpoint.plugins]\nsummed = hp_summed\n")
     files = ["hp_summed/__init__.py", "hp_summed/hardpoint.toml", "summed-1.0.dist-info/METADATA"]
     (info / "RECORD").write_text("".join(f"{name},,\n" for name in [*files, "summed-1.0.dist-info/entry_points.txt"]))
-    monkeypatch.syspath_prepend(str(site))
-    yield tmp_path
-    sys.modules.pop("hp_summed", None)
+    with importable(site):
+        yield tmp_path
 
 
 def chosen(llm: LLM) -> list[str | None]:

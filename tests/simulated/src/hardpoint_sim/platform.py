@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, cast, get_args
 
 import hardpoint_sim
 from hardpoint.platforms.torch_accelerator import DeviceModule, TorchAcceleratorPlatform, TorchMemory
@@ -31,7 +31,7 @@ NUM_DEVICES = 2
 class SimMemory(TorchMemory):
     """Counts by tag, and can give any tag's memory back while its tensors stay."""
 
-    suspendable = frozenset(("weights", "kv", "graphs", "resources"))
+    suspendable = frozenset(get_args(MemoryTag))
 
     @contextmanager
     def pool(self, tag: MemoryTag) -> Iterator[None]:
