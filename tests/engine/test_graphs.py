@@ -144,20 +144,34 @@ def test_what_is_drawn_at_random_or_penalised_is_as_without_graphs(
     assert drawn[0] == drawn[1]
 
 
+def test_penalties_and_log_probabilities_prepare_no_step_of_their_own(
+    plain: tuple[Path, PreTrainedModel], recording: RecordedCalls
+) -> None:
+    recording.batch_sizes = (4,)
+    scored = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=1.4, logprobs=3)
+    prompts = random_prompts(3, 30, seed=1)
+    with engine(plain[0], enforce_eager=True) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, scored, use_tqdm=False)]
+    with engine(plain[0]) as llm:
+        found = [o.outputs[0].token_ids for o in llm.generate(prompts, scored, use_tqdm=False)]
+        assert counted(llm)["graph_replays_total"] == 11
+    assert found == expected
+    assert {shape.end for shape, _ in map(shape_and_token, recording.keys)} == {"greedy"}
+
+
 def test_listed_sizes_are_prepared_ahead_and_padded_to(
     plain: tuple[Path, PreTrainedModel], recording: RecordedCalls, caplog: pytest.LogCaptureFixture
 ) -> None:
     recording.batch_sizes, recording.max_executables = (2, 4, 32, 64), None
     with caplog.at_level(logging.INFO, "hardpoint"), engine(plain[0], max_num_seqs=3) as llm:
-        shapes = [
-            (size, end) for size in (4, 2) for end in ("greedy", "logits")
-        ]  # core's own sampling asks for a value
+        # A draw by core's own sampling is not recorded: it asks for a value. Its logits are those of the greedy graph.
+        shapes = [(size, "greedy") for size in (4, 2)]
         found = [(shape.requests, shape.end) for shape, _ in map(shape_and_token, recording.keys)]
         assert found == shapes, "nothing larger than what holds all requests"
         assert "preparing decode steps of 4 requests (1 of 2)" in caplog.text
         generate(llm, random_prompts(3, 8, seed=2))
         longer = [(StepShape("full", 4, 4, 1, "greedy"), (2,))]
-        assert recording.keys[4:] == longer, "longer sequences ask for another"
+        assert recording.keys[2:] == longer, "longer sequences ask for another"
         counts = counted(llm)
         # Of three requests, of which one is padding, that are at the same length all the time.
         assert (counts["graph_replays_total"], counts["prefill"], counts["padding_tokens_total"]) == (23, 1, 23)
@@ -280,7 +294,7 @@ def test_ranks_replay_together(plain: tuple[Path, PreTrainedModel], monkeypatch:
         assert counted(llm)["graph_replays_total"] == 23
     first, second = (graphs.keys for graphs in engines if graphs.keys)
     assert first == second
-    assert len(first) == 6
+    assert len(first) == 4
 
 
 def test_communicators_that_cannot_be_captured(

@@ -192,8 +192,8 @@ class Graphs:
         self._replays.inc()
         if captured.step is not None:
             captured.step.metadata = metadata
-        result: torch.Tensor = captured.executable.run()[-1]
-        return shape.end, result
+        results: tuple[torch.Tensor, ...] = captured.executable.run()
+        return shape.end, results[-1] if shape.end in DRAWS else results[0]
 
     @torch.inference_mode()
     def prepare_ahead(self, free_pages: int = 0) -> None:
@@ -301,18 +301,20 @@ class Graphs:
         """
         if shape.end in self._refused_draws:
             shape = shape._replace(end="logits")
-        key = shape, () if shape.mode == "piecewise" else self._forward.tokens(metadata)
-        if (captured := self._kept.get(key)) is not None:
-            self._kept.move_to_end(key)
-            return shape, captured
+        tokens = () if shape.mode == "piecewise" else self._forward.tokens(metadata)
+        holders = self._holders(shape)
+        for holder in holders:
+            if (captured := self._kept.get((holder, tokens))) is not None:
+                self._kept.move_to_end((holder, tokens))
+                return shape, captured
         if (shape.layout, shape.adapted) in self._refused:
             return shape, None
         try:
-            return shape, self._capture(key, shape, metadata, trials)
+            return shape, self._capture((holders[0], tokens), metadata, trials)
         except PlatformError as error:
-            if shape.end in DRAWS:
+            if (end := holders[0].end) in DRAWS:
                 logger.info("tokens are drawn behind the captured steps, not within: %s", str(error))
-                self._refused_draws.add(shape.end)
+                self._refused_draws.add(end)
                 return self._prepared(shape, metadata, trials)
             kind = shape.mode, shape.queries
             level = logging.INFO if kind in self._warned else logging.WARNING
@@ -321,15 +323,26 @@ class Graphs:
             self._refused.add((shape.layout, shape.adapted))
             return shape, None
 
+    def _holders(self, shape: StepShape) -> list[StepShape]:
+        """The shapes whose graphs compute what ``shape`` ends with, the best first.
+
+        The graph of a draw has logits, too. So a decode step that needs them, for penalties or log-probabilities, waits
+        for no capture of its own.
+        """
+        ends: list[End] = [shape.end]
+        if shape.end == "logits" and shape.queries == 1:
+            ends = [*(draw for draw in DRAWS if draw not in self._refused_draws), "logits"]
+        return [shape._replace(end=end) for end in ends]
+
     def _capture(
         self,
         key: tuple[StepShape, Hashable],
-        shape: StepShape,
         metadata: Sequence[AttentionMetadata],
         trials: Sequence[Trial],
     ) -> Captured:
         """Capture the step that stands in the buffers, and compare it with eager runs, which ``trials`` may add to."""
-        buffers, step = self.buffers(shape), None
+        shape, step = key[0], None
+        buffers = self.buffers(shape)
         if shape.mode == "piecewise":
             adapters = buffers.step["adapters"] if shape.adapted else None
             step = self._forward.piecewise(buffers.step["positions"], metadata, self.engine, adapters)
