@@ -13,9 +13,9 @@ from hardpoint.engine.execution.adapter_weights import AdapterWeights
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.graphs import Graphs
 from hardpoint.engine.execution.graphs.replay_check import ReplayError
-from hardpoint.engine.execution.graphs.shapes import graph_bytes
 from hardpoint.engine.execution.memory.cache_memory import CacheMemory, page_bytes, require_free
 from hardpoint.engine.execution.memory.holdings import Holder, Holdings
+from hardpoint.engine.execution.memory.step_memory import StepMemory
 from hardpoint.engine.execution.memory.tagged_memory import TaggedMemory
 from hardpoint.engine.execution.runner import Runner, RunnerArgs
 from hardpoint.engine.execution.sampling.logits_state import LogitsState
@@ -120,14 +120,14 @@ class Worker:
             groups = ctx.cache_users.cache_groups()
             geometry = CacheGeometry(ctx.block_size, tuple(group.retention for group in groups), limits.max_tokens)
             page = page_bytes(ctx.cache_users, ctx.block_size)
+            stage = stage_of(ctx.parallel.pp, blueprint.facts.hidden_size, ctx.dtype, ctx.torch_device)
+            sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
             if config.kv_cache_memory is not None:  # all of it, which prefixes can fill whatever runs
                 budget = config.kv_cache_memory
                 require_free(budget, platform.memory, ctx.device.name)
             else:
-                platform.memory.trim()  # what loading left to its allocator is free
-                budget = platform.kv_cache_budget() - graph_bytes(
-                    graph_engine(), limits, config.num_drafts, adapters=config.enable_lora
-                )
+                steps = StepMemory(ctx, platform, blueprint.model, stage, sampler, limits, geometry, vocab_size)
+                budget = steps.cache_budget(graph_engine())
                 # All sequences at their longest, one block each still being freed.
                 enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
                 budget = min(budget, enough * page)
@@ -136,8 +136,6 @@ class Worker:
             cache = CacheMemory(ctx.cache_users, geometry, budget, ctx.torch_device)
         max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
         forward = Forward(model or blueprint.model, ctx.cache_users, cache.views)
-        stage = stage_of(ctx.parallel.pp, blueprint.facts.hidden_size, ctx.dtype, ctx.torch_device)
-        sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
         graphs = Graphs(
             ctx,
             graph_engine,

@@ -169,6 +169,12 @@ def graph_bytes(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0, *,
     return engine.bytes_per_executable * number
 
 
+def most_captured_tokens(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0) -> int:
+    """Tokens of the largest step that is captured, 0 where none is. ``num_drafts`` as in ``shape_rows``."""
+    rows = shape_rows(engine, limits, num_drafts)
+    return max((row.shape(row.sizes[-1], row.ends[-1]).tokens for row in rows if row.sizes), default=0)
+
+
 def bucketed(count: int, limits: StepLimits) -> int:
     """``count`` tokens, padded to the next of the limits' buckets."""
     return min((bucket for bucket in limits.token_buckets if bucket >= count), default=count)
