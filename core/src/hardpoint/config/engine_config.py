@@ -290,6 +290,10 @@ class EngineConfig(BaseModel):
         """This config with --block-size."""
         return self._changed({"block_size": block_size})
 
+    def loading_no_adapters(self) -> Self:
+        """This config without --lora-modules."""
+        return self._changed({"lora_modules": ()})
+
     def blaming_ops(self) -> Self:
         """This config with --blame-ops, and without the recorded graphs in which no op can be named."""
         return self._changed({"blame_ops": True, "enforce_eager": True})
