@@ -35,9 +35,9 @@ _LEAST_USEFUL = (
 
 
 @click.command(cls=EngineCommand, short_help="Show which implementation serves what, and why not the others.")
-@click.option("--device", metavar="PRESET", help="Answer for hardware that is not here, such as a plugin's preset.")
-@click.option("--all", "show_all", is_flag=True, help="Every workload, and every reason against every candidate.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, which leaves nothing out.")
+@click.option("--device", metavar="PRESET", help="Answer for a device that is not here: the name of a preset.")
+@click.option("--all", "show_all", is_flag=True, help="Show every workload, and every reason against every candidate.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: bool) -> None:
     """Show which implementation would serve each part of MODEL, and why not the others. Loads no weights.
 
