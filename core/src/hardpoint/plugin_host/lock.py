@@ -160,7 +160,10 @@ class LockFile:
             raise ConfigError(f"lock file {self.path} cannot be written: {error}") from error
 
     def objection(self, record: PluginRecord, libraries: Installed) -> Reason | None:
-        """Why ``record``, or a library that it requires, may not be used; None where it is as the file says, or has nothing that could be used."""
+        """Why ``record``, or a library that it requires, may not be used.
+
+        None where it is as the file says, or has nothing that could be used.
+        """
         if (record.distribution, record.entry_value) not in self.plugins:
             return Reason("not-locked", f"it is not in {self.path}", fix=f"if you trust it: {_relock(self.path)}")
         found = self.compare(record, libraries) if record.folder is not None else []
