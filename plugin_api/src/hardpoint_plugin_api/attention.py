@@ -104,7 +104,7 @@ class AttentionBatch:
     Only the blocks that the request's queries read, by the group's ``Span``, are its own. Entries before and behind
     them may name the null page or somebody else's page, whose content, NaN included, must not reach any result.
 
-    ``graph_key`` names the executable that the step is for: batches of equal key have the same arrays at the same
+    ``graph_key`` names the graph that the step is for: batches of equal key have the same arrays at the same
     addresses, equally many queries for each request, and a block table as wide as the longest sequence. Requests that
     are mere padding stand last: their tokens are the first of a sequence in the null page. None: a step that runs
     eagerly.

@@ -33,7 +33,7 @@ class Preference:
 
 @dataclass(frozen=True)
 class Contribution:
-    """One offer: what it is, where it is for, what it needs. Declared in ``hardpoint.toml``; never imports anything.
+    """One implementation: what it is, where it is for, what it needs. Declared in ``hardpoint.toml``; imports nothing.
 
     ``name`` is what users type, unique per (family, of). ``target`` is ``"package.module:attribute"``, imported only
     if this contribution wins. ``platforms`` empty means any. Higher ``priority`` wins; ties go by name. ``replaces``

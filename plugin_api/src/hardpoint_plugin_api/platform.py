@@ -64,7 +64,7 @@ class StepLimits:
         )
 
 
-class Executable(Protocol):
+class CapturedGraph(Protocol):
     """A prepared step that can run again and again."""
 
     def run(self, update: Mapping[str, object] | None = None) -> Any:
@@ -73,9 +73,9 @@ class Executable(Protocol):
 
 
 class GraphEngine(ABC):
-    """Turns a function over fixed buffers into an Executable: recorded, captured or compiled ahead.
+    """Turns a function over fixed buffers into a CapturedGraph: recorded, captured or compiled ahead.
 
-    ``max_executables`` (None: no limit) and ``bytes_per_executable`` tell the dispatcher how many it may keep;
+    ``max_graphs`` (None: no limit) and ``bytes_per_graph`` tell the engine how many it may keep;
     ``collectives_allowed`` and ``host_sync_allowed`` what the function may do while it is prepared.
 
     ``batch_sizes`` says for how many requests decode steps are prepared. None, where preparing is cheap: for exactly
@@ -84,7 +84,7 @@ class GraphEngine(ABC):
     steps are prepared ahead, of up to ``requests_per_token_size`` requests, whatever prompts and decodes they hold.
     ``piece_sizes``: for how many tokens steps that are not prepared whole are prepared in pieces, by ``interrupt``.
 
-    ``bytes_per_executable`` is what the cache leaves free for each before any is prepared, ``nbytes`` what they take.
+    ``bytes_per_graph`` is what the cache leaves free for each before any is prepared, ``nbytes`` what they take.
 
     ``sees_all_kernels`` says that whatever a kernel launches on the device becomes part of what is prepared, in
     whatever language it is written. An engine that records torch's operators and its own plugin's kernels alone sets
@@ -92,8 +92,8 @@ class GraphEngine(ABC):
     ``traceable = True``.
     """
 
-    max_executables: int | None = None
-    bytes_per_executable: int = 0
+    max_graphs: int | None = None
+    bytes_per_graph: int = 0
     collectives_allowed: bool = True
     host_sync_allowed: bool = True
     batch_sizes: tuple[int, ...] | None = None
@@ -104,14 +104,14 @@ class GraphEngine(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device that its executables hold now: memory between a step's operators, results, records.
+        """Bytes of the device that its graphs hold now: memory between a step's operators, results, records.
 
         Default: 0. Reports then count those of their tensors that live.
         """
         return 0
 
     @abstractmethod
-    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> Executable:
+    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> CapturedGraph:
         """Prepare ``fn(**inputs)``. The tensors among ``inputs`` are the fixed buffers every later run reads.
 
         They hold valid inputs, and are afterwards as they were. Whatever else ``fn`` writes, such as a cache, may have
@@ -139,7 +139,7 @@ class GraphEngine(ABC):
 
     def transient(self, result: torch.Tensor) -> torch.Tensor:
         """Within a function that is being prepared: mark ``result``, which the function is to return in what this
-        returns, as valid only until any executable of this engine runs again. No memory needs to be kept for it.
+        returns, as valid only until any graph of this engine runs again. No memory needs to be kept for it.
 
         Default: nothing is done, and it is a result like any other.
         """
@@ -149,13 +149,13 @@ class GraphEngine(ABC):
 class EagerGraphEngine(GraphEngine):
     """No graphs: every run calls the function again. What ``enforce_eager`` selects, and the default of a platform."""
 
-    max_executables = 0
+    max_graphs = 0
 
-    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> Executable:
-        return _EagerExecutable(fn, dict(inputs))
+    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> CapturedGraph:
+        return _EagerGraph(fn, dict(inputs))
 
 
-class _EagerExecutable:
+class _EagerGraph:
     def __init__(self, fn: Callable[..., Any], inputs: dict[str, object]) -> None:
         self._fn, self._inputs = fn, inputs
 
@@ -259,7 +259,7 @@ class Platform(ABC):
     def graph_engine(self) -> GraphEngine:
         """How steps are recorded and replayed. Default: eager.
 
-        Each call returns an engine of its own, which may keep memory that its executables share: where all of them are
+        Each call returns an engine of its own, which may keep memory that its graphs share: where all of them are
         dropped to give memory back, the engine is dropped too, and another is asked for.
         """
         return EagerGraphEngine()

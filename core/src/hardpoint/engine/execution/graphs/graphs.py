@@ -26,7 +26,7 @@ from hardpoint.engine.execution.graphs.capturable import why_eager, why_not_full
 from hardpoint.engine.execution.graphs.replay_check import Put, ReplayCheck, Step, Wanted
 from hardpoint.engine.execution.graphs.shapes import (
     DRAWS,
-    MOST_EXECUTABLES,
+    MOST_GRAPHS,
     End,
     Layout,
     Mode,
@@ -47,7 +47,7 @@ from hardpoint.engine.execution.graphs.step_buffers import (
 from hardpoint.engine.execution.sampling.sampler import Sampler
 from hardpoint.engine.execution.stage import Stage
 from hardpoint.engine.scheduling.step import StepInput
-from hardpoint_plugin_api import AttentionMetadata, Executable, GraphEngine, Phase, PlatformError, StepLimits
+from hardpoint_plugin_api import AttentionMetadata, CapturedGraph, GraphEngine, Phase, PlatformError, StepLimits
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ Trial = Callable[[], tuple[bool, list[AttentionMetadata]]]
 class Captured:
     """A captured graph. A piecewise one reads the metadata of each run from ``step``."""
 
-    executable: Executable
+    graph: CapturedGraph
     step: PiecewiseStep | None
 
 
@@ -112,8 +112,8 @@ class Graphs:
             self.most_tokens, self.most_requests, self._num_groups, max_pages, ctx.torch_device, inputs
         )
         ahead = sum(row.num_ahead for row in self._rows)
-        most = self.engine.max_executables
-        self._most_kept = max(MOST_EXECUTABLES, ahead + ahead // 2) if most is None else most
+        most = self.engine.max_graphs
+        self._most_kept = max(MOST_GRAPHS, ahead + ahead // 2) if most is None else most
         self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
         self._refused: set[tuple[Layout, bool]] = set()
         self._refused_draws: set[End] = set()
@@ -122,7 +122,7 @@ class Graphs:
         self._replays = metrics.counter("graph_replays", "Steps that replayed a captured graph.")
         self._eager = metrics.counter("eager_steps", "Steps that ran without a captured graph, by reason.", ["reason"])
         self._seconds = metrics.counter("graph_preparation_seconds", "Time that capturing graphs took.")
-        self._number = metrics.gauge("graph_executables", "Captured graphs that are kept.")
+        self._number = metrics.gauge("graphs_kept", "Captured graphs that are kept.")
 
     @property
     def nbytes(self) -> int:
@@ -135,9 +135,9 @@ class Graphs:
         return type(self.engine).nbytes is not GraphEngine.nbytes
 
     @property
-    def kept(self) -> list[Executable]:
+    def kept(self) -> list[CapturedGraph]:
         """All graphs, the least recently used first."""
-        return [captured.executable for captured in self._kept.values()]
+        return [captured.graph for captured in self._kept.values()]
 
     def find(self, step: StepInput, hidden: bool, adapted: bool = False) -> StepShape:
         """The shape that ``step`` takes.
@@ -192,7 +192,7 @@ class Graphs:
         self._replays.inc()
         if captured.step is not None:
             captured.step.metadata = metadata
-        result: torch.Tensor = captured.executable.run()[-1]
+        result: torch.Tensor = captured.graph.run()[-1]
         return shape.end, result
 
     @torch.inference_mode()
@@ -339,8 +339,8 @@ class Graphs:
         steps: list[Put] = [partial(self._step, key, trial) for trial in trials] or [lambda: function]
         began = time.perf_counter()
         try:
-            executable = self.check.prepare(Wanted(self.engine, key, steps, buffers.tensors, slots))
-            captured = self._kept[key] = Captured(executable, step)
+            graph = self.check.prepare(Wanted(self.engine, key, steps, buffers.tensors, slots))
+            captured = self._kept[key] = Captured(graph, step)
         except PlatformError as error:
             traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
             raise

@@ -29,7 +29,7 @@ DRAWS: tuple[PlainDraw, ...] = get_args(PlainDraw)
 Layout = tuple[int, int | None, int | None]
 """Tokens, requests, queries of a shape: shapes of one layout read the same buffers."""
 
-MOST_EXECUTABLES = 32
+MOST_GRAPHS = 32
 """How many captured graphs are kept for an engine that sets no limit."""
 
 
@@ -134,9 +134,9 @@ def shape_rows(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0) -> 
     """
     assert limits.max_requests is not None
     decodes = _decodes(engine, limits)
-    if engine.max_executables is not None and decodes.num_ahead > engine.max_executables:
+    if engine.max_graphs is not None and decodes.num_ahead > engine.max_graphs:
         raise PlatformError(
-            f"a graph engine that keeps {engine.max_executables} executables asks for {len(decodes.sizes)} sizes, with "
+            f"a graph engine that keeps {engine.max_graphs} graphs asks for {len(decodes.sizes)} sizes, with "
             f"{len(decodes.draws)} for each: {decodes.sizes}"
         )
     verifying = (_verifying(decodes, limits, num_drafts + 1),) if num_drafts else ()
@@ -165,8 +165,8 @@ def graph_bytes(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0, *,
     if all(row.listed for row in rows):
         number = sum(row.num_ahead for row in rows)
     else:
-        number = MOST_EXECUTABLES if engine.max_executables is None else engine.max_executables
-    return engine.bytes_per_executable * number
+        number = MOST_GRAPHS if engine.max_graphs is None else engine.max_graphs
+    return engine.bytes_per_graph * number
 
 
 def bucketed(count: int, limits: StepLimits) -> int:
