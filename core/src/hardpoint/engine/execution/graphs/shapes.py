@@ -29,6 +29,9 @@ DRAWS: tuple[PlainDraw, ...] = get_args(PlainDraw)
 Layout = tuple[int, int | None, int | None]
 """Tokens, requests, queries of a shape: shapes of one layout read the same buffers."""
 
+Kind = tuple[Mode, int | None, bool]
+"""Mode, queries, and whether there are adapters: the same for all shapes of a row."""
+
 MOST_GRAPHS = 32
 """How many captured graphs are kept for an engine that sets no limit."""
 
@@ -54,6 +57,11 @@ class StepShape(NamedTuple):
     def layout(self) -> Layout:
         """The fixed buffers that steps of this shape read."""
         return self.tokens, self.requests, self.queries
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of step that it is a shape of."""
+        return self.mode, self.queries, self.adapted
 
     @property
     def words(self) -> str:
@@ -82,6 +90,11 @@ class ShapeRow:
     requests: int | None = None
     listed: bool = True
     adapted: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of step that it has the shapes of."""
+        return self.mode, self.queries, self.adapted
 
     @property
     def draws(self) -> tuple[PlainDraw, ...]:
@@ -164,6 +177,7 @@ def graph_bytes(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0, *,
     rows = with_adapters(rows) if adapters else rows
     if all(row.listed for row in rows):
         number = sum(row.num_ahead for row in rows)
+        number = number if engine.max_graphs is None else min(number, engine.max_graphs)
     else:
         number = MOST_GRAPHS if engine.max_graphs is None else engine.max_graphs
     return engine.bytes_per_graph * number
