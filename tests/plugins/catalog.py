@@ -70,6 +70,14 @@ SOUND = [
     plugin("middle", after=("zebra",)),
     plugin("zebra"),
     plugin("shadowed"),
+    plugin(
+        "scout",
+        contribution("platform", "scout", target="hp_scout.platform:Scout"),
+        platform="from hardpoint_plugin_api import NO_DEVICE, Platform, Reason\n\n"
+        "class Scout(Platform):\n    name = 'scout'\n\n    @classmethod\n    def detect(cls):\n"
+        "        return Reason(NO_DEVICE, 'there is none')\n\n"
+        "    def activate(self, index): ...\n    def synchronize(self): ...\n    memory = property(activate)\n",
+    ),
     Dist("vendor-kernels", {"vendor_lib/__init__.py": "def paged(): ...\n"}, {}),
     plugin(
         "adapter",

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.out_of_tree.build import install_editable
 from tests.plugins.catalog import plugin
 from tests.plugins.conftest import Installer
@@ -53,6 +55,28 @@ def test_a_plugin_that_is_not_selected_is_never_imported(installed: Installer) -
     assert not (site / "hp_zebra" / "ran").exists()
     run("from hardpoint.plugin_host import discover\ndiscover().activate('zebra')\n", site)
     assert (site / "hp_zebra" / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_imported"),
+    [
+        (["plugins", "list"], False),
+        (["ops", "list"], False),
+        (["generate", "--help"], False),
+        (["explain", "--platform", "cpu"], False),
+        (["explain", "--plugins", "core,cpu"], False),
+        (["explain"], True),
+        (["env"], True),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_platform_is_imported_as_security_md_says(
+    arguments: list[str], is_imported: bool, installed: Installer
+) -> None:
+    """SECURITY.md says which commands look for devices, and hence import what declares a platform."""
+    pytest.importorskip("hardpoint_cpu")
+    code = f"from hardpoint.cli.main import run\nassert run({arguments}) == 0\n"
+    run(f"{code}assert ('hp_scout.platform' in sys.modules) is {is_imported}\n", installed("scout"))
 
 
 def test_metadata_of_other_distributions_is_not_parsed(installed: Installer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,10 @@ import click
 from hardpoint import startup_times
 from hardpoint.cli.log import show_log
 from hardpoint.config import EngineConfig
+from hardpoint.config.errors import flag_of
 from hardpoint.terminal.engine_options import EngineCommand
 from hardpoint.terminal.output import check_writable, make_folder, print_table, write_text
-from hardpoint_plugin_api import StructuredOutput
+from hardpoint_plugin_api import ConfigError, RequestError, StructuredOutput
 
 if TYPE_CHECKING:
     from hardpoint.engine.frontend.prompts import Prompt
@@ -160,10 +162,14 @@ def _read_schema(file: str) -> str:
 
 
 def _check_sampling(settings: Mapping[str, Any]) -> None:
-    """Raise RequestError for what is wrong with the flags, before the model is loaded for nothing."""
+    """Raise ConfigError for what is wrong with the flags, by their names, before the model is loaded for nothing."""
     from hardpoint.engine.sampling_params import SamplingParams
 
-    SamplingParams(**settings)
+    try:
+        SamplingParams(**settings)
+    except RequestError as error:
+        names = re.compile(rf"\b({'|'.join(settings)})\b")
+        raise ConfigError(names.sub(lambda name: flag_of(name[0]), str(error)).replace(", or None", "")) from error
 
 
 def _chat_prompt(llm: LLM, text: str, system: str | None) -> Prompt:

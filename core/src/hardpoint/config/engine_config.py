@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
-from hardpoint.config.errors import invalid_setting, setting_of, written
+from hardpoint.config.errors import flag_of, invalid_setting, setting_of, written
 from hardpoint.config.types import (
     AnyDtype,
     Bytes,
@@ -32,6 +32,7 @@ from hardpoint.config.types import (
     Text,
     Use,
 )
+from hardpoint.config.vllm_flags import advice
 from hardpoint.parallel.topology import Topology
 from hardpoint.plugin_host import LOCK_FILE_NAME
 from hardpoint_plugin_api import FAMILIES, ConfigChange, ConfigError, ConfigKey, ConfigValue, UnknownNameError
@@ -177,7 +178,7 @@ class EngineConfig(BaseModel):
         """``origins`` says where a key's value comes from, as the user wrote it (default: a Python keyword)."""
         for key in settings:
             if key not in cls.model_fields:
-                raise UnknownNameError("setting", key, cls.model_fields)
+                raise UnknownNameError("setting", key, cls.model_fields, f"{advice(flag_of(key)) or ''}")
         if "model" not in settings:
             raise ConfigError("no model was given: name a folder, a hub id, or 'demo' for the built-in one")
         try:
@@ -288,6 +289,10 @@ class EngineConfig(BaseModel):
     def with_block_size(self, block_size: int) -> Self:
         """This config with --block-size."""
         return self._changed({"block_size": block_size})
+
+    def loading_no_adapters(self) -> Self:
+        """This config without --lora-modules."""
+        return self._changed({"lora_modules": ()})
 
     def blaming_ops(self) -> Self:
         """This config with --blame-ops, and without the recorded graphs in which no op can be named."""

@@ -14,9 +14,9 @@ from hardpoint.selection import SelectionTable
 def explain(config: EngineConfig, device: str | None = None) -> SelectionTable:
     """Return who would serve what for ``config``, on this machine or on the device preset ``device``, and why.
 
-    Pipeline stages have rows of their own. Loads no weights and imports no plugin code but the winners' (to ask what
-    data cannot say) and the allowlist's. For absent hardware, a winner whose ``supports`` cannot be asked here is
-    marked in its row.
+    Pipeline stages have rows of their own. Loads no weights. Imports the platforms of plugins, to look for devices
+    (with ``device``: that platform alone), candidates that come first, to ask their ``supports``, and the plugins of
+    ``--plugins``. For absent hardware, a winner whose ``supports`` cannot be asked here is marked in its row.
     """
     stages = [draw(config, device, rank=rank) for rank in config.topology.first_ranks]
     return SelectionTable.of_stages([_table(blueprint) for blueprint in stages])

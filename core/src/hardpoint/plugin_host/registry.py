@@ -29,6 +29,9 @@ from hardpoint_plugin_api import (
 logger = logging.getLogger(__name__)
 
 _SLOW_IMPORT_SECONDS = 1.0
+WHERE_PLUGINS_ARE = "docs/running.md, 'Install', names the packages of this project; trust no guessed name."
+"""Ends an error about something that no installed plugin brings. A name made of the user's word would be an invitation
+to whoever publishes a package of that name."""
 
 
 class PluginSet:
@@ -59,8 +62,7 @@ class PluginSet:
             brought = [r for r in self.records if canonicalize_name(r.distribution) == canonicalize_name(name)]
             named = brought if len(brought) == 1 else []
         if not named:
-            hint = f"Installing hardpoint-{name.removeprefix('hardpoint-')} may provide it."
-            raise UnknownNameError("plugin", name, {r.name for r in self.records}, hint)
+            raise UnknownNameError("plugin", name, {r.name for r in self.records}, WHERE_PLUGINS_ARE)
         return next((r for r in named if r.is_usable), named[0])
 
     def require(self, names: Iterable[str]) -> None:

@@ -17,6 +17,7 @@ from typing import cast
 
 from hardpoint.plugin_host import Offer, PluginRecord, PluginSet
 from hardpoint.plugin_host.loading import describe
+from hardpoint.plugin_host.registry import WHERE_PLUGINS_ARE
 from hardpoint.selection.plan import Plan, PlanEntry, Rejection, Rule, StepRange
 from hardpoint.selection.settings import Settings
 from hardpoint_plugin_api import (
@@ -62,9 +63,7 @@ def choose_platform(plugins: PluginSet, settings: Settings) -> PlatformChoice:
     if choice:
         names = {o.contribution.name for o in offers}
         if choice.name not in names:
-            raise UnknownNameError(
-                "platform", choice.name, names, f"Installing hardpoint-{choice.name} may provide it."
-            )
+            raise UnknownNameError("platform", choice.name, names, WHERE_PLUGINS_ARE)
         offers = [o for o in offers if o.contribution.name == choice.name]
     answers = {offer: _ask(plugins, offer) for offer in offers}
     found = {o: a[1] for o, a in answers.items() if isinstance(a, tuple)}
@@ -97,9 +96,7 @@ def preset_choice(plugins: PluginSet, settings: Settings, name: str) -> Platform
     """
     presets = plugins.devices()
     if name not in presets:
-        raise UnknownNameError(
-            "device preset", name, presets, "More come with the platform plugins: pip install hardpoint-NAME."
-        )
+        raise UnknownNameError("device preset", name, presets, f"Platform plugins bring them. {WHERE_PLUGINS_ARE}")
     device = presets[name]
     choice = settings.choice("platform", None)
     if choice and choice.name != device.platform:
@@ -198,7 +195,7 @@ def _automatic(plugins: PluginSet, found: dict[Offer, DeviceInfo], refused: dict
         remedy = (
             f"--plugins leaves out {', '.join(left_out)}; add the one to use"
             if left_out
-            else "install one, for example: pip install hardpoint-cpu"
+            else "install a platform plugin (docs/running.md, 'Install')"
         )
         raise PlatformError(f"no platform can be used here; {remedy}" + (f"\n{lines}" if lines else ""))
     return best

@@ -29,6 +29,7 @@ from hardpoint_plugin_api import (
     Preference,
     Reason,
     Request,
+    Requirement,
     SelectionError,
     UnknownNameError,
     Workload,
@@ -107,12 +108,16 @@ class Selector:
         refused = self._refuses(offer.inner if isinstance(offer, AdaptedOffer) else offer)
         reasons += [refused] if refused else []
         context = CheckContext(Request(self.device, workload), offer.api)
-        return reasons + [r for requirement in contribution.requirements if (r := requirement.check(context))]
+        return reasons + [r for requirement in contribution.requirements if (r := self._unmet(requirement, context))]
 
     def _preferences(self, offer: Offer, workload: Workload) -> tuple[Preference, ...]:
         """The preferences of ``offer`` that hold for ``workload`` in some steps."""
         context = CheckContext(Request(self.device, workload), offer.api)
-        return tuple(p for p in offer.contribution.preferred if not any(r.check(context) for r in p.requires))
+        return tuple(p for p in offer.contribution.preferred if not any(self._unmet(r, context) for r in p.requires))
+
+    def _unmet(self, requirement: Requirement, context: CheckContext) -> Reason | None:
+        """Why ``context`` does not meet ``requirement``, None where it does."""
+        return requirement.check(context)
 
     def _dynamic_reasons(self, offer: Offer, workload: Workload) -> list[Reason]:
         """What the target itself says after import: it cannot be loaded, or does not support the workload.

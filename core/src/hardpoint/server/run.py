@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -160,8 +161,9 @@ def _listen(settings: ServerSettings) -> socket.socket:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         listening = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"--host {settings.host}: {error}") from None
+    except (OSError, UnicodeError) as error:  # the latter for a name that is too long
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--host {settings.host}: {why}; give an address of this machine") from None
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited by connections; frees those whose client takes nothing
@@ -171,8 +173,17 @@ def _listen(settings: ServerSettings) -> socket.socket:
         listening.listen(2048)
     except OSError as error:
         listening.close()
-        raise ConfigError(
-            f"--port {settings.port}: cannot listen on {settings.host}: {error.strerror}; is another server there?"
-        ) from None
+        raise _cannot_listen(settings, error) from None
     listening.setblocking(False)
     return listening
+
+
+def _cannot_listen(settings: ServerSettings, error: OSError) -> ConfigError:
+    """The error for a socket that cannot be bound, which names the flag at fault."""
+    flag, remedy = {
+        errno.EADDRINUSE: (f"--port {settings.port}", "is another server there?"),
+        errno.EACCES: (f"--port {settings.port}", "ports below 1024 are the system administrator's; choose another"),
+        errno.EADDRNOTAVAIL: (f"--host {settings.host}", "give an address of this machine, or 0.0.0.0 for all of them"),
+    }.get(error.errno or 0, (f"--host {settings.host} --port {settings.port}", "choose others"))
+    where = f"{settings.host} port {settings.port}"
+    return ConfigError(f"{flag}: cannot listen on {where}: {error.strerror}; {remedy}")

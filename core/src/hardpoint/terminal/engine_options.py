@@ -12,6 +12,7 @@ import click
 
 from hardpoint.config import SETTINGS, EngineConfig, PluginKeys, load_config
 from hardpoint.config.errors import flag_of
+from hardpoint.config.vllm_flags import advice_on
 from hardpoint_plugin_api import ConfigKey
 
 DEFAULTS = {"model": "demo"}
@@ -31,10 +32,13 @@ class EngineCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, then turn what describes an engine into ``config``. Raises ConfigError."""
+        given = tuple(args)  # click empties the list
         try:
             rest = super().parse_args(ctx, args)
-        except click.UsageError:
+        except click.UsageError as error:
             plugin_keys(quiet=False)  # a flag may be unknown because its plugin is not used
+            if isinstance(error, click.NoSuchOption) and (instead := advice_on(given)):
+                raise click.UsageError(instead, ctx) from error
             raise
         flags = {key: ctx.params.pop(str(param.name)) for key, param in self._flags.items()}
         flags["use"] = flags["use"] or None  # a repeatable option that was not given is ()
