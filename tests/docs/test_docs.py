@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint.authoring.api_reference import render
+from hardpoint.conformance.certificate import KIT_VERSION
 from hardpoint_plugin_api import Feature
 from tests.docs.runner import Reader
 from tests.support.environment import Environment
@@ -28,6 +29,11 @@ def test_the_reference_is_up_to_date() -> None:
 def test_the_tutorial_names_every_feature() -> None:
     page = (DOCS / "write_a_plugin.md").read_text(encoding="utf-8")
     assert not [feature for feature in Feature if f"`{feature}`" not in page]
+
+
+def test_the_version_of_the_kits_rules_is_todays() -> None:
+    page = (DOCS / "capabilities.md").read_text(encoding="utf-8")
+    assert f"Today's rules are version {KIT_VERSION}," in page
 
 
 LIES = [
