@@ -66,8 +66,8 @@ class StepLimits:
         )
 
 
-class Executable(Protocol):
-    """A prepared step, such as a captured graph, that can run many times."""
+class CapturedGraph(Protocol):
+    """A captured graph: a prepared step that can run many times."""
 
     def run(self, update: Mapping[str, object] | None = None) -> Any:
         """Run once, with host parameters replaced from ``update``. Returns what the prepared function returned."""
@@ -75,9 +75,9 @@ class Executable(Protocol):
 
 
 class GraphEngine(ABC):
-    """Turns a function over fixed buffers into an Executable: captures a graph, records operators, or compiles.
+    """Turns a function over fixed buffers into a CapturedGraph: captures a graph, records operators, or compiles.
 
-    ``max_executables``: the most that may be kept (None: no limit). ``bytes_per_executable``: device memory to reserve
+    ``max_graphs``: the most that may be kept (None: no limit). ``bytes_per_graph``: device memory to reserve
     for each before any is prepared; ``nbytes``: what they take now. ``collectives_allowed`` and ``host_sync_allowed``:
     whether the function may do these while it is prepared.
 
@@ -92,8 +92,8 @@ class GraphEngine(ABC):
     passes each call of another plugin's kernel to ``opaque``, unless that kernel declares ``traceable = True``.
     """
 
-    max_executables: int | None = None
-    bytes_per_executable: int = 0
+    max_graphs: int | None = None
+    bytes_per_graph: int = 0
     collectives_allowed: bool = True
     host_sync_allowed: bool = True
     batch_sizes: tuple[int, ...] | None = None
@@ -104,14 +104,14 @@ class GraphEngine(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that its executables hold now: intermediate results, outputs, records.
+        """Bytes of device memory that its graphs hold now: intermediate results, outputs, records.
 
         Default: 0. Memory reports then count the live tensors among them.
         """
         return 0
 
     @abstractmethod
-    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> Executable:
+    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> CapturedGraph:
         """Prepare ``fn(**inputs)``. The tensors among ``inputs`` are the fixed buffers that every later run reads.
 
         They hold valid inputs, and are unchanged afterwards. Other tensors that ``fn`` writes, such as a cache, may be
@@ -138,8 +138,7 @@ class GraphEngine(ABC):
         self.interrupt(lambda: call(*arguments))
 
     def transient(self, result: torch.Tensor) -> torch.Tensor:
-        """Within a function that is being prepared: mark ``result`` as valid only until any executable of this engine
-        runs.
+        """Mark ``result`` as valid only until any graph of this engine runs; within a function that is being prepared.
 
         The function must return the tensor that this returns. The engine then need not keep memory for it. Default: no
         effect.
@@ -150,13 +149,13 @@ class GraphEngine(ABC):
 class EagerGraphEngine(GraphEngine):
     """No graphs: every run calls the function again. Chosen by ``enforce_eager``, and the default of a platform."""
 
-    max_executables = 0
+    max_graphs = 0
 
-    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> Executable:
-        return _EagerExecutable(fn, dict(inputs))
+    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> CapturedGraph:
+        return _EagerGraph(fn, dict(inputs))
 
 
-class _EagerExecutable:
+class _EagerGraph:
     def __init__(self, fn: Callable[..., Any], inputs: dict[str, object]) -> None:
         self._fn, self._inputs = fn, inputs
 
@@ -266,7 +265,7 @@ class Platform(ABC):
     def graph_engine(self) -> GraphEngine:
         """Return a new graph engine. Default: eager.
 
-        Its executables may share memory that it owns. To free that memory, core drops the executables and the engine,
+        Its graphs may share memory that it owns. To free that memory, core drops the graphs and the engine,
         and asks for another engine later.
         """
         return EagerGraphEngine()

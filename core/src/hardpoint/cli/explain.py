@@ -30,7 +30,7 @@ _RULES = {"only candidate": "only one", "tuning file": "tuned"}
 _LEAST_USEFUL = (
     {"platform", "not-asked-for"},
     {"arch", "batch-invariant", "device-feature", "dtype", "kv-dtype", "layout", "phase", "spec", "tokens"},
-    {"lower-rank", "replaced"},
+    {"comes-after", "replaced"},
 )
 """Codes of reasons that tell little: of other hardware, of other requests, and of candidates that come later."""
 
