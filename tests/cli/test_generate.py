@@ -179,8 +179,8 @@ def test_a_profile_spans_the_generation(tmp_path: Path, capsys: pytest.CaptureFi
         (["--prompt", "a", "--system", "s"], "--system goes with --chat"),
         (["--prompt", "a", "--prompt", "b", "--stream"], "--stream goes with one prompt"),
         (["--prompt", "-", "--prompt", "-"], "there is one stdin"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 or more"),
-        (["--prompt", "a", "--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--prompt", "a", "--temperature", "-1"], "error: --temperature must be 0 or more"),
+        (["--prompt", "a", "--max-tokens", "0"], "error: --max-tokens must be at least 1, got 0"),
         (["--prompt", "a", "--json", "/absent/x.json"], "cannot write /absent/x.json: No such file"),
     ],
 )

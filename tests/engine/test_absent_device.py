@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hardpoint.engine.blueprint import draw
 from hardpoint.engine.explain import explain
 from hardpoint.plugin_host import Offer, discover
 from hardpoint.reference.linear import PlainLinear
-from hardpoint.selection import SelectionTable, Settings
+from hardpoint.selection import SelectionTable, Selector, Settings
 from hardpoint_plugin_api import (
     API_VERSION,
     Contribution,
@@ -25,6 +24,7 @@ from hardpoint_plugin_api import (
     QuantSpec,
     Reason,
 )
+from hardpoint_plugin_api.requirements import PackageRequirement, SymbolRequirement
 from tests.selection.fakes import FakePlugins
 
 CONFIG = EngineConfig.create(model="demo")
@@ -39,10 +39,7 @@ def test_every_preset_is_answered(preset: str) -> None:
     assert (platform.family, platform.chosen, platform.rule) == ("platform", device.platform, "flag")
     assert {row.family for row in rest} >= {"attention", "linear", "op", "layer", "model"}
     attention = next(row for row in rest if row.family == "attention")
-    chosen = {"cpu": "cpu_native"}
-    if find_spec("triton"):
-        chosen |= {"cuda": "triton_paged", "rocm": "triton_paged", "xpu": "triton_paged"}
-    assert attention.chosen == chosen.get(device.platform, "reference")
+    assert attention.chosen == ("cpu_native" if device.platform == "cpu" else "triton_paged")
 
 
 def offer_of_a_missing_library(family: str, form: Form = "functional") -> Offer:
@@ -95,6 +92,26 @@ def test_kernels_are_asked_where_they_can_be(target: str, serves: bool, not_aske
     if not serves:
         against = {r.offer.contribution.name: r.reasons for r in row.rejected}
         assert [str(reason) for reason in against["ours"]] == [f"not on {device.name}"]
+
+
+def test_packages_of_this_machine_say_nothing_of_another() -> None:
+    requirements = (
+        PackageRequirement(("absent-kernels>=2",)),
+        SymbolRequirement("absent_module", "thing", "absent-library"),
+    )
+    contribution = Contribution("linear", "ours", "absent_kernels:Kernel", priority=1000, requires=requirements)
+    ours = Offer(contribution, "core", API_VERSION, "hardpoint-core", "0")
+    plugins = discover()
+    offers = FakePlugins([ours, *plugins.offers("linear")])
+    device = plugins.devices()["zen4"]
+    spec = QuantSpec("bfloat16")
+    workload = LinearWorkload(dtype="bfloat16", in_features=64, out_features=64, spec=(spec, spec))
+    here = Selector(offers, device, Settings({}), load=lambda offer: load_target(plugins, offer))
+    assert here.select(workload).offer.contribution.name != "ours"
+    there = AbsentDeviceSelector(offers, device, Settings({}), load=lambda offer: load_target(plugins, offer))
+    assert there.select(workload).offer == ours
+    wanted = "the device's machine must have absent-kernels>=2 and absent-library, which this one lacks"
+    assert there.not_asked == {ours: wanted}
 
 
 @pytest.mark.parametrize("form", ["functional", "out", "factory"])

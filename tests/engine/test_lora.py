@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, LoRARequest, SamplingParams
+from hardpoint.checkpoint.peft import LoRAFiles
 from hardpoint.config import EngineConfig
 from hardpoint.engine.control import LoadAdapter, UnloadAdapter
 from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
@@ -229,7 +231,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"bias": "lora_only"}, "'bias' is 'lora_only'"),
     "saved": ({"modules_to_save": ["lm_head"]}, "'modules_to_save' is"),
     "kind": ({"peft_type": "IA3"}, "'peft_type' is 'IA3'"),
-    "alpha": ({"lora_alpha": "x", "targets": ()}, "'lora_alpha' must be a number, got 'x'"),
+    "alpha": ({"lora_alpha": "x", "targets": ()}, "'lora_alpha' must be a finite number, got 'x'"),
+    "endless alpha": ({"lora_alpha": math.inf, "targets": ()}, "'lora_alpha' must be a finite number, got inf"),
+    "no alpha": ({"lora_alpha": math.nan, "targets": ()}, "'lora_alpha' must be a finite number, got nan"),
+    "alpha beyond floats": ({"lora_alpha": 10**400, "targets": ()}, "'lora_alpha' must be a finite number, got 1000"),
+    "pattern": ({"alpha_pattern": {"q_proj": math.inf}}, "'alpha_pattern.q_proj' must be a finite number, got inf"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "'init_lora_weights' is 'pissa_niter_4'"),
+    "olora": ({"init_lora_weights": "olora"}, "'init_lora_weights' is 'olora'"),
     "unknown": (
         {
             "tensors": {
@@ -262,7 +270,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"tensors": {f"{Q}.lora_A.weight": torch.zeros(4, 64, dtype=torch.int8)}},
         "is int8; expected float32",
     ),
-    "not finite": ({"tensors": {f"{Q}.lora_A.weight": torch.full((4, 64), torch.nan)}}, "not finite"),
+    "not finite": ({"tensors": {f"{Q}.lora_A.weight": torch.full((4, 64), torch.nan)}}, "not finite in float32"),
 }
 
 
@@ -327,3 +335,9 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     exec(compile(example, "lora.md", "exec"), {})
     with_adapter, without = capsys.readouterr().out.strip().splitlines()
     assert with_adapter != without
+
+
+@pytest.mark.parametrize("how", [None, True, False, "gaussian", "eva", "orthogonal"])
+def test_beginnings_that_leave_the_base_weights_alone(how: str | bool | None, tmp_path: Path, llama: Adapted) -> None:
+    write_adapter(tmp_path, llama.models[""], init_lora_weights=how)
+    assert LoRAFiles.open(tmp_path).modules

@@ -77,7 +77,7 @@ def test_the_first_rule_that_holds_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "fact"),
     [
-        ("schema = ", "toy.toml: Invalid value"),
+        ("schema = ", "toy.toml (of --tuning-tables, or a plugin's own): Invalid value"),
         ("schema = 2", "schema is 2, and 1 is read"),
         ("schema = 1", "it holds no rules: write [[rule]]"),
         ("schema = 1\nrules = []", "unknown key 'rules'; did you mean 'rule'?"),

@@ -61,6 +61,20 @@ def build_wheel(dist: Dist, folder: Path) -> Path:
 
 
 def install(dists: Iterable[Dist], target: Path, scratch: Path) -> None:
+    """Install ``dists`` into the folder ``target``: wheels are written to ``scratch`` and unpacked, as pip would do.
+
+    A process of pip takes more than a second. :func:`install_by_pip` is for what pip itself does.
+    """
+    for dist in dists:
+        with zipfile.ZipFile(build_wheel(dist, scratch)) as wheel:
+            wheel.extractall(target)
+        folder, installer = target / dist.metadata_folder, "tests\n"
+        (folder / "INSTALLER").write_text(installer)
+        with (folder / "RECORD").open("a") as record:
+            record.write(f"{folder.name}/INSTALLER,{_digest(installer)},{len(installer)}\n")
+
+
+def install_by_pip(dists: Iterable[Dist], target: Path, scratch: Path) -> None:
     """Install ``dists`` into the folder ``target`` with one call of pip; wheels are written to ``scratch``."""
     wheels = [str(build_wheel(dist, scratch)) for dist in dists]
     subprocess.run([*_PIP, "--no-compile", "--target", str(target), *wheels], check=True, timeout=120)

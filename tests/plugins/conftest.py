@@ -5,22 +5,39 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.out_of_tree.build import install, install_editable
+from hardpoint.plugin_host.wrapped import Installed, Library
+from tests.out_of_tree.build import install_by_pip, install_editable
 from tests.plugins.catalog import ALL
 
 Installer = Callable[..., Path]
 """``installed(*names)``: put these distributions on ``sys.path``; returns the folder they are installed in."""
 
 
+_find = Installed.find
+
+
+@cache
+def _large(name: str) -> Library | None:
+    return _find(Installed(), name)
+
+
+@pytest.fixture(autouse=True)
+def large_libraries_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our plugins require torch and Triton: 14,000 files of 1.4 GB, which no test changes."""
+    large = ("torch", "triton")
+    monkeypatch.setattr(Installed, "find", lambda self, name: _large(name) if name in large else _find(self, name))
+
+
 @pytest.fixture(scope="session")
 def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with every distribution of the catalog installed. It is on no path: many exclude each other."""
     folder = tmp_path_factory.mktemp("warehouse")
-    install(ALL.values(), folder, tmp_path_factory.mktemp("wheels"))
+    install_by_pip(ALL.values(), folder, tmp_path_factory.mktemp("wheels"))
     return folder
 
 

@@ -216,10 +216,10 @@ def test_a_bad_tuning_file_is_named(tmp_path: Path, data: object, fact: str) -> 
 
 
 def test_unreadable_tuning_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.json: cannot be read"):
+    with pytest.raises(ConfigError, match=r"absent\.json: the tuning file cannot be read: No such file"):
         TuningFile.read(tmp_path / "absent.json")
     (tmp_path / "latin.json").write_bytes(b'{"schema": "\xff"}')
-    with pytest.raises(ConfigError, match=r"latin\.json: cannot be read"):
+    with pytest.raises(ConfigError, match=r"latin\.json: the tuning file cannot be read: it is not JSON"):
         TuningFile.read(tmp_path / "latin.json")
 
 

@@ -31,8 +31,12 @@ _MUST_BE: Mapping[str, tuple[object, ...]] = {
     "trainable_token_indices": ([], {}),
     "target_parameters": ([],),
     "alora_invocation_tokens": ([],),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-"""The values of keys that change more than ``W + scale * B @ A`` of linear layers; null and an absent key are right."""
+"""The served values of keys that may change more than ``W + scale * B @ A`` of linear layers; null is right, too.
+
+Other values of ``init_lora_weights`` (pissa, olora, corda, loftq) mean that training began from changed base weights.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,11 @@ class LoRAFiles:
         layers, a tensor of another kind, and a module with one of its two matrices.
         """
         file = folder / _CONFIG
-        if not file.is_file():
+        try:
+            is_there = file.is_file()
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        if not is_there:
             raise CheckpointError(f"{folder} holds no {_CONFIG}; give the folder of a LoRA adapter as PEFT saves it")
         config = read_json(file)
         _check(file, config)
@@ -121,10 +129,19 @@ def _check(file: Path, config: Mapping[str, Any]) -> None:
                 raise CheckpointError(f"{file}: {patterns!r}: {pattern!r} is no regular expression: {error}") from None
     for key, value in numbers.items():
         is_rank = key == "r" or key.startswith("rank_pattern")
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int if is_rank else (int, float))
-            or (is_rank and value < 1)
-        ):
-            kind = "a whole number above 0" if is_rank else "a number"
-            raise CheckpointError(f"{file}: {key!r} must be {kind}, got {value!r}")
+        if not (_is_rank(value) if is_rank else _is_finite(value)):
+            kind = "a whole number above 0" if is_rank else "a finite number"
+            raise CheckpointError(f"{file}: {key!r} must be {kind}, got {value!r:.80}")
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False

@@ -92,10 +92,14 @@ class SafetensorsFiles:
         return self._infos[name]
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, copied."""
-        with safe_open(self._file_of[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor.clone()
+        """One tensor, copied. Raises CheckpointError for a file that is damaged or gone since."""
+        path = self._file_of[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor.clone()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: tensor {name!r} cannot be read: {error}") from error
 
     @cached_property
     def _infos(self) -> dict[str, TensorInfo]:

@@ -12,12 +12,13 @@ from typing import Any
 
 import click
 
+from hardpoint.cli.explain_html import page
 from hardpoint.config import EngineConfig
 from hardpoint.terminal.engine_options import EngineCommand
-from hardpoint.terminal.output import print_json, print_table
+from hardpoint.terminal.output import check_writable, print_json, print_table, write_text
 
-_WIDTH, _LINES = 100, 60
-"""Columns of the summary where neither a terminal nor COLUMNS says another number, and its lines where all fits."""
+_LINES = 60
+"""Lines of the summary where all fits."""
 _FEWEST_NOTES = 5
 """Reasons that are shown however long the table is."""
 _HEADS = ("for", "tokens", "chosen", "certified", "by")
@@ -29,16 +30,17 @@ _RULES = {"only candidate": "only one", "tuning file": "tuned"}
 _LEAST_USEFUL = (
     {"platform", "not-asked-for"},
     {"arch", "batch-invariant", "device-feature", "dtype", "kv-dtype", "layout", "phase", "spec", "tokens"},
-    {"lower-rank", "replaced"},
+    {"comes-after", "replaced"},
 )
 """Codes of reasons that tell little: of other hardware, of other requests, and of candidates that come later."""
 
 
 @click.command(cls=EngineCommand, short_help="Show which implementation serves what, and why not the others.")
-@click.option("--device", metavar="PRESET", help="Answer for hardware that is not here, such as a plugin's preset.")
-@click.option("--all", "show_all", is_flag=True, help="Every workload, and every reason against every candidate.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, which leaves nothing out.")
-def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: bool) -> None:
+@click.option("--device", metavar="PRESET", help="Answer for a device that is not here: the name of a preset.")
+@click.option("--all", "show_all", is_flag=True, help="Show every workload, and every reason against every candidate.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--html", "html_file", metavar="FILE", help="Write everything as one web page. -: to stdout.")
+def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: bool, html_file: str | None) -> None:
     """Show which implementation would serve each part of MODEL, and why not the others. Loads no weights.
 
     There is a line for each family and kind of layer, op or matrix, and for each range of tokens where several
@@ -48,7 +50,11 @@ def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: b
     """
     from hardpoint.engine.explain import explain as ask
 
+    check_writable("--html", html_file)
     table = ask(config, device).to_json()
+    if html_file is not None:
+        write_text(html_file, page(f"hardpoint explain {config.model} on {device or 'this machine'}", table))
+        return
     if as_json:
         print_json(table)
         return
@@ -70,8 +76,11 @@ def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: b
     click.echo(f"selection digest {table['digest']}")
 
 
-def _summary(rows: list[dict[str, Any]], width: int) -> list[str]:
-    """The table with a line for each subject and range of tokens, and the reasons that are of use."""
+def _summary(rows: list[dict[str, Any]], width: int | None) -> list[str]:
+    """The table with a line for each subject and range of tokens, and the reasons that are of use.
+
+    Lines that are longer than ``width`` are cut, if there is one.
+    """
     plans: dict[tuple[str, str, int], list[tuple[str, str, str, str]]] = {}
     for row in rows:
         line = (row["range"], _chosen(row), row["certified"], _RULES.get(row["rule"], row["rule"]))
@@ -86,8 +95,9 @@ def _summary(rows: list[dict[str, Any]], width: int) -> list[str]:
         cells.append((f"{title}{where}" if len(uses) == 1 else f"{title} x{len(uses)}{where}", *served[0]))
         cells += [("", *line) for line in served[1:]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    chosen, beyond = _HEADS.index("chosen"), sum(widths) + len(_GAP) * (len(widths) - 1) - width
-    widths[chosen] -= max(0, min(beyond, widths[chosen] - _LEAST_NAME))
+    if width is not None:
+        chosen, beyond = _HEADS.index("chosen"), sum(widths) + len(_GAP) * (len(widths) - 1) - width
+        widths[chosen] -= max(0, min(beyond, widths[chosen] - _LEAST_NAME))
     table = [
         _GAP.join(_cut(cell, size).ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
         for row in cells
@@ -131,15 +141,18 @@ def _title(row: dict[str, Any]) -> str:
     return f"{row['family']} {row['of']}" if row["of"] else str(row["family"])
 
 
-def _width() -> int:
+def _width() -> int | None:
+    """Columns of a line; None where nothing is to be cut: the output is no terminal, and COLUMNS says nothing."""
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdecimal() and int(columns) else _WIDTH
+    return int(columns) if columns.isdecimal() and int(columns) else None
 
 
-def _cut(text: str, width: int) -> str:
-    """The first line of ``text``, or as much of it as fits, and three dots."""
+def _cut(text: str, width: int | None) -> str:
+    """The first line of ``text``, or as much of it as fits, and three dots; without a width all lines, as one."""
+    if width is None:
+        return " ".join(text.split())
     line = text.partition("\n")[0]
     return line if line == text and len(line) <= width else line[: max(width - 3, 0)].rstrip() + "..."
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,10 @@ import click
 from hardpoint import startup_times
 from hardpoint.cli.log import show_log
 from hardpoint.config import EngineConfig
+from hardpoint.config.errors import flag_of
 from hardpoint.terminal.engine_options import EngineCommand
 from hardpoint.terminal.output import check_writable, make_folder, print_table, write_text
-from hardpoint_plugin_api import StructuredOutput
+from hardpoint_plugin_api import ConfigError, RequestError, StructuredOutput
 
 if TYPE_CHECKING:
     from hardpoint.engine.frontend.prompts import Prompt
@@ -29,25 +31,27 @@ if TYPE_CHECKING:
     from hardpoint.engine.sampling_params import SamplingParams
 
 
-@click.command(cls=EngineCommand, short_help="Continue prompts with a model.")
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A text to continue; repeatable; - is stdin.")
-@click.option("--chat", is_flag=True, help="Send each prompt as a user's message, by the model's chat template.")
-@click.option("--system", metavar="TEXT", help="The system message of --chat.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest output, in tokens.")
-@click.option("--temperature", type=float, help="0 is greedy.  [default: the model's own, or 0]")
-@click.option("--top-k", type=int, help="Sample from the K likeliest tokens.")
-@click.option("--top-p", type=float, help="Sample from the likeliest tokens that make up this probability.")
-@click.option("--min-p", type=float, help="Leave out tokens below this share of the likeliest one's probability.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End the output before this text; repeatable.")
-@click.option("--json-schema", metavar="JSON|FILE", help="Write JSON that is valid by this schema.")
-@click.option("--regex", metavar="PATTERN", help="Write text that matches this.")
+@click.command(cls=EngineCommand, title="Prompts and outputs", short_help="Continue prompts with a model.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Text to continue. Repeatable. -: read stdin.")
+@click.option("--chat", is_flag=True, help="Send each prompt as a user message, formatted by the chat template.")
+@click.option("--system", metavar="TEXT", help="System message for --chat.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate per prompt.")
+@click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.  [default: the model's own, or 0]")
+@click.option("--top-k", type=int, help="Sample from the K likeliest tokens only.")
+@click.option("--top-p", type=float, help="Sample from the likeliest tokens only, up to this total probability.")
+@click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest token's probability.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the output before this text. Repeatable.")
+@click.option("--json-schema", metavar="JSON|FILE", help="Constrain the output to JSON that is valid by this schema.")
+@click.option("--regex", metavar="PATTERN", help="Constrain the output to text that matches this regular expression.")
+@click.option("--choice", multiple=True, metavar="TEXT", help="Constrain the output to one of these texts. Repeatable.")
 @click.option(
-    "--choice", multiple=True, metavar="TEXT", help="Write this text or another that is given so; repeatable."
+    "--stream/--no-stream", default=None, help="Print the text while it is generated.  [default: on for one prompt]"
 )
-@click.option("--stream/--no-stream", default=None, help="Print text as it comes.  [default: for one prompt]")
-@click.option("--json", "json_file", metavar="FILE", help="Save outputs, speed and selections; - is stdout.")
-@click.option("--profile", "profile", metavar="DIR", help="Record the generation; traces are written to DIR.")
-@click.option("--quiet", is_flag=True, help="Print the text alone.")
+@click.option(
+    "--json", "json_file", metavar="FILE", help="Write outputs, speed and the chosen kernels as JSON. -: to stdout."
+)
+@click.option("--profile", "profile", metavar="DIR", help="Profile the generation and write traces into this folder.")
+@click.option("--quiet", is_flag=True, help="Print the generated text only.")
 @click.option("--stages", "stages_file", type=click.Path(path_type=Path), hidden=True)
 def generate(
     config: EngineConfig,
@@ -68,7 +72,7 @@ def generate(
 ) -> None:
     """Continue prompts with MODEL: a folder, a hub id, or the built-in demo model.
 
-    Text goes to stdout; what served it, and how fast, to stderr.
+    The text goes to stdout; the chosen kernels and the speed go to stderr.
     """
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
@@ -160,10 +164,14 @@ def _read_schema(file: str) -> str:
 
 
 def _check_sampling(settings: Mapping[str, Any]) -> None:
-    """Raise RequestError for what is wrong with the flags, before the model is loaded for nothing."""
+    """Raise ConfigError for what is wrong with the flags, by their names, before the model is loaded for nothing."""
     from hardpoint.engine.sampling_params import SamplingParams
 
-    SamplingParams(**settings)
+    try:
+        SamplingParams(**settings)
+    except RequestError as error:
+        names = re.compile(rf"\b({'|'.join(settings)})\b")
+        raise ConfigError(names.sub(lambda name: flag_of(name[0]), str(error)).replace(", or None", "")) from error
 
 
 def _chat_prompt(llm: LLM, text: str, system: str | None) -> Prompt:

@@ -58,7 +58,7 @@ def describe(record: PluginRecord) -> dict[str, Any]:
         "distribution": record.distribution,
         "editable": record.editable,
         "api": str(manifest.api) if manifest else None,
-        "status": record.status,
+        "status": "ready" if record.is_usable else record.status,  # imported or not: no engine runs here
         "contributes": [
             {"family": c.family, "of": c.of, "name": c.name, "summary": c.summary}
             for c in (manifest.contributions if manifest else ())

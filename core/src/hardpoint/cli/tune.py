@@ -181,7 +181,7 @@ def linear(
     if str(path) == "-":
         raise ConfigError("--output -: a tuning file cannot be stdout, for it is read, too; give the name of a file")
     check_writable("--output", str(path))
-    known = TuningFile.read(path) if path.exists() else TuningFile()
+    known = TuningFile.read(path, "--output" if output else "--tuning-file") if path.exists() else TuningFile()
     config = config.model_copy(update={"tuning_file": str(path) if path.exists() else None})
     tuned = tune_linears(config, known, rows, decisive, margin / 100, rounds, lambda file: file.write(path))
     for measured, decision in tuned.decided:

@@ -11,6 +11,7 @@ from typing import Any
 from hardpoint.config.engine_config import SETTINGS, EngineConfig, PluginKeys
 from hardpoint.config.errors import flag_of, setting_of
 from hardpoint.config.types import check_use, parse_use
+from hardpoint.config.vllm_flags import advice
 from hardpoint_plugin_api import FAMILIES, ConfigError, UnknownNameError
 
 
@@ -41,6 +42,7 @@ def load_config(
                 f"{'section' if isinstance(value, dict) else 'key'} in {file}:",
                 key,
                 {*plugin_keys, "use"} if isinstance(value, dict) else SETTINGS,
+                advice(flag_of(key)) or "",
             )
     _parse_use(of_file, f"{file}: use", f"{file}: use.", origins)
     for key, value in flags.items():
@@ -111,6 +113,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {file} cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8: {error}"
+        raise ConfigError(f"--config {file}: the config file cannot be read: {why}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config file {file} is not valid TOML: {error}") from error
+        raise ConfigError(f"--config {file}: the config file is not valid TOML: {error}") from error

@@ -1,5 +1,7 @@
 """Explaining for hardware that is not here: kernels that cannot be imported are represented by stand-ins.
 
+Which packages the machine with that hardware has is unknown; those of this machine say nothing about it. So a package
+that a candidate requires counts as installed, and a candidate whose package is not here is marked, with the package.
 Kernels that can be imported are asked for their ``supports``, which answers from the device's description. A kernel
 that cannot be imported, or whose ``supports`` fails without the device, is taken at its manifest's word, and marked.
 
@@ -19,7 +21,20 @@ from hardpoint.reference.latent_attention import ReferenceLatentAttention
 from hardpoint.reference.linear import PlainLinear
 from hardpoint.reference.local_all2all import LocalAll2All
 from hardpoint.selection import Selector
-from hardpoint_plugin_api import HardpointError, PluginError, PluginLoadError, Reason, Workload
+from hardpoint_plugin_api import (
+    CheckContext,
+    HardpointError,
+    PluginError,
+    PluginLoadError,
+    Reason,
+    Request,
+    Requirement,
+    Workload,
+)
+from hardpoint_plugin_api.requirements import PackageRequirement, SymbolRequirement
+
+_OF_PACKAGES = (PackageRequirement, SymbolRequirement)
+"""Requirements on what is installed."""
 
 
 class AbsentDeviceSelector(Selector):
@@ -30,7 +45,16 @@ class AbsentDeviceSelector(Selector):
         self.not_asked: dict[Offer, str] = {}
         """Why the target of an offer could not be asked."""
 
+    def _unmet(self, requirement: Requirement, context: CheckContext) -> Reason | None:
+        return None if isinstance(requirement, _OF_PACKAGES) else super()._unmet(requirement, context)
+
     def _dynamic_reasons(self, offer: Offer, workload: Workload) -> list[Reason]:
+        context = CheckContext(Request(self.device, workload), offer.api)
+        packages = [r for r in offer.contribution.requirements if isinstance(r, _OF_PACKAGES) and r.check(context)]
+        if packages:
+            what = " and ".join(r.spec if isinstance(r, PackageRequirement) else r.distribution for r in packages)
+            self.not_asked[offer] = f"the device's machine must have {what}, which this one lacks"
+            return []
         try:
             target = self._load(offer)
         except PluginError as error:

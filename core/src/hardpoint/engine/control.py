@@ -52,7 +52,7 @@ class Verb(Generic[R_co]):
 
 @dataclass(frozen=True)
 class Sleep(Verb[frozenset[MemoryTag]]):
-    """Give back the memory of ``tags`` and return all that sleep. Without kv, every cached prefix is forgotten.
+    """Give back the memory of ``tags`` and return all that sleep. With kv, weights or adapters go all cached prefixes.
 
     Raises EngineError while requests are under way.
     """
@@ -96,9 +96,9 @@ class LoadAdapter(Verb[tuple[Adapter, ...]]):
 
 @dataclass(frozen=True)
 class UnloadAdapter(Verb[tuple[Adapter, ...]]):
-    """Unload the adapter ``name`` and return those that are left.
+    """Unload the adapter ``name``, awake or asleep, and return those that are left.
 
-    Raises RequestError where none has that name, EngineError while requests use it and while the engine sleeps.
+    Raises RequestError where none has that name, EngineError while requests use it.
     """
 
     name: str

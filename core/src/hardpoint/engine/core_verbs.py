@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from hardpoint.engine.core import EngineCore
 
 
+_PREFIXES_NEED: frozenset[MemoryTag] = frozenset({"kv", "weights", "adapters"})
+"""The memory that cached prefixes lie in, and that they were computed from."""
+
+
 @singledispatch
 def on_core(verb: Verb[Any], core: EngineCore) -> Any:
     """Do ``verb`` and return its answer. Raises NotImplementedError for a verb without a handler."""
@@ -37,9 +41,10 @@ def on_core(verb: Verb[Any], core: EngineCore) -> Any:
 
 @on_core.register(Sleep)
 def sleep(verb: Sleep, core: EngineCore) -> frozenset[MemoryTag]:
-    """Forget cached prefixes before their pages go: these may be gone where a rank fails."""
+    """Forget cached prefixes before their pages go, which may be gone where a rank fails, and before weights go, which
+    may be others when they are read again."""
     core.check_idle("put to sleep")
-    if "kv" in verb.tags:
+    if not _PREFIXES_NEED.isdisjoint(verb.tags):
         core.scheduler.cache.pool.forget()
     return _on_ranks(verb, core)
 
@@ -82,8 +87,10 @@ def load_adapter(verb: LoadAdapter, core: EngineCore) -> tuple[Adapter, ...]:
 
 @on_core.register(UnloadAdapter)
 def unload_adapter(verb: UnloadAdapter, core: EngineCore) -> tuple[Adapter, ...]:
-    """Steps in flight may use the slot still; they come before the ranks empty it."""
-    core.admission.check_awake()
+    """Steps in flight may use the slot still; they come before the ranks empty it.
+
+    It works asleep: an adapter whose files are gone would keep the engine from waking up.
+    """
     adapter = core.adapters.find(verb.name)
     if num_users := sum(request.adapter == adapter for request in core.scheduler.unfinished):
         raise EngineError(

@@ -118,11 +118,11 @@ def _table(kernel: str, use: Any, facts: tuple[tuple[str, type], ...], arch: str
 
 def read(path: Path, use: type[T], facts: Mapping[str, type]) -> list[Rule[T]]:
     """The rules of a file. Raises ConfigError, which names the rule and the key."""
+    where = f"tuning table {path}" + ("" if path.parent == FOLDER else " (of --tuning-tables, or a plugin's own)")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"tuning table {path}: {error}") from error
-    where = f"tuning table {path}"
+        raise ConfigError(f"{where}: {error}") from error
     _only(data, ("schema", "rule", *_TEXTS), where)
     for key in _TEXTS:
         _checked(data.get(key, ""), str, f"{where}: {key}")

@@ -67,7 +67,7 @@ class LinearAdapters:
         return self._a[number][slot, :rank] if matrix == "A" else self._b[number][:, slot, :rank]
 
     def clear(self, slot: int) -> None:
-        """Fill a slot with zeros."""
+        """Fill a slot with zeros, where there is memory for it."""
         for a, b in zip(self._a, self._b, strict=True):
             a[slot].zero_()
             b[:, slot].zero_()

@@ -18,6 +18,7 @@ from hardpoint.plugin_host.lock import LockFile
 from hardpoint.plugin_host.order import load_order
 from hardpoint.plugin_host.record import PluginRecord
 from hardpoint.plugin_host.registry import PluginSet
+from hardpoint.plugin_host.wrapped import Installed
 from hardpoint_plugin_api import ENTRY_POINT_GROUP, MANIFEST_NAME, ManifestError, Reason, check_api, read_manifest
 from hardpoint_plugin_api.distributions import editable_source, locate_module
 
@@ -35,14 +36,14 @@ def discover(allow: Sequence[str] | None = None, lock: LockFile | None = None, *
     is not as ``lock`` says. Else nothing raises: a plugin that cannot be used is logged (unless ``quiet``, for a look
     ahead of the real one), and stands in the records.
     """
-    records = list(_installed())
+    records, libraries = list(_installed()), Installed()
     for record in records:
         if allow is not None and record.name not in allow and not record.is_core:
             record.status = "not-selected"
             record.reason = Reason(
                 "not-selected", "it is not on the list of --plugins", fix=f"add {record.name} to --plugins"
             )
-        elif lock is not None and (objection := lock.objection(record)):
+        elif lock is not None and (objection := lock.objection(record, libraries)):
             record.status, record.reason = "refused", objection  # whatever else is wrong comes after this
             if record.is_core:
                 raise record.error()

@@ -62,8 +62,11 @@ class LockedPlugin:
     wrapped: Mapping[str, Wrapped] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, record: PluginRecord) -> LockedPlugin:
-        """The plugin as it is installed. Raises PluginLoadError where its files, or a library's, cannot be read."""
+    def of(cls, record: PluginRecord, installed: Installed) -> LockedPlugin:
+        """The plugin as it is installed, and its libraries.
+
+        Raises PluginLoadError where its files, or a library's, cannot be read.
+        """
         return cls(
             name=record.name,
             distribution=record.distribution,
@@ -71,7 +74,7 @@ class LockedPlugin:
             entry=record.entry_value,
             editable=record.editable,
             files=record.file_hashes(),
-            wrapped=wrapped_by(required_by(record.contributions)),
+            wrapped=wrapped_by(required_by(record.contributions), installed),
         )
 
     @property
@@ -130,7 +133,8 @@ class LockFile:
     def of(cls, path: Path, records: Iterable[PluginRecord]) -> LockFile:
         """What is installed, broken plugins included as far as they have files; raises PluginLoadError for unreadable
         ones."""
-        plugins = [LockedPlugin.of(record) for record in records if record.folder is not None]
+        installed = Installed()
+        plugins = [LockedPlugin.of(record, installed) for record in records if record.folder is not None]
         return cls(path, {plugin.key: plugin for plugin in sorted(plugins, key=lambda p: (p.name, p.key))})
 
     def write(self) -> None:
@@ -155,11 +159,14 @@ class LockFile:
         except (OSError, UnicodeEncodeError) as error:
             raise ConfigError(f"lock file {self.path} cannot be written: {error}") from error
 
-    def objection(self, record: PluginRecord) -> Reason | None:
-        """Why ``record`` may not be used; None where it is as the file says, or has nothing that could be used."""
+    def objection(self, record: PluginRecord, libraries: Installed) -> Reason | None:
+        """Why ``record``, or a library that it requires, may not be used.
+
+        None where it is as the file says, or has nothing that could be used.
+        """
         if (record.distribution, record.entry_value) not in self.plugins:
             return Reason("not-locked", f"it is not in {self.path}", fix=f"if you trust it: {_relock(self.path)}")
-        found = self.compare(record) if record.folder is not None else []
+        found = self.compare(record, libraries) if record.folder is not None else []
         if not found:
             return None
         return Reason("lock-mismatch", f"{self.path}: {'; '.join(d.detail for d in found)}", fix=found[0].fix)
@@ -167,10 +174,10 @@ class LockFile:
     def differences(self, records: Iterable[PluginRecord]) -> list[Difference]:
         """Every difference between the file and what is installed. Reads every byte of it."""
         installed = {(r.distribution, r.entry_value): r for r in records}
-        found = []
+        found, libraries = [], Installed()
         for key, record in installed.items():
             if key in self.plugins:
-                found += self.compare(record, thorough=True)
+                found += self.compare(record, libraries, thorough=True)
             elif record.folder is not None:
                 fix = f"pip uninstall {record.distribution}, or if you trust it: {_relock(self.path)}"
                 found.append(Difference("added", record.title, "it is installed, and not in the lock file", fix))
@@ -180,8 +187,8 @@ class LockFile:
                 found.append(Difference("missing", locked.title, "it is in the lock file, and not installed", fix))
         return found
 
-    def compare(self, record: PluginRecord, *, thorough: bool = False) -> list[Difference]:
-        """How ``record`` differs from what the file says of it, which must be something.
+    def compare(self, record: PluginRecord, libraries: Installed, *, thorough: bool = False) -> list[Difference]:
+        """How ``record`` and its libraries differ from what the file says of them, which must be something.
 
         ``thorough`` reads every byte of large libraries, too.
         """
@@ -214,13 +221,15 @@ class LockFile:
                 f"{what} {_listed(names)}" for what, names in changes.items()
             )
             found.append(Difference("content", record.title, detail, fix, changes))
-        return found + self._libraries(record, locked, thorough)
+        return found + self._libraries(record, locked, libraries, thorough)
 
-    def _libraries(self, record: PluginRecord, locked: LockedPlugin, thorough: bool) -> list[Difference]:
+    def _libraries(
+        self, record: PluginRecord, locked: LockedPlugin, libraries: Installed, thorough: bool
+    ) -> list[Difference]:
         """How the distributions that ``record`` requires differ from the locked ones."""
         names = required_by(record.contributions)
         try:
-            found = list(Installed().differences(names, locked.wrapped, thorough=thorough))
+            found = list(libraries.differences(names, locked.wrapped, thorough=thorough))
         except PluginError as error:
             note, _, fix = str(error).partition("; fix: ")
             return [Difference("unreadable", record.title, note, fix)]

@@ -191,9 +191,12 @@ class Installed:
                     yield found
 
 
-def wrapped_by(names: Collection[str]) -> dict[str, Wrapped]:
-    """The installed distributions of ``names``, all their bytes read. Raises PluginLoadError for an unreadable file."""
-    installed, found = Installed(), {}
+def wrapped_by(names: Collection[str], installed: Installed | None = None) -> dict[str, Wrapped]:
+    """The installed distributions of ``names``, all their bytes read. Raises PluginLoadError for an unreadable file.
+
+    Calls that share ``installed`` read each distribution once.
+    """
+    installed, found = installed or Installed(), {}
     for name in sorted(names):
         library = installed.find(name)
         if library is not None:

@@ -116,17 +116,22 @@ class TuningFile:
     winners: Mapping[Key, tuple[Verdict, ...]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path) -> TuningFile:
-        """Read ``path``; raises ConfigError, naming the file and the entry, if it is not a tuning file."""
+    def read(cls, path: Path, flag: str = "--tuning-file") -> TuningFile:
+        """Read ``path``, which the user gave by ``flag``.
+
+        Raises ConfigError, naming the flag, the file and the entry, if it is not a tuning file.
+        """
+        where = f"{flag} {path}"
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"tuning file {path}: cannot be read: {error}") from error
+            why = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
+            raise ConfigError(f"{where}: the tuning file cannot be read: {why}; hardpoint tune writes one") from error
         if not isinstance(data, dict) or data.get("schema") != 1 or not isinstance(data.get("winners"), list):
-            raise ConfigError(f'tuning file {path}: expected {{"schema": 1, "winners": [...]}}')
+            raise ConfigError(f'{where}: no tuning file: expected {{"schema": 1, "winners": [...]}}')
         winners: dict[Key, list[Verdict]] = {}
         for number, entry in enumerate(data["winners"], 1):
-            key, verdict = _parse(entry, f"tuning file {path}: entry {number}")
+            key, verdict = _parse(entry, f"{where}: entry {number}")
             winners.setdefault(key, []).append(verdict)
         return cls({key: tuple(verdicts) for key, verdicts in winners.items()})
 

@@ -42,6 +42,9 @@ class TunedMatmul(LinearKernel):
         """Refuse what was not measured on this device with this version of the library, or gained nothing."""
         if workload.in_features is None or workload.out_features is None or workload.dtype is None:
             return []
+        if not device.present:
+            message = "its table goes by the version of cuBLASLt, which only the device's machine knows"
+            return [Reason("library", message)]
         try:
             table = _table(workload, device.name)
         except PlatformError as error:

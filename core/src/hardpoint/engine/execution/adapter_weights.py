@@ -10,6 +10,7 @@ import torch
 from hardpoint.checkpoint.peft import LoRAFiles
 from hardpoint.checkpoint.source import resolve_adapter
 from hardpoint.context import Context
+from hardpoint.dtypes import dtype_of
 from hardpoint.engine.lora import Adapter
 from hardpoint.layers import CausalLM
 from hardpoint.layers.base import walk
@@ -48,7 +49,8 @@ class AdapterWeights:
     def load(self, adapter: Adapter) -> None:
         """Fill the slot of ``adapter`` from its folder, with the scale multiplied into B.
 
-        Raises CheckpointError where ``check`` would, or for numbers that are not finite; the slot is empty then.
+        Raises CheckpointError where ``check`` would, or for numbers that are not finite in the slot's dtype. The slot
+        is empty then.
         """
         try:
             self._fill(adapter)
@@ -60,6 +62,9 @@ class AdapterWeights:
     def unload(self, slot: int) -> None:
         """Empty a slot."""
         self._loaded.pop(slot, None)
+        self._clear(slot)
+
+    def _clear(self, slot: int) -> None:
         for layer in self._layers.values():
             layer.clear(slot)
 
@@ -72,20 +77,30 @@ class AdapterWeights:
         """Take the memory again and read every adapter from its folder. Raises CheckpointError."""
         self.allocate()
         for adapter in self._loaded.values():
-            self._fill(adapter)
+            try:
+                self._fill(adapter)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"adapter {adapter.name!r} cannot be read again: {error}; bring its files back, or unload it "
+                    f"(UnloadAdapter, /v1/unload_lora_adapter), then wake up again"
+                ) from error
 
     def _fill(self, adapter: Adapter) -> None:
+        """Only finite numbers reach a slot: one that is not would turn the rows of all other adapters into NaN."""
         files, places = self._opened(resolve_adapter(adapter.path))
+        self._clear(adapter.slot)
         with torch.inference_mode():
             for module, place in places.items():
-                rank = files.rank(module)
+                rank, scale = files.rank(module), files.scale(module)
                 for matrix, slot in place.layer.declare(place.part, rank).items():
                     name = files.modules[module][matrix]
-                    tensor = files.tensors.read(name).float()
+                    stored = files.tensors.read(name).float()
+                    tensor = (stored * scale if matrix == "B" else stored).to(dtype_of(slot.dtype))
                     if not tensor.isfinite().all():
-                        raise CheckpointError(f"{adapter.path}: tensor {name!r} holds numbers that are not finite")
-                    if matrix == "B":
-                        tensor *= files.scale(module)
+                        scaled = f", times the scale {scale:g}," if matrix == "B" else ""
+                        raise CheckpointError(
+                            f"{adapter.path}: tensor {name!r}{scaled} holds numbers that are not finite in {slot.dtype}"
+                        )
                     copy_shard(tensor, place.layer.place(adapter.slot, place.part, matrix, rank), slot)
 
     def _opened(self, folder: Path) -> tuple[LoRAFiles, dict[str, _Place]]:

@@ -54,6 +54,11 @@ class Recovery:
                 self.denied += (culprit,)
                 self.config = self.config.denying(culprit.choice)
 
+    def note_adapters_loaded(self) -> None:
+        """The next engine's start loads no adapters: it is given them one by one, and goes on without one that is
+        gone."""
+        self.config = self.config.loading_no_adapters()
+
     def verdict(self, cause: str) -> str:
         """What everybody is told who waited for an engine that is not built again."""
         if not self.config.restarts_engine or not self._recent:

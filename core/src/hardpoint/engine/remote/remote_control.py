@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from hardpoint.engine.control import LoadAdapter, R, Sleep, UnloadAdapter, UpdateWeights, Verb, WakeUp
 from hardpoint.engine.lora import Adapter
 from hardpoint.engine.processes.calls import Answers, Call
 from hardpoint.engine.remote.messages import Command
 from hardpoint.engine.scheduling.admission import Admission
-from hardpoint_plugin_api import ConfigError, EngineDeadError, MemoryTag
+from hardpoint_plugin_api import CapacityError, CheckpointError, ConfigError, EngineDeadError, MemoryTag
 
-if TYPE_CHECKING:
-    pass
+logger = logging.getLogger(__name__)
 
 
 class CallLink(Protocol):
@@ -39,6 +41,10 @@ class RemoteControl:
     _admission: Admission
     _adapting: threading.Lock
     """Held from a call that loads or unloads an adapter to its answer: answers are taken in the core's order."""
+    _opening: threading.Lock
+    """Of all that a restart changes; held for moments."""
+    _lost_adapters: dict[str, str]
+    """Why adapters that were loaded are not any more, by name: a core that was built again could not load them."""
     _weights: UpdateWeights | None = None
     """How the checkpoint's own weights were replaced."""
 
@@ -52,7 +58,7 @@ class RemoteControl:
         if isinstance(verb, LoadAdapter | UnloadAdapter):
             with self._adapting:
                 answer = self._call(verb)
-                self._admission.adapters = cast("tuple[Adapter, ...]", answer)
+                self._note_adapter(verb.name, cast("tuple[Adapter, ...]", answer))
             return cast(R, answer)
         answer = self._call(verb)
         if isinstance(verb, Sleep | WakeUp | UpdateWeights):  # requests are refused where they are made
@@ -67,28 +73,47 @@ class RemoteControl:
         self._link.send(Call(number, verb))
         return future.result()
 
-    def _repeat_calls(self, at_start: tuple[Adapter, ...]) -> None:
-        """Bring a core that was built again to where the last one was: its adapters, of which its start has loaded
-        some, its weights, and what of it sleeps."""
+    def _note_adapter(self, name: str, loaded: Iterable[Adapter], lost: str | None = None) -> None:
+        """Note whether ``name`` is among those ``loaded``, and why it was ``lost``.
+
+        The others stay as they are: a core that was built again may be asked for one before it has those of the last.
+        """
+        with self._opening:
+            others = tuple(adapter for adapter in self._admission.adapters if adapter.name != name)
+            self._admission.adapters = others + tuple(adapter for adapter in loaded if adapter.name == name)
+            self._lost_adapters.pop(name, None)
+            if lost is not None:
+                self._lost_adapters[name] = lost
+
+    def _repeat_calls(self) -> None:
+        """Bring a core that was built again to where the last one was: its adapters, its weights, and what of it
+        sleeps. It goes on without adapters that it cannot load."""
         with suppress(EngineDeadError):  # gone again already: another will be built
-            places = {(adapter.name, adapter.path) for adapter in self._admission.adapters}
-            for adapter in at_start:
-                if (adapter.name, adapter.path) not in places:
-                    self._repeat(UnloadAdapter(adapter.name))
-            for name, path in sorted(places):
-                self._repeat(LoadAdapter(name, path))
+            for adapter in self._admission.adapters:
+                self._repeat(LoadAdapter(adapter.name, adapter.path), functools.partial(self._lose, adapter))
             if self._weights is not None:
                 self._repeat(self._weights)
             if self._admission.asleep:
                 self._repeat(Sleep(tuple(self._admission.asleep)))
 
-    def _repeat(self, verb: Verb[object]) -> None:
+    def _repeat(self, verb: Verb[object], unless: Callable[[BaseException], bool] = lambda error: False) -> None:
+        """Send ``verb``. The core is given up where it fails, unless that has been seen to."""
         number, future = self._link.answers.expect()
         link = self._link
 
         def check(answered: Future[object]) -> None:
-            if (error := answered.exception()) is not None:  # what it would serve is not what was asked for
+            error = answered.exception()
+            if error is not None and not unless(error):  # what it would serve is not what was asked for
                 link.give_up(f"{type(verb).__name__} failed on the engine that was built again: {error}")
 
         future.add_done_callback(check)
         link.send(Call(number, verb))
+
+    def _lose(self, adapter: Adapter, error: BaseException) -> bool:
+        """Go on without ``adapter``, if that is what ``error`` is about."""
+        if not isinstance(error, CheckpointError | CapacityError):
+            return False
+        lost = f"adapter {adapter.name!r} is lost: the engine was built again, and could not load it: {error}"
+        logger.error("%s; bring %s back, and load the adapter again", lost, adapter.path)
+        self._note_adapter(adapter.name, (), lost)
+        return True

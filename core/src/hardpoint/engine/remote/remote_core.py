@@ -91,7 +91,8 @@ class RemoteCore(RemoteControl):
         self._quarantine = Quarantine()
         self._aborted: list[RequestProgress] = []  # while no core could be told
         self._adapting = threading.Lock()
-        self._opening = threading.Lock()  # of all that a restart changes; held for moments
+        self._opening = threading.Lock()
+        self._lost_adapters: dict[str, str] = {}
         self._ended: EngineDeadError | None = None
         self._restarting: str | None = None
         self._closed = False
@@ -129,6 +130,7 @@ class RemoteCore(RemoteControl):
         self._recovery.adopt(report.facts.denied)
         self._admission = Admission(report.facts.max_model_len, report.facts.vocab_size, report.facts.config.seed)
         self._admission.adapters = report.facts.adapters
+        self._recovery.note_adapters_loaded()
 
     @property
     def facts(self) -> CoreFacts:
@@ -268,7 +270,7 @@ class RemoteCore(RemoteControl):
             self._stats = report.stats
             if report.in_step and self._goes_on():
                 return self._restart(report.failure.text, report.failure.trace)
-            return [self._failed(number, _of_request(report.failure)) for number in report.numbers]
+            return [self._failed(number, self._told(number, report.failure)) for number in report.numbers]
         if isinstance(report, Ready):
             return self._readmit(report)
         if isinstance(report, StartFailed):
@@ -331,7 +333,7 @@ class RemoteCore(RemoteControl):
         self._facts, self._stats, self._suspects = ready.facts, ready.stats, ready.suspects
         self._recovery.adopt(ready.facts.denied)
         self._admission.max_model_len = ready.facts.max_model_len
-        self._repeat_calls(ready.facts.adapters)
+        self._repeat_calls()
         aborted = self._take_aborted()
         with self._opening:
             for number in self._quarantine.admit(self._open):
@@ -386,13 +388,14 @@ class RemoteCore(RemoteControl):
         self._clear([number])
         return request
 
-
-def _of_request(failure: Failure) -> HardpointError:
-    """What a request is told: its own fault as it is, whatever else as the engine's failure."""
-    error = failure.original()
-    if isinstance(error, RequestError):
-        return error
-    return failure.as_engine_error("the engine failed while it served this request")
+    def _told(self, number: int, failure: Failure) -> HardpointError:
+        """What a request is told: its own fault as it is, whatever else as the engine's failure."""
+        error = failure.original()
+        if (lost := self._lost_adapters.get(self._open[number].asked.adapter_name)) is not None:
+            return EngineError(lost)
+        if isinstance(error, RequestError):
+            return error
+        return failure.as_engine_error("the engine failed while it served this request")
 
 
 class ThreadLink:

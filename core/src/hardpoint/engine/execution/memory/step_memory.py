@@ -12,7 +12,7 @@ from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.shapes import StepShape, graph_bytes, most_captured_tokens
 from hardpoint.engine.execution.graphs.step_buffers import first_lengths, trial_step
 from hardpoint.engine.execution.memory.cache_memory import CacheMemory, page_bytes
-from hardpoint.engine.execution.sampling.sampler import Sampler
+from hardpoint.engine.execution.memory.holdings import is_want_of_memory
 from hardpoint.engine.execution.stage import Stage
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint_plugin_api import CapacityError, GraphEngine, Platform, StepLimits
@@ -31,7 +31,6 @@ class StepMemory:
     platform: Platform
     model: Model
     stage: Stage
-    sampler: Sampler
     limits: StepLimits
     geometry: CacheGeometry
     vocab_size: int
@@ -68,11 +67,12 @@ class StepMemory:
             taken = self._peak(largest)
             if captured_tokens:
                 taken += self._peak(captured_tokens)
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
+            if not is_want_of_memory(error):
+                raise
             raise CapacityError(
-                f"a step of {largest} tokens and {self.limits.max_requests} requests does not fit "
-                f"{self.ctx.device.name} beside the weights, even without a cache; lower --max-num-batched-tokens or "
-                "--max-num-seqs"
+                f"a step of {largest} tokens does not fit {self.ctx.device.name} beside the weights, even without a "
+                f"cache: {error}; lower --max-num-batched-tokens"
             ) from error
         finally:
             self.platform.memory.trim()
@@ -90,7 +90,7 @@ class StepMemory:
         return max(0, self.platform.memory.snapshot().peak - before)
 
     def _run(self, forward: Forward, tokens: int) -> None:
-        """A step of prompts, and all that may be asked of the draws behind it. Every token lies in the null page."""
+        """A step of prompts, whose tokens all lie in the null page."""
         ctx, most = self.ctx, self.limits.max_requests
         assert most is not None
         shape = StepShape("eager", tokens, None, None, "hidden")
@@ -103,7 +103,4 @@ class StepMemory:
         adapters = None
         if ctx.config.num_adapters:
             adapters = torch.zeros(tokens, dtype=torch.int32, device=ctx.torch_device)
-        hidden = forward.hidden(inputs, positions, forward.plan(batches), adapters)
-        if self.stage.draws:
-            rows = min(tokens, most * (1 + ctx.config.num_drafts))
-            self.sampler.rehearse(forward.model.logits(hidden[:rows]), most)
+        forward.hidden(inputs, positions, forward.plan(batches), adapters)

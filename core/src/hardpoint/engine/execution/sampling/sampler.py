@@ -48,10 +48,6 @@ _ROWS_AT_ONCE = 256
 """Rows of drafts that are drawn together: drawing takes several float32 copies of their logits."""
 
 
-_USUAL_LOGPROBS = 20
-"""Log-probabilities of a token that OpenAI's API gives at most."""
-
-
 @dataclass(frozen=True)
 class SamplingOps:
     """The sampler's ops, bound with the model's so that the selection table holds them."""
@@ -248,20 +244,6 @@ class Sampler:
         tokens = self._choose(how, logits, slots, positions)
         self._ops.keep(self.last_token, slots, tokens)
         return tokens
-
-    def rehearse(self, logits: torch.Tensor, num_requests: int) -> None:
-        """Do what may be asked of a step's draws, so that the memory which that takes can be measured.
-
-        logits [R, V]: the rows of ``num_requests`` requests, of which each has one or, with drafts, several. No request
-        may hold a slot. Changes no state of slots.
-        """
-        rows = logits[:num_requests]
-        slots = torch.arange(len(rows), device=rows.device)
-        changed = self._ops.mask(rows, torch.zeros_like(rows, dtype=torch.bool))
-        for part in self._parts:
-            changed = part.apply(changed, slots, slots)
-        tokens = self._choose("random", changed, slots, slots)
-        self._ops.rank(rows, tokens, top_n=min(_USUAL_LOGPROBS, self._vocab_size))
 
     def _choose(
         self, how: PlainDraw, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
