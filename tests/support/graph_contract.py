@@ -185,6 +185,26 @@ class RecordingContract(GraphEngineContract):
             assert less.tolist() == [2 * (start + i + 1) - 1 for i in range(4)]
         assert calls == [2.0, 2.0]
 
+    def test_memory_around_opaque_calls_is_used_again(self, graphs: GraphEngine, device: torch.device) -> None:
+        if not can_repeat(graphs) or GraphEngine.opaque is type(graphs).opaque:
+            pytest.skip("this engine keeps the memory around opaque calls")
+        x, rounds = torch.ones(1 << 22, device=device), 12
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(rounds):
+                doubled = x * 2
+                behind = torch.empty(1 << 22, device=device)
+                graphs.opaque(lambda doubled, behind: behind.copy_(doubled[:2].repeat(1 << 21)), doubled, behind)
+                x = behind.view(2, -1)[1] / 2
+                x = torch.cat([x, x]) + 1
+            return x.view(-1, 1 << 20).amax(1)
+
+        prepared = graphs.prepare("rounds", step, {"x": x})
+        for first in (1.0, 5.0):
+            x.fill_(first)
+            assert prepared.run().tolist() == [first + rounds] * 4
+        assert graphs.nbytes < rounds * x.nbytes, "far less than all rounds together"
+
     def test_a_transient_result_is_there_until_the_next_run(self, graphs: GraphEngine, device: torch.device) -> None:
         x = torch.ones(3, 5, device=device)
 

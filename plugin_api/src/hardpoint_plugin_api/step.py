@@ -42,11 +42,12 @@ class ForwardStep:
         """T, padding included."""
         return self.positions.shape[0]
 
-    def interrupt(self, user: int, call: Callable[[dict[str, torch.Tensor], AttentionMetadata], None]) -> None:
-        """Run ``call(cache, metadata)`` with the cache and the metadata of cache user number ``user``.
+    def interrupt(self, user: int, call: Callable[..., None], *tensors: torch.Tensor) -> None:
+        """Run ``call(cache, metadata, *tensors)`` with the cache and the metadata of cache user number ``user``.
 
-        All work must run in here that depends on how tokens belong to requests. A step that is captured as piecewise
-        graphs is split at this place: ``call`` runs uncaptured in each replay, with that replay's metadata and on
-        tensors that it holds itself. It returns nothing, and writes its results to tensors that exist already.
+        All work must run in here that depends on how tokens belong to requests. ``tensors`` are those of the step that
+        ``call`` reads and writes. It returns nothing, writes its results to some of them, and holds no others of the
+        step. When a step is captured in pieces, it is split at this place: ``call`` runs uncaptured in each replay,
+        with that replay's metadata and on tensors in the same places, whose memory later layers use again.
         """
-        call(self.caches[user], self.metadata[user])
+        call(self.caches[user], self.metadata[user], *tensors)

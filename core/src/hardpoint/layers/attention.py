@@ -127,7 +127,11 @@ class Attention(PluggableLayer, name="attention"):
         )
         attended = torch.empty_like(q)
         attend = self.backend.forward
-        step.interrupt(self.index, lambda cache, plan: attend(AttentionCall(q, k, v, cache, plan, attended)))
+        step.interrupt(
+            self.index,
+            lambda cache, plan, q, k, v, out: attend(AttentionCall(q, k, v, cache, plan, out)),
+            *(q, k, v, attended),
+        )
         y: torch.Tensor = self.out(attended.view(x.shape[0], -1), step)
         return y if self._returns_partial_sums else self._group.all_reduce(y)
 

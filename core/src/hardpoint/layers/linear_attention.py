@@ -75,7 +75,9 @@ class LinearAttention(PluggableLayer, name="linear_attention"):
         """[T, hidden] -> [T, hidden]. Advances the states of the step's requests."""
         qkv = self.qkv(x, step).view(x.shape[0], 3, self._heads.num_heads, self.args.head_size)
         mixed = torch.empty_like(qkv[:, 0])
-        step.interrupt(self.index, lambda cache, plan: self._advance(qkv, cache["state"], plan.batch, mixed))
+        step.interrupt(
+            self.index, lambda cache, plan, qkv, out: self._advance(qkv, cache["state"], plan.batch, out), qkv, mixed
+        )
         y: torch.Tensor = self.out(mixed.view(x.shape[0], -1), step)
         return y if self._returns_partial_sums else self._group.all_reduce(y)
 

@@ -122,7 +122,10 @@ class MLA(PluggableLayer, name="mla"):
         attend = self.backend.forward
         step.interrupt(
             self.index,
-            lambda cache, plan: attend(LatentCall(q_latent, q_rope, latent, rope_key, cache, plan, attended)),
+            lambda cache, plan, q, q_rope, latent, key, out: attend(
+                LatentCall(q, q_rope, latent, key, cache, plan, out)
+            ),
+            *(q_latent, q_rope, latent, rope_key, attended),
         )
         values = torch.bmm(attended.transpose(0, 1), self.kv_up.weights["values"])
         y: torch.Tensor = self.out(values.transpose(0, 1).reshape(down.shape[0], -1), step)

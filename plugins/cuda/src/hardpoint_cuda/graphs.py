@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,6 +115,13 @@ class CudaGraphs(GraphEngine):
         else:
             self._capture.interrupt(call)
 
+    def opaque(self, call: Callable[..., None], *arguments: Any) -> None:
+        """See GraphEngine: the graph holds no memory for ``arguments``, so that later pieces use the same."""
+        if self._capture is None:
+            call(*arguments)
+        else:
+            self._capture.opaque(call, arguments)
+
     def transient(self, result: torch.Tensor) -> torch.Tensor:
         """See GraphEngine: from the end of the capture on, the graph alone knows of the memory of ``result``."""
         if self._capture is not None:
@@ -170,6 +178,7 @@ class _Capture:
     def __init__(self, pool: Any, device: torch.device) -> None:
         self._pool, self._device = pool, device
         self.pieces: list[Piece] = []
+        self._segments: list[range] = []
         self.transient: set[int] = set()
 
     def __enter__(self) -> None:
@@ -183,12 +192,24 @@ class _Capture:
         self.pieces.append(call)
         self._begin()
 
+    def opaque(self, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._end()
+        self.pieces.append(partial(call, *tree_map_only(torch.Tensor, self._without_keeping, arguments)))
+        self._begin()
+
     def let_go(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, or where it is transient a tensor at the same place that does not keep the memory there."""
-        if x.data_ptr() not in self.transient or not x.numel() or not x.is_contiguous():
-            return x
-        flat = torch.as_tensor(_Bytes(x.data_ptr(), x.numel() * x.element_size()), device=x.device)
-        return flat.view(x.dtype).view(x.shape)
+        return _at_place_of(x) if x.data_ptr() in self.transient and x.numel() else x
+
+    def _without_keeping(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, or where its memory is the pool's a tensor at the same place that does not keep it."""
+        return _at_place_of(x) if x.numel() and self._is_of_pool(x.data_ptr()) else x
+
+    def _is_of_pool(self, address: int) -> bool:
+        if not any(address in segment for segment in self._segments):  # there may be more by now
+            segments = (s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == self._pool)
+            self._segments = [range(s["address"], s["address"] + s["total_size"]) for s in segments]
+        return any(address in segment for segment in self._segments)
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -215,6 +236,13 @@ class _Capture:
         with suppress(RuntimeError):  # of a torch that does it itself
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             torch._C._cuda_releasePool(self._device.index, self._pool)
+
+
+def _at_place_of(x: torch.Tensor) -> torch.Tensor:
+    """A tensor over the memory of ``x`` that does not keep that memory."""
+    storage = x.untyped_storage()
+    flat = torch.as_tensor(_Bytes(storage.data_ptr(), storage.nbytes()), device=x.device).view(x.dtype)
+    return flat.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 class _Bytes:

@@ -34,10 +34,10 @@ class PiecewiseStep(ForwardStep):
     engine: GraphEngine = field(kw_only=True)
     interrupted_by: set[int] = field(default_factory=set)
 
-    def interrupt(self, user: int, call: Callable[[dict[str, torch.Tensor], AttentionMetadata], None]) -> None:
+    def interrupt(self, user: int, call: Callable[..., None], *tensors: torch.Tensor) -> None:
         """See ForwardStep. ``call`` runs long after the step was captured, once in each run."""
         self.interrupted_by.add(user)
-        self.engine.interrupt(lambda: call(self.caches[user], self.metadata[user]))
+        self.engine.opaque(lambda *given: call(self.caches[user], self.metadata[user], *given), *tensors)
 
 
 class Forward:

@@ -64,7 +64,9 @@ class AcmeFading(PluggableLayer, name="acme_fading"):
         """[T, hidden] -> [T, hidden]. Adds this step's values to the sums of its requests."""
         values = self.value(x, step)
         sums = torch.empty_like(values)
-        step.interrupt(self.index, lambda cache, plan: self._add_all(values, cache, plan.batch, sums))
+        step.interrupt(
+            self.index, lambda cache, plan, values, out: self._add_all(values, cache, plan.batch, out), values, sums
+        )
         y: torch.Tensor = self.out(sums, step)
         return y
 

@@ -66,7 +66,11 @@ class AcmeMean(PluggableLayer, name="acme_mean"):
         slots = step.metadata[self.index].batch.slot_mapping
         self.backend.store(StoreCall(zeros, values, step.caches[self.index], slots))
         attend = self.backend.forward
-        step.interrupt(self.index, lambda cache, plan: attend(AttentionCall(zeros, zeros, values, cache, plan, means)))
+        step.interrupt(
+            self.index,
+            lambda cache, plan, zeros, values, out: attend(AttentionCall(zeros, zeros, values, cache, plan, out)),
+            *(zeros, values, means),
+        )
         y: torch.Tensor = self.out(means.view(x.shape[0], -1), step)
         return y
 
