@@ -131,6 +131,11 @@ class EngineConfig(EngineSettings):
             raise ConfigError(f"{wanted}: {len(self.lora_modules)} adapters do not fit {slots}; raise it")
 
     @property
+    def lora_paths(self) -> Mapping[str, str]:
+        """The adapters of --lora-modules: folders or hub ids by name."""
+        return {name: path for name, _, path in (module.partition("=") for module in self.lora_modules)}
+
+    @property
     def num_adapters(self) -> int:
         """How many LoRA adapters may be loaded at once; 0 where the engine serves none."""
         return self.max_loras if self.enable_lora else 0
