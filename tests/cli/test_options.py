@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from hardpoint.config import SETTINGS, EngineConfig
+from hardpoint.config import SETTINGS, EngineConfig, Group
 from hardpoint.terminal import engine_options as options
 from hardpoint.terminal.engine_options import EngineCommand
 from hardpoint_plugin_api import ConfigError, ConfigKey
@@ -114,7 +114,12 @@ def test_two_models_are_refused() -> None:
 def test_help_groups_options_and_shows_defaults() -> None:
     command = EngineCommand("probe", params=[click.Option(["--prompt"], help="Own.")])
     text = command.get_help(click.Context(command))
-    assert text.index("\nOptions:") < text.index("\nEngine options:") < text.index("\nPlugin options:")
+    titles = ["Options", *Group, "Settings of plugins"]
+    places = [text.index(f"\n{title}:\n") for title in titles]
+    assert places == sorted(places)
+    cache = text[text.index("\nMemory and cache:") : text.index("\nScheduling:")]
+    assert all(flag in cache for flag in ("--kv-cache-memory", "--block-size"))
+    assert text.count("--block-size") == 1
     assert "Scratch memory.  [default: 256]" in text
     assert "[auto|float32|float16|bfloat16]" in text
     assert "SIZE" in text

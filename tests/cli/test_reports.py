@@ -193,7 +193,7 @@ def test_a_summary_gives_the_reasons_that_are_of_use() -> None:
 
     rejected = [
         against("far", "platform", "package-missing"),
-        against("later", "lower-rank"),
+        against("later", "comes-after"),
         against("other", "package-missing", "spec"),
         against("near", "package-missing", fix="pip install it"),
         against("picky", "head-size"),

@@ -84,7 +84,7 @@ class ResidualIsWritten(Summed):
         return normed, total
 
 
-class SummandIsKept(Summed):
+class PartialSumIsKept(Summed):
     def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, *, eps: float) -> Pair:
         normed, total = super().__call__(x, residual, weight, eps=eps)
         return x.copy_(normed), total
@@ -125,7 +125,7 @@ PLANTED: dict[str, tuple[Any, str, str]] = {
     "own first": (OwnFirst, "*/3/*", "agree"),
     "residual of each": (ResidualOfEach, "*", "values"),
     "residual is written": (ResidualIsWritten, "*", "inputs"),
-    "partial sum is kept": (SummandIsKept, "*", "inputs"),
+    "partial sum is kept": (PartialSumIsKept, "*", "inputs"),
     "one buffer": (OneBuffer, "*", "inputs"),
     "another each time": (AnotherEachTime, "bfloat16/3/*", "repeat"),
 }

@@ -91,10 +91,10 @@ def test_memory_is_used_again_within_a_step_and_between_steps(graphs: RecordedLi
     assert once < 10 * result, "a hundred tensors of which two live at a time"
     kept += [graphs.prepare(i, chain, held) for i in range(5)]
     assert graphs.shared_bytes == once
-    assert result <= graphs.bytes_per_executable < 2 * result
+    assert result <= graphs.bytes_per_graph < 2 * result
 
 
-def test_results_of_all_executables_lie_apart(graphs: RecordedLists) -> None:
+def test_results_of_all_graphs_lie_apart(graphs: RecordedLists) -> None:
     """Those recorded first use memory between their operators that later ones had results in while being recorded."""
     held = buffers()
     prepared = [graphs.prepare(depth, lambda x, weight, d=depth: chain(x, weight, d), held) for depth in (9, 1, 4)]
@@ -232,7 +232,7 @@ def test_other_threads_go_on_computing_while_one_records(graphs: RecordedLists) 
 
 
 def test_threads_record_and_replay_at_once() -> None:
-    """Each its own engine: an engine's executables share memory."""
+    """Each its own engine: an engine's graphs share memory."""
     held, results = [buffers(seed=i) for i in range(4)], {}
 
     def work(i: int) -> None:

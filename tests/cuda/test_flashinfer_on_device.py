@@ -142,11 +142,11 @@ def test_a_captured_decode_is_replayed_as_contexts_grow(machine: Machine, name: 
             backend.forward(AttentionCall(decoding.q, decoding.q, decoding.q, decoding.cache, metadata, decoding.out))
             return decoding.out
 
-        executable = machine.platform.graph_engine().prepare("decode", forward, {"q": decoding.q})
+        graph = machine.platform.graph_engine().prepare("decode", forward, {"q": decoding.q})
         for longest in (1, 2, 16, 17, 300, 301, 3000, 5):
             batch = decoding.load([1 + (longest - 1) * (i + 1) // n for i in range(n)])
             assert backend.plan(batch).token == metadata.token
-            agree(executable.run(), decoding.expected(batch))
+            agree(graph.run(), decoding.expected(batch))
 
 
 def test_planning_never_waits_for_the_device(machine: Machine) -> None:

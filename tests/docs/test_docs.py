@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hardpoint.authoring.api_reference import render
+from hardpoint.conformance.certificate import KIT_VERSION
 from hardpoint_plugin_api import Feature
 from tests.docs.runner import Reader
 from tests.support.environment import Environment
@@ -14,7 +15,7 @@ from tests.support.environment import Environment
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["write_a_plugin.md", "what_each_engine_calls_this.md"])
+@pytest.mark.parametrize("page", ["first_ten_minutes.md", "write_a_plugin.md", "what_each_engine_calls_this.md"])
 def test_a_reader_can_follow(page: str, tmp_path: Path) -> None:
     folder = tmp_path / "reader"
     folder.mkdir()
@@ -28,6 +29,11 @@ def test_the_reference_is_up_to_date() -> None:
 def test_the_tutorial_names_every_feature() -> None:
     page = (DOCS / "write_a_plugin.md").read_text(encoding="utf-8")
     assert not [feature for feature in Feature if f"`{feature}`" not in page]
+
+
+def test_the_version_of_the_kits_rules_is_todays() -> None:
+    page = (DOCS / "capabilities.md").read_text(encoding="utf-8")
+    assert f"Today's rules are version {KIT_VERSION}," in page
 
 
 LIES = [

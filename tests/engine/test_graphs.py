@@ -1,4 +1,4 @@
-"""Decode steps replayed from prepared executables: the tokens stay, and what runs how is decided and counted."""
+"""Decode steps replayed from prepared graphs: the tokens stay, and what runs how is decided and counted."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_what_is_drawn_at_random_or_penalised_is_as_without_graphs(
 def test_listed_sizes_are_prepared_ahead_and_padded_to(
     plain: tuple[Path, PreTrainedModel], recording: RecordedCalls, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recording.batch_sizes, recording.max_executables = (2, 4, 32, 64), None
+    recording.batch_sizes, recording.max_graphs = (2, 4, 32, 64), None
     with caplog.at_level(logging.INFO, "hardpoint"), engine(plain[0], max_num_seqs=3) as llm:
         shapes = [
             (size, end) for size in (4, 2) for end in ("greedy", "logits")
@@ -174,13 +174,13 @@ def test_steps_larger_than_every_size_are_eager(plain: tuple[Path, PreTrainedMod
 
 
 def test_the_least_recently_used_is_dropped(plain: tuple[Path, PreTrainedModel], recording: RecordedCalls) -> None:
-    recording.max_executables = 2
+    recording.max_graphs = 2
     short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with engine(plain[0]) as llm:
         for count in (1, 2, 1, 3, 1, 2):
             generate(llm, [[5, 6]] * count, short)
         assert [shape_and_token(key)[0].requests for key in recording.keys] == [1, 2, 3, 2]
-        assert counted(llm)["graph_executables"] == 2
+        assert counted(llm)["graphs_kept"] == 2
 
 
 def test_what_cannot_be_prepared_runs_eagerly(
@@ -223,7 +223,7 @@ def test_engines_without_graphs(
     plain: tuple[Path, PreTrainedModel], recording: RecordedCalls, settings: dict[str, Any], reason: str
 ) -> None:
     if not settings:
-        recording.max_executables = 0
+        recording.max_graphs = 0
     with engine(plain[0], **settings) as llm:
         generate(llm, [[1, 2, 3]])
         assert counted(llm)[reason] == llm.stats.num_steps
@@ -252,7 +252,7 @@ def test_other_addresses_other_recordings(
         for level in (1, 2):
             llm.sleep(level)
             assert llm.memory_report().by_tag["graphs"] == 0
-            assert counted(llm)["graph_executables"] == 0
+            assert counted(llm)["graphs_kept"] == 0
             llm.wake_up()
             check(llm, model)
         llm.update_weights(tmp_path)
@@ -261,7 +261,7 @@ def test_other_addresses_other_recordings(
 
 
 def test_ranks_replay_together(plain: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has executables of its own; were one to run something else, its collectives would meet the wrong ones."""
+    """Each has graphs of its own; were one to run something else, its collectives would meet the wrong ones."""
     engines: list[RecordedCalls] = []
 
     def graph_engine(platform: CpuPlatform) -> RecordedCalls:
@@ -293,10 +293,10 @@ def test_communicators_that_cannot_be_captured(
     assert "allows no collectives between ranks; communicator torch_distributed cannot be captured" in caplog.text
 
 
-def test_the_cache_leaves_room_for_executables(
+def test_the_cache_leaves_room_for_graphs(
     plain: tuple[Path, PreTrainedModel], recording: RecordedCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recording.batch_sizes, recording.bytes_per_executable = (1, 2, 4), PAGE_BYTES
+    recording.batch_sizes, recording.bytes_per_graph = (1, 2, 4), PAGE_BYTES
     monkeypatch.setattr(CpuPlatform, "kv_cache_budget", lambda platform: 3 * 20 * PAGE_BYTES)
     for eager, pages in ((True, 20), (False, 18)):
         with engine(plain[0], kv_cache_memory=None, enforce_eager=eager) as llm:
@@ -321,20 +321,20 @@ def test_a_dense_decode_step_is_nothing_but_kernels(
         generate(llm, random_prompts(3, 20, seed=4))
         assert isinstance(llm.core.executor, InProcessExecutor)
         graphs = llm.core.executor.worker.graphs
-        executables, reported = graphs.kept, llm.memory_report().by_tag["graphs"]
-        assert reported == graphs.nbytes > sum(x.nbytes for x in executables if isinstance(x, RecordedList)) > 0
-    assert executables
-    for executable in executables:
-        assert isinstance(executable, RecordedList)
-        assert (executable.num_lists, executable.num_operators) == (1, 0)
+        kept, reported = graphs.kept, llm.memory_report().by_tag["graphs"]
+        assert reported == graphs.nbytes > sum(x.nbytes for x in kept if isinstance(x, RecordedList)) > 0
+    assert kept
+    for graph in kept:
+        assert isinstance(graph, RecordedList)
+        assert (graph.num_lists, graph.num_operators) == (1, 0)
 
 
 def test_sizes_that_contradict_the_engines_own_limit(
     plain: tuple[Path, PreTrainedModel], recording: RecordedCalls
 ) -> None:
     recording.batch_sizes = (1, 2, 4)
-    recording.max_executables = 5
-    with pytest.raises(PlatformError, match=r"keeps 5 executables asks for 3 sizes, .*: \(1, 2, 4\)"), engine(plain[0]):
+    recording.max_graphs = 5
+    with pytest.raises(PlatformError, match=r"keeps 5 graphs asks for 3 sizes, .*: \(1, 2, 4\)"), engine(plain[0]):
         pass
 
 
@@ -344,7 +344,7 @@ class TestPrompts:
     @pytest.fixture
     def any_shape(self, recording: RecordedCalls, monkeypatch: pytest.MonkeyPatch) -> RecordedCalls:
         monkeypatch.setattr("hardpoint.reference.attention.ReferenceAttention", RecordableAnyAttention)
-        recording.token_sizes, recording.max_executables = (8, 48, 64), None
+        recording.token_sizes, recording.max_graphs = (8, 48, 64), None
         return recording
 
     @pytest.mark.parametrize("ahead", [False, True])
@@ -467,7 +467,7 @@ class TestRows:
             return prepare(key, *arguments)
 
         monkeypatch.setattr(recording, "prepare", refuse)
-        recording.batch_sizes, recording.max_executables = (2, 4), None
+        recording.batch_sizes, recording.max_graphs = (2, 4), None
         folder, model = plain
         prompts = random_prompts(2, 30, seed=2)
         with engine(folder) as llm:
@@ -492,7 +492,7 @@ class TestRows:
             assert (counted(llm), len(recording.keys)) == (before, prepared)
 
     def test_rows_of_an_engine(self) -> None:
-        graphs = RecordedCalls((1, 3, 8, 64), max_executables=None)
+        graphs = RecordedCalls((1, 3, 8, 64), max_graphs=None)
         graphs.token_sizes, graphs.piece_sizes = (64, 16, 512), (512, 32, 2048)
         decodes, mixed, pieces = shape_rows(graphs, StepLimits(max_tokens=512, max_requests=6))
         assert (decodes.sizes, decodes.grade) == ((1, 3, 8), CaptureGrade.SINGLE_TOKEN)
@@ -502,7 +502,7 @@ class TestRows:
         assert [decodes.sizes_for(count) for count in (2, 8, 9)] == [(3, 8), (8,), ()]
 
     def test_buckets_pad_decodes_and_leave_no_other_sizes(self) -> None:
-        graphs = RecordedCalls((1, 3), max_executables=None)
+        graphs = RecordedCalls((1, 3), max_graphs=None)
         graphs.token_sizes = graphs.piece_sizes = (16,)
         limits = StepLimits(max_tokens=16, max_requests=6, token_buckets=(4, 8, 16))
         assert [row.sizes for row in shape_rows(graphs, limits)] == [(4,), (), ()]
@@ -512,7 +512,7 @@ class TestRows:
 
     @pytest.mark.parametrize("name", ["batch_sizes", "token_sizes", "piece_sizes"])
     def test_sizes_that_are_none(self, name: str) -> None:
-        graphs = RecordedCalls((1,), max_executables=None)
+        graphs = RecordedCalls((1,), max_graphs=None)
         setattr(graphs, name, (0, 4))
         with pytest.raises(PlatformError, match=rf"{name} must be positive numbers, got \(0, 4\)"):
             shape_rows(graphs, StepLimits(max_tokens=16, max_requests=6))

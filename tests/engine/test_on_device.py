@@ -119,7 +119,7 @@ def test_what_sleeps_is_free_for_others(level: int, tmp_path: Path) -> None:
         assert torch.equal(prompt_logits(llm, prompt), logits)
         assert generated(llm, prompt) == tokens
         again = llm.memory_report().by_tag
-        assert again.keys() == held.keys(), "executables that are made when first met are there again, too"
+        assert again.keys() == held.keys(), "graphs that are made when first met are there again, too"
         assert all(again[tag] == held[tag] for tag in tags)
 
 

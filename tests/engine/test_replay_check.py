@@ -102,10 +102,10 @@ def chosen(llm: LLM, choice: str) -> bool:
     return choice.partition("=")[2] in {row.chosen for row in llm.table.rows}
 
 
-def executables(llm: LLM) -> list[RecordedList]:
+def graphs(llm: LLM) -> list[RecordedList]:
     assert isinstance(llm.core.executor, InProcessExecutor)
     kept = llm.core.executor.worker.graphs.kept
-    return [executable for executable in kept if isinstance(executable, RecordedList)]
+    return [graph for graph in kept if isinstance(graph, RecordedList)]
 
 
 @pytest.mark.parametrize("kernel", ["rms_norm", "RawLinear", "RawExperts", "UncapturableExperts"])
@@ -117,8 +117,8 @@ def test_what_no_recorder_sees_is_called_again(
     with small_llm(folder, **SETTINGS) as llm:
         check(llm, model)
         assert chosen(llm, choice)
-        assert executables(llm)
-        assert all(executable.num_opaque_calls for executable in executables(llm))
+        assert graphs(llm)
+        assert all(graph.num_opaque_calls for graph in graphs(llm))
 
 
 def test_what_is_made_of_torchs_operators_is_recorded_one_by_one(
@@ -128,9 +128,9 @@ def test_what_is_made_of_torchs_operators_is_recorded_one_by_one(
     with small_llm(dense[0], **SETTINGS) as llm:
         check(llm, dense[1])
         assert chosen(llm, choice)
-        for executable in executables(llm):
-            assert executable.num_opaque_calls == 0
-            assert executable.num_operators > 0
+        for graph in graphs(llm):
+            assert graph.num_opaque_calls == 0
+            assert graph.num_operators > 0
 
 
 FAULTY = ["lying_norm", "baking_norm", "last_column_norm", "LyingLinear", "LastColumnLinear", "KeepingLinear"]

@@ -79,7 +79,7 @@ def test_outputs_after_sleep_are_those_before(llm: LLM, options: dict[str, Any],
     assert all(held[tag] > 1000 for tag in ("weights", "kv", "resources"))
     llm.sleep(**options)
     for tag, nbytes in llm.memory_report().by_tag.items():
-        if tag in asleep | {"graphs"}:  # executables hold addresses of what sleeps, so they go with any of it
+        if tag in asleep | {"graphs"}:  # graphs hold addresses of what sleeps, so they go with any of it
             assert nbytes <= held[tag] // 4, f"{tag} is still held"
         else:
             assert nbytes == held[tag]

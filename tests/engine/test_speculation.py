@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from hardpoint import LLM, AsyncEngine, SamplingParams
 from hardpoint.drafters.ngram import NgramDrafter
+from hardpoint.engine.execution.executor import InProcessExecutor
 from hardpoint.engine.execution.runner import Runner, Ticket
 from hardpoint.engine.outputs import RequestOutput, RequestOutputKind
 from hardpoint.engine.scheduling.step import StepInput
 from hardpoint.reference.attention import ReferenceAttention
+from hardpoint_cpu.recorded_list import RecordedLists
 from hardpoint_plugin_api import (
     NO_DRAFT,
     AttentionBatch,
@@ -286,6 +288,21 @@ def test_steps_that_verify_are_replayed(llm: LLM, monkeypatch: pytest.MonkeyPatc
     before = replays()
     llm.generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
     assert replays() - before > 20
+
+
+def test_steps_that_verify_leave_decode_steps_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedLists, "max_graphs", 4)
+    lengths = [SamplingParams(temperature=0, max_tokens=8 * (i + 1), ignore_eos=True) for i in range(5)]
+    with small_llm(Path("demo"), **NGRAM, async_scheduling=False) as llm:
+        assert isinstance(llm.core.executor, InProcessExecutor)
+        scripted(monkeypatch, lambda tokens: [])
+        llm.generate(PROMPTS[:1], lengths[0], use_tqdm=False)
+        (decodes,) = llm.core.executor.worker.graphs.kept
+        scripted(monkeypatch, lambda tokens: [7] * 9)
+        llm.generate(PROMPTS[:1] * 5, lengths, use_tqdm=False)  # five requests, then four, and so on
+        kept = llm.core.executor.worker.graphs.kept
+    assert len(kept) == 4
+    assert decodes in kept
 
 
 def test_eager_steps_with_uneven_drafts_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

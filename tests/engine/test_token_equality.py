@@ -85,7 +85,7 @@ def test_every_way_of_scheduling(
                 elif not kept:
                     patience[id(stream)] -= 1
         assert not llm.core.has_unfinished
-        records = not eager and llm.core.blueprint.platform.graph_engine().max_executables != 0
+        records = not eager and llm.core.blueprint.platform.graph_engine().max_graphs != 0
         assert (llm.metrics.value("hardpoint_graph_replays_total") > 0) is records
         if tight:
             assert preemptions > 0, "the pool is meant to be too small"

@@ -120,7 +120,7 @@ def test_every_way_to_choose(
         ("", {name: ["layout"] for name in ("grouped", "reference", "batch_invariant")}),
         (
             "experts=cpu_native",
-            {"cpu_native": ["denied"], **{name: ["lower-rank"] for name in ("reference", "batch_invariant")}},
+            {"cpu_native": ["denied"], **{name: ["comes-after"] for name in ("reference", "batch_invariant")}},
         ),
     ],
     ids=["compiled", "without-compiled"],
@@ -146,7 +146,7 @@ def test_explain_says_why_not_the_others(
         **experts,
     }
     assert reasons["all2all"] == {
-        "local_batches": ["lower-rank"],
+        "local_batches": ["comes-after"],
         **{name: ["parallel"] for name in ("replicated", "allgather_reducescatter", "all_to_all", "naive")},
     }
 

@@ -43,13 +43,13 @@ def test_a_sum_that_is_left_out_is_seen(tmp_path: Path, monkeypatch: pytest.Monk
     model = write_checkpoint(tmp_path, "qwen3")
     with small_llm(tmp_path, dtype="bfloat16") as llm:
         one = scores(llm)
-    take_summand = Norm.take_summand
+    take_partial_sums = Norm.take_partial_sums
 
     def forgetful(norm: Norm, ctx: Context) -> None:
         if norm.path != "norm":
-            take_summand(norm, ctx)
+            take_partial_sums(norm, ctx)
 
-    monkeypatch.setattr(Norm, "take_summand", forgetful)
+    monkeypatch.setattr(Norm, "take_partial_sums", forgetful)
     truth = true_scores(model, torch.bfloat16)
     with ranks_in_threads(tmp_path, 2, dtype="bfloat16") as llm:
         two = scores(llm)

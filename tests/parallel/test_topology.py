@@ -13,6 +13,7 @@ from hardpoint_plugin_api import ConfigError
 ROOT = Path(__file__).parents[2]
 READERS = {
     "core/src/hardpoint/parallel/topology.py",
+    "core/src/hardpoint/config/settings.py",
     "core/src/hardpoint/config/engine_config.py",  # whose fields they are, and who makes the topology of them
 }
 SIZES = {

@@ -57,8 +57,8 @@ class TestRecordedListsOfCpus(RecordingContract):
     ) -> None:
         super().test_a_wait_for_the_device_is_refused(graphs, device, waits)
 
-    def test_what_executables_take_goes_with_them(self, graphs: GraphEngine, device: torch.device) -> None:
-        """Memory between operators stays with the engine; results and records are each executable's own."""
+    def test_what_graphs_take_goes_with_them(self, graphs: GraphEngine, device: torch.device) -> None:
+        """Memory between operators stays with the engine; results and records are each graph's own."""
         assert graphs.nbytes == 0
         x = torch.ones(1024, 1024, device=device)
         prepared = [graphs.prepare(i, lambda x: (x * 2).sin() + 1, {"x": x}) for i in range(2)]

@@ -11,11 +11,11 @@ import hardpoint_plugin_api
 PUBLIC = """
 API_VERSION ActivationFormat All2All All2AllWorkload ApiVersion AttentionArgs AttentionBackend AttentionBatch
 AttentionCall AttentionMetadata AttentionSpec AttentionWorkload BatchedExpertsCall BatchedExpertsKernel BlockArgs
-BuildContext CacheLayout CacheScales CacheSpec CacheUser CacheUsers CapacityError CaptureGrade CheckContext
-CheckpointError CheckpointTensors Collectives Communicator CommunicatorWorkload ConfigChange ConfigError ConfigKey
-ConfigValue ContentDelta Contribution Counter DeviceInfo Dim DispatchHandle Dispatched DraftCall Drafter DrafterArgs
-DrafterWorkload ENTRY_POINT_GROUP EagerGraphEngine Element ElementWorkload EmbeddingArgs EngineDeadError EngineError
-EngineInfo EngineLimits Executable ExpertsCall ExpertsKernel ExpertsWorkload FAMILIES Family Feature Form ForwardStep
+BuildContext CacheLayout CacheScales CacheSpec CacheUser CacheUsers CapacityError CaptureGrade CapturedGraph
+CheckContext CheckpointError CheckpointTensors Collectives Communicator CommunicatorWorkload ConfigChange ConfigError
+ConfigKey ConfigValue ContentDelta Contribution Counter DeviceInfo Dim DispatchHandle Dispatched DraftCall Drafter
+DrafterArgs DrafterWorkload ENTRY_POINT_GROUP EagerGraphEngine Element ElementWorkload EmbeddingArgs EngineDeadError
+EngineError EngineInfo EngineLimits ExpertsCall ExpertsKernel ExpertsWorkload FAMILIES Family Feature Form ForwardStep
 Fp8Format Gauge GraphEngine GroupMember HardpointError Histogram HookSpecs LatentBackend LatentCall LatentSpec
 LatentStoreCall LatentWorkload Latest LayerArgs LayerWorkload LinearArgs LinearAttentionArgs LinearCall LinearKernel
 LinearWorkload MANIFEST_NAME MANIFEST_SCHEMA MLAArgs MLPArgs Manifest ManifestError Memory MemorySnapshot MemoryTag
@@ -23,12 +23,11 @@ MethodRequest Metrics MoEArgs ModelWorkload Module NO_DEVICE NO_DRAFT NULL_PAGE 
 NumericConventions OpWorkload Parallel ParserArgs ParserEvent Phase PlainLayout Plane Platform PlatformError
 PlatformWorkload PluginConflictError PluginError PluginLoadError Preference QuantSpec QuantizationMethod
 QuantizationWorkload Quantized RankGroup Reason ReasoningDelta ReasoningParser ReasoningParserWorkload Region Request
-RequestError Requirement Resources Retention RopeArgs RouterArgs ScalarValue Scale ScaledLayout Scaling
-Scheme Scope SelectionError ShardPlan ShardSlice Span SpecPattern Stability StackArgs StepLimits
-StepPlanner StoreCall StoredTensor StructureKind StructuredOutput TableElement TensorInfo TokensRequirement
-ToolCallDelta ToolCallEnd ToolCallStart ToolParser ToolParserWorkload UnknownNameError WeightSlot Workload check_api
-decode_elements dequantize expert_matrix hookimpl nearest parse_manifest parse_requirement read_manifest scale_slot
-weight_slots write_rounded
+RequestError Requirement Resources Retention RopeArgs RouterArgs ScalarValue Scale ScaledLayout Scaling Scheme Scope
+SelectionError ShardPlan ShardSlice Span SpecPattern Stability StackArgs StepLimits StepPlanner StoreCall StoredTensor
+StructureKind StructuredOutput TableElement TensorInfo TokensRequirement ToolCallDelta ToolCallEnd ToolCallStart
+ToolParser ToolParserWorkload UnknownNameError WeightSlot Workload check_api decode_elements dequantize expert_matrix
+hookimpl nearest parse_manifest parse_requirement read_manifest scale_slot weight_slots write_rounded
 """
 """A name that disappears from here breaks a plugin somewhere; one that is added stays for good."""
 

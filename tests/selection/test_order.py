@@ -32,7 +32,7 @@ def test_flag_then_tuning_then_priority_then_name(
     plan = select(LOW, HIGH, ALSO_HIGH, choice=choice, tuned=tuned)
     assert served(plan) == [("any", winner)]
     assert plan.entries[0].rule == rule
-    code = "not-asked-for" if choice else "lower-rank"
+    code = "not-asked-for" if choice else "comes-after"
     assert reasons(plan) == {n: [code] for n in ("a_high", "b_high", "low") if n != winner}
 
 
@@ -170,7 +170,7 @@ def test_a_replacement_takes_the_place_whatever_the_priorities() -> None:
     heir = offer("heir", replaces="b_high", priority=-1, plugin="other")
     plan = select(HIGH, heir, LOW)
     assert served(plan) == [("any", "low")]
-    assert reasons(plan) == {"b_high": ["replaced"], "heir": ["lower-rank"]}
+    assert reasons(plan) == {"b_high": ["replaced"], "heir": ["comes-after"]}
     with pytest.raises(SelectionError, match="plugin other replaces it by heir"):
         select(HIGH, heir, LOW, choice="b_high")
 
@@ -219,7 +219,7 @@ def test_what_cannot_serve_replaces_nothing(how: str) -> None:
 def test_custom_ops_switch_off_plugins_kernels(custom_ops: tuple[str, ...], winner: str) -> None:
     plan = selector(FakePlugins(NORMS), custom_ops=custom_ops).select(NORM)
     assert served(plan) == [("any", winner)]
-    loser, code = ("fast", "custom-op-off") if winner == "reference" else ("reference", "lower-rank")
+    loser, code = ("fast", "custom-op-off") if winner == "reference" else ("reference", "comes-after")
     assert reasons(plan) == {loser: [code]}
 
 
@@ -228,7 +228,7 @@ def test_custom_ops_leave_core_all_its_forms() -> None:
     composed = offer("composed", family="op", of="norm", priority=1, plugin="core")
     plan = selector(FakePlugins([*NORMS, composed]), custom_ops=("none",)).select(NORM)
     assert served(plan) == [("any", "composed")]
-    assert reasons(plan) == {"fast": ["custom-op-off"], "reference": ["lower-rank"]}
+    assert reasons(plan) == {"fast": ["custom-op-off"], "reference": ["comes-after"]}
 
 
 @pytest.mark.parametrize("custom_ops", [("none",), ("all", "-norm")])

@@ -236,7 +236,7 @@ def test_a_veto_can_give_a_layout_back() -> None:
     small = offer("tiled_small", layout="tiled", tokens=TokensRequirement(max=4))
     plan = selector(FakePlugins([TILED, TILED_GEMV, small, heir], {"heir": Answers([VETO])})).select(MATMUL)
     assert served(plan) == [("1-8", "tiled_gemv"), ("9+", "tiled")]
-    assert reasons(plan) == {"heir": ["toy-veto"], "tiled_small": ["lower-rank"]}
+    assert reasons(plan) == {"heir": ["toy-veto"], "tiled_small": ["comes-after"]}
 
 
 def test_the_chosen_one_sets_the_layout() -> None:

@@ -101,7 +101,7 @@ def test_an_accelerator_comes_before_a_cpu() -> None:
         assert (choice.platform.name, choice.device) == ("acme", device("acme"))
         assert choice.plan.offer == ACME.offer
         assert choice.plan.entries[0].rule == "priority"
-        assert reasons(choice.plan) == {"absent": [NO_DEVICE], "cpu": ["lower-rank"]}
+        assert reasons(choice.plan) == {"absent": [NO_DEVICE], "cpu": ["comes-after"]}
 
 
 def test_a_cpu_serves_where_nothing_else_is_here() -> None:
@@ -128,7 +128,7 @@ def test_two_cpus_go_by_priority_then_name() -> None:
     for order in ((slow, c, b), (b, c, slow)):
         choice = choose(*order)
         assert choice.device.platform == "b"
-        assert reasons(choice.plan) == {"c": ["lower-rank"], "a_slow": ["lower-rank"]}
+        assert reasons(choice.plan) == {"c": ["comes-after"], "a_slow": ["comes-after"]}
 
 
 @pytest.mark.parametrize(("broken", "code", "fact"), BROKEN_KINDS.values(), ids=BROKEN_KINDS)
@@ -154,7 +154,7 @@ def test_what_is_broken_never_becomes_a_cpu_in_silence(broken: Fake, code: str, 
 def test_what_is_broken_does_not_stop_an_accelerator(broken: Fake, code: str, fact: str) -> None:
     choice = choose(CPU, broken, ACME)
     assert choice.device.platform == "acme"
-    assert reasons(choice.plan) == {"broken": [code], "cpu": ["lower-rank"]}
+    assert reasons(choice.plan) == {"broken": [code], "cpu": ["comes-after"]}
     assert any(fact in str(r.reasons[0]) for r in choice.plan.rejected)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+from hardpoint.context import load_target
 from hardpoint.plugin_host import Offer
+from hardpoint.selection import Selector, Settings
 from hardpoint_plugin_api import (
     CheckContext,
     Feature,
@@ -14,7 +17,7 @@ from hardpoint_plugin_api import (
     TokensRequirement,
 )
 from hardpoint_plugin_api.requirements import FeatureRequirement
-from tests.selection.fakes import MATMUL, offer, reasons, select, served
+from tests.selection.fakes import MATMUL, TOY, VETO, Answers, FakePlugins, offer, reasons, select, selector, served
 
 
 class Never(Requirement):
@@ -61,6 +64,36 @@ def test_the_layout_follows_the_highest_priority() -> None:
     plan = select(tiled, LIBRARY)
     assert served(plan) == [("any", "kernel")]
     assert reasons(plan) == {"library": ["layout"]}
+
+
+def test_losers_of_another_layout_are_told_the_highest_priority() -> None:
+    few_tiled, few_plain = (
+        offer(name, priority=10, preferred=(Preference(priority, (FEW,)),), layout=layout)
+        for name, priority, layout in (("kernel", 60, "tiled"), ("near", 55, "plain"))
+    )
+    (rejection,) = select(few_tiled, few_plain).rejected
+    assert str(rejection.reasons[0]) == (
+        "kernel comes before it, and all that serve together share a layout "
+        "(wanted layout tiled, or priority above 60, supported layout plain, priority 55)"
+    )
+
+
+def test_where_a_winner_is_refused_the_next_is_chosen_by_its_preferences() -> None:
+    """Whether the user denies the winner, or the winner itself does not support the workload."""
+    offers = [kernel(Preference(60, (FEW,))), LIBRARY, best := offer("best", priority=99)]
+    expected = [("1-8", "kernel"), ("9+", "library")]
+    assert served(select(*offers)) == [("any", "best")]
+    denied = Reason("denied", "the user denies it")
+    plugins = FakePlugins(offers)
+    denying = Selector(
+        plugins,
+        TOY,
+        Settings({}, ("all",)),
+        load=partial(load_target, plugins),
+        refuses=lambda o: denied if o == best else None,
+    )
+    assert served(denying.select(MATMUL)) == expected
+    assert served(selector(FakePlugins(offers, {"best": Answers([VETO])})).select(MATMUL)) == expected
 
 
 def test_losers_are_told_the_priority_of_those_steps() -> None:

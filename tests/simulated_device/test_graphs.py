@@ -10,7 +10,14 @@ import torch
 from hardpoint import SamplingParams
 from hardpoint.engine.execution.executor import InProcessExecutor
 from hardpoint.engine.scheduling.paged_cache import Prefix
-from hardpoint_plugin_api import AttentionBackend, AttentionBatch, Executable, ForwardStep, GraphEngine, PlatformError
+from hardpoint_plugin_api import (
+    AttentionBackend,
+    AttentionBatch,
+    CapturedGraph,
+    ForwardStep,
+    GraphEngine,
+    PlatformError,
+)
 from hardpoint_sim import instruments
 from hardpoint_sim.graphs import RecordedLists
 from tests.support.checkpoints import check_tokens_equal, random_prompts, reference_logits, write_checkpoint
@@ -111,7 +118,7 @@ def test_a_model_decodes_from_recorded_lists(tmp_path: Path, device: torch.devic
         table, slots = (torch.zeros(*shape, dtype=torch.int32, device=device) for shape in ((1, len(pages)), (8,)))
         starts[1:].fill_(1)
         table.copy_(torch.tensor([pages]))
-        prepared: dict[object, Executable] = {}
+        prepared: dict[object, CapturedGraph] = {}
         for position, token in enumerate(tokens):
             long["ids"][:1].fill_(token)
             long["positions"][:1].fill_(position)
@@ -142,7 +149,7 @@ def test_an_engine_decodes_from_recorded_lists(
     prompts = random_prompts(16, 100, seed=1)
     params = [SamplingParams(temperature=0, max_tokens=8 + 3 * i, ignore_eos=True) for i in range(16)]
     with small_llm(tmp_path) as llm:
-        prepared = llm.metrics.value("hardpoint_graph_executables")
+        prepared = llm.metrics.value("hardpoint_graphs_kept")
         assert prepared == (0 if sizes is None else 4), "two sizes, greedy and without a draw"
         for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
             check_tokens_equal(model, prompt, output.outputs[0].token_ids)
@@ -150,5 +157,5 @@ def test_an_engine_decodes_from_recorded_lists(
         eager = llm.metrics.value("hardpoint_eager_steps_total", reason="prefill")
         assert replays + eager == llm.stats.num_steps
         assert replays > 40
-        assert llm.metrics.value("hardpoint_graph_executables") <= 16
+        assert llm.metrics.value("hardpoint_graphs_kept") <= 16
         assert llm.memory_report().by_tag["graphs"] > 0

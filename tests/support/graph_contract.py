@@ -67,7 +67,7 @@ class GraphEngineContract:
         assert prepared.run({"shift": 10, "scale": 0.5}).tolist() == [10.0, 10.5, 11.0, 11.5]
         assert prepared.run().tolist() == [1.0, 3.0, 5.0, 7.0]
 
-    def test_executables_do_not_disturb_each_other(self, graphs: GraphEngine, device: torch.device) -> None:
+    def test_graphs_do_not_disturb_each_other(self, graphs: GraphEngine, device: torch.device) -> None:
         x, y = torch.ones(4, device=device), torch.ones(8, device=device)
         first = graphs.prepare(4, lambda x: torch.cumsum(x, 0), {"x": x})
         second = graphs.prepare(8, lambda x: torch.cumsum(x * 2, 0), {"x": y})
@@ -90,7 +90,7 @@ class GraphEngineContract:
 
 
 class RecordingContract(GraphEngineContract):
-    """What engines keep to that record: those with ``max_executables`` other than 0."""
+    """What engines keep to that record: those with ``max_graphs`` other than 0."""
 
     def test_results_stay_where_they_are(self, graphs: GraphEngine, device: torch.device) -> None:
         x = torch.ones(5, device=device)
@@ -201,12 +201,12 @@ class RecordingContract(GraphEngineContract):
             assert large.tolist() == [[3.0 * value] * 5] * 3
             assert sums.tolist() == [15.0 * value] * 3
 
-    def test_no_more_executables_than_it_says(self, graphs: GraphEngine, device: torch.device) -> None:
-        if graphs.max_executables is None:
+    def test_no_more_graphs_than_it_says(self, graphs: GraphEngine, device: torch.device) -> None:
+        if graphs.max_graphs is None:
             pytest.skip("this engine knows no limit")
         x = torch.ones(2, device=device)
-        kept = [graphs.prepare(i, lambda x: x + 1, {"x": x}) for i in range(graphs.max_executables)]
-        with pytest.raises(PlatformError, match=rf"{graphs.max_executables} .*'one more'"):
+        kept = [graphs.prepare(i, lambda x: x + 1, {"x": x}) for i in range(graphs.max_graphs)]
+        with pytest.raises(PlatformError, match=rf"{graphs.max_graphs} .*'one more'"):
             graphs.prepare("one more", lambda x: x + 1, {"x": x})
         kept.pop()
         assert graphs.prepare("one more", lambda x: x + 1, {"x": x}).run().tolist() == [2.0, 2.0]

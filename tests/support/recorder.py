@@ -38,15 +38,15 @@ class RecordedCalls(GraphEngine):
 
     sees_all_kernels = False
 
-    def __init__(self, batch_sizes: tuple[int, ...] | None = None, max_executables: int | None = 8) -> None:
-        self.batch_sizes, self.max_executables = batch_sizes, max_executables
+    def __init__(self, batch_sizes: tuple[int, ...] | None = None, max_graphs: int | None = 8) -> None:
+        self.batch_sizes, self.max_graphs = batch_sizes, max_graphs
         self.keys: list[Hashable] = []
         self._alive: weakref.WeakSet[RecordedCall] = weakref.WeakSet()
 
     def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> RecordedCall:
         """Call ``fn`` once, and put the inputs back. Results hold nothing of worth before the first run."""
-        if self.max_executables is not None and len(self._alive) >= self.max_executables:
-            raise PlatformError(f"{self.max_executables} steps are recorded; drop one before {key!r}")
+        if self.max_graphs is not None and len(self._alive) >= self.max_graphs:
+            raise PlatformError(f"{self.max_graphs} steps are recorded; drop one before {key!r}")
         held = {name: x.clone() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
         recorder = _Recorder(key)
         try:
@@ -66,7 +66,7 @@ class RecordedCalls(GraphEngine):
 
 
 class RecordedCall:
-    """An Executable."""
+    """A CapturedGraph."""
 
     def __init__(self, fn: Callable[..., Any], inputs: dict[str, object], calls: list[Any], result: object) -> None:
         self._fn, self._inputs, self._calls, self._result = fn, inputs, calls, result

@@ -27,8 +27,8 @@ from hardpoint.plugin_host.record import CORE
 from hardpoint_plugin_api import (
     AttentionCall,
     BatchedExpertsCall,
+    CapturedGraph,
     EngineError,
-    Executable,
     ExpertsCall,
     GraphEngine,
     LinearCall,
@@ -182,10 +182,10 @@ class KernelCalls:
         fn: Callable[..., Any],
         inputs: Mapping[str, Any],
         watched: list[WatchedCall] | None = None,
-    ) -> Executable:
+    ) -> CapturedGraph:
         """``engine.prepare(key, fn, inputs)``, with the kernels' calls in it as they belong there.
 
-        Where any is opaque, ``fn`` runs once before: that shows what these calls return. Each run of the executable
+        Where any is opaque, ``fn`` runs once before: that shows what these calls return. Each run of the graph
         appends its calls to ``watched``, where given. Raises PlatformError for an engine that takes no opaque calls.
         """
         noted: list[_Noted] = []
@@ -206,7 +206,7 @@ class KernelCalls:
             return engine.prepare(key, recorded, inputs)
 
     def watch(self, engine: GraphEngine, fn: Callable[..., Any], inputs: Mapping[str, Any]) -> list[WatchedCall]:
-        """Run ``fn(**inputs)``, and return the calls that a watched executable's run has, in the same order."""
+        """Run ``fn(**inputs)``, and return the calls that a watched graph's run has, in the same order."""
         calls: list[WatchedCall] = []
         with self._at(_Watching(self, engine, calls)):
             fn(**inputs)

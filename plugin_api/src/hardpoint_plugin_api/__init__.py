@@ -109,8 +109,8 @@ from hardpoint_plugin_api.parsers import (
 )
 from hardpoint_plugin_api.platform import (
     NO_DEVICE,
+    CapturedGraph,
     EagerGraphEngine,
-    Executable,
     GraphEngine,
     Memory,
     MemoryTag,
@@ -213,7 +213,7 @@ __all__ = [
     "EngineError",
     "EngineInfo",
     "EngineLimits",
-    "Executable",
+    "CapturedGraph",
     "ExpertsCall",
     "ExpertsKernel",
     "ExpertsWorkload",

@@ -23,13 +23,15 @@ V = TypeVar("V")
 
 
 class DispatchHandle(Generic[V]):
-    """What a combine must know of the dispatch before it. It is used once: after that it is dead."""
+    """State that ``dispatch`` leaves for its ``combine``, such as the row counts it exchanged. Valid for one
+    ``combine``.
+    """
 
     def __init__(self, value: V) -> None:
         self._value: list[V] = [value]
 
     def take(self) -> V:
-        """Give the value out and die. Raises RuntimeError when dead."""
+        """Return the state and invalidate the handle. Raises RuntimeError on a second call."""
         if not self._value:
             raise RuntimeError("a dispatch is combined once, and this handle has been combined already")
         return self._value.pop()
@@ -37,12 +39,13 @@ class DispatchHandle(Generic[V]):
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What a dispatch brings to this rank's experts.
+    """The tokens that a dispatch delivers to the experts of this rank.
 
-    In the format ``standard``: ``x`` [R, H], ``ids`` int32 [R, K] that count this rank's experts from 0, with -1 for
-    the others, and ``weights`` float32 [R, K]. In ``batched``: ``x`` [E, M, H] and ``counts`` int32 [E], the rows of
-    each expert that mean something. ``scales`` are those of ``x``, where there are any. ``handle`` belongs to
-    ``combine``, and dies with it.
+    Format ``standard``: ``x`` [R, H] has one row per received token; ``ids`` int32 [R, K] are the experts of each row,
+    counted from 0 within this rank, -1 for experts of other ranks; ``weights`` float32 [R, K] are the router's;
+    ``counts`` is None. Format ``batched``: ``x`` [E, M, H] has the rows of each expert, of which the first
+    ``counts[e]`` (int32 [E]) are tokens; ``ids`` and ``weights`` are None. ``scales`` are those of a quantized ``x``,
+    else None. ``handle`` is passed to one ``combine``.
     """
 
     x: torch.Tensor
@@ -54,12 +57,13 @@ class Dispatched:
 
 
 class All2All(ABC):
-    """Dispatch and combine of one group of ranks. Layers share an instance; one dispatch is open at a time.
+    """Token exchange in a group of ranks: ``dispatch`` sends tokens to their experts, ``combine`` returns the results.
 
-    ``format`` is that of what it dispatches; ``capturable`` says whether both may be recorded in a graph, once it knows
-    what to ``expect``. With ``replicated``, ranks have the same tokens: each dispatches all of them, and gets back what
-    its own experts made of them, which is summed over ranks later; without, each has tokens of its own. What cannot be
-    done must raise: no method may hand data through unchanged.
+    Layers share an instance, and one dispatch is open at a time. ``format`` is the format of what ``dispatch``
+    delivers. ``capturable``: both calls may be captured in a graph, once ``expect`` was called. ``replicated``: all
+    ranks hold the same tokens, and ``combine`` yields the partial sum of this rank's experts, which the layer
+    all-reduces; otherwise each rank holds tokens of its own. A method that cannot do what is asked must raise:
+    unchanged data would be a wrong result that nobody notices.
     """
 
     format: ClassVar[ActivationFormat] = "standard"
@@ -71,21 +75,22 @@ class All2All(ABC):
 
     @classmethod
     def supports(cls, workload: All2AllWorkload, device: DeviceInfo) -> list[Reason]:
-        """Say what data cannot; called once, after import. Default: nothing to add."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
         return []
 
     def most_rows(self, tokens: int) -> int:
-        """The most rows of x (R, or E * M) that a dispatch of up to ``tokens`` tokens brings. Asked when it is built.
+        """Return the most rows of x (R, or E * M) that a dispatch of up to ``tokens`` tokens can deliver to this rank.
 
-        Default: a row for each token of every rank.
+        Called at construction, to size workspaces. Default: a row for each token of every rank.
         """
         return tokens * (self.workload.ranks or 1)
 
     def expect(self, rows: Sequence[int]) -> None:
-        """Learn how many tokens each rank has in the next ``dispatch``; called on every rank that knows, or on none.
+        """Take the number of tokens of each rank in the next ``dispatch``. Called on every rank of the group, or on
+        none.
 
-        An engine's ranks always know, so that nobody needs to ask, which the host would have to wait for. Default:
-        nothing.
+        The ranks of an engine always know these numbers. With them ``dispatch`` need not exchange counts, for which the
+        host would wait. Default: they are ignored.
         """
         return
 
@@ -93,22 +98,22 @@ class All2All(ABC):
     def dispatch(
         self, x: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor
     ) -> Dispatched:
-        """Send each token of ``x`` [T, H] to the ranks of its experts. Every rank of the group calls this, T = 0 too.
+        """Send each token of ``x`` [T, H] to the ranks of its experts. Every rank of the group must call this, also
+        with T = 0.
 
-        ``ids`` int32 [T, K] count the experts of all ranks; ``weights`` float32 [T, K]; ``scales`` those of x or None.
-        Changes nothing that it is given; what it returns may share memory with it.
+        ``ids`` int32 [T, K] number the experts of all ranks; ``weights`` float32 [T, K] are the router's; ``scales``
+        are those of a quantized ``x``, or None. The arguments are not changed; the result may share memory with them.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot dispatch")
 
     @abstractmethod
     def combine(self, y: torch.Tensor, handle: object, out: torch.Tensor) -> None:
-        """Bring results home: ``out`` [T, H], all of which is written, gets the sum over ranks for each token.
+        """Return results to the ranks of their tokens: writes all of ``out`` [T, H], the sum over experts for each
+        token.
 
-        (Where ``replicated``, this rank's partial sum.)
-
-        In the format ``standard``, ``y`` [R, H] is weighted and summed over this rank's experts already; in
-        ``batched``, ``y`` [E, M, H] is what the experts made, to be weighted by the router's weights here. ``y`` may be
-        overwritten; where ``x`` was dispatched as the very tensor that was given, it may be ``out``. Raises
-        RuntimeError for a ``handle`` that was combined before.
+        With ``replicated``, ``out`` is the partial sum of this rank's experts. Format ``standard``: ``y`` [R, H] is
+        already weighted and summed over this rank's experts. Format ``batched``: ``y`` [E, M, H] are unweighted
+        results; they are multiplied by the router's weights here. ``y`` may be overwritten, and may be ``out`` where
+        ``dispatch`` returned its argument ``x`` itself. Raises RuntimeError for a ``handle`` that was combined before.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot combine")

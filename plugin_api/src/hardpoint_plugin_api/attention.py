@@ -1,7 +1,7 @@
-"""The attention backend: cache layout + store + plan + forward.
+"""The attention backend: cache layout, and the methods ``store``, ``plan`` and ``forward``.
 
-``store`` and ``forward`` are on the token path: they select nothing and, after warm-up, allocate nothing on
-platforms whose graph engine records addresses. ``plan`` runs once per step and attention group, outside capture.
+``store`` and ``forward`` run in every step: they choose nothing, and after warm-up they allocate nothing on platforms
+whose captured graphs keep addresses. ``plan`` runs once per step and attention group, outside of graph capture.
 
 Shapes use T scheduled tokens, N requests, H query heads, K KV heads, D head size.
 """
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What is constant for an attention group, given when the backend is built.
+    """The constants of a group of attention layers, given at construction.
 
-    ``window`` and ``chunk`` are those of ``Span``. ``soft_cap`` c replaces scores s by c * tanh(s / c), before the
-    mask. ``sinks`` says that each query head has an extra learned logit in its softmax's denominator; ``alibi`` that
-    each has a slope m, which adds m * (key - query). Their values are given to ``set_head_constants``, since they are
-    weights. ``static_cache_scales`` says that a cache of 8-bit elements has one scale for keys and one for values,
-    given to ``set_cache_scales``; without them, the layout keeps a scale for each token and head.
+    ``window`` and ``chunk`` are as in ``Span``. ``soft_cap`` c replaces scores s by c * tanh(s / c), before the mask.
+    ``sinks``: each query head has a learned logit that is added to its softmax's denominator. ``alibi``: each query
+    head has a slope m, and m * (key position - query position) is added to scores. Sinks and slopes are weights:
+    ``set_head_constants`` passes their values. ``static_cache_scales``: an 8-bit cache has one scale for keys and one
+    for values, passed by ``set_cache_scales``; otherwise the layout stores one for each token and head.
     """
 
     num_heads: int
@@ -58,7 +58,7 @@ class AttentionSpec:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What this group caches per token."""
+        """The cache of a layer of this group."""
         scaling: Scaling = "none"
         if self.kv_dtype in BUILT_IN:
             scaling = "static" if self.static_cache_scales else "row"
@@ -66,7 +66,7 @@ class AttentionSpec:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """The workload features in use."""
+        """The workload features that are in use."""
         used = [
             (Feature.SLIDING_WINDOW, self.window is not None),
             (Feature.CHUNKED_LOCAL, self.chunk is not None),
@@ -78,7 +78,7 @@ class AttentionSpec:
         return frozenset(feature for feature, on in used if on)
 
     def workload(self) -> AttentionWorkload:
-        """The request that selects a backend for this group."""
+        """Return the workload by which a backend is selected for this group."""
         return AttentionWorkload(
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
@@ -92,27 +92,28 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """One step's batch. Requests are ordered decodes first; tokens of one request are adjacent and in order.
+    """The batch of one step. Decode requests come first; the tokens of a request are adjacent and in order.
 
-    Device arrays, int32: ``query_start`` [N+1], ``seq_lens`` [N] (tokens in the cache after this step), ``block_table``
-    [N, blocks] (page ids), ``slot_mapping`` [T] (page * block_size + offset; padding rows carry slots of the null
-    page). ``query_start_host`` is an exact host copy, and so is ``seq_lens_host`` where ``exact_lengths`` says so;
-    otherwise, while drafts are verified that nobody has counted yet, no request is longer than it says. Only planners
-    that say ``exact_lengths = False`` are given bounds. All arrays are written before the model's first layer begins: a
-    kernel that is launched before the one before it has ended may read them, though not yet what that one writes.
+    Device arrays, int32: ``query_start`` [N+1]; ``seq_lens`` [N], the tokens in the cache after this step;
+    ``block_table`` [N, blocks], page ids; ``slot_mapping`` [T], page * block_size + offset, where padding rows have
+    slots of the null page. All arrays are written before the model's first layer begins: a kernel that is launched
+    while its predecessor still runs may read them, but not yet the predecessor's results.
 
-    Only the blocks that the request's queries read, by the group's ``Span``, are its own. Entries before and behind
-    them may name the null page or somebody else's page, whose content, NaN included, must not reach any result.
+    Host arrays: ``query_start_host`` is an exact copy. ``seq_lens_host`` is an exact copy if ``exact_lengths``; else an
+    upper bound for each request, since drafts that are being verified are not counted yet. Only planners with
+    ``exact_lengths = False`` are given bounds.
 
-    ``graph_key`` names the executable that the step is for: batches of equal key have the same arrays at the same
-    addresses, equally many queries for each request, and a block table as wide as the longest sequence. Requests that
-    are mere padding stand last: their tokens are the first of a sequence in the null page. None: a step that runs
-    eagerly.
+    The block table is valid for the blocks that the request's queries read, by the group's ``Span``. Other entries may
+    name the null page or a page of another request; its content, NaN included, must not reach any result.
 
-    ``any_shape`` batches, which have a key, too, hold any prompts and decodes: what they hold stands in the device's
-    arrays alone. Those of the host describe one request with all T tokens, which takes as many launches and as large
-    ones as any. T includes tokens behind the last request, whose results nobody reads, and N requests without a token,
-    behind the others. Only backends of the grade ANY are given one.
+    ``graph_key`` identifies the captured graph that the step is for; None for an eager step. Batches of equal key have
+    the same arrays at the same addresses, equally many queries per request, and a block table as wide as the longest
+    sequence. Padding requests come last; their tokens are the first of a sequence in the null page.
+
+    ``any_shape`` batches also have a key, and hold any mix of prompts and decodes; only backends of the grade ANY are
+    given one. Their true layout is only on the device. The host arrays are a worst case for sizing launches: one
+    request with all T tokens. T includes tokens after the last request, whose results are not read, and N includes
+    requests without tokens, after the others.
     """
 
     query_start: torch.Tensor
@@ -128,27 +129,30 @@ class AttentionBatch:
 
     @property
     def num_requests(self) -> int:
-        """N."""
+        """N, the number of requests."""
         return len(self.seq_lens_host)
 
     @property
     def num_tokens(self) -> int:
-        """T, padding excluded."""
+        """T, the number of tokens without padding."""
         return self.query_start_host[-1]
 
     def state_pages(self, block_size: int) -> torch.Tensor:
-        """The page of each request's newest token, int64 [N]: where a cache of states (``Latest``) has its state.
+        """Return the page of each request's newest token, int64 [N]: the page of its state, in a cache of retention
+        ``Latest``.
 
-        Computed on the device. The state of a request whose tokens are all in this step is not written yet.
+        Computed on the device. A request whose tokens are all in this step has no state there yet.
         """
         blocks = (self.seq_lens - 1) // block_size
         return self.block_table.gather(1, blocks[:, None].long())[:, 0].long()
 
 
 class CaptureGrade(IntEnum):
-    """What batches a backend's ``forward`` may be captured for: none, one query for each request, equally many, any.
+    """The batches that ``forward`` may be captured for in a graph. Each grade includes the ones before it.
 
-    ANY means ``any_shape`` batches: which queries are whose is read on the device.
+    NEVER: none. SINGLE_TOKEN: one query per request (decode). UNIFORM: equally many queries per request (verification
+    of drafts). ANY: any mix of prompts and decodes (``any_shape`` batches), whose layout the kernel reads on the
+    device.
     """
 
     NEVER = 0
@@ -159,7 +163,11 @@ class CaptureGrade(IntEnum):
 
 @dataclass(frozen=True)
 class NumericConventions:
-    """Typed numeric conventions; a mismatch is converted by core or refused, never guessed."""
+    """Conventions of a backend's numbers. Core converts between unlike ones, or refuses the backend.
+
+    ``lse_base``: the base of logarithms in log-sum-exp. ``causal_alignment``: the corner of the score matrix that the
+    causal mask is aligned to.
+    """
 
     lse_base: str = "e"
     causal_alignment: str = "bottom-right"
@@ -167,10 +175,11 @@ class NumericConventions:
 
 @dataclass
 class AttentionMetadata:
-    """What ``plan`` hands to ``forward``; a backend subclasses it. Valid until the next ``plan`` of the same group.
+    """The result of ``plan``, passed to ``forward``; a backend may subclass it. Valid until the next ``plan`` of its
+    group.
 
-    ``token`` is the compatibility token, hashable: a step whose token differs from the captured one must not replay
-    its graph. Another is prepared for it.
+    ``token`` is hashable. A captured graph is replayed only for steps whose token equals the captured one; for another
+    token another graph is captured.
     """
 
     batch: AttentionBatch
@@ -181,8 +190,9 @@ class AttentionMetadata:
 class StoreCall:
     """The arguments of ``AttentionBackend.store``.
 
-    ``k`` and ``v`` [T, K, D] in the model's dtype; ``cache`` the views that the backend's ``layout`` gives of the
-    cache; ``slot_mapping`` int32 [T] as in AttentionBatch. Later versions add fields with defaults.
+    ``k`` and ``v`` [T, K, D]: this step's keys and values, in the model's dtype. ``cache``: the views of the cache, by
+    the names of the regions of ``layout``. ``slot_mapping`` int32 [T]: the slot of each token, as in AttentionBatch.
+    Later versions add fields with defaults.
     """
 
     k: torch.Tensor
@@ -195,10 +205,10 @@ class StoreCall:
 class AttentionCall:
     """The arguments of ``AttentionBackend.forward``.
 
-    ``q`` [T, H, D], ``k`` and ``v`` [T, K, D] are this step's, in the model's dtype. ``cache``, the views that the
-    backend's ``layout`` gives of the cache, already holds ``k`` and ``v``; a kernel may read them from either.
-    ``metadata`` is what ``plan`` returned for the step. ``out`` [T, H, D] is in q's dtype. Later versions add fields
-    with defaults.
+    ``q`` [T, H, D], ``k`` and ``v`` [T, K, D]: this step's queries, keys and values, in the model's dtype. ``cache``:
+    the views of the cache, by the names of the regions of ``layout``; ``k`` and ``v`` are already stored in it, and a
+    kernel may read them from either. ``metadata``: the result of ``plan`` for this step. ``out`` [T, H, D], in q's
+    dtype. Later versions add fields with defaults.
     """
 
     q: torch.Tensor
@@ -210,41 +220,41 @@ class AttentionCall:
 
 
 class StepPlanner:
-    """The planner of steps for layers that use a cache: an attention backend, or this class itself.
+    """Prepares steps for layers that use a cache. Attention backends are planners.
 
-    It is enough by itself for a layer that reads nothing but the batch, on the device alone. ``capture`` says what of
-    such a layer's work on its cache may be captured. ``exact_lengths`` says whether anything is taken from the batch's
-    ``seq_lens_host`` for which bounds would not do; with such a planner, drafts are verified one step at a time.
+    This class itself suffices for a layer that reads nothing but the batch's device arrays. ``capture``: which batches
+    the layer's work on its cache may be captured for. ``exact_lengths``: ``plan`` needs exact ``seq_lens_host``, not
+    upper bounds; with such a planner, a step waits until the previous step's drafts are counted.
     """
 
     capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
     exact_lengths: ClassVar[bool] = True
 
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
-        """Prepare one step on the host. Default: hand the batch on.
+        """Prepare one step, on the host. Default: pass the batch on.
 
-        Where ``capture`` is not NEVER and the batch has a ``graph_key``, the layer's work is captured with the metadata
-        of one step, and replayed for every later step of that key whose metadata has an equal ``token``; the metadata
-        of those is dropped. So for equal key and token: everything that the work reads on the device lies in the
-        batch's own arrays, or in buffers that ``plan`` allocates once and writes anew each time; and whatever it takes
-        from the host (host arrays, numbers of launches and of splits, which kernel runs) follows from key and token
-        alone. What else must change, such as a grid's size, goes into the token; rounded up, so that there are few.
+        Rules for graph capture, where ``capture`` is not NEVER and the batch has a ``graph_key``: work is captured with
+        the metadata of one step, and replayed for later steps of equal key and equal ``token``, whose own metadata is
+        dropped. So everything that the work reads on the device must lie in the batch's arrays, or in buffers that
+        ``plan`` allocates once and rewrites each time. Everything that it takes from the host (host arrays, numbers of
+        launches and of splits, choice of kernel) must follow from key and token. What else must vary, such as a grid's
+        size, belongs into the token, rounded up so that few tokens occur.
         """
         return AttentionMetadata(batch)
 
     def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
-        """The steps of this phase and size that may be captured. Default: ``capture``, for all of them."""
+        """Return the grade for steps of this phase and number of tokens. Default: ``capture``."""
         return self.capture
 
     def step_limits(self) -> StepLimits:
-        """The limits of a step. Default: none."""
+        """Return the limits of a step. Default: none."""
         return StepLimits()
 
 
 class AttentionBackend(StepPlanner, ABC):
-    """One backend. An instance is built per attention layer; layers of equal spec and backend form a group.
+    """An attention implementation. Each attention layer has an instance; layers of equal spec and backend form a group.
 
-    ``plan`` is called once per step on the first layer of a group, and its metadata is handed to all of the group.
+    ``plan`` is called once per step, on the group's first layer; all layers of the group get its metadata.
     ``traceable`` is as in ExpertsKernel, for ``store`` and ``forward``.
     """
 
@@ -260,33 +270,36 @@ class AttentionBackend(StepPlanner, ABC):
 
     @classmethod
     def supports(cls, workload: AttentionWorkload, device: DeviceInfo) -> list[Reason]:
-        """Say what data cannot; called once, after import. Default: nothing to add."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
         return []
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What the layout is asked to store; an adapter that pads heads stores more than the model's own spec."""
+        """The cache that the layout stores. An adapter that pads heads stores more than the model's own spec."""
         return self.spec.cache_spec
 
     def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
-        """Take the per-head constants, each float32 [H], once weights are loaded."""
+        """Take the constants of each head, float32 [H], after weights are loaded."""
         self.sinks, self.alibi_slopes = sinks, alibi_slopes
 
     def set_cache_scales(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Take the static scales of keys and values, each float32 [1]: cached is what they divide, rounded."""
+        """Take the static scales of keys and values, float32 [1] each: the cache holds numbers divided by them,
+        rounded.
+        """
         self.cache_scales = k, v
 
     @abstractmethod
     def store(self, call: StoreCall) -> None:
-        """Write the call's ``k`` and ``v`` into its ``cache`` at its slots. Mutates ``cache`` alone."""
+        """Write ``k`` and ``v`` into ``cache`` at ``slot_mapping``. Mutates ``cache`` alone."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
-        """Prepare one step on the host, for ``forward``; see StepPlanner."""
+        """Prepare one step for ``forward``, on the host; see StepPlanner."""
 
     @abstractmethod
     def forward(self, call: AttentionCall) -> None:
-        """Attend the call's ``q`` to the cached keys and values. Mutates ``out`` alone, all but its padding rows.
+        """Compute attention of ``q`` over the cached keys and values. Mutates ``out`` alone, except its padding rows.
 
-        Scores may be of any height, also far below zero. A NaN among the values that a query reads is in its result.
+        Scores may have any magnitude, also very negative. A NaN among the values that a query reads must appear in its
+        result.
         """

@@ -21,37 +21,42 @@ NULL_PAGE = 0
 
 
 class Retention(ABC):
-    """How long what a cache holds is needed: a ``Span`` of tokens, or ``Latest``, a state. Equal ones share pages."""
+    """How long cached data is needed: ``Span`` for tokens, ``Latest`` for a state. Caches of equal retention share
+    pages.
+    """
 
     per_sequence: ClassVar[bool] = False
     """Whether a page holds one state of a sequence, which steps change in place, instead of tokens."""
 
     @abstractmethod
     def first(self, position: int) -> int:
-        """The oldest position that a step from ``position`` on reads. Later steps never read what lies before it."""
+        """Return the oldest position that a step starting at ``position`` reads. Later steps never read older
+        positions.
+        """
 
     @abstractmethod
     def most_cached(self, num_tokens: int) -> int | None:
-        """The most cached tokens that a step of ``num_tokens`` of one request reads or writes; None: all there are."""
+        """Return the most cached tokens that ``num_tokens`` of one request read or write in a step; None: no limit."""
 
 
 @dataclass(frozen=True)
 class Latest(Retention):
-    """A state: what has become of all tokens so far, such as that of linear attention or of a convolution.
+    """A recurrent state: one per sequence, updated by every step. Examples: linear attention, a causal convolution.
 
-    A step finds the state after the tokens before it in the page of its newest token's block, and leaves there the
-    state after its own, in place. The page holds garbage where the step begins the sequence. A state that another
-    request may find, at the edge of a block, is copied to another page before it is changed.
+    A step reads the state after the previous tokens from the page of its newest token's block, and overwrites it in
+    place with the state after its own tokens. At the first token of a sequence the page's content is undefined. A state
+    at the end of a block, which prefix caching may give to other requests, is copied to another page before it is
+    changed.
     """
 
     per_sequence: ClassVar[bool] = True
 
     def first(self, position: int) -> int:
-        """The position of the token after which the state is read."""
+        """Return the position of the token whose state is read."""
         return max(0, position - 1)
 
     def most_cached(self, num_tokens: int) -> int | None:
-        """One token's: the state after it."""
+        """Return 1: a step holds one state."""
         return 1
 
 
@@ -71,18 +76,21 @@ class Span(Retention):
             raise ConfigError(f"attention has a window ({self.window}) or a chunk ({self.chunk}), not both")
 
     def first(self, position: int) -> int:
-        """The oldest position that a query at ``position`` reads. Later queries never read what lies before it."""
+        """Return the oldest position that a query at ``position`` reads. Later queries never read older positions."""
         if self.window is not None:
             return max(0, position - self.window + 1)
         return 0 if self.chunk is None else position - position % self.chunk
 
     def most_cached(self, num_tokens: int) -> int | None:
-        """The most cached tokens that a step of ``num_tokens`` of one request reads or writes; None: all there are."""
+        """Return the most cached tokens that ``num_tokens`` of one request read or write in a step; None: no limit."""
         size = self.window or self.chunk
         return None if size is None else size - 1 + num_tokens
 
     def hides(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Where a query must not read a key, bool, from their positions: integer tensors that broadcast."""
+        """Return the mask, bool: True where a query must not read a key.
+
+        ``query`` and ``key`` are positions: integer tensors that broadcast.
+        """
         hidden = key > query
         if self.window is not None:
             hidden = hidden | (query - key >= self.window)
@@ -96,12 +104,12 @@ Scaling = Literal["none", "row", "static"]
 
 @dataclass(frozen=True)
 class Plane:
-    """One named part of a cache, such as keys: of each token, or of a sequence, a tensor of ``shape`` and ``dtype``.
+    """One named tensor of a cache, such as its keys: ``shape`` and ``dtype`` for each token, or for the state of a
+    sequence.
 
-    ``scaling`` says which numbers the elements stand for. ``none``: the elements themselves. ``row``: the layout keeps
-    a float32 scale for each row along the last axis, so one for each token and head of keys [K, D]; numbers are
-    elements times scale. ``static``: the backend is given one scale for the whole plane, which the layout does not
-    hold.
+    ``scaling`` says how stored elements become numbers. ``none``: they are the numbers. ``row``: the layout stores one
+    float32 scale for each row along the last axis (for keys [K, D], one per token and head); numbers are elements times
+    scale. ``static``: one scale for the whole plane, which the backend is given and the layout does not store.
     """
 
     name: str
@@ -111,15 +119,15 @@ class Plane:
 
     @property
     def numel(self) -> int:
-        """Elements of one token, or of one state."""
+        """The number of elements per token, or of a state."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """The cache of one layer: its planes, each with a name of its own, and how long they are needed.
+    """The cache of one layer: its planes, with unique names, and how long their content is needed.
 
-    ``retention`` says what later steps read: a page without any of it is given to another request.
+    A page that holds nothing that later steps read, by ``retention``, is freed for other requests.
     """
 
     planes: tuple[Plane, ...]
@@ -139,11 +147,11 @@ class CacheSpec:
         return cls(tuple(Plane(name, shape, dtype, scaling) for name in ("k", "v")), retention)
 
     def page_shape(self, plane: Plane, block_size: int) -> tuple[int, ...]:
-        """The shape of ``plane`` in a page: [block_size, *plane.shape], or, of a state, plane.shape."""
+        """Return the shape of ``plane`` in a page: [block_size, *plane.shape], or plane.shape for a state."""
         return plane.shape if self.retention.per_sequence else (block_size, *plane.shape)
 
     def __getitem__(self, name: str) -> Plane:
-        """The plane ``name``; raises KeyError where there is none."""
+        """Return the plane ``name``. Raises KeyError for an unknown name."""
         for plane in self.planes:
             if plane.name == name:
                 return plane
@@ -152,7 +160,7 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class Region:
-    """One named part of a page: its byte offset, bytes, and the shape of its view without the page axis."""
+    """One named part of a page: byte offset, number of bytes, and the shape of its view without the page axis."""
 
     name: str
     offset: int
@@ -162,12 +170,12 @@ class Region:
 
 
 class CacheLayout(ABC):
-    """How a backend lays a page out. Stateless; ``name`` is what manifests refer to as ``layout``.
+    """How a backend arranges a cache in pages of bytes. Stateless; ``layout`` in manifests refers to its ``name``.
 
     ``PlainLayout`` and ``ScaledLayout`` serve any planes.
 
-    Invariant, which conformance checks: ``to_logical`` after ``from_logical`` on the same views and pages returns the
-    same values, as precisely as the layout's elements and scales hold them.
+    Invariant, which the conformance kit checks: ``to_logical`` after ``from_logical`` on the same views and pages
+    returns the same values, as precisely as the layout's elements and scales can hold them.
     """
 
     name: str
@@ -175,20 +183,20 @@ class CacheLayout(ABC):
 
     @abstractmethod
     def regions(self, spec: CacheSpec, block_size: int) -> tuple[Region, ...]:
-        """The parts of one page, in order of offset; gaps are padding."""
+        """Return the parts of one page in order of offset; gaps between them are padding."""
 
     def page_bytes(self, spec: CacheSpec, block_size: int) -> int:
-        """Bytes of one page, a multiple of ``alignment``."""
+        """Return the bytes of one page, a multiple of ``alignment``."""
         end = max(r.offset + r.nbytes for r in self.regions(spec, block_size))
         return -(-end // self.alignment) * self.alignment
 
     def views(
         self, buffer: torch.Tensor, pages: int, spec: CacheSpec, block_size: int, page_bytes: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Named views of ``buffer`` (uint8 [pages * page_bytes]), each [pages, *region.shape]; no copy.
+        """Return named views of ``buffer`` (uint8 [pages * page_bytes]), each [pages, *region.shape]. No copy.
 
-        ``page_bytes`` is larger than the layout's own where the buffer is shared with layers that need more: each page
-        is padded at its end. It is a multiple of every element's size.
+        ``page_bytes`` is larger than the layout's own where layers with larger pages share the buffer: each page is
+        then padded at its end. It is a multiple of every element's size.
         """
         import torch
 
@@ -200,9 +208,9 @@ class CacheLayout(ABC):
 
     @abstractmethod
     def to_logical(self, views: Mapping[str, torch.Tensor], pages: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copy ``pages`` (int64 [n]) out: each plane by its name, [n, *spec.page_shape(plane)].
+        """Copy ``pages`` (int64 [n]) out: for each plane, by name, a tensor [n, *spec.page_shape(plane)].
 
-        A plane with ``row`` or ``static`` scaling comes out in float32; static scales are left for the caller.
+        A plane with ``row`` or ``static`` scaling is returned in float32; static scales are not applied.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Users of the cache: the parts of a model that keep something of its sequences from one step to the next."""
+"""Cache users: the parts of a model that keep data of a sequence, such as keys and values, from step to step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hardpoint_plugin_api.cache import CacheLayout, CacheSpec
 
 @dataclass(frozen=True)
 class CacheUser:
-    """One cache of one layer: where the layer is (``path``), what it keeps, how a page is laid out, what plans for it.
+    """One cache of one layer: the layer's ``path``, the cache's planes, their layout in a page, and its step planner.
 
-    Users of one block table with an equal ``plan_key`` share one plan: ``planner`` of the first prepares each step for
+    Users with an equal ``plan_key`` in one block table share one plan: ``planner`` of the first prepares each step for
     all of them. A layer may be several users, each with a cache of its own.
     """
 
@@ -26,8 +26,8 @@ class CacheUser:
 
 
 class CacheUsers(Protocol):
-    """Where the layers of a model under construction declare the caches that they use."""
+    """The registry of a model under construction, in which layers declare the caches that they use."""
 
     def add(self, user: CacheUser) -> int:
-        """Declare a user and return its number: its place in ``caches`` and ``metadata`` of every step."""
+        """Declare a user. Returns its number: its index in ``caches`` and ``metadata`` of every step."""
         ...

@@ -1,7 +1,7 @@
-"""Communicators: the collectives of one group of ranks, and the groups that layers are constructed with.
+"""Communicators: the collectives of a group of ranks, and the groups that layers get.
 
-Axes: N ranks of the group, T rows of a tensor. Tensors are contiguous, and on the engine's device. Every rank of a
-group makes the same calls in the same order.
+Axes: N ranks of the group, T rows of a tensor. Tensors are contiguous and on the engine's device. All ranks of a group
+make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -22,22 +22,26 @@ if TYPE_CHECKING:
 
 
 class Collectives(Protocol):
-    """What ranks do together. ``rows`` are the rows of each rank, where they differ; None: all have as many."""
+    """Collective operations. ``rows``: the numbers of rows of the ranks, where they differ; None: all are equal."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, on every rank. May be written to ``x``, which nobody reads afterwards."""
+        """Return the sum over ranks, on every rank. It may be written to ``x``, which the caller does not read
+        afterwards.
+        """
         ...
 
     def all_gather(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """``x`` [T, ...] of all ranks, one after the other, on every rank."""
+        """Return ``x`` [T, ...] of all ranks, concatenated in rank order, on every rank."""
         ...
 
     def reduce_scatter(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """The sum over ranks of ``x`` [sum of rows, ...]; of it, rank i gets the i-th rows."""
+        """Return this rank's rows of the sum over ranks of ``x`` [sum of rows, ...]: rank i gets the i-th block of
+        rows.
+        """
         ...
 
     def broadcast(self, x: torch.Tensor, root: int) -> None:
-        """Write ``x`` of the group's rank ``root`` to ``x`` of all."""
+        """Copy ``x`` of the group's rank ``root`` to ``x`` of all ranks."""
         ...
 
     def send(self, x: torch.Tensor, to: int) -> None:
@@ -49,20 +53,20 @@ class Collectives(Protocol):
         ...
 
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """Send the first ``send[0]`` rows of ``x`` to rank 0, the next ``send[1]`` to rank 1, and so on.
+        """Send the first ``send[0]`` rows of ``x`` to rank 0, the next ``send[1]`` rows to rank 1, and so on.
 
-        Returns what came, [sum of receive, ...], rank after rank; rank i sent ``receive[i]`` rows.
+        Returns the received rows [sum of receive, ...] in rank order; rank i sent ``receive[i]`` of them.
         """
         ...
 
 
 class RankGroup(Collectives, Protocol):
-    """A group of ranks as layers see it. A group of one rank gives back what it is given.
+    """A group of ranks, as layers see it. In a group of one rank, each collective returns its argument.
 
     A layer keeps the group that it needs (``self._group = ctx.parallel.tp``) and calls it in ``forward``:
-    ``self._group.all_reduce(y)``. Every rank must make the call, one that has no rows too. Rows that differ by rank are
-    said on every rank alike: ``group.all_gather(x, rows=[2, 0, 3])``. ``all_to_all`` needs to know what comes; exchange
-    the numbers first.
+    ``self._group.all_reduce(y)``. Every rank must make the call, also a rank without rows. Where the numbers of rows
+    differ, every rank passes all of them: ``group.all_gather(x, rows=[2, 0, 3])``. ``all_to_all`` needs the numbers of
+    received rows; exchange them first.
     """
 
     @property
@@ -72,12 +76,12 @@ class RankGroup(Collectives, Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         ...
 
     @property
     def rank(self) -> int:
-        """Which of them this is."""
+        """This rank's number in the group."""
         ...
 
 
@@ -85,11 +89,11 @@ class RankGroup(Collectives, Protocol):
 class Parallel:
     """The groups that this rank is in.
 
-    ``tp`` is all ranks of a pipeline stage, and shares every layer of it. Mixtures of experts are shared by ``ep``,
-    whose ranks hold whole experts each, and these by ``expert_tp``, whose ranks hold a slice of each of the same
-    experts: ``tp`` is the product of both. ``pp`` has a rank of each stage, in the order of the stages. ``backend`` is
-    what the platform prefers among torch.distributed's backends; ``on_one_host`` says that no rank is on another
-    machine, and ``timeout`` after how many seconds a collective has failed.
+    ``tp``: all ranks of a pipeline stage; they share every layer of it. ``ep``: ranks with different experts.
+    ``expert_tp``: ranks with slices of the same experts; the size of ``tp`` is the product of these two. ``pp``: one
+    rank of each pipeline stage, in stage order. ``backend``: the backend of torch.distributed that the platform
+    prefers. ``on_one_host``: all ranks are on this machine. ``timeout``: seconds after which a collective counts as
+    failed.
     """
 
     tp: RankGroup
@@ -102,46 +106,49 @@ class Parallel:
 
 
 class GroupMember(ABC):
-    """What joins a group of ranks and leaves it with the engine: a communicator, or the kernel of an op of all ranks.
+    """An object that joins a group of ranks: a communicator, or the kernel of an op of all ranks.
 
-    It is constructed with the model, on every rank of its group in one order: declare there what memory it needs, as in
-    ``ctx.resources.declare("acme.all_reduce", nbytes, scope="collective")``. That memory is there when ``init`` is
-    called, on all ranks at once, before any step; nothing may be created later. ``close`` is called in reverse order,
-    and ``abort``, from another thread, where a rank has died: what is under way must then raise, or end in its queue.
+    It is constructed with the model, in the same order on every rank of its group, and declares the memory it needs:
+    ``ctx.resources.declare("acme.all_reduce", nbytes, scope="collective")``. ``init`` is called on all ranks at once,
+    before any step, when that memory exists; nothing may be allocated later. ``close`` is called in reverse order.
+    ``abort`` is called from another thread when a rank has died: running collectives must then raise, or end on the
+    device.
 
-    The kernel of an op that takes a partial sum (``allreduce_add_rms_norm``) is made by a contribution of form
-    ``factory``: ``target(ctx, workload, parts)`` returns a function. One that is a GroupMember itself, an object with
-    ``__call__``, joins the group ``ctx.parallel.tp``; sites of equal workloads share it.
+    The kernel of an op that takes a partial sum (``allreduce_add_rms_norm``) is created by a contribution of form
+    ``factory``: ``target(ctx, workload, parts)`` returns a function. A returned object with ``__call__`` that is also a
+    GroupMember joins the group ``ctx.parallel.tp``; uses of equal workloads share it.
     """
 
     @abstractmethod
     def init(self, store: Store, rank: int, world: int, group: str) -> None:
-        """Join the group. ``store`` is shared by its ranks alone; ``rank`` of ``world`` count within it."""
+        """Join the group. ``store`` is shared by its ranks alone; ``rank`` and ``world`` count within the group."""
         raise NotImplementedError
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group in order; every rank does. Calls raise RuntimeError from now on."""
+        """Leave the group; every rank calls this. Later calls raise RuntimeError."""
         raise NotImplementedError
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave at once, whatever is under way, without the others; called where a rank has died.
+        """Leave at once, without the other ranks, also during a collective. Called when a rank has died.
 
-        Calls raise RuntimeError from now on, those under way too, at the latest when their time is up. What waits in a
-        device's queue by then cannot raise: it ends, its results mean nothing, and who waits for them comes back.
+        Later calls raise RuntimeError, and running ones too, at the latest when they time out. Work that waits in a
+        device's queue cannot raise: it must end, with undefined results, so that nobody waits forever.
         """
         raise NotImplementedError
 
 
 class Communicator(GroupMember):
-    """Collectives of one group, as a plugin provides them; layers call them through a RankGroup of ``ctx.parallel``.
+    """The collectives of one group, implemented by a plugin. Layers call them through the RankGroups of
+    ``ctx.parallel``.
 
-    It joins and leaves as a GroupMember. The other methods are those of ``Collectives``; what is not overridden raises,
-    and what cannot be done must raise too: none may hand data through. Raise RuntimeError, as torch.distributed does,
-    where another rank broke off. ``capturable`` says whether they may be recorded in graphs. A contribution declares
-    the dtypes that it can sum (``dtype``); moving data is for every dtype. Where contributions serve ranges of sizes
-    (``tokens``), each has every collective that the model uses.
+    It joins and leaves as a GroupMember. The other methods are those of ``Collectives``. A method that is not
+    overridden raises NotImplementedError. A method that cannot do what is asked must raise, never return its argument
+    unchanged; where another rank broke off it raises RuntimeError, as torch.distributed does. ``capturable``: the
+    methods may be captured in graphs. A contribution declares the dtypes that it can sum (``dtype``); it moves data of
+    every dtype. Where several contributions serve ranges of sizes (``tokens``), each must have every collective that
+    the model uses.
     """
 
     capturable: ClassVar[bool] = False
@@ -151,7 +158,7 @@ class Communicator(GroupMember):
 
     @classmethod
     def supports(cls, workload: CommunicatorWorkload, device: DeviceInfo) -> list[Reason]:
-        """Say what data cannot; called once, after import. Default: nothing to add."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
         return []
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -24,27 +24,27 @@ Scope = Literal["step", "engine", "collective"]
 
 
 class Resources(Protocol):
-    """Scratch memory, declared at build and counted before the block pool is sized."""
+    """Scratch memory. It is declared at construction, and counted before the KV cache is sized."""
 
     def declare(self, key: str, nbytes: int, align: int = 256, scope: Scope = "engine") -> None:
-        """Ask for ``nbytes``; equal keys share one allocation of the largest size asked for."""
+        """Ask for ``nbytes``. Declarations of one key share one allocation, of the largest size asked for."""
         ...
 
     def get(self, key: str) -> torch.Tensor:
-        """The memory (uint8 [nbytes]) of a declared key, full of zeros when it is new.
+        """Return the memory (uint8 [nbytes]) of a declared key. It is zeroed when it is allocated.
 
-        Its address stays the same until the engine is put to sleep. Ask again where a step begins (in ``plan``) rather
-        than keep the tensor: one that is kept holds on to memory that sleep is meant to give back.
+        Its address stays the same until the engine is put to sleep. Call this at the start of a step (in ``plan``) and
+        do not keep the tensor, or sleep cannot free it.
         """
         ...
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """The most that a step of the engine holds, padding included: what workspaces have to be large enough for.
+    """Upper bounds of a step, padding included; workspaces must be large enough for them.
 
     ``max_tokens`` tokens in a step, ``max_sequences`` requests in a step, ``max_model_len`` tokens of one request,
-    prompt and output together. An engine may stay below them, where the device or a backend allows less.
+    prompt and output together. The engine may stay below them, where the device or a backend allows less.
     """
 
     max_tokens: int
@@ -97,13 +97,13 @@ class Histogram(Protocol):
 
 
 class Metrics(Protocol):
-    """What an engine and its plugins count, as Prometheus understands it.
+    """Prometheus metrics of an engine and its plugins.
 
-    Declare a metric where you are constructed, keep what you get, and call that while steps run. ``name`` is of
-    lower-case letters, digits and underscores, without what Prometheus adds itself (``_total``); readers see
-    ``hardpoint_acme_name`` for the plugin ``acme``, so that plugins cannot clash. Put the unit last (``_seconds``,
-    ``_bytes``). Declared again with the same kind and labels, it is the same metric. A name that is invalid, or that
-    another kind of metric has, raises PluginError.
+    Declare a metric at construction, keep the object, and update it while steps run. ``name`` has lower-case letters,
+    digits and underscores, without the suffixes that Prometheus adds (``_total``), and ends with the unit
+    (``_seconds``, ``_bytes``). It is exported as ``hardpoint_PLUGIN_NAME``, so that plugins cannot clash. A second
+    declaration with the same kind and labels returns the same metric. Raises PluginError for an invalid name, and for
+    one that another kind of metric has.
     """
 
     def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
@@ -123,31 +123,33 @@ class Metrics(Protocol):
 
 @runtime_checkable
 class BuildContext(Protocol):
-    """What a layer, op factory or backend is constructed with."""
+    """The context that layers, op factories and backends are constructed with."""
 
     @property
     def path(self) -> str:
-        """Dotted path of the layer under construction, for ignore lists, ``explain`` and errors. Never in forward."""
+        """The dotted path of the layer under construction. For error messages, ``explain`` and ignore lists; not for
+        ``forward``.
+        """
         ...
 
     @property
     def device(self) -> DeviceInfo:
-        """The device as data."""
+        """The description of the device."""
         ...
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors live."""
+        """The torch device that tensors live on."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """The activations' dtype."""
+        """The data type of activations."""
         ...
 
     @property
     def limits(self) -> EngineLimits:
-        """How large steps and requests can become; known before anything is constructed."""
+        """Upper bounds of steps and requests."""
         ...
 
     @property
@@ -157,32 +159,32 @@ class BuildContext(Protocol):
 
     @property
     def metrics(self) -> Metrics:
-        """What is counted and timed; metrics declared here carry the plugin's name."""
+        """Where metrics are declared; those declared here carry the plugin's name."""
         ...
 
     @property
     def cache_users(self) -> CacheUsers:
-        """Where a layer declares what it keeps of its sequences."""
+        """Where a layer declares the caches that it uses."""
         ...
 
     @property
     def parallel(self) -> Parallel:
-        """The groups of ranks that this one is in."""
+        """The groups of ranks that this rank is in."""
         ...
 
     @property
     def tuning_folders(self) -> Sequence[Path]:
-        """Folders with tuning tables of kernels, the first to be asked first: the user's, the platform plugin's."""
+        """Folders with tuning tables of kernels, in order of precedence: the user's, then the platform plugin's."""
         ...
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """Mark what runs inside, as ``plugin.name``, in a profile; while none is taken this costs next to nothing."""
+        """Mark the work inside as ``plugin.name`` in a profile. Nearly free while no profile is taken."""
         ...
 
     def child(self, name: str) -> Self:
-        """The same context, one path element deeper."""
+        """Return this context with one more element in ``path``."""
         ...
 
     def plugin_config(self, plugin: str) -> Mapping[str, ConfigValue]:
-        """The settings of one plugin's section, defaults filled in."""
+        """Return the settings of one plugin, with defaults filled in."""
         ...

@@ -25,7 +25,7 @@ caller-owned outputs. ``factory``: ``f(context, workload, parts) -> functional``
 
 @dataclass(frozen=True)
 class Preference:
-    """The priority of a contribution where all of ``requires`` hold, in place of its own."""
+    """A priority that replaces the contribution's own where all of ``requires`` hold."""
 
     priority: int
     requires: tuple[Requirement, ...] = ()
@@ -33,13 +33,13 @@ class Preference:
 
 @dataclass(frozen=True)
 class Contribution:
-    """One offer: what it is, where it is for, what it needs. Declared in ``hardpoint.toml``; never imports anything.
+    """One candidate of a family, declared in ``hardpoint.toml``. Plain data; importing nothing.
 
-    ``name`` is what users type, unique per (family, of). ``target`` is ``"package.module:attribute"``, imported only
-    if this contribution wins. ``platforms`` empty means any. Higher ``priority`` wins; ties go by name. ``replaces``
-    names a contribution of the same family and ``of`` that this one takes the place of. ``layout`` names the cache or
-    weight layout it works on: all winners of one plan share it. The first of ``preferred`` that holds for a workload,
-    a device and a step says the priority there; a preference serves no step that ``requires`` excludes.
+    ``name`` is what users type, unique per (family, of). ``target`` is ``"package.module:attribute"``, imported when
+    the contribution comes first for a workload. ``platforms``: empty means any. The highest ``priority`` wins; ties are
+    decided by name. ``replaces``: a contribution of the same family and ``of`` whose place this one takes. ``layout``:
+    the cache or weight layout; all winners of one plan have the same. ``preferred``: the first entry that holds for a
+    workload, a device and a step replaces ``priority`` there; it extends nothing that ``requires`` excludes.
     """
 
     family: str
@@ -57,8 +57,11 @@ class Contribution:
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
-        """Every requirement, the implied ones included: features, formats of activations other than the standard one,
-        and of linear and experts kernels quantized weights, are not supported unless they are claimed."""
+        """All requirements, the implied ones included.
+
+        Implied: no workload features; for experts, activations in the standard format; for linear and experts kernels,
+        weights that are not quantized. A contribution claims more by a requirement of its own.
+        """
         implied: tuple[Requirement, ...] = ()
         if not any(isinstance(r, FeatureRequirement) for r in self.requires):
             implied = (FeatureRequirement(()),)
@@ -70,7 +73,7 @@ class Contribution:
 
     @property
     def slot(self) -> tuple[str, str | None]:
-        """Where it competes: the family, and which op, layer or architecture within it."""
+        """The place that candidates compete for: the family, and the op, layer or architecture within it."""
         return self.family, self.of
 
     def __str__(self) -> str:

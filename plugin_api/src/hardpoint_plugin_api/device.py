@@ -9,7 +9,7 @@ from hardpoint_plugin_api.reasons import Reason
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """The platform's 8-bit float for data, and the largest magnitude that it represents.
+    """The platform's 8-bit float for data, and its largest magnitude.
 
     ``dtype`` is a torch dtype's name. ``max`` is 448 for ``float8_e4m3fn`` and 240 for ``float8_e4m3fnuz``. Core rounds
     to the whole range of the dtype.
@@ -31,12 +31,12 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A platform's devices as found, or as a preset describes them. Plain data: asking creates no device context.
+    """The devices of a platform, as detected or as a preset describes them. Plain data; creates no device context.
 
-    ``platform`` is the platform's name; ``torch_type`` the device type in ``torch.device`` strings;
-    ``arch`` the architecture family as requirements match it (``sm_90``, ``gfx942``, ``x86_64``);
-    ``memory_bytes`` is per device; ``dtypes`` and ``features`` are names; ``present`` is False for a preset.
-    ``absent_features`` are those that could be had here, each with the reason why it is not and what mends that.
+    ``platform``: the platform's name. ``torch_type``: the device type in ``torch.device`` strings. ``arch``: the
+    architecture, as requirements match it (``sm_90``, ``gfx942``, ``x86_64``). ``memory_bytes``: per device. ``dtypes``
+    and ``features``: names. ``present``: False for a preset. ``absent_features``: features that this machine could
+    have, each with the reason why it has not, and the fix.
     """
 
     platform: str

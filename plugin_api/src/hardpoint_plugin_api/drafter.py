@@ -1,7 +1,7 @@
-"""Drafters: they propose tokens that may follow, which the model's next step verifies all at once.
+"""Drafters propose next tokens; the model's next step verifies all of them at once (speculative decoding).
 
-A draft is taken where it is just the token that the model's own draw gives at its place, so a drafter decides how many
-steps an output takes, and never what it says: see the op ``verify_drafts``.
+A draft is accepted where it equals the token that the model itself samples at its place. So a drafter decides how many
+steps an output takes, and never its text: see the op ``verify_drafts``.
 
 Shapes use N requests, R slots, W tokens of the longest sequence, k drafts.
 """
@@ -28,9 +28,9 @@ NO_DRAFT = -1
 class DrafterArgs:
     """The arguments of a drafter's constructor.
 
-    ``num_drafts`` is k, the most tokens that it proposes for a request and step. ``prompt_lookup_min`` and
-    ``prompt_lookup_max`` are the shortest and the longest match, in tokens, of drafters that look for the end of a
-    sequence in the sequence itself. Later versions add fields with defaults.
+    ``num_drafts`` is k, the most tokens proposed per request and step. ``prompt_lookup_min`` and ``prompt_lookup_max``
+    are the shortest and longest match, in tokens, for drafters that search the sequence for earlier text like its end.
+    Later versions add fields with defaults.
     """
 
     num_drafts: int
@@ -43,10 +43,9 @@ class DrafterArgs:
 class DraftCall:
     """The arguments of ``Drafter.propose``.
 
-    ``tokens`` int32 [R, W] holds the sequence of each slot: prompt and drawn tokens. ``slots`` int64 [N], without
-    repetition, are those to draft for, and ``lengths`` int64 [N] count their tokens, at least 1 each; elements behind
-    them mean nothing. ``longest`` is a host bound of ``lengths``: no length is above it. Later versions add fields with
-    defaults.
+    ``tokens`` int32 [R, W]: the sequence of each slot, prompt and output. ``slots`` int64 [N]: the slots to draft for,
+    without repetition. ``lengths`` int64 [N]: the length of their sequences, at least 1; later elements of ``tokens``
+    are undefined. ``longest``: an upper bound of ``lengths``, on the host. Later versions add fields with defaults.
     """
 
     tokens: torch.Tensor
@@ -56,10 +55,9 @@ class DraftCall:
 
 
 class Drafter(ABC):
-    """Proposes the tokens that follow sequences. One instance serves an engine's rank; it is called after each step.
+    """Proposes the next tokens of sequences. Each rank of an engine has one instance, which is called after each step.
 
-    Equal calls give equal drafts, whichever requests were drafted for before: the ranks of an engine draft each for
-    itself.
+    Equal calls must give equal drafts, whatever was drafted before: each rank drafts by itself, and all must agree.
     """
 
     def __init__(self, ctx: BuildContext, args: DrafterArgs) -> None:
@@ -67,13 +65,13 @@ class Drafter(ABC):
 
     @classmethod
     def supports(cls, workload: DrafterWorkload, device: DeviceInfo) -> list[Reason]:
-        """Say what data cannot; called once, after import. Default: nothing to add."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
         return []
 
     @abstractmethod
     def propose(self, call: DraftCall) -> torch.Tensor:
-        """Return drafts int64 [N, k]: tokens of the vocabulary, and NO_DRAFT behind the last one of a request.
+        """Return drafts int64 [N, k]: token ids, then NO_DRAFT after a request's last draft. A request may get no
+        draft.
 
-        A request may get none. The tensor is on the device of the call's, and mutates nothing of them. It should not
-        wait for the device.
+        The result is on the device of the call's tensors. Mutates none of them, and should not wait for the device.
         """

@@ -45,10 +45,10 @@ MATRICES = ("w13", "w2")
 class ExpertsCall:
     """The arguments of ``ExpertsKernel.apply``.
 
-    ``x`` [T, H]; ``ids`` int32 [T, K], -1 where an expert is not on this rank; ``weights`` float32 [T, K], the
-    router's; ``w`` the slots that ``prepack`` returned; ``out`` [T, H], or [T, K, H] where ``reduces`` is False;
-    ``workspace`` uint8, as many bytes as asked for. ``scales`` are those of ``x`` where ``input_spec`` is given, and
-    None otherwise. Later versions add fields with defaults.
+    ``x`` [T, H]: the tokens. ``ids`` int32 [T, K]: the experts of each token, -1 for experts of other ranks.
+    ``weights`` float32 [T, K]: the router's weights. ``w``: the slots that ``prepack`` returned. ``out`` [T, H], or [T,
+    K, H] where ``reduces`` is False. ``workspace`` uint8, of the size that ``workspace_bytes`` asked for. ``scales``:
+    the scales of ``x`` where the kernel has an ``input_spec``, else None. Later versions add fields with defaults.
     """
 
     x: torch.Tensor
@@ -64,8 +64,8 @@ class ExpertsCall:
 class BatchedExpertsCall:
     """The arguments of ``BatchedExpertsKernel.apply``.
 
-    ``x`` [E, M, H], of which expert e's first ``counts[e]`` rows (int32 [E]) mean something; ``out`` [E, M, H]; the
-    others are as in ExpertsCall.
+    ``x`` [E, M, H]: M rows for each expert; the first ``counts[e]`` rows (int32 [E]) of expert e are tokens, the others
+    padding. ``out`` [E, M, H]: the result of each row. ``w``, ``workspace`` and ``scales`` are as in ExpertsCall.
     """
 
     x: torch.Tensor
@@ -77,17 +77,17 @@ class BatchedExpertsCall:
 
 
 class _Experts(ABC):
-    """What kernels of both formats share.
+    """The base of experts kernels of both formats.
 
-    ``layout`` names the weight layout that ``prepack`` produces ("plain": the slots as loaded). ``input_spec`` is the
-    form that it wants its input in, by which core quantizes before tokens are sent to other ranks; None means plain
-    activations, which the kernel quantizes itself where its workload's spec says so.
+    ``layout`` names the weight layout that ``prepack`` returns ("plain": the slots as loaded). ``input_spec`` is the
+    quantization that the kernel wants its input in; core then quantizes tokens before it sends them to other ranks.
+    None: the kernel gets plain activations, and quantizes them itself where the workload's spec says so.
 
-    ``capturable`` says whether a call may be recorded in a graph: it never waits for the device, reads no tensor's
-    values on the host, and does the same work for tensors of the same shapes at the same addresses. Steps run in
-    pieces around a kernel that is not. ``traceable`` says that all of its device work is torch's operators, so that a
-    graph engine that knows these alone may record them one by one; otherwise such an engine calls the kernel again in
-    each run.
+    ``capturable``: a call may be captured in a graph. Such a call never waits for the device, reads no values of
+    tensors on the host, and does the same work for tensors of equal shapes at equal addresses. Around a kernel that is
+    not capturable, a step is captured in pieces. ``traceable``: all of the kernel's device work is done by torch
+    operators, so that a graph engine that records torch operators alone can record it; otherwise such an engine calls
+    the kernel again in each replay.
     """
 
     format: ClassVar[ActivationFormat]
@@ -101,27 +101,27 @@ class _Experts(ABC):
 
     @classmethod
     def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
-        """Say what data cannot; called once, after import. Default: nothing to add."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
         return []
 
     def workspace_bytes(self, rows: int) -> int:
-        """How much scratch memory ``apply`` wants for up to ``rows`` rows of x (T, or E * M). Asked when it is built.
+        """Return the bytes of scratch memory that ``apply`` needs for up to ``rows`` rows of x (T, or E * M).
 
-        All layers share it, and it holds nothing from one call to the next. Default: none.
+        Called at construction. All layers share this memory; nothing in it survives a call. Default: 0.
         """
         return 0
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Turn loaded slots into this kernel's layout; runs once, while weights load.
+        """Convert loaded slots to this kernel's layout. Runs once, while weights load.
 
-        The originals may be dropped by the caller as soon as this returns. Default: the plain layout, no copy.
+        The caller may free the originals as soon as this returns. Default: the plain layout, no copy.
         """
         return weights
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return w13 and w2 plain and dequantized, by these names (copies where the layout is not plain).
+        """Return the dequantized matrices w13 and w2, in the plain layout, by these names.
 
-        A kernel with a layout of its own overrides this.
+        They are copies where the layout is not plain. A kernel with a layout of its own must override this.
         """
         import torch
 
@@ -139,9 +139,10 @@ class _Experts(ABC):
 
 
 class ExpertsKernel(_Experts):
-    """A kernel that takes activations in the format ``standard``.
+    """A kernel for activations in the format ``standard``: one row per token.
 
-    ``reduces`` False says that it leaves weighting and summing to core: ``out`` has a row for each expert of a token.
+    With ``reduces`` False, core multiplies by the router's weights and sums; ``out`` then has one row per token and
+    expert.
     """
 
     format: ClassVar[ActivationFormat] = "standard"
@@ -151,22 +152,23 @@ class ExpertsKernel(_Experts):
     def apply(self, call: ExpertsCall) -> None:
         """Run each token through its experts. Mutates ``out`` and ``workspace`` alone.
 
-        ``out`` [T, H] becomes for each token the sum of its experts' results, each times its weight, and zeros where
-        none is on this rank. Where ``reduces`` is False, ``out`` [T, K, H] becomes the results as they are, and
-        anything where an expert is not on this rank.
+        ``out`` [T, H] becomes the sum of the results of each token's experts, times their weights, over the experts of
+        this rank; zeros for a token that has none here. With ``reduces`` False, ``out`` [T, K, H] becomes the
+        unweighted results; entries of experts of other ranks are undefined.
         """
 
 
 class BatchedExpertsKernel(_Experts):
-    """A kernel that takes activations in the format ``batched``. Weighting and summing is the all2all's."""
+    """A kernel for activations in the format ``batched``: rows sorted by expert. The all2all weights and sums its
+    results.
+    """
 
     format: ClassVar[ActivationFormat] = "batched"
 
     @abstractmethod
     def apply(self, call: BatchedExpertsCall) -> None:
-        """Run each expert over its rows. Mutates ``out`` and ``workspace`` alone.
-
-        Rows of ``out`` behind an expert's ``counts`` may become anything.
+        """Run each expert over its rows. Mutates ``out`` and ``workspace`` alone; the padding rows of ``out`` are
+        undefined.
         """
 
 

@@ -12,14 +12,14 @@ Stability = Literal["stable", "provisional"]
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of pluggable thing.
+    """One kind of pluggable part.
 
-    ``has_of`` says whether its contributions name what they implement (which op, layer, architecture). Where core alone
-    says what there is to implement, ``kinds`` are the workloads of these, each with its ``of`` as that field's default;
-    a contribution that leaves its ``of`` out is of the first, which is ``workload``. ``flag`` is the command-line flag
-    that chooses in it, where it has one of its own. ``stepwise`` says by what its winners may differ from step to step:
-    not at all, by the step's size, or by size and phase. ``numeric`` says whether its contributions compute a model's
-    numbers, so that numeric features of the whole engine are asked of them.
+    ``has_of``: its contributions name what they implement (which op, layer, architecture). ``kinds``: where core
+    defines all that can be implemented, the workload of each, with its ``of`` as default of that field; a contribution
+    without ``of`` is of the first kind, ``workload``. ``flag``: the command-line flag that chooses in this family.
+    ``stepwise``: what winners may differ by from step to step: nothing, the step's size, or size and phase.
+    ``numeric``: its contributions compute the model's numbers, so that numeric features of the engine (BATCH_INVARIANT)
+    are asked of them.
     """
 
     name: str
@@ -34,17 +34,17 @@ class Family:
 
     @property
     def default_of(self) -> str | None:
-        """The ``of`` of a contribution that leaves it out; None where it may not, or has none."""
+        """The ``of`` of a contribution that leaves it out; None where it must not, or has none."""
         return self.workload.of
 
     def workload_of(self, of: str | None) -> type[requests.Workload]:
-        """The workload of what a contribution implements."""
+        """Return the workload class of what a contribution implements."""
         return next((kind for kind in self.kinds if kind.of == of), self.workload)
 
     def takes(self, key: str, of: str | None = None) -> bool:
-        """Say whether workloads of this family carry the field a requirement named ``key`` looks at.
+        """Return True where workloads of this family have the field that a requirement named ``key`` looks at.
 
-        Of a family with ``kinds``, those of ``of``; of None, any of them.
+        In a family with ``kinds``: workloads of ``of``, or of any kind for None.
         """
         kinds = self.kinds if self.kinds and of is None else (self.workload_of(of),)
         return any(key in {f.name for f in fields(kind)} for kind in kinds)

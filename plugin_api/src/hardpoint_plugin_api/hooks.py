@@ -1,6 +1,6 @@
 """Hook specifications (pluggy). A plugin's module may implement any of them; all are optional.
 
-Signatures are verified when the plugin is registered. An implementation may take fewer arguments than the hook offers.
+Signatures are checked when the plugin is registered. An implementation may take fewer arguments than the hook offers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """A change to one config key that a plugin asks for, with its reason; logged and applied by the engine.
+    """A change of one setting that a plugin asks for, with its reason. The engine logs and applies it.
 
-    A key that the user set is never changed; the wish is logged.
+    A setting that the user gave keeps its value; the request is logged.
     """
 
     key: str
@@ -31,7 +31,7 @@ class ConfigChange:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the lifecycle hooks are told of an engine."""
+    """The arguments of the lifecycle hooks: facts about an engine."""
 
     model: str
     device: DeviceInfo
@@ -39,23 +39,23 @@ class EngineInfo:
 
 
 class HookSpecs:
-    """Every hook there is."""
+    """All hooks."""
 
     @hookspec
     def hardpoint_configure(self, config: Mapping[str, object], device: DeviceInfo) -> list[ConfigChange]:  # type: ignore[empty-body]  # a specification
-        """Return wished changes to the config, once the platform is known and before anything is selected."""
+        """Return changes of settings. Called when the platform is known, before anything is selected."""
 
     @hookspec
     def hardpoint_conformance(self) -> list[object]:  # type: ignore[empty-body]  # a specification
         """Return generators of conformance trials (``hardpoint.conformance.generators.Generator``).
 
-        Called by the conformance kit alone, for families, ops and layers that this plugin brought into being.
+        Called only by the conformance kit, for families, ops and layers that this plugin defines.
         """
 
     @hookspec
     def hardpoint_engine_started(self, engine: EngineInfo) -> None:
-        """An engine has loaded its model and is about to take its first request."""
+        """Called when an engine has loaded its model, before its first request."""
 
     @hookspec
     def hardpoint_engine_stopping(self, engine: EngineInfo) -> None:
-        """An engine takes no more requests; its memory is freed after this returns."""
+        """Called when an engine takes no more requests, before its memory is freed."""

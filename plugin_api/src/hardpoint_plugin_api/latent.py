@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """The constants of a group of latent attention layers, given when the backend is built.
+    """The constants of a group of latent attention layers, given at construction.
 
-    ``num_heads`` H query heads are on this rank; the latent [``latent_size``] and the rotated key [``rope_size``] of a
+    ``num_heads`` H query heads are on this rank. The latent [``latent_size``] and the rotated key [``rope_size``] of a
     token are on every rank. ``scale`` multiplies scores.
     """
 
@@ -44,7 +44,7 @@ class LatentSpec:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """The planes ``latent`` [L] and ``rope_key`` [R] of each token, kept as long as their request lives."""
+        """The planes ``latent`` [L] and ``rope_key`` [R] of each token, kept for the whole sequence."""
         return CacheSpec(
             (
                 Plane("latent", (self.latent_size,), self.kv_dtype),
@@ -53,7 +53,7 @@ class LatentSpec:
         )
 
     def workload(self) -> LatentWorkload:
-        """The request that selects a backend for this group."""
+        """Return the workload by which a backend is selected for this group."""
         return LatentWorkload(
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
@@ -68,8 +68,8 @@ class LatentSpec:
 class LatentStoreCall:
     """The arguments of ``LatentBackend.store``.
 
-    ``latent`` [T, L] and ``rope_key`` [T, R] in the model's dtype; ``cache`` the views that the backend's ``layout``
-    gives of the cache; ``slot_mapping`` int32 [T] as in AttentionBatch. Later versions add fields with defaults.
+    ``latent`` [T, L] and ``rope_key`` [T, R] in the model's dtype. ``cache``: the views of the cache, by the names of
+    the regions of ``layout``. ``slot_mapping`` int32 [T] as in AttentionBatch. Later versions add fields with defaults.
     """
 
     latent: torch.Tensor
@@ -82,11 +82,11 @@ class LatentStoreCall:
 class LatentCall:
     """The arguments of ``LatentBackend.forward``.
 
-    ``q_latent`` [T, H, L] and ``q_rope`` [T, H, R] are this step's queries, ``latent`` [T, L] and ``rope_key`` [T, R]
-    what it added to the cache, in the model's dtype. ``cache``, the views that the backend's ``layout`` gives of the
-    cache, already holds these two; a kernel may read them from either. ``metadata`` is what ``plan`` returned for the
-    step. ``out`` [T, H, L] is in q_latent's dtype. Rows of tensors may lie apart. Later versions add fields with
-    defaults.
+    ``q_latent`` [T, H, L] and ``q_rope`` [T, H, R]: this step's queries. ``latent`` [T, L] and ``rope_key`` [T, R]:
+    what this step added to the cache, in the model's dtype. ``cache``: the views of the cache, by the names of the
+    regions of ``layout``; it already holds these two, and a kernel may read them from either. ``metadata``: the result
+    of ``plan`` for this step. ``out`` [T, H, L], in q_latent's dtype. Rows of tensors need not be contiguous. Later
+    versions add fields with defaults.
     """
 
     q_latent: torch.Tensor
@@ -99,9 +99,9 @@ class LatentCall:
 
 
 class LatentBackend(StepPlanner, ABC):
-    """One backend of latent attention: the target of a contribution of ``attention`` with ``of = "latent"``.
+    """An implementation of latent attention: the target of a contribution of ``attention`` with ``of = "latent"``.
 
-    An instance is built per layer; layers of equal spec and backend form a group, whose first layer plans for all.
+    Each layer has an instance; layers of equal spec and backend form a group, whose first layer plans for all.
     ``traceable`` is as in ExpertsKernel, for ``store`` and ``forward``.
     """
 
@@ -113,7 +113,7 @@ class LatentBackend(StepPlanner, ABC):
 
     @classmethod
     def supports(cls, workload: LatentWorkload, device: DeviceInfo) -> list[Reason]:
-        """Say what data cannot; called once, after import. Default: nothing to add."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
         return []
 
     @property
@@ -123,11 +123,12 @@ class LatentBackend(StepPlanner, ABC):
 
     @abstractmethod
     def store(self, call: LatentStoreCall) -> None:
-        """Write the call's ``latent`` and ``rope_key`` into its ``cache`` at its slots. Mutates ``cache`` alone."""
+        """Write ``latent`` and ``rope_key`` into ``cache`` at ``slot_mapping``. Mutates ``cache`` alone."""
 
     @abstractmethod
     def forward(self, call: LatentCall) -> None:
-        """Attend the call's queries to the cached latents. Mutates ``out`` alone, all but its padding rows.
+        """Compute attention of the queries over the cached latents. Mutates ``out`` alone, except its padding rows.
 
-        Scores may be of any height, also far below zero. A NaN among what a query reads is in its result.
+        Scores may have any magnitude, also very negative. A NaN among the values that a query reads must appear in its
+        result.
         """

@@ -1,6 +1,6 @@
-"""Constructor arguments of core's pluggable layers, and the weight slots a layer declares.
+"""Constructor arguments of core's pluggable layers, and the weight slots that a layer declares.
 
-They are dataclasses here, so that a plugin that replaces a layer needs nothing but this package to know them.
+They are dataclasses in this package, so that a plugin that replaces a layer needs no import from core.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Scoring = Literal["softmax", "sigmoid"]
 
 
 class LayerArgs(Protocol):
-    """Arguments that say which layer they are for: ``layer`` is its name, the ``of`` of its contributions.
+    """Constructor arguments of a layer that blocks build by name: ``layer`` is the name, the ``of`` of its
+    contributions.
 
-    A plugin that adds a mixer or a feed-forward writes a frozen dataclass like the ones below, and blocks build its
-    layer from that.
+    A plugin that adds a mixer or a feed-forward defines a frozen dataclass with this attribute, like the ones below.
     """
 
     layer: ClassVar[str]
@@ -44,14 +44,15 @@ class RopeArgs:
 
 @dataclass(frozen=True)
 class LinearArgs:
-    """A linear layer. ``parts`` are the named row blocks of a merged one, in order: (("q", 512), ("k", 128), ...).
+    """A linear layer. ``parts`` name the output features of a merged weight, in order: (("q", 512), ("k", 128), ...).
 
-    ``kind`` tells quantization methods an output head from the others, one that is tied (the embedding), and what is
-    small and decides much: the ``router`` of a mixture of experts.
+    ``kind`` distinguishes layers that quantization methods may treat differently: an output head, an output head that
+    is tied to the embedding, and the router of a mixture of experts.
 
-    ``row_shards`` (one for each part) or ``column_shard`` say how a group of ranks divides the weight. Divided by rows,
-    a rank makes its rows of the output; divided by columns, it takes its columns of the input and makes a partial sum
-    of the output, of which rank 0's holds the bias. ``in_features`` and ``parts`` are of the whole weight.
+    ``row_shards`` (one per part) or ``column_shard`` say how a group of ranks divides the weight [out, in].
+    ``row_shards`` divide the output features (column-parallel in Megatron's and vLLM's words): a rank computes its
+    slice of the output. ``column_shard`` divides the input features (row-parallel there): a rank computes a partial sum
+    of the whole output, and rank 0 adds the bias. ``in_features`` and ``parts`` describe the whole weight.
     """
 
     in_features: int
@@ -63,24 +64,24 @@ class LinearArgs:
 
     @property
     def out_features(self) -> int:
-        """Rows of the whole weight."""
+        """The output features of the whole weight."""
         return sum(rows for _, rows in self.parts)
 
     @property
     def own_parts(self) -> tuple[tuple[str, int], ...]:
-        """The parts with the rows that are on this rank."""
+        """The parts with their output features on this rank."""
         if not self.row_shards:
             return self.parts
         return tuple((name, plan.size) for (name, _), plan in zip(self.parts, self.row_shards, strict=True))
 
     @property
     def own_in_features(self) -> int:
-        """The columns that are on this rank."""
+        """The input features on this rank."""
         return self.in_features if self.column_shard is None else self.column_shard.size
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What an implementation must be able to do."""
+        """The workload features that an implementation must claim."""
         return frozenset({Feature.SHARDED} if self.row_shards or self.column_shard else ())
 
 
@@ -88,8 +89,8 @@ class LinearArgs:
 class NormArgs:
     """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-    ``spec`` is the form in which all who read the normed values want them: the layer may return these as ``Quantized``
-    then, or plain all the same.
+    ``spec``: the quantization that all readers of the result want. The layer may then return ``Quantized``, or plain
+    values.
     """
 
     size: int
@@ -99,7 +100,7 @@ class NormArgs:
 
 @dataclass(frozen=True)
 class EmbeddingArgs:
-    """A token embedding or the output head: ``vocab_size`` rows of ``hidden_size``; ``tied`` where they are one."""
+    """A token embedding or an output head, [vocab_size, hidden_size]. ``tied``: both share one weight."""
 
     vocab_size: int
     hidden_size: int
@@ -148,7 +149,7 @@ class LinearAttentionArgs:
 
     @property
     def num_heads(self) -> int:
-        """Heads of queries, keys and values alike."""
+        """The number of heads, the same for queries, keys and values."""
         return len(self.decays)
 
 
@@ -156,11 +157,12 @@ class LinearAttentionArgs:
 class MLAArgs:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): projections, norms, rotary embedding, cache.
 
-    A token's latent [``latent_size``] is normed and cached, beside a rotated key [``rope_size``] that all heads share.
-    A head's query has ``nope_size`` elements that meet the head's key, made of the latent, and ``rope_size`` rotated
-    ones; its value, made of the latent, has ``value_size``. ``scale`` multiplies scores. Queries are made of a normed
-    vector of ``query_rank`` elements, or of the hidden state itself where that is None. ``bias`` is that of the
-    projections from and to hidden states. ``norm_eps`` is that of both norms; ``rope.rotary_dim`` is ``rope_size``.
+    The cache holds, for each token, a normed latent [``latent_size``] and a rotated key [``rope_size``] that all heads
+    share. Keys and values of a head are computed from the latent: the key has ``nope_size`` elements, the value
+    ``value_size``. A query has ``nope_size`` elements for that key, and ``rope_size`` rotated elements for the shared
+    one. ``scale`` multiplies scores. Queries are computed from a normed vector of ``query_rank`` elements, or from the
+    hidden state where that is None. ``bias``: the projections from and to hidden states have one. ``norm_eps`` is that
+    of both norms. ``rope.rotary_dim`` equals ``rope_size``.
     """
 
     layer: ClassVar[str] = "mla"
@@ -180,7 +182,7 @@ class MLAArgs:
 
 @dataclass(frozen=True)
 class MLPArgs:
-    """A gated feed-forward: ``down(activation(gate(x)) * up(x))``; ungated where ``gated`` is False."""
+    """A gated feed-forward, ``down(activation(gate(x)) * up(x))``; ungated, ``down(activation(up(x)))``."""
 
     layer: ClassVar[str] = "mlp"
 
@@ -193,13 +195,13 @@ class MLPArgs:
 
 @dataclass(frozen=True)
 class RouterArgs:
-    """How a router's logits become ``top_k`` experts and their weights for each token.
+    """How the router of a mixture of experts chooses ``top_k`` experts for each token, and their weights.
 
-    ``scoring`` turns logits into scores. ``bias`` says that there is a correction bias (float32, one for each expert),
-    added to the scores for the choice alone (arXiv:2408.15664). With ``num_groups`` above 1 the experts are that many
-    groups of neighbours, and only those of a token's ``top_groups`` best are chosen from (arXiv:2412.19437).
-    ``renormalize`` divides a token's weights by their sum; ``scaling`` multiplies them afterwards. ``linear_bias`` says
-    that the linear layer that makes the logits has a bias.
+    ``scoring`` turns logits into scores. ``bias``: a correction bias (float32, one per expert) is added to the scores,
+    for the choice only (arXiv:2408.15664). ``num_groups`` above 1: the experts form that many groups of neighbours, and
+    are chosen from a token's ``top_groups`` best groups (arXiv:2412.19437). ``renormalize`` divides a token's weights
+    by their sum; ``scaling`` then multiplies them. ``linear_bias``: the linear layer that computes the logits has a
+    bias.
     """
 
     num_experts: int
@@ -214,19 +216,20 @@ class RouterArgs:
 
     @property
     def routing(self) -> str:
-        """The op that does it: what workloads carry as ``routing``."""
+        """The op that chooses experts, as workloads name it (``routing``)."""
         return "grouped_topk" if self.num_groups > 1 else f"topk_{self.scoring}"
 
 
 @dataclass(frozen=True)
 class MoEArgs:
-    """A mixture of experts: each token goes through ``router.top_k`` of its feed-forwards, summed by router weights.
+    """A mixture of experts: each token passes ``router.top_k`` feed-forwards, whose results are summed by router
+    weights.
 
-    Experts are like ``MLPArgs``, ``intermediate_size`` wide each; ``bias`` says that both of their matrices have one.
-    Where ``shared_size`` is above 0, a gated feed-forward of that width serves every token beside them
-    (arXiv:2401.06066); ``shared_gate`` says that its output is multiplied by the sigmoid of one more linear's output
-    per token. ``swiglu_alpha`` and ``swiglu_limit`` are parameters of the activation ``swiglu_oai`` (arXiv:2508.10925):
-    ``g * sigmoid(alpha * g) * (u + 1)``, with the gate g at most ``limit`` and u within ``limit`` of zero.
+    Experts are like ``MLPArgs``, each ``intermediate_size`` wide; ``bias``: both of their matrices have one.
+    ``shared_size`` above 0: a gated feed-forward of that width serves every token as well (arXiv:2401.06066);
+    ``shared_gate``: its result is multiplied by the sigmoid of one more linear output per token. ``swiglu_alpha`` and
+    ``swiglu_limit`` are parameters of the activation ``swiglu_oai`` (arXiv:2508.10925): ``g * sigmoid(alpha * g) * (u +
+    1)``, with the gate g at most ``limit`` and u within ``limit`` of zero.
     """
 
     layer: ClassVar[str] = "moe"
@@ -244,11 +247,11 @@ class MoEArgs:
 
     @property
     def experts_activation(self) -> str:
-        """The middle of an expert, by the name that workloads and manifests give it.
+        """The activation between an expert's matrices, as workloads and manifests name it.
 
-        ``relu2`` and the like where nothing is gated; ``silu_and_mul`` and the like where the first half gates the
-        second. ``swiglu_oai`` is gated always, and has gpt-oss's parameters; with others it is
-        ``swiglu_oai(ALPHA,LIMIT)``, another activation for whoever claims names.
+        Ungated: the name itself, such as ``relu2``. Gated: ``silu_and_mul`` and the like, where the first half of the
+        columns gates the second. ``swiglu_oai`` has gpt-oss's parameters; with others the name is
+        ``swiglu_oai(ALPHA,LIMIT)``.
         """
         if self.activation == "swiglu_oai":
             ours, theirs = (self.swiglu_alpha, self.swiglu_limit), (MoEArgs.swiglu_alpha, MoEArgs.swiglu_limit)
@@ -258,10 +261,11 @@ class MoEArgs:
 
 @dataclass(frozen=True)
 class BlockArgs:
-    """One pre-norm decoder block: (x, residual) -> (x, residual).
+    """A pre-norm decoder block: (x, residual) -> (x, residual).
 
-    ``mixer`` brings a sequence's tokens together, as attention does; ``feed_forward`` takes each by itself. Both are
-    called as ``forward(x, step)``, [T, hidden] -> [T, hidden]. ``norm`` stands before each of them.
+    ``mixer`` combines the tokens of a sequence, as attention does. ``feed_forward`` transforms each token by itself, as
+    an MLP or a mixture of experts does. Both are called as ``forward(x, step)``, [T, hidden] -> [T, hidden], and
+    ``norm`` is applied before each.
     """
 
     mixer: LayerArgs
@@ -271,10 +275,10 @@ class BlockArgs:
 
 @dataclass(frozen=True)
 class StackArgs:
-    """Decoder blocks, one after the other: all of a model, or those of one pipeline stage.
+    """Consecutive decoder blocks: all of a model's, or those of one pipeline stage.
 
-    The first of ``blocks`` is number ``first`` of the ``total`` blocks of the model. Layer paths and slots of a block
-    bear its number in the model: ``blocks.NUMBER.mixer``. A ``total`` of 0 says that the model has no others.
+    The first of ``blocks`` is number ``first`` of the model's ``total`` blocks; ``total`` 0 means that the model has no
+    others. Layer paths and weight names of a block contain its number in the model: ``blocks.NUMBER.mixer``.
     """
 
     layer: ClassVar[str] = "decoder_stack"
@@ -285,23 +289,22 @@ class StackArgs:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """The features that an implementation must claim."""
+        """The workload features that an implementation must claim."""
         return frozenset({Feature.PIPELINE_STAGES} if len(self.blocks) < self.total else ())
 
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """One tensor that a layer wants: shape and dtype (a torch dtype's name) on this rank, before any packing.
+    """One weight tensor of a layer: its shape and dtype (name of a torch dtype) on this rank, before ``prepack``.
 
-    ``parts`` are named blocks along axis 0, in order, which a checkpoint may hold as tensors of their own; empty means
-    one unnamed part. ``shard_axis`` is the axis that tensor parallelism divides, or None for a replicated weight.
-    ``shards`` says how: one plan for each of ``parts`` where these lie along that axis, else one in all; without any
-    the tensor is whole on every rank.
+    ``parts`` name consecutive blocks along axis 0, which a checkpoint may store as separate tensors (q, k, v); empty:
+    one unnamed part. ``shard_axis``: the axis that tensor parallelism divides; None: every rank holds the whole tensor.
+    ``shards``: the plan of the division, one for each part where parts lie along that axis, else a single one.
 
-    Where ``stack`` is given, axis 0 holds tensors that are alike, such as those of a model's experts, by these numbers
-    in this order. A checkpoint may hold each as a tensor of its own: part ``"3"`` is number 3 without axis 0. ``parts``
-    are blocks along axis 1 then, and ``"3.gate"`` is the part ``gate`` of number 3. ``stack_of`` is how many there are
-    in all, from 0, where other ranks hold the rest of them; 0 means that they are all here.
+    ``stack``: axis 0 stacks tensors of equal shape, such as the weights of experts with these numbers. A checkpoint may
+    store each as a separate tensor: part ``"3"`` is number 3, without axis 0. ``parts`` are then blocks along axis 1,
+    and ``"3.gate"`` is the part ``gate`` of number 3. ``stack_of``: the number of all such tensors, where other ranks
+    hold the rest; 0: all are on this rank.
     """
 
     shape: tuple[int, ...]
@@ -313,7 +316,7 @@ class WeightSlot:
     stack_of: int = 0
 
     def shard(self, part: str | None) -> tuple[int, ShardPlan] | None:
-        """The axis of the slot along which ``part`` (None: the whole) is divided, and how; None where it is not."""
+        """Return the axis along which ``part`` (None: the whole) is divided, and its plan; None if undivided."""
         if not self.shards:
             return None
         assert self.shard_axis is not None
@@ -326,7 +329,7 @@ class WeightSlot:
         return self.shard_axis, joined(self.shards)
 
     def stored_shape(self, part: str | None) -> tuple[int, ...]:
-        """The shape of ``part`` (None: the whole) in a checkpoint: with what other ranks hold of it."""
+        """Return the shape of ``part`` (None: the whole) in a checkpoint, including what other ranks hold."""
         shape, found = list(self.part_shape(part)), self.shard(part)
         if self.stack and part is None:
             shape[0] = self.stack_of or len(self.stack)
@@ -336,12 +339,12 @@ class WeightSlot:
         return tuple(shape)
 
     def is_elsewhere(self, part: str | None) -> bool:
-        """Whether ``part`` is of a number that other ranks hold."""
+        """Return True for a part whose number other ranks hold."""
         number = (part or "").partition(".")[0]
         return number.isdecimal() and int(number) < self.stack_of and int(number) not in self.stack
 
     def part_rows(self, part: str | None) -> tuple[int, int]:
-        """Start and length of ``part`` (None: the whole) along the axis that ``parts`` divide."""
+        """Return start and length of ``part`` (None: the whole) along the axis of ``parts``."""
         if part is None:
             return 0, self.shape[1 if self.stack else 0]
         start = 0
@@ -352,7 +355,7 @@ class WeightSlot:
         raise KeyError(part)
 
     def part_index(self, part: str | None) -> tuple[int | slice, ...]:
-        """Where ``part`` (None: the whole) lies in the tensor, as an index into it. Raises KeyError for no part."""
+        """Return the index of ``part`` (None: the whole) in the tensor. Raises KeyError for an unknown part."""
         if not self.stack or part is None:
             start, rows = (0, self.shape[0]) if part is None else self.part_rows(part)
             return (slice(start, start + rows),)
@@ -369,7 +372,7 @@ class WeightSlot:
         return (*cut, *self.shape[len(index) :])
 
     def pieces(self, part: str | None = None) -> tuple[str | None, ...]:
-        """The smallest parts that ``part`` (None: the whole) is made of; (None,) for a slot without parts."""
+        """Return the smallest parts of ``part`` (None: the whole); (None,) for a slot without parts."""
         if part is not None and (not self.stack or "." in part):
             return (part,)
         blocks = [name for name, _ in self.parts]

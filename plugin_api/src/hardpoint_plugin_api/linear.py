@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Activations [T, K] that travel quantized, from the op that made them to the kernel that multiplies them.
+    """Quantized activations [T, K], passed from the op that wrote them to the matmul that reads them.
 
-    ``data`` [T, K] are elements of ``spec``, row after row without gaps; ``scale`` is float32, [T, 1], or [T, K / k]
-    for blocks of k columns (rounded up). A number is its element times the scale of its block.
+    ``data`` [T, K]: elements of ``spec``, contiguous. ``scale`` float32 [T, 1], or [T, ceil(K / k)] for blocks of k
+    columns. A number is its element times the scale of its block.
     """
 
     data: torch.Tensor
@@ -40,9 +40,9 @@ class Quantized:
 class LinearCall:
     """The arguments of ``LinearKernel.apply``.
 
-    ``x`` [T, in] in the workload's dtype, whose rows may lie apart; ``weights`` the slots that ``prepack`` returned;
-    ``bias`` [out]. Where ``scales`` are given, ``x`` holds elements of the kernel's ``input_spec``, and they are its
-    scales, as in Quantized. Later versions add fields with defaults.
+    ``x`` [T, in] in the workload's dtype; its rows need not be contiguous. ``weights``: the slots that ``prepack``
+    returned. ``bias`` [out], or None. With ``scales``, ``x`` holds elements of the kernel's ``input_spec``, and
+    ``scales`` are theirs, as in Quantized. Later versions add fields with defaults.
     """
 
     x: torch.Tensor
@@ -52,17 +52,19 @@ class LinearCall:
 
 
 class LinearKernel(ABC):
-    """Multiplies by one weight. ``prepack`` runs once, while weights load; ``apply`` is on the token path.
+    """A matrix multiplication by one weight. ``prepack`` runs once, while weights load; ``apply`` runs in every step.
 
-    ``layout`` names the weight layout that ``prepack`` produces ("plain": the slots of ``weight_slots`` as loaded).
-    ``input_spec`` is the form it wants its input in. Where the op before the layer can write that form, ``apply`` is
-    given elements and scales, and no pass over the activations is spent on rounding them. The spec must be dynamic,
-    with one level of scales, each of a row's own, without zero points, of elements that lie one by one. A kernel
-    without an ``input_spec``, and a call without ``scales``, get plain activations, which ``apply`` quantizes itself
-    where the workload's spec says so, as the op ``quantize_rows`` does: divided by the scale, to the nearest, ties to
-    even; a dynamic scale is the largest magnitude over the largest element. ``capturable`` and ``traceable`` are as in
-    ExpertsKernel. ``overlapped`` says that its device work begins before what was launched before it has ended
-    (programmatic dependent launch): until it has waited for that, it touches nothing but weights.
+    ``layout`` names the weight layout that ``prepack`` returns ("plain": the slots of ``weight_slots`` as loaded).
+
+    ``input_spec`` is the quantization that the kernel wants its input in. Where the previous op can write it, ``apply``
+    gets elements and scales, and no extra pass quantizes the activations. The spec must be dynamic, with one level of
+    scales that are separate for each row, without zero points or packing. Without an ``input_spec``, or in a call
+    without ``scales``, ``apply`` gets plain activations. It quantizes them itself where the workload's spec says so, as
+    the op ``quantize_rows`` does: divided by the scale and rounded to the nearest, ties to even; a dynamic scale is the
+    largest magnitude divided by the largest element.
+
+    ``capturable`` and ``traceable`` are as in ExpertsKernel. ``overlapped``: the kernel's device work may begin before
+    earlier launches have ended (programmatic dependent launch); until it has waited for them, it reads weights only.
     """
 
     layout: str = "plain"
@@ -76,39 +78,39 @@ class LinearKernel(ABC):
 
     @classmethod
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
-        """Say what data cannot; called once, after import. Default: nothing to add."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
         return []
 
     @classmethod
     def trial_sizes(cls, device: DeviceInfo) -> Sequence[tuple[int, int, int]]:
-        """Where it serves a few sizes only: some to try it with, small ones first, as tokens, out, in.
+        """Return sizes to test the kernel with, (tokens, out, in), small ones first, for a kernel that serves few
+        sizes.
 
-        Default: none, and the conformance kit takes sizes of its own.
+        Default: none; the conformance kit then takes sizes of its own.
         """
         return ()
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Turn loaded slots (those of ``weight_slots`` for the workload's spec) into this kernel's layout.
+        """Convert loaded slots (``weight_slots`` of the workload's spec) to this kernel's layout. Runs while weights
+        load.
 
-        The originals may be dropped by the caller as soon as this returns. It runs again where weights are updated.
-        Default: the plain layout, no copy.
+        The caller may free the originals as soon as this returns. It runs again when weights are updated. Default: the
+        plain layout, no copy.
         """
         return weights
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the plain, dequantized weight [out, in] in the workload's dtype.
+        """Return the dequantized weight [out, in] in the workload's dtype.
 
-        It is a copy where the layout is not plain.
-
-        A kernel with a layout of its own overrides this.
+        It is a copy where the layout is not plain. A kernel with a layout of its own must override this.
         """
         return self._dequantized(weights, None)
 
     def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-        """Return rows ``ids`` [T] of the plain weight, [T, in] in the workload's dtype.
+        """Return rows ``ids`` [T] of the dequantized weight: [T, in] in the workload's dtype.
 
-        So a tied embedding reads the head's one copy.
-        A kernel with a layout of its own overrides this; unpacking the whole weight per step would be no answer.
+        A tied embedding reads the output head's weight by this method. A kernel with a layout of its own must override
+        it, and should not unpack the whole weight, since it runs in every step.
         """
         return self._dequantized(weights, ids)
 
@@ -123,7 +125,8 @@ class LinearKernel(ABC):
 
     @abstractmethod
     def apply(self, call: LinearCall) -> torch.Tensor:
-        """Return the call's ``x`` times the weight, plus its ``bias``: [T, out] in the workload's dtype.
+        """Return ``x`` times the weight, plus ``bias``: [T, out] in the workload's dtype.
 
-        What float16 cannot hold is infinite. ``call.weights`` may hold other numbers at the same addresses later on.
+        Results beyond float16's range become infinite. The tensors in ``call.weights`` keep their addresses, but a
+        weight update may change their values.
         """

@@ -145,7 +145,7 @@ class ConfigKey:
 
 @dataclass(frozen=True)
 class Namesake:
-    """A package that is easily installed in place of the one that a plugin needs."""
+    """A package that is easily installed by mistake in place of one that the plugin needs."""
 
     package: str
     meant: str
@@ -154,7 +154,7 @@ class Namesake:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A plugin's whole declaration."""
+    """The content of a plugin's ``hardpoint.toml``."""
 
     name: str
     api: ApiVersion
@@ -166,7 +166,7 @@ class Manifest:
 
 
 def is_name(text: str) -> bool:
-    """Say whether ``text`` can name a plugin, a contribution or a setting: letters a-z, digits and underscores."""
+    """Return True for a valid name of a plugin, contribution or setting: letters a-z, digits and underscores."""
     return _NAME.match(text) is not None
 
 

@@ -1,10 +1,10 @@
-"""Parsers of a model's output: what is reasoning, what is a call of a tool, and what is content.
+"""Parsers of a model's output: they separate reasoning, tool calls and content.
 
-A parser is fed the output's text as it comes, in pieces cut anywhere, and answers with events. Nothing that a model
-writes makes it raise or lose text: what is no tool call comes out as content, marks and all. The events, with
-neighbouring deltas joined, do not depend on how the text was cut. Work is linear in the text.
+A parser is fed the output's text in pieces of any length, and returns events. No text that a model writes makes it
+raise or lose text: text that is no tool call is content, marks included. The events, with neighbouring deltas joined,
+do not depend on how the text was cut. Total work is linear in the length of the text.
 
-An output passes through a reasoning parser first; the content that it yields is fed to a tool parser.
+An output passes a reasoning parser first; the content that it returns is fed to a tool parser.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model says to itself. ``text`` is not empty."""
+    """More of the model's reasoning. ``text`` is not empty."""
 
     text: str
 
@@ -46,9 +46,9 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of the call's arguments: together they are the text of a JSON object.
+    """More of the call's arguments. All deltas together are the text of a JSON object.
 
-    A parser may pass them on as the model writes them: then they may break off, and hold the model's mistakes.
+    A parser may pass the arguments on as the model writes them: they may then be cut off or invalid.
     """
 
     index: int
@@ -68,11 +68,11 @@ ParserEvent = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | To
 
 @dataclass(frozen=True, kw_only=True)
 class ParserArgs:
-    """What a parser is constructed with, once for each output.
+    """The arguments of a parser's constructor; each output has a parser of its own.
 
-    ``tools`` are those of the request, in the form of OpenAI's chat completions (``{"type": "function", "function":
-    {"name": ..., "parameters": JSON schema}}``). ``prompt`` is the text that the output continues, or its end.
-    ``special_tokens`` has the ids of the tokenizer's added tokens by their text, special ones among them.
+    ``tools``: the request's tools, in the form of OpenAI's chat completions (``{"type": "function", "function":
+    {"name": ..., "parameters": JSON schema}}``). ``prompt``: the text before the output, or its end.
+    ``special_tokens``: the ids of the tokenizer's added tokens, by text.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -81,16 +81,16 @@ class ParserArgs:
 
     @property
     def functions(self) -> dict[str, Mapping[str, Any]]:
-        """The tools' functions by name; what is no function is left out."""
+        """The functions of the tools, by name. Tools that are no functions are left out."""
         found = (tool.get("function") for tool in self.tools if isinstance(tool, Mapping))
         return {str(f["name"]): f for f in found if isinstance(f, Mapping) and isinstance(f.get("name"), str)}
 
 
 class ToolParser(ABC):
-    """Finds tool calls in one output. A call is ToolCallStart, ToolCallDelta (any number), ToolCallEnd.
+    """Finds tool calls in one output. A call is ToolCallStart, any number of ToolCallDelta, ToolCallEnd.
 
-    ``needs_special_tokens`` says that calls are marked by special tokens, which must then be left in the text that is
-    fed (``skip_special_tokens`` off).
+    ``needs_special_tokens``: calls are marked by special tokens, which must be kept in the text
+    (``skip_special_tokens`` off).
     """
 
     needs_special_tokens: ClassVar[bool] = False
@@ -100,40 +100,39 @@ class ToolParser(ABC):
 
     @classmethod
     def recognizes(cls, workload: ToolParserWorkload) -> bool:
-        """Say whether a model with this chat template surely writes calls in this syntax. Default: never sure."""
+        """Return True where models with this chat template certainly write calls in this syntax. Default: False."""
         return False
 
     @classmethod
     def supports(cls, workload: ToolParserWorkload, device: DeviceInfo) -> list[Reason]:
-        """Nothing is against a parser that was asked for by name, where the workload holds no template."""
+        """Return a reason against a chat template that is not recognized; none for a parser that the user named."""
         return _unrecognized(cls.recognizes(workload)) if workload.chat_template is not None else []
 
     @abstractmethod
     def feed(self, delta: str) -> list[ParserEvent]:
-        """Take more text; return what is certain now. Must not be called after ``finish``."""
+        """Take more text, and return the events that are certain now. Must not be called after ``finish``."""
 
     @abstractmethod
     def finish(self) -> list[ParserEvent]:
-        """The output has ended: return everything held back. To be called once."""
+        """End the output, and return the remaining events. Must be called once."""
 
     def constraint(self, name: str | None = None, *, parallel: bool = True) -> StructuredOutput | None:
-        """What makes a model call a tool in this syntax: the tool ``name``, or any of those in ``args.tools``.
+        """Return a constraint that makes the model call a tool in this syntax: ``name``, or any tool of ``args.tools``.
 
-        With ``parallel`` several calls may follow each other, where the syntax has that. None where the parser cannot
-        say it, the default.
+        ``parallel``: several calls may follow each other, if the syntax has that. None, the default: not supported.
         """
         return None
 
     def make_id(self) -> str:
-        """An id for a call, unlike all others. A parser whose chat template asks for a certain form overrides this."""
+        """Return a unique id for a call. Override it where the chat template requires a certain form."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class ReasoningParser(ABC):
-    """Tells what a model says to itself from its answer: events are ReasoningDelta and ContentDelta.
+    """Separates a model's reasoning from its answer. Events are ReasoningDelta and ContentDelta.
 
-    Content may hold tool calls, as the model wrote them. ``needs_special_tokens`` is as in ToolParser. ``opening`` and
-    ``ending`` are the texts around reasoning, where it has such, for StructuredOutput's ``opening`` and ``after``.
+    Content may hold tool calls as the model wrote them. ``needs_special_tokens`` is as in ToolParser. ``opening`` and
+    ``ending``: the texts before and after reasoning, if it has such, for ``opening`` and ``after`` of StructuredOutput.
     """
 
     needs_special_tokens: ClassVar[bool] = False
@@ -145,24 +144,26 @@ class ReasoningParser(ABC):
 
     @classmethod
     def recognizes(cls, workload: ReasoningParserWorkload) -> bool:
-        """Say whether a model with this chat template surely marks its reasoning so. Default: never sure."""
+        """Return True where models with this chat template certainly mark their reasoning so. Default: False."""
         return False
 
     @classmethod
     def supports(cls, workload: ReasoningParserWorkload, device: DeviceInfo) -> list[Reason]:
-        """Nothing is against a parser that was asked for by name, where the workload holds no template."""
+        """Return a reason against a chat template that is not recognized; none for a parser that the user named."""
         return _unrecognized(cls.recognizes(workload)) if workload.chat_template is not None else []
 
     @abstractmethod
     def feed(self, delta: str) -> list[ParserEvent]:
-        """Take more text; return what is certain now. Must not be called after ``finish``."""
+        """Take more text, and return the events that are certain now. Must not be called after ``finish``."""
 
     @abstractmethod
     def finish(self) -> list[ParserEvent]:
-        """The output has ended: return everything held back. To be called once."""
+        """End the output, and return the remaining events. Must be called once."""
 
     def delayed(self, structure: StructuredOutput) -> StructuredOutput:
-        """The same constraint on the answer, with reasoning before it left free. Default: no reasoning is allowed."""
+        """Return the constraint applied to the answer only, with free reasoning before it. Default: no reasoning is
+        allowed.
+        """
         return structure
 
 

@@ -29,11 +29,11 @@ or may be, here and cannot be used: core then refuses to fall back to a CPU in s
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What one step may hold, as data. The scheduler obeys the intersection of the platform's and the backends'.
+    """What one step may hold. The scheduler obeys the intersection of the platform's limits and the backends'.
 
-    ``None`` means no limit. ``token_buckets`` are the sizes that a step's token count is padded up to (empty: no
-    padding); ``chunk_multiple`` is what a prefill chunk's length must be a multiple of, its last chunk excepted;
-    ``mixed_phases`` says whether prefill and decode may share a step.
+    ``None`` means no limit. ``token_buckets``: a step's token count is padded up to the next of these sizes (empty: no
+    padding). ``chunk_multiple``: the length of a prefill chunk must be a multiple of this, except for the last chunk of
+    a prompt. ``mixed_phases``: prefill and decode may share a step.
     """
 
     max_tokens: int | None = None
@@ -44,7 +44,9 @@ class StepLimits:
     token_buckets: tuple[int, ...] = ()
 
     def intersect(self, other: StepLimits) -> StepLimits:
-        """Return the limits that satisfy both. Buckets must agree where both have some (else PlatformError)."""
+        """Return the limits that satisfy both. Raises PlatformError for different buckets or incompatible chunk
+        multiples.
+        """
 
         def least(a: int | None, b: int | None) -> int | None:
             return b if a is None else a if b is None else min(a, b)
@@ -64,36 +66,34 @@ class StepLimits:
         )
 
 
-class Executable(Protocol):
-    """A prepared step that can run again and again."""
+class CapturedGraph(Protocol):
+    """A captured graph: a prepared step that can run many times."""
 
     def run(self, update: Mapping[str, object] | None = None) -> Any:
-        """Run once with host parameters rebound from ``update``; returns what the prepared function returned."""
+        """Run once, with host parameters replaced from ``update``. Returns what the prepared function returned."""
         ...
 
 
 class GraphEngine(ABC):
-    """Turns a function over fixed buffers into an Executable: recorded, captured or compiled ahead.
+    """Turns a function over fixed buffers into a CapturedGraph: captures a graph, records operators, or compiles.
 
-    ``max_executables`` (None: no limit) and ``bytes_per_executable`` tell the dispatcher how many it may keep;
-    ``collectives_allowed`` and ``host_sync_allowed`` what the function may do while it is prepared.
+    ``max_graphs``: the most that may be kept (None: no limit). ``bytes_per_graph``: device memory to reserve
+    for each before any is prepared; ``nbytes``: what they take now. ``collectives_allowed`` and ``host_sync_allowed``:
+    whether the function may do these while it is prepared.
 
-    ``batch_sizes`` says for how many requests decode steps are prepared. None, where preparing is cheap: for exactly
-    as many as a step has, when it is first met. Otherwise for these numbers, ahead, when the engine starts; steps are
-    padded to the next of them, and steps of more requests run eagerly. ``token_sizes`` says for how many tokens other
-    steps are prepared ahead, of up to ``requests_per_token_size`` requests, whatever prompts and decodes they hold.
-    ``piece_sizes``: for how many tokens steps that are not prepared whole are prepared in pieces, by ``interrupt``.
+    ``batch_sizes``: numbers of requests for which decode steps are prepared when the engine starts. Steps are padded to
+    the next size; larger steps run eagerly. None: preparing is cheap, and a step is prepared for its exact number when
+    it first occurs. ``token_sizes``: numbers of tokens for which steps with any mix of prompts and decodes are prepared
+    as one graph, with up to ``requests_per_token_size`` requests. ``piece_sizes``: numbers of tokens for which all
+    other steps are prepared as piecewise graphs, split at each ``interrupt``.
 
-    ``bytes_per_executable`` is what the cache leaves free for each before any is prepared, ``nbytes`` what they take.
-
-    ``sees_all_kernels`` says that whatever a kernel launches on the device becomes part of what is prepared, in
-    whatever language it is written. An engine that records torch's operators and its own plugin's kernels alone sets
-    it to False: core then makes each call of another plugin's kernel an ``opaque`` call, unless that kernel declares
-    ``traceable = True``.
+    ``sees_all_kernels``: everything that a kernel launches on the device becomes part of the graph, whatever language
+    it is written in. An engine that records only torch operators and its own plugin's kernels sets False: core then
+    passes each call of another plugin's kernel to ``opaque``, unless that kernel declares ``traceable = True``.
     """
 
-    max_executables: int | None = None
-    bytes_per_executable: int = 0
+    max_graphs: int | None = None
+    bytes_per_graph: int = 0
     collectives_allowed: bool = True
     host_sync_allowed: bool = True
     batch_sizes: tuple[int, ...] | None = None
@@ -104,58 +104,58 @@ class GraphEngine(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device that its executables hold now: memory between a step's operators, results, records.
+        """Bytes of device memory that its graphs hold now: intermediate results, outputs, records.
 
-        Default: 0. Reports then count those of their tensors that live.
+        Default: 0. Memory reports then count the live tensors among them.
         """
         return 0
 
     @abstractmethod
-    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> Executable:
-        """Prepare ``fn(**inputs)``. The tensors among ``inputs`` are the fixed buffers every later run reads.
+    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> CapturedGraph:
+        """Prepare ``fn(**inputs)``. The tensors among ``inputs`` are the fixed buffers that every later run reads.
 
-        They hold valid inputs, and are afterwards as they were. Whatever else ``fn`` writes, such as a cache, may have
-        been written: what a run on these inputs writes there. Raises PlatformError for what cannot be prepared; the
-        caller then runs ``fn`` itself.
+        They hold valid inputs, and are unchanged afterwards. Other tensors that ``fn`` writes, such as a cache, may be
+        written as in a run on these inputs. Raises PlatformError for a function that cannot be prepared; the caller
+        then runs ``fn`` itself.
         """
 
     def interrupt(self, call: Callable[[], None]) -> None:
-        """Within a function that is being prepared: have each run call ``call`` here, and record nothing of it.
+        """Within a function that is being prepared: make each run call ``call`` at this place, without capturing it.
 
-        It may do what a recording may not, reads and writes tensors that the function has by then, and may do other
-        things in each run. While the function is prepared it may be called, or not. For engines with ``piece_sizes``;
-        default: PlatformError.
+        ``call`` may do what a capture forbids, may read and write tensors that the function has computed so far, and
+        may act differently in each run. It may or may not be called during preparation. For engines with
+        ``piece_sizes``. Default: raises PlatformError.
         """
         raise PlatformError(f"{type(self).__name__} does not prepare functions in pieces")
 
     def opaque(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Within a function that is being prepared: have each run call ``call(*arguments)`` here.
+        """Within a function that is being prepared: make each run call ``call(*arguments)`` at this place.
 
-        The same as ``interrupt``, but for where tensors come from: those that the function made stand in
-        ``arguments`` (which may be lists, tuples and dicts), and ``call`` holds none of them. So an engine may move
-        them. Whatever ``call`` does is its own affair: nothing of it is recorded. Default: ``interrupt``.
+        Like ``interrupt``, except that all tensors of the function which ``call`` uses are in ``arguments`` (also
+        within lists, tuples and dicts), so that an engine may move them. Nothing that ``call`` does is captured.
+        Default: ``interrupt``.
         """
         self.interrupt(lambda: call(*arguments))
 
     def transient(self, result: torch.Tensor) -> torch.Tensor:
-        """Within a function that is being prepared: mark ``result``, which the function is to return in what this
-        returns, as valid only until any executable of this engine runs again. No memory needs to be kept for it.
+        """Mark ``result`` as valid only until any graph of this engine runs; within a function that is being prepared.
 
-        Default: nothing is done, and it is a result like any other.
+        The function must return the tensor that this returns. The engine then need not keep memory for it. Default: no
+        effect.
         """
         return result
 
 
 class EagerGraphEngine(GraphEngine):
-    """No graphs: every run calls the function again. What ``enforce_eager`` selects, and the default of a platform."""
+    """No graphs: every run calls the function again. Chosen by ``enforce_eager``, and the default of a platform."""
 
-    max_executables = 0
+    max_graphs = 0
 
-    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> Executable:
-        return _EagerExecutable(fn, dict(inputs))
+    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> CapturedGraph:
+        return _EagerGraph(fn, dict(inputs))
 
 
-class _EagerExecutable:
+class _EagerGraph:
     def __init__(self, fn: Callable[..., Any], inputs: dict[str, object]) -> None:
         self._fn, self._inputs = fn, inputs
 
@@ -168,11 +168,11 @@ MemoryTag = Literal["weights", "kv", "graphs", "resources", "adapters"]
 
 
 class Memory(ABC):
-    """A device's memory. It assumes nothing of the framework's caching allocator."""
+    """The memory of a device. Nothing is assumed of torch's caching allocator."""
 
     @abstractmethod
     def snapshot(self) -> MemorySnapshot:
-        """Bytes free, in all, and at the peak since ``reset_peak``."""
+        """Return the free bytes, the total, and the peak in use since ``reset_peak``."""
 
     @abstractmethod
     def reset_peak(self) -> None:
@@ -187,22 +187,22 @@ class Memory(ABC):
         return nullcontext()
 
     def suspend(self, tags: Sequence[MemoryTag]) -> None:
-        """Give the memory of ``tags`` back. Raises PlatformError for a tag that is not ``suspendable``."""
+        """Free the memory of ``tags``. Raises PlatformError for a tag that is not ``suspendable``."""
         raise PlatformError(f"this platform cannot suspend memory ({', '.join(tags)})")
 
     def resume(self, tags: Sequence[MemoryTag]) -> None:
-        """Take the memory of ``tags`` again, at the same addresses; its contents are undefined."""
+        """Allocate the memory of ``tags`` again, at the same addresses, with undefined content."""
         raise PlatformError(f"this platform cannot resume memory ({', '.join(tags)})")
 
     def trim(self) -> None:  # noqa: B027  # not every allocator keeps anything
-        """Return memory that nothing holds, and that an allocator keeps for later, to the system. Default: nothing."""
+        """Return unused memory that an allocator keeps in reserve to the system. Default: nothing."""
 
 
 class Platform(ABC):
-    """A kind of device: detection, memory, synchronisation, graphs, limits and defaults.
+    """A kind of device: its detection, memory, synchronisation, graphs, limits and defaults.
 
-    A platform is constructed with the DeviceInfo that ``detect`` returned and its plugin's config section.
-    ``name`` equals the contribution's name.
+    It is constructed with the DeviceInfo from ``detect`` and its plugin's settings. ``name`` equals the contribution's
+    name.
     """
 
     name: ClassVar[str]
@@ -215,9 +215,10 @@ class Platform(ABC):
     @classmethod
     @abstractmethod
     def detect(cls) -> DeviceInfo | Reason:
-        """Describe the devices here, or say why there is none (code NO_DEVICE) or why they are unusable (any other).
+        """Describe this machine's devices, or return the reason why none can be used.
 
-        Creates no device context and takes milliseconds.
+        Code NO_DEVICE: there is no such device. Any other code: there may be devices, and they are unusable. Must not
+        create a device context, and should take milliseconds.
         """
 
     @property
@@ -226,80 +227,87 @@ class Platform(ABC):
         """The memory of the device in use."""
 
     def share_host(self, rank: int, ranks: int) -> None:  # noqa: B027  # most have a device for each rank
-        """Tell that this process is number ``rank`` of ``ranks`` of one engine on this host; before ``activate``.
+        """Learn that this process is rank ``rank`` of ``ranks`` ranks of one engine on this host. Called before
+        ``activate``.
 
-        For a platform whose device is the host itself: all ranks activate the same index, and this says which part of
-        the host is whose. Default: nothing.
+        For a platform whose device is the host itself: all ranks activate the same index, and divide the host's cores
+        by rank. Default: nothing.
         """
 
     def tuning_context(self) -> Mapping[str, str]:
-        """What measured times depend on beside the device and the versions installed, by name: a host's threads.
+        """Return settings that measured times depend on, besides device and versions, by name: such as a host's
+        threads.
 
-        Asked before ``activate``, and after ``share_host``. What a tuning file holds of another context is left aside.
-        Default: nothing.
+        Called before ``activate``, after ``share_host``. Entries of a tuning file from another context are ignored.
+        Default: none.
         """
         return {}
 
     @abstractmethod
     def activate(self, index: int) -> torch.device:
-        """Make device ``index`` current for this process and return it. The first call that may create a context."""
+        """Make device ``index`` current for this process, and return it. The first call that may create a device
+        context.
+        """
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the active device the calling thread's current one inside, and what was current before it afterwards.
+        """Make the active device the calling thread's current device inside the block, and restore the previous one
+        after it.
 
-        For devices that are current for a thread, since several engines may take turns in one, or one engine be called
-        from several. Asked for at each step. Default: nothing.
+        Needed where a current device belongs to a thread: several engines may take turns in one thread, or several
+        threads may call one engine. Called at each step. Default: nothing.
         """
         return nullcontext()
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything submitted to the device is done."""
+        """Wait until all work submitted to the device is done."""
 
     def graph_engine(self) -> GraphEngine:
-        """How steps are recorded and replayed. Default: eager.
+        """Return a new graph engine. Default: eager.
 
-        Each call returns an engine of its own, which may keep memory that its executables share: where all of them are
-        dropped to give memory back, the engine is dropped too, and another is asked for.
+        Its graphs may share memory that it owns. To free that memory, core drops the graphs and the engine,
+        and asks for another engine later.
         """
         return EagerGraphEngine()
 
     def step_limits(self) -> StepLimits:
-        """What a step may hold on this platform."""
+        """Return the limits of a step on this platform."""
         return StepLimits()
 
     def default_dtype(self, checkpoint_dtype: str) -> str:
-        """The dtype that ``--dtype auto`` means for a checkpoint stored in ``checkpoint_dtype``."""
+        """Return the data type that ``--dtype auto`` means for a checkpoint in ``checkpoint_dtype``."""
         return checkpoint_dtype if checkpoint_dtype in self.info.dtypes else "float32"
 
     def default_block_size(self) -> int:
-        """Tokens per cache page where the user asks for no size."""
+        """Return the tokens per block of the cache where the user sets none."""
         return 16
 
     def kv_cache_budget(self) -> int:
-        """Bytes for the block pool where the user gives none, asked after the weights and resources are in place."""
+        """Return the bytes for the KV cache where the user sets none. Called once weights and resources are loaded."""
         return int(self.memory.snapshot().free * 0.9)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` (host memory) in memory that the device copies from asynchronously, where there is such."""
+        """Return ``tensor`` (in host memory) in pinned memory, from which the device copies asynchronously, if there is
+        such.
+        """
         return tensor
 
     def to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start copying ``tensor`` to the host, behind all that is submitted so far.
+        """Start copying ``tensor`` to the host, after all work submitted so far. Returns a function that waits for the
+        copy.
 
-        The returned function waits for the copy and returns it. ``tensor`` may be written to by whatever is submitted
-        after this call. Default: nothing starts, and the function waits for all that was submitted until it is called;
-        to be overridden where devices work on while the host goes on.
+        That function returns the copy. Work submitted after this call may overwrite ``tensor``. Default: the function
+        synchronises with all work submitted until it is called; override it for devices that run asynchronously.
         """
         return tensor.clone().cpu
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """Mark a profiling range."""
+        """Mark a range in profiles."""
         return nullcontext()
 
     def profile(self, folder: Path) -> AbstractContextManager[None]:
-        """Profile what the process does inside, in all its threads, and write what was found into ``folder``.
+        """Profile this process inside the block, all threads included, and write the result into ``folder``.
 
-        Ranges are recorded by name. Raises PlatformError where there is no profiler.
+        Ranges are recorded by name. Raises PlatformError for a platform without a profiler.
         """
         raise PlatformError(f"platform {self.name} has no profiler")

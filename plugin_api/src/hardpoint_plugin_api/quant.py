@@ -1,12 +1,13 @@
-"""Numeric specs: what the numbers in a tensor mean, whoever wrote them.
+"""Numeric specs: the meaning of the numbers in a tensor, independent of the program that wrote them.
 
-A quantized value is ``w = (q - zero_point) * scale_1 * scale_2 * ...``; nibbles are packed low first.
+A quantized value is ``w = (q - zero_point) * scale_1 * scale_2 * ...``; two 4-bit elements share a byte, the first in
+the low bits.
 
 A spec is written ``ELEMENT@FORMAT:BLOCK@FORMAT:BLOCK+FLAG+FLAG``, one ``@FORMAT:BLOCK`` for each level of scales:
 ``int4@bfloat16:1x128+asym``, ``float8_e4m3fn@float32:128x128``, ``int8@float32:row+dynamic``. BLOCK is ``all`` (one
-scale for the whole tensor), ``row`` (one for each output channel, or token) or ROWSxCOLUMNS. Flags: ``asym`` (there
-is a zero point), ``dynamic`` (scales are computed per call), ``permuted`` (columns of a group are not neighbours). A
-pair is written ``WEIGHT/ACTIVATION``.
+scale for the whole tensor), ``row`` (one for each output channel, or token) or ROWSxCOLUMNS. Flags: ``asym`` (there is
+a zero point), ``dynamic`` (scales are computed per call), ``permuted`` (columns of a group are not neighbours). A pair
+is written ``WEIGHT/ACTIVATION``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Scale:
     block: tuple[int, int]
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """How many scales a matrix of ``rows`` x ``columns`` has; the last block of an axis may be smaller."""
+        """Return the number of scales, (rows, columns), of a matrix ``rows`` x ``columns``; the last block may be
+        smaller.
+        """
         (n, k) = self.block
         return (1 if n == -1 else -(-rows // n), 1 if k == -1 else -(-columns // k))
 
@@ -43,14 +46,13 @@ class Scale:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How one operand is stored: element type, packing, scales (they multiply), zero point.
+    """How one operand is stored: element, packing, levels of scales, zero point.
 
-    ``element`` is a torch dtype's name where the spec is plain, else an element's: core's own need only be named,
-    others come from ``QuantSpec.of``, which sets ``definition``. ``packing`` says how elements lie in memory: one by
-    one (``none``), or two to a byte along a row, low nibble first (``nibbles``), as elements of up to four bits do.
-    ``static`` says whether the scales come with the checkpoint (weights always) or are computed per call. ``permuted``
-    says that a column's group is looked up (GPTQ's ``desc_act``), not counted off. Specs that are written alike are
-    equal.
+    ``element``: a torch dtype's name for a plain spec, else an element's name; names of built-in elements suffice,
+    others are given by ``QuantSpec.of``, which sets ``definition``. ``packing``: ``none``, or ``nibbles`` for two
+    elements per byte along a row, the first in the low bits, as elements of up to four bits are stored. ``static``:
+    scales come with the checkpoint (always so for weights) instead of being computed per call. ``permuted``: the group
+    of each column is looked up (GPTQ's ``desc_act``). Specs that are written alike are equal.
     """
 
     element: str
@@ -77,32 +79,32 @@ class QuantSpec:
         static: bool = True,
         permuted: bool = False,
     ) -> QuantSpec:
-        """Return the spec of ``element``, be it core's or a plugin's own, with at least one level of ``scales``."""
+        """Return the spec of ``element`` (built in, or a plugin's) with at least one level of ``scales``."""
         levels = tuple(scales)
         return cls(element.name, element.packing, levels, zero_point, static, permuted, definition=element)
 
     @property
     def number_format(self) -> Element:
-        """The meaning of the elements. Raises UnknownNameError where ``element`` is just a name."""
+        """The definition of the element. Raises UnknownNameError for a mere name that is not built in."""
         if self.definition is None:
             raise unknown_element(self.element)
         return self.definition
 
     @property
     def storage(self) -> str:
-        """The torch dtype of a stored matrix: uint8 where elements are packed."""
+        """The torch dtype of a stored matrix; uint8 for packed elements."""
         if self.packing == "nibbles":
             return "uint8"
         return self.element if self.definition is None else self.definition.storage
 
     @property
     def is_plain(self) -> bool:
-        """True where the elements are the values."""
+        """True where elements are the values: there are no scales."""
         return not self.scales
 
     @property
     def per_byte(self) -> int:
-        """How many elements lie in one unit of storage: two nibbles in a byte, else one."""
+        """The number of elements in one unit of storage: two for nibbles, else one."""
         return 2 if self.packing == "nibbles" else 1
 
     @property

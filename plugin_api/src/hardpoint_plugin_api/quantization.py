@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the header of a checkpoint says of a tensor; ``dtype`` is a torch dtype's name."""
+    """Shape and dtype (name of a torch dtype) of a tensor, from the header of a checkpoint file."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 class CheckpointTensors(Protocol):
-    """A checkpoint's tensors by name. ``info`` reads headers alone; ``read`` is for tensors of a few kilobytes."""
+    """A checkpoint's tensors by name. ``info`` reads headers only; ``read`` is meant for tensors of a few kilobytes."""
 
     @property
     def title(self) -> str:
@@ -71,12 +71,11 @@ class CheckpointTensors(Protocol):
 
 @dataclass(frozen=True)
 class Module:
-    """One matrix as the checkpoint knows it: ``name`` is its module's there, without the tensor's own name.
+    """One matrix of a checkpoint. ``name`` is its module's name there, without the tensor's own name.
 
-    ``kind`` is ``linear`` (expert matrices included), ``lm_head`` for an output head that is not tied, or ``router``
-    for what chooses among experts, and for the gate of a shared one. ``expert`` is the number of the routed expert
-    that the matrix belongs to, None for other modules, shared experts among them. All experts of a layer need one
-    scheme.
+    ``kind``: ``linear`` (expert matrices included), ``lm_head`` for an output head that is not tied to the embedding,
+    or ``router`` for the router of a mixture of experts and the gate of a shared expert. ``expert``: the number of the
+    routed expert that the matrix belongs to, else None. All experts of a layer must have one scheme.
     """
 
     name: str
@@ -106,12 +105,12 @@ class Dim:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor that a checkpoint holds for a module, named ``MODULE.name``, and what becomes of it.
+    """One tensor that a checkpoint holds for a module (``MODULE.name``), and how it becomes slots.
 
-    ``read`` takes it as it is stored, on any device and with any strides (of several ranks, each is given a slice). It
-    returns the slots that it fills: none where it is only checked (CheckpointError), several for a matrix that is
-    quantized while it loads. Results may share its memory; it is not changed. A slot with fewer rows than the part that
-    it is for is broadcast.
+    ``read`` takes the tensor as stored, on any device and with any strides; with several ranks, a slice of it. It
+    returns the slots that it fills: none for a tensor that is only checked (CheckpointError), several for a matrix that
+    is quantized while it loads. The results may share its memory; it is not changed. A slot with fewer rows than its
+    part is broadcast.
     """
 
     name: str
@@ -121,7 +120,7 @@ class StoredTensor:
     read: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = field(compare=False)
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """What shape it has for a matrix [out_features, in_features]."""
+        """Return the tensor's shape for a matrix [out_features, in_features]."""
         return tuple(dim.size(out_features, in_features) for dim in self.dims)
 
 
@@ -129,7 +128,8 @@ class StoredTensor:
 class Scheme:
     """How one matrix is stored and multiplied: the specs of weight and activation, and the checkpoint's tensors.
 
-    ``must_agree`` is what else must be equal in modules that are merged: scales of static activations, column groups.
+    ``must_agree``: a value that must be equal in modules that are merged, beyond the specs: scales of static
+    activations, column groups.
     """
 
     weight: QuantSpec
@@ -144,7 +144,7 @@ class Scheme:
 
     @property
     def pair(self) -> tuple[QuantSpec, QuantSpec]:
-        """What kernels are selected by."""
+        """The two specs by which kernels are selected."""
         return self.weight, self.activation
 
 
@@ -158,11 +158,11 @@ class CacheScales:
 
 @dataclass(frozen=True)
 class MethodRequest:
-    """What a method is built with. A new field breaks nobody.
+    """The arguments of a method's constructor. Later versions add fields.
 
-    ``config`` is the checkpoint's ``quantization_config``, None where the checkpoint is not quantized and the method
-    is to quantize it while it loads; ``options`` the user's ``--quantization-options``; ``dtype`` that of
-    activations; ``where`` names the config's file, for messages.
+    ``config``: the checkpoint's ``quantization_config``; None where the checkpoint is not quantized and the method
+    quantizes while loading. ``options``: the user's ``--quantization-options``. ``dtype``: that of activations.
+    ``where``: the name of the config's file, for messages.
     """
 
     config: Mapping[str, object] | None
@@ -174,13 +174,13 @@ class MethodRequest:
 
 
 class QuantizationMethod(ABC):
-    """Reads one way of quantizing. ``online`` says whether it quantizes checkpoints that are not, while they load."""
+    """A quantization method. ``online``: it quantizes the weights of unquantized checkpoints, while they load."""
 
     online: ClassVar[bool] = False
 
     @classmethod
     def supports(cls, workload: QuantizationWorkload, device: DeviceInfo) -> list[Reason]:
-        """Say what data cannot; called once, after import. Default: nothing to add."""
+        """Return reasons against serving ``workload`` that the manifest cannot express. Default: none."""
         return []
 
     @abstractmethod
@@ -189,9 +189,9 @@ class QuantizationMethod(ABC):
 
     @abstractmethod
     def scheme(self, module: Module) -> Scheme | None:
-        """The scheme of one matrix, None where it is left as it is.
+        """Return the scheme of one matrix, or None for a matrix that is not quantized.
 
-        Raises CheckpointError for what can be known of it before weights are read.
+        Raises CheckpointError for faults that can be found before weights are read.
         """
 
     def leave_tied_head(self) -> None:  # noqa: B027  # most have nothing to say
@@ -201,14 +201,14 @@ class QuantizationMethod(ABC):
         """
 
     def cache_scales(self, attention: str) -> CacheScales | None:
-        """The scales of the KV cache for the attention module of that name, None where the checkpoint holds none."""
+        """Return the KV cache scales of the attention module ``attention``; None where the checkpoint has none."""
         return None
 
 
 def weight_slots(
     scheme: Scheme, parts: Sequence[tuple[str, int]], columns: int, stack: tuple[int, ...] = ()
 ) -> dict[str, WeightSlot]:
-    """The slots of a matrix whose rows are those of ``parts``; with ``stack``, of one for each of these numbers."""
+    """Return the slots of a matrix with the rows of ``parts``; with ``stack``, of one such matrix for each number."""
     lead = (len(stack),) if stack else ()
     rows = sum(n for _, n in parts)
     named = len(parts) > 1

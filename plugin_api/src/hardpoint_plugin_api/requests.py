@@ -1,7 +1,7 @@
-"""What is asked of a family: a device, a workload, a config.
+"""Requests to the selector: a device, a workload and the user's settings.
 
-One frozen workload dataclass per family. The same object serves requirements, a target's own ``supports``, the tuning
-key, conformance and benchmarks. Fields carry defaults, so that a new field breaks nobody.
+Each family has one frozen workload dataclass. Requirements, ``supports``, tuning keys, the conformance kit and
+benchmarks use the same object. Fields have defaults, so that a new field breaks no plugin.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ ScalarValue = bool | int | float | str
 
 
 class Feature(StrEnum):
-    """Workload features that a contribution must claim to be given.
+    """Features of a workload. A contribution is offered a workload only if it claims all features in use.
 
-    BATCH_INVARIANT is in the workloads of every numeric family where the user asks for it. It means that the bits of a
-    result's row depend on that row of the inputs alone (in attention: on the query, its position, and the keys and
-    values it reads), not on the other rows, their number, or the row's place among them. One implementation then serves
-    steps of every size and phase. STATIC_CACHE_SCALES is in that of attention where the scales of an 8-bit cache are
-    given. SHARDED is in the workload of a ``linear`` layer whose arguments divide its weight. SEVERAL_HOSTS is in that
-    of an op of all ranks where these are on more than one machine. EXPERT_BIAS is in that of experts with biases: see
-    ``experts``. PIPELINE_STAGES is in those of a model and of ``decoder_stack`` where ranks divide the model's blocks.
+    BATCH_INVARIANT, for every numeric family where the user asks for it: the bits of a result's row depend on that row
+    of the inputs alone (in attention: on the query, its position, and the keys and values it reads), not on other rows,
+    their number, or their order. One implementation then serves all sizes and phases. STATIC_CACHE_SCALES, attention:
+    the scales of an 8-bit cache are given. SHARDED, layer ``linear``: its arguments divide the weight among ranks.
+    SEVERAL_HOSTS, ops of all ranks: ranks are on more than one machine. EXPERT_BIAS, experts: experts have biases; see
+    ``experts``. PIPELINE_STAGES, model and ``decoder_stack``: ranks divide the model's blocks.
     """
 
     SLIDING_WINDOW = "sliding_window"
@@ -51,16 +50,17 @@ FEATURE_SINCE: dict[Feature, ApiVersion] = dict.fromkeys(Feature, ApiVersion(0, 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Base of all workloads. ``of`` is the op, layer or model architecture wanted, where the family has one."""
+    """The base of all workloads. ``of`` is the op, layer or model architecture, in families that have one."""
 
     family: ClassVar[str] = ""
     of: str | None = None
     features: frozenset[Feature] = frozenset()
 
     def key(self) -> str:
-        """A stable text of every field that is set: the tuning key, and a row's title in ``explain``.
+        """Return a stable text of all fields that are set: the key of tuning files, and the title of a row in
+        ``explain``.
 
-        Fields that are left out of a workload's repr, long texts, are left out here too.
+        Fields without a repr (long texts) are left out.
         """
         parts = []
         for f in fields(self):
@@ -80,19 +80,18 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class PlatformWorkload(Workload):
-    """Which platform runs the engine."""
+    """The choice of the platform that runs the engine."""
 
     family: ClassVar[str] = "platform"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpWorkload(Workload):
-    """One use of an op. ``layout`` is the cache layout, where the op touches a cache; ``spec`` its output's spec.
+    """One use of an op. ``layout``: the cache layout, for an op on a cache. ``spec``: the quantization of its output.
 
-    ``routing`` names the op that chooses experts, where this one contains it. Of an op of all ranks, ``parallel`` is
-    what the group of ``ranks`` shares (``tp``), and ``hidden_size`` the width of a row. ``scalars`` are the values, by
-    name, of those keyword arguments that this use gives in every call: of the op's ``static`` ones, as far as they are
-    known when it is bound.
+    ``routing``: the op that chooses experts, for an op that includes one. For an op of all ranks, ``parallel`` is what
+    the group of ``ranks`` shares (``tp``), and ``hidden_size`` the length of a row. ``scalars``: name and value of the
+    op's ``static`` keyword arguments that are the same in every call of this use and known when it is bound.
     """
 
     family: ClassVar[str] = "op"
@@ -110,7 +109,7 @@ class OpWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWorkload(Workload):
-    """One use of a pluggable layer; ``args`` is the dataclass its constructor takes."""
+    """One use of a pluggable layer; ``args`` is the dataclass that its constructor takes."""
 
     family: ClassVar[str] = "layer"
     dtype: str | None = None
@@ -119,7 +118,7 @@ class LayerWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWorkload(Workload):
-    """One group of causal self-attention: layers of equal shape, features and cache."""
+    """A group of causal self-attention layers of equal shape, features and cache."""
 
     family: ClassVar[str] = "attention"
     of: str | None = "causal"
@@ -133,7 +132,7 @@ class AttentionWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentWorkload(Workload):
-    """One group of latent attention; sizes as in LatentSpec."""
+    """A group of latent attention layers; sizes are as in LatentSpec."""
 
     family: ClassVar[str] = "attention"
     of: str | None = "latent"
@@ -147,7 +146,9 @@ class LatentWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearWorkload(Workload):
-    """One matmul: ``y[tokens, out] = x[tokens, in] @ w[out, in].T``, with the specs of weight and activation."""
+    """One matrix multiplication, ``y[tokens, out] = x[tokens, in] @ w[out, in].T``, with the specs of weight and
+    activation.
+    """
 
     family: ClassVar[str] = "linear"
     dtype: str | None = None
@@ -158,25 +159,25 @@ class LinearWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationWorkload(Workload):
-    """A quantization method; ``of`` is the name that a checkpoint's config or the command line gives."""
+    """A quantization method; ``of`` is its name in a checkpoint's config, or in ``--quantization``."""
 
     family: ClassVar[str] = "quantization"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElementWorkload(Workload):
-    """An element, a number format of quantized matrices. Nothing is selected: specs say which element they are of."""
+    """An element: a number format of quantized matrices. No selection takes place; a spec names its element."""
 
     family: ClassVar[str] = "element"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsWorkload(Workload):
-    """One mixture-of-experts layer.
+    """The experts of one mixture-of-experts layer.
 
-    ``spec`` is that of both matrices and their inputs; ``activation`` as in MoEArgs.experts_activation; ``routing`` the
-    op that chooses experts; ``format`` that of activations, see ``experts``. ``parallel`` is how the group's ranks
-    share the layer: ``none``, ``tp`` (each has a slice of every expert), ``ep`` (each has whole experts), ``tp+ep``.
+    ``spec``: that of both matrices and their inputs. ``activation``: as in MoEArgs.experts_activation. ``routing``: the
+    op that chooses experts. ``format``: the format of activations, see ``experts``. ``parallel``: how ranks share the
+    layer: ``none``, ``tp`` (each rank has a slice of every expert), ``ep`` (each rank has whole experts), ``tp+ep``.
     ``num_experts`` and ``intermediate_size`` are those of this rank.
     """
 
@@ -196,9 +197,9 @@ class ExpertsWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class All2AllWorkload(Workload):
-    """Dispatch and combine between the ranks of an expert-parallel group.
+    """Dispatch and combine among the ranks of an expert-parallel group.
 
-    ``parallel`` is as in ExpertsWorkload; ``num_experts`` are those of all ``ranks``.
+    ``parallel`` is as in ExpertsWorkload; ``num_experts`` counts the experts of all ``ranks``.
     """
 
     family: ClassVar[str] = "all2all"
@@ -212,10 +213,10 @@ class All2AllWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorWorkload(Workload):
-    """Collectives of one group of ``ranks``.
+    """The collectives of one group of ``ranks``.
 
-    ``parallel`` is what it shares: ``tp`` (slices), ``ep`` (experts), or ``pp`` (blocks; this group only sends and
-    receives).
+    ``parallel`` is what the group shares: ``tp`` (slices of layers), ``ep`` (experts), or ``pp`` (blocks; this group
+    only sends and receives).
     """
 
     family: ClassVar[str] = "communicator"
@@ -234,7 +235,7 @@ class ModelWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterWorkload(Workload):
-    """Drafts for an engine's requests: at most ``num_drafts`` tokens for a request and step."""
+    """Speculative decoding: at most ``num_drafts`` drafted tokens per request and step."""
 
     family: ClassVar[str] = "drafter"
     num_drafts: int | None = None
@@ -242,10 +243,10 @@ class DrafterWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class ToolParserWorkload(Workload):
-    """Tool calls in a model's output.
+    """The parser of tool calls in a model's output.
 
-    ``chat_template`` is the text of all the model's chat templates, by which a parser is chosen; None where the user
-    chose one by name. ``special_tokens`` are the texts of the tokenizer's added tokens, special ones among them.
+    ``chat_template``: the text of all the model's chat templates, by which a parser is chosen; None where the user
+    named one. ``special_tokens``: the texts of the tokenizer's added tokens.
     """
 
     family: ClassVar[str] = "tool_parser"
@@ -256,7 +257,7 @@ class ToolParserWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningParserWorkload(Workload):
-    """Reasoning in a model's output; fields as in ToolParserWorkload."""
+    """The parser of reasoning in a model's output; fields are as in ToolParserWorkload."""
 
     family: ClassVar[str] = "reasoning_parser"
     architecture: str | None = None
@@ -266,7 +267,7 @@ class ReasoningParserWorkload(Workload):
 
 @dataclass(frozen=True)
 class Request:
-    """A question to the selector. ``config`` holds the user's settings as plain data."""
+    """A request to the selector. ``config`` holds the user's settings as plain data."""
 
     device: DeviceInfo
     workload: Workload

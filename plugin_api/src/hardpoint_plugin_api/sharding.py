@@ -8,7 +8,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """``count`` elements from ``source`` of the logical axis stand from ``target`` on a rank."""
+    """``count`` elements, from index ``source`` of the whole axis, which a rank holds from its index ``target`` on."""
 
     source: int
     target: int
@@ -17,12 +17,11 @@ class ShardSlice:
 
 @dataclass(frozen=True, repr=False)
 class ShardPlan:
-    """How ``full`` elements of a logical axis lie on the ranks of a group, ``size`` on each; seen by ``rank``.
+    """How a group of ranks divides an axis of ``full`` elements: ``size`` elements on each rank, seen from ``rank``.
 
-    Plans that differ in ``rank`` alone are equal, and written alike: ranks compare what they were built with.
-
-    ``ranks`` has the slices of each rank, in the order of their targets. What no slice fills is padding, zero. Every
-    logical element is on exactly ``replicas`` ranks; ``check`` says whether that is so.
+    Plans that differ in ``rank`` only are equal and have one repr, so that ranks can compare their plans. ``ranks``:
+    the slices of each rank, in order of ``target``. Elements that no slice fills are padding (zeros). Every element is
+    on exactly ``replicas`` ranks; ``check`` verifies that.
     """
 
     full: int
@@ -33,7 +32,9 @@ class ShardPlan:
 
     @classmethod
     def even(cls, full: int, ranks: int, rank: int, replicas: int = 1) -> Self:
-        """Equal pieces, one for each ``replicas`` neighbours. Raises ValueError where ``full`` is not divisible."""
+        """Return equal pieces; each piece is on ``replicas`` neighbouring ranks. Raises ValueError for an indivisible
+        axis.
+        """
         pieces = ranks // replicas
         if ranks % replicas or full % pieces:
             raise ValueError(f"{full} elements do not divide among {ranks} ranks with {replicas} replicas of each")
@@ -43,7 +44,7 @@ class ShardPlan:
 
     @classmethod
     def padded(cls, full: int, ranks: int, rank: int) -> Self:
-        """Pieces of equal size, of which the last may be partly padding, or all of it."""
+        """Return pieces of equal size; the last ones may hold padding."""
         size = -(-full // ranks)
         counts = [max(0, min(size, full - r * size)) for r in range(ranks)]
         owned = tuple((ShardSlice(r * size, 0, n),) if n else () for r, n in enumerate(counts))
@@ -60,11 +61,13 @@ class ShardPlan:
 
     @property
     def has_padding(self) -> bool:
-        """Whether some of what this rank holds is no logical element."""
+        """True where this rank holds padding."""
         return sum(piece.count for piece in self.own) < self.size
 
     def blocks(self, per: int) -> Self:
-        """The plan of what there is one of for every ``per`` elements. Raises ValueError where a slice cuts a block."""
+        """Return the plan of an axis with one element for every ``per`` elements of this. Raises ValueError for a cut
+        block.
+        """
 
         def scaled(piece: ShardSlice) -> ShardSlice:
             ends_inside = piece.count % per and piece.source + piece.count != self.full
@@ -99,7 +102,7 @@ class ShardPlan:
 
 
 def joined(plans: tuple[ShardPlan, ...]) -> ShardPlan:
-    """The plan of several blocks that lie one after the other, both in the logical axis and on every rank."""
+    """Return the plan of several axes that are concatenated, in the whole and on every rank."""
     full = size = 0
     ranks: list[list[ShardSlice]] = [[] for _ in plans[0].ranks]
     for plan in plans:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class ForwardStep:
     """One step of a model, as its layers see it. ``caches`` and ``metadata`` are indexed by cache user.
 
-    ``positions`` int64 [T] count each token within its sequence, as the cache does. ``rotary_positions`` int64 [T] are
-    those that rotary embedding rotates by: the same, unless a model numbers its tokens in another way ([3, T] where it
-    has three such numbers for each). ``caches`` holds the views of each user's cache, ``metadata`` the plan of each
-    user's group; users of one group share the object. ``adapters`` int32 [T] has the slot of each token's LoRA adapter,
-    -1 for a token without one; it is None where no token of the step has one.
+    ``positions`` int64 [T]: the position of each token in its sequence. ``rotary_positions`` int64 [T]: the positions
+    for rotary embedding, equal to ``positions`` unless the model counts otherwise ([3, T] where each token has three).
+    ``caches``: the cache views of each cache user. ``metadata``: the attention metadata of each user's group; users of
+    one group share the object. ``adapters`` int32 [T]: the slot of each token's LoRA adapter, -1 for none; None where
+    no token of the step has one.
     """
 
     positions: torch.Tensor
@@ -31,7 +31,7 @@ class ForwardStep:
 
     @classmethod
     def empty(cls, device: torch.device) -> ForwardStep:
-        """The step for rows that are not the tokens of a model's step, such as those that the output head scores."""
+        """Return a step for rows that are not tokens of a model's step, such as those that the output head scores."""
         import torch
 
         none = torch.empty(0, dtype=torch.int64, device=device)
@@ -45,8 +45,8 @@ class ForwardStep:
     def interrupt(self, user: int, call: Callable[[dict[str, torch.Tensor], AttentionMetadata], None]) -> None:
         """Run ``call(cache, metadata)`` with the cache and the metadata of cache user number ``user``.
 
-        Whatever depends on a step's metadata in more than its token must run in here. A step that is prepared in
-        pieces is cut at this place: ``call`` runs later, once in each run of what was prepared, with the metadata of
-        that run and on the tensors that it holds itself. So it returns nothing and writes to tensors that are given.
+        All work must run in here that depends on how tokens belong to requests. When a step is captured in pieces, it
+        is split at this place: ``call`` runs uncaptured in each replay, with that replay's metadata and on tensors that
+        it holds itself. It returns nothing, and writes its results to tensors that exist already.
         """
         call(self.caches[user], self.metadata[user])

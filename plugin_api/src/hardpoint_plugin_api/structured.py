@@ -1,4 +1,4 @@
-"""What an output must look like: a constraint that the engine holds every token of a request to."""
+"""Structured output: constraints that every token of an output must satisfy."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ StructureKind = Literal["json_schema", "json_object", "regex", "grammar", "choic
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """One constraint on a whole output. Made by the class methods; plain, hashable, picklable.
+    """One constraint on a whole output. Created by the class methods; plain, hashable, picklable.
 
-    ``value`` is a JSON schema's text, a regular expression (in the syntax of Rust's ``regex`` crate: no look-around, no
-    back-references), or a grammar in llguidance's dialect of Lark; empty for ``json_object``. ``choices`` are the texts
-    of ``choice``.
+    ``value``: the text of a JSON schema, a regular expression (syntax of Rust's ``regex`` crate: no look-around, no
+    back-references), or a grammar in llguidance's dialect of Lark; empty for ``json_object``. ``choices``: the texts of
+    ``choice``.
 
-    Where ``after`` is set, the output is free up to and including that text, and the constraint holds for what follows:
-    so a model may reason first. Where ``opening`` is set too, that is so only if the output begins with it; it must be
-    a single token of the model's. Otherwise the constraint holds from the first token on.
+    ``after``: the output is free up to and including this text, and constrained after it, so that a model may reason
+    first. ``opening``: the output is free before ``after`` only if it begins with this text, which must be a single
+    token; else it is constrained from its first token.
 
-    Raises RequestError for what has the wrong type. Whether a schema or a grammar can be compiled is found out where a
-    request is admitted.
+    Raises RequestError for wrong types. Schemas and grammars are compiled when a request is admitted.
     """
 
     kind: StructureKind

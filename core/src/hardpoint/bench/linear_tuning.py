@@ -150,7 +150,8 @@ def tune_linears(
             elsewhere = tuple(v for v in winners.get(key, ()) if v.context and v.context != context)
             here = tuple(v for v in winners.get(key, ()) if v not in elsewhere)
             measured = tuner.measure(plan, tokens, advance).with_times_of(v for v in here if v.context == context)
-            decision = decide(measured.times, plan, decisive, margin, measured.heavy)
+            priority = partial(ctx.selector.priority, plan.workload)
+            decision = decide(measured.times, plan, decisive, margin, priority, measured.heavy)
             decided.append((measured, decision))
             new = verdicts(decision, measured.times, measured.versions, context)
             if not within_noise(here, new, margin):

@@ -12,9 +12,10 @@ from typing import Any
 
 import click
 
+from hardpoint.cli.explain_html import page
 from hardpoint.config import EngineConfig
 from hardpoint.terminal.engine_options import EngineCommand
-from hardpoint.terminal.output import print_json, print_table
+from hardpoint.terminal.output import check_writable, print_json, print_table, write_text
 
 _LINES = 60
 """Lines of the summary where all fits."""
@@ -29,16 +30,17 @@ _RULES = {"only candidate": "only one", "tuning file": "tuned"}
 _LEAST_USEFUL = (
     {"platform", "not-asked-for"},
     {"arch", "batch-invariant", "device-feature", "dtype", "kv-dtype", "layout", "phase", "spec", "tokens"},
-    {"lower-rank", "replaced"},
+    {"comes-after", "replaced"},
 )
 """Codes of reasons that tell little: of other hardware, of other requests, and of candidates that come later."""
 
 
 @click.command(cls=EngineCommand, short_help="Show which implementation serves what, and why not the others.")
-@click.option("--device", metavar="PRESET", help="Answer for hardware that is not here, such as a plugin's preset.")
-@click.option("--all", "show_all", is_flag=True, help="Every workload, and every reason against every candidate.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, which leaves nothing out.")
-def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: bool) -> None:
+@click.option("--device", metavar="PRESET", help="Answer for a device that is not here: the name of a preset.")
+@click.option("--all", "show_all", is_flag=True, help="Show every workload, and every reason against every candidate.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--html", "html_file", metavar="FILE", help="Write everything as one web page. -: to stdout.")
+def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: bool, html_file: str | None) -> None:
     """Show which implementation would serve each part of MODEL, and why not the others. Loads no weights.
 
     There is a line for each family and kind of layer, op or matrix, and for each range of tokens where several
@@ -48,7 +50,11 @@ def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: b
     """
     from hardpoint.engine.explain import explain as ask
 
+    check_writable("--html", html_file)
     table = ask(config, device).to_json()
+    if html_file is not None:
+        write_text(html_file, page(f"hardpoint explain {config.model} on {device or 'this machine'}", table))
+        return
     if as_json:
         print_json(table)
         return

@@ -20,9 +20,10 @@ from hardpoint import startup_times
 from hardpoint.cli.log import show_log
 from hardpoint.config import EngineConfig
 from hardpoint.config.errors import flag_of
+from hardpoint.engine.lora import LoRARequest
 from hardpoint.terminal.engine_options import EngineCommand
 from hardpoint.terminal.output import check_writable, make_folder, print_table, write_text
-from hardpoint_plugin_api import ConfigError, RequestError, StructuredOutput
+from hardpoint_plugin_api import ConfigChange, ConfigError, RequestError, StructuredOutput
 
 if TYPE_CHECKING:
     from hardpoint.engine.frontend.prompts import Prompt
@@ -31,31 +32,35 @@ if TYPE_CHECKING:
     from hardpoint.engine.sampling_params import SamplingParams
 
 
-@click.command(cls=EngineCommand, short_help="Continue prompts with a model.")
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A text to continue; repeatable; - is stdin.")
-@click.option("--chat", is_flag=True, help="Send each prompt as a user's message, by the model's chat template.")
-@click.option("--system", metavar="TEXT", help="The system message of --chat.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Longest output, in tokens.")
-@click.option("--temperature", type=float, help="0 is greedy.  [default: the model's own, or 0]")
-@click.option("--top-k", type=int, help="Sample from the K likeliest tokens.")
-@click.option("--top-p", type=float, help="Sample from the likeliest tokens that make up this probability.")
-@click.option("--min-p", type=float, help="Leave out tokens below this share of the likeliest one's probability.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End the output before this text; repeatable.")
-@click.option("--json-schema", metavar="JSON|FILE", help="Write JSON that is valid by this schema.")
-@click.option("--regex", metavar="PATTERN", help="Write text that matches this.")
+@click.command(cls=EngineCommand, title="Prompts and outputs", short_help="Continue prompts with a model.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Text to continue. Repeatable. -: read stdin.")
+@click.option("--chat", is_flag=True, help="Send each prompt as a user message, formatted by the chat template.")
+@click.option("--system", metavar="TEXT", help="System message for --chat.")
+@click.option("--lora", metavar="PATH", help="LoRA adapter to use: a folder, a hub id, or a name in --lora-modules.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate per prompt.")
+@click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.  [default: the model's own, or 0]")
+@click.option("--top-k", type=int, help="Sample from the K likeliest tokens only.")
+@click.option("--top-p", type=float, help="Sample from the likeliest tokens only, up to this total probability.")
+@click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest token's probability.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the output before this text. Repeatable.")
+@click.option("--json-schema", metavar="JSON|FILE", help="Constrain the output to JSON that is valid by this schema.")
+@click.option("--regex", metavar="PATTERN", help="Constrain the output to text that matches this regular expression.")
+@click.option("--choice", multiple=True, metavar="TEXT", help="Constrain the output to one of these texts. Repeatable.")
 @click.option(
-    "--choice", multiple=True, metavar="TEXT", help="Write this text or another that is given so; repeatable."
+    "--stream/--no-stream", default=None, help="Print the text while it is generated.  [default: on for one prompt]"
 )
-@click.option("--stream/--no-stream", default=None, help="Print text as it comes.  [default: for one prompt]")
-@click.option("--json", "json_file", metavar="FILE", help="Save outputs, speed and selections; - is stdout.")
-@click.option("--profile", "profile", metavar="DIR", help="Record the generation; traces are written to DIR.")
-@click.option("--quiet", is_flag=True, help="Print the text alone.")
+@click.option(
+    "--json", "json_file", metavar="FILE", help="Write outputs, speed and the chosen kernels as JSON. -: to stdout."
+)
+@click.option("--profile", "profile", metavar="DIR", help="Profile the generation and write traces into this folder.")
+@click.option("--quiet", is_flag=True, help="Print the generated text only.")
 @click.option("--stages", "stages_file", type=click.Path(path_type=Path), hidden=True)
 def generate(
     config: EngineConfig,
     prompts: tuple[str, ...],
     chat: bool,
     system: str | None,
+    lora: str | None,
     max_tokens: int,
     stop: tuple[str, ...],
     json_schema: str | None,
@@ -70,7 +75,7 @@ def generate(
 ) -> None:
     """Continue prompts with MODEL: a folder, a hub id, or the built-in demo model.
 
-    Text goes to stdout; what served it, and how fast, to stderr.
+    The text goes to stdout; the chosen kernels and the speed go to stderr.
     """
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
@@ -88,6 +93,9 @@ def generate(
     if "seed" in config.explicit:
         settings["seed"] = config.seed  # of every request alike
     _check_sampling(settings)
+    adapter = None if lora is None else LoRARequest(lora, 1, config.lora_paths.get(lora, lora))
+    if adapter is not None:
+        config, _ = config.with_changes([ConfigChange("enable_lora", True, "--lora names an adapter")])
     llm = _load(config)
     try:
         params = replace(llm.default_sampling_params(), **settings)
@@ -97,10 +105,10 @@ def generate(
             llm.start_profile(profile, layers=True)
         pace: dict[str, float] = {}
         if stream if stream is not None else len(inputs) == 1:
-            output, pace = _stream(llm, inputs[0], params, show=to_stdout)
+            output, pace = _stream(llm, inputs[0], params, adapter, show=to_stdout)
             outputs = [output]
         else:
-            outputs = llm.generate(inputs, params, use_tqdm=not quiet)
+            outputs = llm.generate(inputs, params, use_tqdm=not quiet, lora_request=adapter)
             _print(texts, outputs, show=to_stdout)
         if profile is not None:
             llm.stop_profile()
@@ -177,10 +185,12 @@ def _chat_prompt(llm: LLM, text: str, system: str | None) -> Prompt:
     return llm.chat_prompt([*messages, {"role": "user", "content": text}])
 
 
-def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool) -> tuple[RequestOutput, dict[str, float]]:
+def _stream(
+    llm: LLM, prompt: Prompt, params: SamplingParams, adapter: LoRARequest | None, *, show: bool
+) -> tuple[RequestOutput, dict[str, float]]:
     """Print text as it comes; returns the last output and the pace, see ``_pace``."""
     printed, output, times = 0, None, [time.perf_counter()]
-    for output in llm.stream(prompt, params):
+    for output in llm.stream(prompt, params, adapter):
         times.append(time.perf_counter())
         if show:
             click.echo(output.outputs[0].text[printed:], nl=False)

@@ -14,46 +14,70 @@ from hardpoint.extras import require_extra
 from hardpoint.terminal.engine_options import EngineCommand
 
 
-@click.command(cls=EngineCommand, short_help="Serve a model over HTTP.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
-@click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on; 0 for a free one.")
-@click.option("--api-key", "api_keys", multiple=True, metavar="KEY", help="Serve only who sends it; repeatable.")
+@click.command(cls=EngineCommand, title="Server", short_help="Serve a model over HTTP.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on. 0.0.0.0: all addresses.")
+@click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on. 0: any free port.")
 @click.option(
-    "--api-key-file", type=click.Path(path_type=Path), metavar="FILE", help="File of such keys, one on each line."
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    metavar="KEY",
+    help="API key that requests must carry. Repeatable: each key is valid. Default: requests need no key.",
+)
+@click.option(
+    "--api-key-file", type=click.Path(path_type=Path), metavar="FILE", help="File with one API key on each line."
 )
 @click.option(
     "--served-model-name",
     "served_model_names",
     multiple=True,
     metavar="NAME",
-    help="What clients call the model; repeatable.  [default: MODEL]",
+    help="Name of the model in requests and responses. Repeatable: requests may use each name, responses have the "
+    "first.  [default: MODEL]",
 )
 @click.option(
-    "--max-concurrent-requests", type=int, default=1024, show_default=True, help="Requests answered at a time."
+    "--max-concurrent-requests",
+    type=int,
+    default=1024,
+    show_default=True,
+    help="Most open requests. Further requests are refused with status 429.",
 )
-@click.option("--max-body-bytes", type=int, default=8 * 2**20, show_default=True, help="Largest body of a request.")
+@click.option("--max-body-bytes", type=int, default=8 * 2**20, show_default=True, help="Largest request body in bytes.")
 @click.option(
-    "--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN", help="Let web pages of it ask; repeatable."
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Allow web pages of this origin (https://page.example, or * for all) to call the server from a browser. "
+    "Repeatable.",
 )
 @click.option(
     "--shutdown-deadline",
     type=float,
     default=30.0,
     show_default=True,
-    help="Seconds that open requests have once the server is told to stop.",
+    help="Seconds that open requests may take to end after SIGTERM.",
 )
 @click.option(
-    "--head-timeout", type=float, default=20.0, show_default=True, help="Seconds in which a head must have arrived."
+    "--head-timeout",
+    type=float,
+    default=20.0,
+    show_default=True,
+    help="Seconds that a client may take to send the headers of a request.",
 )
 @click.option(
-    "--body-timeout", type=float, default=60.0, show_default=True, help="Seconds in which a body must have arrived."
+    "--body-timeout",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds that a client may take to send the body of a request.",
 )
 @click.option(
     "--write-timeout",
     type=float,
     default=60.0,
     show_default=True,
-    help="Seconds after which a client that takes nothing of its answer is left.",
+    help="Seconds after which a connection is closed whose client reads nothing of the response.",
 )
 @click.option(
     "--allow-lora-updating",
@@ -61,11 +85,11 @@ from hardpoint.terminal.engine_options import EngineCommand
     help="Let clients load LoRA adapters from this machine's disk, and unload them.",
 )
 @click.option("--access-log", is_flag=True, help="Log every request.")
-@click.option("--quiet", is_flag=True, help="Log warnings alone.")
+@click.option("--quiet", is_flag=True, help="Log warnings and errors only.")
 def serve(config: EngineConfig, api_key_file: Path | None, quiet: bool, **settings: Any) -> None:
     """Serve MODEL over HTTP, by OpenAI's and Anthropic's protocols: a folder, a hub id, or the built-in demo model.
 
-    Says on stderr where it listens. SIGTERM or Ctrl-C ends it; a second one at once.
+    Prints its address to stderr. SIGTERM or Ctrl-C ends it after the open requests; a second signal ends it at once.
     """
     require_extra("serve", "hardpoint serve")
     from hardpoint.server.run import serve as run

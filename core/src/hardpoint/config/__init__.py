@@ -7,5 +7,6 @@ A TOML file holds ``block_size = 16`` and a plugin's own keys as ``[acme] worksp
 
 from hardpoint.config.engine_config import SETTINGS, EngineConfig, PluginKeys
 from hardpoint.config.load import load_config
+from hardpoint.config.settings import Group, group_of
 
-__all__ = ["SETTINGS", "EngineConfig", "PluginKeys", "load_config"]
+__all__ = ["SETTINGS", "EngineConfig", "Group", "PluginKeys", "group_of", "load_config"]

@@ -1,4 +1,4 @@
-"""The tree itself."""
+"""The settings of one engine: how they are checked against each other, and what follows from them."""
 
 from __future__ import annotations
 
@@ -7,155 +7,22 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import PrivateAttr, ValidationError
 
 from hardpoint.config.errors import flag_of, invalid_setting, setting_of, written
-from hardpoint.config.types import (
-    AnyDtype,
-    Bytes,
-    CacheDtype,
-    Count,
-    CustomOps,
-    Deny,
-    ExecutorKind,
-    Index,
-    LoadFormat,
-    Names,
-    NumSeqs,
-    NumTokens,
-    OnFailure,
-    Options,
-    PageSize,
-    Parser,
-    Seed,
-    Share,
-    Text,
-    Use,
-)
+from hardpoint.config.settings import EngineSettings
+from hardpoint.config.types import ExecutorKind
 from hardpoint.config.vllm_flags import advice
 from hardpoint.parallel.topology import Topology
 from hardpoint.plugin_host import LOCK_FILE_NAME
-from hardpoint_plugin_api import FAMILIES, ConfigChange, ConfigError, ConfigKey, ConfigValue, UnknownNameError
+from hardpoint_plugin_api import FAMILIES, ConfigChange, ConfigError, ConfigKey, UnknownNameError
 
 PluginKeys = Mapping[str, Mapping[str, ConfigKey]]
 """The keys that each plugin owns, by the plugin's name."""
 
 
-class EngineConfig(BaseModel):
-    """Everything that a user decides about an engine. Build it with ``create`` or ``load_config``.
-
-    A description is the help text of the flag of that name; None stands for: chosen by Hardpoint.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
-    model: Text = Field(description="The model: a folder, a hub id, or 'demo' for the built-in one.")
-    tokenizer: Text | None = Field(None, description="Folder or hub id of the tokenizer, where it is not the model's.")
-    hub_revision: Text | None = Field(None, description="Branch, tag or commit of a model from the hub.")
-    chat_template: Text | None = Field(
-        None, description="File of a Jinja template for chats, in place of the checkpoint's."
-    )
-    platform: Text | None = Field(None, description="The kind of device to run on.")
-    device_index: Index = Field(0, description="Which device of the platform.")
-    dtype: AnyDtype = Field("auto", description="Data type of weights and activations; auto: the checkpoint's.")
-    plugins: Names | None = Field(None, description="Allowlist: only these plugins are used (NAME,NAME...).")
-    plugins_locked: bool = Field(False, description="Use only plugins that are to the byte as the lock file says.")
-    plugins_lock_file: Text = Field(LOCK_FILE_NAME, description="The lock file of --plugins-locked.")
-    require_certified: bool = Field(
-        False, description="Use only what a certificate of level full or better shows right on such a device."
-    )
-    certificates: Text | None = Field(
-        None, description="The one folder whose certificates count; by default the plugins' own and the local ones."
-    )
-    attention_backend: Text | None = Field(
-        None, description="The attention backend, wherever it is offered; for one kind: --use attention.OF=NAME."
-    )
-    linear_backend: Text | None = Field(None, description="The matmul kernels behind linear layers.")
-    experts_backend: Text | None = Field(None, description="The kernels of a mixture of experts.")
-    all2all_backend: Text | None = Field(None, description="What exchanges tokens between the ranks of experts.")
-    tool_parser: Parser | None = Field(
-        None, description="How tool calls are written in outputs: a parser, or none; by default by the chat template."
-    )
-    reasoning_parser: Parser | None = Field(
-        None, description="How reasoning is marked in outputs: a parser, or none; by default by the chat template."
-    )
-    speculative_method: Text | None = Field(
-        None, description="Draft tokens by this method, which the next step verifies: ngram, or a plugin's."
-    )
-    num_speculative_tokens: Count = Field(4, description="Most tokens drafted for a request and step.")
-    prompt_lookup_min: Count = Field(2, description="Shortest match that ngram looks for, in tokens.")
-    prompt_lookup_max: Count = Field(4, description="Longest match that ngram looks for, in tokens.")
-    custom_ops: CustomOps = Field(("all",), description="Ops with plugins' kernels: all or none, then +name and -name.")
-    use: Use = Field(default_factory=dict, description="Choose an implementation, as in op.rms_norm=NAME; repeatable.")
-    deny: Deny = Field((), description="Implementations that are never chosen (op.rms_norm=NAME,...).")
-    load_format: LoadFormat = Field(
-        "auto", description="Where weights come from: the checkpoint (auto), or random, to measure a shape."
-    )
-    quantization: Text | None = Field(None, description="Quantize while loading, by this method: fp8, int8, int4.")
-    quantization_options: Options = Field((), description="How it quantizes (KEY=VALUE,KEY=VALUE).")
-    kv_cache_dtype: CacheDtype = Field("auto", description="Data type of the KV cache (fp8_e4m3, int8); auto: model's.")
-    block_size: PageSize | None = Field(
-        None, description="Tokens per block of the KV cache (default: the platform's, or as many as a state is large)."
-    )
-    kv_cache_memory: Bytes | None = Field(None, description="Size of the KV cache: bytes, or as in 4GiB.")
-    max_model_len: Count | None = Field(None, description="Longest sequence, prompt and output together, in tokens.")
-    max_num_seqs: NumSeqs = Field(256, description="Most sequences that run at once.")
-    max_num_batched_tokens: NumTokens = Field(2048, description="Most tokens in one step.")
-    enable_prefix_caching: bool = Field(True, description="Reuse the cache of prompts that begin alike.")
-    async_scheduling: bool | None = Field(
-        None,
-        description="Submit a step before the last one's tokens are known; by default on accelerators, and with "
-        "pipeline stages.",
-    )
-    enforce_eager: bool = Field(False, description="Without compilation and recorded graphs.")
-    core_process: bool | None = Field(
-        None, description="Run the engine core in a process of its own; by default for AsyncEngine only."
-    )
-    core_start_timeout: Count = Field(600, description="Seconds that such a process may take to load the model.")
-    batch_invariant: bool = Field(
-        False, description="A request's output is the same to the bit whatever else runs; slower."
-    )
-    shadow_check: Share = Field(
-        0.0, description="Share of op calls that the reference computes too, to compare; needs --enforce-eager."
-    )
-    tensor_parallel_size: Count = Field(1, description="Among how many devices (ranks) every layer is divided.")
-    pipeline_parallel_size: Count = Field(
-        1, description="Among how many stages the model's blocks are divided; each has as many ranks as a layer."
-    )
-    enable_expert_parallel: bool = Field(
-        False, description="Divide mixtures of experts among those ranks by whole experts."
-    )
-    expert_parallel_size: Count | None = Field(
-        None, description="By whole experts among so many groups of ranks; within one, each expert is divided."
-    )
-    communicator: Text | None = Field(None, description="The collectives between ranks.")
-    executor: ExecutorKind | None = Field(
-        None,
-        description="Where ranks run: inproc (one), mp (processes of this host, the default of several), torchrun.",
-    )
-    step_timeout: Count = Field(300, description="Seconds after which a step counts as hung.")
-    on_engine_failure: OnFailure | None = Field(
-        None,
-        description="What becomes of open requests when the engine fails: fail, or restart (a new engine goes on with "
-        "them); by default restart for serve, else fail.",
-    )
-    max_engine_restarts: Count = Field(5, description="How often within the window below it is built again.")
-    engine_restart_window: Count = Field(600, description="Seconds in which restarts are counted.")
-    enable_lora: bool = Field(False, description="Serve LoRA adapters beside the model.")
-    max_loras: Count = Field(1, description="Most LoRA adapters that are loaded at once.")
-    max_lora_rank: Count = Field(16, description="Highest rank of a LoRA adapter; memory is taken for it.")
-    lora_modules: Options = Field((), description="LoRA adapters to load at the start (NAME=PATH,NAME=PATH).")
-    blame_ops: bool = Field(
-        False, description="Have crashes name the op's kernel; every call is waited for; needs --enforce-eager."
-    )
-    seed: Seed = Field(0, description="Seed of everything random.")
-    tuning_file: Text | None = Field(None, description="Measured winners, which come before priorities.")
-    tuning_tables: Text | None = Field(
-        None, description="Folder of kernels' tuning tables (tile sizes), whose rules come before the shipped ones."
-    )
-    plugin_config: dict[str, dict[str, ConfigValue]] = Field(
-        default_factory=dict, description="The plugins' own settings, by plugin and key."
-    )
+class EngineConfig(EngineSettings):
+    """Everything that a user decides about an engine. Build it with ``create`` or ``load_config``."""
 
     _explicit: frozenset[str] = PrivateAttr(default=frozenset())
 
@@ -262,6 +129,11 @@ class EngineConfig(BaseModel):
             wanted = written("lora_modules", self.lora_modules, origins)
             slots = written("max_loras", self.max_loras, origins)
             raise ConfigError(f"{wanted}: {len(self.lora_modules)} adapters do not fit {slots}; raise it")
+
+    @property
+    def lora_paths(self) -> Mapping[str, str]:
+        """The adapters of --lora-modules: folders or hub ids by name."""
+        return {name: path for name, _, path in (module.partition("=") for module in self.lora_modules)}
 
     @property
     def num_adapters(self) -> int:

@@ -131,6 +131,15 @@ def check_options(options: tuple[str, ...]) -> tuple[str, ...]:
     return options
 
 
+def check_lora_modules(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Every adapter is NAME=PATH, each name given once."""
+    names = [module.partition("=")[0] for module in modules]
+    for module, name in zip(modules, names, strict=True):
+        if not name or not module.partition("=")[2] or names.count(name) > 1:
+            raise ValueError(f"takes NAME=PATH,NAME=PATH, each name once; got {module!r}")
+    return modules
+
+
 def check_deny(denied: tuple[str, ...]) -> tuple[str, ...]:
     """Every entry is FAMILY=NAME or FAMILY.OF=NAME; several may be of one family."""
     for entry in denied:
@@ -154,4 +163,5 @@ Names = Annotated[tuple[Text, ...], BeforeValidator(parse_names)]
 CustomOps = Annotated[Names, AfterValidator(check_custom_ops)]
 Deny = Annotated[Names, AfterValidator(check_deny)]
 Options = Annotated[Names, AfterValidator(check_options)]
+LoraModules = Annotated[Names, AfterValidator(check_lora_modules)]
 Use = Annotated[dict[Text, Text], BeforeValidator(parse_use), AfterValidator(check_use)]

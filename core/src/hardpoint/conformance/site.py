@@ -156,7 +156,7 @@ class Site:
     @property
     def records_graphs(self) -> bool:
         """Whether the platform records steps, so that addresses must stay and the host must not be waited for."""
-        return self.platform.graph_engine().max_executables != 0
+        return self.platform.graph_engine().max_graphs != 0
 
     def context(
         self,

@@ -135,9 +135,8 @@ class EngineCore:
             blueprint, table, executor, scheduler, admission, adapters, stats, metrics, int(ahead), _denied=denied
         )
         try:
-            for module in config.lora_modules:
-                name, _, path = module.partition("=")
-                core.control(LoadAdapter(name, path))
+            for name, path in config.lora_paths.items():
+                core.control(LoadAdapter(name, path).prepared())
         except BaseException:
             core.close()
             raise

@@ -146,7 +146,8 @@ class LLM:
         """The name of each prompt's adapter, loaded; an empty one for a prompt without."""
         each: list[LoRARequest | None] = [*_one_each("lora_request", wanted, LoRARequest, prompts, none=True)]
         for request in dict.fromkeys(request for request in each if request is not None):
-            self.control(LoadAdapter(request.lora_name, request.lora_path))
+            if not request.is_among(self.client.adapters):
+                self.control(LoadAdapter(request.lora_name, request.lora_path))
         return ["" if request is None else request.lora_name for request in each]
 
     def chat(
@@ -253,6 +254,7 @@ class LLM:
 
     def control(self, verb: Verb[R]) -> R:
         """Have the core do ``verb`` between two steps. Raises RequestError where this LLM is closed."""
+        verb = verb.prepared()
         with self._lock:
             if self._closed:
                 raise RequestError(_CLOSED)

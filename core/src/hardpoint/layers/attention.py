@@ -40,7 +40,7 @@ class Attention(PluggableLayer, name="attention"):
         self.args, self.dtype, self._device = args, dtype_name(ctx.dtype), ctx.torch_device
         self._num_positions = ctx.max_model_len
         q_size, kv_size = args.num_heads * args.head_size, args.num_kv_heads * args.head_size
-        self._group, self._leaves_summand = ctx.parallel.tp, False
+        self._group, self._returns_partial_sums = ctx.parallel.tp, False
         self._heads = heads = HeadShards.of(args.num_heads, args.num_kv_heads, ctx.parallel.tp)
         self.qkv = Linear(
             ctx.child("qkv"),
@@ -103,8 +103,8 @@ class Attention(PluggableLayer, name="attention"):
         if self._static_cache_scales:
             self.backend.set_cache_scales(self.weights["k_scale"], self.weights["v_scale"])
 
-    def leave_summand(self) -> bool:
-        self._leaves_summand = True
+    def return_partial_sums(self) -> bool:
+        self._returns_partial_sums = True
         return True
 
     def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
@@ -129,7 +129,7 @@ class Attention(PluggableLayer, name="attention"):
         attend = self.backend.forward
         step.interrupt(self.index, lambda cache, plan: attend(AttentionCall(q, k, v, cache, plan, attended)))
         y: torch.Tensor = self.out(attended.view(x.shape[0], -1), step)
-        return y if self._leaves_summand else self._group.all_reduce(y)
+        return y if self._returns_partial_sums else self._group.all_reduce(y)
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:

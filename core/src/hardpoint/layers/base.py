@@ -74,7 +74,7 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
         super().__init_subclass__(**options)
         cls.pluggable_name = name
         if "forward" in cls.__dict__:
-            for attribute in ("leave_summand", "takes_summand", "take_summand"):
+            for attribute in ("return_partial_sums", "takes_partial_sums", "take_partial_sums"):
                 if attribute not in cls.__dict__:
                     setattr(cls, attribute, PluggableLayer.__dict__[attribute])
 
@@ -98,16 +98,16 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
         """Drop the weights."""
         self.weights.clear()
 
-    def leave_summand(self) -> bool:
+    def return_partial_sums(self) -> bool:
         """From now on return this rank's partial sum of the result, if this layer can, and say whether it does."""
         return False
 
     @property
-    def takes_summand(self) -> bool:
+    def takes_partial_sums(self) -> bool:
         """Whether ``forward`` could sum its first argument over the ranks."""
         return False
 
-    def take_summand(self, ctx: Context) -> None:
+    def take_partial_sums(self, ctx: Context) -> None:
         """From now on ``forward`` gets this rank's partial sum of its first argument, which it may write to."""
         raise NotImplementedError(f"{type(self).__name__} takes no partial sum")
 
@@ -144,8 +144,8 @@ def sum_later(ctx: Context, writer: PluggableLayer, reader: PluggableLayer) -> N
 
     Nobody else may read it, and ``reader`` gets it as its first argument. ``ctx`` is that of ``reader``.
     """
-    if ctx.parallel.tp.size > 1 and reader.takes_summand and writer.leave_summand():
-        reader.take_summand(ctx)
+    if ctx.parallel.tp.size > 1 and reader.takes_partial_sums and writer.return_partial_sums():
+        reader.take_partial_sums(ctx)
 
 
 def _check_slots(offer: Offer, layer: PluggableLayer) -> None:

@@ -34,8 +34,8 @@ class DecoderStack(PluggableLayer, name="decoder_stack"):
                 sum_later(ctx.child(f"blocks.{i}"), block, following)
         self.blocks = nn.ModuleDict(blocks)
 
-    def leave_summand(self) -> bool:
-        return cast(DecoderBlock, list(self.blocks.values())[-1]).leave_summand()
+    def return_partial_sums(self) -> bool:
+        return cast(DecoderBlock, list(self.blocks.values())[-1]).return_partial_sums()
 
     def forward(
         self, x: torch.Tensor, step: ForwardStep, residual: torch.Tensor | None = None

@@ -26,15 +26,15 @@ class DecoderBlock(PluggableLayer, name="decoder_block"):
         if type(self).forward is DecoderBlock.forward:  # another may read what the mixer returns
             sum_later(ctx.child("feed_forward_norm"), mixer, self.feed_forward_norm)
 
-    def leave_summand(self) -> bool:
-        return self.feed_forward.leave_summand()
+    def return_partial_sums(self) -> bool:
+        return self.feed_forward.return_partial_sums()
 
     @property
-    def takes_summand(self) -> bool:
-        return self.mixer_norm.takes_summand
+    def takes_partial_sums(self) -> bool:
+        return self.mixer_norm.takes_partial_sums
 
-    def take_summand(self, ctx: Context) -> None:
-        self.mixer_norm.take_summand(ctx.child("mixer_norm"))
+    def take_partial_sums(self, ctx: Context) -> None:
+        self.mixer_norm.take_partial_sums(ctx.child("mixer_norm"))
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep

@@ -41,7 +41,7 @@ class LinearAttention(PluggableLayer, name="linear_attention"):
     def __init__(self, ctx: Context, args: LinearAttentionArgs) -> None:
         super().__init__(ctx)
         self.args, width = args, args.num_heads * args.head_size
-        self._group, self._leaves_summand = ctx.parallel.tp, False
+        self._group, self._returns_partial_sums = ctx.parallel.tp, False
         self._heads = heads = HeadShards.of(args.num_heads, args.num_heads, ctx.parallel.tp)
         self.qkv = Linear(
             ctx.child("qkv"),
@@ -67,8 +67,8 @@ class LinearAttention(PluggableLayer, name="linear_attention"):
         decays = torch.tensor(self.args.decays, dtype=torch.float32, device=self._device)
         self._decays = decays[self._heads.own, None, None]
 
-    def leave_summand(self) -> bool:
-        self._leaves_summand = True
+    def return_partial_sums(self) -> bool:
+        self._returns_partial_sums = True
         return True
 
     def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
@@ -77,7 +77,7 @@ class LinearAttention(PluggableLayer, name="linear_attention"):
         mixed = torch.empty_like(qkv[:, 0])
         step.interrupt(self.index, lambda cache, plan: self._advance(qkv, cache["state"], plan.batch, mixed))
         y: torch.Tensor = self.out(mixed.view(x.shape[0], -1), step)
-        return y if self._leaves_summand else self._group.all_reduce(y)
+        return y if self._returns_partial_sums else self._group.all_reduce(y)
 
     def _advance(self, qkv: torch.Tensor, states: torch.Tensor, batch: AttentionBatch, out: torch.Tensor) -> None:
         """Write the results of queries, keys and values [T, 3, H, D] to ``out`` [T, H, D]; mutates ``states``."""

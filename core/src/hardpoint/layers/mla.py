@@ -45,7 +45,7 @@ class MLA(PluggableLayer, name="mla"):
     def __init__(self, ctx: Context, args: MLAArgs) -> None:
         super().__init__(ctx)
         self.args, self.dtype, self._device = args, dtype_name(ctx.dtype), ctx.torch_device
-        self._num_positions, self._group, self._leaves_summand = ctx.max_model_len, ctx.parallel.tp, False
+        self._num_positions, self._group, self._returns_partial_sums = ctx.max_model_len, ctx.parallel.tp, False
         heads = HeadShards.of(args.num_heads, args.num_heads, ctx.parallel.tp)
         self._num_heads, rank = heads.num_heads, args.query_rank
         compressed = (("q", rank),) if rank else ()
@@ -96,8 +96,8 @@ class MLA(PluggableLayer, name="mla"):
         rope = self.args.rope
         self._cos_sin = self._shared(rope, lambda: rope_table(rope, self._num_positions, self._device))
 
-    def leave_summand(self) -> bool:
-        self._leaves_summand = True
+    def return_partial_sums(self) -> bool:
+        self._returns_partial_sums = True
         return True
 
     def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
@@ -126,7 +126,7 @@ class MLA(PluggableLayer, name="mla"):
         )
         values = torch.bmm(attended.transpose(0, 1), self.kv_up.weights["values"])
         y: torch.Tensor = self.out(values.transpose(0, 1).reshape(down.shape[0], -1), step)
-        return y if self._leaves_summand else self._group.all_reduce(y)
+        return y if self._returns_partial_sums else self._group.all_reduce(y)
 
 
 class KeyValueUp(PluggableLayer):

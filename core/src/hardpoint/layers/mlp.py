@@ -24,7 +24,7 @@ class MLP(PluggableLayer, name="mlp"):
         self.args = args
         width = args.intermediate_size
         parts = (("gate", width), ("up", width)) if args.gated else (("up", width),)
-        self._group, self._leaves_summand = ctx.parallel.tp, False
+        self._group, self._returns_partial_sums = ctx.parallel.tp, False
         group = self._group
         shard = even_shard(width, group, "intermediate size")
         rows = (shard,) * len(parts) if shard else ()
@@ -35,14 +35,14 @@ class MLP(PluggableLayer, name="mlp"):
         self.input_spec = self.gate_up.input_spec
         self._middle = self._bound_middle(ctx)
 
-    def leave_summand(self) -> bool:
-        self._leaves_summand = True
+    def return_partial_sums(self) -> bool:
+        self._returns_partial_sums = True
         return True
 
     def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         y: torch.Tensor = self.down(self._middle(self.gate_up(x, step)), step)
-        return y if self._leaves_summand else self._group.all_reduce(y)
+        return y if self._returns_partial_sums else self._group.all_reduce(y)
 
     def _bound_middle(self, ctx: Context) -> Callable[[torch.Tensor], torch.Tensor | Quantized]:
         """The activation, to the form that ``down`` wants where it is a gate."""

@@ -51,7 +51,7 @@ class MoE(PluggableLayer, name="moe"):
     def __init__(self, ctx: Context, args: MoEArgs) -> None:
         super().__init__(ctx)
         self.args, hidden = args, args.hidden_size
-        self._ep, self._tp, self._leaves_summand = ctx.parallel.ep, ctx.parallel.tp, False
+        self._ep, self._tp, self._returns_partial_sums = ctx.parallel.ep, ctx.parallel.tp, False
         self._slices = slicing_group(ctx)
         self.router = Linear(
             ctx.child("router"),
@@ -65,7 +65,7 @@ class MoE(PluggableLayer, name="moe"):
             shared = MLPArgs(hidden, args.shared_size, args.activation, args.gated)
             self.shared = MLP(ctx.child("shared"), shared)
         ours = type(self).forward is MoE.forward  # another may want the shared expert's result
-        self._sums = ours and self.experts.replicated and (self.shared is None or self.shared.leave_summand())
+        self._sums = ours and self.experts.replicated and (self.shared is None or self.shared.return_partial_sums())
         if args.shared_gate:
             self.shared_gate = Linear(ctx.child("shared_gate"), LinearArgs(hidden, (("gate", 1),), kind="router"))
             self._sigmoid = activation.bind(ctx, activation="sigmoid")
@@ -75,8 +75,8 @@ class MoE(PluggableLayer, name="moe"):
             return {}
         return {"correction_bias": WeightSlot((self.args.router.num_experts,), "float32")}
 
-    def leave_summand(self) -> bool:
-        self._leaves_summand = self._sums
+    def return_partial_sums(self) -> bool:
+        self._returns_partial_sums = self._sums
         return self._sums
 
     def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
@@ -89,7 +89,7 @@ class MoE(PluggableLayer, name="moe"):
             if self.shared_gate is not None:
                 shared = shared * self._sigmoid(self.shared_gate(x, step), activation="sigmoid")
             y = y + shared
-        return self._tp.all_reduce(y) if self._sums and not self._leaves_summand else y
+        return self._tp.all_reduce(y) if self._sums and not self._returns_partial_sums else y
 
     def _gathered(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """What all ranks' experts make of x [T, H], of which each rank routes a share."""

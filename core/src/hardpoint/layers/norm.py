@@ -31,11 +31,11 @@ class Norm(PluggableLayer, name="norm"):
         return {"weight": WeightSlot((self.args.size,), self.dtype)}
 
     @property
-    def takes_summand(self) -> bool:
+    def takes_partial_sums(self) -> bool:
         """What is rounded in passing comes as a sum: no kernel does all three."""
         return self.args.spec is None
 
-    def take_summand(self, ctx: Context) -> None:
+    def take_partial_sums(self, ctx: Context) -> None:
         self._add_rms_norm = allreduce_add_rms_norm.bind(ctx, hidden_size=self.args.size, scalars=self._scalars)
 
     def forward(

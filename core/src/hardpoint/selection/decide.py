@@ -8,7 +8,7 @@ alike: the geometric mean of the winners' times.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hardpoint.plugin_host import Offer
@@ -70,13 +70,23 @@ class Decision:
     seconds: Mapping[Form, float]
 
 
+PriorityOf = Callable[[Offer, StepRange], int]
+"""The priority of a candidate in all steps of a range, as ``Selector.priority`` has it."""
+
+
 def decide(
-    times: Times, plan: Plan, decisive: Collection[int], margin: float, passed_over: Collection[str] = ()
+    times: Times,
+    plan: Plan,
+    decisive: Collection[int],
+    margin: float,
+    priority: PriorityOf,
+    passed_over: Collection[str] = (),
 ) -> Decision:
     """Decide who serves, where ``plan`` is what serves now.
 
     Every contender is measured with every number of tokens that it serves, each candidate also with plain input.
     ``decisive`` are the numbers of tokens that choose the form; ``margin`` is a share of the time, as in 0.05.
+    Where nothing of a form serves now, the candidate of the highest ``priority`` is the one that others must beat.
     An infinite time is that of what could not run, or was not tried. ``passed_over`` are layouts that stay where they
     serve now, and are taken nowhere else.
     """
@@ -84,11 +94,9 @@ def decide(
     now = _form_of(plan, contenders)
     answers = {}
     for form in dict.fromkeys(contender.form for contender in contenders):
-        group = sorted(
-            (c for c in contenders if c.form == form), key=lambda c: (-c.offer.contribution.priority, c.name)
-        )
+        group = [c for c in contenders if c.form == form]
         if _serves_all(group):
-            answers[form] = _winners(times, plan, group, decisive, margin)
+            answers[form] = _winners(times, plan, group, decisive, margin, priority)
     seconds = {
         form: math.exp(sum(math.log(times[n][winners[n]]) for n in decisive) / len(decisive))
         for form, winners in answers.items()
@@ -121,19 +129,29 @@ def _serves_all(group: Sequence[Contender]) -> bool:
 
 
 def _winners(
-    times: Times, plan: Plan, group: Sequence[Contender], decisive: Collection[int], margin: float
+    times: Times,
+    plan: Plan,
+    group: Sequence[Contender],
+    decisive: Collection[int],
+    margin: float,
+    priority: PriorityOf,
 ) -> dict[int, Contender]:
-    """The winner of one form for each number of tokens; ``group`` is in order of priority."""
+    """The winner of one form for each number of tokens."""
+
+    def before(able: Iterable[Contender], winner: Offer, where: StepRange) -> Contender:
+        """Who of ``able`` serves a range before anything is measured: the plan's winner, or else by priority."""
+        return min(able, key=lambda c: (c.offer != winner, -priority(c.offer, where), c.name))
+
     if Feature.BATCH_INVARIANT in plan.workload.features:  # one implementation serves steps of every size
         able = [c for c in group if tokens_of(c.offer) == TokensRequirement()]
         sums = {c: math.fsum(math.log(times[n][c]) for n in decisive) / len(decisive) for c in able}
-        now = next((c for c in able if c.offer == plan.entries[0].offer), able[0])
+        now = before(able, plan.entries[0].offer, StepRange())
         best = min(able, key=lambda c: sums[c])
         return dict.fromkeys(times, best if sums[best] < sums[now] + math.log(1 - margin) else now)
     winners = {}
     for tokens, row in times.items():
         able = [contender for contender in group if contender in row]
-        now = next((contender for contender in able if contender.offer == serving(plan, tokens)), able[0])
+        now = before(able, serving(plan, tokens), StepRange(tokens, tokens))
         best = min(able, key=lambda contender: row[contender])
         winners[tokens] = best if row[best] < (1 - margin) * row[now] else now
     return winners

@@ -81,7 +81,7 @@ def choose_platform(plugins: PluginSet, settings: Settings) -> PlatformChoice:
         rejected += [Rejection(o, (_not_asked_for(choice.name),)) for o in others]
     else:
         after = Reason(
-            "lower-rank", f"an accelerator or a platform of higher priority is here: {winner.contribution.name}"
+            "comes-after", f"an accelerator or a platform of higher priority is here: {winner.contribution.name}"
         )
         rejected += [Rejection(o, (after,)) for o in found if o != winner]
     plan = Plan(PlatformWorkload(), (PlanEntry(StepRange(), winner, rule),), tuple(rejected))

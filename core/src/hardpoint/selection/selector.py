@@ -86,6 +86,10 @@ class Selector:
         """
         return _Contest(self, workload).candidates()
 
+    def priority(self, workload: Workload, offer: Offer, where: StepRange) -> int:
+        """The priority of ``offer`` in all steps of a range, which a preference of its contribution may set."""
+        return _priority_in(where, offer, self._preferences(offer, workload))
+
     def _static_reasons(self, offer: Offer, workload: Workload) -> list[Reason]:
         """Everything that data can say against ``offer``."""
         contribution, reasons = offer.contribution, []
@@ -204,7 +208,7 @@ class _Contest:
                 self._prove(offer, choice)
 
     def _against(self, offer: Offer) -> list[Reason]:
-        """Every reason that keeps ``offer`` from being ranked at all.
+        """Every reason that keeps ``offer`` from being considered at all.
 
         Only a candidate that could itself serve takes another's place: a plugin for another device must not cost this
         one its reference.
@@ -271,32 +275,31 @@ class _Contest:
         def is_asked(offer: Offer) -> bool:
             return choice is not None and offer.contribution.name == choice.name
 
-        def rank(offer: Offer) -> tuple[bool, bool, int, str]:
-            c = offer.contribution
-            highest = max([c.priority, *(p.priority for p in self.preferences[offer])])
-            return (not is_asked(offer), c.name not in measured, -highest, c.name)
+        def order(offer: Offer) -> tuple[bool, bool, int, str]:
+            name = offer.contribution.name
+            return (not is_asked(offer), name not in measured, -self._highest_priority(offer), name)
 
         def winner(group: Sequence[Offer], where: StepRange) -> PlanEntry | None:
             able = [o for o in group if covers(tokens_of(o), where)]
             named = {v.name: v for v in reversed(verdicts) if covers(v.tokens, where)}
 
-            def rank_here(offer: Offer) -> tuple[bool, bool, int, str]:
-                c = offer.contribution
-                return (not is_asked(offer), c.name not in named, -self._priority(offer, where), c.name)
+            def order_here(offer: Offer) -> tuple[bool, bool, int, str]:
+                name = offer.contribution.name
+                return (not is_asked(offer), name not in named, -self._priority(offer, where), name)
 
-            ranked = sorted(able, key=rank_here)
-            if not ranked:
+            first = min(able, key=order_here, default=None)
+            if first is None:
                 return None
-            verdict = named.get(ranked[0].contribution.name)
+            verdict = named.get(first.contribution.name)
             rule: Rule = "only candidate" if len(eligible) == 1 else "priority"
-            if is_asked(ranked[0]):
+            if is_asked(first):
                 rule, verdict = "flag", None
-            return PlanEntry(where, ranked[0], "tuning file" if verdict else rule, verdict)
+            return PlanEntry(where, first, "tuning file" if verdict else rule, verdict)
 
         self.gaps.clear()
-        ranked = sorted(eligible, key=rank)
-        for layout in dict.fromkeys(o.contribution.layout for o in ranked):
-            group = [o for o in ranked if o.contribution.layout == layout]
+        ordered = sorted(eligible, key=order)
+        for layout in dict.fromkeys(o.contribution.layout for o in ordered):
+            group = [o for o in ordered if o.contribution.layout == layout]
             names = {o.contribution.name for o in group}
             preferred = [tokens_in(p.requires) for o in group for p in self.preferences[o]]
             ranges = cut([*map(tokens_of, group), *preferred, *(v.tokens for v in verdicts if v.name in names)])
@@ -305,16 +308,18 @@ class _Contest:
                 return merge(entries)
             self.gaps |= set(group)
             if choice:
-                self._refuse(choice, ranked[0])
+                self._refuse(choice, ordered[0])
         raise SelectionError(
             f"nothing can serve {self._title()} ({self.workload.key()}) on {self.selector.device.name}",
             {o.contribution.name: self._against(o) or [_leaves_a_gap(o)] for o in self.offers},
         )
 
     def _priority(self, offer: Offer, where: StepRange) -> int:
-        """That of ``offer`` in all steps of a range."""
-        preferred = (p.priority for p in self.preferences[offer] if covers(tokens_in(p.requires), where))
-        return next(preferred, offer.contribution.priority)
+        return _priority_in(where, offer, self.preferences[offer])
+
+    def _highest_priority(self, offer: Offer) -> int:
+        """The highest that ``offer`` has in any steps: the one that chooses the layout."""
+        return max([offer.contribution.priority, *(p.priority for p in self.preferences[offer])])
 
     def _plan(self, entries: Sequence[PlanEntry], choice: Choice | None) -> Plan:
         winners = {e.offer for e in entries}
@@ -334,30 +339,36 @@ class _Contest:
         c, layout = offer.contribution, entries[0].offer.contribution.layout
         measured = [e for e in entries if e.verdict]
         if c.layout != layout:
-            best = max((e.offer.contribution for e in entries), key=lambda winner: winner.priority)
+            best = max((e.offer for e in entries), key=self._highest_priority)
+            above, own = self._highest_priority(best), self._highest_priority(offer)
             if choice:
                 why = f"{choice.flag} asks for {choice.name}"
             else:
-                why = _was_measured(offer, measured[0]) if measured else f"{best.name} comes before it"
+                why = _was_measured(offer, measured[0]) if measured else f"{best.contribution.name} comes before it"
             return Reason(
                 "layout",
                 f"{why}, and all that serve together share a layout",
-                wanted=f"layout {layout}" + ("" if choice or measured else f", or priority above {best.priority}"),
-                supported=f"layout {c.layout}" + ("" if measured else f", priority {c.priority}"),
+                wanted=f"layout {layout}" + ("" if choice or measured else f", or priority above {above}"),
+                supported=f"layout {c.layout}" + ("" if measured else f", priority {own}"),
             )
         if choice:
             return Reason("not-asked-for", f"{choice.flag} asks for {choice.name}")
         ahead = [e for e in entries if overlap(tokens_of(offer), e.range)]
         by_priority = [e for e in ahead if not e.verdict]
         if not by_priority:
-            return Reason("lower-rank", _was_measured(offer, ahead[0]))
+            return Reason("comes-after", _was_measured(offer, ahead[0]))
         nearest = min(by_priority, key=lambda e: self._priority(e.offer, e.range))
         return Reason(
-            "lower-rank",
+            "comes-after",
             f"{nearest.offer.contribution.name} comes before it",
             wanted=f"priority above {self._priority(nearest.offer, nearest.range)}",
             supported=f"priority {self._priority(offer, nearest.range)}",
         )
+
+
+def _priority_in(where: StepRange, offer: Offer, preferences: Sequence[Preference]) -> int:
+    preferred = (p.priority for p in preferences if covers(tokens_in(p.requires), where))
+    return next(preferred, offer.contribution.priority)
 
 
 def _was_measured(offer: Offer, ahead: PlanEntry) -> str:

@@ -10,21 +10,26 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import click
 
-from hardpoint.config import SETTINGS, EngineConfig, PluginKeys, load_config
+from hardpoint.config import SETTINGS, EngineConfig, Group, PluginKeys, group_of, load_config
 from hardpoint.config.errors import flag_of
+from hardpoint.config.settings import metavar_of
 from hardpoint.config.vllm_flags import advice_on
 from hardpoint_plugin_api import ConfigKey
 
 DEFAULTS = {"model": "demo"}
 _CONFIG = "config_file"
-_METAVARS = {"kv_cache_memory": "SIZE"}
 
 
 class EngineCommand(click.Command):
     """A command whose function gets ``config: EngineConfig``, joined of --config FILE, MODEL and the flags.
 
     Flags arrive as text: EngineConfig alone decides what is valid, and says so in the same words as for a file.
+    ``title`` is that of the command's own options in ``--help``; the engine's follow in the groups of their settings.
     """
+
+    def __init__(self, *args: Any, title: str = "Options", **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._title = title
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The command's own parameters and all that describe an engine."""
@@ -51,9 +56,15 @@ class EngineCommand(click.Command):
         return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the command's own options first, then the engine's, then the plugins'."""
-        groups = [("Options", [*self.params, *self._help(ctx)]), ("Engine options", self._engine_params)]
-        for title, params in [*groups, ("Plugin options", self._plugin_params)]:
+        """Write the command's own options first, then each group of the engine's, then the plugins'."""
+        first, *others = Group
+        groups: list[tuple[str, list[click.Parameter]]] = [
+            (self._title, [*self.params, *self._help(ctx)]),
+            (first, [*self._file_and_model, *self._of_group(first)]),
+            *((group, self._of_group(group)) for group in others),
+            ("Settings of plugins", self._plugin_params),
+        ]
+        for title, params in groups:
             options = [param for param in params if isinstance(param, click.Option)]
             records = [record for option in options if (record := option.get_help_record(ctx))]
             if records:
@@ -76,15 +87,21 @@ class EngineCommand(click.Command):
         return own | {name: _plugin_option(name, key) for name, key in keys.items()}
 
     @cached_property
-    def _engine_params(self) -> list[click.Parameter]:
+    def _file_and_model(self) -> list[click.Parameter]:
         file = click.Option(
             ["--config", _CONFIG],
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="TOML file of settings; flags come before it.",
+            help="TOML file of settings (block_size = 16). Flags override it.",
         )
-        model = click.Argument(["model_argument"], required=False, metavar="[MODEL]")
-        return [model, file, *(option for key, option in self._flags.items() if "." not in key)]
+        return [click.Argument(["model_argument"], required=False, metavar="[MODEL]"), file]
+
+    @cached_property
+    def _engine_params(self) -> list[click.Parameter]:
+        return [*self._file_and_model, *(option for key, option in self._flags.items() if "." not in key)]
+
+    def _of_group(self, group: Group) -> list[click.Parameter]:
+        return [self._flags[name] for name in SETTINGS if group_of(name) is group]
 
     @cached_property
     def _plugin_params(self) -> list[click.Parameter]:
@@ -102,15 +119,16 @@ def plugin_keys(*, quiet: bool) -> PluginKeys:
 def _setting_option(name: str) -> click.Option:
     field = EngineConfig.model_fields[name]
     help_text, flag = field.description or "", flag_of(name)
-    if not field.is_required() and (default := field.get_default(call_default_factory=True)) not in (None, {}, False):
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    if default not in (None, {}, (), False):
+        shown = "on" if default is True else ",".join(map(str, default)) if isinstance(default, tuple) else default
         help_text += f"  [default: {shown}]"
     kind = _without_none(field.annotation)
     if kind is bool:
         return click.Option([f"{flag}/--no-{flag[2:]}"], default=None, help=help_text)
     if get_origin(kind) is dict:
-        return click.Option([flag], multiple=True, default=None, metavar="FAMILY[.OF]=NAME", help=help_text)
-    return click.Option([flag], metavar=_METAVARS.get(name) or _metavar(kind), help=help_text)
+        return click.Option([flag], multiple=True, default=None, metavar=metavar_of(name), help=help_text)
+    return click.Option([flag], metavar=metavar_of(name) or _metavar(kind), help=help_text)
 
 
 def _plugin_option(name: str, key: ConfigKey) -> click.Option:

@@ -50,8 +50,8 @@ _TASK_BYTES = 400
 class RecordedLists(GraphEngine):
     """The graph engine of CPUs.
 
-    All its executables share the memory of what lies between their operators, so that no two may run at the same time.
-    Results have memory of their own: they are valid until the same executable runs again.
+    All its graphs share the memory of what lies between their operators, so that no two may run at the same time.
+    Results have memory of their own: they are valid until the same graph runs again.
     """
 
     collectives_allowed = False
@@ -61,18 +61,18 @@ class RecordedLists(GraphEngine):
     def __init__(self) -> None:
         self._arena = Arena()
         self._recorder: _Recorder | None = None
-        self.bytes_per_executable = 0  # the most that one has taken so far, beside the shared memory
+        self.bytes_per_graph = 0  # the most that one has taken so far, beside the shared memory
         self._alive: weakref.WeakSet[RecordedList] = weakref.WeakSet()
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes that all executables share."""
+        """Bytes that all graphs share."""
         return self._arena.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all executables take."""
-        return self.shared_bytes + sum(executable.nbytes for executable in self._alive)
+        """Bytes that all graphs take."""
+        return self.shared_bytes + sum(graph.nbytes for graph in self._alive)
 
     def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> RecordedList:
         """Record ``fn(**inputs)``: it is called once, computes nothing, and changes no memory.
@@ -90,10 +90,10 @@ class RecordedLists(GraphEngine):
         prepared = recorder.finish(result)
         del result
         recorder.check_that_nothing_is_kept()
-        executable = RecordedList(fn, dict(inputs), prepared, self._arena)
-        self.bytes_per_executable = max(self.bytes_per_executable, executable.nbytes)
-        self._alive.add(executable)
-        return executable
+        graph = RecordedList(fn, dict(inputs), prepared, self._arena)
+        self.bytes_per_graph = max(self.bytes_per_graph, graph.nbytes)
+        self._alive.add(graph)
+        return graph
 
     def opaque(self, call: Callable[..., None], *arguments: Any) -> None:
         """See GraphEngine; ``call`` is not called while it is recorded."""
@@ -103,7 +103,7 @@ class RecordedLists(GraphEngine):
             self._recorder.write_opaque(call, arguments)
 
     def transient(self, result: torch.Tensor) -> torch.Tensor:
-        """See GraphEngine: ``result`` stays in the memory that all executables share."""
+        """See GraphEngine: ``result`` stays in the memory that all graphs share."""
         if self._recorder is not None:
             self._recorder.leave_in_arena(result)
         return result
@@ -178,7 +178,7 @@ class _Birth:
 
 
 class RecordedList:
-    """An Executable. It keeps its function, inputs and results alive."""
+    """A CapturedGraph. It keeps its function, inputs and results alive."""
 
     def __init__(self, fn: Callable[..., Any], inputs: dict[str, object], recording: _Recording, arena: Arena) -> None:
         self._fn, self._inputs, self._recording, self._arena = fn, inputs, recording, arena
@@ -208,7 +208,7 @@ class RecordedList:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this executable alone takes."""
+        """Bytes that this graph alone takes."""
         return self._recording.result_bytes + self.num_kernels * _TASK_BYTES
 
     def run(self, update: Mapping[str, object] | None = None) -> Any:

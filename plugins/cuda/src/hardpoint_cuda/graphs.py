@@ -59,7 +59,7 @@ class CudaGraphs(GraphEngine):
 
     collectives_allowed = True
     host_sync_allowed = False
-    bytes_per_executable = 8 * 2**20
+    bytes_per_graph = 8 * 2**20
     """An allowance for nodes and their parameters, not measured one by one: with 56 of them, context included, about a
     gigabyte was neither weights, cache nor resources on an H200."""
 
@@ -225,7 +225,7 @@ class _Bytes:
 
 
 class CudaGraph:
-    """An Executable. It keeps its function, inputs and results alive.
+    """A CapturedGraph. It keeps its function, inputs and results alive.
 
     ``pool`` is the id of the memory it shares with others; ``driver_bytes`` what the driver took while it was captured.
     """

@@ -24,7 +24,7 @@ Piece: TypeAlias = "_C.Recording | Callable[[], None]"
 class RecordedLists(GraphEngine):
     """One device's graph engine."""
 
-    max_executables = 16
+    max_graphs = 16
     collectives_allowed = False
     host_sync_allowed = False
     piece_sizes = (24, 48)
@@ -38,10 +38,10 @@ class RecordedLists(GraphEngine):
         """Record ``fn(**inputs)``. It runs once, or twice where numbers are among ``inputs``; memory is left as it was.
 
         Raises PlatformError where ``fn`` waits for the device or does what cannot be recorded, where a number decides
-        about more than arguments, and for more executables than may be kept.
+        about more than arguments, and for more graphs than may be kept.
         """
-        if len(self._alive) >= self.max_executables:
-            raise PlatformError(f"{self.max_executables} recorded steps are kept already; drop one before {key!r}")
+        if len(self._alive) >= self.max_graphs:
+            raise PlatformError(f"{self.max_graphs} recorded steps are kept already; drop one before {key!r}")
         numbers: dict[str, Number] = {n: v for n, v in inputs.items() if _is_number(v)}
         pieces, result = self._record(key, fn, inputs)
         places = {}
@@ -82,7 +82,7 @@ class RecordedLists(GraphEngine):
 
 
 class RecordedList:
-    """An Executable. It keeps its inputs and results alive."""
+    """A CapturedGraph. It keeps its inputs and results alive."""
 
     def __init__(
         self,

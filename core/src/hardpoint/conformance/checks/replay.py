@@ -39,7 +39,7 @@ def replay(probe: Probe, seed: int) -> Finding:
         # As in an engine: a kernel that the graph engine cannot see is called again by each run.
         calls, offer = KernelCalls(probe.subject.site.home), probe.subject.offer
         run_kernel = calls.wrap(offer, probe.subject.target, call.run)
-        executable = calls.prepare(engine, "conformance", lambda **_: run_kernel(), inputs)
+        graph = calls.prepare(engine, "conformance", lambda **_: run_kernel(), inputs)
     for number in range(2):
         other = probe.call(seed + number)
         if not refill(call, other):
@@ -48,7 +48,7 @@ def replay(probe: Probe, seed: int) -> Finding:
             replanned = call.plan()
         if replanned != token:
             return Finding.not_claimed("token", "the plan of fresh inputs asks for another recording")
-        finding = Finding.of(judge_call(replace(call, expect=other.expect), executable.run))
+        finding = Finding.of(judge_call(replace(call, expect=other.expect), graph.run))
         if finding.faults:
             return finding
     return Finding()
@@ -106,9 +106,9 @@ def chain(probe: Probe, seed: int) -> Finding:
 
     with torch.inference_mode():
         wanted = one_after_another(x, platform.synchronize)
-        executable = platform.graph_engine().prepare("conformance", one_after_another, {"x": x})
+        graph = platform.graph_engine().prepare("conformance", one_after_another, {"x": x})
         for number in range(_CHAINS):
-            results = executable.run()
+            results = graph.run()
             platform.synchronize()
             for link, (got, right) in enumerate(zip(results, wanted, strict=True)):
                 if not equal_bits(got, right):

@@ -16,7 +16,7 @@ from hardpoint.conformance.probe import refill
 from hardpoint.conformance.trials import Finding
 from hardpoint.kernel_calls import KernelCalls
 from hardpoint.ops.judge import judge_call
-from hardpoint_plugin_api import NULL_PAGE, AttentionCall, CaptureGrade, Executable
+from hardpoint_plugin_api import NULL_PAGE, AttentionCall, CapturedGraph, CaptureGrade
 
 if TYPE_CHECKING:
     from hardpoint.conformance.families.attention import AttentionProbe
@@ -52,7 +52,7 @@ def replay(probe: AttentionProbe, seed: int) -> Finding:
         calls = KernelCalls(site.home)
         run = calls.wrap(probe.subject.offer, probe.subject.target, forward)
         inputs = {i.label: i.tensor for i in call.inputs}
-        executable = calls.prepare(site.platform.graph_engine(), "conformance", lambda **_: run(), inputs)
+        graph = calls.prepare(site.platform.graph_engine(), "conformance", lambda **_: run(), inputs)
     judged = False
     for number, other in enumerate((*others, captured)):
         later = _step(other, seed + 1 + number, [captured.pieces, *room])
@@ -67,14 +67,14 @@ def replay(probe: AttentionProbe, seed: int) -> Finding:
                 continue  # an engine captures such a step by itself
         judged = True
         again = replace(new, inputs=call.inputs, before=call.before)
-        finding = Finding.of(judge_call(again, partial(_replayed, other, executable)))
+        finding = Finding.of(judge_call(again, partial(_replayed, other, graph)))
         if finding.faults:
             return finding
     return Finding() if judged else Finding.not_claimed("token", "each batch of other lengths has a token of its own")
 
 
-def _replayed(probe: AttentionProbe, executable: Executable) -> tuple[torch.Tensor, ...]:
-    return probe.outputs(executable.run())
+def _replayed(probe: AttentionProbe, graph: CapturedGraph) -> tuple[torch.Tensor, ...]:
+    return probe.outputs(graph.run())
 
 
 def other_lengths(probe: AttentionProbe, draw: random.Random) -> list[tuple[Piece, ...]]:

@@ -263,13 +263,13 @@ def step_limits(subject: Subject) -> Finding:
 
 
 def graph_engine(subject: Subject) -> Finding:
-    """``graph-engine``: what was prepared gives on fresh inputs what the function gives, two executables in turn."""
+    """``graph-engine``: what was prepared gives on fresh inputs what the function gives, two graphs in turn."""
     platform, device = _platform(subject), subject.site.device
     engine = platform.graph_engine()
-    declared = {f: getattr(engine, f, None) for f in ("bytes_per_executable", "max_executables")}
+    declared = {f: getattr(engine, f, None) for f in ("bytes_per_graph", "max_graphs")}
     if isinstance(engine, GraphEngine) and (fault := misfit(type(engine))):
         return Finding.failed("signature", "graph_engine", fault)
-    if not isinstance(engine, GraphEngine) or (declared["max_executables"] or 0) < 0:
+    if not isinstance(engine, GraphEngine) or (declared["max_graphs"] or 0) < 0:
         return Finding.failed("graph-engine", "graph_engine", f"{engine!r}, {declared}")
 
     def step(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -159,9 +159,9 @@ class SummedProbe:
 
     def _expected(self, draw: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each output: the reference's in the dtype, and the truth."""
-        summands = [arguments[self._summed] for arguments in draw]
-        own, true = summands[0].clone(), summands[0].double()
-        for x in summands[1:]:
+        partial_sums = [arguments[self._summed] for arguments in draw]
+        own, true = partial_sums[0].clone(), partial_sums[0].double()
+        for x in partial_sums[1:]:
             own, true = own + x, true + x.double()
         wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in draw[0].items()}
         pair = (

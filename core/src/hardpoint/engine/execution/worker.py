@@ -15,11 +15,12 @@ from hardpoint.engine.execution.graphs.graphs import Graphs
 from hardpoint.engine.execution.graphs.replay_check import ReplayError
 from hardpoint.engine.execution.graphs.shapes import graph_bytes
 from hardpoint.engine.execution.memory.cache_memory import CacheMemory, page_bytes, require_free
-from hardpoint.engine.execution.memory.holdings import Holder, Holdings
+from hardpoint.engine.execution.memory.holdings import Holder, Holdings, is_want_of_memory
 from hardpoint.engine.execution.memory.tagged_memory import TaggedMemory
 from hardpoint.engine.execution.runner import Runner, RunnerArgs
 from hardpoint.engine.execution.sampling.logits_state import LogitsState
 from hardpoint.engine.execution.sampling.sampler import Sampler
+from hardpoint.engine.execution.sampling.trial import sampling_bytes
 from hardpoint.engine.execution.speculation import Speculation
 from hardpoint.engine.execution.stage import stage_of
 from hardpoint.engine.execution.weights import ModelWeights
@@ -27,6 +28,7 @@ from hardpoint.engine.scheduling.paged_cache import CacheGeometry
 from hardpoint.parallel.control import ControlGroup
 from hardpoint.startup_times import mark
 from hardpoint_plugin_api import (
+    CapacityError,
     ConfigError,
     Drafter,
     DrafterArgs,
@@ -114,7 +116,10 @@ class Worker:
             speculation = start_speculation(blueprint, limits.max_requests)
         with control.together(), memory.pool("resources"):
             ctx.resources.allocate(ctx.torch_device)
+        stage = stage_of(ctx.parallel.pp, blueprint.facts.hidden_size, ctx.dtype, ctx.torch_device)
+        sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
         with control.together():
+            reserved = bytes_to_sample(blueprint, sampler, limits) if stage.draws else 0
             graph_engine = EagerGraphEngine if config.enforce_eager else platform.graph_engine
             longest = min(ctx.max_model_len, limits.max_context or ctx.max_model_len)
             groups = ctx.cache_users.cache_groups()
@@ -122,12 +127,11 @@ class Worker:
             page = page_bytes(ctx.cache_users, ctx.block_size)
             if config.kv_cache_memory is not None:  # all of it, which prefixes can fill whatever runs
                 budget = config.kv_cache_memory
-                require_free(budget, platform.memory, ctx.device.name)
+                require_free(budget, reserved, platform.memory, ctx.device.name)
             else:
                 platform.memory.trim()  # what loading left to its allocator is free
-                budget = platform.kv_cache_budget() - graph_bytes(
-                    graph_engine(), limits, config.num_drafts, adapters=config.enable_lora
-                )
+                reserved += graph_bytes(graph_engine(), limits, config.num_drafts, adapters=config.enable_lora)
+                budget = platform.kv_cache_budget() - reserved
                 # All sequences at their longest, one block each still being freed.
                 enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
                 budget = min(budget, enough * page)
@@ -136,8 +140,6 @@ class Worker:
             cache = CacheMemory(ctx.cache_users, geometry, budget, ctx.torch_device)
         max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
         forward = Forward(model or blueprint.model, ctx.cache_users, cache.views)
-        stage = stage_of(ctx.parallel.pp, blueprint.facts.hidden_size, ctx.dtype, ctx.torch_device)
-        sampler = Sampler(blueprint.ops.sampling, logits_state, ctx.torch_device)
         graphs = Graphs(
             ctx,
             graph_engine,
@@ -212,6 +214,29 @@ def start_speculation(blueprint: Blueprint, num_slots: int) -> Speculation | Non
     )
     drafter = drafter_class(ctx.for_plugin(offer.plugin), args)
     return Speculation(drafter, ctx.resources, num_slots, ctx.max_model_len, ctx.torch_device)
+
+
+def bytes_to_sample(blueprint: Blueprint, sampler: Sampler, limits: StepLimits) -> int:
+    """Bytes of an accelerator that a step's sampling takes at most. 0 on a host, whose memory is never all the cache's.
+
+    Raises CapacityError where they are not free.
+    """
+    ctx, num_drafts = blueprint.ctx, blueprint.config.num_drafts
+    assert limits.max_requests is not None
+    assert limits.max_tokens is not None
+    if not ctx.device.accelerator:
+        return 0
+    num_requests = max(1, min(limits.max_requests, limits.max_tokens // (1 + num_drafts)))
+    vocab_size = blueprint.facts.vocab_size
+    try:
+        return sampling_bytes(sampler, blueprint.platform.memory, num_requests, num_drafts, vocab_size, ctx.dtype)
+    except Exception as error:
+        if not is_want_of_memory(error):
+            raise
+        raise CapacityError(
+            f"sampling for {num_requests} requests does not fit {ctx.device.name} beside the weights: {error}; "
+            "lower --max-num-seqs"
+        ) from error
 
 
 def planners_of_exact_lengths(blueprint: Blueprint) -> tuple[str, ...]:

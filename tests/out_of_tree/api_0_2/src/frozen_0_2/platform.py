@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardpoint_plugin_api import (
+    CapturedGraph,
     ConfigValue,
     DeviceInfo,
     EagerGraphEngine,
-    Executable,
     Memory,
     MemorySnapshot,
     Platform,
@@ -40,7 +40,7 @@ class FrozenGraphs(EagerGraphEngine):
 
     prepared = 0
 
-    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> Executable:
+    def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> CapturedGraph:
         self.prepared += 1
         return super().prepare(key, fn, inputs)
 

@@ -16,7 +16,7 @@ def why_eager(ctx: Context, engine: GraphEngine) -> str | None:
     """Why no step can be captured, not even in pieces, as the metric's reason; None: some can."""
     if ctx.config.enforce_eager:
         return "enforce_eager"
-    if engine.max_executables == 0:
+    if engine.max_graphs == 0:
         return "no_graph_engine"
     if blockers := list(dict.fromkeys(uncapturable(ctx, engine))):
         logger.info("steps run eagerly: %s", "; ".join(blockers))

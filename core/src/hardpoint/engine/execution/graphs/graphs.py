@@ -11,10 +11,9 @@ import gc
 import logging
 import time
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,11 @@ import torch
 from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward, PiecewiseStep
 from hardpoint.engine.execution.graphs.capturable import why_eager, why_not_full
+from hardpoint.engine.execution.graphs.kept_graphs import Captured, GraphKey, KeptGraphs, shares_of, within
 from hardpoint.engine.execution.graphs.replay_check import Put, ReplayCheck, Step, Wanted
 from hardpoint.engine.execution.graphs.shapes import (
     DRAWS,
-    MOST_EXECUTABLES,
+    MOST_GRAPHS,
     End,
     Layout,
     Mode,
@@ -47,21 +47,13 @@ from hardpoint.engine.execution.graphs.step_buffers import (
 from hardpoint.engine.execution.sampling.sampler import Sampler
 from hardpoint.engine.execution.stage import Stage
 from hardpoint.engine.scheduling.step import StepInput
-from hardpoint_plugin_api import AttentionMetadata, Executable, GraphEngine, Phase, PlatformError, StepLimits
+from hardpoint_plugin_api import AttentionMetadata, CapturedGraph, GraphEngine, Phase, PlatformError, StepLimits
 
 logger = logging.getLogger(__name__)
 
 
 Trial = Callable[[], tuple[bool, list[AttentionMetadata]]]
 """Puts a step into the buffers: see Graphs._try."""
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A captured graph. A piecewise one reads the metadata of each run from ``step``."""
-
-    executable: Executable
-    step: PiecewiseStep | None
 
 
 class Graphs:
@@ -99,7 +91,12 @@ class Graphs:
         self._off = off or why_not_full(ctx, self.engine)
         on = () if off else [row for row in rows if not self._off or row.mode == "piecewise"]
         on = on if stage.draws else [replace(row, ends=("states",)) for row in on]
-        self._rows = [row for row in map(self._served, on) if row.sizes]
+        served = [row for row in map(self._served, on) if row.sizes]
+        ahead = sum(row.num_ahead for row in served)
+        most = self.engine.max_graphs
+        most = max(MOST_GRAPHS, ahead + ahead // 2) if most is None else most
+        shares = shares_of(served, most)
+        self._rows, self._kept = within(served, shares), KeptGraphs(most, shares)
         self._num_groups = len(ctx.cache_users.cache_groups())
         largest = [row.shape(row.sizes[-1], row.ends[-1]) for row in self._rows]
         self.most_tokens = max((shape.tokens for shape in largest), default=0)
@@ -111,10 +108,6 @@ class Graphs:
         self._buffers = BufferPool(
             self.most_tokens, self.most_requests, self._num_groups, max_pages, ctx.torch_device, inputs
         )
-        ahead = sum(row.num_ahead for row in self._rows)
-        most = self.engine.max_executables
-        self._most_kept = max(MOST_EXECUTABLES, ahead + ahead // 2) if most is None else most
-        self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
         self._refused: set[tuple[Layout, bool]] = set()
         self._refused_draws: set[End] = set()
         self._warned: set[tuple[Mode, int | None]] = set()
@@ -122,7 +115,7 @@ class Graphs:
         self._replays = metrics.counter("graph_replays", "Steps that replayed a captured graph.")
         self._eager = metrics.counter("eager_steps", "Steps that ran without a captured graph, by reason.", ["reason"])
         self._seconds = metrics.counter("graph_preparation_seconds", "Time that capturing graphs took.")
-        self._number = metrics.gauge("graph_executables", "Captured graphs that are kept.")
+        self._number = metrics.gauge("graphs_kept", "Captured graphs that are kept.")
 
     @property
     def nbytes(self) -> int:
@@ -135,9 +128,9 @@ class Graphs:
         return type(self.engine).nbytes is not GraphEngine.nbytes
 
     @property
-    def kept(self) -> list[Executable]:
+    def kept(self) -> list[CapturedGraph]:
         """All graphs, the least recently used first."""
-        return [captured.executable for captured in self._kept.values()]
+        return self._kept.graphs
 
     def find(self, step: StepInput, hidden: bool, adapted: bool = False) -> StepShape:
         """The shape that ``step`` takes.
@@ -192,7 +185,7 @@ class Graphs:
         self._replays.inc()
         if captured.step is not None:
             captured.step.metadata = metadata
-        result: torch.Tensor = captured.executable.run()[-1]
+        result: torch.Tensor = captured.graph.run()[-1]
         return shape.end, result
 
     @torch.inference_mode()
@@ -302,8 +295,7 @@ class Graphs:
         if shape.end in self._refused_draws:
             shape = shape._replace(end="logits")
         key = shape, () if shape.mode == "piecewise" else self._forward.tokens(metadata)
-        if (captured := self._kept.get(key)) is not None:
-            self._kept.move_to_end(key)
+        if (captured := self._kept.use(key)) is not None:
             return shape, captured
         if (shape.layout, shape.adapted) in self._refused:
             return shape, None
@@ -323,7 +315,7 @@ class Graphs:
 
     def _capture(
         self,
-        key: tuple[StepShape, Hashable],
+        key: GraphKey,
         shape: StepShape,
         metadata: Sequence[AttentionMetadata],
         trials: Sequence[Trial],
@@ -333,14 +325,14 @@ class Graphs:
         if shape.mode == "piecewise":
             adapters = buffers.step["adapters"] if shape.adapted else None
             step = self._forward.piecewise(buffers.step["positions"], metadata, self.engine, adapters)
-        while len(self._kept) >= self._most_kept:
-            self._kept.popitem(last=False)
+        self._kept.make_room(shape.kind)
         function, slots = self._function(shape, metadata, step), tuple(buffers.step["slot_mapping"])
         steps: list[Put] = [partial(self._step, key, trial) for trial in trials] or [lambda: function]
         began = time.perf_counter()
         try:
-            executable = self.check.prepare(Wanted(self.engine, key, steps, buffers.tensors, slots))
-            captured = self._kept[key] = Captured(executable, step)
+            graph = self.check.prepare(Wanted(self.engine, key, steps, buffers.tensors, slots))
+            captured = Captured(graph, step)
+            self._kept.put(key, captured)
         except PlatformError as error:
             traceback.clear_frames(error.__traceback__)  # they hold what the step had allocated
             raise
@@ -350,7 +342,7 @@ class Graphs:
         logger.debug("step %s was captured", key)
         return captured
 
-    def _step(self, key: tuple[StepShape, Hashable], trial: Trial) -> Step | None:
+    def _step(self, key: GraphKey, trial: Trial) -> Step | None:
         """The step that ``trial`` puts into the buffers; None where the graph of ``key`` does not serve it."""
         (shape, tokens), (own, metadata) = key, trial()
         return self._function(shape, metadata, None) if own and self._forward.tokens(metadata) == tokens else None

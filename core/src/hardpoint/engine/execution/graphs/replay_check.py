@@ -27,14 +27,14 @@ from hardpoint.kernel_calls import KernelCalls, WatchedCall, can_repeat
 from hardpoint.ops.error_model import compare
 from hardpoint.plugin_host import Offer
 from hardpoint.plugin_host.culprits import Culprit
-from hardpoint_plugin_api import EngineError, Executable, GraphEngine, PlatformError
+from hardpoint_plugin_api import CapturedGraph, EngineError, GraphEngine, PlatformError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Step = Callable[..., object]
 Put = Callable[[], Step | None]
-"""Puts a step's inputs where executables read them, and has it planned; None where another executable serves it."""
+"""Puts a step's inputs where graphs read them, and has it planned; None where another graph serves it."""
 
 _CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _CLOSE_IN_FEW_BITS = 2.0**-4
@@ -79,7 +79,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Wanted:
-    """An executable to prepare by ``engine`` as ``key``, and the steps that it must serve.
+    """A graph to prepare by ``engine`` as ``key``, and the steps that it must serve.
 
     The first one's inputs are there already. All are called as ``step(**tensors)``, and store at ``slots``, which are
     among ``tensors``, by group.
@@ -119,7 +119,7 @@ class ReplayCheck:
         self._pool, self._exchange, self._inputs = pool, exchange, inputs
         self.culprits: list[Culprit] = []
 
-    def prepare(self, wanted: Wanted) -> Executable:
+    def prepare(self, wanted: Wanted) -> CapturedGraph:
         """Prepare the first of ``wanted.steps``, whose inputs are there already, and compare it on all of them.
 
         Raises PlatformError for what cannot be prepared, or replays something else for no reason that can be named.
@@ -129,12 +129,12 @@ class ReplayCheck:
         try:
             eager = self._outcome(step(**wanted.tensors), wanted.slots)
             while True:
-                executable = self._on_every_rank(partial(self._prepared, wanted, step))
+                graph = self._on_every_rank(partial(self._prepared, wanted, step))
                 restore()
-                fault = self._first_fault(wanted, executable, eager)
+                fault = self._first_fault(wanted, graph, eager)
                 if fault is None:
-                    return executable
-                del executable  # an engine may keep few
+                    return graph
+                del graph  # an engine may keep few
                 offer, what = fault
                 if not self._blame(offer, wanted.key, what):
                     raise PlatformError(
@@ -145,16 +145,16 @@ class ReplayCheck:
         finally:
             restore()
 
-    def _first_fault(self, wanted: Wanted, executable: Executable, eager: Outcome) -> tuple[Offer, str] | None:
+    def _first_fault(self, wanted: Wanted, graph: CapturedGraph, eager: Outcome) -> tuple[Offer, str] | None:
         """The kernel at fault for the first step on which a run differs from an eager run, if any, and what it did.
 
         ``eager`` is the first step's. Raises PlatformError where results are far apart, and nobody can be named.
         """
         for number, put in enumerate(wanted.steps):
             if number == 0:
-                likeness = eager.compare(self._outcome(executable.run(), wanted.slots))
+                likeness = eager.compare(self._outcome(graph.run(), wanted.slots))
             else:
-                likeness = self._likeness_of(wanted, executable, put)
+                likeness = self._likeness_of(wanted, graph, put)
             likeness = max(self._exchange(likeness))
             if likeness is Likeness.SAME:
                 continue
@@ -169,24 +169,24 @@ class ReplayCheck:
             logger.debug("step %s: the bits of a replay differ from an eager run's, within bounds", wanted.key)
         return None
 
-    def _likeness_of(self, wanted: Wanted, executable: Executable, put: Put) -> Likeness:
+    def _likeness_of(self, wanted: Wanted, graph: CapturedGraph, put: Put) -> Likeness:
         """How a further step compares. It is replayed first: nothing of an eager run is there to be found."""
         step = put()
         if not all(self._exchange(step is not None)):
             return Likeness.SAME
         assert step is not None
         restore = self._keep_states(wanted)
-        replayed = self._outcome(executable.run(), wanted.slots)
+        replayed = self._outcome(graph.run(), wanted.slots)
         restore()
         likeness = self._outcome(step(**wanted.tensors), wanted.slots).compare(replayed)
         restore()
         return likeness
 
-    def _on_every_rank(self, prepare: Callable[[], Executable]) -> Executable:
+    def _on_every_rank(self, prepare: Callable[[], CapturedGraph]) -> CapturedGraph:
         """The prepared step of ``prepare``. Raises PlatformError on every rank where it does on any."""
-        executable, failure = None, None
+        graph, failure = None, None
         try:
-            executable = prepare()
+            graph = prepare()
         except PlatformError as error:
             failure = error
         told = self._exchange(None if failure is None else str(failure))
@@ -194,10 +194,10 @@ class ReplayCheck:
             raise failure
         if others := [each for each in told if each is not None]:
             raise PlatformError(f"another rank: {others[0]}")
-        assert executable is not None
-        return executable
+        assert graph is not None
+        return graph
 
-    def _prepared(self, wanted: Wanted, step: Step, watched: list[WatchedCall] | None = None) -> Executable:
+    def _prepared(self, wanted: Wanted, step: Step, watched: list[WatchedCall] | None = None) -> CapturedGraph:
         """Prepare ``step``, the first, on other inputs than the caller's, which are there again afterwards."""
         key, tensors = wanted.key if watched is None else (wanted.key, "watched"), wanted.tensors
         inputs = tensors[self._inputs]
@@ -220,13 +220,13 @@ class ReplayCheck:
         first = wanted.first()
         restore = self._keep_states(wanted)
         try:
-            executable = self._on_every_rank(lambda: self._prepared(wanted, first, found))
+            graph = self._on_every_rank(lambda: self._prepared(wanted, first, found))
             restore()
             step = first if put is wanted.steps[0] else put()
             assert step is not None
             restore = self._keep_states(wanted)
             found.clear()  # engines may have run it
-            executable.run()
+            graph.run()
             restore()
         except PlatformError as error:
             traceback.clear_frames(error.__traceback__)

@@ -29,7 +29,10 @@ DRAWS: tuple[PlainDraw, ...] = get_args(PlainDraw)
 Layout = tuple[int, int | None, int | None]
 """Tokens, requests, queries of a shape: shapes of one layout read the same buffers."""
 
-MOST_EXECUTABLES = 32
+Kind = tuple[Mode, int | None, bool]
+"""Mode, queries, and whether there are adapters: the same for all shapes of a row."""
+
+MOST_GRAPHS = 32
 """How many captured graphs are kept for an engine that sets no limit."""
 
 
@@ -54,6 +57,11 @@ class StepShape(NamedTuple):
     def layout(self) -> Layout:
         """The fixed buffers that steps of this shape read."""
         return self.tokens, self.requests, self.queries
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of step that it is a shape of."""
+        return self.mode, self.queries, self.adapted
 
     @property
     def words(self) -> str:
@@ -82,6 +90,11 @@ class ShapeRow:
     requests: int | None = None
     listed: bool = True
     adapted: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of step that it has the shapes of."""
+        return self.mode, self.queries, self.adapted
 
     @property
     def draws(self) -> tuple[PlainDraw, ...]:
@@ -134,9 +147,9 @@ def shape_rows(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0) -> 
     """
     assert limits.max_requests is not None
     decodes = _decodes(engine, limits)
-    if engine.max_executables is not None and decodes.num_ahead > engine.max_executables:
+    if engine.max_graphs is not None and decodes.num_ahead > engine.max_graphs:
         raise PlatformError(
-            f"a graph engine that keeps {engine.max_executables} executables asks for {len(decodes.sizes)} sizes, with "
+            f"a graph engine that keeps {engine.max_graphs} graphs asks for {len(decodes.sizes)} sizes, with "
             f"{len(decodes.draws)} for each: {decodes.sizes}"
         )
     verifying = (_verifying(decodes, limits, num_drafts + 1),) if num_drafts else ()
@@ -164,9 +177,10 @@ def graph_bytes(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0, *,
     rows = with_adapters(rows) if adapters else rows
     if all(row.listed for row in rows):
         number = sum(row.num_ahead for row in rows)
+        number = number if engine.max_graphs is None else min(number, engine.max_graphs)
     else:
-        number = MOST_EXECUTABLES if engine.max_executables is None else engine.max_executables
-    return engine.bytes_per_executable * number
+        number = MOST_GRAPHS if engine.max_graphs is None else engine.max_graphs
+    return engine.bytes_per_graph * number
 
 
 def bucketed(count: int, limits: StepLimits) -> int:

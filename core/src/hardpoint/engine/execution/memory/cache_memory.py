@@ -86,15 +86,16 @@ class CacheMemory:
         return longest
 
 
-def require_free(wanted: int, memory: Memory, device: str) -> None:
-    """Raise CapacityError where a cache of ``wanted`` bytes is more than is free on ``device``."""
-    if wanted > memory.snapshot().free:
+def require_free(wanted: int, reserved: int, memory: Memory, device: str) -> None:
+    """Raise CapacityError where a cache of ``wanted`` bytes, and ``reserved`` others, do not fit ``device``."""
+    if wanted + reserved > memory.snapshot().free:
         memory.trim()  # what an allocator keeps for later is free, too
     now = memory.snapshot()
-    if wanted > now.free:
+    if wanted + reserved > now.free:
+        also = f", of which sampling takes {reserved:,}" if reserved else ""
         raise CapacityError(
             f"a cache of {wanted:,} bytes does not fit {device}, where {now.free:,} of {now.total:,} bytes are free "
-            "beside the weights; lower --kv-cache-memory, or leave it out to have it chosen"
+            f"beside the weights{also}; lower --kv-cache-memory, or leave it out to have it chosen"
         )
 
 

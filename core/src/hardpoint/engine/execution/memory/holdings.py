@@ -94,7 +94,7 @@ class Holdings:
                 yield
         except BaseException as error:  # an interrupt, too, leaves it half full
             self._holders[tag].drop()
-            if isinstance(error, Exception) and _is_want_of_memory(error):
+            if isinstance(error, Exception) and is_want_of_memory(error):
                 raise _still_taken(tag, error) from error
             raise
         del self._asleep[tag]
@@ -109,7 +109,7 @@ class Holdings:
         return tag in self._in_place and tag in self.memory.memory.suspendable
 
 
-def _is_want_of_memory(error: Exception) -> bool:
+def is_want_of_memory(error: Exception) -> bool:
     """Whether an allocator failed. Torch's for main memory raises a plain RuntimeError, known by its words alone."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True

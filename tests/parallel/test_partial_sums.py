@@ -294,7 +294,7 @@ class Neither(PluggableLayer):
 class Writer(Neither):
     """Leaves a partial sum."""
 
-    def leave_summand(self) -> bool:
+    def return_partial_sums(self) -> bool:
         return True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -307,10 +307,10 @@ class Reader(Neither):
     taken = False
 
     @property
-    def takes_summand(self) -> bool:
+    def takes_partial_sums(self) -> bool:
         return True
 
-    def take_summand(self, ctx: Context) -> None:
+    def take_partial_sums(self, ctx: Context) -> None:
         self.taken = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
