@@ -93,7 +93,7 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the certificate; - is stdout.")
 @_COMPACT
-@click.option("--all", "everything", is_flag=True, help="Print each check of each case, every failure and every reason.")
+@click.option("--all", "everything", is_flag=True, help="Print every check of every case, and cut no table short.")
 @click.option("--in-process", is_flag=True, help="Run everything in this process, for a debugger.")
 @click.option(
     "--jobs",
