@@ -76,6 +76,26 @@ def test_the_block_and_the_engine_ask_no_layer_for_its_type() -> None:
     assert not sublayers.search(_text(block[0]))
 
 
+def test_the_topology_alone_reads_sizes_of_worlds() -> None:
+    """Settings hold the sizes that users give, and the config makes one topology of them."""
+    sizes = re.compile(
+        r"\b(tensor|pipeline|expert)_parallel_size\b|WORLD_SIZE|\bget_world_size\b|\benable_expert_parallel\b"
+    )
+    readers = {str(p.relative_to(CORE)) for p in CORE.rglob("*.py") if sizes.search(_text(p))}
+    assert readers == {"config/engine_config.py", "config/settings.py", "parallel/topology.py"}
+
+
+def test_one_file_finds_and_runs_captured_graphs() -> None:
+    finds = re.compile(r"\bKeptGraphs\(|\bReplayCheck\(|\.graph\.run\(")
+    assert {p.name for p in _sources("engine") if finds.search(_text(p))} == {"graphs.py"}
+    prepares = re.compile(r"\.prepare\(|\binterrupt\(")
+    assert {p.name for p in _sources("engine") if prepares.search(_text(p))} <= {
+        "graphs.py",
+        "replay_check.py",
+        "forward.py",
+    }
+
+
 def _sources(*packages: str) -> list[Path]:
     return [path for package in packages for path in sorted((CORE / package).rglob("*.py"))]
 

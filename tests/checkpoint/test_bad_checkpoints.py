@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hardpoint import LLM
+from hardpoint.checkpoint.source import resolve_adapter, resolve_model, resolve_tokenizer
 from hardpoint_plugin_api import CapacityError, CheckpointError, ConfigError, RequestError, UnknownNameError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import small_llm
@@ -50,6 +51,25 @@ def test_missing_path() -> None:
 def test_missing_tokenizer_path(good: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^tokenizer path /nope does not exist"):
         small_llm(good, tokenizer="/nope")
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "/" + "x" * 5000, "a\0b/c\0d"], ids=["home", "long", "NUL"])
+@pytest.mark.parametrize("kind", ["model", "tokenizer", "adapter"])
+def test_paths_that_no_system_takes(kind: str, path: str) -> None:
+    by_kind: dict[str, Callable[[str], Path]] = {
+        "model": resolve_model,
+        "tokenizer": resolve_tokenizer,
+        "adapter": resolve_adapter,
+    }
+    with pytest.raises(CheckpointError, match=rf"^{kind} .*(give .* hub id|Give a local folder)") as caught:
+        by_kind[kind](path)
+    assert kind != "adapter" or "Qwen" not in str(caught.value)
+
+
+def test_an_adapter_may_be_named_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert resolve_adapter("demo") == Path("demo")
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:

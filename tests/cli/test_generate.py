@@ -15,6 +15,7 @@ from hardpoint.cli.main import run
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import EngineStats
 from hardpoint.engine.control import MemoryReport
+from hardpoint.engine.lora import LoRARequest
 from hardpoint.engine.outputs import CompletionOutput, RequestOutput
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.selection import SelectionTable
@@ -32,6 +33,7 @@ class Echo:
         self.config = config
         self.prompts: list[Any] = []
         self.params: list[SamplingParams] = []
+        self.adapters: list[LoRARequest | None] = []
         self.closed = False
         self.table = SelectionTable([])
         self.stats = EngineStats(load_seconds=0.5, prefill_tokens=10, prefill_seconds=0.1, decode_tokens=4)
@@ -51,16 +53,19 @@ class Echo:
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
         return {"prompt": "".join(f"[{message['role']}]{message['content']}" for message in messages)}
 
-    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Any, params: SamplingParams, lora_request: LoRARequest | None) -> Iterator[RequestOutput]:
         self.prompts.append(prompt)
+        self.adapters.append(lora_request)
         self.params.append(params)
         text = prompt if isinstance(prompt, str) else prompt["prompt"]
         for end in range(1, len(text) + 1):
             completion = CompletionOutput(0, text[:end].upper(), [1] * end)
             yield RequestOutput("0", text, [1], [completion], finished=end == len(text))
 
-    def generate(self, prompts: Sequence[Any], params: SamplingParams, use_tqdm: bool) -> list[RequestOutput]:
-        return [list(self.stream(prompt, params))[-1] for prompt in prompts]
+    def generate(
+        self, prompts: Sequence[Any], params: SamplingParams, use_tqdm: bool, lora_request: LoRARequest | None
+    ) -> list[RequestOutput]:
+        return [list(self.stream(prompt, params, lora_request))[-1] for prompt in prompts]
 
     def close(self) -> None:
         self.closed = True
@@ -118,6 +123,24 @@ def test_the_prompt_can_come_from_stdin(
     monkeypatch.setattr("sys.stdin", io.StringIO("piped"))
     assert run(["generate", *args, "--quiet"]) == 0
     assert capsys.readouterr().out == "PIPED\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "path"),
+    [
+        (["--lora", "adapters/sql"], "adapters/sql"),
+        (["--lora", "sql", "--enable-lora", "--lora-modules", "sql=some/where"], "some/where"),
+    ],
+)
+def test_an_adapter_is_chosen(flags: list[str], path: str) -> None:
+    for prompts in (["--prompt", "abc"], ["--prompt", "abc", "--prompt", "x"]):
+        assert run(["generate", "--quiet", *prompts, *flags]) == 0
+        adapters = Echo.last.adapters
+        assert {(adapter.lora_name, adapter.lora_path) for adapter in adapters if adapter} == {(flags[1], path)}
+        assert len(adapters) == len(prompts) // 2
+        assert Echo.last.config.enable_lora
+    assert run(["generate", "--quiet", "--prompt", "abc"]) == 0
+    assert (Echo.last.adapters, Echo.last.config.enable_lora) == ([None], False)
 
 
 def test_chat_prompts_are_messages() -> None:

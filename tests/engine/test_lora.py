@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,6 +224,50 @@ def test_an_engine_without_adapters_says_so(llama: Adapted) -> None:
         llm.generate([[1, 2]], GREEDY, lora_request=llama.adapters["all"])
     with pytest.raises(ConfigError, match=r"max_loras.*add --enable-lora"):
         small_llm(llama.folder, max_loras=2)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (("a=x", "b=y"), "lora_modules = 'a=x,b=y': 2 adapters do not fit max_loras = 1"),
+        ("a", "takes NAME=PATH,NAME=PATH, each name once; got 'a'"),
+        ("a=", "takes NAME=PATH,NAME=PATH, each name once; got 'a='"),
+        ("a=x,a=y", "takes NAME=PATH,NAME=PATH, each name once; got 'a=x'"),
+    ],
+)
+def test_adapters_to_load_at_the_start_are_names_and_paths(modules: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.create(model="demo", enable_lora=True, lora_modules=modules)
+
+
+def test_requests_go_on_while_an_adapter_is_downloaded(llama: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def download(kind: str, repo: str, revision: str | None) -> Path:
+        assert (kind, repo) == ("adapter", "someone/all")
+        asked.set()
+        assert answered.wait(60)
+        return Path(llama.adapters["all"].lora_path)
+
+    monkeypatch.setattr("hardpoint.checkpoint.source._download", download)
+    prompts = random_prompts(2, 30, seed=17)
+    remote = LoRARequest("all", 1, "someone/all")
+    with lora_llm(llama.folder) as llm, ThreadPoolExecutor(1) as threads:
+        loading = threads.submit(llm.control, LoadAdapter("all", remote.lora_path))
+        try:
+            assert asked.wait(60)
+            llama.check(llm, ["", "attention"], prompts)
+        finally:
+            answered.set()
+        (adapter, _) = sorted(loading.result(60), key=lambda adapter: adapter.name)
+        assert (adapter.path, adapter.folder) == (remote.lora_path, llama.adapters["all"].lora_path)
+        monkeypatch.setattr("hardpoint.checkpoint.source._download", None)  # what is loaded is not looked up again
+        (output,) = llm.generate([prompts[0]], GREEDY, lora_request=remote)
+        check_tokens_equal(llama.models["all"], prompts[0], output.outputs[0].token_ids)
+        llm.sleep(level=2)
+        llm.wake_up()
+        (output,) = llm.generate([prompts[0]], GREEDY, lora_request=remote)
+        check_tokens_equal(llama.models["all"], prompts[0], output.outputs[0].token_ids)
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

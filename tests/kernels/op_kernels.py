@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from hardpoint.conformance.memory import Placement, place
-from hardpoint.kernels import activation, norm, quantize, rope_store, routing, step_inputs
+from hardpoint.kernels import activation, lora, norm, quantize, rope_store, routing, step_inputs
 from hardpoint.ops.base import Case
 
 MODULES = {
     activation: ("activation", "act_and_mul", "act_and_mul_quantized"),
+    lora: ("add_lora",),
     norm: ("rms_norm", "add_rms_norm", "rms_norm_quantized", "add_rms_norm_quantized"),
     quantize: ("quantize_rows",),
     rope_store: ("rotary_embedding", "store_kv", "qk_norm_rope_store"),

@@ -11,7 +11,7 @@ from hardpoint.conformance.checks import values
 from hardpoint.conformance.families.linear import LinearProbe, quantized_input, unpack
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.kernels import gemv as gemv_module
-from hardpoint.kernels.block_scaled import TritonScaledGemm, TritonScaledGemv
+from hardpoint.kernels.block_scaled import TritonScaledGemm, TritonScaledSkinny
 from hardpoint.kernels.gemm import GemmConfiguration, gemm
 from hardpoint.kernels.gemv import GemvConfiguration, Scales, gemv, gemv_configuration
 from hardpoint.kernels.skinny import (
@@ -93,7 +93,7 @@ def test_gemv_loops_over_columns_and_rows(num_rows: int) -> None:
 _TILES = QuantSpec("float8_e4m3fn", scales=(Scale("float32", (1, 128)),), static=False)
 
 
-@pytest.mark.parametrize("size", ["gemv", "gemm"])
+@pytest.mark.parametrize("size", ["skinny", "gemm"])
 @pytest.mark.parametrize(
     ("spec", "widths", "tokens", "dtype"),
     [
@@ -277,7 +277,7 @@ def test_int4(
 
 @pytest.mark.parametrize("element", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("rows", [(1, -1), (-1, -1)])
-@pytest.mark.parametrize("kind", [TritonScaledGemv, TritonScaledGemm, Fp8ScaledMatmul, Int8Matmul])
+@pytest.mark.parametrize("kind", [TritonScaledSkinny, TritonScaledGemm, Fp8ScaledMatmul, Int8Matmul])
 def test_activations_with_a_scale_of_the_checkpoint(
     site: Site, element: str, rows: tuple[int, int], kind: type[LinearKernel]
 ) -> None:

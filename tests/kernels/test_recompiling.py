@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from hardpoint.kernels import activation, norm, quantize, rope_store, routing, step_inputs
+from hardpoint.kernels import activation, lora, norm, quantize, rope_store, routing, step_inputs
 from hardpoint.ops.draw import Draw
 from hardpoint.ops.rotary_embedding import random_table
 from hardpoint_plugin_api import QuantSpec, Scale
@@ -56,6 +56,8 @@ def step(tokens: int, device: torch.device) -> None:
     experts, weights = routing.topk_softmax(x[:, :16].float(), top_k=4, renormalize=True, scaling=1.0)
     rows, _, places = routing.moe_permute(x, experts, num_experts=16)
     routing.moe_unpermute(rows, places, weights)
+    a, b = (torch.randn(shape, device=device).bfloat16() for shape in ((3, 8, 256), (128, 3, 8)))
+    lora.add_lora(torch.zeros(tokens, 128, device=device).bfloat16(), x, a, b, ints[:tokens] % 4 - 1)
 
 
 def test_other_numbers_of_tokens_compile_nothing(compiled: list[str]) -> None:

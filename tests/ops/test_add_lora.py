@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hardpoint.ops.add_lora import add_lora
-from tests.ops.judging import DTYPES, failures
+from tests.ops.judging import DTYPES, cases, failures
 
 Tensor = torch.Tensor
 reference = add_lora.reference
@@ -73,6 +73,46 @@ FAULTS = (
     blocks_of_eight_tokens,
     middle_rounded_to_8_bits,
 )
+
+
+def middle_rounded(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None:
+    """What matrix units of 16 bits need."""
+    for row, slot in enumerate(adapters.tolist()):
+        if slot >= 0:
+            middle = (a[slot].double() @ x[row].double()).to(x.dtype)
+            y[row] = (y[row].double() + b[:, slot].double() @ middle.double()).to(y.dtype)
+
+
+def middle_summed_in_its_dtype(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None:
+    """Partial sums of 32 inputs are kept in x's dtype."""
+    for row, slot in enumerate(adapters.tolist()):
+        if slot >= 0:
+            middle = torch.zeros(a.shape[1], dtype=x.dtype)
+            for start in range(0, x.shape[1], 32):
+                part = a[slot, :, start : start + 32].double() @ x[row, start : start + 32].double()
+                middle = (middle.double() + part).to(x.dtype)
+            y[row] = (y[row].double() + b[:, slot].double() @ middle.double()).to(y.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_middle_that_is_rounded_once_passes(dtype: torch.dtype) -> None:
+    assert not failures(add_lora, middle_rounded, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_middle_that_is_summed_in_16_bits_is_found(dtype: torch.dtype) -> None:
+    assert failures(add_lora, middle_summed_in_its_dtype, dtype)
+
+
+def test_long_steps_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers, whatever the number of tokens at a time, and without all tokens in float32."""
+    for case in cases(add_lora, torch.float32):
+        whole, split = case.args[0].clone(), case.args[0].clone()
+        reference(whole, *case.args[1:])
+        monkeypatch.setattr("hardpoint.ops.add_lora._MOST_WIDE", 1000)
+        reference(split, *case.args[1:])
+        monkeypatch.undo()
+        torch.testing.assert_close(split, whole, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,6 +13,11 @@ import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hardpoint.checkpoint.source import demo_model
+from hardpoint.config import EngineConfig
+from hardpoint.server.host import EngineHost
+from hardpoint.server.service import Service
+from hardpoint.server.settings import ServerSettings
+from hardpoint_plugin_api import ConfigError
 from tests.support.checkpoints import check_tokens_equal
 from tests.support.lora import ATTENTION, write_adapter
 from tests.support.serving import RunningServer, running_server
@@ -118,3 +123,13 @@ def test_clients_load_nothing_unless_they_may() -> None:
         answer = server.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/etc"})
         assert answer.status_code == 403
         assert "--allow-lora-updating" in answer.json()["error"]["message"]
+
+
+def test_an_adapter_of_the_models_name_is_refused() -> None:
+    modules: dict[str, Any] = {"enable_lora": True, "lora_modules": "sql=adapters/sql"}
+    said = r"^--lora-modules sql=adapters/sql: the model itself is served as 'sql'; give the adapter another"
+    for model, served in (("sql", ()), ("demo", ("other", "sql"))):
+        config = EngineConfig.create(model=model, **modules)
+        with pytest.raises(ConfigError, match=said):
+            Service(EngineHost(config), ServerSettings(served_model_names=served))
+    Service(EngineHost(EngineConfig.create(model="sql", **modules)), ServerSettings(served_model_names=("other",)))

@@ -45,9 +45,9 @@ class ForwardStep:
     def interrupt(self, user: int, call: Callable[..., None], *tensors: torch.Tensor) -> None:
         """Run ``call(cache, metadata, *tensors)`` with the cache and the metadata of cache user number ``user``.
 
-        All work must run in here that depends on how tokens belong to requests. ``tensors`` are those of the step that
-        ``call`` reads and writes. It returns nothing, writes its results to some of them, and holds no others of the
-        step. When a step is captured in pieces, it is split at this place: ``call`` runs uncaptured in each replay,
-        with that replay's metadata and on tensors in the same places, whose memory later layers use again.
+        All work must run in here that depends on how tokens belong to requests. ``tensors`` are the step's tensors that
+        ``call`` reads and writes; it holds no others of the step, and returns nothing. A step that is captured as
+        piecewise graphs is split at this place: ``call`` runs uncaptured in each replay, with that replay's metadata
+        and on tensors in the same places. Later layers use their memory again.
         """
         call(self.caches[user], self.metadata[user], *tensors)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 from hardpoint_plugin_api import CheckpointError
 
 DEMO = "demo"
 """The name of the embedded demo model, the default of every command that takes a model."""
+
+
+Kind = Literal["model", "tokenizer", "adapter"]
+
+_REMEDIES: dict[Kind, str] = {
+    "model": "give the folder of a Hugging Face checkpoint, or a hub id such as Qwen/Qwen3-0.6B",
+    "tokenizer": "give a folder with a tokenizer.json, or a hub id such as Qwen/Qwen3-0.6B",
+    "adapter": "give the folder of a LoRA adapter as PEFT saves it, or its hub id",
+}
+"""What to give instead."""
 
 
 def demo_model() -> Path:
@@ -21,7 +32,7 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
 
     Raises CheckpointError for a path that does not exist or holds no model, and for a hub id that cannot be had.
     """
-    folder = _resolve("model", model, revision)
+    folder = demo_model() if model == DEMO else _resolve("model", model, revision)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
     return folder
@@ -29,7 +40,7 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
 
 def resolve_tokenizer(model: str, revision: str | None = None) -> Path:
     """Return the local folder of a tokenizer, by the same names as ``resolve_model``; it needs no config.json."""
-    return _resolve("tokenizer", model, revision)
+    return demo_model() if model == DEMO else _resolve("tokenizer", model, revision)
 
 
 def resolve_adapter(name: str) -> Path:
@@ -37,22 +48,22 @@ def resolve_adapter(name: str) -> Path:
     return _resolve("adapter", name, None)
 
 
-def _resolve(kind: str, name: str, revision: str | None) -> Path:
-    if name == DEMO:
-        return demo_model()
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+def _resolve(kind: Kind, name: str, revision: str | None) -> Path:
+    try:
+        folder = Path(name).expanduser()
+        is_folder, is_file = folder.is_dir(), folder.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # such as a name that is too long, and ~nobody
+        raise CheckpointError(f"{kind} path {name!r:.200} cannot be looked up: {error}; {_REMEDIES[kind]}") from error
+    if is_folder:
         return folder
-    if folder.is_file():
-        raise CheckpointError(f"{folder} is a file; give the folder of a Hugging Face checkpoint or adapter")
+    if is_file:
+        raise CheckpointError(f"{kind} path {folder} is a file; {_REMEDIES[kind]}")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise CheckpointError(
-            f"{kind} path {name} does not exist; give a local folder or a hub id such as Qwen/Qwen3-0.6B"
-        )
+        raise CheckpointError(f"{kind} path {name} does not exist; {_REMEDIES[kind]}")
     return _download(kind, name, revision)
 
 
-def _download(kind: str, repo: str, revision: str | None) -> Path:
+def _download(kind: Kind, repo: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

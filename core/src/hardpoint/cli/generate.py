@@ -20,9 +20,10 @@ from hardpoint import startup_times
 from hardpoint.cli.log import show_log
 from hardpoint.config import EngineConfig
 from hardpoint.config.errors import flag_of
+from hardpoint.engine.lora import LoRARequest
 from hardpoint.terminal.engine_options import EngineCommand
 from hardpoint.terminal.output import check_writable, make_folder, print_table, write_text
-from hardpoint_plugin_api import ConfigError, RequestError, StructuredOutput
+from hardpoint_plugin_api import ConfigChange, ConfigError, RequestError, StructuredOutput
 
 if TYPE_CHECKING:
     from hardpoint.engine.frontend.prompts import Prompt
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Text to continue. Repeatable. -: read stdin.")
 @click.option("--chat", is_flag=True, help="Send each prompt as a user message, formatted by the chat template.")
 @click.option("--system", metavar="TEXT", help="System message for --chat.")
+@click.option("--lora", metavar="PATH", help="LoRA adapter to use: a folder, a hub id, or a name in --lora-modules.")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens to generate per prompt.")
 @click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.  [default: the model's own, or 0]")
 @click.option("--top-k", type=int, help="Sample from the K likeliest tokens only.")
@@ -58,6 +60,7 @@ def generate(
     prompts: tuple[str, ...],
     chat: bool,
     system: str | None,
+    lora: str | None,
     max_tokens: int,
     stop: tuple[str, ...],
     json_schema: str | None,
@@ -90,6 +93,9 @@ def generate(
     if "seed" in config.explicit:
         settings["seed"] = config.seed  # of every request alike
     _check_sampling(settings)
+    adapter = None if lora is None else LoRARequest(lora, 1, config.lora_paths.get(lora, lora))
+    if adapter is not None:
+        config, _ = config.with_changes([ConfigChange("enable_lora", True, "--lora names an adapter")])
     llm = _load(config)
     try:
         params = replace(llm.default_sampling_params(), **settings)
@@ -99,10 +105,10 @@ def generate(
             llm.start_profile(profile, layers=True)
         pace: dict[str, float] = {}
         if stream if stream is not None else len(inputs) == 1:
-            output, pace = _stream(llm, inputs[0], params, show=to_stdout)
+            output, pace = _stream(llm, inputs[0], params, adapter, show=to_stdout)
             outputs = [output]
         else:
-            outputs = llm.generate(inputs, params, use_tqdm=not quiet)
+            outputs = llm.generate(inputs, params, use_tqdm=not quiet, lora_request=adapter)
             _print(texts, outputs, show=to_stdout)
         if profile is not None:
             llm.stop_profile()
@@ -179,10 +185,12 @@ def _chat_prompt(llm: LLM, text: str, system: str | None) -> Prompt:
     return llm.chat_prompt([*messages, {"role": "user", "content": text}])
 
 
-def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool) -> tuple[RequestOutput, dict[str, float]]:
+def _stream(
+    llm: LLM, prompt: Prompt, params: SamplingParams, adapter: LoRARequest | None, *, show: bool
+) -> tuple[RequestOutput, dict[str, float]]:
     """Print text as it comes; returns the last output and the pace, see ``_pace``."""
     printed, output, times = 0, None, [time.perf_counter()]
-    for output in llm.stream(prompt, params):
+    for output in llm.stream(prompt, params, adapter):
         times.append(time.perf_counter())
         if show:
             click.echo(output.outputs[0].text[printed:], nl=False)

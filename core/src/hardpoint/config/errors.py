@@ -43,6 +43,8 @@ def written(key: str, value: object, origins: Mapping[str, str]) -> str:
     where = origins.get(key, key)
     if where.startswith("--") and isinstance(value, bool):
         return where if value else f"--no-{where[2:]}"
+    if isinstance(value, tuple):  # of names, which users write with commas between them
+        value = ",".join(map(str, value))
     return f"{where}={value}" if where.startswith("--") else f"{where} = {value!r}"
 
 

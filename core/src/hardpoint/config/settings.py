@@ -17,6 +17,7 @@ from hardpoint.config.types import (
     ExecutorKind,
     Index,
     LoadFormat,
+    LoraModules,
     Names,
     NumSeqs,
     NumTokens,
@@ -247,7 +248,7 @@ class EngineSettings(BaseModel):
     enable_lora: bool = setting(Group.ADAPTERS, False, "Serve LoRA adapters beside the base model.")
     max_loras: Count = setting(Group.ADAPTERS, 1, "Most LoRA adapters loaded at once.")
     max_lora_rank: Count = setting(Group.ADAPTERS, 16, "Highest rank of a LoRA adapter; memory is reserved for it.")
-    lora_modules: Options = setting(Group.ADAPTERS, (), "LoRA adapters to load at startup.", "NAME=FOLDER,...")
+    lora_modules: LoraModules = setting(Group.ADAPTERS, (), "LoRA adapters to load at startup.", "NAME=PATH,...")
 
     core_process: bool | None = setting(
         Group.FAILURES,

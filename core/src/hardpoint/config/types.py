@@ -113,12 +113,12 @@ def check_use(choices: dict[str, str]) -> dict[str, str]:
             hint = f"Where it is an op, write op.{slot}." if not dot else ""
             raise ValueError(str(UnknownNameError("family", name, FAMILIES, hint)))
         if FAMILIES[name].has_of and not of and not FAMILIES[name].kinds:
-            raise ValueError(f"family {name!r} has many things to choose for: say which, as in {name}.NAME")
+            raise ValueError(f"family {name!r} has several members: name one, as in {name}.NAME")
         kinds = [str(kind.of) for kind in FAMILIES[name].kinds]
         if of and kinds and of not in kinds:
             raise ValueError(str(UnknownNameError(name, of, kinds)))
         if dot and not FAMILIES[name].has_of:
-            raise ValueError(f"family {name!r} is one thing to choose for: write {name!r}, not {slot!r}")
+            raise ValueError(f"family {name!r} has no members: write {name!r}, not {slot!r}")
     return choices
 
 
@@ -129,6 +129,15 @@ def check_options(options: tuple[str, ...]) -> tuple[str, ...]:
         if "=" not in option or not key or keys.count(key) > 1:
             raise ValueError(f"takes KEY=VALUE,KEY=VALUE, each key once; got {option!r}")
     return options
+
+
+def check_lora_modules(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Every adapter is NAME=PATH, each name given once."""
+    names = [module.partition("=")[0] for module in modules]
+    for module, name in zip(modules, names, strict=True):
+        if not name or not module.partition("=")[2] or names.count(name) > 1:
+            raise ValueError(f"takes NAME=PATH,NAME=PATH, each name once; got {module!r}")
+    return modules
 
 
 def check_deny(denied: tuple[str, ...]) -> tuple[str, ...]:
@@ -154,4 +163,5 @@ Names = Annotated[tuple[Text, ...], BeforeValidator(parse_names)]
 CustomOps = Annotated[Names, AfterValidator(check_custom_ops)]
 Deny = Annotated[Names, AfterValidator(check_deny)]
 Options = Annotated[Names, AfterValidator(check_options)]
+LoraModules = Annotated[Names, AfterValidator(check_lora_modules)]
 Use = Annotated[dict[Text, Text], BeforeValidator(parse_use), AfterValidator(check_use)]

@@ -290,7 +290,7 @@ class AsyncEngine:
     async def control(self, verb: Verb[R]) -> R:
         """Have the core do ``verb`` between two steps. Raises what check_health does, and what the core does."""
         self.check_health()
-        return await asyncio.to_thread(self.client.control, verb)
+        return await asyncio.to_thread(lambda: self.client.control(verb.prepared()))
 
     async def close(self, drain: float = 0.0) -> None:
         """Take no more requests, let the open ones go on for up to ``drain`` seconds, end the rest, free everything.
@@ -317,7 +317,8 @@ class AsyncEngine:
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         if lora_request is not None:
-            await self.control(LoadAdapter(lora_request.lora_name, lora_request.lora_path))
+            if not lora_request.is_among(self.adapters):
+                await self.control(LoadAdapter(lora_request.lora_name, lora_request.lora_path))
             options["adapter"] = lora_request.lora_name
         async with await self.submit(prompt, params, request_id, **options) as stream:
             async for output in stream:

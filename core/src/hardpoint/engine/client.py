@@ -79,6 +79,11 @@ class CoreClient(CoreControl, Protocol):
         ...
 
     @property
+    def adapters(self) -> Iterable[Adapter]:
+        """The LoRA adapters that are loaded."""
+        ...
+
+    @property
     def stats(self) -> EngineStats:
         """What it did up to the last step that this front end saw."""
         ...

@@ -6,9 +6,10 @@ Importing this imports no torch: a front end whose core has its own process need
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast, get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, cast, get_args
 
+from hardpoint.checkpoint.source import resolve_adapter
 from hardpoint.engine.lora import Adapter
 from hardpoint_plugin_api import ConfigError, MemorySnapshot, MemoryTag, UnknownNameError
 
@@ -49,6 +50,10 @@ class Verb(Generic[R_co]):
     core in this process, in a process of its own, and over ranks, as in ``llm.control(ResetPrefixCache())``.
     """
 
+    def prepared(self) -> Self:
+        """The verb once done for it is what takes no core: in the caller's thread, while the core takes its steps."""
+        return self
+
 
 @dataclass(frozen=True)
 class Sleep(Verb[frozenset[MemoryTag]]):
@@ -88,10 +93,17 @@ class LoadAdapter(Verb[tuple[Adapter, ...]]):
     Requests may be under way. An adapter that is loaded from there already is left as it is. Raises ConfigError where
     the engine serves no adapters, CapacityError where every slot is taken, EngineError for a name that another adapter
     has and while the engine sleeps, CheckpointError for an adapter that cannot be served. Nothing has changed then.
+
+    ``path`` is a folder or a hub id. ``folder`` is where that lies on this machine, once it was looked up.
     """
 
     name: str
     path: str
+    folder: str = ""
+
+    def prepared(self) -> Self:
+        """The same with its ``folder``: hub ids are downloaded. Raises CheckpointError."""
+        return self if self.folder else replace(self, folder=str(resolve_adapter(self.path).absolute()))
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,8 @@ def load_adapter(verb: LoadAdapter, core: EngineCore) -> tuple[Adapter, ...]:
     core.admission.check_awake()
     if any((adapter.name, adapter.path) == (verb.name, verb.path) for adapter in core.adapters):
         return core.admission.adapters
-    adapter = core.adapters.assign(verb.name, verb.path)
-    core.executor.control(CheckAdapter(verb.path))
+    adapter = core.adapters.assign(verb.name, verb.path, verb.folder)
+    core.executor.control(CheckAdapter(adapter))
     try:
         core.executor.control(FillSlot(adapter))
     except CheckpointError:  # of numbers that one rank has read: others have filled theirs

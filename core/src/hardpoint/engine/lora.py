@@ -11,10 +11,10 @@ from hardpoint_plugin_api import CapacityError, ConfigError, EngineError, Reques
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter that prompts are to run with, under vLLM's names: loaded when it is first asked for.
+    """The LoRA adapter of a prompt, with vLLM's names. It is loaded when it is first used.
 
-    ``lora_path`` is a folder as PEFT saves adapters. Adapters are told apart by ``lora_name``; ``lora_int_id``, above
-    0, is there for programs written for vLLM.
+    ``lora_path``: the folder of a PEFT adapter, or a hub id. Adapters are identified by ``lora_name``; ``lora_int_id``,
+    above 0, exists for programs written for vLLM.
     """
 
     lora_name: str
@@ -27,15 +27,23 @@ class LoRARequest:
         if self.lora_int_id < 1:
             raise RequestError(f"lora_int_id must be above 0, got {self.lora_int_id}")
 
+    def is_among(self, loaded: Iterable[Adapter]) -> bool:
+        """Whether the adapter is loaded already."""
+        return any((adapter.name, adapter.path) == (self.lora_name, self.lora_path) for adapter in loaded)
+
 
 @dataclass(frozen=True)
 class Adapter:
-    """A loaded adapter. ``slot`` is where ranks hold it; ``number`` is never that of another one."""
+    """A loaded adapter. ``slot`` is where ranks hold it; ``number`` is never that of another one.
+
+    ``path`` is the folder or hub id that was asked for, ``folder`` where it lies on the front end's machine, if known.
+    """
 
     name: str
     path: str
     slot: int
     number: int
+    folder: str = ""
 
 
 NO_ADAPTER = Adapter("", "", -1, 0)
@@ -61,7 +69,7 @@ class AdapterSlots:
         check_loaded(name, self._by_name)
         return self._by_name[name]
 
-    def assign(self, name: str, path: str) -> Adapter:
+    def assign(self, name: str, path: str, folder: str = "") -> Adapter:
         """An adapter in a free slot, to be added once it is loaded.
 
         Raises ConfigError where the engine serves no adapters, EngineError for a name that is taken, CapacityError
@@ -82,7 +90,7 @@ class AdapterSlots:
                 f"adapter {name!r} finds no slot: {', '.join(self._by_name)} fill all {self._num_slots}; unload one, "
                 "or start with a higher --max-loras"
             )
-        return Adapter(name, path, min(free), next(self._numbers))
+        return Adapter(name, path, min(free), next(self._numbers), folder)
 
     def add(self, adapter: Adapter) -> None:
         """Note that ``adapter`` is loaded."""

@@ -75,7 +75,7 @@ class ScaledLinear(TritonRoundingLinear):
         return rows, self.x_scales(scales)
 
 
-class TritonScaledGemv(ScaledLinear):
+class TritonScaledSkinny(ScaledLinear):
     """A few rows of activations: on matrix units, but for float32, which asks for more digits than their sums have."""
 
     def apply(self, call: LinearCall) -> torch.Tensor:

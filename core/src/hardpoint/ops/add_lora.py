@@ -42,21 +42,29 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     yield Case("non_finite_input", (y, draw.with_nan(8, 32), a, b, torch.arange(8, device=device).int() % 4 - 1))
 
 
+_MOST_WIDE = 1 << 23
+"""How many float32 numbers of tokens the reference holds at a time: a long step's would take as much as weights do."""
+
+
 @custom_op(cases=_cases, errors=ErrorModel(), mutates=["y"])
 def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapters: torch.Tensor) -> None:
     """Add to each row of y [T, N] the update of its adapter: ``(x @ a[slot].T) @ b[:, slot].T`` (arXiv:2106.09685).
 
     x is [T, K], a [S, R, K], b [N, S, R]; ``adapters`` int32 [T] has each token's slot, -1 for a token whose row of y
     stays as it is. Rows of x and y may lie apart. Sums, the middle [T, R] and y plus its update are float32 (float64
-    where x is), rounded once. The numbers of one slot have no say in tokens of another one, as long as a and b are
-    finite. Mutates ``y``.
+    where x is), rounded once; a kernel may round the middle to x's dtype, once, as matrix units want it. The numbers of
+    one slot have no say in tokens of another one, as long as a and b are finite. Mutates ``y``.
     """
-    slots, rank, _ = a.shape
+    slots, rank, inputs = a.shape
     wide = torch.promote_types(x.dtype, torch.float32)
-    middle = x.to(wide) @ a.flatten(0, 1).to(wide).T
+    down, up = a.flatten(0, 1).to(wide).T, b.flatten(1).to(wide).T
     slot = torch.arange(slots, device=x.device).repeat_interleave(rank)
-    middle = middle.masked_fill(adapters[:, None] != slot, 0.0)
-    y.copy_(y.to(wide) + middle @ b.flatten(1).to(wide).T)
+    step = max(1, _MOST_WIDE // (inputs + slots * rank + y.shape[1]))
+    for start in range(0, y.shape[0], step):
+        rows = slice(start, start + step)
+        middle = x[rows].to(wide) @ down
+        middle = middle.masked_fill(adapters[rows, None] != slot, 0.0)
+        y[rows] = (y[rows].to(wide) + middle @ up).to(y.dtype)
 
 
 def row_by_row(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapters: torch.Tensor) -> None:

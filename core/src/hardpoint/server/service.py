@@ -15,6 +15,7 @@ from hardpoint.server.errors import ApiError
 from hardpoint.server.host import EngineHost
 from hardpoint.server.metrics import ServerMetrics
 from hardpoint.server.settings import ServerSettings
+from hardpoint_plugin_api import ConfigError
 
 
 @dataclass
@@ -25,6 +26,15 @@ class Service:
     settings: ServerSettings
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for an adapter that nobody could ask for: its name is one of the model's."""
+        for name, path in self.host.config.lora_paths.items():
+            if name in self.model_names:
+                raise ConfigError(
+                    f"--lora-modules {name}={path}: the model itself is served as {name!r}; give the adapter another "
+                    "name, or the model one with --served-model-name"
+                )
 
     @property
     def model_names(self) -> tuple[str, ...]:

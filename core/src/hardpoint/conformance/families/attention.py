@@ -24,8 +24,8 @@ from hardpoint.conformance.families.steps import (
     LONG,
     LOW_SCORES,
     Piece,
+    PlacedStep,
     Request,
-    Step,
     Tables,
     batches,
     draw_constants,
@@ -378,7 +378,7 @@ class AttentionProbe:
         far: str | None,
         layer: int = 0,
         room: Sequence[Sequence[Piece]] = (),
-    ) -> Step:
+    ) -> PlacedStep:
         """Lay a step out, for one of the layers, in arrays that have ``room`` for steps of these requests, too."""
         backend, site = self.layers[layer], self.subject.site
         pages = pages_to_be_far(backend.layout, backend.cache_spec, self.spec.block_size) if far == "cache" else 0
@@ -434,7 +434,7 @@ class AttentionProbe:
 
     def call_of(
         self,
-        step: Step,
+        step: PlacedStep,
         requests: Sequence[Request],
         plan: Callable[[], AttentionMetadata],
         drawn: Drawn,
@@ -592,7 +592,7 @@ def _decodes(probe: AttentionProbe) -> bool:
     return _admits(probe.subject.tokens, (Piece(1, 2),))
 
 
-def _alone(backend: AttentionBackend, step: Step, request: int, *, last_only: bool = False) -> torch.Tensor:
+def _alone(backend: AttentionBackend, step: PlacedStep, request: int, *, last_only: bool = False) -> torch.Tensor:
     """The output of one request of a step that is laid out, or of its last token alone, [T, H, D]."""
     batch = sub_batch(step.batch, request, request + 1)
     rows = slice(step.batch.query_start_host[request], step.batch.query_start_host[request + 1])

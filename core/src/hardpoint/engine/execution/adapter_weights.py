@@ -42,9 +42,9 @@ class AdapterWeights:
         for layer in self._layers.values():
             layer.allocate()
 
-    def check(self, folder: Path) -> None:
+    def check(self, adapter: Adapter) -> None:
         """Raise CheckpointError for an adapter that could not be loaded; reads headers alone."""
-        self._opened(folder)
+        self._opened(_folder_of(adapter))
 
     def load(self, adapter: Adapter) -> None:
         """Fill the slot of ``adapter`` from its folder, with the scale multiplied into B.
@@ -87,7 +87,7 @@ class AdapterWeights:
 
     def _fill(self, adapter: Adapter) -> None:
         """Only finite numbers reach a slot: one that is not would turn the rows of all other adapters into NaN."""
-        files, places = self._opened(resolve_adapter(adapter.path))
+        files, places = self._opened(_folder_of(adapter))
         self._clear(adapter.slot)
         with torch.inference_mode():
             for module, place in places.items():
@@ -137,6 +137,13 @@ class AdapterWeights:
             f"{folder}: no linear layer takes tensor {tensor!r}: {reason}; adapters are served on the linear layers of "
             "attention and feed-forwards, not on embeddings, output heads, routers and experts"
         )
+
+
+def _folder_of(adapter: Adapter) -> Path:
+    """Where the adapter lies for this rank, which looks it up where the front end's folder is not there: a rank of
+    another machine."""
+    folder = Path(adapter.folder)
+    return folder if adapter.folder and folder.is_dir() else resolve_adapter(adapter.path)
 
 
 def _check_header(files: LoRAFiles, name: str, slot: WeightSlot) -> None:

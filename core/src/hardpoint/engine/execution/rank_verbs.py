@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from hardpoint.checkpoint.source import resolve_adapter, resolve_model
+from hardpoint.checkpoint.source import resolve_model
 from hardpoint.engine.control import (
     MemoryReport,
     ReadMetrics,
@@ -49,9 +49,9 @@ class CheckWeights(Verb[None]):
 
 @dataclass(frozen=True)
 class CheckAdapter(Verb[None]):
-    """Raise CheckpointError for an adapter that FillSlot could not take from the folder ``path``; changes nothing."""
+    """Raise CheckpointError for an adapter that FillSlot could not read; changes nothing."""
 
-    path: str
+    adapter: Adapter
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def update_weights(verb: UpdateWeights, worker: Worker) -> frozenset[MemoryTag]:
 @on_rank.register(CheckAdapter)
 def check_adapter(verb: CheckAdapter, worker: Worker) -> None:
     """Read the adapter's config and the headers of its file."""
-    worker.adapters.check(resolve_adapter(verb.path))
+    worker.adapters.check(verb.adapter)
 
 
 @on_rank.register(FillSlot)

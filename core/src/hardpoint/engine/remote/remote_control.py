@@ -90,7 +90,8 @@ class RemoteControl:
         sleeps. It goes on without adapters that it cannot load."""
         with suppress(EngineDeadError):  # gone again already: another will be built
             for adapter in self._admission.adapters:
-                self._repeat(LoadAdapter(adapter.name, adapter.path), functools.partial(self._lose, adapter))
+                load = LoadAdapter(adapter.name, adapter.path, adapter.folder)
+                self._repeat(load, functools.partial(self._lose, adapter))
             if self._weights is not None:
                 self._repeat(self._weights)
             if self._admission.asleep:
