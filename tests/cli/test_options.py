@@ -87,7 +87,7 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
         (["--block-size", "x"], "--block-size = 'x' is invalid: must be a whole number"),
         (["--dtype", "flot16"], "unknown value of --dtype: 'flot16'; did you mean 'float16'"),
         (["--acme.workspace_mib", "x"], "--acme.workspace_mib is of type int, got 'x'"),
-        (["--use", "op=x"], "family 'op' has many things"),
+        (["--use", "op=x"], "family 'op' has several members"),
     ],
 )
 def test_bad_values_are_the_configs_own_errors(args: list[str], message: str) -> None:

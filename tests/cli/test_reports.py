@@ -277,7 +277,7 @@ def test_a_choice_that_decides_nothing_is_named(caplog: pytest.LogCaptureFixture
     assert run(["explain", "--platform", "cpu", *used]) == 0
     assert not caplog.records
     assert run(["explain", "--platform", "cpu", "--experts-backend", "reference"]) == 0
-    assert "--experts-backend reference decides nothing: nothing here asks for experts" in caplog.text
+    assert "--experts-backend reference has no effect: nothing in this model asks for experts" in caplog.text
 
 
 def test_generate_runs_the_demo_model_and_marks_its_stages(tmp_path: Path) -> None:

@@ -390,10 +390,13 @@ def test_the_command_reports_and_writes_a_certificate(
     assert "tried_wrong" in out
     assert "[gain]" in out
     assert "failed: tried_wrong" in out
+    assert "repeat" not in out, "of a check that passed there is no line"
     failed = [r for r in json.loads(file.read_text())["results"] if r["outcome"] == "failed"]
     assert {fault["code"] for r in failed for fault in r["faults"]} >= {"gain"}
-    assert hardpoint([*arguments, "--name", "tried_right"]) == 0
-    assert "certifies nothing" in capsys.readouterr().out
+    assert hardpoint([*arguments, "--name", "tried_right", "--all"]) == 0
+    out = capsys.readouterr().out
+    assert "certifies nothing" in out
+    assert "float32/random values passed" in " ".join(out.split())
 
 
 def test_shards_on_the_command_line(tried_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

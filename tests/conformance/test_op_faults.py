@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from hardpoint.conformance.families.ops import OpTrials
 from hardpoint.conformance.plan import Plan
@@ -338,6 +339,47 @@ def test_replays_of_third_parties_kernels_are_tried_as_engines_run_them(site: Si
     kernel = replace(kernel, offer=replace(kernel.offer, plugin="acme"))
     caught = first_failure(kernel, OpTrials(), "*/odd")
     assert caught is None if right else caught and caught.check == "replay"
+
+
+# Faults that outside authors planted.
+
+
+def axis_by_size(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """Sums along the first axis that is as long as the weight."""
+    axis = list(x.shape).index(weight.shape[0])
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(axis, keepdim=True) + eps)
+    return (normed.to(x.dtype) * weight).to(x.dtype)
+
+
+def test_as_many_rows_as_columns_are_tried(site: Site) -> None:
+    caught = tried(site, axis_by_size, "rms_norm")
+    assert caught
+    assert caught.check == "rows"
+
+
+def _gated(x: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return change(gate, up).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "case"),
+    [
+        (lambda gate, up: torch.where(gate < -10, 0, functional.silu(gate)) * up, "silu_wide"),
+        (lambda gate, up: functional.silu(gate.nan_to_num(0.0)) * up, "silu_gate_nan"),
+        (lambda gate, up: functional.silu(gate) * up.clamp(-5e4, 5e4), "silu_huge"),
+    ],
+    ids=["small gates cut", "NaN of the gate lost", "factor clamped"],
+)
+def test_gates_of_all_magnitudes_are_tried(site: Site, change: Callable[..., Tensor], case: str) -> None:
+    def kernel(x: Tensor, *, activation: str) -> Tensor:
+        return _gated(x, change)
+
+    claims = [{"dtype": ["float32"]}, {"activation": ["silu"]}]
+    caught = first_failure(subject(site, kernel, "op", "act_and_mul", requires=claims), OpTrials())
+    assert caught
+    assert (caught.case, caught.check) == (f"float32/{case}", "values")
 
 
 # Kernels that write a cache whose elements have scales.

@@ -175,6 +175,15 @@ def coarse_for_small_rows(scheme: Scheme) -> Scheme:
     return replace(scheme, stored=(replace(scheme.stored[0], read=read),))
 
 
+def whole_groups_alone(scheme: Scheme) -> Scheme:
+    """Takes weights of any width, and cannot read those that its groups do not divide."""
+
+    def read(weight: Tensor) -> Mapping[str, Tensor]:
+        return scheme.stored[0].read(weight.unflatten(1, (-1, 32)).flatten(1))
+
+    return replace(scheme, stored=(replace(scheme.stored[0], read=read),))
+
+
 PLANTED: dict[str, tuple[str, type[QuantizationMethod], str]] = {
     "scale inverted": ("fp8", changed(Fp8, slot("weight_scale", lambda x: 1 / x)), "values"),
     "scales of another row": (
@@ -211,6 +220,7 @@ PLANTED: dict[str, tuple[str, type[QuantizationMethod], str]] = {
     "stored strides ignored": ("awq", changed(Awq, read_otherwise(as_if_contiguous, "qweight")), "strided"),
     "rows past 512": ("fp8", changed(Fp8, slot("weight", rows_past_512_turned)), "values"),
     "last of three groups": ("int4_online", changed(Int4Online, slot("weight_scale", last_of_odd_groups)), "values"),
+    "whole groups alone": ("int8_online", changed(Int8Online, whole_groups_alone), "scheme"),
     "heads quantized": ("int8_online", HeadsToo, "kinds"),
     "any option taken": ("int8_online", AnyOption, "options"),
 }

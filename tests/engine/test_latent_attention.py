@@ -104,7 +104,7 @@ def test_choices_by_kind(checkpoint: tuple[Path, PreTrainedModel], caplog: pytes
     with small_llm(folder, attention_backend="reference_batch_invariant") as llm:
         (rule,) = {row.rule for row in llm.table.rows if row.family == "attention"}
         assert rule == "only candidate"
-    assert "--attention-backend reference_batch_invariant decides nothing" in caplog.text
+    assert "--attention-backend reference_batch_invariant has no effect" in caplog.text
     with small_llm(folder, use={"attention.latent": "reference"}) as llm:
         (rule,) = {row.rule for row in llm.table.rows if row.family == "attention"}
         assert rule == "flag"

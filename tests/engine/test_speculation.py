@@ -319,8 +319,14 @@ def test_eager_steps_with_uneven_drafts_say_so(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"num_speculative_tokens": 3}, "num_speculative_tokens = 3: nothing is drafted; add --speculative-method"),
-        ({"num_speculative_tokens": 4}, "num_speculative_tokens = 4: nothing is drafted; add --speculative-method"),
+        (
+            {"num_speculative_tokens": 3},
+            "num_speculative_tokens = 3: speculative decoding is off; add --speculative-method",
+        ),
+        (
+            {"num_speculative_tokens": 4},
+            "num_speculative_tokens = 4: speculative decoding is off; add --speculative-method",
+        ),
         (NGRAM | {"prompt_lookup_min": 5}, "prompt_lookup_min = 5 is above prompt_lookup_max = 4; set both"),
         ({"speculative_method": "ngrams"}, "ngrams"),
     ],

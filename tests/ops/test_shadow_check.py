@@ -261,7 +261,10 @@ def test_in_an_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"shadow_check": 0.5}, "shadow_check = 0.5: recorded graphs make no single calls to compare; add --enforce-"),
+        (
+            {"shadow_check": 0.5},
+            "shadow_check = 0.5: ops in a captured graph cannot be compared one by one; add --enforce-",
+        ),
         ({"shadow_check": 1.5, "enforce_eager": True}, "shadow_check = 1.5 is invalid: must be 1 or less"),
         ({"shadow_check": "some", "enforce_eager": True}, "shadow_check = 'some' is invalid: must be a number"),
         ({"shadow_check": True, "enforce_eager": True}, "must be a number from 0 to 1"),

@@ -73,7 +73,7 @@ def test_losers_of_another_layout_are_told_the_highest_priority() -> None:
     )
     (rejection,) = select(few_tiled, few_plain).rejected
     assert str(rejection.reasons[0]) == (
-        "kernel comes before it, and all that serve together share a layout "
+        "kernel comes before it, and all winners of a plan must have one layout "
         "(wanted layout tiled, or priority above 60, supported layout plain, priority 55)"
     )
 

@@ -84,10 +84,10 @@ class _Experts(ABC):
     None: the kernel gets plain activations, and quantizes them itself where the workload's spec says so.
 
     ``capturable``: a call may be captured in a graph. Such a call never waits for the device, reads no values of
-    tensors on the host, and does the same work for tensors of equal shapes at equal addresses. Around a kernel that is
-    not capturable, a step is captured in pieces. ``traceable``: all of the kernel's device work is done by torch
-    operators, so that a graph engine that records torch operators alone can record it; otherwise such an engine calls
-    the kernel again in each replay.
+    tensors on the host, and does the same work for tensors of equal shapes at equal addresses. A step with a kernel
+    that is not capturable is captured as piecewise graphs, split at that kernel. ``traceable``: all of the kernel's
+    device work is done by torch operators, so that a graph engine that records torch operators alone can record it;
+    otherwise such an engine calls the kernel again in each replay.
     """
 
     format: ClassVar[ActivationFormat]

@@ -68,7 +68,8 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "of": "Which op, layer or architecture it implements; required where the family has such, else not allowed. Of "
         "attention it may be left out, and is causal then.",
         "name": "What users type, unique per family and of; required.",
-        "target": '"package.module:attribute", imported only if it wins; required.',
+        "target": '"package.module:attribute", imported when the contribution comes first for a workload (a '
+        "platform: to look for devices); required.",
         "platforms": "Names of the platforms it is for; none means any.",
         "priority": "The higher wins; core's references have 0, which is the default.",
         "preferred": "List of tables with `priority` and `requires`: the first whose requirements hold gives the "

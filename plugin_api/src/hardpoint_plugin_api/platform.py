@@ -126,7 +126,7 @@ class GraphEngine(ABC):
         may act differently in each run. It may or may not be called during preparation. For engines with
         ``piece_sizes``. Default: raises PlatformError.
         """
-        raise PlatformError(f"{type(self).__name__} does not prepare functions in pieces")
+        raise PlatformError(f"{type(self).__name__} captures no piecewise graphs")
 
     def opaque(self, call: Callable[..., None], *arguments: Any) -> None:
         """Within a function that is being prepared: make each run call ``call(*arguments)`` at this place.

@@ -45,8 +45,8 @@ class ForwardStep:
     def interrupt(self, user: int, call: Callable[[dict[str, torch.Tensor], AttentionMetadata], None]) -> None:
         """Run ``call(cache, metadata)`` with the cache and the metadata of cache user number ``user``.
 
-        All work must run in here that depends on how tokens belong to requests. When a step is captured in pieces, it
-        is split at this place: ``call`` runs uncaptured in each replay, with that replay's metadata and on tensors that
-        it holds itself. It returns nothing, and writes its results to tensors that exist already.
+        All work must run in here that depends on how tokens belong to requests. A step that is captured as piecewise
+        graphs is split at this place: ``call`` runs uncaptured in each replay, with that replay's metadata and on
+        tensors that it holds itself. It returns nothing, and writes its results to tensors that exist already.
         """
         call(self.caches[user], self.metadata[user])

@@ -93,6 +93,7 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the certificate; - is stdout.")
 @_COMPACT
+@click.option("--all", "everything", is_flag=True, help="Print every check of every case, and cut no table short.")
 @click.option("--in-process", is_flag=True, help="Run everything in this process, for a debugger.")
 @click.option(
     "--jobs",
@@ -110,6 +111,7 @@ def conform(
     plugin: str,
     json_file: str | None,
     compact: bool,
+    everything: bool,
     in_process: bool,
     jobs: int | None,
     timeout: int,
@@ -131,14 +133,15 @@ def conform(
             certificate = certify(plugins, wanted, progress, isolated=not in_process, seconds=timeout, jobs=jobs)
     except KeyboardInterrupt:
         if progress.results:
-            _print_results(progress.results, f"{plugin}, up to the interrupt")
+            _print_tallies(tally(progress.results), f"{plugin}, up to the interrupt")
+            _print_failures(progress.results, everything)
         click.echo("hardpoint: interrupted; nothing is certified", err=True)
         return 130
     written = certificate.compact() if compact else certificate
     if json_file == "-":
         print_json(written.to_json())
     else:
-        _print(certificate)
+        _print(certificate, everything)
         if json_file:
             write_text(json_file, json.dumps(written.to_json(), indent=1) + "\n")
             click.echo(f"certificate written to {json_file}")
@@ -163,7 +166,7 @@ def merge_certificates(files: Sequence[Path], json_file: str, compact: bool) -> 
     written = whole.compact() if compact else whole
     write_text(json_file, json.dumps(written.to_json(), indent=1) + "\n")
     if json_file != "-":
-        _print(whole)
+        _print(whole, everything=False)
     return _exit_code(whole)
 
 
@@ -237,22 +240,22 @@ class _Progress(AbstractContextManager["_Progress"]):
 # Reports.
 
 
-def _print(certificate: Certificate) -> None:
+def _print(certificate: Certificate, everything: bool) -> None:
+    """A line for each contribution, then what failed, what was not tried or not proved, and why.
+
+    With ``everything`` each check has a line, too, and no table is cut short.
+    """
     device = certificate.device.get("name", "no device")
     title = f"{certificate.plugin['name']} {certificate.plugin['version']} on {device}, level {certificate.level}, "
     _print_tallies(certificate.tallies, f"{title}seed {certificate.seed}", certificate.proofs)
-    _print_failures(certificate.results)
-    _print_reasons(certificate.tallies)
+    if everything:
+        _print_checks(certificate.results)
+    _print_failures(certificate.results, everything)
+    _print_reasons(certificate.tallies, everything)
     _print_proofs(certificate)
     for line in not_tried_here(certificate.results):
         click.echo(line)
     click.echo(_conclusion(certificate))
-
-
-def _print_results(results: Sequence[Result], title: str) -> None:
-    """What each contribution came to, and the first failures."""
-    _print_tallies(tally(results), title)
-    _print_failures(results)
 
 
 def _print_tallies(tallies: Sequence[Tally], title: str, proofs: Sequence[Proof] = ()) -> None:
@@ -267,26 +270,32 @@ def _print_tallies(tallies: Sequence[Tally], title: str, proofs: Sequence[Proof]
     print_table(heads, rows, title=title)
 
 
-def _print_failures(results: Sequence[Result]) -> None:
-    """The first failures."""
+def _print_checks(results: Sequence[Result]) -> None:
+    """The outcome of every check."""
+    rows = [[r.name, r.case, r.check, r.outcome] for r in results]
+    print_table(["name", "case", "check", "outcome"], rows)
+
+
+def _print_failures(results: Sequence[Result], everything: bool) -> None:
+    """The failures, unless ``everything`` the first ones."""
     failures = [r for r in results if r.outcome == "failed"]
     if failures:
-        print_table(
-            ["failed", "case", "check", "what"],
-            [[r.name, r.case, r.check, "\n".join(map(str, r.faults))] for r in failures[:_MOST_FAILURES]],
-        )
-        if len(failures) > _MOST_FAILURES:
-            click.echo(f"... and {len(failures) - _MOST_FAILURES} more; --json has all of them")
+        shown = failures if everything else failures[:_MOST_FAILURES]
+        rows = [[r.name, r.case, r.check, "\n".join(map(str, r.faults))] for r in shown]
+        print_table(["failed", "case", "check", "what"], rows)
+        if len(failures) > len(shown):
+            click.echo(f"... and {len(failures) - len(shown)} more; --all prints them")
 
 
-def _print_reasons(tallies: Sequence[Tally]) -> None:
-    """Why something was not tried, most frequent first."""
+def _print_reasons(tallies: Sequence[Tally], everything: bool) -> None:
+    """Why something was not tried, unless ``everything`` the most frequent reasons."""
     reasons = Counter({(t.key[2], t.check, reason): n for t in tallies for reason, n in t.reasons.items()})
     if reasons:
-        rows = [[name, check, n, reason] for (name, check, reason), n in reasons.most_common(_MOST_REASONS)]
+        shown = reasons.most_common(None if everything else _MOST_REASONS)
+        rows = [[name, check, n, reason] for (name, check, reason), n in shown]
         print_table(["not tried", "check", "times", "why"], rows)
-        if len(reasons) > _MOST_REASONS:
-            click.echo(f"... and {len(reasons) - _MOST_REASONS} more reasons; --json has all of them")
+        if len(reasons) > len(shown):
+            click.echo(f"... and {len(reasons) - len(shown)} more reasons; --all prints them")
 
 
 def _print_proofs(certificate: Certificate) -> None:

@@ -63,13 +63,13 @@ class EngineConfig(EngineSettings):
             raise ConfigError(f"{revision}: a revision applies to hub ids, and the model {config.model!r} is local")
         if config.plugins_lock_file != LOCK_FILE_NAME and not config.plugins_locked:
             file = written("plugins_lock_file", config.plugins_lock_file, origins)
-            raise ConfigError(f"{file}: it is read with --plugins-locked alone; add that, or leave it out")
+            raise ConfigError(f"{file}: the lock file is read with --plugins-locked only; add it, or leave this out")
         if config.shadow_check and not config.enforce_eager:
             rate = written("shadow_check", config.shadow_check, origins)
-            raise ConfigError(f"{rate}: recorded graphs make no single calls to compare; add --enforce-eager")
+            raise ConfigError(f"{rate}: ops in a captured graph cannot be compared one by one; add --enforce-eager")
         if config.blame_ops and not config.enforce_eager:
             blame = written("blame_ops", config.blame_ops, origins)
-            raise ConfigError(f"{blame}: recorded graphs make no single calls to name; add --enforce-eager")
+            raise ConfigError(f"{blame}: a crash in a captured graph names no op; add --enforce-eager")
         config._check_ranks(origins)
         config._check_restart(origins)
         config._check_speculation(origins)
@@ -104,7 +104,7 @@ class EngineConfig(EngineSettings):
             raise ConfigError(f"{wanted} needs a core in a process of its own, and {process} forbids it; keep one")
         if self.executor == "torchrun":
             executor = written("executor", self.executor, origins)
-            raise ConfigError(f"{wanted}: {executor} leaves building ranks again to torchrun (--max-restarts)")
+            raise ConfigError(f"{wanted}: with {executor}, torchrun itself restarts ranks (its flag --max-restarts)")
 
     def _check_speculation(self, origins: Mapping[str, str]) -> None:
         """Raise ConfigError for settings of drafts where none are made, and for a match that has no length."""
@@ -112,7 +112,7 @@ class EngineConfig(EngineSettings):
             value = getattr(self, key)
             if key in self._explicit and not self.num_drafts:
                 wanted = written(key, value, origins)
-                raise ConfigError(f"{wanted}: nothing is drafted; add --speculative-method, or leave it out")
+                raise ConfigError(f"{wanted}: speculative decoding is off; add --speculative-method, or leave this out")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             shortest = written("prompt_lookup_min", self.prompt_lookup_min, origins)
             longest = written("prompt_lookup_max", self.prompt_lookup_max, origins)
@@ -124,7 +124,7 @@ class EngineConfig(EngineSettings):
             value = getattr(self, key)
             if value != type(self).model_fields[key].default and not self.enable_lora:
                 wanted = written(key, value, origins)
-                raise ConfigError(f"{wanted}: no adapters are served; add --enable-lora, or leave it out")
+                raise ConfigError(f"{wanted}: LoRA adapters are off; add --enable-lora, or leave this out")
         if len(self.lora_modules) > self.max_loras:
             wanted = written("lora_modules", self.lora_modules, origins)
             slots = written("max_loras", self.max_loras, origins)
@@ -167,7 +167,7 @@ class EngineConfig(EngineSettings):
         return self._changed({"lora_modules": ()})
 
     def blaming_ops(self) -> Self:
-        """This config with --blame-ops, and without the recorded graphs in which no op can be named."""
+        """This config with --blame-ops, and without captured graphs, in which no op can be named."""
         return self._changed({"blame_ops": True, "enforce_eager": True})
 
     @property

@@ -113,12 +113,12 @@ def check_use(choices: dict[str, str]) -> dict[str, str]:
             hint = f"Where it is an op, write op.{slot}." if not dot else ""
             raise ValueError(str(UnknownNameError("family", name, FAMILIES, hint)))
         if FAMILIES[name].has_of and not of and not FAMILIES[name].kinds:
-            raise ValueError(f"family {name!r} has many things to choose for: say which, as in {name}.NAME")
+            raise ValueError(f"family {name!r} has several members: name one, as in {name}.NAME")
         kinds = [str(kind.of) for kind in FAMILIES[name].kinds]
         if of and kinds and of not in kinds:
             raise ValueError(str(UnknownNameError(name, of, kinds)))
         if dot and not FAMILIES[name].has_of:
-            raise ValueError(f"family {name!r} is one thing to choose for: write {name!r}, not {slot!r}")
+            raise ValueError(f"family {name!r} has no members: write {name!r}, not {slot!r}")
     return choices
 
 

@@ -297,7 +297,7 @@ def _warn_of_unasked(config: EngineConfig, selector: Selector) -> None:
         choice = settings.choice(family, of or None)
         if choice and family not in ("platform", *_PARSERS) and (family, of or None, choice.name) not in asked:
             what = " ".join(filter(None, (family, of)))
-            logger.warning("%s %s decides nothing: nothing here asks for %s", choice.flag, choice.name, what)
+            logger.warning("%s %s has no effect: nothing in this model asks for %s", choice.flag, choice.name, what)
 
 
 def _dtype(config: EngineConfig, checkpoint: Checkpoint, platform: Platform) -> str:

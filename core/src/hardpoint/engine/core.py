@@ -115,7 +115,9 @@ class EngineCore:
         if has_stages:  # drafts and lengths on the device are the last stage's
             exact = (*exact, "each pipeline stage but the last")
         if ahead and exact and config.num_drafts:
-            logger.info("steps that draw are waited for: %s needs requests' exact lengths", ", ".join(exact))
+            logger.info(
+                "steps with drafts are waited for: %s needs exact sequence lengths on the host", ", ".join(exact)
+            )
         paged_cache = PagedCache(BlockPool(facts.num_pages), facts.geometry, config.enable_prefix_caching)
         scheduler = Scheduler(
             SchedulerArgs(

@@ -62,7 +62,10 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
     for name in GATED:
         for kind, x in activation_inputs(draw, 192):
             yield Case(f"{name}_{kind}", (x,), {"activation": name}, {"activation": name})
-        yield Case(f"{name}_odd", (draw.normal(5, 2 * 37),), {"activation": name}, {"activation": name})
+        scalars = {"activation": name}
+        yield Case(f"{name}_odd", (draw.normal(5, 2 * 37),), scalars, scalars)
+        gate, up = draw.with_nan(3, 96), draw.normal(3, 96)
+        yield Case(f"{name}_gate_nan", (torch.cat((gate, up), dim=1),), scalars, scalars)
 
 
 def _allocate(x: torch.Tensor, *, activation: str) -> torch.Tensor:

@@ -73,6 +73,9 @@ def activation_inputs(draw: Draw, width: int) -> Iterator[tuple[str, torch.Tenso
     yield "tail", draw.between(-4.0, -2.0, 5, width)  # where the two forms of gelu differ most, relatively
     yield "large", draw.normal(3, width, scale=300.0)
     yield "small", draw.normal(3, width, scale=1e-3)
+    yield "wide", draw.between(-20.0, 20.0, 5, width)  # where a function nears its limits, and is not yet there
+    most = 6e4 if draw.dtype == torch.float16 else 2e5
+    yield "huge", draw.between(-most, most, 2, width)
     yield "strided", draw.strided(4, width)
     yield "empty", draw.normal(0, width)
     yield "one", draw.normal(1, width)

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hardpoint.parsers.calls import Call, function_name, read_call, says_nothing
-from hardpoint.parsers.steps import Arguments, Brackets, CallHead, Literal, Look, QuotedText, Step, any_of, begun_mark
+from hardpoint.parsers.steps import (
+    Arguments,
+    Brackets,
+    CallHead,
+    Literal,
+    Look,
+    QuotedText,
+    TextMatcher,
+    any_of,
+    begun_mark,
+)
 from hardpoint_plugin_api import (
     ContentDelta,
     ParserArgs,
@@ -30,7 +40,7 @@ class Part:
     is_last: bool = False
 
 
-Block = Generator[Step | Part | Sequence[Call], str, bool]
+Block = Generator[TextMatcher | Part | Sequence[Call], str, bool]
 """A call being read: it yields the steps to take and is sent their values, and yields the calls once they are certain.
 
 The step Arguments is a call of its own, which begins with the step and ends with it. Other calls are yielded whole, or
@@ -89,7 +99,7 @@ class MarkedToolParser(ToolParser):
         self._pattern: re.Pattern[str] | None = any_of(self.openings) if self.openings else None
         self._held = ""
         self._block: Block | None = None
-        self._step: Step = Look()
+        self._step: TextMatcher = Look()
         self._raw: list[str] = []
         self._events: list[ParserEvent] = []
         self._num_calls = 0

@@ -24,7 +24,7 @@ _MAX_DEPTH = 200
 """Deepest nesting of brackets that is taken for a call's."""
 
 
-class Step(Protocol):
+class TextMatcher(Protocol):
     """See the top of this file."""
 
     value: str

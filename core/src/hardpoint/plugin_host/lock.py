@@ -123,7 +123,7 @@ class LockFile:
             )
         entries = data.get("plugin", [])
         if not isinstance(entries, list) or set(data) - {"schema", "plugin"}:
-            raise ConfigError(f"lock file {path} holds something else than [[plugin]] tables; {_relock(path)}")
+            raise ConfigError(f"lock file {path} may hold [[plugin]] tables only; write it anew: {_relock(path)}")
         locked = [_parse(path, entry) for entry in entries]
         if len({plugin.key for plugin in locked}) < len(locked):
             raise ConfigError(f"lock file {path} holds a plugin twice; write it anew: {_relock(path)}")
@@ -253,7 +253,7 @@ def _parse(path: Path, entry: Any) -> LockedPlugin:
     try:
         total = hash_of(files)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"lock file {path}: plugin {title}: a file's hash is none; {_relock(path)}") from error
+        raise ConfigError(f"lock file {path}: plugin {title}: a file's hash is no SHA-256; {_relock(path)}") from error
     if total != entry["sha256"]:
         raise ConfigError(
             f"lock file {path}: plugin {title}: its sha256 is not that of its files; the file was changed by hand or "

@@ -347,7 +347,7 @@ class _Contest:
                 why = _was_measured(offer, measured[0]) if measured else f"{best.contribution.name} comes before it"
             return Reason(
                 "layout",
-                f"{why}, and all that serve together share a layout",
+                f"{why}, and all winners of a plan must have one layout",
                 wanted=f"layout {layout}" + ("" if choice or measured else f", or priority above {above}"),
                 supported=f"layout {c.layout}" + ("" if measured else f", priority {own}"),
             )
@@ -382,7 +382,7 @@ def _leaves_a_gap(offer: Offer) -> Reason:
     need = tokens_of(offer)
     return Reason(
         "tokens",
-        "it is not for steps of every size and phase, and nothing of its layout serves the others",
+        "it serves some steps only, and no candidate with its layout serves the others",
         wanted=str(StepRange()),
         supported=str(StepRange(need.min, need.max, need.phase)),
     )

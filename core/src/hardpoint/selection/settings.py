@@ -64,7 +64,7 @@ class Settings:
             return None
         return Reason(
             "custom-op-off",
-            f"kernels for op {op} are switched off, core's own form of it runs",
+            f"plugins' kernels for op {op} are switched off; core's own runs",
             supported=f"--custom-ops {','.join(self.custom_ops)}",
             fix=f"--custom-ops +{op}",
         )

@@ -1,4 +1,4 @@
-"""What stands before every handler: keys, limits, and the count of what is open."""
+"""ASGI middleware: API keys, size and concurrency limits, open-request count."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEND = "hardpoint.send"
 
 
 class Gate:
-    """ASGI middleware: refuses who has no key (401), what is too much (429), too large (413) or too slow (408)."""
+    """Refuses requests without a valid key (401), above a limit (429), too large (413) or too slow (408)."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -77,13 +77,14 @@ class Gate:
         if self._service.host.state == "restarting":  # the server's fault, and not the clients'
             return ApiError(
                 503,
-                f"the engine is being built again, and {self._num_posts} requests wait for it, the most that this "
-                "server takes; try again",
+                f"the engine is restarting, and {self._num_posts} requests wait for it, the limit of this server "
+                "(--max-concurrent-requests); try again later",
                 code="restarting",
             )
         return ApiError(
             429,
-            f"{self._num_posts} requests are being answered, the most that this server takes; try again",
+            f"{self._num_posts} requests are open, the limit of this server (--max-concurrent-requests); try again "
+            "later",
             code="too_many_requests",
         )
 

@@ -103,7 +103,7 @@ class EngineHost:
         if self._stopping:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if self._engine is None:
-            raise ApiError(503, "the model is still being loaded; /ready says when it is there", code="not_ready")
+            raise ApiError(503, "the model is still loading; try again when /ready answers with 200", code="not_ready")
         try:
             self._engine.check_health()
         except EngineDeadError as error:

@@ -70,7 +70,7 @@ def checked_template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
         if name in _OWN_KWARGS:
             raise ApiError(
                 400,
-                f"chat_template_kwargs holds {name!r}, which the request's own fields say",
+                f"chat_template_kwargs holds {name!r}, which is a field of the request itself; set it there",
                 param="chat_template_kwargs",
             )
     if "self" in (kwargs or ()):

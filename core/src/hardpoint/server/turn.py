@@ -86,7 +86,7 @@ class Message:
     finish_reason: str = "stop"
     stop_reason: str | int | None = None
 
-    def take(self, step: Step) -> None:
+    def take(self, step: CompletionUpdate) -> None:
         """Add what ``step`` brings."""
         for event in step.events:
             self._take(event)
@@ -108,7 +108,7 @@ class Message:
 
 
 @dataclass(slots=True)
-class Step:
+class CompletionUpdate:
     """What one completion has got: its parsed ``events``, and the ``delta`` that they are of."""
 
     choice: int
@@ -186,14 +186,14 @@ class Turn:
         """What Generation.grown yields, for ``take``."""
         return self._generation.grown()
 
-    def take(self, output: RequestOutput) -> list[Step]:
+    def take(self, output: RequestOutput) -> list[CompletionUpdate]:
         """What has come of each completion. Not a generator: this runs for every token of every stream."""
         steps = []
         for completion in output.outputs:
             reader = self._readers[completion.index]
             delta = reader.cursor.take(completion)
             if delta is not None:
-                steps.append(Step(completion.index, reader.read(delta), delta, reader.finish_reason(delta)))
+                steps.append(CompletionUpdate(completion.index, reader.read(delta), delta, reader.finish_reason(delta)))
                 if reader.has_enough and delta.finish_reason is None:
                     self._generation.stop(completion.index)
         return steps
@@ -283,7 +283,7 @@ def _how_to_call(
         if parser is None:
             raise ApiError(
                 400,
-                "tools: this server knows no syntax of tool calls for its model; start it with --tool-parser NAME, "
+                "tools: no parser of tool calls is known for this model; start the server with --tool-parser NAME, "
                 "or force a call with tool_choice",
                 param="tools",
             )

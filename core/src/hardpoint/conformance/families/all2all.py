@@ -101,7 +101,7 @@ def _trial(probe: All2AllProbe) -> Trial:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _DispatchedStep:
     """What one step dispatches, on the host, for all ranks: tokens of rank 0, of rank 1, and so on."""
 
     x: torch.Tensor
@@ -158,13 +158,13 @@ class All2AllProbe:
         self._seed = plan.seed_of(f"{subject.offer.contribution}/{self.title}")
 
     @cached_property
-    def _steps(self) -> list[_Step]:
+    def _steps(self) -> list[_DispatchedStep]:
         """Two steps of unlike numbers of tokens, and the first again."""
         rows = _ROWS[self._row["rows"]][: self.world]
         first = self._draw(self._seed, rows)
         return [first, self._draw(self._seed + 1, tuple(reversed(rows))), first]
 
-    def _draw(self, seed: int, rows: tuple[int, ...]) -> _Step:
+    def _draw(self, seed: int, rows: tuple[int, ...]) -> _DispatchedStep:
         generator, tokens, routes = torch.Generator().manual_seed(seed), sum(rows), self._row["routes"]
         first = self._experts // self.world * (self.world - 1) if routes == "one-rank" else 0
         choices = self._experts - first
@@ -176,7 +176,7 @@ class All2AllProbe:
         if self._row["travels"] == "int8":
             scales = torch.rand(tokens, 1, generator=generator) + 0.5
             x = torch.randint(-127, 128, x.shape, generator=generator, dtype=torch.int8)
-        return _Step(x, scales, ids, weights, rows, bool(getattr(self.subject.target, "replicated", False)))
+        return _DispatchedStep(x, scales, ids, weights, rows, bool(getattr(self.subject.target, "replicated", False)))
 
     @cached_property
     def _functions(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,7 +184,7 @@ class All2AllProbe:
         number = torch.arange(self._experts, dtype=torch.float64)[:, None]
         return 0.5 + number / 7, (number - 3) / 5
 
-    def _expect(self, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expect(self, step: _DispatchedStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Of all tokens [T, H]: the dense layer with results rounded as ranks round theirs, and in float64."""
         factor, offset = self._functions
         x = step.x.double() if step.scales is None else step.x.double() * step.scales.double()
@@ -240,7 +240,7 @@ class All2AllProbe:
         parallel = replace(member.context.parallel, tp=ep, ep=ep, expert_tp=groups.expert_tp)
         return replace(self.subject.site.context(self._dtype, device=member.device), parallel=parallel)
 
-    def _act(self, context: Context, rank: int, steps: Sequence[_Step]) -> _Seen:
+    def _act(self, context: Context, rank: int, steps: Sequence[_DispatchedStep]) -> _Seen:
         made: All2All = self.subject.target(context.for_plugin(self.subject.offer.plugin), self.workload)
         resources = cast(TrialResources, context.resources)
         resources.allocate_collective(context.torch_device)

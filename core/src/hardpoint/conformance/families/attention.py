@@ -37,8 +37,8 @@ from hardpoint.conformance.families.steps import (
     HIGH_SCORE,
     LOW_SCORES,
     Piece,
+    PlacedStep,
     Request,
-    Step,
     Tables,
     draw_constants,
     draw_requests,
@@ -206,7 +206,7 @@ class AttentionProbe:
         far: str | None,
         layer: int = 0,
         room: Sequence[Sequence[Piece]] = (),
-    ) -> Step:
+    ) -> PlacedStep:
         """Lay a step out, for one of the layers, in arrays that have ``room`` for steps of these requests, too."""
         backend, site = self.layers[layer], self.subject.site
         pages = pages_to_be_far(backend.layout, backend.cache_spec, self.spec.block_size) if far == "cache" else 0
@@ -262,7 +262,7 @@ class AttentionProbe:
 
     def call_of(
         self,
-        step: Step,
+        step: PlacedStep,
         requests: Sequence[Request],
         plan: Callable[[], AttentionMetadata],
         drawn: Drawn,

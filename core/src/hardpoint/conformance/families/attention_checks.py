@@ -9,7 +9,7 @@ import torch
 
 from hardpoint.attention.phases import sub_batch
 from hardpoint.conformance.families.attention_situations import admits
-from hardpoint.conformance.families.steps import Piece, Step
+from hardpoint.conformance.families.steps import Piece, PlacedStep
 from hardpoint.conformance.memory import Placement
 from hardpoint.conformance.probe import run, same_bits
 from hardpoint.conformance.site import Subject
@@ -114,7 +114,7 @@ def _decodes(probe: AttentionProbe) -> bool:
     return admits(probe.subject.tokens, (Piece(1, 2),))
 
 
-def _alone(backend: AttentionBackend, step: Step, request: int, *, last_only: bool = False) -> torch.Tensor:
+def _alone(backend: AttentionBackend, step: PlacedStep, request: int, *, last_only: bool = False) -> torch.Tensor:
     """The output of one request of a step that is laid out, or of its last token alone, [T, H, D]."""
     batch = sub_batch(step.batch, request, request + 1)
     rows = slice(step.batch.query_start_host[request], step.batch.query_start_host[request + 1])

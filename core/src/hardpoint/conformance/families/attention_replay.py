@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hardpoint.conformance.families.steps import Piece, Step
+from hardpoint.conformance.families.steps import Piece, PlacedStep
 from hardpoint.conformance.memory import Placement, place
 from hardpoint.conformance.probe import refill
 from hardpoint.conformance.trials import Finding
@@ -97,7 +97,7 @@ def other_lengths(probe: AttentionProbe, draw: random.Random) -> list[tuple[Piec
     return found
 
 
-def _step(probe: AttentionProbe, seed: int, room: Sequence[Sequence[Piece]]) -> Step:
+def _step(probe: AttentionProbe, seed: int, room: Sequence[Sequence[Piece]]) -> PlacedStep:
     """The step of ``probe``, in arrays with room for those of ``room``; of any shape unless it is of decodes alone."""
     step = probe.step(seed, probe.requests(seed), Placement.AS_DRAWN, None, room=room)
     batch, device = step.batch, step.q.device

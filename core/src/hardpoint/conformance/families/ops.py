@@ -51,6 +51,8 @@ _HOST = torch.device("cpu")
 _MANY_ROWS = (1025, 129, 33)
 """One more than tiles of 16 to 1,024 rows hold, where inputs of as many rows have few enough elements."""
 _MOST_ELEMENTS = 1 << 21
+_SQUARE = 128
+"""Elements of a row up to which as many rows are tried, too: a kernel may take one axis for the other."""
 _CASES_OF_A_SPEC = 3
 """How many of an op's cases are tried with a claimed spec that none of them has."""
 _PLAIN = "plain"
@@ -406,17 +408,25 @@ def fake(probe: OpProbe, seed: int) -> Finding:
 
 
 def rows(probe: Probe, seed: int) -> Finding:
-    """``rows``: as many rows as fill several tiles and one row of another, among them few that differ."""
+    """``rows``: as many rows as fill several tiles and one row of another, among them few that differ.
+
+    Where rows are short, also as many rows as a row has elements.
+    """
     call = probe.call(seed)
     count, size = probe.num_rows(call), max((i.tensor.numel() for i in call.inputs), default=0)
     if not count:
         return Finding.not_claimed("no-rows", "the results of this op do not belong to rows of its inputs")
-    many = next((n for n in _MANY_ROWS if n * size // count <= _MOST_ELEMENTS), _MANY_ROWS[-1])
-    order = torch.randint(count, (many,), generator=torch.Generator().manual_seed(seed))
-    part = probe.call(seed, order=order.tolist())
-    if not _are_rows(call.expect().outputs, _reordered_truth(part), order):
-        return Finding.not_claimed("no-rows", "the results of this op do not belong to rows of its inputs")
-    return Finding.of(judge_call(part))
+    width = size // count
+    sizes = [next((n for n in _MANY_ROWS if n * width <= _MOST_ELEMENTS), _MANY_ROWS[-1])]
+    for many in [width, *sizes] if 1 < width <= _SQUARE else sizes:
+        order = torch.randint(count, (many,), generator=torch.Generator().manual_seed(seed))
+        part = probe.call(seed, order=order.tolist())
+        if not _are_rows(call.expect().outputs, _reordered_truth(part), order):
+            return Finding.not_claimed("no-rows", "the results of this op do not belong to rows of its inputs")
+        finding = Finding.of(judge_call(part))
+        if finding.faults:
+            break
+    return finding
 
 
 def batch_invariant(probe: Probe, seed: int, *, has_rows: bool = False) -> Finding:

@@ -45,8 +45,8 @@ _ONLINE = "_online"
 _NAME = "model.layers.0.mlp.up_proj"
 _PLAIN = ("float32", "float16", "bfloat16", "float64")
 _WEIGHTS = ((96, 64), (33, 192), (256, 128), (5, 384), (640, 64))
-_ODD = (8, 96)
-"""Three groups of 32 columns. A method whose groups are larger may refuse it."""
+_ODD = ((8, 96), (8, 100))
+"""Three groups of 32 columns, and a width that no group divides. A method of larger groups may refuse them."""
 _TALL = 640
 """At least as many rows has one matrix of each sample, beside those of the sample's shapes."""
 _TINY = {"float16": 2.0**-10}, 2.0**-20
@@ -72,10 +72,10 @@ class QuantizationTrials:
             return
         dtypes = [dtype for dtype in _PLAIN if dtype in subject.site.platform.info.dtypes]
         if getattr(subject.target, "online", False):
-            for options, (rows, columns), dtype in itertools.product(_options(subject), (*_WEIGHTS, _ODD), dtypes):
+            for options, (rows, columns), dtype in itertools.product(_options(subject), (*_WEIGHTS, *_ODD), dtypes):
                 named = ",".join(f"{k}={v}" for k, v in options.items()) or "no-options"
                 probe = OnlineProbe(subject, plan, f"{named}/{rows}x{columns}/{dtype}", options, (rows, columns), dtype)
-                refusal = probe.refusal() if (rows, columns) == _ODD else None
+                refusal = probe.refusal() if (rows, columns) in _ODD else None
                 yield Trial(probe.title, () if refusal else probe.checks(), unsupported=refusal)
             return
         for sample in self._samples[str(subject.offer.contribution.of)]:

@@ -191,7 +191,7 @@ def _pages(pieces: Sequence[Piece], block: int) -> int:
 
 
 @dataclass(frozen=True)
-class Step:
+class PlacedStep:
     """A step in memory: tensors on the device between guard bands, the cache filled as ``store`` fills it.
 
     ``q``, ``k``, ``v`` and ``out`` have ``padding`` rows more than the batch has tokens. ``held`` are the keys and
@@ -220,7 +220,7 @@ def lay_out(
     padding: int = 0,
     slack: int = 0,
     free_bytes: int = 0,
-) -> Step:
+) -> PlacedStep:
     """Put a step into memory: the cache and the output are poisoned, then ``store`` writes what the requests hold.
 
     ``slack`` bytes follow each page. With ``far`` "cache" the pages are those of ``tables`` in a buffer that is not
@@ -261,7 +261,7 @@ def lay_out(
         backend.store(StoreCall(placed_k, placed_v, cache, batch.slot_mapping))
     out = place(q.new_full((*q.shape[:-1], v.shape[-1]), float("nan")), device)
     held = [_held(backend, r, cache, tables, i) for i, r in enumerate(requests)] if is_scaled(spec.kv_dtype) else None
-    return Step(placed_q, placed_k, placed_v, out, buffer, cache, batch, held)
+    return PlacedStep(placed_q, placed_k, placed_v, out, buffer, cache, batch, held)
 
 
 def _held(

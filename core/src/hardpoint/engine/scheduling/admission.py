@@ -64,7 +64,7 @@ class Admission:
         prompt_array = self._in_vocabulary(prompt)
         if len(prompt) >= self.max_model_len:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens; with one token to draw, at most {self.max_model_len - 1} fit "
+                f"the prompt has {len(prompt)} tokens; with one output token, at most {self.max_model_len - 1} fit "
                 "(--max-model-len, or the cache's size)"
             )
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)

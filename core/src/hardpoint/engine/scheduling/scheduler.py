@@ -60,7 +60,7 @@ class _Share:
 
 
 @dataclass
-class _Step:
+class _ScheduledStep:
     """A step, from being put together to being committed. ``released`` are pages to free once it is done.
 
     A page stands there once for each holder that gives it up. ``needs_values`` is as in Scheduler. ``owed_tokens`` and
@@ -95,7 +95,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Request]] = []
         self._free_slots = list(range(self.limits.max_requests - 1, -1, -1))
         self._freed_slots: list[int] = []
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[_ScheduledStep] = deque()
         self._promised: Request | None = None
         self._number = 0
         self.num_cached_tokens = 0
@@ -179,7 +179,7 @@ class Scheduler:
     def schedule(self) -> StepInput | None:
         """Choose and advance the next step; None where nothing can run (before another step is committed)."""
         assert self.limits.max_tokens is not None
-        step = _Step(self.limits.max_tokens)
+        step = _ScheduledStep(self.limits.max_tokens)
         if self.limits.mixed_phases:
             self._continue(step, self._running)
             self._admit(step)
@@ -287,7 +287,7 @@ class Scheduler:
             del request.token_ids[-count:]
             del request.logprobs[len(request.token_ids) - request.num_prompt_tokens :]
 
-    def _schedule_one_phase(self, step: _Step) -> None:
+    def _schedule_one_phase(self, step: _ScheduledStep) -> None:
         """Prompts before decodes, except where a decode was promised the pages of a preempted request."""
         if self._promised is not None and self._promised.num_to_compute == 1:
             self._continue(step, [r for r in self._running if r.num_to_compute == 1])
@@ -297,7 +297,7 @@ class Scheduler:
         if not step.shares:
             self._continue(step, self._running)
 
-    def _continue(self, step: _Step, requests: list[Request]) -> None:
+    def _continue(self, step: _ScheduledStep, requests: list[Request]) -> None:
         """Give running requests their tokens, in order: decodes, and prompts that are partly read."""
         if self._num_drafts:
             self._owe(step, requests)
@@ -308,7 +308,7 @@ class Scheduler:
             if step.budget and request.slot is not None:
                 self._schedule(step, request)
 
-    def _owe(self, step: _Step, requests: list[Request]) -> None:
+    def _owe(self, step: _ScheduledStep, requests: list[Request]) -> None:
         """Keep a token for each of ``requests``, with its page, and some tokens for one that waits, from drafts."""
         step.owed_tokens = sum(request.num_to_compute > 0 for request in requests)
         step.owed_pages = sum(map(self._pages_of_next, requests))
@@ -321,7 +321,7 @@ class Scheduler:
             return 0
         return self.cache.num_fresh(request.held.num_blocks, request.num_computed, request.num_computed + 1)
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: _ScheduledStep) -> None:
         """Start waiting requests, as long as slots, tokens and pages last. A step that preempted starts none."""
         while self._num_waiting and step.budget and self._free_slots and not step.preempted and not self._promised:
             request = self._waiting[0][1]
@@ -370,7 +370,7 @@ class Scheduler:
         if end > first:
             self.cache.remember(request.held, first, list(request.block_hashes(size, end)), stored)
 
-    def _count(self, step: _Step, start: int, wanted: int) -> int:
+    def _count(self, step: _ScheduledStep, start: int, wanted: int) -> int:
         """How many of a request's ``wanted`` tokens, from position ``start`` on, the step takes."""
         if wanted == 1:
             return min(1, step.budget)
@@ -379,7 +379,7 @@ class Scheduler:
         to_edge = self.cache.to_edge(start, count)
         return count if to_edge % multiple else to_edge
 
-    def _schedule(self, step: _Step, request: Request, prefix: Prefix | None = None) -> None:
+    def _schedule(self, step: _ScheduledStep, request: Request, prefix: Prefix | None = None) -> None:
         """Advance ``request`` by as many tokens as there is room for, unless it has to give way for want of a page.
 
         ``prefix`` is the one it starts from, if it starts now.
@@ -421,7 +421,7 @@ class Scheduler:
             step.needs_values = True
         step.budget -= count
 
-    def _grow(self, step: _Step, request: Request, held: HeldPages, end: int) -> Growth | None:
+    def _grow(self, step: _ScheduledStep, request: Request, held: HeldPages, end: int) -> Growth | None:
         """Pages for ``request`` up to position ``end``, of preempted requests where needed; None: it has to wait."""
         start = request.num_computed
         need = self.cache.num_fresh(held.num_blocks, start, end)
@@ -439,7 +439,7 @@ class Scheduler:
                 return None
         return grown
 
-    def _drafts(self, step: _Step, request: Request, count: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+    def _drafts(self, step: _ScheduledStep, request: Request, count: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
         """The drafts that a step with ``count`` other tokens of ``request`` verifies, and what each draw may give.
 
         There are none for which another request would have to give way, or that nothing could follow.

@@ -30,7 +30,7 @@ from hardpoint.server.openai.messages import (
 from hardpoint.server.openai.usage import usage_body
 from hardpoint.server.requests import JsonRoute, check_best_of, check_stream_options, checked_template_kwargs
 from hardpoint.server.service import Service, ServiceOf
-from hardpoint.server.turn import Message, Step, Turn, TurnRequest
+from hardpoint.server.turn import CompletionUpdate, Message, Turn, TurnRequest
 from hardpoint.server.watched import EventStream, JsonAnswer, data_event
 from hardpoint_plugin_api import ContentDelta, ParserEvent, ReasoningDelta, ToolCallDelta, ToolCallStart
 
@@ -200,7 +200,7 @@ class _Answer:
                 yield data_event(head | {"choices": [], "usage": usage_body(turn.usage)})
         yield b"data: [DONE]\n\n"
 
-    def _full_chunks(self, step: Step) -> list[bytes]:
+    def _full_chunks(self, step: CompletionUpdate) -> list[bytes]:
         """The last of a step's chunks carries what belongs to the whole step."""
         deltas = [delta for event in step.events if (delta := _delta(event))] or [{}]
         rest: dict[str, Any] = {"finish_reason": step.finish_reason}

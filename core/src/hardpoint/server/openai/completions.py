@@ -68,7 +68,9 @@ class CompletionRequest(SamplingFields, TreatmentFields, IgnoredFields):
         if self.suffix:
             raise ApiError(400, "suffix is not supported: the model continues text, and fills no gaps", param="suffix")
         if self.draws_nothing and not self.echo:
-            raise ApiError(400, "max_tokens 0 goes with echo; draw at least one token", param="max_tokens")
+            raise ApiError(
+                400, "max_tokens 0 is allowed with echo only; ask for at least one token", param="max_tokens"
+            )
         most = _DEFAULT_MAX_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
         own: dict[str, Any] = {"max_tokens": most}
         if self.logprobs is not None:

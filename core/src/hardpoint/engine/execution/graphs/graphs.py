@@ -23,7 +23,7 @@ from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward, PiecewiseStep
 from hardpoint.engine.execution.graphs.capturable import why_eager, why_not_full
 from hardpoint.engine.execution.graphs.kept_graphs import Captured, GraphKey, KeptGraphs, shares_of, within
-from hardpoint.engine.execution.graphs.replay_check import Put, ReplayCheck, Step, Wanted
+from hardpoint.engine.execution.graphs.replay_check import Put, ReplayCheck, StepFunction, Wanted
 from hardpoint.engine.execution.graphs.shapes import (
     DRAWS,
     MOST_GRAPHS,
@@ -342,7 +342,7 @@ class Graphs:
         logger.debug("step %s was captured", key)
         return captured
 
-    def _step(self, key: GraphKey, trial: Trial) -> Step | None:
+    def _step(self, key: GraphKey, trial: Trial) -> StepFunction | None:
         """The step that ``trial`` puts into the buffers; None where the graph of ``key`` does not serve it."""
         (shape, tokens), (own, metadata) = key, trial()
         return self._function(shape, metadata, None) if own and self._forward.tokens(metadata) == tokens else None

@@ -32,8 +32,8 @@ from hardpoint_plugin_api import CapturedGraph, EngineError, GraphEngine, Platfo
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Step = Callable[..., object]
-Put = Callable[[], Step | None]
+StepFunction = Callable[..., object]
+Put = Callable[[], StepFunction | None]
 """Puts a step's inputs where graphs read them, and has it planned; None where another graph serves it."""
 
 _CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -91,7 +91,7 @@ class Wanted:
     tensors: Mapping[str, torch.Tensor]
     slots: Sequence[torch.Tensor]
 
-    def first(self) -> Step:
+    def first(self) -> StepFunction:
         """Put the step that is prepared."""
         step = self.steps[0]()
         assert step is not None
@@ -197,7 +197,7 @@ class ReplayCheck:
         assert graph is not None
         return graph
 
-    def _prepared(self, wanted: Wanted, step: Step, watched: list[WatchedCall] | None = None) -> CapturedGraph:
+    def _prepared(self, wanted: Wanted, step: StepFunction, watched: list[WatchedCall] | None = None) -> CapturedGraph:
         """Prepare ``step``, the first, on other inputs than the caller's, which are there again afterwards."""
         key, tensors = wanted.key if watched is None else (wanted.key, "watched"), wanted.tensors
         inputs = tensors[self._inputs]

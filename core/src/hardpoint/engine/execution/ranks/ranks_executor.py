@@ -133,7 +133,7 @@ class RanksExecutor:
             self._refuse_if_lost()
             self._steps.append(future)
         self._send_all(pickle.dumps(step))
-        return _Step(self, future)
+        return _PendingStep(self, future)
 
     def control(self, verb: Verb[R]) -> list[R]:
         """See Executor. Waits for as long as loading may take: no verb takes longer."""
@@ -292,7 +292,7 @@ def _received(rank: RankLink) -> RankReport | None:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _PendingStep:
     """A step on its way."""
 
     executor: RanksExecutor
