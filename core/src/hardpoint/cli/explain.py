@@ -130,11 +130,10 @@ def _notes(row: dict[str, Any]) -> Iterator[str]:
 
 def _use(loser: dict[str, Any]) -> int:
     """How much the reasons against a candidate tell: as much as the one that tells least."""
-    ranks = [
-        next((rank for rank, codes in enumerate(_LEAST_USEFUL) if reason["code"] in codes), len(_LEAST_USEFUL))
+    return min(
+        next((level for level, codes in enumerate(_LEAST_USEFUL) if reason["code"] in codes), len(_LEAST_USEFUL))
         for reason in loser["reasons"]
-    ]
-    return min(ranks)
+    )
 
 
 def _title(row: dict[str, Any]) -> str:

@@ -51,9 +51,9 @@ T = TypeVar("T")
 
 
 class LLM:
-    """An engine with a tokenizer. Use it as a context manager, or ``close`` it, to free its memory early.
+    """An engine with a tokenizer. Use it as a context manager, or call ``close``, to free its memory early.
 
-    Calls may overlap: streams left open, and calls from several threads, share the engine's steps.
+    Calls may overlap: open streams, and calls from several threads, share the engine's steps.
 
     ``model`` is a folder, a hub id or ``"demo"``; every other keyword is a field of EngineConfig (``platform="cpu"``,
     ``attention_backend=...``, ``max_model_len=...``).
@@ -64,7 +64,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """An LLM for a config that was already read."""
+        """Build an LLM from an EngineConfig."""
         llm = cls.__new__(cls)
         llm._start(config)
         return llm
@@ -78,7 +78,7 @@ class LLM:
 
     @property
     def config(self) -> EngineConfig:
-        """The user's config with the changes that plugins wished for."""
+        """The user's config, with the changes that plugins asked for."""
         return self.client.facts.config
 
     @property
@@ -88,7 +88,7 @@ class LLM:
 
     @property
     def core(self) -> EngineCore:
-        """The core itself, for measurements and tests, where it is in this process."""
+        """The engine core, if it is in this process; for measurements and tests."""
         from hardpoint.engine.core import EngineCore
 
         assert isinstance(self.client, EngineCore), "the core has a process of its own"
@@ -96,7 +96,7 @@ class LLM:
 
     @property
     def table(self) -> SelectionTable:
-        """Which implementation serves what, and why."""
+        """The chosen implementations, and the reasons against the others."""
         return self.client.facts.table
 
     @property
@@ -105,7 +105,7 @@ class LLM:
         return self.client.stats
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json asks for; greedy where it asks for nothing."""
+        """Return the sampling parameters of the checkpoint's generation_config.json; greedy where it has none."""
         return self._frontend.default_sampling_params()
 
     def generate(
@@ -176,11 +176,13 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The text of a conversation as the model expects it; raises RequestError for messages the template refuses."""
+        """Return a conversation as the text that the model expects. Raises RequestError for messages the template
+        refuses.
+        """
         return self._frontend.render_chat(messages, **options)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
-        """A conversation as a prompt; ``options`` are those of ``render_chat``."""
+        """Return a conversation as a prompt; ``options`` are those of ``render_chat``."""
         return self._frontend.chat_prompt(messages, **options)
 
     def stream(
@@ -202,45 +204,44 @@ class LLM:
 
     @property
     def metrics(self) -> MetricsSnapshot:
-        """What the engine and its plugins counted so far."""
+        """Return the metrics of the engine and its plugins."""
         return self.control(ReadMetrics())
 
     def memory_report(self) -> MemoryReport:
-        """Who holds how much of the device's memory."""
+        """Return the device memory in use, by purpose."""
         return self.control(ReportMemory())
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
-        """Give memory back until ``wake_up``; meanwhile prompts are refused with EngineError.
+        """Free memory until ``wake_up``; prompts are refused with EngineError until then.
 
-        Level 1 gives back the cache and scratch memory, level 2 the weights too, which are read from the checkpoint
-        again; ``tags`` says instead which of "kv", "resources" and "weights". Cached prefixes are forgotten.
-        Raises EngineError while requests are under way, ConfigError for an unknown level or tag.
+        Level 1 frees the cache and scratch memory; level 2 also the weights, which ``wake_up`` reads from the
+        checkpoint again. ``tags`` chooses among "kv", "resources" and "weights" instead. Cached prefixes are lost.
+        Raises EngineError while requests are running, ConfigError for an unknown level or tag.
         """
         wanted = sleep_tags(level, tags)
         self.control(Sleep(wanted))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again: all of it, or ``tags``. What is awake already is left alone.
+        """Allocate memory again: all of it, or ``tags``. Parts that are awake already are left alone.
 
-        Raises CapacityError where the memory is not there any more; what was not taken sleeps on.
+        Raises CapacityError where the memory is no longer free; the remaining parts stay asleep.
         """
         wanted = TAGS if tags is None else check_tags(tags)
         self.control(WakeUp(wanted))
 
     def update_weights(self, source: str | Path | Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace the weights, awake or asleep, and forget cached prefixes; cache and selections stay.
+        """Replace the weights, awake or asleep, and drop cached prefixes. Cache and chosen kernels stay.
 
-        ``source`` is a folder or hub id of a checkpoint with the same settings, or all of its tensors by their names
-        there, one after the other (for a core in this process). Raises CheckpointError for anything else: with a
-        folder nothing has changed then, with tensors the engine is left without weights. EngineError while requests
-        are under way.
+        ``source``: a folder or hub id of a checkpoint with the same settings, or its tensors by name (only for a core
+        in this process). Raises CheckpointError for anything else: a bad folder changes nothing, bad tensors leave the
+        engine without weights. Raises EngineError while requests are running.
         """
         self.control(UpdateWeights(str(source) if isinstance(source, Path) else source))
 
     def start_profile(self, folder: str | Path, layers: bool = False) -> None:
-        """Record what the engine does until ``stop_profile``, each layer by its path too if wanted.
+        """Profile the engine until ``stop_profile``; ``layers`` adds a range for each layer.
 
-        Raises EngineError where a profile is taken already, PlatformError where the platform has no profiler.
+        Raises EngineError where a profile is running already, PlatformError for a platform without a profiler.
         """
         self.control(StartProfile(str(folder), layers))
 
@@ -249,11 +250,11 @@ class LLM:
         self.control(StopProfile())
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
+        """Drop all cached prefixes."""
         self.control(ResetPrefixCache())
 
     def control(self, verb: Verb[R]) -> R:
-        """Have the core do ``verb`` between two steps. Raises RequestError where this LLM is closed."""
+        """Run a control verb in the core, between two steps. Raises RequestError for a closed LLM."""
         verb = verb.prepared()
         with self._lock:
             if self._closed:
@@ -261,7 +262,7 @@ class LLM:
             return self.client.control(verb)
 
     def close(self) -> None:
-        """Free weights and caches; the LLM takes no more prompts, and those under way fail. Closing twice is once."""
+        """Free weights and caches. Open prompts fail, new ones are refused. A second call has no effect."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -11,10 +11,10 @@ from hardpoint_plugin_api import CapacityError, ConfigError, EngineError, Reques
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter that prompts are to run with, under vLLM's names: loaded when it is first asked for.
+    """The LoRA adapter of a prompt, with vLLM's names. It is loaded when it is first used.
 
-    ``lora_path`` is a folder as PEFT saves adapters. Adapters are told apart by ``lora_name``; ``lora_int_id``, above
-    0, is there for programs written for vLLM.
+    ``lora_path``: the folder of a PEFT adapter, or a hub id. Adapters are identified by ``lora_name``; ``lora_int_id``,
+    above 0, exists for programs written for vLLM.
     """
 
     lora_name: str

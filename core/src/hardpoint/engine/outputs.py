@@ -1,4 +1,4 @@
-"""What a user gets back."""
+"""The results of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "abort"]
 class RequestOutputKind(Enum):
     """The content of a stream's outputs: everything so far, only the new part, or everything and only at the end.
 
-    A stream of CUMULATIVE outputs copies its whole text for every token; DELTA costs the same for each token.
+    CUMULATIVE copies the whole text for every token; DELTA costs the same for each token.
     """
 
     CUMULATIVE = 0
@@ -35,12 +35,12 @@ PositionLogprobs = dict[int, Logprob]
 
 @dataclass
 class CompletionOutput:
-    """One continuation, or a part of one. ``stop_reason`` is the text or token id that ended it, or None for the
-    model's own end.
+    """One completion, or a part of one. ``stop_reason``: the text or token id that ended it; None for the model's own
+    end.
 
-    A part begins ``start`` characters into the whole text. ``text_ends`` says for each of ``token_ids`` how many
-    characters of the whole text there were once it was taken. Where they were asked for, ``logprobs`` has an entry for
-    each of ``token_ids``, and ``cumulative_logprob`` is the sum over all tokens so far.
+    A part begins ``start`` characters into the whole text. ``text_ends``: for each of ``token_ids``, the length of the
+    whole text, in characters, after that token. ``logprobs``, if asked for: an entry for each of ``token_ids``;
+    ``cumulative_logprob`` is the sum over all tokens so far.
     """
 
     index: int
@@ -79,14 +79,11 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """A request and what came of it so far: as many outputs as completions were asked for.
+    """The result of a request so far, with one entry of ``outputs`` for each completion.
 
-    In a stream of RequestOutputKind.DELTA, ``outputs`` are the new parts of those completions that grew.
-
-    ``num_cached_tokens`` of the prompt were found in the prefix cache when its first token was drawn.
-
-    ``prompt_logprobs``, where they were asked for, has an entry for each prompt token, None for the first. It is there
-    as soon as the first token is drawn.
+    In a stream of RequestOutputKind.DELTA, ``outputs`` holds the new parts of completions that grew.
+    ``num_cached_tokens``: tokens of the prompt that the prefix cache had. ``prompt_logprobs``, if asked for: an entry
+    for each prompt token, None for the first; available with the first output token.
     """
 
     request_id: str

@@ -1,4 +1,6 @@
-"""How the tokens of one request are chosen, when it ends, and what is reported about its tokens."""
+"""The sampling parameters of one request: how its tokens are chosen, when it ends, and which log-probabilities it
+returns.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +18,32 @@ from hardpoint_plugin_api import RequestError, StructuredOutput
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Names, defaults and ranges are those that users of vLLM know.
+    """The sampling parameters of a request. Names, defaults and ranges are vLLM's.
 
-    ``n`` completions are drawn of each prompt. ``temperature`` 0 is greedy. ``top_k`` 0 (or -1), ``top_p`` 1 and
-    ``min_p`` 0 switch a truncation off. ``seed`` makes a request repeatable whatever else is in the batch; without one
-    the engine draws it.
+    ``n``: the number of completions per prompt. ``temperature`` 0 is greedy. ``top_k`` 0 (or -1), ``top_p`` 1 and
+    ``min_p`` 0 switch each truncation off. ``seed`` makes a request repeatable, whatever else is in the batch; None:
+    the engine chooses one.
 
-    ``repetition_penalty`` above 1 makes tokens of prompt and output less likely, ``presence_penalty`` and
-    ``frequency_penalty`` above 0 those of the output, once and by their number (ops/apply_penalties.py has the
-    formulas). ``logit_bias`` is added to the logits of single tokens. Tokens outside ``allowed_token_ids`` are never
-    drawn, nor those that would complete one of the texts ``bad_words``; should the two exclude every token in the midst
-    of an output, it is token 0.
+    ``repetition_penalty`` above 1 makes tokens of prompt and output less likely. ``presence_penalty`` and
+    ``frequency_penalty`` above 0 do so for tokens of the output, once and by their count (ops/apply_penalties.py has
+    the formulas). ``logit_bias`` is added to the logits of single tokens. Only ``allowed_token_ids`` are sampled, and
+    no token that would complete a text of ``bad_words``; where the two exclude every token within an output, token 0 is
+    taken.
 
-    ``stop`` texts end the output and are not part of it unless ``include_stop_str_in_output``; ``stop_token_ids`` end
-    it too. No end is looked for in the first ``min_tokens`` tokens. ``max_tokens`` None means as far as the context
-    reaches.
+    ``stop``: texts that end the output, and are cut from it unless ``include_stop_str_in_output``. ``stop_token_ids``
+    end it too. The first ``min_tokens`` tokens never end it. ``max_tokens`` None: up to the context length.
 
-    ``logprobs`` asks for the log-probability of every drawn token and of that many of the likeliest (-1: of all),
-    ``prompt_logprobs`` for the same of the prompt. They are the model's own, before penalties, bias, temperature and
+    ``logprobs``: return the log-probability of each sampled token, and of this many of the likeliest (-1: all).
+    ``prompt_logprobs``: the same for the prompt. They are the model's own, before penalties, bias, temperature and
     truncation.
 
-    ``structured`` holds the output to a schema, pattern or grammar: only tokens that it allows are drawn, and an end
-    only where it is met. Once nothing may follow, the output ends, whatever ``min_tokens`` and ``ignore_eos`` say; one
-    that is cut off by ``max_tokens`` or ``stop`` may not meet it. ``allowed_token_ids`` and ``bad_words`` exclude it.
+    ``structured``: constrain the output to a schema, pattern or grammar. The output ends when nothing more may follow,
+    regardless of ``min_tokens`` and ``ignore_eos``. An output that ``max_tokens`` or ``stop`` cuts off may be
+    incomplete. Not to be combined with ``allowed_token_ids`` and ``bad_words``.
 
-    ``output_kind`` says what the outputs of a stream hold; calls that return whole outputs pay no heed to it.
+    ``output_kind``: the content of a stream's outputs; ignored by calls that return whole outputs.
 
-    Raises RequestError for a value that is of the wrong kind or out of range.
+    Raises RequestError for a value of the wrong type or out of range.
     """
 
     n: int = 1

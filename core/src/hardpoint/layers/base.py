@@ -1,11 +1,11 @@
-"""``PluggableLayer``: a whole layer class that a plugin replaces by name at the moment it is instantiated.
+"""``PluggableLayer``: a layer class that a plugin can replace by name, at construction.
 
 A layer is constructed as ``Layer(ctx, args)``. For a class that declares a name (``class Norm(PluggableLayer,
-name="norm")``) the metaclass asks the selector first and constructs the winner instead, properly, whatever it is.
-A class without a name of its own (a replacement, or an in-tree specialisation) is constructed as it stands.
-``build_layer(ctx, args)`` constructs the layer that its arguments name, whoever declares it.
+name="norm")``) the metaclass asks the selector, and constructs the winner. A class without a name (a replacement, or a
+specialisation in core) is constructed as it is. ``build_layer(ctx, args)`` constructs the layer that its arguments
+name.
 
-Life: declare (slots) -> load -> prepare (pack, fold, drop originals) -> bind (functions over final weights);
+Life cycle: declare (weight slots), load, prepare (pack, fold, drop originals), bind (functions over final weights);
 ``release`` drops the weights.
 """
 
@@ -46,21 +46,20 @@ class _PluggableMeta(type):
 
 
 class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
-    """Base of every layer. ``weights`` holds tensors by slot name: as loaded, then as ``prepare`` leaves them.
+    """The base of every layer. ``weights`` holds tensors by slot name: as loaded, later as ``prepare`` leaves them.
 
-    Decode steps may be replayed from a recording of what ``forward`` launched, without Python. ``capturable`` is False
-    for a layer whose forward does more: waits for the device, decides by its values, counts. No
-    step of its model is prepared then, since preparing calls it more often than there are steps. ``traceable`` is True
-    for a layer of which every launch is torch's, an op's or another layer's: graph engines that know those alone then
-    record through it, and otherwise call it again in each run.
+    Steps may be replayed as captured graphs, without Python. ``capturable`` False: ``forward`` waits for the device,
+    branches on its values, or has side effects; no step of its model is then captured. ``traceable`` True: every launch
+    is torch's, an op's or another layer's, so that a graph engine that records only these records through it; otherwise
+    such an engine calls the layer again in each replay.
 
-    ``input_spec`` is the form in which ``forward`` wants its first argument, which is ``Quantized`` then, or plain all
-    the same. It is known once the layer is constructed.
+    ``input_spec``: the quantization in which ``forward`` wants its first argument, which is then ``Quantized``, or
+    plain. It is set at construction.
 
-    Where ranks divide a model, what a layer is given and what it returns is whole on every rank: a layer that makes a
-    partial sum of it sums over the ranks itself. It may let the layer that reads its result do so, if that one can.
-    ``sum_later`` settles that while the model is constructed. Whatever a class says of that it says of its own
-    ``forward``: a class derived from it that has another says it anew, or takes no part.
+    Where ranks divide a model, arguments and results of a layer are whole on every rank: a layer that computes a
+    partial sum sums over the ranks itself. It may leave that to the layer that reads its result, if that layer can;
+    ``sum_later`` settles this at construction. A class states these abilities for its own ``forward``: a derived class
+    with another ``forward`` must state them again.
     """
 
     pluggable_name: ClassVar[str | None] = None
@@ -84,31 +83,36 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
         self.weights: dict[str, torch.Tensor] = {}
 
     def declare(self) -> dict[str, WeightSlot]:
-        """The tensors this layer wants of a checkpoint, by slot name. A replacement of a layer that has sub-layers may
-        declare their slots itself, under dotted names (``"mixer.qkv.weight"``)."""
+        """Return the tensors that this layer needs from a checkpoint, by slot name.
+
+        A replacement of a layer that has sub-layers may declare their slots itself, with dotted names
+        (``"mixer.qkv.weight"``).
+        """
         return {}
 
     def prepare(self) -> None:
-        """Turn loaded weights into what ``forward`` reads; sub-layers were prepared before. Default: nothing."""
+        """Convert loaded weights for ``forward``; sub-layers are already prepared. Default: nothing."""
 
     def bind(self) -> None:
-        """Make what needs final weights or the device. Called once, after every layer is prepared. Default: nothing."""
+        """Create what needs final weights or the device. Called once, when all layers are prepared. Default: none."""
 
     def release(self) -> None:
         """Drop the weights."""
         self.weights.clear()
 
     def return_partial_sums(self) -> bool:
-        """From now on return this rank's partial sum of the result, if this layer can, and say whether it does."""
+        """Return True, and partial sums from now on, if this layer can leave summing over ranks to the reader of its
+        result.
+        """
         return False
 
     @property
     def takes_partial_sums(self) -> bool:
-        """Whether ``forward`` could sum its first argument over the ranks."""
+        """True if ``forward`` can sum its first argument over the ranks."""
         return False
 
     def take_partial_sums(self, ctx: Context) -> None:
-        """From now on ``forward`` gets this rank's partial sum of its first argument, which it may write to."""
+        """From now on, ``forward`` gets this rank's partial sum as its first argument, and may write to it."""
         raise NotImplementedError(f"{type(self).__name__} takes no partial sum")
 
 

@@ -51,24 +51,24 @@ CaseGenerator = Callable[[torch.Generator, torch.dtype, torch.device], Iterator[
 
 
 class CustomOp(Generic[P, R]):
-    """A named op. ``reference`` is the truth that every implementation is compared with.
+    """A named op. ``reference`` is the definition that every implementation is compared with.
 
-    ``mutates`` names the parameters the op writes to; ``aliases`` are (output index, parameter) pairs that may share
-    memory. ``allocate`` returns empty outputs for given inputs: it makes the functional form of an implementation that
-    writes into caller-owned outputs, and serves as the op's fake under compilation.
+    ``mutates``: the parameters that the op writes to. ``aliases``: (output index, parameter) pairs that may share
+    memory. ``allocate`` returns empty outputs for given inputs; it turns an implementation that writes into the
+    caller's outputs into a function, and is the op's fake under compilation.
 
-    Where an op returns its first result rounded to ``spec``, as elements and scales, ``unrounded`` computes it as it is
-    (without that keyword), and results are judged by the numbers that they stand for; see quantize_rows.py.
+    ``unrounded``: for an op whose first result is quantized to ``spec`` (elements and scales), the same computation
+    without quantization; results are judged by the numbers that they stand for, see quantize_rows.py.
 
-    ``static`` names the keyword arguments that a use gives the same value in every call. ``bind`` is told them, and
-    implementations may require values: ``requires = [{ scalar = { interleaved = false } }]``.
+    ``static``: keyword arguments that have the same value in every call of a use. ``bind`` gets these values, and
+    implementations may require some: ``requires = [{ scalar = { interleaved = false } }]``.
 
-    ``sums`` names the parameter that is summed over the ranks of ``tp`` before anything else: each rank calls the op
-    with its own partial sum, which may be written to, and the reference gets the sum. Such an op is bound where there
-    are several ranks, and its implementations are factories: they need to know the group. See GroupMember.
+    ``sums``: the parameter that is first summed over the ranks of ``tp``. Each rank passes its own partial sum, which
+    may be written to; the reference gets the sum. Such an op is bound where there are several ranks, and its
+    implementations are factories, since they need the group. See GroupMember.
 
-    ``has_rows`` False says that the first axis of the first input does not number what results are made of one by one:
-    the conformance kit then does not pick and exchange its rows.
+    ``has_rows`` False: the first axis of the first input does not correspond to rows of the results; the conformance
+    kit then does not permute rows.
     """
 
     def __init__(
@@ -105,13 +105,12 @@ class CustomOp(Generic[P, R]):
         scalars: Mapping[str, ScalarValue] | None = None,
         **workload: Any,
     ) -> Callable[P, R]:
-        """Select an implementation for this use and return it as a function of the reference's signature.
+        """Select an implementation for one use, and return it as a function with the reference's signature.
 
-        ``workload`` are fields of OpWorkload beside the dtype; ``parts`` are functions that a factory may build on
-        (a composite's default composition takes them from here or binds its own). ``scalars`` are the values of
-        ``static`` arguments that every call of this use will give; it must give them all the same.
-        Raises TypeError for an argument that is not static; SelectionError or PluginLoadError, each with every
-        reason.
+        ``workload``: fields of OpWorkload besides the dtype. ``parts``: functions that a factory may build on (a
+        composite's default takes them from here or binds its own). ``scalars``: the values of ``static`` arguments in
+        every call of this use, which must pass the same values. Raises TypeError for an argument that is not static;
+        SelectionError or PluginLoadError with every reason.
         """
         if self.sums is not None:
             apart = frozenset(() if ctx.parallel.on_one_host else {Feature.SEVERAL_HOSTS})

@@ -1,4 +1,4 @@
-"""What an operator decides about a server, beside its engine."""
+"""The settings of a server, besides those of its engine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where a server listens, whom it serves, and how much of anything it takes.
+    """The settings of a server, besides those of its engine.
 
-    ``port`` 0 lets the system choose. Without ``api_keys`` everybody is served. ``served_model_names`` are what clients
-    may call the model; the first is what answers carry. Of ``max_concurrent_requests`` requests each holds a
-    connection and perhaps several sequences of the engine. Times are in seconds: a request's head must have arrived
-    after ``head_timeout``, and its body after ``body_timeout`` more; a client that takes nothing of its answer is given
-    up after ``write_timeout``; requests that run when the server is told to stop have ``shutdown_deadline`` to end.
-    ``allow_lora_updating`` lets clients load LoRA adapters from the server's disk, and unload them.
+    ``port`` 0: a free port. Without ``api_keys``, requests need no key. ``served_model_names``: names of the model in
+    requests; responses have the first. ``max_concurrent_requests``: most open requests; one request may be several
+    sequences of the engine. Times are in seconds: ``head_timeout`` for the headers of a request, ``body_timeout`` more
+    for its body, ``write_timeout`` for a client that does not read its response, ``shutdown_deadline`` for open
+    requests when the server is told to stop. ``allow_lora_updating``: clients may load LoRA adapters from the server's
+    disk, and unload them.
 
     Raises ConfigError, naming the flag.
     """
