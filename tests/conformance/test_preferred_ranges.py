@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hardpoint.conformance.families.attention import Situation, batch_names
+from hardpoint.conformance.families.attention_situations import Situation, batch_names
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import Preference, TokensRequirement

@@ -36,7 +36,7 @@ from hardpoint_plugin_api import (
     parse_requirement,
 )
 from hardpoint_plugin_api.families import FAMILIES
-from tests.out_of_tree.build import Dist, install
+from tests.out_of_tree.build import Dist, importable, install
 
 _LINEAR = """
 import torch
@@ -103,18 +103,19 @@ LIBRARY = Dist("lib-gain", {"lib_gain/__init__.py": "GAIN = 1.0\n"}, version="2.
 
 
 @pytest.fixture
-def site_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def site_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The plugin and the library that it wraps, installed for one test, which may change them."""
     folder = tmp_path / "site"
     install([PROVING, LIBRARY], folder, tmp_path)
-    monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
     monkeypatch.chdir(tmp_path)
-    return folder
+    with importable(folder):
+        yield folder
 
 
 def conform(*arguments: str) -> int:
-    return hardpoint(["conform", "proving", "--setting", "cpu.threads=1", "--jobs", "1", *arguments])
+    """In this process: a child would import torch once more."""
+    return hardpoint(["conform", "proving", "--setting", "cpu.threads=1", "--in-process", *arguments])
 
 
 VALUES = Result("linear", None, "acme", "one", "values", "passed", compared=4, claims=("dtype float32",))

@@ -104,7 +104,7 @@ class EngineConfig(EngineSettings):
             raise ConfigError(f"{wanted} needs a core in a process of its own, and {process} forbids it; keep one")
         if self.executor == "torchrun":
             executor = written("executor", self.executor, origins)
-            raise ConfigError(f"{wanted}: with {executor}, torchrun itself restarts ranks (its flag --max-restarts)")
+            raise ConfigError(f"{wanted}: {executor} leaves restarting ranks to torchrun (its flag --max-restarts)")
 
     def _check_speculation(self, origins: Mapping[str, str]) -> None:
         """Raise ConfigError for settings of drafts where none are made, and for a match that has no length."""

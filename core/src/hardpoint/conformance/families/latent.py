@@ -17,14 +17,9 @@ from typing import Any
 
 import torch
 
-from hardpoint.conformance.families.attention import (
-    AttentionProbe,
-    Situation,
-    attention_trial,
-    batch_names,
-    block_sizes,
-    conventions,
-)
+from hardpoint.conformance.families.attention import AttentionProbe, attention_trial
+from hardpoint.conformance.families.attention_checks import conventions
+from hardpoint.conformance.families.attention_situations import Situation, batch_names, block_sizes
 from hardpoint.conformance.families.cache_layout import CacheKind, layout_trials
 from hardpoint.conformance.families.scaled_cache import cache_dtypes
 from hardpoint.conformance.families.steps import LONG, Request

@@ -102,7 +102,7 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
             if getattr(self, name):
                 raise ApiError(400, f"{name} is not supported: {why}", param=name)
         if self.n not in (None, 1):
-            raise ApiError(400, "n: a response has one completion; /v1/chat/completions returns several", param="n")
+            raise ApiError(400, "n: a response is one completion; /v1/chat/completions returns several", param="n")
         if self.truncation == "auto":
             raise ApiError(400, "truncation: nothing is cut from a conversation; leave it out", param="truncation")
         kwargs = checked_template_kwargs(self.chat_template_kwargs)
