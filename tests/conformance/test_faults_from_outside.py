@@ -434,6 +434,36 @@ class ThirdTileOfAPrompt(Simple):
         return hidden
 
 
+class TileOfOneQuery(Simple):
+    """A prompt's last query is left out where it has a tile of 128 of its own."""
+
+    def one(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+        out = super().one(q, keys, values, start)
+        if q.shape[0] % 128 == 1 and q.shape[0] > 1:
+            out[-1] = 0
+        return out
+
+
+class AlibiEndsAt(Simple):
+    """Keys further away than ``most`` tokens count as near as that."""
+
+    most = 512
+
+    def one(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+        slopes = torch.zeros(self.spec.num_heads) if self.alibi_slopes is None else self.alibi_slopes
+        keys, values = self.by_heads(keys).float(), self.by_heads(values).float()
+        keys_at = torch.arange(start, start + keys.shape[0])
+        queries_at = keys_at[keys.shape[0] - q.shape[0] :, None]
+        scores = self.scaled(torch.einsum("thd,shd->hts", q.float(), keys))
+        scores = scores - slopes[:, None, None] * (queries_at - keys_at).clamp(max=self.most)
+        scores = scores.masked_fill(self.hidden(queries_at, keys_at), float("-inf"))
+        return torch.einsum("hts,shd->thd", self.weights(scores), values).to(q.dtype)
+
+
+class AlibiWithoutEnd(AlibiEndsAt):
+    most = 2**30
+
+
 class AttentionScratchOfTheFirstCall(Simple):
     rows_of_first = 0
 
@@ -459,6 +489,7 @@ ATTENTION: dict[str, tuple[type[ReferenceAttention], str]] = {
     "contexts past 2,048": (ContextsEndAt2048, ""),
     "second tile of a prompt": (SecondTileOfAPrompt, ""),
     "third tile of a prompt": (ThirdTileOfAPrompt, ""),
+    "tile of one query": (TileOfOneQuery, ""),
     "scratch of the first call": (AttentionScratchOfTheFirstCall, ""),
     "small values": (ValuesThatAreSmall, ""),
 }
@@ -481,6 +512,11 @@ def test_a_fault_in_attention_is_caught(site: Site, title: str) -> None:
     caught = attention_caught(site, backend)
     assert caught, f"{title} was not caught"
     assert not code or code in caught.codes, str(caught)
+
+
+def test_a_bias_that_ends_is_caught(site: Site) -> None:
+    assert attention_caught(site, AlibiWithoutEnd, feature=["alibi"]) is None
+    assert attention_caught(site, AlibiEndsAt, feature=["alibi"]), "a bias that ends at 512 tokens was not caught"
 
 
 def test_flash_attention_that_keeps_sums_in_float32_passes(site: Site) -> None:

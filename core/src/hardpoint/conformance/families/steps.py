@@ -69,7 +69,7 @@ def batches(block: int, seed: int = 0) -> dict[str, tuple[Piece, ...]]:
         "many": tuple(Piece(1, 1 + 7 * i % (2 * b + 3)) for i in range(33)),
         "dozens": tuple(Piece(1, 1 + 5 * i % (b + 3)) for i in range(draw.randint(66, 126))),
         "hundreds": tuple(Piece(1, 1 + 5 * i % (b + 3)) for i in range(257)),
-        "prompt": (Piece(300, 300), Piece(130, 190), Piece(n := draw.randint(66, 126), n + 9)),
+        "prompt": (Piece(300, 300), Piece(130, 190), Piece(129, 129), Piece(n := draw.randint(66, 126), n + 9)),
         "deep": (Piece(1, 2500), Piece(1, 1025), Piece(5, 1100)),
     }
 
@@ -426,5 +426,8 @@ def worst(truth: torch.Tensor, evaluations: Sequence[torch.Tensor]) -> torch.Ten
 def draw_constants(spec: AttentionSpec, generator: torch.Generator) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Sinks and slopes, each float32 [H] on the host, where ``spec`` has some."""
     sinks = torch.randn(spec.num_heads, generator=generator) * 1.5 if spec.sinks else None
-    slopes = torch.rand(spec.num_heads, generator=generator) * 0.3 + 0.01 if spec.alibi else None
+    slopes = None
+    if spec.alibi:  # from 1/2 to 1/512, as ALiBi's own: so far keys weigh in some heads
+        steps = torch.arange(spec.num_heads) + torch.rand(spec.num_heads, generator=generator)
+        slopes = 2.0 ** -(1 + 8 * steps / spec.num_heads)
     return sinks, slopes
