@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from hardpoint.conformance import plan
 from hardpoint.conformance.site import Site
 from hardpoint.plugin_host import discover
 from tests.out_of_tree.build import Dist, install
@@ -84,6 +85,24 @@ TRIED = Dist(
     },
     {"tried": "hp_tried.plugin"},
 )
+
+
+_cover, _covered = plan._cover, dict[str, list[list[int]]]()
+
+
+def _cover_once(
+    sizes: Mapping[str, int], strength: int, seed: int, excluded: Sequence[tuple[tuple[str, ...], set[tuple[int, ...]]]]
+) -> list[list[int]]:
+    key = str((sizes, strength, seed, [(names, sorted(clashing)) for names, clashing in excluded]))
+    if key not in _covered:
+        _covered[key] = _cover(sizes, strength, seed, excluded)
+    return _covered[key]
+
+
+@pytest.fixture(autouse=True)
+def covering_arrays_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One takes up to seconds, and all faults of a family are sought with the same."""
+    monkeypatch.setattr(plan, "_cover", _cover_once)
 
 
 @pytest.fixture(scope="module")
