@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -458,9 +459,7 @@ def test_the_pytest_plugin_collects_a_test_for_each_case(tried_plugin: Path, tmp
     (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
 
     def pytest_run(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--hardpoint-plugin", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-        return done.returncode, done.stdout + done.stderr
+        return run_python(tmp_path, ["-m", "pytest", "-p", "no:cacheprovider", "-rA", "--hardpoint-plugin", *arguments])
 
     code, out = pytest_run("tried", "--hardpoint-name", "tried_wrong", "-k", "own or random or empty or zeros")
     assert code == 1, out
@@ -472,11 +471,24 @@ def test_the_pytest_plugin_collects_a_test_for_each_case(tried_plugin: Path, tmp
     assert code == 1, out
     assert "1 skipped" in out
     assert "nothing was proved: no case could be tried here" in out
-    for arguments, message in (
-        (["tryed"], "did you mean 'tried'"),
-        (["tried", "--hardpoint-timeout", "nan"], "--hardpoint-timeout is a whole number from 1 to 86400, not nan"),
-        (["tried", "--hardpoint-seed", "9" * 20], "the seed is a whole number from 0"),
-    ):
-        code, out = pytest_run(*arguments)
-        assert code == 4
-        assert message in out
+
+
+def test_the_pytest_plugin_says_what_it_cannot_use(tried_plugin: Path, tmp_path: Path) -> None:
+    """One after the other in one process: each that begins imports torch."""
+    wrong = {
+        "did you mean 'tried'": ["tryed"],
+        "--hardpoint-timeout is a whole number from 1 to 86400, not nan": ["tried", "--hardpoint-timeout", "nan"],
+        "the seed is a whole number from 0": ["tried", "--hardpoint-seed", "9" * 20],
+    }
+    runs = [["-p", "no:cacheprovider", "--hardpoint-plugin", *arguments] for arguments in wrong.values()]
+    code, out = run_python(tmp_path, ["-c", f"import pytest\nprint([int(pytest.main(run)) for run in {runs}])"])
+    assert code == 0
+    assert "[4, 4, 4]" in out
+    assert not [message for message in wrong if message not in out], out
+
+
+def run_python(folder: Path, arguments: Sequence[str]) -> tuple[int, str]:
+    """The exit code and output of a Python process in ``folder``."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    return done.returncode, done.stdout + done.stderr
