@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any, ClassVar
 
 import pytest
@@ -29,7 +30,7 @@ from hardpoint_plugin_api import (
     Region,
     StoreCall,
 )
-from tests.conformance.trying import Caught, EveryCheck, first_failure, subject
+from tests.conformance.trying import HEALTHY, Caught, EveryCheck, first_failure, subject
 
 Tensor = torch.Tensor
 Cache = dict[str, Tensor]
@@ -359,8 +360,9 @@ CLAIMS: list[dict[str, Any]] = [
 ]
 
 
-def tried(site: Site, backend: type[Simple], cases: str, plan: Plan | None = None) -> Caught | None:
-    return first_failure(subject(site, backend, "attention", requires=CLAIMS), AttentionTrials(), cases, plan)
+def tried(site: Site, backend: type[Simple], cases: str, plan: Plan | None = None, every: int = 1) -> Caught | None:
+    made = subject(site, backend, "attention", requires=CLAIMS)
+    return first_failure(made, AttentionTrials(), cases, plan, every=every)
 
 
 @pytest.mark.parametrize("title", PLANTED)
@@ -371,8 +373,9 @@ def test_a_planted_fault_is_caught_by_its_check(site: Site, title: str) -> None:
     assert caught.check == check, str(caught)
 
 
-def test_a_healthy_backend_passes(site: Site) -> None:
-    caught = tried(site, Simple, "*", Plan())
+@HEALTHY
+def test_a_healthy_backend_passes(site: Site, every: int) -> None:
+    caught = tried(site, Simple, "*", Plan(), every)
     assert caught is None, str(caught)
 
 
@@ -425,11 +428,11 @@ def by_grade(kind: type[Simple], grade: CaptureGrade) -> type[Simple]:
     return type(f"{kind.__name__}At{grade.name}", (kind,), {"capture": grade})
 
 
-def replayed(site: Site, backend: type[Simple]) -> Caught | None:
+def replayed(site: Site, backend: type[Simple], every: int = 1) -> Caught | None:
     """The first failure of ``replay``, where a plugin's calls are repeated as an engine repeats them."""
     made = subject(site, backend, "attention", requires=CLAIMS)
     made = replace(made, offer=replace(made.offer, plugin="acme"))
-    for trial in AttentionTrials().trials(made, EveryCheck()):
+    for trial in islice(AttentionTrials().trials(made, EveryCheck()), 0, None, every):
         for check in trial.checks:
             if check.name == "replay" and (finding := check.run()).faults:
                 return Caught(trial.case, check.name, finding)
@@ -449,6 +452,7 @@ def test_a_false_grade_is_caught_by_replay(site: Site, backend: type[Simple]) ->
     assert caught, f"{backend.__name__} was not caught"
 
 
-def test_a_true_grade_passes(site: Site) -> None:
-    caught = replayed(site, ReadsLengthsOnTheDevice)
+@HEALTHY
+def test_a_true_grade_passes(site: Site, every: int) -> None:
+    caught = replayed(site, ReadsLengthsOnTheDevice, every)
     assert caught is None, str(caught)

@@ -23,7 +23,7 @@ from hardpoint.reference.experts import ReferenceExperts
 from hardpoint.reference.linear import PlainLinear
 from hardpoint_plugin_api import AttentionCall, DeviceInfo, ExpertsCall, LinearCall, LinearKernel, QuantSpec
 from tests.conformance.test_attention_faults import Simple
-from tests.conformance.trying import Caught, first_failure, subject
+from tests.conformance.trying import HEALTHY, Caught, first_failure, subject
 
 Tensor = torch.Tensor
 Weights = dict[str, Tensor]
@@ -501,9 +501,10 @@ CLAIMS: list[dict[str, Any]] = [
 ]
 
 
-def attention_caught(site: Site, backend: type[ReferenceAttention], **claims: Any) -> Caught | None:
+def attention_caught(site: Site, backend: type[ReferenceAttention], *, every: int = 1, **claims: Any) -> Caught | None:
     requires = [*CLAIMS, *([claims] if claims else [])]
-    return first_failure(subject(site, backend, "attention", requires=requires), AttentionTrials(), plan=QUICK)
+    made = subject(site, backend, "attention", requires=requires)
+    return first_failure(made, AttentionTrials(), plan=QUICK, every=every)
 
 
 @pytest.mark.parametrize("title", ATTENTION)
@@ -519,9 +520,10 @@ def test_a_bias_that_ends_is_caught(site: Site) -> None:
     assert attention_caught(site, AlibiEndsAt, feature=["alibi"]), "a bias that ends at 512 tokens was not caught"
 
 
-def test_flash_attention_that_keeps_sums_in_float32_passes(site: Site) -> None:
+@HEALTHY
+def test_flash_attention_that_keeps_sums_in_float32_passes(site: Site, every: int) -> None:
     """Its weights are rounded to bfloat16 before they meet the values, as those of matrix units are."""
-    caught = attention_caught(site, Blockwise)
+    caught = attention_caught(site, Blockwise, every=every)
     assert caught is None, str(caught)
 
 

@@ -12,7 +12,7 @@ from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.reference.latent_attention import ReferenceLatentAttention, attend_latent
 from hardpoint_plugin_api import LatentCall, LatentStoreCall
-from tests.conformance.trying import Caught, first_failure, subject
+from tests.conformance.trying import HEALTHY, Caught, first_failure, subject
 
 Tensor = torch.Tensor
 
@@ -116,8 +116,9 @@ CLAIMS: list[dict[str, Any]] = [
 ]
 
 
-def tried(site: Site, backend: type[object], cases: str, plan: Plan | None = None) -> Caught | None:
-    return first_failure(subject(site, backend, "attention", "latent", requires=CLAIMS), LatentTrials(), cases, plan)
+def tried(site: Site, backend: type[object], cases: str, plan: Plan | None = None, every: int = 1) -> Caught | None:
+    made = subject(site, backend, "attention", "latent", requires=CLAIMS)
+    return first_failure(made, LatentTrials(), cases, plan, every=every)
 
 
 @pytest.mark.parametrize("title", PLANTED)
@@ -128,8 +129,9 @@ def test_a_planted_fault_is_caught_by_its_check(site: Site, title: str) -> None:
     assert caught.check == check, str(caught)
 
 
-def test_a_healthy_backend_passes(site: Site) -> None:
-    caught = tried(site, Simple, "*", Plan())
+@HEALTHY
+def test_a_healthy_backend_passes(site: Site, every: int) -> None:
+    caught = tried(site, Simple, "*", Plan(), every)
     assert caught is None, str(caught)
 
 

@@ -15,7 +15,7 @@ from hardpoint.conformance.site import Site
 from hardpoint.reference.emulated_linear import EmulatedLinear
 from hardpoint.reference.linear import PlainLinear
 from hardpoint_plugin_api import DeviceInfo, EagerGraphEngine, LinearCall, LinearKernel, LinearWorkload, Reason
-from tests.conformance.trying import Caught, first_failure, subject
+from tests.conformance.trying import HEALTHY, Caught, first_failure, subject
 
 Tensor = torch.Tensor
 Weights = dict[str, Tensor]
@@ -124,9 +124,9 @@ def test_input_that_is_not_there_yet(site: Site, kernel: type[BegunEarly], monke
     assert found == (set() if kernel.waits else {"too-early"})
 
 
-def tried(site: Site, kernel: type[LinearKernel], specs: list[str]) -> Caught | None:
+def tried(site: Site, kernel: type[LinearKernel], specs: list[str], every: int = 1) -> Caught | None:
     claims = [{"dtype": ["float32"]}, {"spec": specs}]
-    return first_failure(subject(site, kernel, "linear", name="torch", requires=claims), LinearTrials())
+    return first_failure(subject(site, kernel, "linear", name="torch", requires=claims), LinearTrials(), every=every)
 
 
 @pytest.mark.parametrize("title", PLANTED)
@@ -137,9 +137,10 @@ def test_a_planted_fault_is_caught_by_its_check(site: Site, title: str) -> None:
     assert caught.check == check, str(caught)
 
 
+@HEALTHY
 @pytest.mark.parametrize(("kernel", "specs"), [(PlainLinear, PLAIN), (EmulatedLinear, QUANTIZED)])
-def test_a_healthy_kernel_passes(site: Site, kernel: type[LinearKernel], specs: list[str]) -> None:
-    caught = tried(site, kernel, specs)
+def test_a_healthy_kernel_passes(site: Site, kernel: type[LinearKernel], specs: list[str], every: int) -> None:
+    caught = tried(site, kernel, specs, every)
     assert caught is None, str(caught)
 
 

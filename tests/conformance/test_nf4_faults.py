@@ -15,7 +15,7 @@ from hardpoint.conformance.families.linear import LinearTrials
 from hardpoint.conformance.site import Site
 from hardpoint.plugin_host import Offer, PluginSet
 from hardpoint_plugin_api import Contribution, LinearCall, LinearKernel
-from tests.conformance.trying import Caught, first_failure, subject
+from tests.conformance.trying import HEALTHY, Caught, first_failure, subject
 from tests.quantization.test_elements import NF4
 
 GROUP = 64
@@ -85,14 +85,16 @@ class SumsInBfloat16(Nf4Linear):
         return y if bias is None else y + bias
 
 
-def tried(site: Site, kernel: type[LinearKernel], cases: str = "*") -> Caught | None:
+def tried(site: Site, kernel: type[LinearKernel], cases: str = "*", every: int = 1) -> Caught | None:
     nf4 = replace(site, plugins=WithNf4(site.plugins.records))
     claims: list[Any] = [{"spec": ["nf4@float32:1x64/float32", "nf4@float32:1x64/bfloat16"]}]
-    return first_failure(subject(nf4, kernel, "linear", name="emulated", requires=claims), LinearTrials(), cases)
+    made = subject(nf4, kernel, "linear", name="emulated", requires=claims)
+    return first_failure(made, LinearTrials(), cases, every=every)
 
 
-def test_the_right_one_passes(site: Site) -> None:
-    assert tried(site, Nf4Linear, "*nf4*") is None
+@HEALTHY
+def test_the_right_one_passes(site: Site, every: int) -> None:
+    assert tried(site, Nf4Linear, "*nf4*", every) is None
 
 
 @pytest.mark.parametrize("kernel", [LastScaleIgnored, EdgeOffByOne, SumsInBfloat16])

@@ -15,7 +15,7 @@ from hardpoint.conformance.site import Site
 from hardpoint.ops.error_model import compare
 from hardpoint.reference.quantized_cache_attention import QuantizedCacheAttention
 from hardpoint_plugin_api import AttentionSpec, CacheLayout, CacheSpec, Region, ScaledLayout, StoreCall, write_rounded
-from tests.conformance.trying import Caught, first_failure, subject
+from tests.conformance.trying import HEALTHY, Caught, first_failure, subject
 
 Tensor = torch.Tensor
 Cache = dict[str, Tensor]
@@ -131,7 +131,9 @@ PLANTED: dict[str, tuple[type[QuantizedCacheAttention], str, str]] = {
 }
 
 
-def tried(site: Site, backend: type[QuantizedCacheAttention], kv_dtype: str, cases: str) -> Caught | None:
+def tried(
+    site: Site, backend: type[QuantizedCacheAttention], kv_dtype: str, cases: str, every: int = 1
+) -> Caught | None:
     claims: list[dict[str, Any]] = [
         {"dtype": ["float32"]},
         {"kv_dtype": [kv_dtype]},
@@ -140,7 +142,7 @@ def tried(site: Site, backend: type[QuantizedCacheAttention], kv_dtype: str, cas
         {"feature": ["static_cache_scales"]},
     ]
     contribution = subject(site, backend, "attention", name="reference_quantized_cache", requires=claims)
-    return first_failure(contribution, AttentionTrials(), cases, Plan())
+    return first_failure(contribution, AttentionTrials(), cases, Plan(), every=every)
 
 
 @pytest.mark.parametrize("kv_dtype", [FLOAT8, INT8])
@@ -153,9 +155,10 @@ def test_a_planted_fault_is_caught_by_its_check(site: Site, title: str, kv_dtype
     assert not caught.codes & {"structure", "exception"}, str(caught)
 
 
+@HEALTHY
 @pytest.mark.parametrize("kv_dtype", [FLOAT8, INT8])
-def test_a_healthy_backend_passes(site: Site, kv_dtype: str) -> None:
-    caught = tried(site, QuantizedCacheAttention, kv_dtype, "*")
+def test_a_healthy_backend_passes(site: Site, kv_dtype: str, every: int) -> None:
+    caught = tried(site, QuantizedCacheAttention, kv_dtype, "*", every)
     assert caught is None, str(caught)
 
 

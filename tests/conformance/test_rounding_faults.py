@@ -16,7 +16,7 @@ from hardpoint.ops.quantize_rows import quantize_rows
 from hardpoint.ops.rms_norm import rms_norm, rms_norm_quantized
 from hardpoint.reference.emulated_linear import EmulatedLinear
 from hardpoint_plugin_api import LinearCall, QuantSpec, Scale
-from tests.conformance.trying import first_failure, subject
+from tests.conformance.trying import HEALTHY, Caught, first_failure, subject
 from tests.ops.judging import cases
 
 INT8_ROWS = QuantSpec("int8", scales=(Scale("float32", (1, -1)),), static=False)
@@ -51,21 +51,25 @@ class WantsAStaticScale(TakesInt8):
     input_spec = QuantSpec("int8", scales=(Scale("float32", (1, -1)),))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "code"),
-    [(TakesInt8, None), (IgnoresTheScale, ""), (TwoRowsShareAScale, ""), (WantsAStaticScale, "input-spec")],
-)
-def test_the_kit_tries_the_input_that_a_kernel_wants(
-    site: Site, kernel: type[EmulatedLinear], code: str | None
-) -> None:
+def tried(site: Site, kernel: type[EmulatedLinear], every: int = 1) -> Caught | None:
     claims = [{"dtype": ["float32"]}, {"spec": [f"int8@*:row/{INT8_ROWS}"]}]
-    caught = first_failure(subject(site, kernel, "linear", name="torch", requires=claims), LinearTrials())
-    if code is None:
-        assert caught is None, str(caught)
-    else:
-        assert caught is not None
-        assert caught.check == "quantized-input"
-        assert not code or code in caught.codes
+    return first_failure(subject(site, kernel, "linear", name="torch", requires=claims), LinearTrials(), every=every)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "code"), [(IgnoresTheScale, ""), (TwoRowsShareAScale, ""), (WantsAStaticScale, "input-spec")]
+)
+def test_the_kit_tries_the_input_that_a_kernel_wants(site: Site, kernel: type[EmulatedLinear], code: str) -> None:
+    caught = tried(site, kernel)
+    assert caught is not None
+    assert caught.check == "quantized-input"
+    assert not code or code in caught.codes
+
+
+@HEALTHY
+def test_a_kernel_that_takes_its_input_rounded_passes(site: Site, every: int) -> None:
+    caught = tried(site, TakesInt8, every)
+    assert caught is None, str(caught)
 
 
 Rounded = tuple[torch.Tensor, torch.Tensor]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import Any
+
+import pytest
 
 from hardpoint.conformance.generators import Generator
 from hardpoint.conformance.plan import Plan
@@ -23,6 +26,10 @@ class EveryCheck(Plan):
     def includes(self, check: int, trial: int) -> bool:
         """Always."""
         return True
+
+
+HEALTHY = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.nightly)], ids=["part", "whole"])
+"""Of a healthy target's trials, the default suite runs each fifth and ``make nightly`` all. Checks rotate by fours."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +62,13 @@ def subject(
     return Subject(offer, target, site)
 
 
-def first_failure(tried: Subject, generator: Generator, cases: str = "*", plan: Plan | None = None) -> Caught | None:
-    """Run trials in their order, of cases that match, until a check fails; None if none does."""
-    for trial in generator.trials(tried, plan or EveryCheck()):
-        if fnmatchcase(trial.case, cases):
-            for check, finding in trial.run():
-                if finding.faults:
-                    return Caught(trial.case, check, finding)
+def first_failure(
+    tried: Subject, generator: Generator, cases: str = "*", plan: Plan | None = None, *, every: int = 1
+) -> Caught | None:
+    """Run trials in their order, each ``every``-th of cases that match, until a check fails; None if none does."""
+    trials = (trial for trial in generator.trials(tried, plan or EveryCheck()) if fnmatchcase(trial.case, cases))
+    for trial in islice(trials, 0, None, every):
+        for check, finding in trial.run():
+            if finding.faults:
+                return Caught(trial.case, check, finding)
     return None
