@@ -26,10 +26,17 @@ def test_the_device_and_its_kernels(site: Path, tmp_path: Path) -> None:
     check(site, tmp_path, "tests/simulated_device")
 
 
-def test_engines_run_on_it(site: Path, tmp_path: Path) -> None:
+REFUSALS = "bad_sampling or bad_prompt or no_prompt or that_are_none or another_model or damaged or wrong_tensors"
+"""In names of tests: what they are about is refused alike whatever the device."""
+
+
+@pytest.mark.parametrize(
+    "chosen", [f"not ({REFUSALS})", pytest.param("", marks=pytest.mark.nightly)], ids=["part", "whole"]
+)
+def test_engines_run_on_it(site: Path, tmp_path: Path, chosen: str) -> None:
     latents = "tests/engine/test_latent_attention.py::test_prefixes_chunks_and_preemption"
     parts = ("generation", "sampler", "sleep", "states")
-    check(site, tmp_path, latents, *(f"tests/engine/test_{part}.py" for part in parts))
+    check(site, tmp_path, "-k", chosen, latents, *(f"tests/engine/test_{part}.py" for part in parts))
 
 
 def test_drafts_are_verified_on_it_before_they_are_known(site: Path, tmp_path: Path) -> None:
@@ -40,9 +47,17 @@ def test_adapters_are_served_on_it(site: Path, tmp_path: Path) -> None:
     check(site, tmp_path, "tests/engine/test_lora.py", "-k", "replayed or ahead or sleep or quantized")
 
 
-def test_no_step_waits_but_for_tokens(site: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "greedy and (ahead and graphs or not scored and not penalized)",
+        pytest.param("greedy", marks=pytest.mark.nightly),
+    ],
+    ids=["part", "whole"],
+)
+def test_no_step_waits_but_for_tokens(site: Path, tmp_path: Path, chosen: str) -> None:
     """Greedily: the reference that draws looks at the settings of requests, which are on the device."""
-    check(site, tmp_path, "-m", "accelerator", "-k", "greedy", "tests/engine/test_waiting.py")
+    check(site, tmp_path, "-m", "accelerator", "-k", chosen, "tests/engine/test_waiting.py")
 
 
 def test_replays_are_compared_on_it(site: Path, tmp_path: Path) -> None:
