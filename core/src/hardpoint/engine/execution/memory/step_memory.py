@@ -9,7 +9,7 @@ import torch
 
 from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward, Model
-from hardpoint.engine.execution.graphs.shapes import StepShape, graph_bytes, most_captured_tokens
+from hardpoint.engine.execution.graphs.shapes import StepShape, bucketed, graph_bytes, most_captured_tokens
 from hardpoint.engine.execution.graphs.step_buffers import first_lengths, trial_step
 from hardpoint.engine.execution.memory.cache_memory import CacheMemory, page_bytes
 from hardpoint.engine.execution.memory.holdings import is_want_of_memory
@@ -62,7 +62,7 @@ class StepMemory:
         Raises CapacityError where the largest step does not fit the device even without a cache.
         """
         assert self.limits.max_tokens is not None
-        largest = max(self.limits.max_tokens, captured_tokens)
+        largest = max(bucketed(self.limits.max_tokens, self.limits), captured_tokens)
         try:
             taken = self._peak(largest)
             if captured_tokens:
