@@ -53,6 +53,13 @@ def test_a_flag_of_vllm_is_answered_with_ours(
     assert instead in shown
 
 
+def test_a_flag_that_both_have_is_not_blamed_for_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "demo", "--device", "h200", "--tokeniser", "demo"]) == 2
+    shown = capsys.readouterr().err
+    assert "--tokeniser" in shown
+    assert "is vLLM's name" not in shown
+
+
 def test_so_is_a_keyword() -> None:
     with pytest.raises(UnknownNameError, match="--gpu-memory-utilization is vLLM's name: use --kv-cache-memory"):
         EngineConfig.create(model="demo", gpu_memory_utilization=0.9)

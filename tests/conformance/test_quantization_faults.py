@@ -220,7 +220,7 @@ PLANTED: dict[str, tuple[str, type[QuantizationMethod], str]] = {
     "stored strides ignored": ("awq", changed(Awq, read_otherwise(as_if_contiguous, "qweight")), "strided"),
     "rows past 512": ("fp8", changed(Fp8, slot("weight", rows_past_512_turned)), "values"),
     "last of three groups": ("int4_online", changed(Int4Online, slot("weight_scale", last_of_odd_groups)), "values"),
-    "whole groups alone": ("int8_online", changed(Int8Online, whole_groups_alone), "scheme"),
+    "whole groups alone": ("int8_online", changed(Int8Online, whole_groups_alone), "slots"),
     "heads quantized": ("int8_online", HeadsToo, "kinds"),
     "any option taken": ("int8_online", AnyOption, "options"),
 }

@@ -42,7 +42,9 @@ class EngineCommand(click.Command):
             rest = super().parse_args(ctx, args)
         except click.UsageError as error:
             plugin_keys(quiet=False)  # a flag may be unknown because its plugin is not used
-            if isinstance(error, click.NoSuchOption) and (instead := advice_on(given)):
+            own = {name for param in self.get_params(ctx) for name in param.opts}
+            unknown = [each for each in given if each.partition("=")[0] not in own]
+            if isinstance(error, click.NoSuchOption) and (instead := advice_on(unknown)):
                 raise click.UsageError(instead, ctx) from error
             raise
         flags = {key: ctx.params.pop(str(param.name)) for key, param in self._flags.items()}

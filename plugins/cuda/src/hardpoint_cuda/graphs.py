@@ -179,6 +179,8 @@ class _Capture:
         self._pool, self._device = pool, device
         self.pieces: list[Piece] = []
         self._segments: list[range] = []
+        self._knows_segments = False
+        """Whether ``_segments`` are all of the pool: no piece can have taken more since they were looked up."""
         self.transient: set[int] = set()
 
     def __enter__(self) -> None:
@@ -206,7 +208,8 @@ class _Capture:
         return _at_place_of(x) if x.numel() and self._is_of_pool(x.data_ptr()) else x
 
     def _is_of_pool(self, address: int) -> bool:
-        if not any(address in segment for segment in self._segments):  # there may be more by now
+        if not self._knows_segments and not any(address in segment for segment in self._segments):
+            self._knows_segments = True
             segments = (s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == self._pool)
             self._segments = [range(s["address"], s["address"] + s["total_size"]) for s in segments]
         return any(address in segment for segment in self._segments)
@@ -214,6 +217,7 @@ class _Capture:
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._knows_segments = False
         self.pieces.append(graph)
 
     def _end(self) -> None:
@@ -241,7 +245,8 @@ class _Capture:
 def _at_place_of(x: torch.Tensor) -> torch.Tensor:
     """A tensor over the memory of ``x`` that does not keep that memory."""
     storage = x.untyped_storage()
-    flat = torch.as_tensor(_Bytes(storage.data_ptr(), storage.nbytes()), device=x.device).view(x.dtype)
+    nbytes = storage.nbytes() // x.element_size() * x.element_size()
+    flat = torch.as_tensor(_Bytes(storage.data_ptr(), nbytes), device=x.device).view(x.dtype)
     return flat.as_strided(x.shape, x.stride(), x.storage_offset())
 
 

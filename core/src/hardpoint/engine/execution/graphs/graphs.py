@@ -196,13 +196,15 @@ class Graphs:
         known before any request is. Steps may be tried on pages 1 to ``free_pages`` of the cache, which nobody uses.
         """
         for row in self._rows:
-            sizes = row.sizes if row.listed else self._firsts(row)
+            firsts, others_kernels = self._firsts(row), bool(self._ctx.kernel_calls.offers)
+            sizes = row.sizes if row.listed else firsts if others_kernels else ()
             draws = row.draws if row.listed else row.draws[:1]
             began = time.perf_counter()
             for number, size in enumerate(reversed(sizes), 1):
                 shape = row.shape(size, row.ends[-1])
                 logger.info("preparing %s (%d of %d)", shape.words, number, len(sizes))
-                self._prepare_trials(shape, draws or row.ends, free_pages)
+                several = others_kernels or size in firsts or size == sizes[-1]
+                self._prepare_trials(shape, draws or row.ends, free_pages, several_lengths=several)
             if sizes:
                 logger.info("%d sizes prepared in %.1f s", len(sizes), time.perf_counter() - began)
 
@@ -225,19 +227,17 @@ class Graphs:
         )
 
     def _firsts(self, row: ShapeRow) -> tuple[int, ...]:
-        """Sizes of which each is the first that some kernel serves; none without plugins' own."""
-        if not self._ctx.kernel_calls.offers:
-            return ()
+        """Sizes of which each is the first that some kernel serves."""
         entries = [entry for plan in self._ctx.selector.plans for entry in plan.entries]
         other, queries = "prefill" if row.queries == 1 else "decode", row.queries or 1
         firsts = {-(-max(1, entry.range.min) // queries) for entry in entries if entry.range.phase != other}
         return tuple(sorted({size for first in firsts for size in row.sizes_for(first)}))
 
-    def _prepare_trials(self, shape: StepShape, ends: Sequence[End], free_pages: int) -> None:
-        """Capture a shape for each of ``ends``; the first graph is compared at several lengths of sequences."""
+    def _prepare_trials(self, shape: StepShape, ends: Sequence[End], free_pages: int, *, several_lengths: bool) -> None:
+        """Capture a shape for each of ``ends``; the first graph is compared at ``several_lengths`` of sequences."""
         ctx, pages = self._ctx, 0 if shape.mode == "piecewise" else free_pages
         first = partial(self._try, shape, first_lengths(shape, ctx.max_model_len), pages)
-        further = further_lengths(shape, ctx.block_size, ctx.max_model_len)
+        further = further_lengths(shape, ctx.block_size, ctx.max_model_len) if several_lengths else ()
         trials = [partial(self._try, shape, lengths, pages) for lengths in further]
         for end in ends:
             own, metadata = first()

@@ -9,7 +9,7 @@ import torch
 
 from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward, Model
-from hardpoint.engine.execution.graphs.shapes import StepShape, graph_bytes, most_captured_tokens
+from hardpoint.engine.execution.graphs.shapes import StepShape, bucketed, graph_bytes, most_captured_tokens
 from hardpoint.engine.execution.graphs.step_buffers import first_lengths, trial_step
 from hardpoint.engine.execution.memory.cache_memory import CacheMemory, page_bytes
 from hardpoint.engine.execution.memory.holdings import is_want_of_memory
@@ -62,7 +62,7 @@ class StepMemory:
         Raises CapacityError where the largest step does not fit the device even without a cache.
         """
         assert self.limits.max_tokens is not None
-        largest = max(self.limits.max_tokens, captured_tokens)
+        largest = max(bucketed(self.limits.max_tokens, self.limits), captured_tokens)
         try:
             taken = self._peak(largest)
             if captured_tokens:
@@ -91,12 +91,15 @@ class StepMemory:
 
     def _run(self, forward: Forward, tokens: int) -> None:
         """A step of prompts, whose tokens all lie in the null page."""
-        ctx, most = self.ctx, self.limits.max_requests
-        assert most is not None
+        ctx, limits = self.ctx, self.limits
+        assert limits.max_requests is not None
+        longest = min(ctx.max_model_len, limits.max_context or ctx.max_model_len)
+        tokens = min(tokens, limits.max_requests * longest)
         shape = StepShape("eager", tokens, None, None, "hidden")
         num_groups = len(ctx.cache_users.cache_groups())
-        lengths = first_lengths(shape, max(ctx.max_model_len, -(-tokens // most)))
-        _, positions, batches = trial_step(lengths, num_groups, ctx.block_size, 0, ctx.torch_device)
+        _, positions, batches = trial_step(
+            first_lengths(shape, longest), num_groups, ctx.block_size, 0, ctx.torch_device
+        )
         inputs = self.stage.buffers(tokens).get(self.stage.inputs)
         if inputs is None:
             inputs = torch.arange(tokens, device=ctx.torch_device) % self.vocab_size
