@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Callable
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -145,10 +147,27 @@ def install(environment: Environment, folder: Path, name: str, families: str, la
     return project
 
 
+NAMES = {"torch": "plain", "triton": "interpreted", "cpp": "compiled"}
+Installed = Callable[[str], Path]
+
+
 @pytest.fixture(scope="module")
-def plain(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plugin of every family, in plain PyTorch, installed once."""
-    return install(environment, tmp_path_factory.mktemp("plain"), "plain", ALL, "torch")
+def installed(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """A plugin of every family in the language that is asked for, by the name in NAMES; each is installed once."""
+
+    @cache
+    def of(language: str) -> Path:
+        if language == "cpp" and not COMPILER:
+            pytest.skip("no C++ compiler")
+        return install(environment, tmp_path_factory.mktemp(language), NAMES[language], ALL, language)
+
+    return of
+
+
+@pytest.fixture
+def plain(installed: Installed) -> Path:
+    """The one in plain PyTorch."""
+    return installed("torch")
 
 
 def test_a_plugin_of_every_family_serves_an_engine(environment: Environment, plain: Path) -> None:
@@ -156,11 +175,37 @@ def test_a_plugin_of_every_family_serves_an_engine(environment: Environment, pla
     assert "2 passed" in check(environment, plain, "pytest -o addopts= -q")
 
 
-def test_it_generates_what_an_engine_without_it_does(environment: Environment, plain: Path) -> None:
-    command = "hardpoint generate demo --platform cpu --dtype float32 --prompt Hello --max-tokens 8 --temperature 0"
-    uses = "--use op.rms_norm=plain_rms_norm --use layer.norm=plain_norm --attention-backend plain_paged"
-    told = check(environment, plain, f"{command} --plugins cpu 2>/dev/null")
-    assert check(environment, plain, f"{command} {uses} --linear-backend plain_linear 2>/dev/null") == told
+BY_LANGUAGE = pytest.mark.parametrize("language", ["torch", "cpp", pytest.param("triton", marks=pytest.mark.nightly)])
+"""Triton's kernels run in its interpreter, which takes a minute."""
+CONFORMS = """
+from hardpoint.cli.main import run
+
+cases = {"op": "float32/random", "layer": "float32/*/tokens-7", "linear": "float32/*/odd/*/bias"}
+cases["attention"] = "float32/kv-float32/*/decode/*"
+for family, case in cases.items():
+    command = ["conform", "NAME", "--platform", "cpu", "--in-process", "--family", family, "--case", case]
+    assert run(command) == 0, family
+"""
+
+
+@BY_LANGUAGE
+def test_a_part_of_its_kernels_cases_conforms(environment: Environment, installed: Installed, language: str) -> None:
+    project = installed(language)
+    (project / "conforms.py").write_text(CONFORMS.replace("NAME", NAMES[language]))
+    said = check(environment, project, "TRITON_INTERPRET=1 python conforms.py")
+    assert said.count("checks passed, none failed") == 4
+
+
+@BY_LANGUAGE
+def test_it_generates_what_an_engine_without_it_does(
+    environment: Environment, installed: Installed, language: str
+) -> None:
+    project, name = installed(language), NAMES[language]
+    command = "TRITON_INTERPRET=1 hardpoint generate demo --platform cpu --dtype float32 --prompt Hello --max-tokens 8"
+    uses = f"--use op.rms_norm={name}_rms_norm --use layer.norm={name}_norm --attention-backend {name}_paged"
+    told = check(environment, project, f"{command} --temperature 0 --plugins cpu 2>/dev/null")
+    chosen = f"{uses} --linear-backend {name}_linear"
+    assert check(environment, project, f"{command} --temperature 0 {chosen} 2>/dev/null") == told
 
 
 def test_what_is_no_kernel_conforms(environment: Environment, plain: Path) -> None:
@@ -185,9 +230,8 @@ def test_it_is_typed(environment: Environment, tmp_path: Path, language: str) ->
     assert "Success: no issues found" in check(environment, project, command)
 
 
-@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
-def test_its_compiled_variant_serves_an_engine(environment: Environment, tmp_path: Path) -> None:
-    project = install(environment, tmp_path, "compiled", ALL, "cpp")
+def test_its_compiled_variant_serves_an_engine(environment: Environment, installed: Installed) -> None:
+    project = installed("cpp")
     (library,) = (project / "src/hardpoint_compiled").glob("_kernels*.so")
     assert library.name == "_kernels.abi3.so", "one binary for every CPython"
     assert "2 passed" in check(environment, project, "pytest -o addopts= -q")
