@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint con
 PACKAGES := plugin_api core plugins/cpu plugins/cuda plugins/rocm plugins/xpu
 METADATA := constraints.txt $(PACKAGES:%=%/pyproject.toml)
 
-.PHONY: demo test quick which-test lint reference nightly sanitize test-accelerator device-bundle clean
+.PHONY: demo test quick which-test lint docs reference nightly sanitize test-accelerator device-bundle clean
 
 demo: $(STAMPS)/demo  ## generate text with the demo model on this machine's CPU
 	$(VENV)/bin/hardpoint generate --platform cpu --prompt "It is a truth" --temperature 0.8 --seed 1 --max-tokens 80
@@ -34,6 +34,10 @@ lint: $(STAMPS)/test  ## style, format and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+docs: $(STAMPS)/docs  ## the documentation as a site, in build/site; a link that leads nowhere fails
+	$(VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going --conf-dir docs . build/site
+	@echo "open build/site/index.html"
 
 reference: $(STAMPS)/test  ## what is generated from the plugin API: docs/contract.md and its frozen draft
 	$(PY) scripts/freeze_api.py
@@ -69,5 +73,9 @@ $(STAMPS)/test: $(STAMPS)/demo
 	$(PIP) --no-deps triton  # its interpreter and its cross-compilers; torch for CPUs does not bring it along
 	@touch $@
 
+$(STAMPS)/docs: $(METADATA) | $(VENV)/bin/python
+	$(PIP) furo myst-parser sphinx
+	@mkdir -p $(STAMPS) && touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache device-bundle
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache device-bundle

@@ -34,5 +34,5 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("**/*.md")} - {"README.md"}
     assert not {page for page in pages if f"]({page})" not in index}
