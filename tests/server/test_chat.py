@@ -35,6 +35,8 @@ TIME: Any = {
     },
 }
 
+OPEN: Any = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
@@ -175,6 +177,29 @@ def test_the_model_calls_by_itself(client: openai.OpenAI) -> None:
     assert chat(client, messages=history, tools=[WEATHER]).choices[0].message.content
 
 
+class City(pydantic.BaseModel):
+    name: Literal["Paris", "Oslo"]
+
+
+class Trip(pydantic.BaseModel):
+    """Nested, so that its schema has a reference."""
+
+    to: City
+
+
+class Wait(pydantic.BaseModel):
+    how: Literal["here", "there"]
+
+
+@pytest.mark.parametrize("models", [(Trip,), (Wait, Trip)], ids=len)
+def test_a_named_function_of_a_nested_model_is_called_once(client: openai.OpenAI, models: Any) -> None:
+    tools: Any = [openai.pydantic_function_tool(model) for model in models]
+    choice: Any = {"type": "function", "function": {"name": "Trip"}}
+    (only,) = chat(client, tools=tools, tool_choice=choice, max_tokens=400).choices
+    (call,) = only.message.tool_calls
+    assert Trip.model_validate_json(call.function.arguments).to.name in ("Paris", "Oslo")
+
+
 class Person(pydantic.BaseModel):
     name: Literal["Ann", "Bob"]
     is_old: bool
@@ -196,6 +221,10 @@ def test_parsed_answers(client: openai.OpenAI) -> None:
         (
             {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["one", "two"]}, "strict": True}},
             lambda text: json.loads(text) in ("one", "two"),
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": OPEN, "strict": True}},
+            lambda text: json.loads(text).keys() == {"a"},
         ),
         ({"type": "text"}, lambda text: bool(text)),
     ],

@@ -18,9 +18,10 @@ WEATHER: Any = {
     "description": "The weather in a city.",
     "input_schema": {
         "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Oslo"]}},
+        "properties": {"city": {"$ref": "#/$defs/City"}},
         "required": ["city"],
         "additionalProperties": False,
+        "$defs": {"City": {"enum": ["Paris", "Oslo"]}},
     },
 }
 

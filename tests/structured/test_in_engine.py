@@ -217,7 +217,6 @@ def test_forced_calls_are_read_by_their_parser(llm: LLM, name_of_parser: str) ->
 
 
 REFUSED = {
-    "a keyword that is not implemented": (StructuredOutput.json_schema({"not": {}}), "not"),
     "a type that is none": (StructuredOutput.json_schema({"type": "strng"}), "strng"),
     "nothing can satisfy": (StructuredOutput.json_schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum"),
     "a reference to nothing": (StructuredOutput.json_schema({"$ref": "#/$defs/x"}), "x"),

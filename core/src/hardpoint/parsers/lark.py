@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
-from hardpoint.structured.grammars import WHITESPACE
+from hardpoint.structured.schemas import guided
 from hardpoint_plugin_api import ParserArgs, RequestError, StructuredOutput
 
 
@@ -31,7 +31,7 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def parameters(function: Mapping[str, Any]) -> object:
+def parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """The JSON schema of a function's arguments: always an object."""
     schema = function.get("parameters")
     if not isinstance(schema, Mapping):
@@ -40,15 +40,18 @@ def parameters(function: Mapping[str, Any]) -> object:
 
 
 def call_schema(functions: Mapping[str, Mapping[str, Any]], key: str = "arguments") -> dict[str, Any]:
-    """The JSON schema of an object with the name of a function, and its arguments under ``key``."""
+    """The JSON schema of an object with the name of a function, and its arguments under ``key``.
+
+    The schema of arguments has an ``$id``, so that its references (``#/$defs/City``, ``#``) lead to itself.
+    """
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, key: parameters(function)},
+            "properties": {"name": {"const": name}, key: {"$id": f"urn:hardpoint:tool:{i}", **parameters(function)}},
             "required": ["name", key],
             "additionalProperties": False,
         }
-        for name, function in functions.items()
+        for i, (name, function) in enumerate(functions.items())
     ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
@@ -59,7 +62,6 @@ def grammar(start: str, **rules: str) -> StructuredOutput:
     return StructuredOutput.grammar("\n".join(lines))
 
 
-def json_of(schema: object) -> str:
-    """A rule for JSON that is valid by ``schema``. Blanks between its parts are bounded: models may write on and on."""
-    bounded = {**cast("Mapping[str, Any]", schema), "x-guidance": {"whitespace_pattern": WHITESPACE}}
-    return f"%json {json.dumps(bounded, ensure_ascii=False)}"
+def json_of(schema: Mapping[str, Any]) -> str:
+    """A rule for JSON that is valid by ``schema``."""
+    return f"%json {guided(schema)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from hardpoint.parsers.marked import Block, MarkedToolParser, object_call
@@ -44,18 +43,3 @@ class AnyCall(MarkedToolParser):
 
     def block(self, opening: str) -> Block:
         return (yield from object_call())
-
-
-def any_call_schema(functions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The JSON schema of what AnyCall reads."""
-    return {
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": function.get("parameters") or {"type": "object"}},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name, function in functions.items()
-        ]
-    }

@@ -6,7 +6,6 @@ The chat protocols differ in how they write requests and answers; what lies betw
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -16,8 +15,9 @@ from typing import Any, Self
 from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.parsers import OutputParser
+from hardpoint.parsers.lark import call_schema, parameters
 from hardpoint.server.errors import ApiError
-from hardpoint.server.forced_call import AnyCall, OneCall, any_call_schema
+from hardpoint.server.forced_call import AnyCall, OneCall
 from hardpoint.server.generation import Cursor, Generation, GenerationRequest, Usage
 from hardpoint.server.service import Service
 from hardpoint_plugin_api import (
@@ -44,6 +44,11 @@ class ToolChoice:
     def is_forced(self) -> bool:
         """True where the output must be a call."""
         return self.mode in ("required", "function")
+
+    @property
+    def may_be_several(self) -> bool:
+        """True where the output may be several calls; a function that is named is called once."""
+        return self.parallel and self.mode != "function"
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ class Turn:
         )
         is_parsed = parsers.tool is not None or parsers.reasoning is not None
         readers = [
-            Reader(parsers.open(args) if is_parsed else None, parallel=request.tool_choice.parallel)
+            Reader(parsers.open(args) if is_parsed else None, parallel=request.tool_choice.may_be_several)
             for _ in range(params.n)
         ]
         return cls(generation, readers)
@@ -289,11 +294,10 @@ def _how_to_call(
             )
         return parser, None
     if parser is not None:
-        structure = parser(args).constraint(choice.name, parallel=choice.parallel)
+        structure = parser(args).constraint(choice.name, parallel=choice.may_be_several)
         if structure is not None:
             return parser, structure
     name = choice.name or (next(iter(functions)) if len(functions) == 1 else None)
     if name is not None:
-        schema = functions[name].get("parameters") or {"type": "object"}
-        return OneCall.of(name), StructuredOutput.json_schema(schema)
-    return AnyCall, StructuredOutput.json_schema(json.dumps(any_call_schema(functions)))
+        return OneCall.of(name), StructuredOutput.json_schema(parameters(functions[name]))
+    return AnyCall, StructuredOutput.json_schema(call_schema(functions))

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from hardpoint.structured.schemas import guided
 from hardpoint.structured.state import StructureState
 from hardpoint_plugin_api import RequestError, StructuredOutput
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 _MAX_CHARACTERS = 2**18
 """Longest schema, pattern or grammar."""
-WHITESPACE = r"[ \n\r\t]{0,8}"
-"""Between the parts of a JSON text. Bounded: a model may write blanks for ever where a grammar lets it."""
 _CACHED = 64
 
 
@@ -109,8 +108,8 @@ def _grammar(structure: StructuredOutput) -> str:
     if structure.kind == "choice":
         texts = " | ".join(map(_quoted, structure.choices))
         return LLMatcher.grammar_from_lark(f"start: {texts}")
-    schema = structure.value if structure.kind == "json_schema" else '{"type": "object"}'
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+    schema = json.loads(structure.value) if structure.kind == "json_schema" else {"type": "object"}
+    return LLMatcher.grammar_from_json_schema(guided(schema))
 
 
 def _quoted(text: str) -> str:

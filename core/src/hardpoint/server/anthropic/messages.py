@@ -20,7 +20,7 @@ from hardpoint.server.errors import ApiError, JsonResponse
 from hardpoint.server.fields import MAX_STOPS, ProtocolModel, TreatmentFields
 from hardpoint.server.generation import Usage
 from hardpoint.server.items import Change, Item, Items
-from hardpoint.server.openai.messages import check_names
+from hardpoint.server.openai.messages import function_tools
 from hardpoint.server.requests import JsonRoute, checked_template_kwargs
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.turn import ToolChoice, Turn, TurnRequest
@@ -39,6 +39,11 @@ class AnthropicTool(ProtocolModel):
     input_schema: dict[str, Any]
     cache_control: CacheControl | None = None
     strict: bool | None = None
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The schema, under the name that other protocols have for it."""
+        return self.input_schema
 
 
 class AnthropicToolChoice(ProtocolModel):
@@ -93,18 +98,7 @@ class Conversation(ProtocolModel):
     @property
     def template_tools(self) -> list[dict[str, Any]]:
         """The tools in the form that templates know. Raises ApiError where two have one name."""
-        check_names([tool.name for tool in self.tools or ()])
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    **({} if tool.description is None else {"description": tool.description}),
-                    "parameters": tool.input_schema,
-                },
-            }
-            for tool in self.tools or ()
-        ]
+        return function_tools(self.tools or ())
 
     @property
     def template_options(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from hardpoint.server.fields import ProtocolModel
+from hardpoint.structured.schemas import closed
 from hardpoint_plugin_api import StructuredOutput
 
 
@@ -30,7 +31,7 @@ class JsonObjectFormat(ProtocolModel):
 
 
 class NamedSchema(ProtocolModel):
-    """``name``, ``description`` and ``strict`` change nothing: the schema is always kept to."""
+    """A schema, which is enforced with ``strict`` or without; ``strict`` closes objects that do not say."""
 
     name: str | None = None
     description: str | None = None
@@ -39,7 +40,9 @@ class NamedSchema(ProtocolModel):
 
     def structure(self) -> StructuredOutput:
         """The constraint; any JSON object where no schema is given."""
-        return StructuredOutput.json_object() if self.schema_ is None else StructuredOutput.json_schema(self.schema_)
+        if self.schema_ is None:
+            return StructuredOutput.json_object()
+        return StructuredOutput.json_schema(closed(self.schema_) if self.strict else self.schema_)
 
 
 class JsonSchemaFormat(ProtocolModel):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fields import ProtocolModel
 from hardpoint.server.turn import ToolChoice
+from hardpoint.structured.schemas import closed
 
 
 class TextPart(ProtocolModel):
@@ -113,15 +114,37 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
     """The tools as templates know them. Raises ApiError where two have one name."""
-    plain = [
-        {
-            "type": "function",
-            "function": {k: v for k, v in tool.function.model_dump(exclude_unset=True).items() if v is not None},
-        }
-        for tool in tools or ()
-    ]
-    check_names([tool.function.name for tool in tools or ()])
-    return plain
+    return function_tools([tool.function for tool in tools or ()])
+
+
+class Function(Protocol):
+    """A function that the model may call, in any protocol; ``parameters`` is a JSON schema."""
+
+    name: str
+    description: str | None
+    strict: bool | None
+
+    @property
+    def parameters(self) -> Mapping[str, Any] | None: ...
+
+
+def function_tools(functions: Sequence[Function]) -> list[dict[str, Any]]:
+    """The functions as templates know them; ``strict`` closes objects that do not say whether they are open.
+
+    Raises ApiError where two have one name.
+    """
+    check_names([function.name for function in functions])
+    return [{"type": "function", "function": _template_function(function)} for function in functions]
+
+
+def _template_function(function: Function) -> dict[str, Any]:
+    schema = function.parameters
+    members = {
+        "name": function.name,
+        "description": function.description,
+        "parameters": closed(schema) if function.strict else schema,
+    }
+    return {key: value for key, value in members.items() if value is not None}
 
 
 def check_names(names: Sequence[str]) -> None:

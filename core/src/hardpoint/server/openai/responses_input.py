@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fields import ProtocolModel
-from hardpoint.server.openai.messages import check_names, parsed_arguments
+from hardpoint.server.openai.messages import function_tools, parsed_arguments
 
 
 class TextContent(ProtocolModel):
@@ -155,12 +155,7 @@ def template_messages(given: str | Sequence[InputItem], instructions: str | None
 
 def template_tools(tools: Sequence[FlatTool] | None) -> list[dict[str, Any]]:
     """The tools in the form of chat completions, which templates know. Raises ApiError where two have one name."""
-    check_names([tool.name for tool in tools or ()])
-    kept = ("name", "description", "parameters")
-    return [
-        {"type": "function", "function": {k: v for k in kept if (v := getattr(tool, k)) is not None}}
-        for tool in tools or ()
-    ]
+    return function_tools(tools or ())
 
 
 def _unfinished(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
