@@ -22,6 +22,7 @@ from hardpoint.engine.requests import AdmittedRequest
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.block_pool import BlockPool, hash_block, hash_salt
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry, PagedCache
+from hardpoint.engine.scheduling.prefill_policy import PrefillPolicy
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.scheduler import Scheduler, SchedulerArgs
 from hardpoint.engine.scheduling.step import DRAFTED_AHEAD, StepInput, StepOutput
@@ -45,10 +46,13 @@ def make_scheduler(
     spans: tuple[Retention, ...] = (Span(),),
     num_drafts: int = 0,
     drafts_ahead: bool = False,
+    prefill: PrefillPolicy | None = None,
 ) -> Scheduler:
     assert limits.max_tokens is not None
     cache = PagedCache(BlockPool(pages), CacheGeometry(BLOCK, spans, limits.max_tokens), prefix_caching)
-    return Scheduler(SchedulerArgs(cache, limits, 1000, prefix_caching, num_drafts, drafts_ahead))
+    return Scheduler(
+        SchedulerArgs(cache, limits, 1000, prefix_caching, num_drafts, drafts_ahead, prefill or PrefillPolicy())
+    )
 
 
 def draw(tokens: Sequence[int]) -> int:
@@ -237,6 +241,8 @@ STREAMS = given(
     spans=st.sampled_from(SPANS),
     aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 19), max_size=5),
     ahead=st.booleans(),
+    threshold=st.none() | st.integers(0, 10),
+    max_partial=st.integers(1, 3),
     drafter=st.none() | st.builds(drafting, st.integers(1, 6), st.sampled_from([0, 0.2, 0.7, 1]), st.integers(0, 99)),
 )
 
@@ -253,13 +259,17 @@ def check_random_streams(
     spans: tuple[Retention, ...],
     aborts: dict[int, int],
     ahead: bool,
+    threshold: int | None,
+    max_partial: int,
     drafter: Drafter | None,
 ) -> None:
     pages *= len(spans)
     drafter = None if Latest() in spans else drafter  # a state cannot go back before a wrong draft
     mixed |= drafter is not None
     limits = StepLimits(max_tokens=max_tokens, max_requests=max_requests, chunk_multiple=chunk, mixed_phases=mixed)
-    scheduler = make_scheduler(pages, limits, caching, spans, num_drafts=6 if drafter else 0, drafts_ahead=ahead)
+    prefill = PrefillPolicy.within(limits, threshold, max_partial)
+    num_drafts = 6 if drafter else 0
+    scheduler = make_scheduler(pages, limits, caching, spans, num_drafts, drafts_ahead=ahead, prefill=prefill)
     device = Device(limits, pages, spans, drafter)
     everybody = [
         make_request(i, prompt, output, may_stop=may_stop, priority=priority, cache_salt="a" if salted else "")

@@ -134,6 +134,18 @@ class EngineSettings(BaseModel):
     max_num_batched_tokens: NumTokens = setting(
         Group.SCHEDULING, 2048, "Most tokens in one step. Longer prompts are split over several steps."
     )
+    long_prefill_token_threshold: Index | None = setting(
+        Group.SCHEDULING,
+        None,
+        "Most tokens of a step that one prompt takes while other requests wait. Default: a quarter of "
+        "--max-num-batched-tokens. 0: no limit.",
+    )
+    max_num_partial_prefills: Count = setting(
+        Group.SCHEDULING,
+        1,
+        "Prompts longer than --long-prefill-token-threshold that are read at the same time. Shorter prompts pass those "
+        "that wait.",
+    )
     async_scheduling: bool | None = setting(
         Group.SCHEDULING,
         None,

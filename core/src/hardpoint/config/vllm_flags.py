@@ -34,6 +34,7 @@ VLLM_FLAGS = MappingProxyType(
         "--hf-token": "set HF_TOKEN",
         "--kv-cache-memory-bytes": "use --kv-cache-memory SIZE",
         "--limit-mm-per-prompt": "there is no counterpart: images and audio are not supported",
+        "--max-long-partial-prefills": "use --max-num-partial-prefills NUMBER, which counts long prompts alone",
         "--moe-backend": "use --experts-backend NAME",
         "--nnodes": "start each host by torchrun, and use --executor torchrun",
         "--node-rank": "start each host by torchrun, and use --executor torchrun",

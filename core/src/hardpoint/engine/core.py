@@ -32,6 +32,7 @@ from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.engine.scheduling.block_pool import BlockPool
 from hardpoint.engine.scheduling.paged_cache import PagedCache
+from hardpoint.engine.scheduling.prefill_policy import PrefillPolicy
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.scheduler import Scheduler, SchedulerArgs
 from hardpoint.engine.scheduling.step import StepInput
@@ -127,6 +128,9 @@ class EngineCore:
                 config.enable_prefix_caching,
                 config.num_drafts,
                 drafts_ahead=ahead and not exact,
+                prefill=PrefillPolicy.within(
+                    facts.limits, config.long_prefill_token_threshold, config.max_num_partial_prefills
+                ),
             )
         )
         stats = EngineStats(load_seconds=time.perf_counter() - began)

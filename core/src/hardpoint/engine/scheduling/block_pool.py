@@ -76,6 +76,10 @@ class BlockPool:
         """Free pages that would be left if ``pages`` were held."""
         return len(self._free) - sum(self._holders[page] == 0 for page in pages)
 
+    def is_free(self, page: int) -> bool:
+        """Whether nobody holds ``page``."""
+        return self._holders[page] == 0
+
     def num_freed_by(self, pages: Iterable[int]) -> int:
         """Pages that become free once ``pages``, each as often as it stands there, are freed."""
         return sum(self._holders[page] == count for page, count in Counter(pages).items())

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from hardpoint.engine.outputs import FinishReason
 from hardpoint.engine.scheduling.paged_cache import Growth, HeldPages, PagedCache, Prefix
+from hardpoint.engine.scheduling.prefill_policy import PrefillPolicy
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.step import (
     DRAFTED_AHEAD,
@@ -31,6 +33,7 @@ from hardpoint.engine.scheduling.step import (
     StepInput,
     StepOutput,
 )
+from hardpoint.engine.scheduling.waiting import WaitingQueue
 from hardpoint.structured import StructureState
 from hardpoint_plugin_api import CapacityError, RequestError, StepLimits
 
@@ -49,6 +52,7 @@ class SchedulerArgs:
     prefix_caching: bool = True
     num_drafts: int = 0
     drafts_ahead: bool = False
+    prefill: PrefillPolicy = field(default_factory=PrefillPolicy)
 
 
 @dataclass
@@ -63,11 +67,13 @@ class _Share:
 class _ScheduledStep:
     """A step, from being put together to being committed. ``released`` are pages to free once it is done.
 
-    A page stands there once for each holder that gives it up. ``needs_values`` is as in Scheduler. ``owed_tokens`` and
-    ``owed_pages`` are those that requests need which are yet to be looked at: no draft takes them.
+    A page stands there once for each holder that gives it up. ``needs_values`` is as in Scheduler. ``looked_at`` are
+    the running requests that the step looks at, one after the other. ``owed_tokens`` and ``owed_pages`` are those that
+    requests need which are yet to be looked at: no draft takes them.
     """
 
     budget: int
+    looked_at: Sequence[Request] = ()
     owed_tokens: int = 0
     owed_pages: int = 0
     shares: list[_Share] = field(default_factory=list)
@@ -89,8 +95,8 @@ class Scheduler:
         self._num_drafts_ahead = args.num_drafts if args.drafts_ahead else 0
         self._waits_for_drafts = args.num_drafts > 0 and not args.drafts_ahead
         self._num_drafts = args.num_drafts
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
-        self._num_waiting = 0
+        self._prefill = args.prefill
+        self._waiting = WaitingQueue()
         self._running: list[Request] = []
         self._deadlines: list[tuple[float, int, Request]] = []
         self._free_slots = list(range(self.limits.max_requests - 1, -1, -1))
@@ -106,13 +112,12 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """True while any request waits or runs."""
-        return bool(self._num_waiting or self._running)
+        return bool(self._waiting or self._running)
 
     @property
     def unfinished(self) -> list[Request]:
         """The requests that wait or run."""
-        waiting = (request for _, request in self._waiting if request.finish_reason is None)
-        return [*self._running, *waiting]
+        return [*self._running, *self._waiting]
 
     @property
     def needs_values(self) -> bool:
@@ -127,7 +132,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for one."""
-        return self._num_waiting
+        return len(self._waiting)
 
     def add(self, request: Request) -> None:
         """Queue ``request``. Raises CapacityError if even the empty pool could not hold all its tokens."""
@@ -138,7 +143,14 @@ class Scheduler:
                 f"{self.cache.geometry.longest(usable, longest)}; raise --kv-cache-memory, or lower max_tokens"
             )
         self._watch_deadline(request)
-        self._wait(request)
+        self._waiting.add(request, self._is_long(request))
+
+    def _is_long(self, request: Request) -> bool:
+        """Whether the prompt of ``request`` is long, without what is cached of it now."""
+        if not self._prefill.is_long(request.num_to_compute):
+            return False
+        cached = self._cached_prefix(request).num_blocks * self.cache.geometry.block_size
+        return self._prefill.is_long(request.num_to_compute - cached)
 
     def _watch_deadline(self, request: Request) -> None:
         """Have ``expire`` find ``request``. Those that ended long before their deadlines are let go now and then."""
@@ -163,7 +175,7 @@ class Scheduler:
                 share.request.num_in_flight = 0
             self.cache.free(step.released)
         self._in_flight.clear()
-        for request in (*self._running, *(request for _, request in self._waiting)):
+        for request in self.unfinished:
             self.abort(request)
 
     def expire(self, now: float) -> list[Request]:
@@ -299,20 +311,21 @@ class Scheduler:
 
     def _continue(self, step: _ScheduledStep, requests: list[Request]) -> None:
         """Give running requests their tokens, in order: decodes, and prompts that are partly read."""
+        step.looked_at = tuple(requests)
         if self._num_drafts:
             self._owe(step, requests)
-        for request in tuple(requests):
+        for request in step.looked_at:
             if self._num_drafts:
                 step.owed_tokens -= request.num_to_compute > 0
                 step.owed_pages -= self._pages_of_next(request)
             if step.budget and request.slot is not None:
-                self._schedule(step, request)
+                self._schedule(step, request, self._count(step, request))
 
     def _owe(self, step: _ScheduledStep, requests: list[Request]) -> None:
         """Keep a token for each of ``requests``, with its page, and some tokens for one that waits, from drafts."""
         step.owed_tokens = sum(request.num_to_compute > 0 for request in requests)
         step.owed_pages = sum(map(self._pages_of_next, requests))
-        if self._num_waiting and self._free_slots:
+        if self._waiting and self._free_slots:
             step.owed_tokens += self.limits.chunk_multiple
 
     def _pages_of_next(self, request: Request) -> int:
@@ -323,23 +336,21 @@ class Scheduler:
 
     def _admit(self, step: _ScheduledStep) -> None:
         """Start waiting requests, as long as slots, tokens and pages last. A step that preempted starts none."""
-        while self._num_waiting and step.budget and self._free_slots and not step.preempted and not self._promised:
-            request = self._waiting[0][1]
-            if request.finish_reason is not None:
-                heapq.heappop(self._waiting)
-                continue
-            if request.num_in_flight:
+        step.looked_at = ()
+        partial = self._partial_prompts() if self._waiting.first_long else []
+        while self._waiting and step.budget and self._free_slots and not step.preempted and not self._promised:
+            request = self._first_waiting(partial)
+            if request is None or request.num_in_flight:
                 break  # preempted a moment ago: not all of its tokens are known yet
             prefix = self._cached_prefix(request)
             request.num_computed = prefix.num_blocks * self.cache.geometry.block_size
             start = request.num_computed
-            count = self._count(step, start, request.num_to_compute)
+            count = self._count(step, request)
             need = self.cache.num_fresh(prefix.num_blocks, start, start + count)
             if count == 0 or self.cache.pool.num_free_without(prefix.found()) < need:
                 request.num_computed = 0
                 break
-            heapq.heappop(self._waiting)
-            self._num_waiting -= 1
+            self._waiting.take(request)
             request.slot, request.held = self._free_slots.pop(), self.cache.start(prefix)
             if not (request.num_preemptions or request.num_sampled):  # a later start finds what it stored itself
                 request.num_cached_tokens = request.num_computed
@@ -347,7 +358,52 @@ class Scheduler:
             bisect.insort(self._running, request, key=lambda r: r.precedence)
             sampling, num_prompt, adapter = request.slot_sampling, request.num_prompt_tokens, request.adapter.slot
             step.new.append(NewRequest(request.slot, request.known_ids, sampling, num_prompt, adapter))
-            self._schedule(step, request, prefix)
+            self._schedule(step, request, count, prefix)
+            if self._prefill.is_long(request.num_to_compute):
+                partial.append(request.asked.priority)
+
+    def _first_waiting(self, partial: Sequence[int]) -> Request | None:
+        """The first waiting request that may start while long prompts of the priorities ``partial`` are read."""
+        short, long = self._waiting.first_short, self._waiting.first_long
+        if long is None or (short is not None and short.precedence < long.precedence):
+            return short
+        return long if self._prefill.num_startable(long.asked.priority, partial) else short
+
+    def _partial_prompts(self) -> list[int]:
+        """The priorities of running requests whose prompts are long."""
+        is_long = self._prefill.is_long
+        return [request.asked.priority for request in self._running if is_long(request.num_to_compute)]
+
+    def _room(self, step: _ScheduledStep, request: Request) -> int:
+        """The most tokens of ``step`` that ``request`` may take."""
+        if not self._prefill.is_long(request.num_to_compute):
+            return step.budget
+        behind = bisect.bisect_right(step.looked_at, request.precedence, key=lambda r: r.precedence)
+        running = ((r.asked.priority, r.num_to_compute) for r in step.looked_at[behind:] if r.slot is not None)
+        others = itertools.chain(self._startable(request), running)  # more important ones first
+        return self._prefill.room(request.asked.priority, step.budget, others)
+
+    def _startable(self, request: Request) -> Iterator[tuple[int, int]]:
+        """The waiting requests, beside ``request``, for which slots and pages last: their priorities, and the tokens
+        that each wants."""
+        slots, free = len(self._free_slots), self.cache.pool.num_free
+        num_long = 0
+        if long := self._waiting.first_long:
+            num_long = self._prefill.num_startable(long.asked.priority, self._partial_prompts())
+        for other in self._waiting.ordered(num_long):
+            if other is request:
+                continue
+            if not slots or other.num_in_flight:
+                return
+            prefix = self._cached_prefix(other)
+            start = prefix.num_blocks * self.cache.geometry.block_size
+            wanted = other.num_to_compute - start
+            held = sum(self.cache.pool.is_free(page) for page in prefix.found())
+            slots -= 1
+            free -= held + self.cache.num_fresh(prefix.num_blocks, start, start + self._prefill.share(wanted))
+            if free < 0:
+                return
+            yield other.asked.priority, wanted
 
     def _cached_prefix(self, request: Request) -> Prefix:
         """The cached start of ``request``; at least its last token is left to compute."""
@@ -370,22 +426,22 @@ class Scheduler:
         if end > first:
             self.cache.remember(request.held, first, list(request.block_hashes(size, end)), stored)
 
-    def _count(self, step: _ScheduledStep, start: int, wanted: int) -> int:
-        """How many of a request's ``wanted`` tokens, from position ``start`` on, the step takes."""
-        if wanted == 1:
-            return min(1, step.budget)
-        multiple = self.limits.chunk_multiple
-        count = wanted if wanted <= step.budget else step.budget - step.budget % multiple
+    def _count(self, step: _ScheduledStep, request: Request) -> int:
+        """How many of the tokens of ``request`` the step takes."""
+        start, wanted = request.num_computed, request.num_to_compute
+        if wanted <= 1:
+            return min(wanted, step.budget)
+        multiple, room = self.limits.chunk_multiple, self._room(step, request)
+        count = wanted if wanted <= room else room - room % multiple
         to_edge = self.cache.to_edge(start, count)
         return count if to_edge % multiple else to_edge
 
-    def _schedule(self, step: _ScheduledStep, request: Request, prefix: Prefix | None = None) -> None:
-        """Advance ``request`` by as many tokens as there is room for, unless it has to give way for want of a page.
+    def _schedule(self, step: _ScheduledStep, request: Request, count: int, prefix: Prefix | None = None) -> None:
+        """Advance ``request`` by ``count`` tokens, unless it has to give way for want of a page.
 
         ``prefix`` is the one it starts from, if it starts now.
         """
         start, wanted = request.num_computed, request.num_to_compute
-        count = self._count(step, start, wanted)
         if count == 0:
             return
         assert request.slot is not None
@@ -471,16 +527,12 @@ class Scheduler:
         self._stop_running(request)
         request.num_computed, request.drafts = 0, ()
         request.num_preemptions += 1
-        self._wait(request)
-
-    def _wait(self, request: Request) -> None:
-        heapq.heappush(self._waiting, (request.precedence, request))
-        self._num_waiting += 1
+        self._waiting.add(request, is_long=False)  # it has waited for other prompts before
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         if request.slot is None:
-            self._num_waiting -= 1  # its entry in the queue is dropped when it comes up
+            self._waiting.drop()
         else:
             self._stop_running(request)
 
