@@ -39,8 +39,9 @@ docs: $(STAMPS)/docs  ## the documentation as a site, in build/site; a link that
 	$(VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going --conf-dir docs . build/site
 	@echo "open build/site/index.html"
 
-reference: $(STAMPS)/test  ## what is generated from the plugin API: docs/contract.md and its frozen draft
+reference: $(STAMPS)/test  ## what is generated: docs/contract.md and its frozen draft, pictures of the measurements' tables
 	$(PY) scripts/freeze_api.py
+	$(PY) scripts/plot_tables.py
 
 nightly: $(STAMPS)/test  ## the default suite and the long sweeps
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not accelerator"
