@@ -21,7 +21,9 @@ from hardpoint_plugin_api import (
     AttentionSpec,
     BuildContext,
     CaptureGrade,
+    Phase,
     PlainLayout,
+    StepPlanner,
 )
 from tests.support.attention import MIXED, Piece, brute_force, run_backend
 
@@ -170,3 +172,28 @@ def test_phases_plan_a_step_of_decodes_over_the_batchs_own_arrays() -> None:
     for name in ("query_start", "seq_lens", "block_table", "slot_mapping"):
         own, given = getattr(planned.batch, name), getattr(batch, name)
         assert (own.data_ptr(), own.shape) == (given.data_ptr(), given.shape), name
+
+
+def test_padded_heads_pass_on_whatever_a_backend_may_declare() -> None:
+    """A method or an attribute that the adapter left to the base would hide the backend's own."""
+    declared = {
+        name
+        for base in (StepPlanner, AttentionBackend)
+        for name in (*vars(base), *base.__annotations__)
+        if not name.startswith("_")
+    }
+    assert {"grade", "traceable", "set_cache_scales"} <= declared
+    assert declared - set(vars(pad_heads(CpuAttention, 32))) == set()
+
+
+def test_padded_heads_have_the_grades_of_their_backend() -> None:
+    class Graded(CpuAttention):
+        capture = ANY
+        traceable = True
+
+        def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
+            return SINGLE_TOKEN if phase == "decode" else NEVER
+
+    padded = pad_heads(Graded, 32)(cast(BuildContext, None), SPEC)
+    assert (padded.grade("decode", 4), padded.grade("prefill", 4)) == (SINGLE_TOKEN, NEVER)
+    assert (padded.capture, padded.traceable) == (ANY, True)

@@ -21,7 +21,9 @@ from hardpoint_plugin_api import (
     AttentionWorkload,
     BuildContext,
     CacheSpec,
+    CaptureGrade,
     DeviceInfo,
+    Phase,
     Reason,
     StepLimits,
     StoreCall,
@@ -34,7 +36,7 @@ def pad_heads(inner: type[AttentionBackend], multiple: int) -> type[AttentionBac
 
     class PaddedHeads(AttentionBackend):
         layout, capture, conventions = inner.layout, inner.capture, inner.conventions
-        exact_lengths = inner.exact_lengths
+        exact_lengths, traceable = inner.exact_lengths, inner.traceable
 
         def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
             super().__init__(ctx, spec)
@@ -55,6 +57,9 @@ def pad_heads(inner: type[AttentionBackend], multiple: int) -> type[AttentionBac
 
         def set_cache_scales(self, k: torch.Tensor, v: torch.Tensor) -> None:
             self._inner.set_cache_scales(k, v)
+
+        def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
+            return self._inner.grade(phase, tokens)
 
         def step_limits(self) -> StepLimits:
             return self._inner.step_limits()
