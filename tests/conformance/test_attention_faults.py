@@ -25,7 +25,6 @@ from hardpoint_plugin_api import (
     CacheLayout,
     CacheSpec,
     CaptureGrade,
-    NumericConventions,
     PlainLayout,
     Region,
     StoreCall,
@@ -275,8 +274,8 @@ class StoresPaddingAnywhere(Simple):
         super().store(replace(call, slot_mapping=torch.where(slots < block, last, slots)))
 
 
-class OtherTopLeft(Simple):
-    conventions: ClassVar[NumericConventions] = NumericConventions(causal_alignment="top-left")
+class DeclaresNoGrade(Simple):
+    capture: ClassVar[Any] = 2
 
 
 class OverlappingRegions(PlainLayout):
@@ -344,7 +343,7 @@ PLANTED: dict[str, tuple[type[Simple], str, str]] = {
     "plans for itself": (PlansForItself, "group", STEPS),
     "stores one slot further": (StoresShifted, "values", "store/*"),
     "padding outside the null page": (StoresPaddingAnywhere, "values", "store/*padding*"),
-    "declares top-left": (OtherTopLeft, "conventions", "declared"),
+    "declares a number for a grade": (DeclaresNoGrade, "declarations", "declared"),
     "regions overlap": (with_layout(OverlappingRegions), "regions", "layout/*"),
     "region misaligned": (with_layout(MisalignedRegion), "regions", "layout/*"),
     "keys and values swapped": (with_layout(SwapsKeysAndValues), "round-trip", "layout/*"),

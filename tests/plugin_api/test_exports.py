@@ -20,7 +20,7 @@ Fp8Format Gauge GraphEngine GroupMember HardpointError Histogram HookSpecs Laten
 LatentStoreCall LatentWorkload Latest LayerArgs LayerWorkload LinearArgs LinearAttentionArgs LinearCall LinearKernel
 LinearWorkload MANIFEST_NAME MANIFEST_SCHEMA MLAArgs MLPArgs Manifest ManifestError Memory MemorySnapshot MemoryTag
 MethodRequest Metrics MoEArgs ModelWorkload Module NO_DEVICE NO_DRAFT NULL_PAGE Namesake NormArgs NumaNode
-NumericConventions OpWorkload Parallel ParserArgs ParserEvent Phase PlainLayout Plane Platform PlatformError
+OpWorkload Parallel ParserArgs ParserEvent Phase PlainLayout Plane Platform PlatformError
 PlatformWorkload PluginConflictError PluginError PluginLoadError Preference QuantSpec QuantizationMethod
 QuantizationWorkload Quantized RankGroup Reason ReasoningDelta ReasoningParser ReasoningParserWorkload Region Request
 RequestError Requirement Resources Retention RopeArgs RouterArgs ScalarValue Scale ScaledLayout Scaling Scheme Scope

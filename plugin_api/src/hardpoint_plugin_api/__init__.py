@@ -8,7 +8,6 @@ from hardpoint_plugin_api.attention import (
     AttentionMetadata,
     AttentionSpec,
     CaptureGrade,
-    NumericConventions,
     StepPlanner,
     StoreCall,
 )
@@ -262,7 +261,6 @@ __all__ = [
     "Namesake",
     "NormArgs",
     "NumaNode",
-    "NumericConventions",
     "OpWorkload",
     "Parallel",
     "ParserArgs",

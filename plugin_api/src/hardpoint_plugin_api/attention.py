@@ -161,18 +161,6 @@ class CaptureGrade(IntEnum):
     ANY = 3
 
 
-@dataclass(frozen=True)
-class NumericConventions:
-    """Conventions of a backend's numbers. Core converts between unlike ones, or refuses the backend.
-
-    ``lse_base``: the base of logarithms in log-sum-exp. ``causal_alignment``: the corner of the score matrix that the
-    causal mask is aligned to.
-    """
-
-    lse_base: str = "e"
-    causal_alignment: str = "bottom-right"
-
-
 @dataclass
 class AttentionMetadata:
     """The result of ``plan``, passed to ``forward``; a backend may subclass it. Valid until the next ``plan`` of its
@@ -260,7 +248,6 @@ class AttentionBackend(StepPlanner, ABC):
 
     layout: ClassVar[CacheLayout]
     traceable: ClassVar[bool] = False
-    conventions: ClassVar[NumericConventions] = NumericConventions()
 
     def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
         self.ctx, self.spec = ctx, spec
@@ -300,6 +287,8 @@ class AttentionBackend(StepPlanner, ABC):
     def forward(self, call: AttentionCall) -> None:
         """Compute attention of ``q`` over the cached keys and values. Mutates ``out`` alone, except its padding rows.
 
+        A request's queries are its newest tokens: the last one reads every key, the one before it all but the last key
+        (a causal mask that is aligned to the bottom right corner of the scores).
         Scores may have any magnitude, also very negative. A NaN among the values that a query reads must appear in its
         result.
         """

@@ -78,8 +78,9 @@ class GraphEngine(ABC):
     """Turns a function over fixed buffers into a CapturedGraph: captures a graph, records operators, or compiles.
 
     ``max_graphs``: the most that may be kept (None: no limit). ``bytes_per_graph``: device memory to reserve
-    for each before any is prepared; ``nbytes``: what they take now. ``collectives_allowed`` and ``host_sync_allowed``:
-    whether the function may do these while it is prepared.
+    for each before any is prepared; ``nbytes``: what they take now. ``collectives_allowed``: whether the
+    function may call collectives while it is prepared. An engine that cannot repeat a wait for the device refuses a
+    function that waits.
 
     ``batch_sizes``: numbers of requests for which decode steps are prepared when the engine starts. Steps are padded to
     the next size; larger steps run eagerly. None: preparing is cheap, and a step is prepared for its exact number when
@@ -95,7 +96,6 @@ class GraphEngine(ABC):
     max_graphs: int | None = None
     bytes_per_graph: int = 0
     collectives_allowed: bool = True
-    host_sync_allowed: bool = True
     batch_sizes: tuple[int, ...] | None = None
     token_sizes: tuple[int, ...] = ()
     requests_per_token_size: int = 16

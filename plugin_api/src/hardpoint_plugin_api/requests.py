@@ -36,7 +36,6 @@ class Feature(StrEnum):
     ALIBI = "alibi"
     SINKS = "sinks"
     STATIC_CACHE_SCALES = "static_cache_scales"
-    NON_CAUSAL = "non_causal"
     BATCH_INVARIANT = "batch_invariant"
     SHARDED = "sharded"
     SEVERAL_HOSTS = "several_hosts"

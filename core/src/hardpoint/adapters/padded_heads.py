@@ -35,7 +35,7 @@ def pad_heads(inner: type[AttentionBackend], multiple: int) -> type[AttentionBac
     """Return a backend class that serves any head size through ``inner``, which needs a multiple of ``multiple``."""
 
     class PaddedHeads(AttentionBackend):
-        layout, capture, conventions = inner.layout, inner.capture, inner.conventions
+        layout, capture = inner.layout, inner.capture
         exact_lengths, traceable = inner.exact_lengths, inner.traceable
 
         def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:

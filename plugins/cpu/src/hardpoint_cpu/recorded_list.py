@@ -55,7 +55,6 @@ class RecordedLists(GraphEngine):
     """
 
     collectives_allowed = False
-    host_sync_allowed = False
     sees_all_kernels = False
 
     def __init__(self) -> None:

@@ -59,7 +59,6 @@ class CudaGraphs(GraphEngine):
     """The graph engine of NVIDIA GPUs."""
 
     collectives_allowed = True
-    host_sync_allowed = False
     bytes_per_graph = 8 * 2**20
     """An allowance for nodes and their parameters, not measured one by one: with 56 of them, context included, about a
     gigabyte was neither weights, cache nor resources on an H200."""

@@ -26,7 +26,6 @@ class RecordedLists(GraphEngine):
 
     max_graphs = 16
     collectives_allowed = False
-    host_sync_allowed = False
     piece_sizes = (24, 48)
 
     def __init__(self, device: int) -> None:

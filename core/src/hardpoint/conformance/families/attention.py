@@ -17,7 +17,7 @@ from hardpoint.conformance.checks import ADVERSARIAL, kernel_checks
 from hardpoint.conformance.families.attention_checks import (
     batch_invariant,
     bounds,
-    conventions,
+    declarations,
     group,
     interleaved,
     sizes,
@@ -84,7 +84,7 @@ class AttentionTrials:
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """The declarations, the cache layout, then steps."""
-        yield Trial("declared", (Check("conventions", partial(conventions, subject), decisive=True),))
+        yield Trial("declared", (Check("declarations", partial(declarations, subject), decisive=True),))
         sizes_of_heads = head_sizes(subject, plan)
         yield from layout_trials(subject, plan, block_sizes(subject), keys_and_values(sizes_of_heads))
         given, excludes = factors(subject, sizes_of_heads), dict(senseless(sizes_of_heads))

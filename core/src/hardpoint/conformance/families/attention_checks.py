@@ -15,22 +15,18 @@ from hardpoint.conformance.probe import run, same_bits
 from hardpoint.conformance.site import Subject
 from hardpoint.conformance.trials import Finding
 from hardpoint.ops.judge import judge_call
-from hardpoint_plugin_api import AttentionBackend, AttentionCall, CacheLayout, CaptureGrade, NumericConventions
+from hardpoint_plugin_api import AttentionBackend, AttentionCall, CacheLayout, CaptureGrade
 
 if TYPE_CHECKING:
     from hardpoint.conformance.families.attention import AttentionProbe
 
-_CONTRACT = NumericConventions()
-_LSE_BASES = ("e", "2")
 
-
-def conventions(subject: Subject) -> Finding:
-    """``conventions``: what the class declares is of the contract's types, and named as the manifest names it."""
+def declarations(subject: Subject) -> Finding:
+    """``declarations``: what the class declares is of the contract's types, and named as the manifest names it."""
     target, contribution = subject.target, subject.offer.contribution
     if not (isinstance(target, type) and issubclass(target, AttentionBackend)):
         return Finding.failed("declared", contribution.target, f"is no AttentionBackend but {target!r}")
-    declared: Any = target.conventions  # whatever a plugin gives
-    layout: Any = getattr(target, "layout", None)
+    layout: Any = getattr(target, "layout", None)  # whatever a plugin gives
     if not isinstance(layout, CacheLayout):
         return Finding.failed("declared", "layout", f"is no CacheLayout but {layout!r}")
     if layout.name != contribution.layout:
@@ -39,11 +35,6 @@ def conventions(subject: Subject) -> Finding:
     capture: Any = target.capture
     if not isinstance(capture, CaptureGrade):
         return Finding.failed("declared", "capture", f"is no CaptureGrade but {capture!r}")
-    if not isinstance(declared, NumericConventions) or declared.lse_base not in _LSE_BASES:
-        return Finding.failed("declared", "conventions", f"are not of the contract: {declared!r}")
-    if declared.causal_alignment != _CONTRACT.causal_alignment:
-        message = f"{declared.causal_alignment!r} is declared; queries are the newest tokens, so the contract's is "
-        return Finding.failed("declared", "causal_alignment", f"{message}{_CONTRACT.causal_alignment!r}")
     return Finding()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hardpoint.conformance.families.attention import AttentionProbe, attention_trial
-from hardpoint.conformance.families.attention_checks import conventions
+from hardpoint.conformance.families.attention_checks import declarations
 from hardpoint.conformance.families.attention_situations import Situation, batch_names, block_sizes
 from hardpoint.conformance.families.cache_layout import CacheKind, layout_trials
 from hardpoint.conformance.families.scaled_cache import cache_dtypes
@@ -64,7 +64,7 @@ class LatentTrials:
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """The declarations, the cache layout, then steps."""
-        yield Trial("declared", (Check("conventions", partial(_conventions, subject), decisive=True),))
+        yield Trial("declared", (Check("declarations", partial(_declarations, subject), decisive=True),))
         sizes: dict[str, Sequence[Any]] = {
             "latent_size": _claimed(subject, "latent_size", _LATENT_SIZES),
             "rope_size": _claimed(subject, "rope_size", _ROPE_SIZES),
@@ -119,12 +119,12 @@ def _title(row: Row) -> str:
     return f"latent-{row['latent_size']}/rope-{row['rope_size']}"
 
 
-def _conventions(subject: Subject) -> Finding:
-    """``conventions``: those of causal attention that a latent backend declares, too."""
+def _declarations(subject: Subject) -> Finding:
+    """``declarations``: those of causal attention that a latent backend declares, too."""
     target = subject.target
     if not (isinstance(target, type) and issubclass(target, LatentBackend)):
         return Finding.failed("declared", subject.offer.contribution.target, f"is no LatentBackend but {target!r}")
-    return conventions(replace(subject, target=as_causal(target)))
+    return declarations(replace(subject, target=as_causal(target)))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from hardpoint_plugin_api import (
     CacheSpec,
     CaptureGrade,
     DeviceInfo,
-    NumericConventions,
     Reason,
     Region,
     StepLimits,
@@ -65,7 +64,6 @@ class FrozenAttention(AttentionBackend):
 
     layout: ClassVar[CacheLayout] = FrozenLayout()
     capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
-    conventions: ClassVar[NumericConventions] = NumericConventions(lse_base="e", causal_alignment="bottom-right")
 
     def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
         super().__init__(ctx, spec)
