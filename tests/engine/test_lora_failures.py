@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, LoRARequest, SamplingParams
+from hardpoint.engine.client import CoreClient
 from hardpoint.engine.control import LoadAdapter, UnloadAdapter
-from hardpoint_plugin_api import CheckpointError, EngineError, RequestError
+from hardpoint_plugin_api import CapacityError, CheckpointError, EngineDeadError, EngineError, RequestError
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 from tests.support.lora import write_adapter
@@ -157,3 +160,35 @@ def test_an_adapter_that_is_gone_when_the_engine_is_built_again(
             check_tokens_equal(judge, PROMPT, requests[name].output_token_ids)
         merged = write_adapter(start, model, seed=4)
         check(llm, [merged, model], [request(start), None])
+
+
+def test_a_call_while_the_engine_is_built_again_takes_no_slot_of_a_repeated_one(
+    base: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    merged = write_adapter(first, base[1])
+    write_adapter(second, base[1], seed=1)
+    with lora_llm(base[0], on_engine_failure="restart", max_loras=1) as llm:
+        core = llm.client
+        core.control(LoadAdapter("first", str(first)))
+        with ThreadPoolExecutor(1) as pool:
+            request = core.add_request(PROMPT, GREEDY, frozenset(), adapter="first")
+            os.kill(core.facts.pid, signal.SIGKILL)
+            called = pool.submit(load_as_soon_as_possible, core, LoadAdapter("second", str(second)))
+            while request.finish_reason is None:
+                core.step()
+            with pytest.raises(CapacityError, match=r"adapter 'second' finds no slot: first fill all 1"):
+                called.result()
+        assert request.error is None
+        check_tokens_equal(merged, PROMPT, request.output_token_ids)
+
+
+def load_as_soon_as_possible(core: CoreClient, verb: LoadAdapter) -> None:
+    """Have ``verb`` done by the first core that is there to take it."""
+    while True:
+        try:
+            core.control(verb)
+        except EngineDeadError:
+            time.sleep(0.001)
+        else:
+            return

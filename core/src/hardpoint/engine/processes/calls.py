@@ -7,6 +7,7 @@ import logging
 import pickle
 import threading
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
@@ -87,18 +88,22 @@ class Answers:
     """Calls under way. A link's reader takes what comes back."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Future[object]] = {}
+        self._waiting: dict[int, tuple[Future[object], Callable[[object], None]]] = {}
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._lost: EngineDeadError | None = None
 
-    def expect(self) -> tuple[int, Future[object]]:
-        """A number for a call, and what will become of it. Raises EngineDeadError once the core is gone."""
+    def expect(self, note: Callable[[object], None] = lambda result: None) -> tuple[int, Future[object]]:
+        """A number for a call, and what will become of it. Raises EngineDeadError once the core is gone.
+
+        ``note`` is given the result in the reader's thread, before anything that the core sends later is read, and
+        before the caller has it.
+        """
         with self._lock:
             if self._lost is not None:
                 raise EngineDeadError(str(self._lost))
             number = next(self._numbers)
             future: Future[object] = Future()
-            self._waiting[number] = future
+            self._waiting[number] = future, note
         return number, future
 
     @property
@@ -107,10 +112,14 @@ class Answers:
         return bool(self._waiting)
 
     def take(self, answer: Answer) -> None:
-        """Hand ``answer`` to whoever waits for it."""
+        """Hand ``answer`` to its caller; one that comes after ``lose`` is dropped."""
         with self._lock:
-            future = self._waiting.pop(answer.number)
+            waiting = self._waiting.pop(answer.number, None)
+        if waiting is None:
+            return
+        future, note = waiting
         if answer.failure is None:
+            note(answer.result)
             future.set_result(answer.result)
         else:
             future.set_exception(answer.failure.original())
@@ -120,5 +129,5 @@ class Answers:
         with self._lock:
             self._lost = error
             waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
+        for future, _ in waiting.values():
             future.set_exception(EngineDeadError(str(error)))

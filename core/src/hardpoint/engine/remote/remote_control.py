@@ -39,8 +39,6 @@ class RemoteControl:
 
     _link: CallLink
     _admission: Admission
-    _adapting: threading.Lock
-    """Held from a call that loads or unloads an adapter to its answer: answers are taken in the core's order."""
     _opening: threading.Lock
     """Of all that a restart changes; held for moments."""
     _lost_adapters: dict[str, str]
@@ -55,29 +53,24 @@ class RemoteControl:
                 "tensors can be given to an engine whose core runs in the caller's thread alone (LLM without "
                 "core_process); save them to a folder and give that"
             )
+        link = self._link  # the same for both, whatever a restart does meanwhile
+        number, future = link.answers.expect(functools.partial(self._note, verb))
+        link.send(Call(number, verb))
+        return cast(R, future.result())
+
+    def _note(self, verb: Verb[object], answer: object) -> None:
+        """Note what ``verb`` has changed: requests are refused where they are made, and a core that is built again is
+        brought there. Called in the link's reader, in the core's order, so before it is known that the core is gone.
+        """
         if isinstance(verb, LoadAdapter | UnloadAdapter):
-            with self._adapting:
-                answer = self._call(verb)
-                self._note_adapter(verb.name, cast("tuple[Adapter, ...]", answer))
-            return cast(R, answer)
-        answer = self._call(verb)
-        if isinstance(verb, Sleep | WakeUp | UpdateWeights):  # requests are refused where they are made
+            self._note_adapter(verb.name, cast("tuple[Adapter, ...]", answer))
+        if isinstance(verb, Sleep | WakeUp | UpdateWeights):
             self._admission.asleep = cast("frozenset[MemoryTag]", answer)
         if isinstance(verb, UpdateWeights):
             self._weights = verb
-        return cast(R, answer)
-
-    def _call(self, verb: Verb[object]) -> object:
-        """The core's answer."""
-        number, future = self._link.answers.expect()
-        self._link.send(Call(number, verb))
-        return future.result()
 
     def _note_adapter(self, name: str, loaded: Iterable[Adapter], lost: str | None = None) -> None:
-        """Note whether ``name`` is among those ``loaded``, and why it was ``lost``.
-
-        The others stay as they are: a core that was built again may be asked for one before it has those of the last.
-        """
+        """Note whether ``name`` is among those ``loaded``, and why it was ``lost``. The others stay as they are."""
         with self._opening:
             others = tuple(adapter for adapter in self._admission.adapters if adapter.name != name)
             self._admission.adapters = others + tuple(adapter for adapter in loaded if adapter.name == name)
@@ -85,26 +78,32 @@ class RemoteControl:
             if lost is not None:
                 self._lost_adapters[name] = lost
 
-    def _repeat_calls(self) -> None:
-        """Bring a core that was built again to where the last one was: its adapters, its weights, and what of it
-        sleeps. It goes on without adapters that it cannot load."""
+    def _repeat_calls(self, link: CallLink) -> None:
+        """Bring a core that is built again, behind ``link``, to where the last one was: its adapters, its weights, and
+        what of it sleeps. It goes on without adapters that it cannot load.
+
+        ``link`` is not public yet: another's call that came first could take the slot of an adapter.
+        """
         with suppress(EngineDeadError):  # gone again already: another will be built
             for adapter in self._admission.adapters:
                 load = LoadAdapter(adapter.name, adapter.path, adapter.folder)
-                self._repeat(load, functools.partial(self._lose, adapter))
+                self._repeat(link, load, functools.partial(self._lose, adapter))
             if self._weights is not None:
-                self._repeat(self._weights)
+                self._repeat(link, self._weights)
             if self._admission.asleep:
-                self._repeat(Sleep(tuple(self._admission.asleep)))
+                self._repeat(link, Sleep(tuple(self._admission.asleep)))
 
-    def _repeat(self, verb: Verb[object], unless: Callable[[BaseException], bool] = lambda error: False) -> None:
-        """Send ``verb``. The core is given up where it fails, unless that has been seen to."""
-        number, future = self._link.answers.expect()
-        link = self._link
+    def _repeat(
+        self, link: CallLink, verb: Verb[object], unless: Callable[[BaseException], bool] = lambda error: False
+    ) -> None:
+        """Send ``verb``. The core is given up where it fails, unless that has been seen to or the core is gone."""
+        number, future = link.answers.expect()
 
         def check(answered: Future[object]) -> None:
             error = answered.exception()
-            if error is not None and not unless(error):  # what it would serve is not what was asked for
+            if error is None or isinstance(error, EngineDeadError):
+                return
+            if not unless(error):  # what it would serve is not what was asked for
                 link.give_up(f"{type(verb).__name__} failed on the engine that was built again: {error}")
 
         future.add_done_callback(check)

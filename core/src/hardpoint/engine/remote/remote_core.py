@@ -90,7 +90,6 @@ class RemoteCore(RemoteControl):
         self._open: dict[int, RequestProgress] = {}
         self._quarantine = Quarantine()
         self._aborted: list[RequestProgress] = []  # while no core could be told
-        self._adapting = threading.Lock()
         self._opening = threading.Lock()
         self._lost_adapters: dict[str, str] = {}
         self._ended: EngineDeadError | None = None
@@ -309,6 +308,7 @@ class RemoteCore(RemoteControl):
         except BaseException:  # an interrupt
             self._end(f"building it again was interrupted, after {cause}")
             raise
+        self._repeat_calls(link)
         with self._opening:
             self._link, closed = link, self._closed
             self._finalizer.detach()
@@ -329,11 +329,10 @@ class RemoteCore(RemoteControl):
         return [self._failed(number, EngineError(said))]
 
     def _readmit(self, ready: Ready) -> list[RequestProgress]:
-        """Give the new core what the last one had: other weights, sleep, and every request from its tokens so far."""
+        """Give the new core every request from its tokens so far, behind the calls that were repeated."""
         self._facts, self._stats, self._suspects = ready.facts, ready.stats, ready.suspects
         self._recovery.adopt(ready.facts.denied)
         self._admission.max_model_len = ready.facts.max_model_len
-        self._repeat_calls()
         aborted = self._take_aborted()
         with self._opening:
             for number in self._quarantine.admit(self._open):
