@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from hardpoint.bench import engine as module
 from hardpoint.cli import bench
+from hardpoint.checkpoint.source import demo_model
 from hardpoint.cli.main import run
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.scheduling.request import Request
+from hardpoint.tokenizer import Tokenizer
 
 
 def test_no_measured_step_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,3 +53,24 @@ def test_files_are_written_before_anything_is_printed(tmp_path: Path, monkeypatc
         run(["bench", "engine", "--dry-device", *flags])
     assert json.loads(file.read_text())["name"] == "engine"
     assert plot.exists()
+
+
+def test_a_token_of_a_long_stream_takes_no_more_memory_than_one_of_a_short_one() -> None:
+    """A copy of all tokens so far would take 128 KiB or more at the end."""
+    stream = module._Stream(Tokenizer.load(demo_model()))
+
+    def most_bytes_of_a_token() -> int:
+        most = 0
+        tracemalloc.start()
+        for _ in range(50):
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            stream.seconds(1)
+            most = max(most, tracemalloc.get_traced_memory()[1] - before)
+        tracemalloc.stop()
+        return most
+
+    stream.seconds(50)
+    early = most_bytes_of_a_token()
+    stream.seconds(module._LONG_STREAM - 200)
+    assert 0 < most_bytes_of_a_token() < early + 40_000, "the list of token ids itself may grow by an eighth"

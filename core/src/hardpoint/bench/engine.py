@@ -32,7 +32,8 @@ _GOALS = {1: 0.3, 64: 0.6, 256: 2.0}
 _PROMPT_TOKENS = 16
 _STEPS_BEFORE = 4
 """Those that read the prompts, and some that are not counted."""
-_STREAM_TOKENS, _WINDOW = 32_000, 1_000
+_LONG_STREAM, _SHORT_STREAM, _WINDOW = 32_000, 100, 1_000
+"""Tokens of a stream. After each window of the long one, as many tokens of short ones are measured."""
 _MOST_STEPS = 2000
 """The demo model's sequences have at most 2048 tokens."""
 
@@ -61,10 +62,11 @@ def engine(dry_device: bool, running: tuple[int, ...], waiting: int, steps: int)
             queued = _milliseconds(count, waiting, steps)
             rows.append(BenchRow(f"{count} running, {waiting} waiting", queued, "ms", peer=alone, note=goal))
     rows.append(BenchRow("detokenize one token", _detokenize_microseconds(), "us"))
-    first, last = _stream_microseconds()
-    rows.append(BenchRow(f"stream one token, of the first {_WINDOW:,}", first, "us"))
-    rows.append(BenchRow(f"stream one token, of the last {_WINDOW:,} of {_STREAM_TOKENS:,}", last, "us", peer=first))
-    return BenchResult("engine", tuple(rows), peer="the same without waiting requests; of a stream, its first tokens")
+    short, long, last = _stream_microseconds()
+    rows.append(BenchRow(f"stream one token, of streams of {_SHORT_STREAM}", short, "us"))
+    rows.append(BenchRow(f"stream one token, of a stream of {_LONG_STREAM:,}", long, "us", peer=short))
+    rows.append(BenchRow(f"stream one token, of its last {_WINDOW:,}", last, "us", peer=short))
+    return BenchResult("engine", tuple(rows), peer="the same without waiting requests; of a stream, short streams")
 
 
 class _NoModel:
@@ -112,7 +114,7 @@ class _ScriptedCore:
     """Takes requests, whose tokens others append."""
 
     def __init__(self, vocabulary: int) -> None:
-        self._admission = Admission(2 * _STREAM_TOKENS, vocabulary, seed=0)
+        self._admission = Admission(2 * _LONG_STREAM, vocabulary, seed=0)
         self.draw_seed = self._admission.draw_seed
 
     def add_request(self, *args: Any, **options: Any) -> RequestProgress:
@@ -123,26 +125,46 @@ class _ScriptedCore:
         """It ends by itself."""
 
 
-def _stream_microseconds() -> tuple[float, float]:
-    """Microseconds of the front end for one token, from the core's report to a part that is ready to be written: the
-    medians of a stream's first and last window."""
+class _Stream:
+    """A stream of one request, whose tokens are said in advance."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        ids = tokenizer.encode("It is a truth universally acknowledged, that a single man. ")
+        params = SamplingParams(max_tokens=_LONG_STREAM, output_kind=RequestOutputKind.DELTA)
+        core = cast(CoreClient, _ScriptedCore(max(ids) + 1))
+        prompt = TokenizedPrompt.read([1], tokenizer)
+        self._conversation = Conversation(core, tokenizer, prompt, params, frozenset())
+        self._tokens, self._cursor = cycle(ids), Cursor()
+
+    def seconds(self, tokens: int) -> list[float]:
+        """The front end's time for each of the next ``tokens``, from the core's report to a part that is ready to be
+        written."""
+        (request,), times = self._conversation.requests, []
+        for token in islice(self._tokens, tokens):
+            request.token_ids.append(token)
+            began = time.perf_counter()
+            self._conversation.advance(request)
+            for part in self._conversation.take().outputs:
+                self._cursor.take(part)
+            times.append(time.perf_counter() - began)
+        return times
+
+
+def _stream_microseconds() -> tuple[float, float, float]:
+    """Median microseconds for a token of short streams, of a long one, and of the long one's last window, in turns."""
     from hardpoint.checkpoint.source import demo_model
 
     tokenizer = Tokenizer.load(demo_model())
-    ids = tokenizer.encode("It is a truth universally acknowledged, that a single man. ")
-    params = SamplingParams(max_tokens=_STREAM_TOKENS, output_kind=RequestOutputKind.DELTA)
-    core = cast(CoreClient, _ScriptedCore(max(ids) + 1))
-    conversation = Conversation(core, tokenizer, TokenizedPrompt.read([1], tokenizer), params, frozenset())
-    (request,), cursor, times = conversation.requests, Cursor(), list[float]()
-    for token in islice(cycle(ids), _STREAM_TOKENS):
-        request.token_ids.append(token)
-        began = time.perf_counter()
-        conversation.advance(request)
-        for part in conversation.take().outputs:
-            cursor.take(part)
-        times.append(time.perf_counter() - began)
-    first, last = times[:_WINDOW], times[-_WINDOW:]
-    return statistics.median(first) * 1e6, statistics.median(last) * 1e6
+    stream, long, short = _Stream(tokenizer), list[float](), list[float]()
+    for _ in range(_LONG_STREAM // _WINDOW):
+        long += stream.seconds(_WINDOW)
+        for _ in range(_WINDOW // _SHORT_STREAM):
+            short += _Stream(tokenizer).seconds(_SHORT_STREAM)
+    return _median_us(short), _median_us(long), _median_us(long[-_WINDOW:])
+
+
+def _median_us(seconds: list[float]) -> float:
+    return statistics.median(seconds) * 1e6
 
 
 def _detokenize_microseconds(tokens: int = 2000) -> float:
