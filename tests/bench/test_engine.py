@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hardpoint.bench import engine as module
-from hardpoint.cli import bench
 from hardpoint.checkpoint.source import demo_model
+from hardpoint.cli import bench
 from hardpoint.cli.main import run
 from hardpoint.engine.core import EngineCore
 from hardpoint.engine.scheduling.request import Request

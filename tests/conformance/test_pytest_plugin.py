@@ -16,7 +16,9 @@ print("heavy:", *sorted({"torch", "numpy", "transformers", "pydantic", "covertab
 
 
 def test_a_run_that_does_not_ask_for_the_kit_imports_none_of_it(tmp_path: Path) -> None:
-    (tmp_path / "test_own.py").write_text("def test_own(pytestconfig):\n    pytestconfig.getoption('hardpoint_plugin')\n")
+    # The option is unknown where the plugin is not loaded.
+    own = "def test_own(pytestconfig):\n    pytestconfig.getoption('hardpoint_plugin')\n"
+    (tmp_path / "test_own.py").write_text(own)
     done = subprocess.run([sys.executable, "-c", _RUN], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (loaded,) = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("loaded:")]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,7 @@ from hardpoint.conformance.kit import Order
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site, Subject
 from hardpoint.engine.blueprint import draw
+from hardpoint.engine.explain import explain
 from hardpoint.ops.base import functional_from_out
 from hardpoint.ops.judge import judge
 from hardpoint.ops.rms_norm import rms_norm
@@ -41,9 +43,10 @@ from hardpoint_plugin_api import (
 )
 from tests.parallel.ranks import ranks_in_threads
 from tests.support.attention import MIXED, brute_force, run_backend
-from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint, write_tokenizer
 from tests.support.engines import small_llm
 
+ONE_THREAD = {"cpu": {"threads": 1}}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
@@ -320,7 +323,7 @@ def test_its_drafter_is_chosen_by_flag(acme: Path) -> None:
     ],
 )
 def test_what_it_brings_is_proved_by_its_own_samples(acme: Path, family: str, of: str | None) -> None:
-    site = Site.open(discover(), "cpu", {"cpu": {"threads": 1}})
+    site = Site.open(discover(), "cpu", ONE_THREAD)
     offers = [o for o in site.plugins.offers(family, of) if o.plugin == "acme"]
     assert offers
     for offer in offers:
@@ -332,13 +335,38 @@ def test_what_it_brings_is_proved_by_its_own_samples(acme: Path, family: str, of
         assert sum(finding.compared for check, finding in found if check == "values") > 0
 
 
-@pytest.mark.nightly
+def _means(folder: Path) -> str:
+    import_module("acme_hp.samples").write_means(folder, 5)
+    write_tokenizer(folder)
+    return str(folder)
+
+
+def _gpt_oss(folder: Path) -> str:
+    write_checkpoint(folder, "gpt_oss", num_local_experts=4, num_experts_per_tok=2)
+    return str(folder)
+
+
 @pytest.mark.parametrize(
-    ("family", "name"),
-    [("layer", "acme_fading_pairs"), ("drafter", "acme_echo"), ("experts", "acme_experts")],
+    ("family", "name", "model", "flag"),
+    [
+        ("layer", "acme_fading_pairs", _means, {"use": {"layer.acme_fading": "acme_fading_pairs"}}),
+        ("drafter", "acme_echo", lambda folder: "demo", {"speculative_method": "acme_echo"}),
+        pytest.param(
+            "experts", "acme_experts", _gpt_oss, {"experts_backend": "acme_experts"}, marks=pytest.mark.nightly
+        ),
+    ],
 )
-def test_it_is_certified_by_a_whole_run(acme: Path, family: str, name: str) -> None:
-    order = Order("acme", family, name, platform="cpu", settings={"cpu": {"threads": 1}})
+def test_it_is_certified_by_a_whole_run(
+    acme: Path, family: str, name: str, model: Callable[[Path], str], flag: dict[str, Any], tmp_path: Path
+) -> None:
+    """For latent attention: test_acme_latent.py."""
+    order = Order("acme", family, name, platform="cpu", settings=ONE_THREAD)
     certificate = certify(discover(), order, isolated=False)
     assert [f"{r.case}, {r.check}: {fault}" for r in certificate.results for fault in r.faults] == []
-    assert {result.name for result in certificate.results} == {name}
+    proofs, folder = tmp_path / "proofs", tmp_path / "model"
+    proofs.mkdir()
+    folder.mkdir()
+    certificate.write(proofs / "acme.json")
+    settings = {"model": model(folder), "platform": "cpu", "plugin_config": ONE_THREAD, "certificates": str(proofs)}
+    table = explain(EngineConfig.create(**settings, **flag))
+    assert {str(row.certified).partition(",")[0] for row in table.rows if row.chosen == name} == {"quick"}
