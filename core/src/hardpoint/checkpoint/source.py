@@ -27,28 +27,29 @@ def demo_model() -> Path:
     return Path(str(files("hardpoint"))) / "demo_model"
 
 
-def resolve_model(model: str, revision: str | None = None) -> Path:
+def resolve_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Return the local folder of ``model``: ``"demo"``, a folder with a config.json, or a hub id (downloaded once).
 
-    Raises CheckpointError for a path that does not exist or holds no model, and for a hub id that cannot be had.
+    ``download_dir`` is the folder for downloads, None for the hub's own cache. Raises CheckpointError for a path that
+    does not exist or holds no model, and for a hub id that cannot be had.
     """
-    folder = demo_model() if model == DEMO else _resolve("model", model, revision)
+    folder = demo_model() if model == DEMO else _resolve("model", model, revision, download_dir)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
     return folder
 
 
-def resolve_tokenizer(model: str, revision: str | None = None) -> Path:
+def resolve_tokenizer(model: str, download_dir: str | None = None) -> Path:
     """Return the local folder of a tokenizer, by the same names as ``resolve_model``; it needs no config.json."""
-    return demo_model() if model == DEMO else _resolve("tokenizer", model, revision)
+    return demo_model() if model == DEMO else _resolve("tokenizer", model, None, download_dir)
 
 
 def resolve_adapter(name: str) -> Path:
     """Return the local folder of a LoRA adapter, a folder or a hub id. Raises CheckpointError as resolve_model does."""
-    return _resolve("adapter", name, None)
+    return _resolve("adapter", name, None, None)
 
 
-def _resolve(kind: Kind, name: str, revision: str | None) -> Path:
+def _resolve(kind: Kind, name: str, revision: str | None, download_dir: str | None) -> Path:
     try:
         folder = Path(name).expanduser()
         is_folder, is_file = folder.is_dir(), folder.is_file()
@@ -60,16 +61,17 @@ def _resolve(kind: Kind, name: str, revision: str | None) -> Path:
         raise CheckpointError(f"{kind} path {folder} is a file; {_REMEDIES[kind]}")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(f"{kind} path {name} does not exist; {_REMEDIES[kind]}")
-    return _download(kind, name, revision)
+    return _download(kind, name, revision, download_dir)
 
 
-def _download(kind: Kind, repo: str, revision: str | None) -> Path:
+def _download(kind: Kind, repo: str, revision: str | None, folder: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        cache = None if folder is None else Path(folder).expanduser()
+        return Path(snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(

@@ -5,8 +5,9 @@ A TOML file holds ``block_size = 16`` and a plugin's own keys as ``[acme] worksp
 ``plugin_config={"acme": {"workspace_mib": 256}}``.
 """
 
+from hardpoint.config.engine_args import EngineArgs
 from hardpoint.config.engine_config import SETTINGS, EngineConfig, PluginKeys
 from hardpoint.config.load import load_config
 from hardpoint.config.settings import Group, group_of
 
-__all__ = ["SETTINGS", "EngineConfig", "Group", "PluginKeys", "group_of", "load_config"]
+__all__ = ["SETTINGS", "EngineArgs", "EngineConfig", "Group", "PluginKeys", "group_of", "load_config"]

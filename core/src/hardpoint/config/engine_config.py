@@ -9,10 +9,10 @@ from typing import Any, Self
 
 from pydantic import PrivateAttr, ValidationError
 
-from hardpoint.config.errors import flag_of, invalid_setting, setting_of, written
+from hardpoint.config.errors import invalid_setting, setting_of, written
 from hardpoint.config.settings import EngineSettings
 from hardpoint.config.types import ExecutorKind
-from hardpoint.config.vllm_flags import advice
+from hardpoint.config.vllm_names import translate_settings
 from hardpoint.parallel.topology import Topology
 from hardpoint.plugin_host import LOCK_FILE_NAME
 from hardpoint_plugin_api import FAMILIES, ConfigChange, ConfigError, ConfigKey, UnknownNameError
@@ -33,19 +33,20 @@ class EngineConfig(EngineSettings):
 
     @classmethod
     def create(cls, **settings: Any) -> Self:
-        """Build a config from Python keywords.
+        """Build a config from Python keywords, ours or vLLM's.
 
         The keys of ``plugin_config`` are checked later, by ``with_plugin_keys``, once the plugins are known.
         Raises ConfigError (UnknownNameError for an unknown keyword), naming key, value and what is valid.
         """
-        return cls._build(settings, {})
+        return cls._build(translate_settings(settings, cls.model_fields), {})
 
     @classmethod
     def _build(cls, settings: Mapping[str, Any], origins: Mapping[str, str]) -> Self:
         """``origins`` says where a key's value comes from, as the user wrote it (default: a Python keyword)."""
-        for key in settings:
-            if key not in cls.model_fields:
-                raise UnknownNameError("setting", key, cls.model_fields, f"{advice(flag_of(key)) or ''}")
+        unknown = [key for key in settings if key not in cls.model_fields]
+        if unknown:
+            errors = [UnknownNameError("setting", key, cls.model_fields) for key in unknown]
+            raise errors[0] if len(errors) == 1 else ConfigError("\n".join(map(str, errors)))
         if "model" not in settings:
             raise ConfigError("no model was given: name a folder, a hub id, or 'demo' for the built-in one")
         try:
@@ -70,6 +71,10 @@ class EngineConfig(EngineSettings):
         if config.blame_ops and not config.enforce_eager:
             blame = written("blame_ops", config.blame_ops, origins)
             raise ConfigError(f"{blame}: a crash in a captured graph names no op; add --enforce-eager")
+        if config.gpu_memory_utilization is not None and config.kv_cache_memory is not None:
+            share = written("gpu_memory_utilization", config.gpu_memory_utilization, origins)
+            size = written("kv_cache_memory", config.kv_cache_memory, origins)
+            raise ConfigError(f"{share} and {size} both size the KV cache; keep one")
         config._check_ranks(origins)
         config._check_restart(origins)
         config._check_speculation(origins)

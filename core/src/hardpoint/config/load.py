@@ -11,7 +11,7 @@ from typing import Any
 from hardpoint.config.engine_config import SETTINGS, EngineConfig, PluginKeys
 from hardpoint.config.errors import flag_of, setting_of
 from hardpoint.config.types import check_use, parse_use
-from hardpoint.config.vllm_flags import advice
+from hardpoint.config.vllm_names import translate_settings
 from hardpoint_plugin_api import FAMILIES, ConfigError, UnknownNameError
 
 
@@ -31,7 +31,8 @@ def load_config(
     of_flags: dict[str, Any] = {}
     sections: dict[str, dict[str, Any]] = {}
     origins: dict[str, str] = {}
-    for key, value in _read(file).items() if file else ():
+    by_our_names = translate_settings(_read(file), {*SETTINGS, *plugin_keys}) if file else {}
+    for key, value in by_our_names.items():
         if key in SETTINGS:
             of_file[key], origins[key] = value, f"{file}: {key}"
         elif isinstance(value, dict) and key in plugin_keys:
@@ -42,7 +43,6 @@ def load_config(
                 f"{'section' if isinstance(value, dict) else 'key'} in {file}:",
                 key,
                 {*plugin_keys, "use"} if isinstance(value, dict) else SETTINGS,
-                advice(flag_of(key)) or "",
             )
     _parse_use(of_file, f"{file}: use", f"{file}: use.", origins)
     for key, value in flags.items():

@@ -81,6 +81,12 @@ class EngineSettings(BaseModel):
     tokenizer: Text | None = setting(
         Group.MODEL, None, "Folder or hub id of the tokenizer. Default: the model's folder."
     )
+    skip_tokenizer_init: bool = setting(
+        Group.MODEL, False, "Load no tokenizer: prompts are token ids, and outputs have no text."
+    )
+    download_dir: Text | None = setting(
+        Group.MODEL, None, "Folder for models from the hub. Default: the hub's own cache (HF_HOME).", "FOLDER"
+    )
     hub_revision: Text | None = setting(Group.MODEL, None, "Branch, tag or commit of a model from the hub.")
     load_format: LoadFormat = setting(
         Group.MODEL, "auto", "auto: load the checkpoint's weights. random: make random weights, to measure speed."
@@ -104,6 +110,9 @@ class EngineSettings(BaseModel):
     reasoning_parser: Parser | None = setting(
         Group.MODEL, None, "Parser of reasoning in outputs, or none. Default: chosen by the chat template.", "NAME"
     )
+    max_logprobs: Index | None = setting(
+        Group.MODEL, None, "Most log-probabilities of a token that a request may ask for. Default: the vocabulary."
+    )
     seed: Seed = setting(Group.MODEL, 0, "Seed of random weights, and of sampling in requests without a seed.")
 
     platform: Text | None = setting(
@@ -116,6 +125,12 @@ class EngineSettings(BaseModel):
 
     kv_cache_memory: Bytes | None = setting(
         Group.MEMORY, None, "Size of the KV cache, such as 4GiB. Default: most of the free memory.", "SIZE"
+    )
+    gpu_memory_utilization: Share | None = setting(
+        Group.MEMORY,
+        None,
+        "Most of the device's memory that may be in use, weights included, from 0 to 1. Default: all of it.",
+        "SHARE",
     )
     kv_cache_dtype: CacheDtype = setting(
         Group.MEMORY, "auto", "Data type of the KV cache. auto: the model's. fp8_e4m3 and int8 take fewer bytes."

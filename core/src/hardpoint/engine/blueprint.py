@@ -110,7 +110,7 @@ def draw(config: EngineConfig, preset: str | None = None, place: Coordinates | N
 
 
 def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, rank: int) -> Blueprint:
-    checkpoint = Checkpoint.read(resolve_model(config.model, config.hub_revision))
+    checkpoint = Checkpoint.read(resolve_model(config.model, config.hub_revision, config.download_dir))
     lock = LockFile.read(Path(config.plugins_lock_file)) if config.plugins_locked else None
     plugins = discover(config.plugins, lock)
     for warning in check_environment(os.environ, plugins.config_keys()):

@@ -41,7 +41,7 @@ from hardpoint.plugin_host.culprits import Culprit
 from hardpoint.selection import SelectionTable
 from hardpoint.structured import Grammars
 from hardpoint.tokenizer import Tokenizer
-from hardpoint_plugin_api import EngineError
+from hardpoint_plugin_api import EngineError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,10 @@ class EngineCore:
         """What follows structured outputs: the one thing here that needs the tokenizer, read when first asked for."""
         if self._structures is None:
             config = self.blueprint.config
-            folder = resolve_tokenizer(config.tokenizer) if config.tokenizer else self.blueprint.folder
+            if config.skip_tokenizer_init:
+                raise RequestError("structured output needs a tokenizer, and --skip-tokenizer-init loads none")
+            own = config.tokenizer
+            folder = resolve_tokenizer(own, config.download_dir) if own else self.blueprint.folder
             self._structures = Grammars.of(Tokenizer.load(folder), self.admission.vocab_size)
         return self._structures
 

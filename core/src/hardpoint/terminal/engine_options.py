@@ -13,8 +13,8 @@ import click
 from hardpoint.config import SETTINGS, EngineConfig, Group, PluginKeys, group_of, load_config
 from hardpoint.config.errors import flag_of
 from hardpoint.config.settings import metavar_of
-from hardpoint.config.vllm_flags import advice_on
-from hardpoint_plugin_api import ConfigKey
+from hardpoint.config.vllm_names import FlagNames, translate_flags
+from hardpoint_plugin_api import ConfigError, ConfigKey
 
 DEFAULTS = {"model": "demo"}
 _CONFIG = "config_file"
@@ -37,16 +37,11 @@ class EngineCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, then turn what describes an engine into ``config``. Raises ConfigError."""
-        given = tuple(args)  # click empties the list
         try:
-            rest = super().parse_args(ctx, args)
-        except click.UsageError as error:
+            rest = super().parse_args(ctx, translate_flags(args, self._names(ctx)))
+        except (click.UsageError, ConfigError) as error:
             plugin_keys(quiet=False)  # a flag may be unknown because its plugin is not used
-            own = {name for param in self.get_params(ctx) for name in param.opts}
-            unknown = [each for each in given if each.partition("=")[0] not in own]
-            if isinstance(error, click.NoSuchOption) and (instead := advice_on(unknown)):
-                raise click.UsageError(instead, ctx) from error
-            raise
+            raise error if isinstance(error, click.UsageError) else click.UsageError(str(error), ctx) from error
         flags = {key: ctx.params.pop(str(param.name)) for key, param in self._flags.items()}
         flags["use"] = flags["use"] or None  # a repeatable option that was not given is ()
         named = ctx.params.pop("model_argument")
@@ -72,6 +67,12 @@ class EngineCommand(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+    def _names(self, ctx: click.Context) -> FlagNames:
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        own = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+        valued = {name for option in options if not option.is_flag and not option.count for name in option.opts}
+        return FlagNames(frozenset(own), frozenset(valued))
 
     def _help(self, ctx: click.Context) -> list[click.Parameter]:
         option = self.get_help_option(ctx)

@@ -2,6 +2,6 @@
 
 from hardpoint.tokenizer.chat import ChatTemplate
 from hardpoint.tokenizer.detokenizer import Detokenizer
-from hardpoint.tokenizer.tokenizer import Tokenizer
+from hardpoint.tokenizer.tokenizer import NoTokenizer, Tokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "Tokenizer"]
+__all__ = ["ChatTemplate", "Detokenizer", "NoTokenizer", "Tokenizer"]

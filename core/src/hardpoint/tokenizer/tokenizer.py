@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers.models import BPE
 
 from hardpoint.checkpoint.json_object import read_json
 from hardpoint.tokenizer.token_bytes import TokenBytes
@@ -101,6 +102,17 @@ class Tokenizer:
     def _named(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
+
+
+class NoTokenizer(Tokenizer):
+    """Stands for a tokenizer that was not loaded: it decodes to no text, and refuses to encode."""
+
+    def __init__(self) -> None:
+        super().__init__(tokenizers.Tokenizer(BPE()), {})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises RequestError."""
+        raise RequestError(f"no tokenizer was loaded (--skip-tokenizer-init): give token ids in place of {text!r:.80}")
 
 
 def _byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:

@@ -17,7 +17,8 @@ from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.parsers import Parsers, choose_parsers
 from hardpoint.structured import Trials
-from hardpoint.tokenizer import ChatTemplate, Tokenizer
+from hardpoint.tokenizer import ChatTemplate, NoTokenizer, Tokenizer
+from hardpoint_plugin_api import RequestError
 
 
 class Frontend:
@@ -42,8 +43,8 @@ class Frontend:
 
         Raises CheckpointError, and ConfigError for that template.
         """
-        tokenizer_folder = resolve_tokenizer(config.tokenizer) if config.tokenizer else folder
-        tokenizer = Tokenizer.load(tokenizer_folder)
+        tokenizer_folder = resolve_tokenizer(config.tokenizer, config.download_dir) if config.tokenizer else folder
+        tokenizer = NoTokenizer() if config.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
         own = config.chat_template
         template = None if own is None else ChatTemplate.of_file(Path(own).expanduser(), tokenizer.special_tokens)
         return cls(tokenizer_folder, tokenizer, GenerationConfig.read(folder), template)
@@ -79,7 +80,16 @@ class Frontend:
         return TokenizedPrompt.read(prompt, self.tokenizer)
 
     def check(self, core: CoreClient, params: SamplingParams) -> None:
-        """Raise RequestError for what takes time to find out: a structure that cannot be compiled. Before converse."""
+        """Raise RequestError for parameters that this engine does not serve, such as a structure that cannot be
+        compiled. To be called before ``converse``; it may take time.
+        """
+        most = core.facts.config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs") if most is not None else ():
+            count = getattr(params, name)
+            if count is not None and not 0 <= count <= most:
+                raise RequestError(f"{name} must be at most {most} (--max-logprobs), got {count}")
+        if params.stop_texts and core.facts.config.skip_tokenizer_init:
+            raise RequestError("stop: an engine without tokenizer makes no text; give stop_token_ids")
         if params.structured is not None:
             self._trials.check(params.structured, core.facts.vocab_size)
 
@@ -92,13 +102,16 @@ class Frontend:
         seed: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Conversation:
-        """Queue ``prompt``; see Conversation."""
+        """Queue ``prompt``, or its end where ``params`` says so; see Conversation."""
+        if params.truncate_prompt_tokens is not None:
+            prompt = prompt.last(params.truncate_prompt_tokens, core.facts.max_model_len)
         if prompt.cache_salt:
             options["cache_salt"] = prompt.cache_salt
-        return Conversation(core, self.tokenizer, prompt, params, self._eos_token_ids, request_id, seed, **options)
+        return Conversation(core, self.tokenizer, prompt, params, self.eos_token_ids, request_id, seed, **options)
 
     @property
-    def _eos_token_ids(self) -> frozenset[int]:
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end an output."""
         own = self.tokenizer.eos_token_id
         return self._generation.eos_token_ids | (frozenset() if own is None else {own})
 
@@ -109,7 +122,7 @@ def connect(config: EngineConfig, *, own_process: bool) -> tuple[Frontend, Remot
     Raises what either raises, with nothing left behind. Needs no torch where the core has its own process.
     """
     serve_other_ranks(config)
-    folder = resolve_model(config.model, config.hub_revision)
+    folder = resolve_model(config.model, config.hub_revision, config.download_dir)
     core = RemoteCore(ProcessLink if own_process else ThreadLink, config)
     try:
         frontend = Frontend.load(config, folder)

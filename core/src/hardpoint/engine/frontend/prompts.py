@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from hardpoint.tokenizer import Tokenizer
 from hardpoint_plugin_api import RequestError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``, and perhaps a ``cache_salt``."""
+
+
+class TextPrompt(TypedDict):
+    """A text as a prompt."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """Token ids as a prompt, and the text that they are of."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _FORMS = "a prompt is a text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"
@@ -40,6 +56,11 @@ class TokenizedPrompt:
                 raise RequestError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
             return cls(text, tuple(tokenizer.encode(str(text))) if ids is None else _token_ids(ids), salt or "")
         return cls(None, _token_ids(prompt))
+
+    def last(self, count: int, longest: int) -> TokenizedPrompt:
+        """The prompt's last ``count`` tokens; -1: as many as leave room for one more within ``longest``."""
+        count = longest - 1 if count == -1 else count
+        return self if len(self.token_ids) <= count else TokenizedPrompt(None, self.token_ids[-count:], self.cache_salt)
 
 
 def prompt_list(prompts: object) -> list[Prompt]:

@@ -39,18 +39,32 @@ class StepMemory:
         """Bytes for the cache where the user asks for no size.
 
         On an accelerator that is the platform's own budget, or less where the largest steps need more. A host has
-        memory enough beside its budget, and there the largest step may take long. All ranks of a pipeline stage must
-        call this together. Raises CapacityError as ``measure`` does.
+        memory enough beside its budget, and there the largest step may take long. With --gpu-memory-utilization the
+        cache and the largest steps keep within that share of the device. All ranks of a pipeline stage must
+        call this together. Raises CapacityError as ``measure`` does, and where the share is in use already.
         """
         config, platform = self.ctx.config, self.platform
         platform.memory.trim()  # memory that loading left to the allocator is free
-        budget = platform.kv_cache_budget()
+        budget, taken = platform.kv_cache_budget(), 0
         if self.ctx.device.accelerator:
             captured = 0 if config.enforce_eager else most_captured_tokens(engine, self.limits, config.num_drafts)
             taken = self.measure(captured)
             logger.info("the largest steps take %d MiB", taken >> 20)
             budget = min(budget, platform.memory.snapshot().free - taken)
+        if (share := config.gpu_memory_utilization) is not None:
+            budget = min(budget, self._left_of(share) - taken)
         return budget - graph_bytes(engine, self.limits, config.num_drafts, adapters=config.enable_lora)
+
+    def _left_of(self, share: float) -> int:
+        """Bytes that may be taken until ``share`` of the device is in use. Raises CapacityError where none may."""
+        now = self.platform.memory.snapshot()
+        used, most = now.total - now.free, int(share * now.total)
+        if used >= most:
+            raise CapacityError(
+                f"--gpu-memory-utilization {share:g} is {most:,} bytes of {self.ctx.device.name}, where {used:,} are "
+                "in use beside the cache; raise it, or free memory"
+            )
+        return most - used
 
     @torch.inference_mode()
     def measure(self, captured_tokens: int) -> int:

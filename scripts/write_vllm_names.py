@@ -1,0 +1,27 @@
+"""Writes the table of docs/coming_from_vllm.md from core's table of vLLM's names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hardpoint.config.errors import flag_of
+from hardpoint.config.vllm_names import vllm_names
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming_from_vllm.md"
+MARK = "<!-- written by scripts/write_vllm_names.py -->\n"
+
+
+def table() -> str:
+    """The table, as Markdown."""
+    rows = ["| vLLM | here |", "|---|---|"]
+    flags: dict[str, list[str]] = {}
+    for flag, name in vllm_names().items():
+        if name.setting is None or flag != flag_of(name.setting):  # else only its short form is vLLM's own
+            flags.setdefault(name.flag, []).append(flag)
+    rows += [f"| `{'`, `'.join(flags[flag])}` | {vllm_names()[flag].answer} |" for flag in flags]
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(text[: text.index(MARK) + len(MARK)] + "\n" + table(), encoding="utf-8")
