@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, Unpack
 from weakref import WeakValueDictionary
 
-from hardpoint.config import EngineConfig
+from hardpoint.config import EngineArgs, EngineConfig
 from hardpoint.engine.client import EngineStats, RequestOptions
 from hardpoint.engine.control import (
     TAGS,
@@ -81,6 +81,11 @@ class AsyncEngine:
         engine = cls.__new__(cls)
         engine._start(config)
         return engine
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        """An engine for settings that were written as vLLM's AsyncEngineArgs."""
+        return cls.from_config(args.create_engine_config())
 
     def _start(self, config: EngineConfig) -> None:
         own_process = config.wants_core_process(default=config.executor_kind != "torchrun")

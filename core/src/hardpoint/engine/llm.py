@@ -43,7 +43,9 @@ from hardpoint_plugin_api import EngineError, RequestError
 
 if TYPE_CHECKING:
     import torch
+    from prometheus_client import Metric
 
+    from hardpoint.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from hardpoint.engine.core import EngineCore
     from hardpoint.metrics import MetricsSnapshot
 
@@ -211,6 +213,30 @@ class LLM:
         """Return the device memory in use, by purpose."""
         return self.control(ReportMemory())
 
+    def get_metrics(self) -> list[Metric]:
+        """Return ``metrics`` as a list, one entry for each name."""
+        return list(self.metrics.families)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return ``tokenizer``."""
+        return self.tokenizer
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end an output, of the tokenizer and of generation_config.json."""
+        return self._frontend.eos_token_ids
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Find the likeliest continuations of each prompt; see BeamSearchParams."""
+        from hardpoint.engine.beam_search import beam_search
+
+        return beam_search(self, prompt_list(prompts), params)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what to use in place of a method of vLLM's LLM that has no counterpart."""
+        advice = _NO_COUNTERPART.get(name)
+        raise AttributeError(f"LLM.{name} is vLLM's name: {advice}" if advice else f"LLM has no attribute {name!r}")
+
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
         """Free memory until ``wake_up``; prompts are refused with EngineError until then.
 
@@ -338,6 +364,15 @@ class LLM:
                     run.num_open -= conversation.output.finished
 
 
+_ONLY_TEXT = "models generate text; pooling models are not supported"
+_NO_COUNTERPART = {
+    **dict.fromkeys(("classify", "embed", "encode", "reward", "score"), _ONLY_TEXT),
+    "apply_model": "use control(verb) with a verb of hardpoint.engine.control",
+    "collective_rpc": "use control(verb) with a verb of hardpoint.engine.control; each runs on every rank",
+    "llm_engine": "the engine's core is LLM.core, or use AsyncEngine",
+    "preprocess_chat": "use render_chat or chat_prompt",
+    "set_tokenizer": "start the engine with tokenizer=FOLDER",
+}
 _CLOSED = "this LLM is closed; make a new one"
 
 

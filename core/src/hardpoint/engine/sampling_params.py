@@ -7,12 +7,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from itertools import chain
 from numbers import Integral, Real
 from typing import Any
 
 from hardpoint.engine.outputs import RequestOutputKind
+from hardpoint.engine.structured_outputs import StructuredOutputsParams
 from hardpoint_plugin_api import RequestError, StructuredOutput
 
 
@@ -39,7 +40,10 @@ class SamplingParams:
 
     ``structured``: constrain the output to a schema, pattern or grammar. The output ends when nothing more may follow,
     regardless of ``min_tokens`` and ``ignore_eos``. An output that ``max_tokens`` or ``stop`` cuts off may be
-    incomplete. Not to be combined with ``allowed_token_ids`` and ``bad_words``.
+    incomplete. Not to be combined with ``allowed_token_ids`` and ``bad_words``. ``structured_outputs`` is vLLM's way to
+    write it.
+
+    ``truncate_prompt_tokens``: use the last tokens of a longer prompt, this many (-1: as many as the engine takes).
 
     ``output_kind``: the content of a stream's outputs; ignored by calls that return whole outputs.
 
@@ -69,8 +73,22 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured: StructuredOutput | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: InitVar[StructuredOutputsParams | Mapping[str, Any] | None] = None
+    logits_processors: InitVar[object] = None
+    extra_args: InitVar[object] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, structured_outputs: object, logits_processors: object, extra_args: object) -> None:
+        for name, given in (("logits_processors", logits_processors), ("extra_args", extra_args)):
+            if given:
+                raise RequestError(
+                    f"{name} has no counterpart: no code of a request runs in the engine; a plugin can replace an op "
+                    "on logits (docs/write_a_plugin.md)"
+                )
+        if structured_outputs is not None:
+            if self.structured is not None:
+                raise RequestError("structured and structured_outputs are the same; give one")
+            object.__setattr__(self, "structured", StructuredOutputsParams.read(structured_outputs).constraint)
         for name, (is_valid, valid) in _VALID.items():
             if not is_valid(getattr(self, name)):
                 raise RequestError(f"{name} must be {valid}, got {getattr(self, name)!r}")
@@ -200,6 +218,10 @@ _VALID: dict[str, tuple[Check, str]] = {
     "logprobs": (_optional(_integer(-1)), "0 or more, -1 for all, or None"),
     "prompt_logprobs": (_optional(_integer(-1)), "0 or more, -1 for all, or None"),
     "structured": (_optional(lambda value: isinstance(value, StructuredOutput)), "a StructuredOutput, or None"),
+    "truncate_prompt_tokens": (
+        _optional(lambda value: _integer(-1)(value) and value != 0),
+        "at least 1, -1 for the longest prompt, or None",
+    ),
     "output_kind": (lambda value: isinstance(value, RequestOutputKind), "a RequestOutputKind"),
 }
 """What each parameter must be, as a check and in words."""
