@@ -13,7 +13,7 @@ from hardpoint_plugin_api import StepLimits
 from tests.engine.test_scheduler import BLOCK, Device, make_request, make_scheduler
 
 BUDGET = 64
-POLICY = PrefillPolicy(threshold=16)
+POLICY = PrefillPolicy(threshold=64, max_partial=1, guarantee=16)
 
 
 class Engine:
@@ -97,10 +97,10 @@ def test_short_prompts_pass_a_long_one_that_waits_for_another() -> None:
 
 
 def test_several_long_prompts_are_read_at_once_where_the_policy_says_so() -> None:
-    engine = Engine(policy=PrefillPolicy(threshold=16, max_partial=2))
+    engine = Engine(policy=PrefillPolicy(threshold=64, max_partial=2, guarantee=16))
     for number in range(3):
         engine.add(number, 300)
-    assert engine.step() == {0: BUDGET - 16, 1: 16}
+    assert engine.step() == {0: BUDGET // 2, 1: BUDGET // 2}
 
 
 def test_a_more_important_prompt_takes_the_step_from_one_that_is_being_read() -> None:
@@ -154,14 +154,14 @@ def test_a_long_prompt_that_is_cached_is_not_long() -> None:
 @pytest.mark.parametrize(
     ("limits", "threshold", "expected"),
     [
-        (StepLimits(max_tokens=2048), None, 512),
-        (StepLimits(max_tokens=2048), 100, 100),
-        (StepLimits(max_tokens=2048), 0, 0),
-        (StepLimits(max_tokens=64, chunk_multiple=32), None, 32),
+        (StepLimits(max_tokens=2048), None, PrefillPolicy(2048, 4, 256)),
+        (StepLimits(max_tokens=2048), 100, PrefillPolicy(100, 4, 256)),
+        (StepLimits(max_tokens=2048), 0, PrefillPolicy(0, 4, 256)),
+        (StepLimits(max_tokens=64, chunk_multiple=32), None, PrefillPolicy(64, 4, 32)),
     ],
 )
-def test_a_threshold_fits_the_steps(limits: StepLimits, threshold: int | None, expected: int) -> None:
-    assert PrefillPolicy.within(limits, threshold, 1).threshold == expected
+def test_a_policy_fits_the_steps(limits: StepLimits, threshold: int | None, expected: PrefillPolicy) -> None:
+    assert PrefillPolicy.within(limits, threshold, 4) == expected
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,9 @@ def test_a_threshold_fits_the_steps(limits: StepLimits, threshold: int | None, e
     [
         ([], 64),
         ([(0, 10)], 54),
-        ([(0, 100)], 48),
+        ([(0, 30)], 34),
+        ([(0, 100)], 32),
+        ([(0, 10), (0, 100)], 27),
         ([(0, 100)] * 9, 16),
         ([(-1, 30)], 34),
         ([(-1, 60)], 4),

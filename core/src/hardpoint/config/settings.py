@@ -152,14 +152,14 @@ class EngineSettings(BaseModel):
     long_prefill_token_threshold: Index | None = setting(
         Group.SCHEDULING,
         None,
-        "Most tokens of a step that one prompt takes while other requests wait. Default: a quarter of "
-        "--max-num-batched-tokens. 0: no limit.",
+        "A prompt with more tokens than this shares each step with other requests. Default: --max-num-batched-tokens. "
+        "0: it takes every token.",
     )
     max_num_partial_prefills: Count = setting(
         Group.SCHEDULING,
-        1,
-        "Prompts longer than --long-prefill-token-threshold that are read at the same time. Shorter prompts pass those "
-        "that wait.",
+        4,
+        "Most prompts longer than --long-prefill-token-threshold that are read at the same time. Shorter prompts pass "
+        "those that wait.",
     )
     async_scheduling: bool | None = setting(
         Group.SCHEDULING,

@@ -13,35 +13,32 @@ from hardpoint_plugin_api import StepLimits
 class PrefillPolicy:
     """The shares of prompts in a step.
 
-    A prompt with more than ``threshold`` tokens to compute is long. While others of its priority want tokens, it gets
-    ``threshold`` of a step, and beyond these what the others leave. More important requests come before it. Of equally
-    important requests up to ``max_partial`` long prompts are read at a time. ``threshold`` 0: no prompt is long.
+    A prompt with more than ``threshold`` tokens to compute is long; 0: none is. A long prompt shares a step with the
+    other requests of its priority: shares are max-min fair, so that no request gets less than it wants while a long
+    prompt gets more. It gets at least ``guarantee`` tokens. More important requests come before it. Of equally
+    important requests up to ``max_partial`` long prompts are read at a time; others pass those that wait.
 
-    Example: of a step with 2,048 tokens and a threshold of 512, a prompt of 30,000 tokens gets 1,948 beside a waiting
-    prompt of 100, and 1,536 beside one of 2,000, which gets the other 512.
+    Example: of a step with 2,048 tokens a prompt of 30,000 gets 1,948 beside a waiting prompt of 100, and 1,024 beside
+    one of 2,000.
     """
 
     threshold: int = 0
     max_partial: int = 1
+    guarantee: int = 1
 
     @classmethod
     def within(cls, limits: StepLimits, threshold: int | None, max_partial: int) -> Self:
-        """A policy for steps of ``limits``, whose maximum of tokens is set; the default threshold is a quarter of it.
+        """A policy for steps of ``limits``, whose maximum of tokens is set, and is the default threshold.
 
-        A threshold is at least the least number of tokens of a prompt that such a step takes.
+        All long prompts together are guaranteed half of a step, each at least the least chunk of a prompt.
         """
         assert limits.max_tokens is not None
-        if threshold is None:
-            threshold = limits.max_tokens // 4
-        return cls(max(threshold, limits.chunk_multiple) if threshold else 0, max_partial)
+        threshold = limits.max_tokens if threshold is None else threshold
+        return cls(threshold, max_partial, max(limits.max_tokens // (2 * max_partial), limits.chunk_multiple))
 
     def is_long(self, num_tokens: int) -> bool:
         """Whether a prompt with ``num_tokens`` tokens to compute is long."""
         return 0 < self.threshold < num_tokens
-
-    def share(self, num_tokens: int) -> int:
-        """The tokens that other prompts leave to one with ``num_tokens`` to compute."""
-        return min(num_tokens, self.threshold) if self.threshold else num_tokens
 
     def num_startable(self, priority: int, partial: Iterable[int]) -> int:
         """How many long prompts of ``priority`` may start to be read while those of the priorities ``partial`` are."""
@@ -53,13 +50,26 @@ class PrefillPolicy:
         ``others`` are the priorities of requests that the step is yet to look at, each with the tokens that it wants.
         They are read as far as they matter.
         """
-        urgent = peers = 0
+        urgent = guaranteed = 0
+        peers: list[int] = []
         for other, wanted in others:
             if other < priority:
                 urgent += wanted
             elif other == priority or wanted == 1:  # a decode costs next to nothing
-                peers += self.share(wanted)
-            if urgent + peers >= budget:
+                peers.append(wanted)
+                guaranteed += min(wanted, self.guarantee)
+            if urgent + guaranteed >= budget:
                 break
         left = max(0, budget - urgent)
-        return max(min(self.threshold, left), left - peers)
+        return max(min(self.guarantee, left), _fair_share(left, peers))
+
+
+def _fair_share(budget: int, others: list[int]) -> int:
+    """The max-min fair share of one that wants all of ``budget``, beside ``others`` that want as much as they say."""
+    sharing = len(others) + 1
+    for wanted in sorted(others):
+        if wanted * sharing > budget:
+            break
+        budget -= wanted
+        sharing -= 1
+    return budget // sharing

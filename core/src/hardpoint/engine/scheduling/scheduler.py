@@ -400,7 +400,7 @@ class Scheduler:
             wanted = other.num_to_compute - start
             held = sum(self.cache.pool.is_free(page) for page in prefix.found())
             slots -= 1
-            free -= held + self.cache.num_fresh(prefix.num_blocks, start, start + self._prefill.share(wanted))
+            free -= held + self.cache.num_fresh(prefix.num_blocks, start, start + min(wanted, self._prefill.guarantee))
             if free < 0:
                 return
             yield other.asked.priority, wanted
