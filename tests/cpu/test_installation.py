@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hardpoint import __version__
 from tests.cpu.building import copy_source, install, run, wheel
 
 pytestmark = pytest.mark.nightly
@@ -37,7 +38,7 @@ def test_without_a_compiler(source: Path, tmp_path: Path) -> None:
 def test_a_wheel_serves_every_python(source: Path, tmp_path: Path) -> None:
     (source / "setup.cfg").write_text("[build_ext]\nlevels = plain\n")
     built = wheel(source, tmp_path / "wheel")
-    assert built.name.startswith("hardpoint_cpu-0.2.0-cp311-abi3-")
+    assert built.name.startswith(f"hardpoint_cpu-{__version__}-cp311-abi3-")
     assert "hardpoint_cpu/_native.abi3.so" in zipfile.ZipFile(built).namelist()
 
 
