@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -70,22 +71,28 @@ def render(pages: dict[Path, str]) -> tuple[dict[Path, str], dict[Path, str]]:
     """The texts of ``pages`` with a link below each table that is drawn, and the pictures, by path."""
     linked, pictures = {}, {}
     for page, text in pages.items():
-        number = 0
+        names: Counter[str] = Counter()
 
-        def with_picture(found: re.Match[str], page: Path = page) -> str:
-            nonlocal number
+        def with_picture(found: re.Match[str], page: Path = page, text: str = text, names: Counter[str] = names) -> str:
             lines = [line for line in found[0].splitlines() if line.startswith("|")]
             chart = read(lines)
             table = "\n".join(lines) + "\n"
             if not chart.panels:
                 return table
-            number += 1
-            picture = PICTURES / f"{page.stem}-{number}.svg"
+            name = f"{page.stem}-{_section(text[: found.start()])}"
+            names[name] += 1
+            picture = PICTURES / f"{name}{'' if names[name] == 1 else f'-{names[name]}'}.svg"
             pictures[picture] = draw(chart)
             return f"{table}\n![The table above as bars](../pictures/measurements/{picture.name})\n"
 
         linked[page] = _TABLE.sub(with_picture, text)
     return linked, pictures
+
+
+def _section(before: str) -> str:
+    """A file name for the section that ``before`` ends in, so that other sections' pictures keep theirs."""
+    headings = re.findall(r"^#+ (.*)$", before, re.MULTILINE) or ["table"]
+    return "-".join(re.findall(r"[a-z0-9]+", headings[-1].lower())[:6])
 
 
 def read(lines: list[str]) -> Chart:

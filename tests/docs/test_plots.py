@@ -22,11 +22,12 @@ def test_pictures_show_todays_tables() -> None:
 
 def test_a_changed_number_changes_the_picture() -> None:
     page = Path("a.md")
-    before, after = (f"| run | tokens/s |\n|---|---|\n| a | {n} |\n| b | 7 |\n" for n in (5, 6))
+    before, after = (f"# A b\n\n| run | tokens/s |\n|---|---|\n| a | {n} |\n| b | 7 |\n" for n in (5, 6))
     linked, pictures = render({page: before})
-    assert linked[page] == f"{before}\n![The table above as bars](../pictures/measurements/a-1.svg)\n"
+    assert linked[page] == f"{before}\n![The table above as bars](../pictures/measurements/a-a-b.svg)\n"
     assert render(linked) == (linked, pictures)
     assert render({page: after})[1] != pictures
+    assert {path.name for path in render({page: before + before})[1]} == {"a-a-b.svg", "a-a-b-2.svg"}
 
 
 def test_columns_are_panels_and_units_are_told_apart() -> None:
