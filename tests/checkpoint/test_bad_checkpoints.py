@@ -267,7 +267,7 @@ def test_wrong_shape_shows_both(checkpoint: Path) -> None:
 
 def test_prompt_too_long(good: Path) -> None:
     with small_llm(good, max_model_len=32) as llm:
-        with pytest.raises(RequestError, match=r"the prompt has 32 tokens.*at most 31"):
+        with pytest.raises(RequestError, match=r"maximum context length is 32 .*the prompt has 32 tokens"):
             llm.generate([[1] * 32])
         with pytest.raises(RequestError, match="token id 258 is outside the model's vocabulary of 258"):
             llm.generate([[258]])

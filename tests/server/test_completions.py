@@ -126,7 +126,8 @@ def test_logprobs_and_echo(client: openai.OpenAI, llm: LLM, stream: bool) -> Non
     assert scores[0] is None
     assert scores[1:] == pytest.approx([each.logprob for each in drawn])
     assert len(offsets) == len(tokens)
-    assert all(len(top) <= 2 for part in parts for top in part.top_logprobs or () if top)
+    tops = [top for part in parts for top in part.top_logprobs or ()]
+    assert all(token in top and len(top) <= 3 for token, top in zip(tokens, tops, strict=True) if top)
 
 
 def test_scoring_a_text_draws_nothing(client: openai.OpenAI) -> None:
@@ -135,7 +136,10 @@ def test_scoring_a_text_draws_nothing(client: openai.OpenAI) -> None:
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 0
     assert answer.choices[0].logprobs is not None
-    assert len(answer.choices[0].logprobs.tokens or ()) == answer.usage.prompt_tokens
+    scored = answer.choices[0].logprobs
+    assert len(scored.tokens or ()) == answer.usage.prompt_tokens
+    wanted = zip(scored.tokens or (), scored.token_logprobs or (), strict=True)
+    assert scored.top_logprobs == [None, *({token: score} for token, score in list(wanted)[1:])]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from itertools import chain, cycle
 from typing import Any
 
 import httpx2 as httpx
+import openai
 import pytest
 
 from hardpoint import __version__
+from hardpoint.server.openai.messages import ChatMessage, template_messages
 from tests.support.engines import until
 from tests.support.serving import RunningServer, running_server
 
@@ -30,7 +32,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
     ("path", "body", "message"),
     [
         ("/v1/completions", {}, "prompt is missing"),
-        ("/v1/completions", {"prompt": "a", "top_q": 1}, "top_q is not a field that this endpoint knows"),
+        ("/v1/completions", {"prompt": "a", "priority": -1}, "priority -1 is below 0"),
         ("/v1/completions", {"prompt": "a", "temperature": "0.5"}, "temperature: input should be a valid number"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature must be 0 or more"),
         ("/v1/completions", {"prompt": "a", "max_tokens": -1}, "max_tokens"),
@@ -55,7 +57,6 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
         ("/v1/completions", {"prompt": "a", "response_format": {"type": "regex", "pattern": "("}}, "structured output"),
         ("/v1/chat/completions", {"messages": []}, "messages must be a list of at least one"),
         ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc"}}]}]},
@@ -66,7 +67,6 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
         ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, "tool_choice needs tools"),
         ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs holds"),
         ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs holds 'self'"),
-        ("/v1/chat/completions", CHAT | {"functions": []}, "functions is not a field"),
         ("/tokenize", {}, "give one of prompt and messages"),
         ("/detokenize", {"tokens": [-1]}, "-1 is no token id"),
     ],
@@ -78,6 +78,96 @@ def test_bad_input_is_a_400_that_names_it(server: RunningServer, path: str, body
     assert answer.status_code == 400, answer.text
     assert message in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+TOOLS = [{"type": "web_search", "filters": {}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ignored"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "top_q": 1, "x\r\ny": 1}, "top_q, x%0D%0Ay"),
+        ("/v1/chat/completions", CHAT | {"functions": [], "tools": TOOLS}, "functions, tools[0].web_search"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"messages": [{"role": "user", "content": "x", "mood": 1}]},
+            "messages[0].mood",
+        ),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1, "client_metadata": {}, "tools": TOOLS}, None),
+        (
+            "/v1/messages",
+            {"model": "demo", "messages": CHAT["messages"], "max_tokens": 1, "container": "x"},
+            "container",
+        ),
+        ("/tokenize", {"prompt": "a", "x": 1}, "x"),
+        ("/detokenize", {"tokens": [5], "x": 1}, "x"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unknown_fields_are_ignored_and_listed(
+    server: RunningServer, path: str, body: Any, ignored: str | None
+) -> None:
+    answer = server.post(path, body)
+    assert answer.status_code == 200, answer.text
+    listed = answer.headers["x-hardpoint-ignored-fields"]
+    assert listed == (ignored or "client_metadata, tools[0].web_search")
+    first = listed.split(", ")[0].replace("[0]", "[]")
+    assert sum(f"{first!r} is unknown" in line for line in server.log) <= 1
+    assert (
+        server.post(path, body | {"stream": True} if "messages" in body else body).headers["x-hardpoint-ignored-fields"]
+        == listed
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_null_is_as_good_as_nothing(server: RunningServer, path: str) -> None:
+    schemas = server.get("/openapi.json").json()
+    name = schemas["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    schema = schemas["components"]["schemas"][name.rpartition("/")[2]]
+    own = {"prompt": "a", "messages": CHAT["messages"], "input": "a", "max_tokens": 1, "model": "demo"}
+    body = {key: own[key] if key in schema.get("required", ()) else None for key in schema["properties"]}
+    answer = server.post(path, body | ({"max_tokens": 1} if "max_tokens" in body else {"max_output_tokens": 1}))
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_of_the_protocol(server: RunningServer) -> None:
+    long = {"role": "user", "content": "sea " * 3000}
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with client, pytest.raises(openai.BadRequestError, match="This model's maximum context length is") as caught:
+        client.chat.completions.create(model="demo", messages=[long])  # type: ignore[list-item]
+    assert caught.value.code == "context_length_exceeded"
+    message = server.post("/v1/messages", {"model": "demo", "messages": [long], "max_tokens": 1}).json()
+    assert message["error"]["message"].startswith("prompt is too long: ")
+
+
+def test_calls_that_are_no_json_are_no_dead_end() -> None:
+    function = {"name": "f", "arguments": '{"a": '}
+    message = ChatMessage.model_validate({"role": "assistant", "tool_calls": [{"id": "1", "function": function}]})
+    (plain,) = template_messages([message])
+    assert plain["tool_calls"][0]["function"]["arguments"] == {"arguments": '{"a": '}
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:80", 200),
+        ("[::1]:9", 200),
+        ("127.0.0.1", 200),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+    ],
+)
+def test_names_that_others_let_point_here_are_refused(server: RunningServer, host: str, status: int) -> None:
+    answer = httpx.get(server.url + "/version", headers={"host": host}, timeout=60)
+    assert answer.status_code == status
+    assert status == 200 or "--allowed-host" in answer.json()["error"]["message"]
+
+
+def test_requests_have_ids(server: RunningServer) -> None:
+    answer = httpx.get(server.url + "/version", headers={"x-request-id": "mine-1"}, timeout=60)
+    assert answer.headers["x-request-id"] == "mine-1"
+    own = {httpx.get(server.url + "/version", headers={"x-request-id": "a b"}).headers["x-request-id"] for _ in "12"}
+    assert len(own) == 2, "one that is no id is replaced"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +252,8 @@ def test_metrics(server: RunningServer) -> None:
 def opened(server: RunningServer, body: dict[str, Any], path: str = "/v1/completions") -> Iterator[socket.socket]:
     """A connection that has sent a request."""
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(head.encode() + data)
         yield connection
@@ -227,7 +318,7 @@ def strict() -> Iterator[RunningServer]:
         "--served-model-name",
         "alias",
     ]
-    with running_server(*flags, "--cors-origin", "https://page.example") as server:
+    with running_server(*flags, "--cors-origin", "https://page.example", "--strict-fields") as server:
         yield server
 
 
@@ -243,12 +334,20 @@ def test_keys(strict: RunningServer) -> None:
         assert answer.json()["error"]["code"] == "invalid_api_key"
     for key in ("one", "two"):
         assert httpx.get(strict.url + "/v1/models", headers=authorized(key), timeout=60).status_code == 200
+        assert httpx.get(strict.url + "/v1/models", headers={"authorization": f"bearer {key}"}).status_code == 200
         assert httpx.get(strict.url + "/v1/models", headers={"x-api-key": key}, timeout=60).status_code == 200
     assert (
         httpx.post(strict.url + "/v1/messages", json={}, timeout=60).json()["error"]["type"] == "authentication_error"
     )
     assert strict.get("/metrics").status_code == 401
     assert strict.get("/health").status_code == strict.get("/ready").status_code == 200
+
+
+def test_unknown_fields_are_refused_where_that_is_wanted(strict: RunningServer) -> None:
+    answer = strict.post("/v1/completions", {"prompt": "a", "top_q": 1}, headers=authorized())
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "top_q"
+    assert "top_q is not a field that this endpoint knows" in answer.json()["error"]["message"]
 
 
 def test_names(strict: RunningServer) -> None:
@@ -272,7 +371,7 @@ def test_large_bodies(strict: RunningServer) -> None:
 
 
 def test_slow_bodies(strict: RunningServer) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer one\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\n"
     head += b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", strict.port), timeout=60) as connection:
         connection.sendall(head)
@@ -290,7 +389,7 @@ def received(connection: socket.socket) -> bytes:
     return answer
 
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.mark.parametrize("first", [b"", HEALTH])
@@ -322,6 +421,9 @@ def test_large_heads(strict: RunningServer) -> None:
             for _ in range(100):
                 connection.sendall(b"y" * 10_000)
         assert received(connection).startswith(b"HTTP/1.1 431 ")
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=60) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 120 * 1024 + b"\r\n\r\n")
+        assert received(connection).startswith(b"HTTP/1.1 431 "), "in one piece"
     assert strict.get("/health").status_code == 200
 
 
@@ -330,7 +432,7 @@ def test_who_reads_nothing_is_left(strict: RunningServer) -> None:
     before = strict.num_descriptors
     body = {"model": "mine", "prompt": ["sea " * 200] * 2, "n": 64, "max_tokens": 0, "echo": True, "logprobs": 20}
     data = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer one\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\n"
     head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -17,8 +18,10 @@ import httpx2 as httpx
 import pytest
 
 from tests.support.engines import until
-from tests.support.serving import RunningServer, running_server
+from tests.support.serving import SMALL, RunningServer, running_server
 
+HANGUP = signal.SIGHUP if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else signal.SIGTERM
+"""A test run that was started by nohup hands on to its children that hang-ups are ignored."""
 ENDLESS = {"prompt": "The whale", "max_tokens": 1900, "ignore_eos": True}
 
 
@@ -84,7 +87,7 @@ def test_it_answers_while_it_loads_and_ends_well() -> None:
         assert any(map(is_core, engines))
         stream = Stream(server, max_tokens=400)
         stream.begun.wait()
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(HANGUP)
         until(lambda: server.get("/ready").status_code == 503)
         refused = server.post("/v1/completions", {"prompt": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
@@ -93,6 +96,35 @@ def test_it_answers_while_it_loads_and_ends_well() -> None:
         assert server.process.wait(60) == 0
         until(lambda: all(map(is_gone, engines)), 10)
         assert "Traceback" not in "".join(server.log)
+
+
+def test_a_log_that_nobody_reads_stops_nothing() -> None:
+    """Its pipe is as small as they come, and full after some forty lines."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "hardpoint.cli", "serve", "--port", str(port), "--access-log", *SMALL]
+    process = subprocess.Popen(command, stderr=writing, text=True)
+    os.close(writing)
+    server = RunningServer(process, f"http://127.0.0.1:{port}")
+    try:
+        assert os.read(reading, 1)
+        until(lambda: is_ready(server), 120)
+        for _ in range(100):
+            assert server.get("/health").status_code == 200
+        assert server.stop() == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reading)
+
+
+def is_ready(server: RunningServer) -> bool:
+    try:
+        return server.get("/ready").status_code == 200
+    except httpx.ConnectError:
+        return False
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, None])

@@ -135,7 +135,6 @@ def test_logprobs(client: openai.OpenAI) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"extra_body": {"n": 2}}, "n: a response is one completion"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
-        ({"extra_body": {"top_q": 1}}, "top_q"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value),
 )

@@ -110,7 +110,8 @@ def test_garbled_bodies(short_server: RunningServer, num_bodies: int) -> None:
 def test_connections_that_are_no_good(short_server: RunningServer, num_clients: int) -> None:
     """Slow ones, half-closed ones, and such as speak no HTTP, with a good one among them."""
     descriptors = short_server.num_descriptors
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: 50\r\n\r\n"
 
     def connect(number: int) -> None:
         with socket.create_connection(("127.0.0.1", short_server.port), timeout=60) as connection:

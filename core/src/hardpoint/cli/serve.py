@@ -84,6 +84,22 @@ from hardpoint.terminal.engine_options import EngineCommand
     is_flag=True,
     help="Let clients load LoRA adapters from this machine's disk, and unload them.",
 )
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Host name that requests may be sent to, beside localhost. Repeatable. Default: any; on a loopback address "
+    "without keys, localhost alone.",
+)
+@click.option("--strict-fields", is_flag=True, help="Refuse requests with unknown fields, which are ignored otherwise.")
+@click.option(
+    "--min-priority",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Lowest priority number that requests may have. Lower numbers run first; requests without one have 0.",
+)
 @click.option("--access-log", is_flag=True, help="Log every request.")
 @click.option("--quiet", is_flag=True, help="Log warnings and errors only.")
 def serve(config: EngineConfig, api_key_file: Path | None, quiet: bool, **settings: Any) -> None:
@@ -95,7 +111,7 @@ def serve(config: EngineConfig, api_key_file: Path | None, quiet: bool, **settin
     from hardpoint.server.run import serve as run
     from hardpoint.server.settings import ServerSettings, read_api_keys
 
-    show_log(logging.WARNING if quiet else logging.INFO)
+    show_log(logging.WARNING if quiet else logging.INFO, waits=False)
     if api_key_file is not None:
         settings["api_keys"] += read_api_keys(api_key_file)
     run(config, ServerSettings(**settings))

@@ -9,10 +9,11 @@ from starlette.responses import PlainTextResponse
 from hardpoint.engine.control import LoadAdapter, UnloadAdapter
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fields import ProtocolModel
+from hardpoint.server.requests import JsonRoute
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint_plugin_api import CheckpointError, ConfigError, EngineDeadError, EngineError
 
-router = APIRouter(tags=["operations"])
+router = APIRouter(route_class=JsonRoute, tags=["operations"])
 
 
 class LoadBody(ProtocolModel):

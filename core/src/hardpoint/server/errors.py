@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 
+from hardpoint.engine.scheduling.admission import ContextLengthError
 from hardpoint_plugin_api import CapacityError, EngineDeadError, HardpointError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 RETRY_AFTER_SECONDS = 1
+CONTEXT_LENGTH = "context_length_exceeded"
+"""OpenAI's code for a prompt that is too long: clients shorten the conversation when they see it."""
 
 
 class ApiError(HTTPException):
@@ -59,6 +62,8 @@ def as_api_error(error: BaseException) -> ApiError:
     """What a client is told of ``error``. What nobody foresaw is logged, and not described to the client."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), param="messages", code=CONTEXT_LENGTH)
     if isinstance(error, RequestError | CapacityError):
         return ApiError(400, str(error), param=_named_first(str(error)))
     if isinstance(error, EngineDeadError):
@@ -77,7 +82,8 @@ def error_body(path: str, error: ApiError) -> dict[str, Any]:
     """The error as the protocol of ``path`` writes it."""
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        words = "prompt is too long: " if error.code == CONTEXT_LENGTH else ""  # Anthropic's, which clients look for
+        return {"type": "error", "error": {"type": kind, "message": words + error.message}}
     kind = _OPENAI_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
@@ -131,18 +137,14 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body; with a union, what is wrong with the form that fits it best."""
     found = error.errors()
     best = max(found, key=lambda each: len(each["loc"])) if len(found) > 1 else found[0]
-    unknown = [each for each in found if each["type"] == "extra_forbidden"]
-    chosen = unknown[0] if unknown else best
-    name = field_name(chosen["loc"])
-    if chosen["type"] == "extra_forbidden":
-        message = f"{name} is not a field that this endpoint knows; leave it out (docs/serving.md lists the fields)"
-    elif not name:
+    name = field_name(best["loc"])
+    if not name:
         message = "the body must be a JSON object, sent with the header Content-Type: application/json"
-    elif chosen["type"] == "missing":
+    elif best["type"] == "missing":
         message = f"{name} is missing"
     else:
-        said = str(chosen["msg"])
-        message = f"{name}: {said[:1].lower()}{said[1:]}" + _shown(chosen.get("input"))
+        said = str(best["msg"])
+        message = f"{name}: {said[:1].lower()}{said[1:]}" + _shown(best.get("input"))
     return ApiError(400, message, param=name or None)
 
 

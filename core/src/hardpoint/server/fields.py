@@ -25,9 +25,34 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class ProtocolModel(BaseModel):
-    """A part of a request's body: fields it does not name are refused, and values are not converted."""
+    """A part of a request's body. Values are not converted. Fields it does not name are kept for take_unknown."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="allow", strict=True, hide_input_in_errors=True)
+
+
+class UnknownPart(ProtocolModel):
+    """A part that is ignored as a whole, such as a tool that a provider runs."""
+
+    type: str
+
+
+def take_unknown(part: object, place: str = "") -> list[str]:
+    """Remove the fields that a body's models do not name; return their names, such as ``messages[0].mood``.
+
+    A part that is ignored as a whole is named with its type, and stays.
+    """
+    if isinstance(part, UnknownPart):
+        return [f"{place}.{part.type}"]
+    if isinstance(part, list):
+        return [name for number, each in enumerate(part) for name in take_unknown(each, f"{place}[{number}]")]
+    if not isinstance(part, ProtocolModel):
+        return []
+    prefix = f"{place}." if place else ""
+    found = [prefix + name for name in part.model_extra or ()]
+    part.__pydantic_extra__ = {}
+    for name, value in part.__dict__.items():
+        found += take_unknown(value, prefix + name)
+    return found
 
 
 class SamplingFields(ProtocolModel):
@@ -79,7 +104,7 @@ def _by_token(bias: Mapping[str, float]) -> dict[int, float]:
 class TreatmentFields(ProtocolModel):
     """How a request is treated beside others: ``priority``, lower first; ``cache_salt``, whose prefixes it shares."""
 
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
 
 

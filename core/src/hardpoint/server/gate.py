@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
+import re
 import time
+import uuid
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hardpoint.server import page
 from hardpoint.server.errors import ApiError, error_response
 from hardpoint.server.service import Service
+from hardpoint.server.settings import ServerSettings
 
 _OPEN_TO_ALL = {"/health", "/ready", *page.PATHS}
 """Paths for probes, which have no key, and for browsers, which have none yet."""
@@ -19,6 +23,12 @@ _OPEN_TO_ALL = {"/health", "/ready", *page.PATHS}
 
 SEND = "hardpoint.send"
 """Where a scope has what really sends. A stream's events go there, past every middleware between: see watched.py."""
+ADDED_HEADERS = "hardpoint.headers"
+"""Where a scope has the list of headers that its response gets in addition."""
+REQUEST_ID = "hardpoint.request_id"
+"""Where a scope has the id of its request."""
+_ID = re.compile(r"[!-~]{1,128}")
+_LOOPBACK_NAME = re.compile(r"(.+\.)?localhost\.?", re.IGNORECASE)
 
 
 class Gate:
@@ -27,6 +37,7 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
         self._keys = [key.encode() for key in service.settings.api_keys]
+        self._hosts = _allowed_hosts(service.settings)
         self._num_posts = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,9 +50,12 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *scope[ADDED_HEADERS]]
             await send(message)
 
-        scope[SEND] = send
+        given = Headers(scope=scope).get("x-request-id", "")
+        scope[SEND], scope[REQUEST_ID] = send, given if _ID.fullmatch(given) else uuid.uuid4().hex
+        scope[ADDED_HEADERS] = [(b"x-request-id", scope[REQUEST_ID].encode())]
         metrics.open_requests.inc()
         try:
             await self._pass(scope, receive, noting)
@@ -53,6 +67,8 @@ class Gate:
         is_post, settings = scope["method"] == "POST", self._service.settings
         try:
             headers = Headers(scope=scope)
+            if self._hosts is not None:
+                self._check_host(headers)
             if self._keys and scope["path"] not in _OPEN_TO_ALL:
                 self._check_key(headers)
             if is_post:
@@ -88,13 +104,43 @@ class Gate:
             code="too_many_requests",
         )
 
+    def _check_host(self, headers: Headers) -> None:
+        """Refuse a name that is not this server's: a web page may have its own name point here (DNS rebinding)."""
+        host = headers.get("host", "").lower()
+        name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.rpartition(":")[0] or host
+        assert self._hosts is not None
+        if host and name not in self._hosts and not _is_loopback(name):
+            raise ApiError(
+                403,
+                f"the Host header names {name!r:.100}, which is not this server; start it with --allowed-host NAME, or "
+                "with --api-key",
+                code="host_not_allowed",
+            )
+
     def _check_key(self, headers: Headers) -> None:
-        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
         candidate = given.encode("utf-8", "replace")
         matches = [hmac.compare_digest(candidate, key) for key in self._keys]  # all of them, in the same time
         if not any(matches):
             why = "the API key is not one of this server's" if given else "an API key is needed"
             raise ApiError(401, f"{why}; send Authorization: Bearer KEY, or x-api-key: KEY", code="invalid_api_key")
+
+
+def _allowed_hosts(settings: ServerSettings) -> frozenset[str] | None:
+    """Names that a Host header may have beside those of loopback addresses; None: any.
+
+    Without a key on a loopback address, the address alone keeps others out, so that names are checked.
+    """
+    own = frozenset(name.lower() for name in settings.allowed_hosts)
+    return own if own or (_is_loopback(settings.host) and not settings.api_keys) else None
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return _LOOPBACK_NAME.fullmatch(name) is not None
 
 
 class _Body:

@@ -16,8 +16,7 @@ from hardpoint.engine.frontend.streams import RequestStream
 from hardpoint.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.server.errors import ApiError
-from hardpoint.server.host import EngineHost
-from hardpoint.server.metrics import ServerMetrics
+from hardpoint.server.service import Service
 from hardpoint_plugin_api import RequestError
 
 MAX_COMPLETIONS = 1024
@@ -60,9 +59,9 @@ class Generation:
     ``outputs`` has the newest part of each prompt's. Completion ``index`` of prompt ``p`` is choice ``p * n + index``.
     """
 
-    def __init__(self, request: GenerationRequest, host: EngineHost, metrics: ServerMetrics) -> None:
+    def __init__(self, request: GenerationRequest, service: Service) -> None:
         self.outputs: list[RequestOutput | None] = [None] * len(request.prompts)
-        self._host, self._metrics, self._began = host, metrics, time.perf_counter()
+        self._host, self._metrics, self._began = service.host, service.metrics, time.perf_counter()
         self.num_choices = request.params.n
         self._streams: list[RequestStream] = []
         self._exits = AsyncExitStack()
@@ -70,10 +69,16 @@ class Generation:
         self._num_tokens, self._is_cut = 0, False
 
     @classmethod
-    async def admit(cls, request: GenerationRequest, host: EngineHost, metrics: ServerMetrics) -> Self:
+    async def admit(cls, request: GenerationRequest, service: Service) -> Self:
         """Queue ``request``. Raises ApiError where no engine takes it, RequestError for what is wrong with it."""
-        engine = host.engine
-        generation = cls(request, host, metrics)
+        engine, lowest = service.host.engine, service.settings.min_priority
+        if request.priority < lowest:
+            raise ApiError(
+                400,
+                f"priority {request.priority} is below {lowest}, the lowest that this server takes (--min-priority)",
+                param="priority",
+            )
+        generation = cls(request, service)
         params = replace(request.params, output_kind=RequestOutputKind.DELTA)
         try:
             for prompt in request.prompts:
@@ -81,7 +86,7 @@ class Generation:
                 generation._streams.append(await generation._exits.enter_async_context(stream))
         except RequestError as error:
             await generation._exits.aclose()
-            if host.state == "stopping":  # told to stop since it was asked
+            if service.host.state == "stopping":  # told to stop since it was asked
                 raise ApiError(503, "the server is shutting down", code="shutting_down") from error
             raise
         except BaseException:

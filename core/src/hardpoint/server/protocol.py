@@ -45,7 +45,15 @@ class TimedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_waiting()
+        head_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if head_bytes > MAX_HEAD_BYTES:  # it came in one piece
+            self._refuse(b"431 Request Header Fields Too Large")
+            raise ValueError("the head of a request is too large")
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():  # else the request was refused already
+            super().send_400_response(msg)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

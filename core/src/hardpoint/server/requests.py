@@ -1,9 +1,13 @@
-"""Reading requests: JSON as strict as its standard, and what several endpoints check alike."""
+"""Reading requests: JSON as strict as its standard, unknown fields, and what several endpoints check alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+import functools
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -11,7 +15,16 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from hardpoint.server.errors import ApiError
-from hardpoint.server.fields import StreamOptions
+from hardpoint.server.fields import StreamOptions, take_unknown
+from hardpoint.server.gate import ADDED_HEADERS
+from hardpoint.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = "x-hardpoint-ignored-fields"
+_MAX_LISTED = 32
+"""Ignored fields that a response lists."""
+_current: ContextVar[Request] = ContextVar("current request")
 
 
 class JsonRequest(Request):
@@ -33,16 +46,45 @@ class InvalidJsonError(ApiError):
 
 
 class JsonRoute(APIRoute):
-    """A route whose handler reads a JsonRequest."""
+    """A route whose handler has the parameters ``body``, made of a JsonRequest, and ``service``.
+
+    Fields that the body's models do not name are ignored, listed in a header of the response and logged once, or with
+    ``--strict-fields`` refused.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Coroutine[Any, Any, Any]], **options: Any) -> None:
+        @functools.wraps(endpoint)
+        async def with_known_fields(*, body: Any, service: Service, **others: Any) -> Any:
+            if unknown := take_unknown(body):
+                _ignore(unknown, service, _current.get())
+            return await endpoint(body=body, service=service, **others)
+
+        super().__init__(path, with_known_fields, **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler, given another kind of request."""
         handle = super().get_route_handler()
 
         async def read_strictly(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive, request._send))
+            own = JsonRequest(request.scope, request.receive, request._send)
+            _current.set(own)
+            return await handle(own)
 
         return read_strictly
+
+
+def _ignore(names: Sequence[str], service: Service, request: Request) -> None:
+    """Say that the fields ``names`` are ignored. Raises ApiError where the server refuses them."""
+    if service.settings.strict_fields:
+        raise ApiError(
+            400,
+            f"{names[0]:.200} is not a field that this endpoint knows; leave it out (docs/serving.md lists the fields)",
+            param=names[0],
+        )
+    listed = ", ".join(quote(name[:80], safe="[]") for name in names[:_MAX_LISTED])
+    request.scope[ADDED_HEADERS].append((IGNORED_HEADER.encode(), listed.encode()))
+    for name in names[:_MAX_LISTED]:
+        service.log_ignored(request.url.path, name)
 
 
 def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:

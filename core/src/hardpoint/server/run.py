@@ -40,8 +40,8 @@ def serve(config: EngineConfig, settings: ServerSettings) -> None:
 class Server(uvicorn.Server):
     """Listens while the model loads, and answers what can be answered.
 
-    The first SIGTERM or SIGINT stops admission (503); open requests may go on until the deadline, then they get an
-    error, and everything is freed. A second one ends them at once.
+    The first SIGTERM, SIGINT or SIGHUP stops admission (503); open requests may go on until the deadline, then they get
+    an error, and everything is freed. A second one ends them at once.
     """
 
     def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
@@ -79,6 +79,8 @@ class Server(uvicorn.Server):
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup, say, has it ignored
+            self._loop.add_signal_handler(signal.SIGHUP, self.handle_exit, signal.SIGHUP, None)
         host, port = self.address
         logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         loading = asyncio.create_task(self._load())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +19,12 @@ from hardpoint.server.metrics import ServerMetrics
 from hardpoint.server.settings import ServerSettings
 from hardpoint_plugin_api import ConfigError
 
+logger = logging.getLogger(__name__)
+
+_NUMBERS = re.compile(r"\[\d+\]")
+_MAX_LOGGED = 256
+"""Names of ignored fields that a server logs: clients may invent any number of them."""
+
 
 @dataclass
 class Service:
@@ -26,6 +34,7 @@ class Service:
     settings: ServerSettings
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
+    _logged: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an adapter that nobody could ask for: its name is one of the model's."""
@@ -61,6 +70,13 @@ class Service:
                 404, f"model {name!r:.200} is not served here; there is {known}", param="model", code="model_not_found"
             )
         return name
+
+    def log_ignored(self, path: str, name: str) -> None:
+        """Log that the field ``name`` of requests to ``path`` is ignored, once for each field."""
+        plain = _NUMBERS.sub("[]", name)[:80]
+        if plain not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(plain)
+            logger.warning("%s: the field %r is unknown and ignored (--strict-fields refuses it)", path, plain)
 
     def params(self, **own: Any) -> SamplingParams:
         """The model's own sampling with what a request says. Raises RequestError for a value out of range."""

@@ -23,7 +23,8 @@ class ServerSettings:
     sequences of the engine. Times are in seconds: ``head_timeout`` for the headers of a request, ``body_timeout`` more
     for its body, ``write_timeout`` for a client that does not read its response, ``shutdown_deadline`` for open
     requests when the server is told to stop. ``allow_lora_updating``: clients may load LoRA adapters from the server's
-    disk, and unload them.
+    disk, and unload them. ``strict_fields``: requests with unknown fields are refused. ``allowed_hosts``: names that a
+    Host header may have. ``min_priority``: the lowest priority number, which runs first, that clients may give.
 
     Raises ConfigError, naming the flag.
     """
@@ -41,6 +42,9 @@ class ServerSettings:
     write_timeout: float = 60.0
     access_log: bool = False
     allow_lora_updating: bool = False
+    strict_fields: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    min_priority: int = 0
 
     def __post_init__(self) -> None:
         for flag, value, low, high in (
@@ -51,6 +55,7 @@ class ServerSettings:
             ("--head-timeout", self.head_timeout, 0.001, 86400),
             ("--body-timeout", self.body_timeout, 0.001, 86400),
             ("--write-timeout", self.write_timeout, 0.001, 86400),
+            ("--min-priority", self.min_priority, -(2**31), 0),
         ):
             if not low <= value <= high:
                 raise ConfigError(f"{flag} {value} is invalid: must be from {low} to {high}")

@@ -24,10 +24,10 @@ class TokenizeRequest(ProtocolModel):
     messages: list[ChatMessage] | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(ProtocolModel):
@@ -35,7 +35,7 @@ class DetokenizeRequest(ProtocolModel):
 
     model: str | None = None
     tokens: list[int]
-    skip_special_tokens: bool = False
+    skip_special_tokens: bool | None = None
 
 
 @router.post("/tokenize")
@@ -54,7 +54,7 @@ async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> JsonRespons
     tokenizer = service.host.engine.tokenizer
     if wrong := next((token for token in body.tokens if not 0 <= token < 2**31), None):
         raise ApiError(400, f"tokens: {wrong} is no token id", param="tokens")
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, body.skip_special_tokens)
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
     return JsonResponse({"prompt": text})
 
 
@@ -66,8 +66,8 @@ def _tokenized(body: TokenizeRequest, service: ServiceOf) -> dict[str, Any]:
     else:
         text = engine.render_chat(
             template_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
             **({"tools": template_tools(body.tools)} if body.tools else {}),
             **checked_template_kwargs(body.chat_template_kwargs),
         )

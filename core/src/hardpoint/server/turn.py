@@ -151,8 +151,7 @@ class Turn:
             params = replace(params, skip_special_tokens=False)
         generation = await Generation.admit(
             GenerationRequest([prompt], params, request.priority, request.cache_salt, request.adapter),
-            service.host,
-            service.metrics,
+            service,
         )
         is_parsed = parsers.tool is not None or parsers.reasoning is not None
         readers = [

@@ -8,7 +8,7 @@ import time
 from array import array
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -17,6 +17,21 @@ from hardpoint.engine.lora import Adapter, check_loaded
 from hardpoint.engine.requests import AdmittedRequest
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint_plugin_api import EngineError, MemoryTag, RequestError
+
+
+class ContextLengthError(RequestError):
+    """A prompt of ``num_tokens`` leaves no room for an output within ``max_model_len`` tokens. In OpenAI's words, which
+    clients look for."""
+
+    def __init__(self, num_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. However, the prompt has {num_tokens} "
+            "tokens, and one more is needed for the output. Please reduce the length of the prompt."
+        )
+        self.num_tokens, self.max_model_len = num_tokens, max_model_len
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.num_tokens, self.max_model_len)
 
 
 class Admission:
@@ -63,10 +78,7 @@ class Admission:
             raise RequestError("the prompt is empty; give at least one token")
         prompt_array = self._in_vocabulary(prompt)
         if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens; with one output token, at most {self.max_model_len - 1} fit "
-                "(--max-model-len, or the cache's size)"
-            )
+            raise ContextLengthError(len(prompt), self.max_model_len)
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
         most = self.max_model_len
         if params.max_tokens is not None:

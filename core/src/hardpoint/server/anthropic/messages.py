@@ -12,15 +12,15 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from hardpoint.server.anthropic.blocks import CacheControl, InputMessage, TextBlock, template_messages
 from hardpoint.server.errors import ApiError, JsonResponse
-from hardpoint.server.fields import MAX_STOPS, ProtocolModel, TreatmentFields
+from hardpoint.server.fields import MAX_STOPS, ProtocolModel, TreatmentFields, UnknownPart
 from hardpoint.server.generation import Usage
 from hardpoint.server.items import Change, Item, Items
-from hardpoint.server.openai.messages import function_tools
+from hardpoint.server.openai.messages import function_tools, is_function
 from hardpoint.server.requests import JsonRoute, checked_template_kwargs
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.turn import ToolChoice, Turn, TurnRequest
@@ -30,7 +30,7 @@ from hardpoint_plugin_api import StructuredOutput
 router = APIRouter(route_class=JsonRoute, tags=["Anthropic"])
 
 
-class AnthropicTool(ProtocolModel):
+class CustomTool(ProtocolModel):
     """A tool that the model may use; ``input_schema`` is a JSON schema."""
 
     type: Literal["custom"] | None = None
@@ -44,6 +44,11 @@ class AnthropicTool(ProtocolModel):
     def parameters(self) -> Mapping[str, Any]:
         """The schema, under the name that other protocols have for it."""
         return self.input_schema
+
+
+AnthropicTool = Annotated[
+    Annotated[CustomTool, Tag("function")] | Annotated[UnknownPart, Tag("unknown")], Discriminator(is_function)
+]
 
 
 class AnthropicToolChoice(ProtocolModel):
@@ -98,7 +103,7 @@ class Conversation(ProtocolModel):
     @property
     def template_tools(self) -> list[dict[str, Any]]:
         """The tools in the form that templates know. Raises ApiError where two have one name."""
-        return function_tools(self.tools or ())
+        return function_tools([tool for tool in self.tools or () if isinstance(tool, CustomTool)])
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -142,7 +147,7 @@ class MessagesRequest(Conversation, TreatmentFields):
             self._choice(),
             None if form is None else StructuredOutput.json_schema(form.schema_),
             self.template_options,
-            self.priority,
+            self.priority or 0,
             self.cache_salt,
         )
 
@@ -150,7 +155,7 @@ class MessagesRequest(Conversation, TreatmentFields):
         choice = self.tool_choice
         if choice is None:
             return ToolChoice()
-        if choice.type in ("any", "tool") and not self.tools:
+        if choice.type in ("any", "tool") and not self.template_tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         if (choice.type == "tool") != (choice.name is not None):
             raise ApiError(400, "tool_choice: name goes with the type tool", param="tool_choice.name")

@@ -56,10 +56,10 @@ class ChatRequest(SamplingFields, TreatmentFields, IgnoredFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    return_token_ids: bool = False
+    return_token_ids: bool | None = None
     best_of: int | None = None
     modalities: list[Literal["text"]] | None = None
     metadata: dict[str, str] | None = None
@@ -96,8 +96,8 @@ class ChatRequest(SamplingFields, TreatmentFields, IgnoredFields):
             tools,
             tool_choice(self.tool_choice, has_tools=bool(tools), parallel=self.parallel_tool_calls),
             None if self.response_format is None else self.response_format.structure(),
-            kwargs | {"add_generation_prompt": adds, "continue_final_message": self.continue_final_message},
-            self.priority,
+            kwargs | {"add_generation_prompt": adds, "continue_final_message": bool(self.continue_final_message)},
+            self.priority or 0,
             self.cache_salt,
         )
 

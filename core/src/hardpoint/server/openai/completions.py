@@ -41,13 +41,13 @@ class CompletionRequest(SamplingFields, TreatmentFields, IgnoredFields):
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: NumLogprobs | None = None
-    echo: bool = False
+    echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
+    return_token_ids: bool | None = None
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -81,7 +81,7 @@ class CompletionRequest(SamplingFields, TreatmentFields, IgnoredFields):
         structure = None if self.response_format is None else self.response_format.structure()
         if structure is not None:
             params = replace(params, structured=structure)
-        return GenerationRequest(self.prompts, params, self.priority, self.cache_salt)
+        return GenerationRequest(self.prompts, params, self.priority or 0, self.cache_salt)
 
 
 @router.post("/v1/completions")
@@ -90,7 +90,7 @@ async def completions(body: CompletionRequest, request: Request, service: Servic
     model = service.check_model(body.model)
     answer = _Answer(body, model, service)
     asked = replace(body.to_generation(service), adapter=service.adapter(model))
-    generation = await Generation.admit(asked, service.host, service.metrics)
+    generation = await Generation.admit(asked, service)
     if body.stream:
         return EventStream(request, answer.events(generation), data_event)
     return JsonAnswer(lambda: answer.whole(generation))
@@ -156,7 +156,7 @@ class _Answer:
         yield b"data: [DONE]\n\n"
 
     def _choice(self, index: int, output: RequestOutput, delta: CompletionOutput, *, is_first: bool) -> dict[str, Any]:
-        body, echo = self._body, self._body.echo and is_first
+        body, echo = self._body, bool(self._body.echo) and is_first
         if body.draws_nothing:
             finish = delta.finish_reason and "length"
             delta = replace(delta, text="", token_ids=[], logprobs=delta.logprobs and [], finish_reason=finish)

@@ -42,14 +42,19 @@ def completion_logprobs(
     offsets: Sequence[int],
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """Those of a completion's tokens; None stands for a prompt's first token, which nothing precedes."""
+    """Those of a completion's tokens; None stands for a prompt's first token, which nothing precedes.
+
+    ``top_logprobs`` has each token itself, and the ``num_top`` likeliest.
+    """
     return {
         "tokens": [_text(token, tokenizer) for token in token_ids],
         "token_logprobs": [None if p is None else _finite(_drawn(p)[1].logprob) for p in positions],
         "top_logprobs": [
             None
             if p is None
-            else {_text(token, tokenizer): _finite(each.logprob) for token, each in _likeliest(p, num_top)}
+            else {
+                _text(token, tokenizer): _finite(each.logprob) for token, each in (_drawn(p), *_likeliest(p, num_top))
+            }
             for p in positions
         ],
         "text_offset": list(offsets),

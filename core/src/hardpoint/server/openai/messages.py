@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from hardpoint.server.errors import ApiError
-from hardpoint.server.fields import ProtocolModel
+from hardpoint.server.fields import ProtocolModel, UnknownPart
 from hardpoint.server.turn import ToolChoice
 from hardpoint.structured.schemas import closed
 
@@ -83,11 +83,22 @@ class FunctionTool(ProtocolModel):
     strict: bool | None = None
 
 
-class Tool(ProtocolModel):
-    """A tool. There are functions alone."""
+class FunctionEntry(ProtocolModel):
+    """A function in a list of tools."""
 
     type: Literal["function"]
     function: FunctionTool
+
+
+def is_function(tool: object) -> str:
+    """The tag of an entry of a list of tools: others than functions are ignored."""
+    kind = tool.get("type", "function") if isinstance(tool, Mapping) else getattr(tool, "type", "function")
+    return "function" if kind in ("function", "custom", None) else "unknown"
+
+
+Tool = Annotated[
+    Annotated[FunctionEntry, Tag("function")] | Annotated[UnknownPart, Tag("unknown")], Discriminator(is_function)
+]
 
 
 class NamedFunction(ProtocolModel):
@@ -114,7 +125,7 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
     """The tools as templates know them. Raises ApiError where two have one name."""
-    return function_tools([tool.function for tool in tools or ()])
+    return function_tools([tool.function for tool in tools or () if isinstance(tool, FunctionEntry)])
 
 
 class Function(Protocol):
@@ -180,15 +191,17 @@ def joined_text(parts: Sequence[Part], place: str) -> str:
     return "\n".join(texts)
 
 
-def parsed_arguments(arguments: str, place: str) -> Mapping[str, Any]:
-    """The object that a call's arguments are. Raises ApiError for anything else."""
+def parsed_arguments(arguments: str) -> Mapping[str, Any]:
+    """The object that a call's arguments are.
+
+    Models write arguments that are no object, and clients send them back: they become the member ``arguments`` of one,
+    since templates expect an object, and the conversation can go on.
+    """
     try:
         parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"{place} is not JSON: {error}", param=place) from None
-    if not isinstance(parsed, dict):
-        raise ApiError(400, f"{place} must be a JSON object, got {arguments!r:.80}", param=place)
-    return parsed
+    except (ValueError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"arguments": arguments}
 
 
 def _template_message(message: ChatMessage, place: str) -> dict[str, Any]:
@@ -209,11 +222,9 @@ def _template_message(message: ChatMessage, place: str) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": parsed_arguments(
-                        call.function.arguments, f"{place}.tool_calls[{number}].function.arguments"
-                    ),
+                    "arguments": parsed_arguments(call.function.arguments),
                 },
             }
-            for number, call in enumerate(message.tool_calls)
+            for call in message.tool_calls
         ]
     return {key: value for key, value in plain.items() if value is not None}

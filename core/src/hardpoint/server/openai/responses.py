@@ -20,7 +20,7 @@ from hardpoint.server.fields import IgnoredFields, NumLogprobs, ProtocolModel, S
 from hardpoint.server.items import Change, Item, Items
 from hardpoint.server.openai.format import TextFormatOfResponses
 from hardpoint.server.openai.logprobs import chat_logprobs, tokenizer_of
-from hardpoint.server.openai.responses_input import FlatTool, InputItem, template_messages, template_tools
+from hardpoint.server.openai.responses_input import FlatFunction, FlatTool, InputItem, template_messages, template_tools
 from hardpoint.server.requests import JsonRoute, checked_template_kwargs
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.turn import ToolChoice, Turn, TurnRequest
@@ -120,13 +120,14 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
             self._choice(),
             None if form is None else form.structure(),
             kwargs,
-            self.priority,
+            self.priority or 0,
             self.cache_salt,
         )
 
     def _choice(self) -> ToolChoice:
         choice, parallel = self.tool_choice, self.parallel_tool_calls is not False
-        if not self.tools and (isinstance(choice, NamedFunctionTool) or choice == "required"):
+        has_tools = any(isinstance(tool, FlatFunction) for tool in self.tools or ())
+        if not has_tools and (isinstance(choice, NamedFunctionTool) or choice == "required"):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         if isinstance(choice, NamedFunctionTool):
             return ToolChoice("function", choice.name, parallel)
@@ -168,7 +169,7 @@ class _Answer:
             "temperature": asked.params.temperature,
             "text": {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True),
             "tool_choice": "auto" if body.tool_choice is None else body.model_dump()["tool_choice"],
-            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tools": [tool.model_dump() for tool in body.tools or () if isinstance(tool, FlatFunction)],
             "top_p": asked.params.top_p,
             "truncation": "disabled",
             "user": body.user,

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from hardpoint.server.errors import ApiError
-from hardpoint.server.fields import ProtocolModel
-from hardpoint.server.openai.messages import function_tools, parsed_arguments
+from hardpoint.server.fields import ProtocolModel, UnknownPart
+from hardpoint.server.openai.messages import function_tools, is_function, parsed_arguments
 
 
 class TextContent(ProtocolModel):
@@ -108,7 +108,7 @@ InputItem = Annotated[
 ]
 
 
-class FlatTool(ProtocolModel):
+class FlatFunction(ProtocolModel):
     """A function that the model may call; ``parameters`` is a JSON schema."""
 
     type: Literal["function"]
@@ -116,6 +116,11 @@ class FlatTool(ProtocolModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+FlatTool = Annotated[
+    Annotated[FlatFunction, Tag("function")] | Annotated[UnknownPart, Tag("unknown")], Discriminator(is_function)
+]
 
 
 def template_messages(given: str | Sequence[InputItem], instructions: str | None) -> list[dict[str, Any]]:
@@ -147,7 +152,7 @@ def template_messages(given: str | Sequence[InputItem], instructions: str | None
                 parts = item.content or item.summary or ()
                 message["reasoning_content"] = "".join(part.text for part in parts)
             else:
-                arguments = parsed_arguments(item.arguments, f"{place}.arguments")
+                arguments = parsed_arguments(item.arguments)
                 call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
                 message.setdefault("tool_calls", []).append(call)
     return messages
@@ -155,7 +160,7 @@ def template_messages(given: str | Sequence[InputItem], instructions: str | None
 
 def template_tools(tools: Sequence[FlatTool] | None) -> list[dict[str, Any]]:
     """The tools in the form of chat completions, which templates know. Raises ApiError where two have one name."""
-    return function_tools(tools or ())
+    return function_tools([tool for tool in tools or () if isinstance(tool, FlatFunction)])
 
 
 def _unfinished(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
