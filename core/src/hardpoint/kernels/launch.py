@@ -100,7 +100,10 @@ class Launcher:
             compiled[grid](x, *args, None)  # it was compiled with what begins it
             return
         compiled = self._kernel[grid](x, *args, num_warps=num_warps, num_stages=self._num_stages, **begun(x))
-        if place is not None and compiled is not None:  # the interpreter returns nothing
+        from triton.compiler import CompiledKernel  # as above
+
+        # The interpreter returns nothing, and something else stands for a kernel that is still being compiled.
+        if place is not None and isinstance(compiled, CompiledKernel):
             self._compiled[place] = compiled
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +181,16 @@ class CudaPlatform(TorchAcceleratorPlatform):
         overlaps = self.config.get("overlap_launches", True) and int(self.info.arch.removeprefix("sm_")) >= _OVERLAPS
         overlap_launches(device.type, OVERLAP if overlaps else None)
         return device
+
+    def compile_ahead(self, run: Callable[[], None]) -> int:
+        """Compile Triton kernels in threads. See Platform."""
+        try:
+            from hardpoint.kernels.compile_ahead import compile_ahead
+        except ImportError:  # no Triton, or one whose compiler takes one kernel at a time
+            return 0
+        import torch
+
+        return compile_ahead(run, torch.device(self.info.torch_type, self.memory.index))
 
     def graph_engine(self) -> GraphEngine:
         """CUDA graphs of the sizes that the configuration lists. Raises ConfigError for such a list."""

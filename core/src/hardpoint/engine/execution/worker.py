@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Self, cast
 
 from hardpoint.cache_users import united_retentions
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.adapter_weights import AdapterWeights
+from hardpoint.engine.execution.compile_ahead import compile_ahead
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.graphs import Graphs
 from hardpoint.engine.execution.graphs.replay_check import ReplayError
@@ -172,6 +173,7 @@ class Worker:
         if config.enable_lora:
             read["adapters"] = adapters
         holdings = Holdings(memory, read, {"resources": ctx.resources, "kv": cache})
+        graphs.compile_ahead(partial(compile_ahead, ctx, platform))
         graphs.prepare_ahead(cache.num_pages - 1)
         found = control.exchange(graphs.check.culprits)  # the same on every rank of a stage
         culprits = list({culprit.choice: culprit for each in found for culprit in each}.values())
@@ -226,9 +228,11 @@ def bytes_to_sample(blueprint: Blueprint, sampler: Sampler, limits: StepLimits) 
     if not ctx.device.accelerator:
         return 0
     num_requests = max(1, min(limits.max_requests, limits.max_tokens // (1 + num_drafts)))
-    vocab_size = blueprint.facts.vocab_size
+    vocab_size, platform = blueprint.facts.vocab_size, blueprint.platform
+    trial = partial(sampling_bytes, sampler, platform.memory, num_requests, num_drafts, vocab_size, ctx.dtype)
     try:
-        return sampling_bytes(sampler, blueprint.platform.memory, num_requests, num_drafts, vocab_size, ctx.dtype)
+        compile_ahead(ctx, platform, trial)
+        return trial()
     except Exception as error:
         if not is_want_of_memory(error):
             raise

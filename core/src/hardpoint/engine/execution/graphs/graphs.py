@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from hardpoint.conformance.certificate import Certificates
 from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward, PiecewiseStep
 from hardpoint.engine.execution.graphs.capturable import why_eager, why_not_full
@@ -52,6 +53,9 @@ from hardpoint_plugin_api import AttentionMetadata, CapturedGraph, GraphEngine, 
 logger = logging.getLogger(__name__)
 
 
+_EVERY_LENGTH = 3
+"""Of sequences, on which a graph is compared with an eager run: the first, and ``further_lengths``."""
+
 Trial = Callable[[], tuple[bool, list[AttentionMetadata]]]
 """Puts a step into the buffers: see Graphs._try."""
 
@@ -81,7 +85,7 @@ class Graphs:
         """
         assert limits.max_requests is not None
         self._ctx, self._forward, self._sampler, self._limits = ctx, forward, sampler, limits
-        self._padding_slot, self._vocab_size = limits.max_requests, vocab_size
+        self._padding_slot, self._vocab_size, self._exchange = limits.max_requests, vocab_size, exchange
         self._new_engine, self.engine = new_engine, new_engine()
         self.check = ReplayCheck(ctx.kernel_calls, forward, ctx.block_size, pool, exchange, stage.inputs)
         self._inputs: str = stage.inputs
@@ -189,22 +193,43 @@ class Graphs:
         return shape.end, results[-1] if shape.end in DRAWS else results[0]
 
     @torch.inference_mode()
+    def compile_ahead(self, compiled: Callable[[Callable[[], object]], int]) -> None:
+        """Compile the kernels of all shapes that are captured ahead, see Platform.compile_ahead.
+
+        ``compiled`` does it for what a function would launch. The largest shapes come first: where they need no
+        compilation on any rank, the others are taken to need none.
+        """
+        rows = [row for row in self._rows if row.listed]
+        shapes = [row.shape(size, end) for row in rows for size in row.sizes for end in row.draws or row.ends]
+        largest = {shape.kind: shape.tokens for shape in shapes}
+        first = compiled(lambda: self._run_all(shape for shape in shapes if shape.tokens == largest[shape.kind]))
+        if any(self._exchange(first)):
+            compiled(lambda: self._run_all(shape for shape in shapes if shape.tokens != largest[shape.kind]))
+
+    def _run_all(self, shapes: Iterable[StepShape]) -> None:
+        """Run a step of each shape."""
+        for shape in shapes:
+            _, metadata = self._try(shape, first_lengths(shape, self._ctx.max_model_len), 0)
+            self._function(shape, metadata, None)(**self.buffers(shape).tensors)
+
+    @torch.inference_mode()
     def prepare_ahead(self, free_pages: int = 0) -> None:
         """Capture what is listed, largest first so that memory which graphs share is taken once.
 
         Of rows that list nothing: one shape for each kernel of a plugin, so that one which must not be replayed is
         known before any request is. Steps may be tried on pages 1 to ``free_pages`` of the cache, which nobody uses.
         """
+        others_kernels, unproven = bool(self._ctx.kernel_calls.offers), self._has_unproven_kernels()
         for row in self._rows:
-            firsts, others_kernels = self._firsts(row), bool(self._ctx.kernel_calls.offers)
+            firsts = self._firsts(row)
             sizes = row.sizes if row.listed else firsts if others_kernels else ()
             draws = row.draws if row.listed else row.draws[:1]
             began = time.perf_counter()
             for number, size in enumerate(reversed(sizes), 1):
                 shape = row.shape(size, row.ends[-1])
                 logger.info("preparing %s (%d of %d)", shape.words, number, len(sizes))
-                several = others_kernels or size in firsts or size == sizes[-1]
-                self._prepare_trials(shape, draws or row.ends, free_pages, several_lengths=several)
+                most = _EVERY_LENGTH if unproven or number == 1 else int(size in firsts)
+                self._prepare_trials(shape, draws or row.ends, free_pages, most, unproven)
             if sizes:
                 logger.info("%d sizes prepared in %.1f s", len(sizes), time.perf_counter() - began)
 
@@ -233,16 +258,31 @@ class Graphs:
         firsts = {-(-max(1, entry.range.min) // queries) for entry in entries if entry.range.phase != other}
         return tuple(sorted({size for first in firsts for size in row.sizes_for(first)}))
 
-    def _prepare_trials(self, shape: StepShape, ends: Sequence[End], free_pages: int, *, several_lengths: bool) -> None:
-        """Capture a shape for each of ``ends``; the first graph is compared at ``several_lengths`` of sequences."""
+    def _has_unproven_kernels(self) -> bool:
+        """Whether, on any rank, a third party's kernel takes part that no certificate shows right in replays."""
+        ctx = self._ctx
+        certificates = Certificates(ctx.plugins, ctx.config) if ctx.kernel_calls.offers else None
+        unproven = certificates is not None and any(
+            certificates.standing(offer, ctx.device).level is None for offer in ctx.kernel_calls.offers
+        )
+        return any(self._exchange(unproven))
+
+    def _prepare_trials(
+        self, shape: StepShape, ends: Sequence[End], free_pages: int, most_lengths: int, every_end: bool
+    ) -> None:
+        """Capture a shape for each of ``ends``.
+
+        The first graph is compared with eager runs at up to ``most_lengths`` lengths of sequences (0: it is not), the
+        others, where ``every_end``, at the first of them.
+        """
         ctx, pages = self._ctx, 0 if shape.mode == "piecewise" else free_pages
         first = partial(self._try, shape, first_lengths(shape, ctx.max_model_len), pages)
-        further = further_lengths(shape, ctx.block_size, ctx.max_model_len) if several_lengths else ()
-        trials = [partial(self._try, shape, lengths, pages) for lengths in further]
+        further = further_lengths(shape, ctx.block_size, ctx.max_model_len)
+        trials = [first, *(partial(self._try, shape, lengths, pages) for lengths in further)][:most_lengths]
         for end in ends:
             own, metadata = first()
-            self._prepared(shape._replace(end=end), metadata, [first, *trials] if own else ())
-            trials = []
+            self._prepared(shape._replace(end=end), metadata, trials if own or not trials else None)
+            trials = trials[:1] if every_end else []
 
     def _try(self, shape: StepShape, lengths: TrialLengths, free_pages: int) -> tuple[bool, list[AttentionMetadata]]:
         """Put a step into the buffers on which graphs of ``shape`` are compared with eager runs, and plan it.
@@ -285,12 +325,13 @@ class Graphs:
         return "unrecordable" if row.sizes_for(row.needs(step)) else "too_large"
 
     def _prepared(
-        self, shape: StepShape, metadata: Sequence[AttentionMetadata], trials: Sequence[Trial] = ()
+        self, shape: StepShape, metadata: Sequence[AttentionMetadata], trials: Sequence[Trial] | None = None
     ) -> tuple[StepShape, Captured | None]:
         """The graph of ``shape`` and the tokens of ``metadata``, captured where it is new, and its shape.
 
-        ``trials``, where given, put this very step into the buffers, and others with which to compare a new graph. That
-        ends with logits where a draw cannot be part of any graph. None where the shape cannot be captured.
+        A new graph is compared with eager runs of ``trials``, which put this very step into the buffers, and then
+        others; of the step that stands there for None; it is not compared where there are none. It ends with logits
+        where a draw cannot be part of any graph. Returns None where the shape cannot be captured.
         """
         if shape.end in self._refused_draws:
             shape = shape._replace(end="logits")
@@ -330,9 +371,9 @@ class Graphs:
         self,
         key: GraphKey,
         metadata: Sequence[AttentionMetadata],
-        trials: Sequence[Trial],
+        trials: Sequence[Trial] | None,
     ) -> Captured:
-        """Capture the step that stands in the buffers, and compare it with eager runs, which ``trials`` may add to."""
+        """Capture the step that stands in the buffers, and compare it with eager runs as ``_prepared`` says."""
         shape, step = key[0], None
         buffers = self.buffers(shape)
         if shape.mode == "piecewise":
@@ -340,10 +381,11 @@ class Graphs:
             step = self._forward.piecewise(buffers.step["positions"], metadata, self.engine, adapters)
         self._kept.make_room(shape.kind)
         function, slots = self._function(shape, metadata, step), tuple(buffers.step["slot_mapping"])
-        steps: list[Put] = [partial(self._step, key, trial) for trial in trials] or [lambda: function]
+        steps: list[Put] = [partial(self._step, key, trial) for trial in trials or ()] or [lambda: function]
+        wanted = Wanted(self.engine, key, steps, buffers.tensors, slots)
         began = time.perf_counter()
         try:
-            graph = self.check.prepare(Wanted(self.engine, key, steps, buffers.tensors, slots))
+            graph = self.check.prepare(wanted) if trials or trials is None else self.check.prepare_unchecked(wanted)
             captured = Captured(graph, step)
             self._kept.put(key, captured)
         except PlatformError as error:

@@ -145,6 +145,17 @@ class ReplayCheck:
         finally:
             restore()
 
+    def prepare_unchecked(self, wanted: Wanted) -> CapturedGraph:
+        """Prepare the first of ``wanted.steps`` and compare nothing: graphs of the same kernels were compared.
+
+        Raises PlatformError for what cannot be prepared.
+        """
+        restore = self._keep_states(wanted)
+        try:
+            return self._on_every_rank(partial(self._prepared, wanted, wanted.first()))
+        finally:
+            restore()
+
     def _first_fault(self, wanted: Wanted, graph: CapturedGraph, eager: Outcome) -> tuple[Offer, str] | None:
         """The kernel at fault for the first step on which a run differs from an eager run, if any, and what it did.
 

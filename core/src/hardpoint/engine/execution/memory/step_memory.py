@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from hardpoint.context import Context
+from hardpoint.engine.execution.compile_ahead import compile_ahead
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.shapes import StepShape, bucketed, graph_bytes, most_captured_tokens
 from hardpoint.engine.execution.graphs.step_buffers import first_lengths, trial_step
@@ -98,6 +100,7 @@ class StepMemory:
         least = (self.geometry.pages_for(1) + 1) * page_bytes(users, self.ctx.block_size)
         cache = CacheMemory(users, self.geometry, least, device)
         forward = Forward(self.model, users, cache.views)
+        compile_ahead(self.ctx, self.platform, partial(self._run, forward, tokens))
         self.platform.memory.reset_peak()
         before = self.platform.memory.snapshot().peak
         self._run(forward, tokens)

@@ -1,0 +1,35 @@
+"""Compiling the kernels of a start several at a time, where the platform can."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from hardpoint.context import Context
+from hardpoint_plugin_api import Platform
+
+logger = logging.getLogger(__name__)
+
+
+def compile_ahead(ctx: Context, platform: Platform, run: Callable[[], object]) -> int:
+    """Compile what ``run`` would launch, and return how many kernels that were; see Platform.compile_ahead.
+
+    It does nothing where kernels of third parties take part: some time themselves when they are first called, and would
+    time launches that are left out. What goes wrong is left to the real run, which meets it again.
+    """
+
+    def step() -> None:
+        run()
+
+    if ctx.kernel_calls.offers:
+        return 0
+    began = time.perf_counter()
+    try:
+        number = platform.compile_ahead(step)
+    except Exception as error:
+        logger.info("kernels are compiled one by one: %s: %s", type(error).__name__, error)
+        return 0
+    if number:
+        logger.info("%d kernels were compiled in %.1f s", number, time.perf_counter() - began)
+    return number

@@ -1,0 +1,89 @@
+"""Kernels are compiled before the first step needs them, and few graphs are compared where kernels are proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint.engine.execution.forward import Forward
+from hardpoint.engine.execution.graphs.replay_check import ReplayCheck
+from hardpoint_cpu.platform import CpuPlatform
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engines import small_llm
+from tests.support.recorder import RecordableAttention, RecordedCalls
+
+SIZES = (1, 2, 3, 4)
+RECORDABLE: dict[str, Any] = {
+    "dtype": "float32",
+    "custom_ops": ["none"],
+    "linear_backend": "torch",
+    "attention_backend": "reference",
+    "max_num_seqs": 4,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("hardpoint.reference.attention.ReferenceAttention", RecordableAttention)
+    monkeypatch.setattr(CpuPlatform, "graph_engine", lambda platform: RecordedCalls(SIZES, None))
+    write_checkpoint(tmp_path, "llama")
+    return tmp_path
+
+
+@pytest.mark.parametrize("is_cold", [True, False])
+def test_every_captured_size_is_compiled_ahead_unless_the_largest_needs_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_cold: bool
+) -> None:
+    compiled: list[list[int]] = []
+    run_hidden: Callable[..., Any] = Forward.hidden
+
+    def ahead(platform: CpuPlatform, run: Callable[[], None]) -> int:
+        sizes: list[int] = []
+
+        def hidden(forward: Forward, inputs: Any, *rest: Any) -> Any:
+            sizes.append(inputs.shape[0])
+            return run_hidden(forward, inputs, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Forward, "hidden", hidden)
+            run()
+        compiled.append(sizes)
+        return int(is_cold)
+
+    monkeypatch.setattr(CpuPlatform, "compile_ahead", ahead)
+    small_llm(folder, **RECORDABLE).close()
+    largest, *others = compiled
+    assert set(largest) == {4}
+    assert [set(sizes) for sizes in others] == ([{1, 2, 3}] if is_cold else [])
+
+
+def test_a_failure_ahead_of_time_is_left_to_the_first_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ahead(platform: CpuPlatform, run: Callable[[], None]) -> int:
+        raise RuntimeError("the compiler is away")
+
+    monkeypatch.setattr(CpuPlatform, "compile_ahead", ahead)
+    caplog.set_level("INFO", "hardpoint")
+    with small_llm(folder, **RECORDABLE) as llm:
+        assert llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids
+    assert "kernels are compiled one by one: RuntimeError: the compiler is away" in caplog.text
+
+
+def test_of_proven_kernels_the_largest_size_is_compared_with_eager_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each from which another kernel serves: one begins with two tokens."""
+    compared: list[Any] = []
+    prepare: Callable[..., Any] = ReplayCheck.prepare
+
+    def noted(check: ReplayCheck, wanted: Any) -> Any:
+        compared.append(wanted.key[0].requests)
+        return prepare(check, wanted)
+
+    monkeypatch.setattr(ReplayCheck, "prepare", noted)
+    small_llm(folder, **RECORDABLE).close()
+    assert set(compared) == {1, 2, 4}
