@@ -69,7 +69,7 @@ class LinearArgs:
 
     @property
     def own_parts(self) -> tuple[tuple[str, int], ...]:
-        """The parts with their output features on this rank."""
+        """Each part of the weight, with its number of output features on this rank."""
         if not self.row_shards:
             return self.parts
         return tuple((name, plan.size) for (name, _), plan in zip(self.parts, self.row_shards, strict=True))
@@ -372,7 +372,7 @@ class WeightSlot:
         return (*cut, *self.shape[len(index) :])
 
     def pieces(self, part: str | None = None) -> tuple[str | None, ...]:
-        """Return the smallest parts of ``part`` (None: the whole); (None,) for a slot without parts."""
+        """Return the parts of the weight that make up ``part`` (None: all parts); (None,) for a slot without parts."""
         if part is not None and (not self.stack or "." in part):
             return (part,)
         blocks = [name for name, _ in self.parts]

@@ -89,17 +89,30 @@ def _number(text: str) -> int:
 
 
 @click.argument("batches", nargs=-1)
-@click.option("--platform", default=None, help="Where to run.")
-@click.option("--only", default="", metavar="REGEX", help="Only backends in whose name this is found.")
-@click.option("--heads", default=32, show_default=True, type=click.IntRange(min=1), help="Query heads.")
-@click.option("--kv-heads", default=8, show_default=True, type=click.IntRange(min=1), help="Key and value heads.")
-@click.option("--head-size", default=128, show_default=True, type=click.IntRange(min=1))
-@click.option("--block-size", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens of a page.")
-@click.option("--window", default=None, type=click.IntRange(min=1), help="Of sliding-window attention.")
-@click.option("--dtype", default="bfloat16", show_default=True, help="Of queries.")
-@click.option("--kv-cache-dtype", default=None, help="Of keys and values; by default that of queries.")
-@click.option("--variants", is_flag=True, help="Also every tuning that a backend offers beside its own.")
-@click.option("--rounds", default=9, show_default=True, type=click.IntRange(min=3), help="Measured rounds (median).")
+@click.option(
+    "--platform", default=None, help="Kind of device to run on. Default: an accelerator if one is found, else cpu."
+)
+@click.option("--only", default="", metavar="REGEX", help="Measure only backends with a name that matches.")
+@click.option("--heads", default=32, show_default=True, type=click.IntRange(min=1), help="Number of query heads.")
+@click.option(
+    "--kv-heads", default=8, show_default=True, type=click.IntRange(min=1), help="Number of key and value heads."
+)
+@click.option("--head-size", default=128, show_default=True, type=click.IntRange(min=1), help="Size of a head.")
+@click.option(
+    "--block-size", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens of a page of the KV cache."
+)
+@click.option(
+    "--window",
+    default=None,
+    type=click.IntRange(min=1),
+    help="Size of the sliding window in tokens. Default: full attention.",
+)
+@click.option("--dtype", default="bfloat16", show_default=True, help="Data type of queries.")
+@click.option("--kv-cache-dtype", default=None, help="Data type of keys and values. Default: that of queries.")
+@click.option("--variants", is_flag=True, help="Measure each backend with all of its tunings, not its default alone.")
+@click.option(
+    "--rounds", default=9, show_default=True, type=click.IntRange(min=3), help="Rounds to measure; the median counts."
+)
 @benchmark("attention", "Attention backends on batches of your own.")
 def attention(
     batches: Sequence[str],

@@ -32,19 +32,51 @@ _VOCABULARY = 30_000
     default=("hardpoint", "transformers"),
     show_default=True,
     metavar="ENGINE[@PYTHON][:KEY=VALUE,...]",
-    help="Who takes part, the first is compared with the others; PYTHON is that of an environment which has it.",
+    help="Engine to measure; repeatable, and the first is compared with the others. PYTHON: interpreter of an "
+    "environment that has the engine.",
 )
 @click.option(
-    "--load", "loads", multiple=True, type=click.Choice(list(_LOADS)), default=tuple(_LOADS), show_default=True
+    "--load",
+    "loads",
+    multiple=True,
+    type=click.Choice(list(_LOADS)),
+    default=tuple(_LOADS),
+    show_default=True,
+    help="Load to measure; repeatable.",
 )
-@click.option("--threads", default=os.cpu_count() or 1, show_default=True, type=click.IntRange(min=1))
-@click.option("--runs", default=3, show_default=True, type=click.IntRange(min=1), help="Quiet runs of each (median).")
-@click.option("--attempts", default=12, show_default=True, type=click.IntRange(min=1), help="Rounds to get them in.")
 @click.option(
-    "--quiet", default=0.05, show_default=True, type=click.FloatRange(0, 1), help="Share of the processors for others."
+    "--threads",
+    default=os.cpu_count() or 1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Threads of each engine.",
 )
 @click.option(
-    "--tolerance", default=0.5, show_default=True, help="Nats by which log-probabilities may differ from the first's."
+    "--runs",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Undisturbed runs of each engine; the median counts.",
+)
+@click.option(
+    "--attempts",
+    default=12,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Most rounds until each engine has --runs undisturbed runs.",
+)
+@click.option(
+    "--quiet",
+    default=0.05,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="A run is undisturbed if other processes use less than this share of the processors.",
+)
+@click.option(
+    "--tolerance",
+    default=0.5,
+    show_default=True,
+    help="Largest difference of log-probabilities to the first engine's, in nats.",
 )
 @benchmark("peers", "Our engine beside others on one checkpoint.")
 def peers(

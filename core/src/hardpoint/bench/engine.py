@@ -38,11 +38,28 @@ _MOST_STEPS = 2000
 """The demo model's sequences have at most 2048 tokens."""
 
 
-@click.option("--dry-device", is_flag=True, help="Replace the model by nothing; the only way to run it so far.")
-@click.option("--running", multiple=True, type=click.IntRange(min=1), default=(1, 64, 256), show_default=True)
-@click.option("--waiting", default=10_000, show_default=True, type=click.IntRange(min=0), help="For the second half.")
+@click.option("--dry-device", is_flag=True, help="Run steps without a model. Required: no other mode exists yet.")
 @click.option(
-    "--steps", default=100, show_default=True, type=click.IntRange(2, _MOST_STEPS), help="Measured steps (median)."
+    "--running",
+    multiple=True,
+    type=click.IntRange(min=1),
+    default=(1, 64, 256),
+    show_default=True,
+    help="Number of running requests; repeatable.",
+)
+@click.option(
+    "--waiting",
+    default=10_000,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Requests in the queue, in the second measurement of each number of running ones.",
+)
+@click.option(
+    "--steps",
+    default=100,
+    show_default=True,
+    type=click.IntRange(2, _MOST_STEPS),
+    help="Steps to measure; the median counts.",
 )
 @benchmark("engine", "Host time per decode step, without a model.")
 def engine(dry_device: bool, running: tuple[int, ...], waiting: int, steps: int) -> BenchResult:

@@ -28,11 +28,23 @@ class _Run:
     whole: float
 
 
-@click.option("--long-len", default=30_000, show_default=True, type=click.IntRange(min=1), help="Tokens: long prompt.")
-@click.option("--short-len", default=100, show_default=True, type=click.IntRange(min=1), help="Tokens: short prompt.")
+@click.option(
+    "--long-len", default=30_000, show_default=True, type=click.IntRange(min=1), help="Tokens of the long prompt."
+)
+@click.option(
+    "--short-len", default=100, show_default=True, type=click.IntRange(min=1), help="Tokens of the short prompt."
+)
 @click.option("--output-len", default=8, show_default=True, type=click.IntRange(min=1), help="Tokens of each output.")
-@click.option("--after", default=3, show_default=True, type=click.IntRange(min=0), help="Steps before the short comes.")
-@click.option("--repeat", default=5, show_default=True, type=click.IntRange(min=1), help="Measured runs (median).")
+@click.option(
+    "--after",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Steps of the long prompt before the short request arrives.",
+)
+@click.option(
+    "--repeat", default=5, show_default=True, type=click.IntRange(min=1), help="Runs to measure; the median counts."
+)
 @benchmark("fairness", "A short request's first token beside a long prompt, and the long prompt's own time.")
 def fairness(
     config: EngineConfig, long_len: int, short_len: int, output_len: int, after: int, repeat: int

@@ -23,11 +23,19 @@ ROOFLINE = (
 )
 
 
-@click.option("--requests", default=64, show_default=True, type=click.IntRange(min=1), help="All at once.")
-@click.option("--input-len", default="128", show_default=True, metavar="LENGTHS", help="Tokens of prompts.")
-@click.option("--output-len", default="64", show_default=True, metavar="LENGTHS", help="Tokens of outputs.")
-@click.option("--data-seed", default=0, show_default=True, help="Of lengths and prompts.")
-@click.option("--repeat", default=3, show_default=True, type=click.IntRange(min=1), help="Measured runs (median).")
+@click.option(
+    "--requests",
+    default=64,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Number of requests, submitted at once.",
+)
+@click.option("--input-len", default="128", show_default=True, metavar="LENGTHS", help="Tokens of each prompt.")
+@click.option("--output-len", default="64", show_default=True, metavar="LENGTHS", help="Tokens of each output.")
+@click.option("--data-seed", default=0, show_default=True, help="Seed of lengths and prompts.")
+@click.option(
+    "--repeat", default=3, show_default=True, type=click.IntRange(min=1), help="Runs to measure; the median counts."
+)
 @benchmark("throughput", "Tokens a second of the engine in process, with all requests at once.")
 def throughput(
     config: EngineConfig, requests: int, input_len: str, output_len: str, data_seed: int, repeat: int
@@ -70,11 +78,11 @@ def throughput(
     return BenchResult("throughput", tuple(rows), roofline=f"{ROOFLINE}, for {running} sequences")
 
 
-@click.option("--batch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Requests at a time.")
-@click.option("--input-len", default=128, show_default=True, type=click.IntRange(min=1), help="Tokens of a prompt.")
-@click.option("--output-len", default=64, show_default=True, type=click.IntRange(min=2), help="Tokens of an output.")
-@click.option("--data-seed", default=0, show_default=True, help="Of the prompts.")
-@click.option("--repeat", default=10, show_default=True, type=click.IntRange(min=1), help="Measured batches.")
+@click.option("--batch-size", default=1, show_default=True, type=click.IntRange(min=1), help="Requests of a batch.")
+@click.option("--input-len", default=128, show_default=True, type=click.IntRange(min=1), help="Tokens of each prompt.")
+@click.option("--output-len", default=64, show_default=True, type=click.IntRange(min=2), help="Tokens of each output.")
+@click.option("--data-seed", default=0, show_default=True, help="Seed of the prompts.")
+@click.option("--repeat", default=10, show_default=True, type=click.IntRange(min=1), help="Batches to measure.")
 @benchmark("latency", "How long the engine in process takes for a batch: first token, each further one, all.")
 def latency(
     config: EngineConfig, batch_size: int, input_len: int, output_len: int, data_seed: int, repeat: int

@@ -65,12 +65,24 @@ _SPECS = {
 }
 
 
-@click.option("--platform", default=None, help="Where to run.")
-@click.option("--only", default="", metavar="TEXT", help="Only rows whose name has this in it.")
-@click.option("--rounds", default=15, show_default=True, type=click.IntRange(min=3), help="Measured rounds (median).")
-@click.option("--eager", is_flag=True, help="Call every kernel from Python, as a step that is not prepared does.")
-@click.option("--sequences", default=64, show_default=True, type=click.IntRange(min=1), help="Of decode attention.")
-@click.option("--length", default=2048, show_default=True, type=click.IntRange(min=1), help="Tokens of each of them.")
+@click.option(
+    "--platform", default=None, help="Kind of device to run on. Default: an accelerator if one is found, else cpu."
+)
+@click.option("--only", default="", metavar="TEXT", help="Measure only rows with TEXT in their name.")
+@click.option(
+    "--rounds", default=15, show_default=True, type=click.IntRange(min=3), help="Rounds to measure; the median counts."
+)
+@click.option("--eager", is_flag=True, help="Call every kernel from Python, as steps without graphs do.")
+@click.option(
+    "--sequences",
+    default=64,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Number of sequences in rows of decode attention.",
+)
+@click.option(
+    "--length", default=2048, show_default=True, type=click.IntRange(min=1), help="Tokens of each such sequence."
+)
 @benchmark("ops", "Each kernel's share of the memory's speed, or of the multipliers'.")
 def ops(platform: str | None, only: str, rounds: int, eager: bool, sequences: int, length: int) -> BenchResult:
     """Run the kernels that this platform would choose, each beside a plain read or a plain product.

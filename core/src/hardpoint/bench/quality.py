@@ -29,15 +29,39 @@ _WINDOW = 512
 
 @click.argument("model", default="demo")
 @click.option(
-    "--method", "methods", multiple=True, default=_METHODS, metavar="METHOD[:KEY=VALUE,...]", show_default=True
+    "--method",
+    "methods",
+    multiple=True,
+    default=_METHODS,
+    metavar="METHOD[:KEY=VALUE,...]",
+    show_default=True,
+    help="Quantization method to measure, with its options; repeatable.",
 )
-@click.option("--kv-cache-dtype", "cache_dtypes", multiple=True, metavar="DTYPE", help="Measure these caches too.")
 @click.option(
-    "--text", type=click.Path(path_type=Path, dir_okay=False), help="UTF-8 text; by default the demo model's."
+    "--kv-cache-dtype",
+    "cache_dtypes",
+    multiple=True,
+    metavar="DTYPE",
+    help="Data type of a KV cache to measure too; repeatable.",
 )
-@click.option("--tokens", default=16_384, show_default=True, type=click.IntRange(min=_WINDOW), help="How much of it.")
-@click.option("--dtype", default="bfloat16", show_default=True, help="Of activations, and of the unquantized model.")
-@click.option("--platform", default=None, help="Where to run.")
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File of UTF-8 text to predict. Default: the demo model's held-out text.",
+)
+@click.option(
+    "--tokens",
+    default=16_384,
+    show_default=True,
+    type=click.IntRange(min=_WINDOW),
+    help="Tokens of the text to predict.",
+)
+@click.option(
+    "--dtype", default="bfloat16", show_default=True, help="Data type of activations, and of the unquantized model."
+)
+@click.option(
+    "--platform", default=None, help="Kind of device to run on. Default: an accelerator if one is found, else cpu."
+)
 @benchmark("quality", "Loss on held-out text, by quantization method.")
 def quality(
     model: str,

@@ -25,18 +25,25 @@ _CPU_GOAL = "goal at most 60 us"
 """Of the server's process, from the requirements of serving."""
 
 
+@click.option("--url", help="Server to measure, as http://HOST:PORT. Default: start one with the engine options.")
+@click.option("--api-key", metavar="KEY", help="API key for the server at --url.")
 @click.option(
-    "--url", help="A server that runs, as http://HOST:PORT; by default one is started with the engine options."
+    "--pid",
+    type=int,
+    help="Process id of the server at --url, if on this host: measures its processor time and memory.",
 )
-@click.option("--api-key", metavar="KEY", help="For the server at --url.")
-@click.option("--pid", type=int, help="Its process, where that is on this host: says what it uses.")
-@click.option("--requests", default=100, show_default=True, type=click.IntRange(min=1), help="How many.")
-@click.option("--concurrency", type=click.IntRange(min=1), help="Requests open at a time.  [default: 16]")
+@click.option("--requests", default=100, show_default=True, type=click.IntRange(min=1), help="Number of requests.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Concurrent requests.  [default: 16]")
 @click.option(
-    "--request-rate", type=click.FloatRange(min=0, min_open=True), help="Instead: requests a second (Poisson)."
+    "--request-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Requests per second, at random times (Poisson), in place of --concurrency.",
 )
 @click.option(
-    "--duration", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Repeat their lengths so long."
+    "--duration",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Go on for this long, with new prompts of the same lengths.",
 )
 @click.option(
     "--request-timeout",
@@ -44,13 +51,24 @@ _CPU_GOAL = "goal at most 60 us"
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="One that takes longer has failed.",
+    help="Longest time of a request. Slower requests count as failed.",
 )
-@click.option("--warmup", default=8, show_default=True, type=click.IntRange(min=0), help="Requests not counted.")
-@click.option("--input-len", default="128", show_default=True, metavar="LENGTHS", help="Tokens of prompts.")
-@click.option("--output-len", default="64", show_default=True, metavar="LENGTHS", help="Tokens of outputs.")
-@click.option("--data-seed", default=0, show_default=True, help="Of lengths, prompts and arrivals.")
-@click.option("--peer/--no-peer", default=True, show_default=True, help="Measure the engine in process beside it.")
+@click.option(
+    "--warmup",
+    default=8,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Requests before the measurement, which do not count.",
+)
+@click.option("--input-len", default="128", show_default=True, metavar="LENGTHS", help="Tokens of each prompt.")
+@click.option("--output-len", default="64", show_default=True, metavar="LENGTHS", help="Tokens of each output.")
+@click.option("--data-seed", default=0, show_default=True, help="Seed of lengths, prompts and arrival times.")
+@click.option(
+    "--peer/--no-peer",
+    default=True,
+    show_default=True,
+    help="Measure the engine in this process too, with the same requests.",
+)
 @benchmark("serve", "A server under load: throughput, latencies, processor time per token.")
 def serve(
     config: EngineConfig,

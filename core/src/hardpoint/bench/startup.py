@@ -30,7 +30,9 @@ _STAGES = {
 """Marks in the order in which they are made, and what ends with each."""
 
 
-@click.option("--repeat", default=5, show_default=True, type=click.IntRange(min=1), help="Measured starts (median).")
+@click.option(
+    "--repeat", default=5, show_default=True, type=click.IntRange(min=1), help="Starts to measure; the median counts."
+)
 @benchmark("startup", "Process start to first token, by stage, beside a bare import of torch.")
 def startup(config: EngineConfig, repeat: int) -> BenchResult:
     """Start a process REPEAT times to the first token, after one start that is not counted.

@@ -25,13 +25,33 @@ _STEPS_BEFORE = 3
 """Those that were submitted while a prompt was still read."""
 
 
-@click.option("--decode", "decodes", default="1,32,256", show_default=True, metavar="N,N", help="Requests at once.")
-@click.option("--prefill", "prefills", default="1,32", show_default=True, metavar="N,N", help="Prompts at once.")
-@click.option("--input-len", default="512", show_default=True, metavar="LENGTHS", help="Tokens of prompts.")
-@click.option("--output-len", default=129, show_default=True, type=click.IntRange(min=2), help="Tokens of an output.")
-@click.option("--repeat", default=3, show_default=True, type=click.IntRange(min=1), help="Measured runs (median).")
 @click.option(
-    "--kernels", default=0, show_default=True, type=click.IntRange(min=0), help="List so many kernels of each, by time."
+    "--decode",
+    "decodes",
+    default="1,32,256",
+    show_default=True,
+    metavar="N,N",
+    help="Numbers of concurrent requests to measure the decode rate with.",
+)
+@click.option(
+    "--prefill",
+    "prefills",
+    default="1,32",
+    show_default=True,
+    metavar="N,N",
+    help="Numbers of concurrent prompts to measure the prefill rate with.",
+)
+@click.option("--input-len", default="512", show_default=True, metavar="LENGTHS", help="Tokens of each prompt.")
+@click.option("--output-len", default=129, show_default=True, type=click.IntRange(min=2), help="Tokens of each output.")
+@click.option(
+    "--repeat", default=3, show_default=True, type=click.IntRange(min=1), help="Runs to measure; the median counts."
+)
+@click.option(
+    "--kernels",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Also profile, and list this many kernels by time.",
 )
 @benchmark("steps", "Decode and prefill rates of the engine in process, at stated numbers of requests.")
 def steps(

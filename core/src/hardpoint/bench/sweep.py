@@ -23,9 +23,18 @@ Point = dict[str, str]
 @click.argument("name", metavar="BENCHMARK")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.option(
-    "--vary", multiple=True, required=True, metavar="FLAG=V,V,...", help="A flag, and its values; repeatable."
+    "--vary",
+    multiple=True,
+    required=True,
+    metavar="FLAG=V,V,...",
+    help="Flag of the benchmark and its values; repeatable. The grid has all combinations.",
 )
-@click.option("--file", required=True, type=click.Path(path_type=Path, dir_okay=False), help="Where points are kept.")
+@click.option(
+    "--file",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File of finished points, one a line. A second run adds the missing points.",
+)
 @click.option("--show", multiple=True, metavar="ROW", help="Rows to print and plot.  [default: each point's first]")
 @benchmark("sweep", "Another benchmark over a grid of its flags; goes on where it stopped.")
 def sweep(name: str, flags: tuple[str, ...], vary: tuple[str, ...], file: Path, show: tuple[str, ...]) -> BenchResult:

@@ -48,7 +48,8 @@ class SafetensorsFiles:
         for path in self._paths():
             for name in self._names(path):
                 if name in self._file_of:
-                    raise CheckpointError(f"{path}: tensor {name!r} is in {self._file_of[name].name} too")
+                    other = self._file_of[name].name
+                    raise CheckpointError(f"{path}: tensor {name!r} is in {other} too; remove one of the files")
                 self._file_of[name] = path
 
     @property
@@ -124,7 +125,7 @@ class SafetensorsFiles:
                 raise CheckpointError(f"{index}: 'weight_map' must be an object of tensor and file names") from error
             missing = [shard for shard in shards if not (self.folder / shard).is_file()]
             if missing:
-                raise CheckpointError(f"{self.folder}: shards are missing: {', '.join(missing)}")
+                raise CheckpointError(f"{self.folder}: shards are missing: {', '.join(missing)}; copy or download them")
             return [self.folder / shard for shard in shards]
         if (self.folder / self._single).is_file():
             return [self.folder / self._single]
@@ -139,7 +140,9 @@ class SafetensorsFiles:
             with safe_open(path, framework="pt") as file:
                 return list(file.keys())
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: damaged or truncated safetensors file: {error}") from error
+            raise CheckpointError(
+                f"{path}: damaged or truncated safetensors file: {error}; copy or download it again"
+            ) from error
 
 
 def _check_shard(index: Path, tensor: str, shard: object) -> None:

@@ -69,6 +69,6 @@ bench = LazyGroup(
     "bench",
     {name: Lazy(entry.target, entry.summary) for name, entry in find().items()},
     _command,
-    help="Measure, beside the roofline and a peer.",
+    help="Measure speed, beside the hardware's limit and another engine.",
     no_args_is_help=True,
 )

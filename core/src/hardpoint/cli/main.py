@@ -30,8 +30,8 @@ COMMANDS = {
     "ops": Lazy("hardpoint.cli.ops:ops", "List ops and their implementations."),
     "conform": Lazy("hardpoint.cli.conform:conform", "Prove a plugin's kernels, case by case."),
     "merge-certificates": Lazy("hardpoint.cli.conform:merge_certificates", "Join the certificates of a run's shards."),
-    "bench": Lazy("hardpoint.cli.bench:bench", "Measure, beside the roofline and a peer."),
-    "tune": Lazy("hardpoint.cli.tune:tune", "Measure what is fastest on this device, and write it down."),
+    "bench": Lazy("hardpoint.cli.bench:bench", "Measure speed, beside the hardware's limit and another engine."),
+    "tune": Lazy("hardpoint.cli.tune:tune", "Measure kernels on this device, and save the fastest."),
     "env": Lazy("hardpoint.cli.env:env", "Report versions, devices and what is missing."),
 }
 

@@ -40,24 +40,38 @@ class _Numbers(click.ParamType[tuple[int, ...]]):
         return tuple(numbers)
 
 
-@click.group(short_help="Measure what is fastest on this device, and write it down.")
+@click.group(short_help="Measure kernels on this device, and save the fastest.")
 def tune() -> None:
-    """Measure what is fastest on this device, and write it where it is looked up."""
+    """Measure kernels on this device, and save the fastest for engines to use."""
 
 
 @tune.command()
-@click.option("--experts", required=True, type=click.IntRange(1), help="Experts of this rank.")
-@click.option("--top-k", required=True, type=click.IntRange(1), help="Experts of a token.")
-@click.option("--hidden-size", required=True, type=click.IntRange(1), help="The model's width.")
-@click.option("--intermediate-size", required=True, type=click.IntRange(1), help="An expert's width, on this rank.")
-@click.option("--activation", default="silu_and_mul", show_default=True, help="Between the two matrices.")
-@click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float16"]))
+@click.option("--experts", required=True, type=click.IntRange(1), help="Number of experts on this rank.")
+@click.option("--top-k", required=True, type=click.IntRange(1), help="Number of experts per token.")
+@click.option("--hidden-size", required=True, type=click.IntRange(1), help="Hidden size of the model.")
 @click.option(
-    "--tokens", multiple=True, type=click.IntRange(1), help="Of a step; may be given again. [default: 1 to 4096]"
+    "--intermediate-size", required=True, type=click.IntRange(1), help="Intermediate size of an expert on this rank."
 )
-@click.option("--platform", default=None, help="Where to run.")
 @click.option(
-    "--output", default=None, metavar="FOLDER", help="Write there, as --tuning-tables reads, not beside kernels."
+    "--activation", default="silu_and_mul", show_default=True, help="Activation function between the two matrices."
+)
+@click.option(
+    "--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float16"]), help="Data type."
+)
+@click.option(
+    "--tokens",
+    multiple=True,
+    type=click.IntRange(1),
+    help="Number of tokens in a step; repeatable. [default: 1 to 4096]",
+)
+@click.option(
+    "--platform", default=None, help="Kind of device to run on. Default: an accelerator if one is found, else cpu."
+)
+@click.option(
+    "--output",
+    default=None,
+    metavar="FOLDER",
+    help="Folder to write to; serve reads it with --tuning-tables. Default: beside the kernels.",
 )
 def experts(
     experts: int,
@@ -133,12 +147,12 @@ def experts(
     click.echo(f"written to {path}")
 
 
-@tune.command(cls=EngineCommand, short_help="Measure who multiplies fastest, for each matrix of a model.")
-@click.option("--rows", default=_ROWS, show_default=True, type=_Numbers(), help="Numbers of tokens to measure with.")
+@tune.command(cls=EngineCommand, short_help="Find the fastest matmul kernel for each matrix of a model.")
+@click.option("--rows", default=_ROWS, show_default=True, type=_Numbers(), help="Numbers of tokens to measure.")
 @click.option(
     "--layout-by",
     type=_Numbers(),
-    help="Those of them that choose the weight's layout, which all share; each counts alike.  "
+    help="Numbers of tokens whose times choose the layout of the weight, which all numbers share.  "
     f"[default: up to {_DECODE_ROWS}]",
 )
 @click.option(
@@ -146,9 +160,11 @@ def experts(
     default=5.0,
     show_default=True,
     type=click.FloatRange(0, 50),
-    help="Percent that another must be faster by, to take the place of what serves now.",
+    help="Percent by which a kernel must be faster than the present one to replace it.",
 )
-@click.option("--rounds", default=15, show_default=True, type=click.IntRange(3), help="Most rounds (median).")
+@click.option(
+    "--rounds", default=15, show_default=True, type=click.IntRange(3), help="Most rounds to measure; the median counts."
+)
 @click.option("--output", metavar="FILE", help=f"The tuning file.  [default: that of --tuning-file, or {_TUNING_FILE}]")
 def linear(
     config: EngineConfig,
@@ -158,12 +174,13 @@ def linear(
     rounds: int,
     output: str | None,
 ) -> None:
-    """Measure every kernel that could multiply by the matrices of MODEL, and write who is fastest when.
+    """Measure every matmul kernel on the matrices of MODEL, and save the fastest for each number of tokens.
 
-    MODEL needs no weights: they are random, packed once for each layout, and no cache holds them. Kernels take turns.
-    What serves now stays unless another is faster by the margin. What FILE says of these matrices counts as what serves
-    now; what it says of others, and of other numbers of tokens, stays in it. It is written after each matrix, so that
-    an interrupt keeps what was measured. An engine reads it with --tuning-file FILE.
+    MODEL needs no weights: random ones are packed once for each layout, and no cache of the processor holds them.
+    Kernels take turns. The present kernel stays unless another is faster by --margin; an entry of the tuning file
+    counts as the present kernel. Entries of other matrices, and of other numbers of tokens, stay in the file. It is
+    written after each matrix, so that an interrupt keeps the results so far. An engine reads it with --tuning-file
+    FILE.
     """
     from hardpoint.bench.linear_tuning import tune_linears
     from hardpoint.selection import TuningFile

@@ -123,12 +123,12 @@ class Result:
 
     @property
     def contribution(self) -> tuple[str, str | None, str]:
-        """Whose result it is: (family, of, name)."""
+        """The contribution that was tried: (family, of, name)."""
         return self.family, self.of, self.name
 
     @property
     def codes(self) -> frozenset[str]:
-        """The codes of its faults."""
+        """The code of each fault that was found, such as ``alias``."""
         return frozenset(fault.code for fault in self.faults)
 
     def to_json(self) -> dict[str, Any]:

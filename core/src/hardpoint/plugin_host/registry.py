@@ -90,7 +90,7 @@ class PluginSet:
         ]
 
     def identities(self) -> list[list[str | None]]:
-        """What ranks compare: the usable plugins in their order, each as name, distribution, version, entry value."""
+        """The usable plugins in order, each as name, distribution, version, entry value: ranks compare these lists."""
         return [[r.name, r.distribution, r.version, r.entry_value] for r in self.records if r.is_usable]
 
     def names(self, family: str) -> list[str]:

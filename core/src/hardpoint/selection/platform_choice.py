@@ -118,7 +118,7 @@ def _not_asked_for(name: str) -> Reason:
 
 
 def detect(plugins: PluginSet, offer: Offer) -> tuple[type[Platform], DeviceInfo] | Reason:
-    """Load a platform and ask it what is here; whatever it does wrong becomes the reason.
+    """Load a platform and let it detect its devices; a failure of the platform becomes the reason against it.
 
     A ``detect`` that does not return within DETECT_SECONDS is left alone, in a thread that nobody waits for. One that
     keeps Python's lock meanwhile cannot be left alone.

@@ -275,7 +275,7 @@ class LayerProbe:
 
 
 def declared(root: PluggableLayer) -> dict[str, WeightSlot]:
-    """Every slot of a layer and those inside it, by its whole path."""
+    """The weight slots of a layer and of the layers inside it, by full path, such as ``mlp.gate_up.weight``."""
     found = {}
     for path, layer in walk(root):
         for name, slot in layer.declare().items():

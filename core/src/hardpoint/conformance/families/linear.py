@@ -191,7 +191,7 @@ class LinearProbe:
         return self.call_of(drawn, lambda: self.expect(drawn), placement, far)
 
     def draw(self, seed: int, num_tokens: int) -> torch.Tensor:
-        """Activations [T, K] on the host."""
+        """Random activations [T, K], on the host."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(num_tokens, cast(int, self.workload.in_features), generator=generator).to(self.dtype)
 

@@ -1,4 +1,4 @@
-"""Router weights as trials of experts and of all-to-alls draw them: of all magnitudes, so that none may be dropped."""
+"""Random router weights for trials of experts and all-to-alls, of all magnitudes: a kernel may drop no small one."""
 
 from __future__ import annotations
 

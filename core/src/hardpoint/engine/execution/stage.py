@@ -48,7 +48,7 @@ class Stage:
 
 
 class PipelineStage(Stage):
-    """One of several stages. ``group`` has a rank of each, in their order; each passes states to its like."""
+    """One of several pipeline stages. ``group``: a rank of each stage, in order; each sends states to the next."""
 
     def __init__(self, group: RankGroup, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._group, self._last = group, group.size - 1

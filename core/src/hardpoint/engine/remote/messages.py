@@ -75,9 +75,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class Ended:
-    """The core is gone: closed, or lost as ``error`` says. Comes last, from the link itself.
+    """The engine's core ended: closed, or lost as ``error`` says. The last message, made by the link itself.
 
-    ``stack`` is what it was doing, where it crashed, hung or raised.
+    ``stack``: the core's stack trace, where it crashed, hung or raised.
     """
 
     error: EngineDeadError

@@ -105,7 +105,9 @@ def page_bytes(users: ModelCaches, block_size: int) -> int:
 
 
 def place_bytes(users: ModelCaches, block_size: int) -> list[int]:
-    """Bytes of a page in each place: what the largest user that has it needs, aligned for all that have it."""
+    """Bytes of each part of a page. Part i holds the cache of the i-th layer of every cache group, so it is as large as
+    the largest of these layers needs, rounded up to an alignment that suits all of them.
+    """
     groups = users.cache_groups()
     sizes = []
     for place in range(max(len(group.users) for group in groups)):

@@ -16,22 +16,22 @@ logger = logging.getLogger(__name__)
 
 
 class Holder(Protocol):
-    """Whatever holds the memory of one tag."""
+    """Owner of the memory of one tag (weights, the KV cache): can free it, and allocate it again."""
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         ...
 
     def restore(self) -> None:
-        """Take it again and make it usable."""
+        """Allocate the memory again, with usable contents."""
         ...
 
 
 class InPlaceHolder(Holder, Protocol):
-    """One whose memory a platform may take away and bring back where it was."""
+    """Owner of memory that a platform may suspend and bring back at the same addresses."""
 
     def clear(self) -> None:
-        """Make memory usable whose contents are undefined."""
+        """Give the memory usable contents: after a resume they are undefined."""
         ...
 
 

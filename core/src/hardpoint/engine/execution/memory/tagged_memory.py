@@ -49,12 +49,12 @@ class TaggedMemory:
         self._known[tag] = nbytes
 
     def suspend(self, tag: MemoryTag) -> None:
-        """Have the platform take the memory of ``tag`` away under tensors that stay. Raises PlatformError."""
+        """Let the platform suspend the memory of ``tag``; tensors keep their addresses. Raises PlatformError."""
         self.memory.suspend([tag])
         self._suspended.add(tag)
 
     def resume(self, tag: MemoryTag) -> None:
-        """The inverse; contents are undefined. Raises PlatformError, and the tag stays suspended."""
+        """Undo ``suspend``; contents are undefined then. Raises PlatformError, and the tag stays suspended."""
         self.memory.resume([tag])
         self._suspended.discard(tag)
 
