@@ -165,6 +165,11 @@ class KernelCalls:
         """The contributions whose calls pass through here, each once."""
         return list(dict.fromkeys(kernel.offer for kernel in self._kernels))
 
+    @property
+    def third_party(self) -> list[Offer]:
+        """Those that neither core nor the platform's plugin brought."""
+        return [offer for offer in self.offers if offer.plugin not in self._home]
+
     def repeat(self, offer: Offer) -> bool:
         """From now on have calls of ``offer`` stand as opaque calls in what is prepared; False where they did."""
         new = offer not in self._repeated

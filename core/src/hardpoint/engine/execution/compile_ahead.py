@@ -22,7 +22,7 @@ def compile_ahead(ctx: Context, platform: Platform, run: Callable[[], object]) -
     def step() -> None:
         run()
 
-    if ctx.kernel_calls.offers:
+    if ctx.kernel_calls.third_party:
         return 0
     began = time.perf_counter()
     try:

@@ -261,9 +261,10 @@ class Graphs:
     def _has_unproven_kernels(self) -> bool:
         """Whether, on any rank, a third party's kernel takes part that no certificate shows right in replays."""
         ctx = self._ctx
-        certificates = Certificates(ctx.plugins, ctx.config) if ctx.kernel_calls.offers else None
+        offers = ctx.kernel_calls.third_party
+        certificates = Certificates(ctx.plugins, ctx.config) if offers else None
         unproven = certificates is not None and any(
-            certificates.standing(offer, ctx.device).level is None for offer in ctx.kernel_calls.offers
+            certificates.standing(offer, ctx.device).level is None for offer in offers
         )
         return any(self._exchange(unproven))
 
