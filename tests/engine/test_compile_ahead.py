@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hardpoint.engine.core import EngineCore
 from hardpoint.engine.execution.forward import Forward
 from hardpoint.engine.execution.graphs.replay_check import ReplayCheck
 from hardpoint_cpu.platform import CpuPlatform
@@ -15,13 +16,13 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import small_llm
 from tests.support.recorder import RecordableAttention, RecordedCalls
 
-SIZES = (1, 2, 3, 4)
+SIZES = (8, 20, 22, 24)
 RECORDABLE: dict[str, Any] = {
     "dtype": "float32",
     "custom_ops": ["none"],
     "linear_backend": "torch",
     "attention_backend": "reference",
-    "max_num_seqs": 4,
+    "max_num_seqs": 24,
 }
 
 
@@ -56,8 +57,8 @@ def test_every_captured_size_is_compiled_ahead_unless_the_largest_needs_nothing(
     monkeypatch.setattr(CpuPlatform, "compile_ahead", ahead)
     small_llm(folder, **RECORDABLE).close()
     largest, *others = compiled
-    assert set(largest) == {4}
-    assert [set(sizes) for sizes in others] == ([{1, 2, 3}] if is_cold else [])
+    assert set(largest) == {24}
+    assert [set(sizes) for sizes in others] == ([{8, 20, 22}] if is_cold else [])
 
 
 def test_a_failure_ahead_of_time_is_left_to_the_first_step(
@@ -73,17 +74,22 @@ def test_a_failure_ahead_of_time_is_left_to_the_first_step(
     assert "kernels are compiled one by one: RuntimeError: the compiler is away" in caplog.text
 
 
-def test_of_proven_kernels_the_largest_size_is_compared_with_eager_runs(
+def test_of_proven_kernels_few_sizes_are_compared_with_eager_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each from which another kernel serves: one begins with two tokens."""
-    compared: list[Any] = []
+    """The largest, and each from which another kernel serves."""
+    compared: set[int] = set()
     prepare: Callable[..., Any] = ReplayCheck.prepare
 
     def noted(check: ReplayCheck, wanted: Any) -> Any:
-        compared.append(wanted.key[0].requests)
+        compared.add(wanted.key[0].requests)
         return prepare(check, wanted)
 
     monkeypatch.setattr(ReplayCheck, "prepare", noted)
-    small_llm(folder, **RECORDABLE).close()
-    assert set(compared) == {1, 2, 4}
+    with small_llm(folder, **RECORDABLE) as llm:
+        assert isinstance(llm.client, EngineCore)
+        entries = [entry for plan in llm.client.blueprint.ctx.selector.plans for entry in plan.entries]
+        least = {entry.range.min for entry in entries if entry.range.phase != "prefill"}
+    begins = {next((size for size in SIZES if size >= tokens), SIZES[-1]) for tokens in least}
+    assert compared == {SIZES[-1], *begins}
+    assert 22 not in compared
