@@ -256,7 +256,7 @@ class Graphs:
         entries = [entry for plan in self._ctx.selector.plans for entry in plan.entries]
         other, queries = "prefill" if row.queries == 1 else "decode", row.queries or 1
         firsts = {-(-max(1, entry.range.min) // queries) for entry in entries if entry.range.phase != other}
-        return tuple(sorted({size for first in firsts for size in row.sizes_for(first)}))
+        return tuple(sorted({size for first in firsts for size in row.sizes_for(first)[:1]}))
 
     def _has_unproven_kernels(self) -> bool:
         """Whether, on any rank, a third party's kernel takes part that no certificate shows right in replays."""
