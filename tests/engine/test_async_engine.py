@@ -306,7 +306,7 @@ def test_priorities(engine: AsyncEngine) -> None:
         ([258], {}, "token id 258 is outside the model's vocabulary of 258"),
         ([2**40, 5], {}, "token id 1099511627776 is outside the model's vocabulary of 258"),
         ([5, -(2**40)], {}, "token id -1099511627776 is outside the model's vocabulary of 258"),
-        ([1] * 16384, {}, "at most 16383 fit"),
+        ([1] * 16384, {}, "the prompt has 16384 tokens"),
         ("\ud800", {}, "lone surrogate"),
         (3, {}, "a prompt is a text"),
         ("a", {"sampling_params": {"temperature": 0}}, "sampling_params must be a SamplingParams"),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, cycle
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -138,6 +139,24 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_of_the_protocol(server: 
     assert caught.value.code == "context_length_exceeded"
     message = server.post("/v1/messages", {"model": "demo", "messages": [long], "max_tokens": 1}).json()
     assert message["error"]["message"].startswith("prompt is too long: ")
+
+
+def test_texts_that_are_far_too_long_take_no_memory(server: RunningServer) -> None:
+    """Tokenized whole, each would take a gigabyte."""
+    text = "The whale swam in the sea, and my dear Watson said so. " * 140_000
+    bodies = [
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/responses", {"input": text}),
+        ("/v1/messages", {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": text}]}),
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda each: server.post(*each), bodies))
+    assert [answer.status_code for answer in answers] == [400] * 4
+    assert all("the prompt has 2048 or more tokens" in answer.text for answer in answers)
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    (peak,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    assert peak < 600 * 1024, "in KiB"
 
 
 def test_calls_that_are_no_json_are_no_dead_end() -> None:

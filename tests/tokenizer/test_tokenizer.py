@@ -37,6 +37,17 @@ def theirs(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.parametrize(("style", "config"), [(llama_style, LLAMA_CONFIG), (qwen_style, QWEN_CONFIG)])
+@pytest.mark.parametrize("text", ["ab 東 " * 60_000, "x" * 200_000, " " * 200_000], ids=["words", "word", "blanks"])
+def test_a_text_that_exceeds_a_limit_does(tmp_path: Path, style: Any, config: Any, text: str) -> None:
+    """Counted in pieces, and never more than there are."""
+    tokenizer = Tokenizer.load(write(tmp_path, style(), config))
+    count = len(tokenizer.encode(text))
+    assert not tokenizer.exceeds(text, count)
+    assert not tokenizer.exceeds("short", 2)
+    assert tokenizer.exceeds(text, count // 8) or count < len(text) // 4
+
+
 @pytest.mark.parametrize("text", SAMPLES)
 @pytest.mark.parametrize("add_special_tokens", [True, False])
 def test_encodes_and_decodes_as_transformers(folder: Path, text: str, add_special_tokens: bool) -> None:

@@ -35,7 +35,7 @@ from hardpoint.engine.control import (
     sleep_tags,
 )
 from hardpoint.engine.frontend.frontend import connect
-from hardpoint.engine.frontend.prompts import Prompt
+from hardpoint.engine.frontend.prompts import Prompt, TokensPrompt
 from hardpoint.engine.frontend.streams import Mailbox, News, RequestStream
 from hardpoint.engine.lora import Adapter, LoRARequest
 from hardpoint.engine.outputs import RequestOutput
@@ -57,7 +57,9 @@ T = TypeVar("T")
 
 _CLOSED = "this AsyncEngine is closed; make a new one"
 _NUM_READERS = 4
-"""Threads that tokenize prompts and render chats; a long prompt holds up one of them."""
+"""Threads that tokenize prompts and render chats."""
+_LONG_PROMPT = 2**18
+"""Texts of more characters are tokenized one at a time, in a thread of their own: they take seconds and much memory."""
 _ABORT_SECONDS = 5.0
 """How long closing waits for the last outputs of requests that it aborts."""
 
@@ -98,6 +100,7 @@ class AsyncEngine:
         self._closing, self._drain_until = False, float("inf")
         self._dead: EngineDeadError | None = None
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="hardpoint-prompts")
+        self._long_reader = ThreadPoolExecutor(1, thread_name_prefix="hardpoint-long-prompts")
         self._outputs = threading.Thread(target=self._serve, name="hardpoint-outputs", daemon=True)
         self._outputs.start()
 
@@ -171,6 +174,25 @@ class AsyncEngine:
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """A conversation as a prompt; ``options`` are those of ``render_chat``."""
         return self._frontend.chat_prompt(messages, **options)
+
+    async def read_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, is_limited: bool = True, **options: Any
+    ) -> TokensPrompt:
+        """A conversation as a prompt, made in threads; ``options`` are those of ``render_chat``.
+
+        Raises ContextLengthError where the prompt is too long for the model and ``is_limited``.
+        """
+        loop = asyncio.get_running_loop()
+        render = functools.partial(self._frontend.render_chat, messages, **options)
+        text = await loop.run_in_executor(self._readers, render)
+        ids = await self.encode(text, is_limited=is_limited, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    async def encode(self, text: str, *, is_limited: bool = False, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of ``text``, found in a thread. Raises ContextLengthError as ``read_chat`` does."""
+        most = self.max_model_len if is_limited else None
+        encode = functools.partial(self._frontend.encode, text, most, add_special_tokens=add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._reader_of(text), encode)
 
     def generate(
         self,
@@ -247,7 +269,7 @@ class AsyncEngine:
                 raise RequestError(f"request_id {request_id!r} is that of an open request; give another one")
             self._streams[stream.request_id] = stream
         try:
-            await loop.run_in_executor(self._readers, self._open, stream, prompt, params, seed, options)
+            await loop.run_in_executor(self._reader_of(prompt), self._open, stream, prompt, params, seed, options)
         except BaseException:
             stream.close()
             raise
@@ -329,6 +351,11 @@ class AsyncEngine:
             async for output in stream:
                 yield output
 
+    def _reader_of(self, prompt: Prompt | Callable[[], Prompt]) -> ThreadPoolExecutor:
+        """The threads that read ``prompt``."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        return self._long_reader if isinstance(text, str) and len(text) > _LONG_PROMPT else self._readers
+
     def _open(
         self,
         stream: RequestStream,
@@ -338,7 +365,8 @@ class AsyncEngine:
         options: RequestOptions,
     ) -> None:
         """Tokenize and queue a prompt, unless nobody wants it any more."""
-        tokenized = self._frontend.read(prompt() if callable(prompt) else prompt)
+        most = self.max_model_len if params.truncate_prompt_tokens is None else None
+        tokenized = self._frontend.read(prompt() if callable(prompt) else prompt, most)
         self._frontend.check(self.client, params)
         with self._advancing:
             if self._dead is not None:
@@ -400,5 +428,6 @@ class AsyncEngine:
         with self._opening:
             self._opening.wait_for(lambda: not self._streams, _ABORT_SECONDS)
         self._readers.shutdown(wait=False)
+        self._long_reader.shutdown(wait=False)
         self.client.close()
         self._outputs.join()

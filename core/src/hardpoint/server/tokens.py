@@ -44,7 +44,7 @@ async def tokenize(body: TokenizeRequest, service: ServiceOf) -> JsonResponse:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give one of prompt and messages", param="prompt")
-    return JsonResponse(await asyncio.to_thread(_tokenized, body, service))
+    return JsonResponse(await _tokenized(body, service))
 
 
 @router.post("/detokenize")
@@ -58,20 +58,21 @@ async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> JsonRespons
     return JsonResponse({"prompt": text})
 
 
-def _tokenized(body: TokenizeRequest, service: ServiceOf) -> dict[str, Any]:
+async def _tokenized(body: TokenizeRequest, service: ServiceOf) -> dict[str, Any]:
     engine = service.host.engine
     if body.messages is None:
         adds = body.add_special_tokens is not False
-        ids = engine.tokenizer.encode(body.prompt or "", add_special_tokens=adds)
+        ids = await engine.encode(body.prompt or "", add_special_tokens=adds)
     else:
-        text = engine.render_chat(
+        text = await asyncio.to_thread(
+            engine.render_chat,
             template_messages(body.messages),
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
             **({"tools": template_tools(body.tools)} if body.tools else {}),
             **checked_template_kwargs(body.chat_template_kwargs),
         )
-        ids = engine.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        ids = await engine.encode(text, add_special_tokens=bool(body.add_special_tokens))
     found: dict[str, Any] = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
     if body.return_token_strs:
         found["token_strs"] = [engine.tokenizer.decode([token], skip_special_tokens=False) for token in ids]

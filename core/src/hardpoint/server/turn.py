@@ -5,7 +5,6 @@ The chat protocols differ in how they write requests and answers; what lies betw
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -134,7 +133,8 @@ class Turn:
         engine = service.host.engine
         calls = request.tools and request.tool_choice.mode != "none"
         options = dict(request.template) | ({"tools": request.tools} if request.tools else {})
-        prompt: Any = await asyncio.to_thread(engine.chat_prompt, request.messages, **options)
+        is_limited = request.params.truncate_prompt_tokens is None
+        prompt = await engine.read_chat(request.messages, is_limited=is_limited, **options)
         args = ParserArgs(tools=request.tools, prompt=prompt["prompt"], special_tokens=service.host.special_tokens)
         parsers, structure = replace(service.host.parsers, tool=None), None
         if calls:

@@ -22,6 +22,12 @@ _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _OLDER = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """Files that Transformers can make a tokenizer of; without one it makes an empty one."""
+_PIECE = 2**16
+"""Characters of a piece of text that is counted."""
+_USUAL_CHARACTERS = 4
+"""Texts with at most so many characters for each token of a limit are encoded without being counted before."""
+_CUT_TOKENS = 32
+"""Tokens of a piece that the whole text may not have, because the piece was cut out of it."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -61,7 +67,28 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the text holds a lone surrogate at position {error.start}: {text!r:.80}") from None
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._encoding(text, add_special_tokens).ids
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """True where ``text`` certainly has more than ``limit`` tokens, which a text of few characters never has.
+
+        Pieces of the text are counted until there are enough. So the time and memory depend on ``limit`` and not on the
+        text; ``encode`` takes half a kilobyte for each token. A cut may change some tokens around it, which is allowed
+        for: a text with few tokens more than ``limit`` may be False.
+        """
+        if len(text) <= _USUAL_CHARACTERS * limit:
+            return False
+        found = 0
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE].encode(errors="replace").decode()
+            found += len(self._encoding(piece, add_special_tokens=False)) - _CUT_TOKENS
+            if found > limit:
+                return True
+        return False
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        """The library's encoding of ``text``, without offsets. Unlike its ``encode``, it lets other threads run."""
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; what is no valid UTF-8 becomes U+FFFD."""

@@ -15,6 +15,7 @@ from hardpoint.engine.frontend.prompts import Prompt, TokenizedPrompt
 from hardpoint.engine.remote.core_process import ProcessLink
 from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
 from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.engine.scheduling.admission import ContextLengthError
 from hardpoint.parsers import Parsers, choose_parsers
 from hardpoint.structured import Trials
 from hardpoint.tokenizer import ChatTemplate, NoTokenizer, Tokenizer
@@ -73,11 +74,24 @@ class Frontend:
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """A conversation as a prompt: its text, and its tokens, which hold the special ones that the template wrote."""
         text = self.render_chat(messages, **options)
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
-    def read(self, prompt: object) -> TokenizedPrompt:
-        """A prompt in any of its forms; raises RequestError for anything else."""
+    def encode(self, text: str, max_model_len: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of ``text``. Raises ContextLengthError where they leave no room within ``max_model_len``."""
+        self._check_length(text, max_model_len)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def read(self, prompt: object, max_model_len: int | None = None) -> TokenizedPrompt:
+        """A prompt in any of its forms; raises RequestError for anything else, and what ``encode`` does."""
+        if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
+            self._check_length(prompt.get("prompt"), max_model_len)
+        else:
+            self._check_length(prompt, max_model_len)
         return TokenizedPrompt.read(prompt, self.tokenizer)
+
+    def _check_length(self, text: object, max_model_len: int | None) -> None:
+        if isinstance(text, str) and max_model_len is not None and self.tokenizer.exceeds(text, max_model_len):
+            raise ContextLengthError(None, max_model_len)
 
     def check(self, core: CoreClient, params: SamplingParams) -> None:
         """Raise RequestError for parameters that this engine does not serve, such as a structure that cannot be

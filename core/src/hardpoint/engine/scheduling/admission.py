@@ -20,12 +20,15 @@ from hardpoint_plugin_api import EngineError, MemoryTag, RequestError
 
 
 class ContextLengthError(RequestError):
-    """A prompt of ``num_tokens`` leaves no room for an output within ``max_model_len`` tokens. In OpenAI's words, which
-    clients look for."""
+    """A prompt leaves no room for an output within ``max_model_len`` tokens. In OpenAI's words, which clients look for.
 
-    def __init__(self, num_tokens: int, max_model_len: int) -> None:
+    ``num_tokens`` None: nobody counted all tokens of the prompt.
+    """
+
+    def __init__(self, num_tokens: int | None, max_model_len: int) -> None:
+        size = f"{max_model_len} or more" if num_tokens is None else num_tokens
         super().__init__(
-            f"This model's maximum context length is {max_model_len} tokens. However, the prompt has {num_tokens} "
+            f"This model's maximum context length is {max_model_len} tokens. However, the prompt has {size} "
             "tokens, and one more is needed for the output. Please reduce the length of the prompt."
         )
         self.num_tokens, self.max_model_len = num_tokens, max_model_len
@@ -76,9 +79,9 @@ class Admission:
         prompt = tuple(prompt_token_ids)
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
-        prompt_array = self._in_vocabulary(prompt)
         if len(prompt) >= self.max_model_len:
             raise ContextLengthError(len(prompt), self.max_model_len)
+        prompt_array = self._in_vocabulary(prompt)
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
         most = self.max_model_len
         if params.max_tokens is not None:

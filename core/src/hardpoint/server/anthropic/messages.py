@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
 from collections.abc import AsyncGenerator, Mapping
@@ -180,8 +179,7 @@ async def count_tokens(body: Conversation, service: ServiceOf) -> JsonResponse:
     service.check_model(body.model)
     plain, tools = template_messages(body.system, body.messages), body.template_tools
     options = body.template_options | ({"tools": tools} if tools else {})
-    engine = service.host.engine
-    prompt: Any = await asyncio.to_thread(engine.chat_prompt, plain, **options)
+    prompt = await service.host.engine.read_chat(plain, is_limited=False, **options)
     return JsonResponse({"input_tokens": len(prompt["prompt_token_ids"])})
 
 
