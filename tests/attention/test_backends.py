@@ -11,6 +11,7 @@ import torch
 from hardpoint.adapters.padded_heads import pad_heads
 from hardpoint.attention.phases import PhasedBackend
 from hardpoint.layers.attention import alibi_slopes
+from hardpoint.reference import attention as reference
 from hardpoint.reference.attention import ReferenceAttention
 from hardpoint.reference.batch_invariant_attention import BatchInvariantAttention
 from hardpoint.selection import StepRange
@@ -96,6 +97,16 @@ def test_matches_the_definition(backend: str, variation: str, batch: str) -> Non
     out, requests = run_backend(BACKENDS[backend], spec, BATCHES[batch], sinks=sinks, alibi_slopes=slopes)
     expected = brute_force(spec, requests, sinks, slopes)
     assert (out - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("variation", ["plain", "everything", "chunk-everything"])
+def test_the_reference_is_the_same_when_queries_take_turns(variation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_MOST_SCORES", 4 * 50 * 3)  # three queries of the longest request
+    spec = VARIATIONS[variation]
+    sinks = torch.linspace(-1, 1, spec.num_heads) if spec.sinks else None
+    slopes = alibi_slopes(spec.num_heads, torch.device("cpu")) if spec.alibi else None
+    out, requests = run_backend(ReferenceAttention, spec, MIXED, sinks=sinks, alibi_slopes=slopes)
+    assert (out - brute_force(spec, requests, sinks, slopes)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -13,6 +13,7 @@ from hardpoint.conformance.families.latent import LatentTrials
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.plugin_host import discover
+from hardpoint.reference import attention as reference
 from hardpoint.reference.latent_attention import ReferenceLatentAttention, attend_latent
 from hardpoint.selection import StepRange
 from hardpoint_plugin_api import AttentionBatch, AttentionMetadata, BuildContext, LatentSpec
@@ -74,4 +75,12 @@ def test_decodes_and_prompts_of_a_step_go_to_backends_of_their_own(site: Site, b
     claims = [{key: ["float32"]} for key in ("dtype", "kv_dtype")] + [{"latent_size": [16]}, {"block_size": [4]}]
     joined = subject(site, Both, "attention", "latent", requires=claims)
     caught = first_failure(joined, LatentTrials(), f"float32/*/{batch}/*", Plan())
+    assert caught is None, str(caught)
+
+
+def test_the_reference_is_the_same_when_queries_take_turns(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_MOST_SCORES", 64)  # the judge has a reference of its own
+    claims = [{key: ["float32"]} for key in ("dtype", "kv_dtype")] + [{"latent_size": [16]}, {"block_size": [4]}]
+    parted = subject(site, ReferenceLatentAttention, "attention", "latent", requires=claims)
+    caught = first_failure(parted, LatentTrials(), "float32/*/mixed/*", Plan())
     assert caught is None, str(caught)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hardpoint_plugin_api import CapacityError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import small_llm
 
-VOCABULARY, NUM_REQUESTS, MEMORY_MIB = 40_000, 16, 96
+VOCABULARY, NUM_REQUESTS, MEMORY_MIB = 40_000, 16, 256
 MIB = 2**20
 SETTINGS: dict[str, Any] = {
     "platform": "sim",
@@ -67,9 +68,11 @@ def test_a_cache_of_all_that_is_free_is_refused(folder: Path) -> None:
         room = report.by_tag["kv"] + report.device.free
     with pytest.raises(CapacityError, match=r"of which sampling takes [\d,]+; lower --kv-cache-memory"):
         small_llm(folder, **SETTINGS | {"kv_cache_memory": room})
+    gc.collect()  # the error's frames hold the weights
 
 
 def test_requests_that_cannot_be_sampled_at_once_are_refused_at_the_start(folder: Path) -> None:
     many = {"max_num_seqs": 256, "max_num_batched_tokens": 256}  # whose logits alone take 39 MiB
     with pytest.raises(CapacityError, match=r"sampling for 256 requests does not fit .*; lower --max-num-seqs"):
         small_llm(folder, **SETTINGS | many)
+    gc.collect()

@@ -5,6 +5,8 @@ Axes: T tokens, H query heads, K KV heads, G = H / K, D head size, S keys of one
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from hardpoint.ops.store_kv import store_kv
@@ -18,6 +20,9 @@ from hardpoint_plugin_api import (
     PlainLayout,
     StoreCall,
 )
+
+_MOST_SCORES = 1 << 26
+"""Scores of one request that exist at a time, over all heads: they grow with queries times keys."""
 
 
 class ReferenceAttention(AttentionBackend):
@@ -41,16 +46,28 @@ class ReferenceAttention(AttentionBackend):
         for i, seq_len in enumerate(batch.seq_lens_host):
             first, last = batch.query_start_host[i], batch.query_start_host[i + 1]
             pages, start = read_blocks(batch, i, self.spec)
-            keys, values = self.read(call.cache, pages)
-            call.out[first:last] = attend(
-                call.q[first:last],
-                keys.flatten(0, 1)[: seq_len - start],
-                values.flatten(0, 1)[: seq_len - start],
-                self.spec,
-                self.sinks,
-                self.alibi_slopes,
-                start,
-            )
+            keys, values = (x.flatten(0, 1) for x in self.read(call.cache, pages))
+            for queries, num_keys in query_parts(last - first, seq_len - start, self.spec.num_heads):
+                call.out[first:last][queries] = attend(
+                    call.q[first:last][queries],
+                    keys[:num_keys],
+                    values[:num_keys],
+                    self.spec,
+                    self.sinks,
+                    self.alibi_slopes,
+                    start,
+                )
+
+
+def query_parts(num_queries: int, num_keys: int, num_heads: int) -> Iterator[tuple[slice, int]]:
+    """Parts of one request's newest queries, and the number of keys up to each part's last query.
+
+    A part makes at most ``_MOST_SCORES`` scores, or has one query.
+    """
+    size = max(1, _MOST_SCORES // (num_heads * num_keys)) if num_keys else 1
+    for first in range(0, num_queries, size):
+        last = min(first + size, num_queries)
+        yield slice(first, last), num_keys - num_queries + last
 
 
 def read_blocks(batch: AttentionBatch, i: int, spec: AttentionSpec) -> tuple[torch.Tensor, int]:

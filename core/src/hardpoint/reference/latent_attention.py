@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from hardpoint.reference.attention import query_parts
 from hardpoint_plugin_api import (
     AttentionBatch,
     AttentionMetadata,
@@ -39,8 +40,10 @@ class ReferenceLatentAttention(LatentBackend):
             rows = slice(batch.query_start_host[i], batch.query_start_host[i + 1])
             pages = batch.block_table[i, : -(-seq_len // block)].long()
             planes = self.layout.to_logical(call.cache, pages)
-            latent, rope_key = (planes[name].flatten(0, 1)[:seq_len] for name in ("latent", "rope_key"))
-            call.out[rows] = attend_latent(call.q_latent[rows], call.q_rope[rows], latent, rope_key, self.spec.scale)
+            latent, rope_key = (planes[name].flatten(0, 1) for name in ("latent", "rope_key"))
+            q_latent, q_rope, out = call.q_latent[rows], call.q_rope[rows], call.out[rows]
+            for part, keys in query_parts(rows.stop - rows.start, seq_len, q_latent.shape[1]):
+                out[part] = attend_latent(q_latent[part], q_rope[part], latent[:keys], rope_key[:keys], self.spec.scale)
 
 
 def attend_latent(

@@ -127,14 +127,17 @@ class Worker:
             geometry = CacheGeometry(ctx.block_size, tuple(group.retention for group in groups), limits.max_tokens)
             page = page_bytes(ctx.cache_users, ctx.block_size)
             if config.kv_cache_memory is not None:  # all of it, which prefixes can fill whatever runs
-                budget = config.kv_cache_memory
-                require_free(budget, reserved, platform.memory, ctx.device.name)
-            else:
-                steps = StepMemory(ctx, platform, blueprint.model, stage, limits, geometry, vocab_size)
-                budget = steps.cache_budget(graph_engine()) - reserved
-                # All sequences at their longest, one block each still being freed.
-                enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
-                budget = min(budget, enough * page)
+                require_free(config.kv_cache_memory, reserved, platform.memory, ctx.device.name)
+        if config.kv_cache_memory is not None:
+            budget = config.kv_cache_memory
+        else:
+            # Not ``together``: its steps are collective. A rank that fails there says so at once, and the others, which
+            # wait for it within a collective, are ended.
+            steps = StepMemory(ctx, platform, blueprint.model, stage, limits, geometry, vocab_size, reserved)
+            budget = steps.cache_budget(graph_engine())
+            # All sequences at their longest, one block each still being freed.
+            enough = limits.max_requests * (geometry.pages_for(longest) + len(groups)) + 1
+            budget = min(budget, enough * page)
         budget = min(budget, (control.least(budget // page) + 1) * page - 1)
         with control.together(), memory.pool("kv"):
             cache = CacheMemory(ctx.cache_users, geometry, budget, ctx.torch_device)
