@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import click
 import torch
 
-from hardpoint.kernels.weight_only import Int4Configuration, int4_configuration, int4_matmul
+from hardpoint.kernels.int4_tuning import Int4Configuration, int4_configuration
+from hardpoint.kernels.weight_only import int4_matmul
 from tests.kernels.sweeping import WEIGHT_BYTES, compile_beside, microseconds, plain_read
 
 SHAPES = ("6144x4096", "4096x4096", "28672x4096", "4096x14336")

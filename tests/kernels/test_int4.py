@@ -12,13 +12,8 @@ import triton
 
 from hardpoint.conformance.site import Site
 from hardpoint.kernels import launch, weight_only
-from hardpoint.kernels.weight_only import (
-    Int4Configuration,
-    TritonInt4Linear,
-    int4_configuration,
-    int4_dequantize,
-    int4_matmul,
-)
+from hardpoint.kernels.int4_tuning import Int4Configuration, int4_configuration
+from hardpoint.kernels.weight_only import TritonInt4Linear, int4_dequantize, int4_matmul
 from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import LinearWorkload, QuantSpec, Scale, dequantize
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hardpoint.kernels.weight_only import Int4Configuration, int4_configuration
+from hardpoint.kernels.int4_tuning import Int4Configuration, int4_configuration
 from tests.kernels.compiling import SHARED_KIB, TARGETS, Compiled, Job, compile_in_stages_that_fit, compile_kernels
 
 _ROWS = (1, 8, 16, 32, 64, 300)

@@ -6,19 +6,32 @@ import tomllib
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
 from hardpoint.conformance.site import Site
+from hardpoint.kernels import gemv, weight_only
 from hardpoint.kernels.attention import TritonAttention, TritonQuantizedCacheAttention
 from hardpoint.kernels.attention_tuning import Tiles
 from hardpoint.kernels.gemm import GemmConfiguration, TritonGemm, gemm_configuration, gemm_table
+from hardpoint.kernels.gemv import GemvConfiguration, gemv_configuration, gemv_table
+from hardpoint.kernels.int4_tuning import Int4Configuration, int4_configuration, int4_table
 from hardpoint.kernels.skinny import SkinnyConfiguration, skinny_configuration, skinny_table
 from hardpoint.kernels.tables import FOLDER, Table, table
+from hardpoint.numerics import quantize_weight
 from hardpoint.plugin_host import discover
-from hardpoint_plugin_api import AttentionSpec, BuildContext, ConfigError, LinearCall, LinearWorkload
+from hardpoint_plugin_api import (
+    AttentionSpec,
+    BuildContext,
+    ConfigError,
+    LinearCall,
+    LinearWorkload,
+    QuantSpec,
+    Scale,
+    dequantize,
+)
 from tests.support.attention import ANY_DEVICE, PluginConfigOnly
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950", "xe2", "none")
@@ -134,7 +147,7 @@ def test_shipped_tables_name_their_source() -> None:
     """What was measured says where, and the page is there."""
     root = Path(__file__).resolve().parents[2]
     paths = [path for folder in (FOLDER, *discover().tuning_folders("cuda")) for path in folder.glob("*.toml")]
-    assert len(paths) == 5
+    assert len(paths) == 7
     for path in paths:
         table = tomllib.loads(path.read_text())
         for said in (table, *table["rule"]):
@@ -275,6 +288,46 @@ def test_products_of_few_rows_are_cut_as_before() -> None:
             assert skinny_configuration(rows, n, x_itemsize, itemsize, skinny_table(context_of(arch))) == expected
 
 
+def old_gemv_cut(rows: int, n: int, row_bytes: int) -> GemvConfiguration:
+    if rows == 1:
+        if row_bytes >= 4096:
+            return GemvConfiguration(1, 1, 4, 2)
+        return GemvConfiguration(1, 2, 4, 2) if n < 5000 else GemvConfiguration(1, 4, 1, 2)
+    if rows == 2:
+        return GemvConfiguration(2, 1 if n <= 2048 else 4, 4 if n <= 4096 else 2)
+    together, block_n = 4 if rows <= 4 else 8, 8
+    while block_n > 1 and (block_n * 1024 > n or block_n * together > 16):
+        block_n //= 2
+    return GemvConfiguration(together, block_n, 4 if row_bytes >= 2048 else 2 if row_bytes >= 1024 else 1)
+
+
+def old_int4_tiles(rows: int, n: int, itemsize: int) -> Int4Configuration:
+    if itemsize == 4:
+        return Int4Configuration(16, 32, 4, 1)
+    if rows <= 8:
+        block_m = next(size for size in (1, 2, 4, 8) if size >= rows)
+        if n >= 8192:
+            return Int4Configuration(block_m, 32, 2, 3, split=True)
+        return Int4Configuration(block_m, 16, 4, 4 if rows == 1 and n < 5000 else 3, split=True)
+    height, width, num_warps = (64, 128, 8) if rows > 32 else (16 if rows <= 16 else 32, 64 if n < 8192 else 128, 4)
+    tiles, pieces = -(-rows // height) * -(-n // width), 1
+    while pieces < 4 and tiles * pieces < 200:
+        pieces *= 2
+    return Int4Configuration(height, width, num_warps, 3, pieces=pieces)
+
+
+def test_products_of_single_rows_and_4_bits_are_cut_as_before() -> None:
+    for rows, n in product((*range(1, 10), *ROWS), (*WIDTHS, 8191, 8192)):
+        for row_bytes in (16, 1008, 1024, 2032, 2048, 4080, 4096, 28672):
+            expected = old_gemv_cut(rows, n, row_bytes)
+            assert gemv_configuration(rows, n, row_bytes) == expected
+            assert gemv_configuration(rows, n, row_bytes, gemv_table(context_of("gfx942"))) == expected
+        for itemsize in (2, 4):
+            wanted = old_int4_tiles(rows, n, itemsize)
+            assert int4_configuration(rows, n, itemsize) == wanted
+            assert int4_configuration(rows, n, itemsize, int4_table(context_of("sm_90"))) == wanted
+
+
 def test_a_users_table_cuts_matrix_products(tmp_path: Path) -> None:
     (tmp_path / "gemm.toml").write_text(
         f"{RULE}when = {{ max_rows = 4, itemsize = 2 }}\n"
@@ -286,3 +339,29 @@ def test_a_users_table_cuts_matrix_products(tmp_path: Path) -> None:
     assert gemm_configuration(4, 48, 2, cuts=gemm_table(ctx)) == GemmConfiguration(16, 16, 32, 1, 1)
     got = kernel.apply(LinearCall(x, {"weight": weight}, None))
     torch.testing.assert_close(got.float(), x.float() @ weight.float().t(), rtol=0.02, atol=0.1)
+
+
+def test_a_users_table_cuts_products_of_single_rows_and_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gemv.toml").write_text(f"{RULE}use = {{ rows = 2, block_n = 16, num_warps = 1 }}\n")
+    (tmp_path / "int4.toml").write_text(f"{RULE}use = {{ block_m = 4, block_n = 32, num_warps = 2, num_stages = 1 }}\n")
+    site = Site.open(discover(), "cpu")
+    ctx = replace(site.context(torch.float32), config=site.config.model_copy(update={"tuning_tables": str(tmp_path)}))
+    used = list[object]()
+    for module, name in ((gemv, "gemv_configuration"), (weight_only, "int4_configuration")):
+        chosen = getattr(module, name)
+
+        def noted(*args: Any, chosen: Any = chosen) -> Any:
+            used.append(chosen(*args))
+            return used[-1]
+
+        monkeypatch.setattr(module, name, noted)
+    x, weight = torch.randn(1, 64), torch.randn(48, 64)
+    got = gemv.TritonGemv(ctx, LinearWorkload()).apply(LinearCall(x, {"weight": weight}, None))
+    torch.testing.assert_close(got, x @ weight.t())
+    spec = QuantSpec("int4", scales=(Scale("float32", (1, 32)),))
+    slots = quantize_weight(weight, spec)
+    workload = LinearWorkload(dtype="float32", in_features=64, out_features=48, spec=(spec, QuantSpec("float32")))
+    kernel = weight_only.TritonInt4Linear(ctx, workload)
+    got = kernel.apply(LinearCall(x, kernel.prepack(slots), None))
+    torch.testing.assert_close(got, x @ dequantize(slots, spec, torch.float32).t())
+    assert used == [GemvConfiguration(2, 16, 1), Int4Configuration(4, 32, 2, 1)]

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.gemm import gemm, gemm_table
-from hardpoint.kernels.gemv import Scales, gemv
+from hardpoint.kernels.gemv import Scales, gemv, gemv_table
 from hardpoint.kernels.launch import begun
 from hardpoint.kernels.skinny import LARGEST, rounded_to, skinny, skinny_table
 from hardpoint.quantization.rounding_linear import RoundingLinear
@@ -55,7 +55,7 @@ class ScaledLinear(TritonRoundingLinear):
         assert workload.spec is not None
         self._weight_rows, self._weight_group = _block(workload.spec[0])
         self._x_rows, self.x_group = (1, 0) if self.activation is None else _block(self.activation)
-        self.gemm_cuts, self.skinny_cuts = gemm_table(ctx), skinny_table(ctx)
+        self.gemm_cuts, self.skinny_cuts, self.gemv_cuts = gemm_table(ctx), skinny_table(ctx), gemv_table(ctx)
 
     def weight_scales(self, weights: dict[str, torch.Tensor]) -> Scales:
         """The weight's scales."""
@@ -94,7 +94,7 @@ class TritonScaledSkinny(ScaledLinear):
     ) -> torch.Tensor:
         weight, scales = weights["weight"], self.weight_scales(weights)
         if self.ctx.dtype == torch.float32:
-            return gemv(x, weight, bias, self.ctx.dtype, x_scales, scales)
+            return gemv(x, weight, bias, self.ctx.dtype, x_scales, scales, cuts=self.gemv_cuts)
         of_rows = x_scales is not None and not x_scales.group and not scales.group
         if of_rows:
             return gemm(x, weight, bias, self.ctx.dtype, x_scales, scales, cuts=self.gemm_cuts)

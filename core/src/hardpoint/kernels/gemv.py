@@ -9,14 +9,17 @@ Axes: M rows of x, N rows of the weight (out), K columns (in). A *vector* is the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
 from hardpoint.kernels.launch import begun
-from hardpoint_plugin_api import LinearCall, LinearKernel
+from hardpoint.kernels.tables import Table, table, table_of
+from hardpoint_plugin_api import BuildContext, LinearCall, LinearKernel, LinearWorkload
 
 _READ_BYTES = 16
 
@@ -119,29 +122,27 @@ class GemvConfiguration:
     unroll: int = 1
 
 
-def gemv_configuration(
-    num_rows: int, n: int, row_bytes: int, programs: int = 1024, most_sums: int = 16
-) -> GemvConfiguration:
+GemvTable = Table[GemvConfiguration]
+
+_FACTS: Mapping[str, type] = {"rows": int, "n": int, "row_bytes": int}
+
+
+def gemv_table(ctx: BuildContext) -> GemvTable:
+    """The tuning table of the context's device. Raises ConfigError for a file that is not right."""
+    return table_of(ctx, "gemv", GemvConfiguration, _FACTS)
+
+
+@cache
+def _portable_table() -> GemvTable:
+    return table("gemv", GemvConfiguration, tuple(_FACTS.items()))
+
+
+def gemv_configuration(num_rows: int, n: int, row_bytes: int, cuts: GemvTable | None = None) -> GemvConfiguration:
     """The cut for ``num_rows`` rows of x and a weight of ``n`` rows, each of ``row_bytes``.
 
-    Rows of the weight share what is loaded of x, so a program takes as many as leave ``programs``, of which every
-    multiprocessor shall hold several, and as few as leave a thread ``most_sums``. Threads span as much of a row as it
-    has. One row and two are cut as measured on an H200 (docs/measurements/h200.md): for one, a program has a long row
-    of the weight for itself, with two reads on their way.
+    ``cuts`` is a device's table, by default core's.
     """
-    if num_rows == 1:
-        if row_bytes >= 4096:
-            return GemvConfiguration(1, 1, 4, 2)
-        return GemvConfiguration(1, 2, 4, 2) if n < 5000 else GemvConfiguration(1, 4, 1, 2)
-    if num_rows == 2:
-        return GemvConfiguration(2, 1 if n <= 2048 else 4, 4 if n <= 4096 else 2)
-    rows = min(triton.next_power_of_2(num_rows), 8)
-    block_n = 8
-    while block_n > 1 and (block_n * programs > n or block_n * rows > most_sums):
-        block_n //= 2
-    vectors = row_bytes // _READ_BYTES
-    num_warps = 4 if vectors >= 128 else 2 if vectors >= 64 else 1
-    return GemvConfiguration(rows, block_n, num_warps)
+    return (cuts or _portable_table()).find(rows=num_rows, n=n, row_bytes=row_bytes)
 
 
 @dataclass(frozen=True)
@@ -170,16 +171,18 @@ def gemv(
     weight_scales: Scales | None = None,
     *,
     configuration: GemvConfiguration | None = None,
+    cuts: GemvTable | None = None,
 ) -> torch.Tensor:
     """``x`` [M, K] times ``weight`` [N, K] (columns one by one), plus ``bias`` [N]: a new [M, N] in ``dtype``.
 
-    Products are added up in float32. It takes any number of rows; many are slower than a matmul.
+    Products are added up in float32. It takes any number of rows; many are slower than a matmul. ``cuts`` is a device's
+    table, by default core's.
     """
     (num_rows, k), n = x.shape, weight.shape[0]
     out = torch.empty(num_rows, n, dtype=dtype, device=x.device)
     if not num_rows:
         return out
-    cut = configuration or gemv_configuration(num_rows, n, k * weight.element_size())
+    cut = configuration or gemv_configuration(num_rows, n, k * weight.element_size(), cuts)
     _gemv[-(-n // cut.block_n), -(-num_rows // cut.rows)](
         x,
         weight,
@@ -213,7 +216,11 @@ def gemv(
 class TritonGemv(LinearKernel):
     """Plain weights as they stand in the checkpoint, for a few rows of activations."""
 
+    def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
+        super().__init__(ctx, workload)
+        self._cuts = gemv_table(ctx)
+
     def apply(self, call: LinearCall) -> torch.Tensor:
         x, weight = call.x, call.weights["weight"]
-        y = gemv(x.reshape(-1, x.shape[-1]), weight, call.bias, x.dtype)
+        y = gemv(x.reshape(-1, x.shape[-1]), weight, call.bias, x.dtype, cuts=self._cuts)
         return y.view(*x.shape[:-1], weight.shape[0])

@@ -18,13 +18,14 @@ Axes: M rows of x, N rows of the weight (out), K columns (in), B blocks of 16 ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
+from hardpoint.kernels.int4_tuning import Int4Configuration, Int4Table, int4_configuration, int4_table
 from hardpoint.kernels.launch import begun, in_stages_that_fit
 from hardpoint.numerics import pack_nibbles
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason, dequantize
@@ -33,9 +34,6 @@ _LARGEST_TILE = 256
 _TILE_ROWS = tl.constexpr(16)
 _STEP = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1.0}
 """What a code of one becomes: a factor that matrix units' elements can bring the smallest numbers to."""
-_PROGRAMS = 200
-"""Of four warps, for more than 8 rows of x: fewer leave multiprocessors of a large device idle."""
-_MOST_PIECES = 4
 _TILES_TOGETHER = 8
 _SUMS = 1024
 """Of pieces, that a program makes."""
@@ -66,6 +64,7 @@ class TritonInt4Linear(LinearKernel):
         self.tile = _tile(self.group)
         self._groups = self.columns // self.group if self.group else 1
         self.flip = 8 if self.spec.element == "int4" else 0
+        self._cuts = int4_table(ctx)
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """``weight``: int32 [B, T, 16, W]; ``weight_scale`` [T, N, scales]; ``weight_zero_point`` [T, N, 4], as x is.
@@ -105,7 +104,8 @@ class TritonInt4Linear(LinearKernel):
 
     def apply(self, call: LinearCall) -> torch.Tensor:
         x = call.x
-        y = int4_matmul(x.reshape(-1, x.shape[-1]), call.weights, call.bias, self.group, self.flip)
+        rows = x.reshape(-1, x.shape[-1])
+        y = int4_matmul(rows, call.weights, call.bias, self.group, self.flip, cuts=self._cuts)
         return y.view(*x.shape[:-1], y.shape[1])
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -143,47 +143,6 @@ class DequantizedInt4Linear(TritonInt4Linear):
         return torch.nn.functional.linear(call.x, weight, call.bias)
 
 
-@dataclass(frozen=True)
-class Int4Configuration:
-    """A tile of the product, and how many blocks of columns are on their way at a time.
-
-    With ``split``, each of the warps has all rows of the tile and columns of its own, and their sums are added up at
-    the end, in one order. Without, they have rows each: 16 at least, or the work is done twice. ``pieces`` programs
-    share the columns of a tile; what they found is added up by another kernel, in one order too.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    split: bool = False
-    pieces: int = 1
-
-
-def int4_configuration(num_rows: int, n: int, itemsize: int) -> Int4Configuration:
-    """The cut for ``num_rows`` rows of x, of elements of ``itemsize`` bytes, and a weight of ``n`` rows.
-
-    Up to 8 rows of x: a program for every 16 rows of the weight, or 32 of a large one, whose warps split the columns;
-    wider tiles would leave multiprocessors idle. More rows: wide tiles, so that x is not read too often, in pieces
-    where those are fewer than what a large device wants. Best of a sweep on an H200 (docs/measurements/h200.md).
-    """
-    if itemsize == 4:  # no matrix units: what is multiplied at a time stands in registers
-        return Int4Configuration(16, 32, 4, 1)
-    if num_rows <= 8:
-        block_m = triton.next_power_of_2(num_rows)
-        if n >= 8192:
-            return Int4Configuration(block_m, 32, 2, 3, split=True)
-        return Int4Configuration(block_m, 16, 4, 4 if block_m == 1 and n < 5000 else 3, split=True)
-    if num_rows <= 32:
-        cut = Int4Configuration(16 if num_rows <= 16 else 32, 64 if n < 8192 else 128, 4, 3)
-    else:
-        cut = Int4Configuration(64, 128, 8, 3)
-    programs, pieces = triton.cdiv(num_rows, cut.block_m) * triton.cdiv(n, cut.block_n), 1
-    while pieces < _MOST_PIECES and programs * pieces < _PROGRAMS:
-        pieces *= 2
-    return replace(cut, pieces=pieces)
-
-
 def int4_matmul(
     x: torch.Tensor,
     weights: dict[str, torch.Tensor],
@@ -191,16 +150,18 @@ def int4_matmul(
     group: int,
     zero_point: int,
     configuration: Int4Configuration | None = None,
+    cuts: Int4Table | None = None,
 ) -> torch.Tensor:
     """``x`` [M, K] times packed ``weights``, plus ``bias`` [N]: a new [M, N].
 
     ``group`` 0 is a scale for each row; ``zero_point``, 0 or 8, is for all, where the weights have none of their own.
     A device whose multiprocessors have less shared memory than a cut takes has fewer blocks of columns on their way.
+    ``cuts`` is a device's table, by default core's.
     """
     num_rows, n = x.shape[0], weights["weight_scale"].shape[1]
     if not num_rows:
         return x.new_empty(num_rows, n)
-    cut = configuration or int4_configuration(num_rows, n, x.element_size())
+    cut = configuration or int4_configuration(num_rows, n, x.element_size(), cuts)
 
     def product(num_stages: int) -> torch.Tensor:
         fitting = cut if num_stages == cut.num_stages else replace(cut, num_stages=num_stages)
