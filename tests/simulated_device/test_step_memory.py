@@ -70,7 +70,8 @@ def test_a_rank_without_memory_for_a_trial_step_ends_the_others(
         return run(steps, *args)
 
     monkeypatch.setattr(StepMemory, "_run", failing)
-    settings: dict[str, Any] = {"platform": "sim", "plugin_config": {}, "kv_cache_memory": None, "core_start_timeout": 60}
+    settings: dict[str, Any] = {"platform": "sim", "plugin_config": {}}
+    settings |= {"kv_cache_memory": None, "core_start_timeout": 60}
     with (
         pytest.raises(CapacityError, match=r"a step of \d+ tokens does not fit .*: planted; lower --max-num-batched"),
         ranks_in_threads(tmp_path, 2, **settings),
