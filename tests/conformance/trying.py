@@ -29,7 +29,9 @@ class EveryCheck(Plan):
 
 
 HEALTHY = pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.nightly)], ids=["part", "whole"])
-"""Of a healthy target's trials, the default suite runs each eleventh and ``make nightly`` all. Checks rotate by fours."""
+"""Of a healthy target's trials, the default suite runs each eleventh and ``make nightly`` all.
+
+Checks rotate by fours."""
 
 
 @dataclass(frozen=True)

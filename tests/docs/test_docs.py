@@ -15,7 +15,10 @@ from tests.support.environment import Environment
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["first_ten_minutes.md", "write_a_plugin.md", "what_each_engine_calls_this.md"])
+PAGES = ("first_ten_minutes.md", "write_a_plugin.md", "coming_from_vllm.md", "what_each_engine_calls_this.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_a_reader_can_follow(page: str, tmp_path: Path) -> None:
     folder = tmp_path / "reader"
     folder.mkdir()

@@ -27,8 +27,8 @@ def test_the_device_and_its_kernels(site: Path, tmp_path: Path) -> None:
 
 
 OF_THE_DEVICE = (
-    "preempt or how_the_engine_is_set_up or step_that_fails or after_sleep or waking_up or other_weights or left_behind "
-    "or memory_that_is_gone or lives_of_slots or edge_of_a_block or prefixes_chunks"
+    "preempt or how_the_engine_is_set_up or step_that_fails or after_sleep or waking_up or other_weights "
+    "or left_behind or memory_that_is_gone or lives_of_slots or edge_of_a_block or prefixes_chunks"
 )
 """In names of tests: memory, copies, events and lengths of the device. Others hardly depend on it."""
 
