@@ -25,6 +25,7 @@ _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF
 COMMANDS = {
     "generate": Lazy("hardpoint.cli.generate:generate", "Continue prompts with a model."),
     "serve": Lazy("hardpoint.cli.serve:serve", "Serve a model over HTTP."),
+    "run-batch": Lazy("hardpoint.cli.run_batch:run_batch", "Answer a file of requests, in OpenAI's batch format."),
     "explain": Lazy("hardpoint.cli.explain:explain", "Show which implementation serves what, and why not the others."),
     "plugins": Lazy("hardpoint.cli.plugins:plugins", "List plugins; check, lock, write and compare them."),
     "ops": Lazy("hardpoint.cli.ops:ops", "List ops and their implementations."),
