@@ -100,7 +100,7 @@ def test_bad_values_are_the_configs_own_errors(args: list[str], message: str) ->
     [(["--blok-size", "3"], "--block-size"), (["--acme.workspace_mb", "3"], "--acme.workspace_mib")],
 )
 def test_unknown_flags_come_with_the_nearest(args: list[str], nearest: str) -> None:
-    with pytest.raises(click.NoSuchOption) as caught:
+    with pytest.raises(click.UsageError) as caught:
         parse(*args)
     assert nearest in caught.value.format_message()
 
