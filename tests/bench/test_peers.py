@@ -16,6 +16,7 @@ from hardpoint_plugin_api import ConfigError
 from tests.support.checkpoints import write_checkpoint
 
 
+@pytest.mark.nightly
 def test_ours_and_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path / "model", "qwen3")
     common = [

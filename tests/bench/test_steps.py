@@ -27,7 +27,10 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
 
 @pytest.mark.parametrize(
     ("family", "changes", "settings"),
-    [("qwen3", {}, {}), ("qwen3_moe", MIXTURE, {"enable_expert_parallel": True})],
+    [
+        pytest.param("qwen3", {}, {}, marks=pytest.mark.nightly),
+        ("qwen3_moe", MIXTURE, {"enable_expert_parallel": True}),
+    ],
     ids=["tp", "ep"],
 )
 def test_of_two_ranks(family: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:

@@ -22,7 +22,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("llama", {}), ("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", {}), ("mixtral", {}), ("gpt_oss", {})],
+    [
+        pytest.param("llama", {}, marks=pytest.mark.nightly),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3_moe", {}),
+        pytest.param("mixtral", {}, marks=pytest.mark.nightly),
+        ("gpt_oss", {}),
+    ],
     ids=["llama", "tied", "qwen3_moe", "mixtral", "gpt_oss"],
 )
 def test_a_config_is_enough(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:

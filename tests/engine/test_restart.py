@@ -127,7 +127,7 @@ def test_it_is_given_up_after_so_many(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("way", "opaque"),
     [
-        ("raises", False),
+        pytest.param("raises", False, marks=pytest.mark.nightly),
         ("aborts", True),
         pytest.param("crashes", False, marks=pytest.mark.nightly),
         pytest.param("hangs", False, marks=pytest.mark.nightly),
@@ -174,7 +174,7 @@ def test_a_kernel_that_was_asked_for_is_not_passed_over(
         llm.generate([[1]], PARAMS[0], use_tqdm=False)
 
 
-@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.nightly), 2])
 def test_a_request_that_engines_die_of_ends_alone(
     place: int, folder: Path, undisturbed: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,8 +219,17 @@ def test_an_interrupted_sleep_is_known(llm: LLM, monkeypatch: pytest.MonkeyPatch
     assert llm.stats.cached_tokens == cached, "the pages that held the prefixes were given back"
 
 
-@pytest.mark.parametrize("form", ["folder", "shards", "tensors"])
-@pytest.mark.parametrize("asleep", [False, True])
+@pytest.mark.parametrize(
+    ("form", "asleep"),
+    [
+        ("folder", True),
+        ("tensors", False),
+        pytest.param("folder", False, marks=pytest.mark.nightly),
+        pytest.param("shards", False, marks=pytest.mark.nightly),
+        pytest.param("shards", True, marks=pytest.mark.nightly),
+        pytest.param("tensors", True, marks=pytest.mark.nightly),
+    ],
+)
 def test_other_weights(
     llm: LLM,
     checkpoint: tuple[Path, PreTrainedModel],

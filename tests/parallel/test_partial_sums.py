@@ -198,7 +198,8 @@ def test_every_norm_behind_a_divided_layer_sums(tmp_path: Path) -> None:
     ids=["slices", "replicated", "shares"],
 )
 @pytest.mark.parametrize(
-    ("family", "changes"), [("qwen3_moe", {}), ("qwen2_moe", {"shared_expert_intermediate_size": 32})]
+    ("family", "changes"),
+    [pytest.param("qwen3_moe", {}, marks=pytest.mark.nightly), ("qwen2_moe", {"shared_expert_intermediate_size": 32})],
 )
 def test_mixtures(
     settings: dict[str, Any], sites: list[str], family: str, changes: dict[str, Any], tmp_path: Path

@@ -24,7 +24,7 @@ EVERY_EXPERT: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 4, "moe
 """Each token goes through all: where a choice is close, rounding would decide it."""
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("family", "changes", "settings"),
     [("qwen3", {}, {}), ("qwen3_moe", EVERY_EXPERT, {"enable_expert_parallel": True})],

@@ -63,7 +63,7 @@ def test_a_plugin_that_is_not_selected_is_never_imported(installed: Installer) -
         (["plugins", "list"], False),
         (["ops", "list"], False),
         (["generate", "--help"], False),
-        (["explain", "--platform", "cpu"], False),
+        pytest.param(["explain", "--platform", "cpu"], False, marks=pytest.mark.nightly),
         (["explain", "--plugins", "core,cpu"], False),
         (["explain"], True),
         (["env"], True),
