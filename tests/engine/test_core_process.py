@@ -102,7 +102,7 @@ def test_a_stream_that_is_left_ends(llm: LLM) -> None:
 def test_bad_requests_are_refused_here(llm: LLM) -> None:
     with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
         llm.generate([[1], []], ENDLESS)
-    with pytest.raises(RequestError, match="at most 16383 fit"):
+    with pytest.raises(RequestError, match="the prompt has 16384 tokens"):
         llm.generate([[1] * 16384])
 
     class Unsendable(dict[int, float]):

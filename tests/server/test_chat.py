@@ -95,6 +95,23 @@ def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
         assert bytes(entry.bytes).decode() == entry.token
 
 
+def test_fields_of_vllm(client: openai.OpenAI) -> None:
+    extra = {"guided_choice": ["whale", "boat"], "return_tokens_as_token_ids": True, "request_id": "mine"}
+    answer = chat(client, extra_body=extra, logprobs=True)
+    assert answer.choices[0].message.content in ("whale", "boat")
+    assert answer.id == "chatcmpl-mine"
+    assert all(entry.token.startswith("token_id:") for entry in answer.choices[0].logprobs.content)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(chat(client, stream=True, extra_body={"stream_options": options}))
+    assert [chunk.usage.completion_tokens for chunk in chunks][-1] == 12
+    assert all(chunk.usage.prompt_tokens > 0 for chunk in chunks)
+    headers = client.chat.completions.with_raw_response.create(
+        model="demo", messages=HELLO, max_tokens=1, extra_headers={"x-request-id": "theirs"}
+    )
+    assert headers.headers["x-request-id"] == headers.request_id == "theirs"
+    assert headers.parse().id == "chatcmpl-theirs"
+
+
 def test_completions_and_seeds(client: openai.OpenAI) -> None:
     options = {"n": 3, "temperature": 1.0, "seed": 11}
     texts = [choice.message.content for choice in chat(client, **options).choices]

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from hardpoint import LLM, SamplingParams
+from tests.support.engines import until
 from tests.support.serving import RunningServer
 
 PROMPT = "The whale"
@@ -128,6 +129,30 @@ def test_logprobs_and_echo(client: openai.OpenAI, llm: LLM, stream: bool) -> Non
     assert len(offsets) == len(tokens)
     tops = [top for part in parts for top in part.top_logprobs or ()]
     assert all(token in top and len(top) <= 3 for token, top in zip(tokens, tops, strict=True) if top)
+
+
+def test_fields_of_vllm(client: openai.OpenAI, server: RunningServer) -> None:
+    def complete(stream: bool = False, prompt: str = PROMPT, **fields: Any) -> Any:
+        return client.completions.create(
+            model="demo", prompt=prompt, temperature=0, max_tokens=20, stream=stream, extra_body=fields
+        )
+
+    assert complete(guided_choice=["whale", "boat"]).choices[0].text in ("whale", "boat")
+    assert complete(structured_outputs={"regex": "[ab]{3}", "backend": "x"}).choices[0].text.strip("ab") == ""
+    with pytest.raises(openai.BadRequestError, match="give one"):
+        complete(guided_regex="a", guided_json={})
+    short = complete(truncate_prompt_tokens=2, prompt=PROMPT * 2000)
+    assert short.usage.prompt_tokens == 2
+    assert complete(add_special_tokens=False).choices[0].text == complete().choices[0].text  # the demo model has none
+    assert complete(request_id="mine").id == "cmpl-mine"
+    scored = complete(return_tokens_as_token_ids=True, logprobs=1, return_token_ids=True).choices[0]
+    assert scored.logprobs.tokens == [f"token_id:{token}" for token in scored.token_ids]
+    assert set(scored.logprobs.top_logprobs[0]) == {scored.logprobs.tokens[0]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [chunk.usage.completion_tokens for chunk in complete(stream=True, stream_options=options)]
+    assert counts[0] < counts[-1] == 20
+    assert counts == sorted(counts)
+    until(lambda: any("request mine:" in line and "20 completion tokens" in line for line in server.log))
 
 
 def test_scoring_a_text_draws_nothing(client: openai.OpenAI) -> None:

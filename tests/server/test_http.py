@@ -182,6 +182,11 @@ def test_names_that_others_let_point_here_are_refused(server: RunningServer, hos
     assert status == 200 or "--allowed-host" in answer.json()["error"]["message"]
 
 
+def test_probes_of_other_servers(server: RunningServer) -> None:
+    assert server.get("/ping").status_code == server.post("/ping", {}).status_code == 200
+    assert server.get("/load").json() == {"server_load": 0}
+
+
 def test_requests_have_ids(server: RunningServer) -> None:
     answer = httpx.get(server.url + "/version", headers={"x-request-id": "mine-1"}, timeout=60)
     assert answer.headers["x-request-id"] == "mine-1"

@@ -157,6 +157,7 @@ def test_an_engine_that_is_killed() -> None:
         answer = server.post("/v1/completions", {"prompt": "a"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
         assert server.sample("hardpoint_engine_up") == 0
+        assert any("the engine is gone" in line for line in server.log)
         assert server.stop() == 0
 
 

@@ -181,7 +181,7 @@ def test_a_choice_that_is_faster_than_the_first_waits_for_the_scores() -> None:
 
     async def events() -> list[Any]:
         body = CompletionRequest(prompt="ab", n=2, stream=True, prompt_logprobs=1)
-        answer, grown = _Answer(body, "demo", cast(Any, None)), cast(Any, Grown())
+        answer, grown = _Answer(body, "demo", cast(Any, None), "1"), cast(Any, Grown())
         lines = b"".join([event async for event in answer.events(grown)]).decode().split("\n\n")
         return [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line and "DONE" not in line]
 

@@ -100,7 +100,10 @@ from hardpoint.terminal.engine_options import EngineCommand
     show_default=True,
     help="Lowest priority number that requests may have. Lower numbers run first; requests without one have 0.",
 )
-@click.option("--access-log", is_flag=True, help="Log every request.")
+@click.option("--access-log", is_flag=True, help="Log path and status of every HTTP request.")
+@click.option(
+    "--log-requests", is_flag=True, help="Log a line for each generation: its request's id, its tokens and its seconds."
+)
 @click.option("--quiet", is_flag=True, help="Log warnings and errors only.")
 def serve(config: EngineConfig, api_key_file: Path | None, quiet: bool, **settings: Any) -> None:
     """Serve MODEL over HTTP, by OpenAI's and Anthropic's protocols: a folder, a hub id, or the built-in demo model.

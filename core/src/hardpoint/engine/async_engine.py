@@ -176,16 +176,22 @@ class AsyncEngine:
         return self._frontend.chat_prompt(messages, **options)
 
     async def read_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, is_limited: bool = True, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        is_limited: bool = True,
+        add_special_tokens: bool = False,
+        **options: Any,
     ) -> TokensPrompt:
         """A conversation as a prompt, made in threads; ``options`` are those of ``render_chat``.
 
-        Raises ContextLengthError where the prompt is too long for the model and ``is_limited``.
+        Templates write special tokens themselves, unless ``add_special_tokens``. Raises ContextLengthError where the
+        prompt is too long for the model and ``is_limited``.
         """
         loop = asyncio.get_running_loop()
         render = functools.partial(self._frontend.render_chat, messages, **options)
         text = await loop.run_in_executor(self._readers, render)
-        ids = await self.encode(text, is_limited=is_limited, add_special_tokens=False)
+        ids = await self.encode(text, is_limited=is_limited, add_special_tokens=add_special_tokens)
         return {"prompt": text, "prompt_token_ids": ids}
 
     async def encode(self, text: str, *, is_limited: bool = False, add_special_tokens: bool = True) -> list[int]:
@@ -388,6 +394,8 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("outputs can no longer be made")
             dead = EngineDeadError(f"outputs can no longer be made: {type(error).__name__}: {error}")
+        if not self._closing:
+            logger.error("the engine is gone: %s", dead)
         with self._advancing:
             self._dead = dead
         for stream in list(self._streams.values()):

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from hardpoint.engine.sampling_params import SamplingParams
+from hardpoint.engine.structured_outputs import StructuredOutputsParams
 from hardpoint.server.errors import ApiError
+from hardpoint_plugin_api import StructuredOutput
 
 MAX_STOPS = 64
 """Stop texts of a request, and stop tokens: each token's text is searched for all of them."""
@@ -55,6 +57,16 @@ def take_unknown(part: object, place: str = "") -> list[str]:
     return found
 
 
+class StructuredOutputs(ProtocolModel):
+    """What the output must be, as vLLM writes it: one of these."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class SamplingFields(ProtocolModel):
     """The parameters of SamplingParams, under its names. None means the model's own, or the protocol's."""
 
@@ -77,6 +89,26 @@ class SamplingFields(ProtocolModel):
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: NumLogprobs | None = None
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def structure(self, form: StructuredOutput | None) -> StructuredOutput | None:
+        """The constraint: ``form``, which ``response_format`` is, or vLLM's fields. Raises ApiError for several."""
+        guided = {kind: getattr(self, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
+        said = [{kind: value} for kind, value in guided.items() if value is not None]
+        if self.structured_outputs is not None:
+            said.append(self.structured_outputs.model_dump(exclude_none=True, by_alias=True))
+        if len(said) + (form is not None) > 1:
+            raise ApiError(
+                400,
+                "response_format, structured_outputs and guided_* each say what the output must be; give one",
+                param="structured_outputs",
+            )
+        return StructuredOutputsParams.read(said[0]).constraint if said else form
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
         """``defaults`` with what the request says, and with what its endpoint makes of the rest.
@@ -108,6 +140,15 @@ class TreatmentFields(ProtocolModel):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
 
 
+class VllmFields(ProtocolModel):
+    """Fields of vLLM. ``request_id`` becomes a part of the answer's id; ``return_tokens_as_token_ids`` names the tokens
+    of log-probabilities ``token_id:N``. ``add_special_tokens``: whether the prompt gets the tokenizer's."""
+
+    request_id: Annotated[str, Field(max_length=128, pattern="^[!-~]+$")] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+
+
 class IgnoredFields(ProtocolModel):
     """Fields that are accepted, because clients send them, and change nothing: see docs/serving.md."""
 
@@ -118,7 +159,8 @@ class IgnoredFields(ProtocolModel):
 
 
 class StreamOptions(ProtocolModel):
-    """``include_usage``: a last event with the whole request's usage."""
+    """``include_usage``: a last event with the whole request's usage; ``continuous_usage_stats``: each has one."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None

@@ -17,7 +17,7 @@ from hardpoint.server.errors import ApiError, error_response
 from hardpoint.server.service import Service
 from hardpoint.server.settings import ServerSettings
 
-_OPEN_TO_ALL = {"/health", "/ready", *page.PATHS}
+_OPEN_TO_ALL = {"/health", "/ping", "/ready", *page.PATHS}
 """Paths for probes, which have no key, and for browsers, which have none yet."""
 
 
@@ -38,7 +38,6 @@ class Gate:
         self._app, self._service = app, service
         self._keys = [key.encode() for key in service.settings.api_keys]
         self._hosts = _allowed_hosts(service.settings)
-        self._num_posts = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,7 +73,7 @@ class Gate:
             if is_post:
                 self._service.host.check_admits()
                 _check_length(headers, settings.max_body_bytes)
-                if self._num_posts >= settings.max_concurrent_requests:
+                if self._service.num_open >= settings.max_concurrent_requests:
                     raise self._too_many()
         except ApiError as error:
             await error_response(scope["path"], error)(scope, receive, send)
@@ -82,25 +81,25 @@ class Gate:
         if not is_post:
             await self._app(scope, receive, send)
             return
-        self._num_posts += 1
+        self._service.num_open += 1
         try:
             body = _Body(receive, settings.max_body_bytes, settings.body_timeout)
             await self._app(scope, body.receive, send)
         finally:
-            self._num_posts -= 1
+            self._service.num_open -= 1
 
     def _too_many(self) -> ApiError:
         if self._service.host.state == "restarting":  # the server's fault, and not the clients'
             return ApiError(
                 503,
-                f"the engine is restarting, and {self._num_posts} requests wait for it, the limit of this server "
-                "(--max-concurrent-requests); try again later",
+                f"the engine is restarting, and {self._service.num_open} requests wait for it, the limit of this "
+                "server (--max-concurrent-requests); try again later",
                 code="restarting",
             )
         return ApiError(
             429,
-            f"{self._num_posts} requests are open, the limit of this server (--max-concurrent-requests); try again "
-            "later",
+            f"{self._service.num_open} requests are open, the limit of this server (--max-concurrent-requests); try "
+            "again later",
             code="too_many_requests",
         )
 

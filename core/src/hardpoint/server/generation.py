@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -19,6 +20,8 @@ from hardpoint.server.errors import ApiError
 from hardpoint.server.service import Service
 from hardpoint_plugin_api import RequestError
 
+logger = logging.getLogger(__name__)
+
 MAX_COMPLETIONS = 1024
 """Completions of one HTTP request, of all its prompts together."""
 
@@ -32,6 +35,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str | None = None
     adapter: str = ""
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         if len(self.prompts) * self.params.n > MAX_COMPLETIONS:
@@ -67,6 +71,8 @@ class Generation:
         self._exits = AsyncExitStack()
         self._last: float | None = None
         self._num_tokens, self._is_cut = 0, False
+        self._first: float | None = None
+        self._request_id, self._logs = request.request_id, service.settings.log_requests
 
     @classmethod
     async def admit(cls, request: GenerationRequest, service: Service) -> Self:
@@ -102,7 +108,19 @@ class Generation:
     ) -> None:
         await self._exits.aclose()
         usage = self.usage
-        self._metrics.ended(time.perf_counter() - self._began, usage.prompt_tokens, usage.completion_tokens)
+        seconds = time.perf_counter() - self._began
+        self._metrics.ended(seconds, usage.prompt_tokens, usage.completion_tokens)
+        if self._logs:
+            logger.info(
+                "request %s: %d prompt tokens, %d of them cached, %d completion tokens; %s, %.3f s in all; %s",
+                self._request_id,
+                usage.prompt_tokens,
+                usage.cached_tokens,
+                usage.completion_tokens,
+                "no token" if self._first is None else f"first token after {self._first:.3f} s",
+                seconds,
+                "cut off" if kind is not None or self._is_cut or None in self.outputs else "finished",
+            )
 
     @property
     def usage(self) -> Usage:
@@ -148,7 +166,8 @@ class Generation:
         self.outputs[number] = output
         now, num_new = time.perf_counter(), sum(len(completion.token_ids) for completion in output.outputs)
         if self._last is None:
-            self._metrics.first_token(now - self._began)
+            self._first = now - self._began
+            self._metrics.first_token(self._first)
         elif len(self._streams) == 1 and self.num_choices == 1:
             self._metrics.next_tokens(now - self._last, num_new)
         self._last, self._num_tokens = now, self._num_tokens + num_new

@@ -14,10 +14,12 @@ from hardpoint.engine.remote.recovery import RecoveryState
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.parsers import Parsers
 from hardpoint.server.errors import ApiError
-from hardpoint_plugin_api import EngineDeadError, HardpointError
+from hardpoint_plugin_api import EngineDeadError, HardpointError, StructuredOutput
 
 logger = logging.getLogger(__name__)
 
+_WARM_TOKENS = 4
+"""Tokens of each output that warms an engine up."""
 State = Literal["loading", "ready", "restarting", "stopping", "dead"]
 
 
@@ -47,6 +49,8 @@ class EngineHost:
         except BaseException:
             await engine.close()
             raise
+        if not self._stopping:
+            await _warm_up(engine)
         if self._stopping:
             await engine.close()
             return
@@ -135,6 +139,21 @@ class EngineHost:
         self._stopping = True
         if self._engine is not None:
             await self._engine.close(drain=deadline)
+
+
+async def _warm_up(engine: AsyncEngine) -> None:
+    """Have ``engine`` run a prompt, decode, draw and follow a grammar, so that no client waits for what that loads.
+
+    An engine that cannot do one of these says so to the requests that ask for it.
+    """
+    drawn = SamplingParams(max_tokens=_WARM_TOKENS, seed=0, ignore_eos=True, top_p=0.9)
+    for params in (drawn, replace(drawn, structured=StructuredOutput.json_object())):
+        try:
+            async with await engine.submit([0], params) as stream:
+                async for _ in stream:
+                    pass
+        except HardpointError as error:
+            logger.debug("the engine was not warmed up: %s", error)
 
 
 def _ways(engine: AsyncEngine) -> _Ways:

@@ -33,6 +33,18 @@ async def health(service: ServiceOf) -> JsonResponse:
     return JsonResponse({"status": state})
 
 
+@router.api_route("/ping", methods=["GET", "POST"])
+async def ping(service: ServiceOf) -> JsonResponse:
+    """The same, at the path that SageMaker asks."""
+    return await health(service)
+
+
+@router.get("/load")
+async def load(service: ServiceOf) -> JsonResponse:
+    """The number of POST requests that are being answered."""
+    return JsonResponse({"server_load": service.num_open})
+
+
 @router.get("/ready")
 async def ready(service: ServiceOf) -> JsonResponse:
     """200 while requests are served; while the engine is being built again they are taken, and wait."""

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fields import StreamOptions, take_unknown
-from hardpoint.server.gate import ADDED_HEADERS
+from hardpoint.server.gate import ADDED_HEADERS, REQUEST_ID
 from hardpoint.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,11 @@ def _ignore(names: Sequence[str], service: Service, request: Request) -> None:
     request.scope[ADDED_HEADERS].append((IGNORED_HEADER.encode(), listed.encode()))
     for name in names[:_MAX_LISTED]:
         service.log_ignored(request.url.path, name)
+
+
+def request_id(request: Request) -> str:
+    """The request's id: its header ``x-request-id``, or a new one."""
+    return str(request.scope[REQUEST_ID])
 
 
 def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:

@@ -34,6 +34,8 @@ class Service:
     settings: ServerSettings
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     created: int = field(default_factory=lambda: int(time.time()))
+    num_open: int = 0
+    """POST requests that are being answered."""
     _logged: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -23,8 +23,9 @@ class ServerSettings:
     sequences of the engine. Times are in seconds: ``head_timeout`` for the headers of a request, ``body_timeout`` more
     for its body, ``write_timeout`` for a client that does not read its response, ``shutdown_deadline`` for open
     requests when the server is told to stop. ``allow_lora_updating``: clients may load LoRA adapters from the server's
-    disk, and unload them. ``strict_fields``: requests with unknown fields are refused. ``allowed_hosts``: names that a
-    Host header may have. ``min_priority``: the lowest priority number, which runs first, that clients may give.
+    disk, and unload them. ``log_requests``: the log has a line for each generation. ``strict_fields``: requests with
+    unknown fields are refused. ``allowed_hosts``: names that a Host header may have. ``min_priority``: the lowest priority
+    number, which runs first, that clients may give.
 
     Raises ConfigError, naming the flag.
     """
@@ -43,6 +44,7 @@ class ServerSettings:
     access_log: bool = False
     allow_lora_updating: bool = False
     strict_fields: bool = False
+    log_requests: bool = False
     allowed_hosts: tuple[str, ...] = ()
     min_priority: int = 0
 

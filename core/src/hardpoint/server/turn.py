@@ -67,6 +67,8 @@ class TurnRequest:
     priority: int = 0
     cache_salt: str | None = None
     adapter: str = ""
+    request_id: str = ""
+    add_special_tokens: bool = False
 
 
 @dataclass
@@ -134,7 +136,9 @@ class Turn:
         calls = request.tools and request.tool_choice.mode != "none"
         options = dict(request.template) | ({"tools": request.tools} if request.tools else {})
         is_limited = request.params.truncate_prompt_tokens is None
-        prompt = await engine.read_chat(request.messages, is_limited=is_limited, **options)
+        prompt = await engine.read_chat(
+            request.messages, is_limited=is_limited, add_special_tokens=request.add_special_tokens, **options
+        )
         args = ParserArgs(tools=request.tools, prompt=prompt["prompt"], special_tokens=service.host.special_tokens)
         parsers, structure = replace(service.host.parsers, tool=None), None
         if calls:
@@ -150,7 +154,9 @@ class Turn:
         if parsers.needs_special_tokens:
             params = replace(params, skip_special_tokens=False)
         generation = await Generation.admit(
-            GenerationRequest([prompt], params, request.priority, request.cache_salt, request.adapter),
+            GenerationRequest(
+                [prompt], params, request.priority, request.cache_salt, request.adapter, request.request_id
+            ),
             service,
         )
         is_parsed = parsers.tool is not None or parsers.reasoning is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,7 +19,7 @@ from hardpoint.server.fields import MAX_STOPS, ProtocolModel, TreatmentFields, U
 from hardpoint.server.generation import Usage
 from hardpoint.server.items import Change, Item, Items
 from hardpoint.server.openai.messages import function_tools, is_function
-from hardpoint.server.requests import JsonRoute, checked_template_kwargs
+from hardpoint.server.requests import JsonRoute, checked_template_kwargs, request_id
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.turn import ToolChoice, Turn, TurnRequest
 from hardpoint.server.watched import EventStream, JsonAnswer, named_event
@@ -166,8 +165,10 @@ class MessagesRequest(Conversation, TreatmentFields):
 async def messages(body: MessagesRequest, request: Request, service: ServiceOf) -> Response:
     """Continue a conversation."""
     model = service.check_model(body.model)
-    answer = _Answer(model)
-    turn = await Turn.admit(replace(body.to_turn(service), adapter=service.adapter(model)), service)
+    own_id = request_id(request)
+    answer = _Answer(model, own_id)
+    asked = replace(body.to_turn(service), adapter=service.adapter(model), request_id=own_id)
+    turn = await Turn.admit(asked, service)
     if body.stream:
         return EventStream(request, answer.events(turn), named_event)
     return JsonAnswer(lambda: answer.whole(turn))
@@ -186,9 +187,9 @@ async def count_tokens(body: Conversation, service: ServiceOf) -> JsonResponse:
 class _Answer:
     """Writes one request's answer."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, own_id: str) -> None:
         self._items = Items()
-        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+        self._head = {"id": f"msg_{own_id}", "type": "message", "role": "assistant", "model": model}
 
     async def whole(self, turn: Turn) -> dict[str, Any]:
         async with turn:

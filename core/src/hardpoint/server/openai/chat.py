@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,7 +15,14 @@ from starlette.responses import Response
 
 from hardpoint.engine.outputs import PositionLogprobs
 from hardpoint.server.errors import ApiError
-from hardpoint.server.fields import IgnoredFields, NumLogprobs, SamplingFields, StreamOptions, TreatmentFields
+from hardpoint.server.fields import (
+    IgnoredFields,
+    NumLogprobs,
+    SamplingFields,
+    StreamOptions,
+    TreatmentFields,
+    VllmFields,
+)
 from hardpoint.server.openai.format import ResponseFormat
 from hardpoint.server.openai.logprobs import chat_logprobs, prompt_logprobs, tokenizer_of
 from hardpoint.server.openai.messages import (
@@ -27,8 +33,14 @@ from hardpoint.server.openai.messages import (
     template_tools,
     tool_choice,
 )
-from hardpoint.server.openai.usage import usage_body
-from hardpoint.server.requests import JsonRoute, check_best_of, check_stream_options, checked_template_kwargs
+from hardpoint.server.openai.usage import usage_body, usage_wishes
+from hardpoint.server.requests import (
+    JsonRoute,
+    check_best_of,
+    check_stream_options,
+    checked_template_kwargs,
+    request_id,
+)
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.turn import CompletionUpdate, Message, Turn, TurnRequest
 from hardpoint.server.watched import EventStream, JsonAnswer, data_event
@@ -40,7 +52,7 @@ _HOLE = "\0choices"
 router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
 
-class ChatRequest(SamplingFields, TreatmentFields, IgnoredFields):
+class ChatRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFields):
     """A conversation to continue. ``docs/serving.md`` has a line on every field."""
 
     model: str | None = None
@@ -95,10 +107,11 @@ class ChatRequest(SamplingFields, TreatmentFields, IgnoredFields):
             ),
             tools,
             tool_choice(self.tool_choice, has_tools=bool(tools), parallel=self.parallel_tool_calls),
-            None if self.response_format is None else self.response_format.structure(),
+            self.structure(None if self.response_format is None else self.response_format.structure()),
             kwargs | {"add_generation_prompt": adds, "continue_final_message": bool(self.continue_final_message)},
             self.priority or 0,
             self.cache_salt,
+            add_special_tokens=bool(self.add_special_tokens),
         )
 
 
@@ -106,8 +119,10 @@ class ChatRequest(SamplingFields, TreatmentFields, IgnoredFields):
 async def chat_completions(body: ChatRequest, request: Request, service: ServiceOf) -> Response:
     """Continue a conversation."""
     model = service.check_model(body.model)
-    answer = _Answer(body, model, service)
-    turn = await Turn.admit(replace(body.to_turn(service), adapter=service.adapter(model)), service)
+    own_id = body.request_id or request_id(request)
+    answer = _Answer(body, model, service, own_id)
+    asked = replace(body.to_turn(service), adapter=service.adapter(model), request_id=own_id)
+    turn = await Turn.admit(asked, service)
     if body.stream:
         return EventStream(request, answer.events(turn), data_event)
     return JsonAnswer(lambda: answer.whole(turn))
@@ -116,9 +131,9 @@ async def chat_completions(body: ChatRequest, request: Request, service: Service
 class _Answer:
     """Writes one request's answer."""
 
-    def __init__(self, body: ChatRequest, model: str, service: Service) -> None:
+    def __init__(self, body: ChatRequest, model: str, service: Service, own_id: str) -> None:
         self._body, self._service = body, service
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"chatcmpl-{own_id}", "created": int(time.time()), "model": model}
 
     async def whole(self, turn: Turn) -> dict[str, Any]:
         async with turn:
@@ -145,12 +160,13 @@ class _Answer:
     def _logprobs(self, positions: Sequence[PositionLogprobs] | None) -> dict[str, Any] | None:
         if positions is None:
             return None
-        return chat_logprobs(positions, self._body.top_logprobs or 0, tokenizer_of(self._service))
+        by_id = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(positions, self._body.top_logprobs or 0, tokenizer_of(self._service), by_id=by_id)
 
     def _choice(self, index: int, message: Message) -> dict[str, Any]:
         said: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
         if message.reasoning:
-            said |= {"reasoning_content": message.reasoning}
+            said |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
         if message.tool_calls:
             said["tool_calls"] = [
                 {
@@ -172,7 +188,7 @@ class _Answer:
 
     async def events(self, turn: Turn) -> AsyncGenerator[bytes, None]:
         """The stream: plain content, most of all events, is put between two texts made beforehand."""
-        wants_usage = self._body.stream_options is not None and bool(self._body.stream_options.include_usage)
+        wants_usage, counts = usage_wishes(self._body.stream_options)
         head = self._head | {"object": "chat.completion.chunk"} | ({"usage": None} if wants_usage else {})
         before, after = _around(head)
         is_plain = not (self._body.logprobs or self._body.return_token_ids)
@@ -191,6 +207,8 @@ class _Answer:
                         chunks += [chunk for event in step.events if (chunk := _chunk(step.choice, event))]
                     else:
                         chunks += self._full_chunks(step)
+                if counts:
+                    before, after = _around(head | {"usage": usage_body(turn.usage)})
                 if chunks:
                     written = [before + chunk + after for chunk in chunks]
                     if is_first and (about := self._about_prompt(turn)):
@@ -244,7 +262,7 @@ def _delta(event: ParserEvent) -> dict[str, Any]:
     if isinstance(event, ContentDelta):
         return {"content": event.text}
     if isinstance(event, ReasoningDelta):
-        return {"reasoning_content": event.text}
+        return {"reasoning_content": event.text, "reasoning": event.text}
     if isinstance(event, ToolCallStart):
         function = {"name": event.name, "arguments": ""}
         return {"tool_calls": [{"index": event.index, "id": event.call_id, "type": "function", "function": function}]}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -16,14 +15,22 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from hardpoint.engine.frontend.prompts import Prompt
 from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from hardpoint.server.errors import ApiError
-from hardpoint.server.fields import IgnoredFields, NumLogprobs, SamplingFields, StreamOptions, TreatmentFields
+from hardpoint.server.fields import (
+    IgnoredFields,
+    NumLogprobs,
+    SamplingFields,
+    StreamOptions,
+    TreatmentFields,
+    VllmFields,
+)
 from hardpoint.server.generation import Cursor, Generation, GenerationRequest
 from hardpoint.server.openai.format import ResponseFormat
 from hardpoint.server.openai.logprobs import TextOffsets, completion_logprobs, prompt_logprobs, tokenizer_of
-from hardpoint.server.openai.usage import usage_body
-from hardpoint.server.requests import JsonRoute, check_best_of, check_stream_options
+from hardpoint.server.openai.usage import usage_body, usage_wishes
+from hardpoint.server.requests import JsonRoute, check_best_of, check_stream_options, request_id
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.watched import EventStream, JsonAnswer, data_event
 
@@ -34,7 +41,7 @@ _HOLE = "\0choices"
 """Stands in the text around a chunk where its choices go; no name of a model has it."""
 
 
-class CompletionRequest(SamplingFields, TreatmentFields, IgnoredFields):
+class CompletionRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFields):
     """Texts or token ids to continue. ``docs/serving.md`` has a line on every field."""
 
     model: str | None = None
@@ -78,7 +85,7 @@ class CompletionRequest(SamplingFields, TreatmentFields, IgnoredFields):
             if self.echo:
                 own["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         params = self.sampling_params(service.host.default_params(), **own)
-        structure = None if self.response_format is None else self.response_format.structure()
+        structure = self.structure(None if self.response_format is None else self.response_format.structure())
         if structure is not None:
             params = replace(params, structured=structure)
         return GenerationRequest(self.prompts, params, self.priority or 0, self.cache_salt)
@@ -88,22 +95,33 @@ class CompletionRequest(SamplingFields, TreatmentFields, IgnoredFields):
 async def completions(body: CompletionRequest, request: Request, service: ServiceOf) -> Response:
     """Continue texts."""
     model = service.check_model(body.model)
-    answer = _Answer(body, model, service)
-    asked = replace(body.to_generation(service), adapter=service.adapter(model))
+    own_id = body.request_id or request_id(request)
+    answer = _Answer(body, model, service, own_id)
+    asked = replace(body.to_generation(service), adapter=service.adapter(model), request_id=own_id)
+    if body.add_special_tokens is False:
+        asked = replace(asked, prompts=[await _without_special_tokens(each, asked, service) for each in asked.prompts])
     generation = await Generation.admit(asked, service)
     if body.stream:
         return EventStream(request, answer.events(generation), data_event)
     return JsonAnswer(lambda: answer.whole(generation))
 
 
+async def _without_special_tokens(prompt: Prompt, asked: GenerationRequest, service: Service) -> Prompt:
+    if not isinstance(prompt, str):
+        return prompt
+    is_limited = asked.params.truncate_prompt_tokens is None
+    ids = await service.host.engine.encode(prompt, is_limited=is_limited, add_special_tokens=False)
+    return {"prompt": prompt, "prompt_token_ids": ids}
+
+
 class _Answer:
     """Writes one request's answer."""
 
-    def __init__(self, body: CompletionRequest, model: str, service: Service) -> None:
+    def __init__(self, body: CompletionRequest, model: str, service: Service, own_id: str) -> None:
         self._body, self._service = body, service
         self._offsets: dict[int, TextOffsets] = {}
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": f"cmpl-{own_id}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
@@ -120,9 +138,9 @@ class _Answer:
 
     async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         body = self._body
-        wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        wants_usage, counts = usage_wishes(body.stream_options)
         head = self._head | ({"usage": None} if wants_usage else {})
-        before, after = data_event(head | {"choices": [_HOLE]}).split(quoted(_HOLE).encode())
+        before, after = _around(head)
         is_plain = body.logprobs is None and not (body.echo or body.return_token_ids)
         wants_scores = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
         cursors: defaultdict[int, Cursor] = defaultdict(Cursor)
@@ -149,6 +167,8 @@ class _Answer:
                     else:
                         choice = self._choice(index, output, delta, is_first=is_first)
                         chunks.append(json.dumps(choice, separators=(",", ":")).encode())
+                if counts:
+                    before, after = _around(head | {"usage": self._usage(generation)})
                 if chunks:
                     yield b"".join([before + chunk + after for chunk in chunks])
             if wants_usage:
@@ -184,6 +204,7 @@ class _Answer:
         if self._body.logprobs is None:
             return None
         tokenizer, prompt_ids = tokenizer_of(self._service), output.prompt_token_ids
+        by_id = bool(self._body.return_tokens_as_token_ids)
         own = self._offsets.setdefault(index, TextOffsets(tokenizer, prompt_ids))
         offsets = [len(prompt) + offset for offset in own.take(delta.token_ids, delta.text, delta.start)]
         token_ids, scored = delta.token_ids, list[PositionLogprobs | None](delta.logprobs or ())
@@ -193,7 +214,7 @@ class _Answer:
         if delta.finish_reason is not None:  # tokens of a stop text are no text
             end = len(prompt) + delta.start + len(delta.text)
             offsets = [min(end, each) for each in offsets]
-        return completion_logprobs(token_ids, scored, self._body.logprobs, offsets, tokenizer)
+        return completion_logprobs(token_ids, scored, self._body.logprobs, offsets, tokenizer, by_id=by_id)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
@@ -203,6 +224,11 @@ class _Answer:
     def _usage(self, generation: Generation) -> dict[str, Any]:
         usage = generation.usage
         return usage_body(replace(usage, completion_tokens=0) if self._body.draws_nothing else usage)
+
+
+def _around(head: dict[str, Any]) -> list[bytes]:
+    """The bytes before a chunk's choice, and after it."""
+    return data_event(head | {"choices": [_HOLE]}).split(quoted(_HOLE).encode())
 
 
 def _chunk(index: int, text: str) -> bytes:

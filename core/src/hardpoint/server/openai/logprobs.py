@@ -23,12 +23,14 @@ def tokenizer_of(service: Service) -> Tokenizer:
     return engine.tokenizer
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs], num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Those of a chat's tokens: each with the ``num_top`` likeliest."""
+def chat_logprobs(
+    positions: Sequence[PositionLogprobs], num_top: int, tokenizer: Tokenizer, *, by_id: bool = False
+) -> dict[str, Any]:
+    """Those of a chat's tokens: each with the ``num_top`` likeliest; ``by_id``: tokens are called ``token_id:N``."""
     return {
         "content": [
-            _entry(*_drawn(position), tokenizer)
-            | {"top_logprobs": [_entry(*each, tokenizer) for each in _likeliest(position, num_top)]}
+            _entry(*_drawn(position), tokenizer, by_id)
+            | {"top_logprobs": [_entry(*each, tokenizer, by_id) for each in _likeliest(position, num_top)]}
             for position in positions
         ],
         "refusal": None,
@@ -41,19 +43,22 @@ def completion_logprobs(
     num_top: int,
     offsets: Sequence[int],
     tokenizer: Tokenizer,
+    *,
+    by_id: bool = False,
 ) -> dict[str, Any]:
     """Those of a completion's tokens; None stands for a prompt's first token, which nothing precedes.
 
     ``top_logprobs`` has each token itself, and the ``num_top`` likeliest.
     """
     return {
-        "tokens": [_text(token, tokenizer) for token in token_ids],
+        "tokens": [_text(token, tokenizer, by_id) for token in token_ids],
         "token_logprobs": [None if p is None else _finite(_drawn(p)[1].logprob) for p in positions],
         "top_logprobs": [
             None
             if p is None
             else {
-                _text(token, tokenizer): _finite(each.logprob) for token, each in (_drawn(p), *_likeliest(p, num_top))
+                _text(token, tokenizer, by_id): _finite(each.logprob)
+                for token, each in (_drawn(p), *_likeliest(p, num_top))
             }
             for p in positions
         ],
@@ -121,12 +126,14 @@ def _likeliest(position: PositionLogprobs, count: int) -> list[tuple[int, Logpro
     return sorted(position.items(), key=lambda each: each[1].rank)[:count]
 
 
-def _entry(token_id: int, each: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
+def _entry(token_id: int, each: Logprob, tokenizer: Tokenizer, by_id: bool) -> dict[str, Any]:
     own = tokenizer.token_bytes(token_id)
-    return {"token": own.decode(errors="replace"), "logprob": _finite(each.logprob), "bytes": list(own)}
+    return {"token": _text(token_id, tokenizer, by_id), "logprob": _finite(each.logprob), "bytes": list(own)}
 
 
-def _text(token_id: int, tokenizer: Tokenizer) -> str:
+def _text(token_id: int, tokenizer: Tokenizer, by_id: bool) -> str:
+    if by_id:
+        return f"token_id:{token_id}"
     return tokenizer.token_bytes(token_id).decode(errors="replace")
 
 

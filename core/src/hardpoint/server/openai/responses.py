@@ -21,7 +21,7 @@ from hardpoint.server.items import Change, Item, Items
 from hardpoint.server.openai.format import TextFormatOfResponses
 from hardpoint.server.openai.logprobs import chat_logprobs, tokenizer_of
 from hardpoint.server.openai.responses_input import FlatFunction, FlatTool, InputItem, template_messages, template_tools
-from hardpoint.server.requests import JsonRoute, checked_template_kwargs
+from hardpoint.server.requests import JsonRoute, checked_template_kwargs, request_id
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.turn import ToolChoice, Turn, TurnRequest
 from hardpoint.server.watched import EventStream, JsonAnswer, named_event
@@ -118,7 +118,7 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
             ),
             template_tools(self.tools),
             self._choice(),
-            None if form is None else form.structure(),
+            self.structure(None if form is None else form.structure()),
             kwargs,
             self.priority or 0,
             self.cache_salt,
@@ -138,7 +138,8 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
 async def responses(body: ResponsesRequest, request: Request, service: ServiceOf) -> Response:
     """Continue a conversation."""
     model = service.check_model(body.model)
-    asked = replace(body.to_turn(service), adapter=service.adapter(model))
+    own_id = request_id(request)
+    asked = replace(body.to_turn(service), adapter=service.adapter(model), request_id=own_id)
     answer = _Answer(body, model, asked, service)
     turn = await Turn.admit(asked, service)
     if body.stream:
@@ -154,7 +155,7 @@ class _Answer:
         self._positions: list[PositionLogprobs] = []
         self._number = 0
         self._head = {
-            "id": f"resp_{uuid.uuid4().hex}",
+            "id": f"resp_{asked.request_id}",
             "object": "response",
             "created_at": int(time.time()),
             "model": model,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from hardpoint.server.fields import StreamOptions
 from hardpoint.server.generation import Usage
+
+
+def usage_wishes(options: StreamOptions | None) -> tuple[bool, bool]:
+    """Whether a stream's last event has the usage, and whether each event has the usage so far."""
+    if options is None or not options.include_usage:
+        return False, False
+    return True, bool(options.continuous_usage_stats)
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
