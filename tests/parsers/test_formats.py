@@ -12,7 +12,7 @@ from hardpoint.conformance.families.parser_samples import (
     SampleCall,
 )
 from hardpoint_plugin_api import ReasoningDelta, ToolCallDelta, ToolCallEnd
-from tests.parsers.reading import joined, opened, read
+from tests.parsers.reading import joined, opened, parsers, read
 
 ARGUMENTS = '{"city": "Paris", "days": 2}'
 WEATHER = ("call", "weather", ARGUMENTS)
@@ -37,6 +37,14 @@ def said(sample: ParserSample) -> list[tuple[str, ...]]:
 
 
 CALLS = {f"{parser}, {sample.name}": (parser, sample) for parser, samples in TOOL_SAMPLES.items() for sample in samples}
+
+
+@pytest.mark.parametrize(
+    ("tool", "reasoning"), [("openai", "openai_gptoss"), ("glm45", "qwen3"), ("llama4_json", "glm47")]
+)
+def test_names_of_vllm(tool: str, reasoning: str) -> None:
+    own = {"openai": "harmony", "glm45": "glm", "llama4_json": "llama3_json", "openai_gptoss": "harmony"}
+    assert parsers(tool, reasoning) == parsers(own[tool], own.get(reasoning, "think"))
 
 
 @pytest.mark.parametrize("size", [1, 3, 10_000])

@@ -342,7 +342,8 @@ def strict() -> Iterator[RunningServer]:
         "--served-model-name",
         "alias",
     ]
-    with running_server(*flags, "--cors-origin", "https://page.example", "--strict-fields") as server:
+    flags += ["--cors-origin", "https://page.example", "--strict-fields", "--allow-engine-control"]
+    with running_server(*flags) as server:
         yield server
 
 
@@ -372,6 +373,22 @@ def test_unknown_fields_are_refused_where_that_is_wanted(strict: RunningServer) 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "top_q"
     assert "top_q is not a field that this endpoint knows" in answer.json()["error"]["message"]
+
+
+def test_operators_control_the_engine(strict: RunningServer, server: RunningServer) -> None:
+    def ask(method: str, path: str) -> httpx.Response:
+        return httpx.request(method, strict.url + path, headers=authorized(), timeout=60)
+
+    assert ask("GET", "/is_sleeping").json() == {"is_sleeping": False}
+    assert ask("POST", "/sleep?tags=kv").status_code == 200
+    assert ask("GET", "/is_sleeping").json() == {"is_sleeping": True}
+    asleep = strict.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=authorized())
+    assert "sleeps" in asleep.json()["error"]["message"]
+    assert ask("POST", "/wake_up").status_code == ask("POST", "/reset_prefix_cache").status_code == 200
+    awake = strict.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=authorized())
+    assert awake.status_code == 200
+    assert strict.post("/sleep", {}).status_code == 401
+    assert server.post("/sleep", {}).status_code == 403
 
 
 def test_names(strict: RunningServer) -> None:

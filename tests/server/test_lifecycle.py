@@ -180,6 +180,7 @@ def failing(*flags: str) -> str:
         (lambda port: ["--port", str(port)], "is another server there?"),
         (lambda port: ["--host", "192.0.2.1", "--port", "0"], "--host 192.0.2.1: cannot listen on"),
         (lambda port: ["--host", "x" * 64, "--port", "0"], f"--host {'x' * 64}: "),
+        (lambda port: ["--allow-engine-control"], "--allow-engine-control needs --api-key"),
         (lambda port: ["--port", "70000"], "--port 70000 is invalid: must be from 0 to 65535"),
         (lambda port: ["--cors-origin", "https://page.example/"], "--cors-origin 'https://page.example/' is no origin"),
         (lambda port: ["--api-key", " "], "--api-key: a key is made of"),
@@ -187,7 +188,7 @@ def failing(*flags: str) -> str:
         (lambda port: ["--port", "0", "no/such/model"], "no/such/model"),
         (lambda port: ["--port", "0", "--tool-parser", "hermis"], "hermis"),
     ],
-    ids=["taken", "elsewhere", "nowhere", "port", "origin", "key", "file", "model", "parser"],
+    ids=["taken", "elsewhere", "nowhere", "control", "port", "origin", "key", "file", "model", "parser"],
 )
 def test_bad_flags(flags: Callable[[int], list[str]], message: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -100,6 +100,11 @@ from hardpoint.terminal.engine_options import EngineCommand
     show_default=True,
     help="Lowest priority number that requests may have. Lower numbers run first; requests without one have 0.",
 )
+@click.option(
+    "--allow-engine-control",
+    is_flag=True,
+    help="Let clients with a key have the engine sleep, wake up and forget cached prefixes.",
+)
 @click.option("--access-log", is_flag=True, help="Log path and status of every HTTP request.")
 @click.option(
     "--log-requests", is_flag=True, help="Log a line for each generation: its request's id, its tokens and its seconds."

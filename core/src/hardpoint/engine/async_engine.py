@@ -125,6 +125,11 @@ class AsyncEngine:
         return self.client.adapters
 
     @property
+    def is_sleeping(self) -> bool:
+        """True between ``sleep`` and the ``wake_up`` of all that sleeps."""
+        return self.client.is_sleeping
+
+    @property
     def stats(self) -> EngineStats:
         """Tokens and seconds, requests and pages, as of the last step."""
         return self.client.stats

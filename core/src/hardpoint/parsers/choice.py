@@ -30,6 +30,21 @@ _NOWHERE = DeviceInfo("none", "no device", "cpu", "none", accelerator=False)
 """Parsers run where text is, whatever device the model runs on."""
 
 
+_VLLM_NAMES = {
+    "tool_parser": {
+        "deepseek_v3": "deepseek",
+        "deepseek_v31": "deepseek",
+        "glm45": "glm",
+        "glm47": "glm",
+        "llama4_json": "llama3_json",
+        "llama4_pythonic": "pythonic",
+        "openai": "harmony",
+    },
+    "reasoning_parser": {"glm45": "think", "glm47": "think", "openai_gptoss": "harmony", "qwen3": "think"},
+}
+"""Names that vLLM gives to parsers of the same outputs."""
+
+
 @dataclass(frozen=True)
 class Parsers:
     """The parsers of one model; None where an output is content as it stands."""
@@ -63,7 +78,7 @@ def choose_parsers(
     if plugins is None:
         lock = LockFile.read(Path(config.plugins_lock_file)) if config.plugins_locked else None
         plugins = discover(config.plugins, lock)
-    choices = config.choices
+    choices = {family: _known_name(family, name, plugins) for family, name in config.choices.items()}
     settings = Settings(choices, by_use=frozenset(config.use))
     selector = Selector(plugins, _NOWHERE, settings, load=plugins.load, asked=config.plugins or ())
     tokens = frozenset(special_tokens)
@@ -80,6 +95,11 @@ def choose_parsers(
         cast(type[ToolParser] | None, found["tool_parser"]),
         cast(type[ReasoningParser] | None, found["reasoning_parser"]),
     )
+
+
+def _known_name(family: str, name: str, plugins: PluginSet) -> str:
+    """``name``, or the parser here that reads what vLLM's parser of that name does."""
+    return name if name in plugins.names(family) else _VLLM_NAMES.get(family, {}).get(name, name)
 
 
 def _chosen(selector: Selector, plugins: PluginSet, workload: Workload, base: type, by_name: bool) -> type | None:

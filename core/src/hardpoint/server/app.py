@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from hardpoint import __version__
-from hardpoint.server import adapters, operations, page, tokens
+from hardpoint.server import adapters, control, operations, page, tokens
 from hardpoint.server.anthropic import messages
 from hardpoint.server.errors import add_error_handlers
 from hardpoint.server.gate import Gate
@@ -20,7 +20,7 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(title="Hardpoint", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     add_error_handlers(app)
-    for part in (models, completions, chat, responses, messages, tokens, adapters, operations, page):
+    for part in (models, completions, chat, responses, messages, tokens, adapters, control, operations, page):
         app.include_router(part.router)
     gated: ASGIApp = Gate(app, service)
     origins = service.settings.cors_origins

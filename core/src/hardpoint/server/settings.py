@@ -23,9 +23,10 @@ class ServerSettings:
     sequences of the engine. Times are in seconds: ``head_timeout`` for the headers of a request, ``body_timeout`` more
     for its body, ``write_timeout`` for a client that does not read its response, ``shutdown_deadline`` for open
     requests when the server is told to stop. ``allow_lora_updating``: clients may load LoRA adapters from the server's
-    disk, and unload them. ``log_requests``: the log has a line for each generation. ``strict_fields``: requests with
-    unknown fields are refused. ``allowed_hosts``: names that a Host header may have. ``min_priority``: the lowest priority
-    number, which runs first, that clients may give.
+    disk, and unload them. ``allow_engine_control``: clients may have the engine sleep, wake up and forget prefixes.
+    ``log_requests``: the log has a line for each generation. ``strict_fields``: requests with unknown fields are
+    refused. ``allowed_hosts``: names that a Host header may have. ``min_priority``: the lowest priority number, which
+    runs first, that clients may give.
 
     Raises ConfigError, naming the flag.
     """
@@ -45,6 +46,7 @@ class ServerSettings:
     allow_lora_updating: bool = False
     strict_fields: bool = False
     log_requests: bool = False
+    allow_engine_control: bool = False
     allowed_hosts: tuple[str, ...] = ()
     min_priority: int = 0
 
@@ -61,6 +63,8 @@ class ServerSettings:
         ):
             if not low <= value <= high:
                 raise ConfigError(f"{flag} {value} is invalid: must be from {low} to {high}")
+        if self.allow_engine_control and not self.api_keys:
+            raise ConfigError("--allow-engine-control needs --api-key or --api-key-file: else anybody stops the engine")
         for key in self.api_keys:
             if not (key.isascii() and key.isprintable()) or key != key.strip() or not key:
                 raise ConfigError("--api-key: a key is made of printable ASCII characters and has no blanks around it")

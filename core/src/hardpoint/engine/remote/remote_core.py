@@ -143,6 +143,11 @@ class RemoteCore(RemoteControl):
         return self._admission.adapters
 
     @property
+    def is_sleeping(self) -> bool:
+        """True while memory that requests need is given back."""
+        return bool(self._admission.asleep)
+
+    @property
     def stats(self) -> EngineStats:
         """What the core did up to the last report."""
         return self._stats
