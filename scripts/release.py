@@ -102,12 +102,13 @@ def set_version(root: Path, new: str) -> None:
 
 
 def build(folder: Path) -> None:
-    """Fill ``folder``, emptied before, with a source distribution and a wheel of each package.
+    """Fill ``folder`` with a source distribution and a wheel of each package, in place of those that it has.
 
     Each wheel is built from the source distribution, so that both are known to build. Only tracked files go in.
     """
     version(ROOT)
-    shutil.rmtree(folder, ignore_errors=True)
+    for old in [*folder.glob("hardpoint*.whl"), *folder.glob("hardpoint*.tar.gz")]:
+        old.unlink()
     environment = {"HARDPOINT_CPU_LEVELS": "all", **os.environ}
     with tempfile.TemporaryDirectory() as temporary:
         for name, source in PACKAGES.items():
@@ -131,7 +132,8 @@ def _copy_tracked(source: str, copy: Path) -> None:
 def _make_portable(wheel: Path) -> None:
     """Check what a compiled wheel asks of the system against MANYLINUX, and name it so. Changes the wheel's file name.
 
-    A pure wheel, as one built without a compiler is, raises ReleaseError.
+    Raises ReleaseError for a pure wheel, as is built without a compiler; CalledProcessError for one that needs newer
+    libraries than the policy has.
     """
     if not wheel.name.endswith("-linux_x86_64.whl"):
         raise ReleaseError(f"{wheel.name}: not compiled for Linux on x86-64; is a C++ compiler installed?")
