@@ -59,6 +59,7 @@ def render() -> str:
         "prints it for the installed version; `hardpoint plugins api-diff` prints what changed since an earlier one. "
         "The tutorial is `docs/write_a_plugin.md`.",
         "Within a major version the API only grows. A host of major N loads plugins of majors N and N-1.",
+        *_interfaces(entries),
         *_manifest(),
         *_requirements(),
         *_families(),
@@ -68,6 +69,22 @@ def render() -> str:
         *_names(entries),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _interfaces(entries: Mapping[str, Entry]) -> Iterator[str]:
+    from hardpoint import CustomOp, PluggableLayer
+
+    yield "## The interfaces by name"
+    yield (
+        "`from hardpoint import CustomOp, PluggableLayer, custom_op` imports them, and torch with them; `import "
+        "hardpoint` alone imports no torch. All else that a plugin implements is in `hardpoint_plugin_api`."
+    )
+    yield "### `CustomOp`"
+    yield _markdown(CustomOp.__doc__)
+    yield f"* `bind`: {_inline(CustomOp.bind.__doc__)}"
+    yield "### `PluggableLayer`"
+    yield _markdown(PluggableLayer.__doc__)
+    yield from _members("hardpoint.layers.PluggableLayer", PluggableLayer, entries)
 
 
 def _manifest() -> Iterator[str]:
@@ -153,7 +170,7 @@ def _ops(entries: Mapping[str, Entry]) -> Iterator[str]:
 def _layers(entries: Mapping[str, Entry]) -> Iterator[str]:
     yield "## Layers"
     yield (
-        "A replacement subclasses `hardpoint.layers.PluggableLayer` and is constructed as `Layer(ctx, args)`. It "
+        "A replacement subclasses `hardpoint.PluggableLayer` and is constructed as `Layer(ctx, args)`. It "
         "declares the slots of core's own, those of sub-layers under dotted names."
     )
     for name, cls in layer_classes().items():
@@ -163,11 +180,6 @@ def _layers(entries: Mapping[str, Entry]) -> Iterator[str]:
         yield f"Constructed with `{entry.get('args', '...')}`; `forward{signature_of(entry)}`: " + _inline(
             cls.forward.__doc__
         )
-    yield "### `PluggableLayer`"
-    from hardpoint.layers import PluggableLayer
-
-    yield _markdown(PluggableLayer.__doc__)
-    yield from _members("hardpoint.layers.PluggableLayer", PluggableLayer, entries)
 
 
 def _names(entries: Mapping[str, Entry]) -> Iterator[str]:
