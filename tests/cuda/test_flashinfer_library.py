@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ import torch
 
 import hardpoint_cuda
 from hardpoint.dtypes import dtype_of
+from hardpoint_cuda.flashinfer_builds import attention_build, build_attention, product_build
 from hardpoint_cuda.flashinfer_library import (
     COMMUNICATION_SIGNATURES,
+    PRODUCT,
     SIGNATURES,
     Kernel,
     reasons,
@@ -116,6 +120,38 @@ def test_a_compiler_suffices(flashinfer: Path, tmp_path: Path, monkeypatch: pyte
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tools))
     assert reasons(frozenset(KERNELS)) == []
+
+
+def test_what_is_in_no_place_is_built_in_a_child_process(
+    flashinfer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    build(flashinfer / "data" / "aot", KERNELS[0])
+    found = attention_build(KERNELS)
+    assert found is not None
+    assert [Kernel(**json.loads(text)) for text in found.arguments] == [KERNELS[1]]
+    assert KERNELS[1].name in found.title
+    assert pkgutil.resolve_name(found.target) is build_attention
+    build(tmp_path / ".cache" / "flashinfer" / "0.6.14" / "90a" / "cached_ops", KERNELS[1])
+    assert attention_build(KERNELS) is None
+
+
+def test_the_product_is_built_for_each_size_of_weights(
+    flashinfer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    monkeypatch.delenv("TRTLLM_DG_CACHE_DIR", raising=False)
+    library = flashinfer / "data" / "aot" / PRODUCT.name / f"{PRODUCT.name}.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    found = product_build(4096, 14336)
+    assert found is not None
+    assert found.arguments == ("4096", "14336")
+    kernel = PRODUCT.kernels / "cache" / "gemm_4096_14336_128" / "kernel.cubin"
+    kernel.parent.mkdir(parents=True)
+    kernel.touch()
+    assert product_build(4096, 14336) is None
+    assert product_build(None, None) is None
 
 
 def test_a_companion_of_another_version_is_named(flashinfer: Path) -> None:

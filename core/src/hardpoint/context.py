@@ -28,6 +28,7 @@ from hardpoint.profiling import NO_RANGE, Profiler
 from hardpoint.quantization.assignment import Quantization
 from hardpoint.resources import EngineResources
 from hardpoint.selection import Plan, Selector
+from hardpoint.selection.switches import KernelSwitches
 from hardpoint_plugin_api import (
     FAMILIES,
     ConfigError,
@@ -69,6 +70,7 @@ class Context:
     kernel_calls: KernelCalls = field(default_factory=lambda: KernelCalls(is_on=False))
     parallel: Parallel = field(default_factory=alone)
     cache_users: ModelCaches = field(default_factory=ModelCaches)
+    switches: KernelSwitches = field(default_factory=KernelSwitches)
     quantization: Quantization = field(default_factory=Quantization)
     _shared: dict[Hashable, Any] = field(default_factory=dict)
 

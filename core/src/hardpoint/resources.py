@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +59,23 @@ class EngineResources:
         self._device = device
         for key, need in self._declared.items():
             if need.scope != "collective":
+                self._memory[key] = _allocated(need, device)
+
+    @contextmanager
+    def extended(self) -> Iterator[None]:
+        """Let kernels that take others' place declare more within the block, and allocate it at the block's end.
+
+        What grows gets another address. Raises CapacityError for collectives.
+        """
+        device, self._device = self._device, None
+        try:
+            yield
+        finally:
+            self._device = device
+        assert device is not None, "extended before it was allocated"
+        for key, need in self._declared.items():
+            known = self._memory.get(key)
+            if need.scope != "collective" and (known is None or known.numel() < need.nbytes):
                 self._memory[key] = _allocated(need, device)
 
     def get(self, key: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ from hardpoint_plugin_api.attention import (
     StepPlanner,
     StoreCall,
 )
+from hardpoint_plugin_api.builds import KernelBuild
 from hardpoint_plugin_api.cache import (
     NULL_PAGE,
     CacheLayout,
@@ -231,6 +232,7 @@ __all__ = [
     "Latest",
     "LatentBackend",
     "LatentCall",
+    "KernelBuild",
     "LatentSpec",
     "LatentStoreCall",
     "LatentWorkload",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hardpoint.attention.phases import PhasedBackend, PhasedLatentBackend
 from hardpoint.context import Context
@@ -42,12 +42,21 @@ def _built(
     joining: Callable[[Context, _Spec, Sequence[tuple[StepRange, _Backend]]], _Backend],
 ) -> tuple[int, _Backend]:
     """The backend of ``plan``, several of them behind one by ``joining``, and its number among the cache users."""
+    entries = _entries(ctx, spec, plan, kind)
+    backend = entries[0][1]
+    if ctx.selector.postponed(plan.workload):
+        joined: Any = joining(ctx, spec, entries)  # of phases.py
+        backend = joined
+        ctx.switches.add(plan.workload, lambda other: joined.switch(_entries(ctx, spec, other, kind)))
+    elif len({id(one) for _, one in entries}) > 1:
+        backend = joining(ctx, spec, entries)
+    user = CacheUser(ctx.path, backend.cache_spec, backend.layout, backend, (spec, type(backend)))
+    return ctx.cache_users.add(user), backend
+
+
+def _entries(ctx: Context, spec: _Spec, plan: Plan, kind: Callable[..., _Backend]) -> list[tuple[StepRange, _Backend]]:
+    """The backend of each range of ``plan``; one for each winner."""
     built = {e.offer: construct(e.offer, ctx.load(e.offer), kind, ctx, spec) for e in plan.entries}
     for offer, backend in built.items():
         ctx.kernel_calls.attach(offer, backend)
-    if len(built) == 1:
-        (backend,) = built.values()
-    else:
-        backend = joining(ctx, spec, [(e.range, built[e.offer]) for e in plan.entries])
-    user = CacheUser(ctx.path, backend.cache_spec, backend.layout, backend, (spec, type(backend)))
-    return ctx.cache_users.add(user), backend
+    return [(e.range, built[e.offer]) for e in plan.entries]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 
 from hardpoint.selection import StepRange
+from hardpoint.selection.switches import Switch, SwitchError
 from hardpoint_plugin_api import (
     AttentionBackend,
     AttentionBatch,
@@ -16,6 +18,7 @@ from hardpoint_plugin_api import (
     AttentionMetadata,
     AttentionSpec,
     BuildContext,
+    CacheSpec,
     CaptureGrade,
     LatentBackend,
     LatentCall,
@@ -46,6 +49,25 @@ class _Phased(StepPlanner, Generic[_Backend]):
         # What may be captured beyond single tokens would be the prefills' to say as well.
         self.capture = min(CaptureGrade.SINGLE_TOKEN, *decodes)  # type: ignore[misc]  # known only here
         self.exact_lengths = any(backend.exact_lengths for _, backend in entries)  # type: ignore[misc]  # as well
+
+    def switch(self, entries: Sequence[tuple[StepRange, _Backend]]) -> Switch:
+        """What has other backends take the place of these, over the cache as it is.
+
+        Raises SwitchError where they need another cache, or smaller steps than the engine was built for.
+        """
+        limits = self.step_limits()
+        for _, backend in entries:
+            if _cache_of(backend) != _cache_of(self._first):
+                raise SwitchError(f"{type(backend).__name__} needs a cache of another layout")
+            if limits.intersect(backend.step_limits()) != limits:
+                raise SwitchError(f"{type(backend).__name__} needs smaller steps")
+            if backend.exact_lengths and not self.exact_lengths:
+                raise SwitchError(f"{type(backend).__name__} plans by exact lengths")
+            self._tell(backend)
+        return partial(self._divide, entries)
+
+    def _tell(self, backend: _Backend) -> None:
+        """Give a backend what these were given when weights were loaded."""
 
     def grade(self, phase: Phase, tokens: int) -> CaptureGrade:
         return self._backend(phase, tokens).grade(phase, tokens)
@@ -90,7 +112,10 @@ class _Phased(StepPlanner, Generic[_Backend]):
 
 
 class PhasedBackend(_Phased[AttentionBackend], AttentionBackend):
-    """Several backends of causal attention."""
+    """Several backends of causal attention, or one that may be switched."""
+
+    _head_constants: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+    _cache_scales: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __init__(
         self, ctx: BuildContext, spec: AttentionSpec, entries: Sequence[tuple[StepRange, AttentionBackend]]
@@ -100,12 +125,20 @@ class PhasedBackend(_Phased[AttentionBackend], AttentionBackend):
         self.layout = self._first.layout  # type: ignore[misc]  # one layout per plan, known only here
 
     def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
+        self._head_constants = sinks, alibi_slopes
         for backend in self.backends:
             backend.set_head_constants(sinks, alibi_slopes)
 
     def set_cache_scales(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._cache_scales = k, v
         for backend in self.backends:
             backend.set_cache_scales(k, v)
+
+    def _tell(self, backend: AttentionBackend) -> None:
+        if self._head_constants is not None:
+            backend.set_head_constants(*self._head_constants)
+        if self._cache_scales is not None:
+            backend.set_cache_scales(*self._cache_scales)
 
     def store(self, call: StoreCall) -> None:
         self._first.store(call)
@@ -140,6 +173,12 @@ class PhasedLatentBackend(_Phased[LatentBackend], LatentBackend):
                     out=call.out[rows],
                 )
             )
+
+
+def _cache_of(backend: StepPlanner) -> tuple[str, CacheSpec]:
+    """The layout of a backend's cache, by name, and what the cache holds."""
+    assert isinstance(backend, AttentionBackend | LatentBackend)
+    return backend.layout.name, backend.cache_spec
 
 
 def sub_batch(batch: AttentionBatch, first: int, last: int) -> AttentionBatch:

@@ -240,6 +240,11 @@ class EngineSettings(BaseModel):
         Group.KERNELS, False, "Make each output independent of the other requests in the batch, to the bit. Slower."
     )
     enforce_eager: bool = setting(Group.KERNELS, False, "Run without captured graphs and compilation. Slower.")
+    wait_for_kernels: bool = setting(
+        Group.KERNELS,
+        False,
+        "Wait while libraries build kernels (minutes). Default: start with other kernels and switch later.",
+    )
 
     plugins: Names | None = setting(Group.PLUGINS, None, "Allowlist: no other plugin is imported.")
     plugins_locked: bool = setting(

@@ -143,6 +143,7 @@ def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, r
         load=lambda offer: load_target(plugins, offer),
         refuses=_refusals(config, plugins, choice),
         asked=config.plugins or (),
+        postpones=preset is None and not config.wait_for_kernels,
     )
     chosen = choose_model(
         checkpoint,

@@ -21,11 +21,13 @@ from hardpoint.engine.engine_metrics import StatsCollector, StepMetrics
 from hardpoint.engine.execution.executor import Executor, InProcessExecutor, Pending
 from hardpoint.engine.execution.forward import Model
 from hardpoint.engine.execution.graphs.replay_check import ReplayError
+from hardpoint.engine.execution.kernel_switch import PrepareKernels, SwitchKernels
 from hardpoint.engine.execution.memory.holdings import Holdings
 from hardpoint.engine.execution.rank_verbs import Synchronize
 from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
 from hardpoint.engine.execution.ranks.torchrun_executor import TorchrunExecutor
 from hardpoint.engine.execution.worker import Worker, planners_of_exact_lengths
+from hardpoint.engine.kernel_builds import KernelBuilds
 from hardpoint.engine.lora import AdapterSlots
 from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
@@ -65,6 +67,7 @@ class EngineCore:
     _submitted: deque[tuple[StepInput, Pending]] = field(default_factory=deque)
     _denied: tuple[Culprit, ...] = ()
     _structures: Grammars | None = None
+    _builds: KernelBuilds = field(default_factory=lambda: KernelBuilds(()))
     _is_unsettled: bool = False
     """Whether a step that was given up may still run on the device, and read what the next one overwrites."""
 
@@ -146,6 +149,7 @@ class EngineCore:
         except BaseException:
             core.close()
             raise
+        core._builds = KernelBuilds(ctx.selector.builds)
         ctx.engine_metrics.add(StatsCollector(stats, lambda: core.control(ReportMemory()).by_tag))
         return core
 
@@ -245,6 +249,7 @@ class EngineCore:
 
     def _step(self) -> list[Request]:
         self._settle()
+        self._switch_kernels()
         began = time.perf_counter()
         expired = self.scheduler.expire(time.monotonic())
         while len(self._submitted) <= self._ahead and not self.scheduler.needs_values:
@@ -259,6 +264,20 @@ class EngineCore:
         if not self.scheduler.has_unfinished:
             self._drain()
         return advanced
+
+    def _switch_kernels(self) -> None:
+        """Go over to kernels that were built in the meantime: on all ranks, or at the next start."""
+        if self.admission.asleep or not self._builds.take_ready():
+            return
+        told = [why for why in self.executor.control(PrepareKernels()) if why is not None]
+        self.executor.control(SwitchKernels(not told))
+        if told:
+            logger.warning("kernels were built that serve from the next start on: %s", told[0])
+            return
+        selector = self.blueprint.ctx.selector
+        selector.adopt(selector.decided_again())  # of ranks that have processes of their own
+        self.table = self.blueprint.table
+        logger.info("the kernels that were built serve from now on: selection table %s", self.table.digest)
 
     def _drain(self) -> None:
         """Commit the steps on their way, whose tokens nobody wants any more."""
@@ -344,15 +363,18 @@ class EngineCore:
         stats.num_pages, stats.num_free_pages = pool.num_usable, pool.num_free
 
     def check(self) -> None:
-        """Raise EngineDeadError if ranks that have processes of their own are gone."""
+        """Switch kernels that were built. Raises EngineDeadError if ranks with processes of their own are gone."""
         self.executor.check()
+        self._switch_kernels()
 
     def when_lost(self, notify: Callable[[], None]) -> None:
-        """Have ``notify`` called, from another thread, when the ranks are lost."""
+        """Have ``notify`` called, from another thread, when ``check`` has something to do."""
         self.executor.when_lost(notify)
+        self._builds.when_ready(notify)
 
     def close(self) -> None:
         """Tell the plugins, end a profile that is still taken, then drop runner, caches and weights."""
+        self._builds.close()
         self.executor.shutdown(deadline=5.0)
 
 

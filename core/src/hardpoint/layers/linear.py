@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,6 +15,8 @@ from hardpoint.numerics import travels
 from hardpoint.ops.base import by_tokens
 from hardpoint.plugin_host.blame import blame, construct, misbehaved
 from hardpoint.quantization.merging import collapse_parts
+from hardpoint.selection import Plan
+from hardpoint.selection.switches import Switch, SwitchError
 from hardpoint_plugin_api import (
     ForwardStep,
     LinearArgs,
@@ -58,9 +61,20 @@ class Linear(PluggableLayer, name="linear"):
             spec=self.scheme.pair,
         )
         plan = ctx.select(workload)
-        self._offer = plan.entries[0].offer
-        self.kernels = [construct(e.offer, ctx.load(e.offer), LinearKernel, ctx, plan.workload) for e in plan.entries]
-        for entry, kernel in zip(plan.entries, self.kernels, strict=True):
+        self._use(plan, self._kernels_of(ctx, plan))
+        if ctx.selector.postponed(plan.workload):
+            layout = plan.layout
+            ctx.switches.add(plan.workload, lambda other: self._switch(ctx, other, layout))
+        if ctx.config.num_adapters and args.kind == "linear":
+            self.adapters = LinearAdapters(ctx.child("adapters"), args)
+        wanted = {k.input_spec for k in self.kernels}
+        if len(wanted) == 1 and self.adapters is None:  # a form is chosen before a step's size is known
+            (self.input_spec,) = wanted
+
+    def _kernels_of(self, ctx: Context, plan: Plan) -> list[LinearKernel]:
+        """The kernel of each range of ``plan``."""
+        kernels = [construct(e.offer, ctx.load(e.offer), LinearKernel, ctx, plan.workload) for e in plan.entries]
+        for entry, kernel in zip(plan.entries, kernels, strict=True):
             ctx.kernel_calls.attach(entry.offer, kernel, {"apply": self._product})
             if kernel.input_spec is not None and not travels(kernel.input_spec):
                 raise misbehaved(
@@ -68,13 +82,22 @@ class Linear(PluggableLayer, name="linear"):
                     f"wants its input as {kernel.input_spec}; what an op rounds in passing has one level of scales, "
                     "dynamic, each of a row's own, no zero points, and elements that lie one by one",
                 )
+        return kernels
+
+    def _use(self, plan: Plan, kernels: list[LinearKernel]) -> None:
+        """Multiply by ``kernels`` of ``plan`` from now on."""
+        self._offer, self.kernels = plan.entries[0].offer, kernels
         limits = [e.range.max for e in plan.entries]
-        self._matmul = by_tokens(limits, [k.apply for k in self.kernels], lambda call: call.x.shape[0])
-        if ctx.config.num_adapters and args.kind == "linear":
-            self.adapters = LinearAdapters(ctx.child("adapters"), args)
-        wanted = {k.input_spec for k in self.kernels}
-        if len(wanted) == 1 and self.adapters is None:  # a form is chosen before a step's size is known
-            (self.input_spec,) = wanted
+        self._matmul = by_tokens(limits, [k.apply for k in kernels], lambda call: call.x.shape[0])
+
+    def _switch(self, ctx: Context, plan: Plan, layout: str) -> Switch:
+        """What goes over to another plan, with the weight as it lies. Raises SwitchError where that will not do."""
+        if plan.layout != layout:
+            raise SwitchError(f"{plan.entries[0].offer.contribution} has its weight in another layout")
+        kernels = self._kernels_of(ctx, plan)
+        if self.input_spec is not None and {k.input_spec for k in kernels} != {self.input_spec}:
+            raise SwitchError(f"{plan.entries[0].offer.contribution} takes its input in another form")
+        return partial(self._use, plan, kernels)
 
     def declare(self) -> dict[str, WeightSlot]:
         if self.scheme is None:

@@ -8,7 +8,7 @@ automatic choice may pass over a candidate, and keeps the trace.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -25,6 +25,7 @@ from hardpoint_plugin_api import (
     CheckContext,
     DeviceInfo,
     HardpointError,
+    KernelBuild,
     PluginError,
     Preference,
     Reason,
@@ -44,7 +45,7 @@ class Selector:
     ``load`` imports an offer's target (used for winners only, to ask their own ``supports``). ``refuses`` says why the
     user wants an offer in no case, whatever the workload; a generated adapter is as good as what it adapts. ``asked``
     are the plugins that the user named: a winner of theirs that is broken is an error, another plugin's is passed over
-    with a warning.
+    with a warning. With ``postpones``, a winner that must be built first is passed over; see KernelBuild.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class Selector:
         load: Callable[[Offer], object],
         refuses: Callable[[Offer], Reason | None] = lambda offer: None,
         asked: Collection[str] = (),
+        postpones: bool = False,
     ) -> None:
         self._refuses, self._asked = refuses, frozenset(asked)
         self.device, self.settings = device, settings
         self._plugins, self._tuning = plugins, tuning or TuningFile()
         self._load = load
         self._plans: dict[Workload, Plan] = {}
+        self._postpones, self._postponed = postpones, dict[Workload, dict[Offer, KernelBuild]]()
 
     @property
     def plans(self) -> Sequence[Plan]:
@@ -76,8 +79,60 @@ class Selector:
         nothing can serve, or not what was asked for by name.
         """
         if workload not in self._plans:
-            self._plans[workload] = _Contest(self, workload).decide()
+            self._plans[workload] = self._decided(workload)
         return self._plans[workload]
+
+    def postponed(self, workload: Workload) -> Mapping[Offer, KernelBuild]:
+        """The candidates that the plan for ``workload`` passes over until they are built."""
+        return self._postponed.get(workload, {})
+
+    @property
+    def builds(self) -> Sequence[tuple[Offer, KernelBuild]]:
+        """All that is to be built for the plans made so far."""
+        return tuple(item for found in self._postponed.values() for item in found.items())
+
+    def decided_again(self) -> dict[Workload, Plan]:
+        """Plans, by the builds that are left now, for the workloads whose plans pass over one. ``adopt`` keeps them.
+
+        Raises SelectionError.
+        """
+        return {workload: self._decided(workload) for workload in list(self._postponed)}
+
+    def adopt(self, plans: Mapping[Workload, Plan]) -> None:
+        """Answer with these plans from now on."""
+        self._plans.update(plans)
+
+    def _decided(self, workload: Workload) -> Plan:
+        """A new plan. Where nothing but what must be built can serve, it is waited for."""
+        self._postponed.pop(workload, None)
+        try:
+            return _Contest(self, workload, self._postpones).decide()
+        except SelectionError:
+            if not self._postponed.pop(workload, None):
+                raise
+            return _Contest(self, workload).decide()
+
+    def _pending(self, offer: Offer, workload: Workload) -> list[Reason]:
+        """The reason to pass over ``offer`` until it is built, if it must be, noted as postponed.
+
+        Raises PluginError where the target of a plugin that was asked for is broken.
+        """
+        target = None if isinstance(offer, AdaptedOffer) else self._load(offer)
+        pending = getattr(target, "pending_build", None)
+        if pending is None:
+            return []
+        try:
+            with blame(offer):
+                build = pending(workload, self.device)
+            if build is not None and not isinstance(build, KernelBuild):
+                raise misbehaved(offer, f"must return a KernelBuild or None from pending_build(), got {build!r}")
+        except HardpointError as error:
+            return [self._broken(offer, "pending-build-failed", error)]
+        if build is None:
+            return []
+        self._postponed.setdefault(workload, {})[offer] = build
+        message = f"{build.title} must be built first; another kernel serves meanwhile"
+        return [Reason("building", message, fix="--wait-for-kernels")]
 
     def candidates(self, workload: Workload) -> tuple[Offer, ...]:
         """All that could serve steps of ``workload``, whoever comes first; they are imported, to ask them themselves.
@@ -153,6 +208,7 @@ class Selector:
 class _Contest:
     """One request being decided.
 
+    ``postpones``: candidates that must be built first are passed over, unless they are asked for by name.
     ``rejected`` holds what data and the target itself say against a candidate. What is replaced, leaves a gap or comes
     after another is not in there: that changes with every candidate that drops out. ``gaps`` are the offers whose
     layout, in the last round, had no winner for some steps.
@@ -160,6 +216,7 @@ class _Contest:
 
     selector: Selector
     workload: Workload
+    postpones: bool = False
     offers: list[Offer] = field(init=False)
     rejected: dict[Offer, list[Reason]] = field(default_factory=dict)
     gaps: set[Offer] = field(default_factory=set)
@@ -243,11 +300,14 @@ class _Contest:
 
     def _prove(self, offer: Offer, choice: Choice | None) -> None:
         reasons = self.selector._dynamic_reasons(offer, self.workload)
+        is_asked = choice is not None and offer.contribution.name == choice.name
+        if not reasons and self.postpones and not is_asked:
+            reasons = self.selector._pending(offer, self.workload)
         if not reasons:
             self.proven.add(offer)
             return
         self.rejected[offer] = reasons
-        if choice and offer.contribution.name == choice.name:
+        if choice and is_asked:
             self._refuse(choice, offer)
 
     def _refuse(self, choice: Choice, offer: Offer) -> NoReturn:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from hardpoint.kernels.attention import TritonAttention
+from hardpoint_cuda.flashinfer_builds import attention_build
 from hardpoint_cuda.flashinfer_library import Kernel, reasons
 from hardpoint_cuda.flashinfer_plan import StepPlanner
 from hardpoint_plugin_api import (
@@ -29,6 +30,7 @@ from hardpoint_plugin_api import (
     CaptureGrade,
     DeviceInfo,
     Feature,
+    KernelBuild,
     PlainLayout,
     Reason,
     StoreCall,
@@ -77,6 +79,13 @@ class FlashInferAttention(AttentionBackend):
         if dtype and size:
             found += reasons(frozenset(_kernels(device, dtype, size, workload.features)))
         return found
+
+    @classmethod
+    def pending_build(cls, workload: AttentionWorkload, device: DeviceInfo) -> KernelBuild | None:
+        """What nvcc has to compile first, a minute or so."""
+        if not workload.dtype or not workload.head_size:
+            return None
+        return attention_build(_kernels(device, workload.dtype, workload.head_size, workload.features))
 
     def set_head_constants(self, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None) -> None:
         """Weights are loaded: what is not compiled yet is compiled now, so that no request waits for it."""

@@ -269,7 +269,7 @@ def reasons(kernels: frozenset[Library]) -> list[Reason]:
                 fix=f"pip install '{DISTRIBUTION}==0.6.14', or update hardpoint-cuda",
             )
         )
-    absent = [kernel.name for kernel in kernels if not _is_built(kernel, package)]
+    absent = [kernel.name for kernel in kernels if not is_ahead_of_time(kernel, package)]
     if absent and (lacking := list(_lacking_tools())):
         found.append(
             Reason(
@@ -333,7 +333,7 @@ def _parameters(path: Path, name: str) -> list[str] | None:
     return names + ([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])
 
 
-def _is_built(kernel: Library, package: Path) -> bool:
+def is_ahead_of_time(kernel: Library, package: Path) -> bool:
     """Whether the library is there ahead of time. One in the user's cache is none: FlashInfer has ninja look at it."""
     roots = [package / "data"]
     try:

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from hardpoint_cuda.flashinfer_builds import product_build
 from hardpoint_cuda.flashinfer_library import PRODUCT, module, reasons
 from hardpoint_cuda.linear import LibraryProduct
-from hardpoint_plugin_api import DeviceInfo, LinearWorkload, PlatformError, Reason
+from hardpoint_plugin_api import DeviceInfo, KernelBuild, LinearWorkload, PlatformError, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,11 @@ class FlashInferBlockScaledLinear(LibraryProduct):
             wanted, supported = f"{n or 'any'} x {k or 'any'}", f"what was compiled into {PRODUCT.kernels}"
             found.append(Reason("nvcc", message, wanted=wanted, supported=supported, fix=fix))
         return found
+
+    @classmethod
+    def pending_build(cls, workload: LinearWorkload, device: DeviceInfo) -> KernelBuild | None:
+        """What nvcc has to compile first, some ten seconds for each size of weights."""
+        return product_build(workload.out_features, workload.in_features)
 
     @classmethod
     def trial_sizes(cls, device: DeviceInfo) -> Sequence[tuple[int, int, int]]:
@@ -108,10 +114,11 @@ class SizedProduct:
         """Write the product of x [M, K] and the weight [N, K] to ``y``, bfloat16 [M, N]; ``x_scale`` as of
         ``by_columns``. Raises PlatformError where it cannot be had."""
         if self._runner is None:
-            self._runner = self._prepared(weight, weight_scale)
+            self.prepare(weight, weight_scale)
         self._runner.run_gemm(x, weight, y, x_scale, weight_scale)
 
-    def _prepared(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> Any:
+    def prepare(self, weight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+        """Compile what is missing, by multiplying with ``weight``. Raises PlatformError."""
         n, k, kernels = self._n, self._k, PRODUCT.kernels
         logger.info("FlashInfer's product for weights of %d x %d: what is not yet in %s is compiled", n, k, kernels)
         PRODUCT.load()
@@ -129,7 +136,7 @@ class SizedProduct:
                 f"FlashInfer's product cannot be had for weights of {n} x {k}: {error}; its compiler is "
                 f"{PRODUCT.compiler() or 'not found'}, its kernels are in {kernels}; choose another linear kernel"
             ) from error
-        return runner
+        self._runner = runner
 
 
 @functools.cache

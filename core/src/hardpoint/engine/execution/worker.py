@@ -41,6 +41,7 @@ from hardpoint_plugin_api import (
 )
 
 if TYPE_CHECKING:
+    from hardpoint.engine.execution.kernel_switch import PreparedSwitch
     from hardpoint.parallel.process_group import Store
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Worker:
     adapters: AdapterWeights
     _info: EngineInfo
     _controls: tuple[ControlGroup, ControlGroup]
+    prepared_switch: PreparedSwitch | None = None
 
     @classmethod
     def start(

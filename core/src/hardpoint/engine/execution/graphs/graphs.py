@@ -240,6 +240,10 @@ class Graphs:
         gc.collect()  # a step that was refused may stand in a cycle with what it had allocated
         self._number.set(0)
 
+    def narrow(self) -> None:
+        """Leave out the sizes for which attention can no longer be captured; graphs were dropped before."""
+        self._rows = [row for row in map(self._served, self._rows) if row.sizes]
+
     def _served(self, row: ShapeRow) -> ShapeRow:
         """``row`` with the sizes that attention can be captured for, and none beyond what its requests can have."""
         planners = [user.planner for user in self._ctx.cache_users.users]
