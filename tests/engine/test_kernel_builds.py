@@ -225,3 +225,15 @@ def test_weights_in_another_layout_wait_for_the_next_start(
     with small_llm(folder, dtype="float32") as llm:
         check(llm, model)
         assert serves(llm)
+
+
+def test_an_idle_core_in_another_process_goes_over(
+    checkpoint: tuple[Path, PreTrainedModel], builds: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The build's end wakes it: no request has to come by."""
+    folder, model = checkpoint
+    caplog.set_level(logging.INFO, "hardpoint")
+    with small_llm(folder, core_process=True, **PLAIN) as llm:
+        go(builds)
+        until(lambda: "the kernels that were built serve from now on" in caplog.text)
+        check(llm, model)
