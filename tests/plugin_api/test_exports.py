@@ -16,11 +16,11 @@ CheckContext CheckpointError CheckpointTensors Collectives Communicator Communic
 ConfigKey ConfigValue ContentDelta Contribution Counter DeviceInfo Dim DispatchHandle Dispatched DraftCall Drafter
 DrafterArgs DrafterWorkload ENTRY_POINT_GROUP EagerGraphEngine Element ElementWorkload EmbeddingArgs EngineDeadError
 EngineError EngineInfo EngineLimits ExpertsCall ExpertsKernel ExpertsWorkload FAMILIES Family Feature Form ForwardStep
-Fp8Format Gauge GraphEngine GroupMember HardpointError Histogram HookSpecs KernelBuild LatentBackend LatentCall LatentSpec
+Fp8Format Gauge GraphEngine GroupMember HardpointError Histogram HookSpecs LatentBackend LatentCall LatentSpec
 LatentStoreCall LatentWorkload Latest LayerArgs LayerWorkload LinearArgs LinearAttentionArgs LinearCall LinearKernel
 LinearWorkload MANIFEST_NAME MANIFEST_SCHEMA MLAArgs MLPArgs Manifest ManifestError Memory MemorySnapshot MemoryTag
 MethodRequest Metrics MoEArgs ModelWorkload Module NO_DEVICE NO_DRAFT NULL_PAGE Namesake NormArgs NumaNode
-OpWorkload Parallel ParserArgs ParserEvent Phase PlainLayout Plane Platform PlatformError
+KernelBuild OpWorkload Parallel ParserArgs ParserEvent Phase PlainLayout Plane Platform PlatformError
 PlatformWorkload PluginConflictError PluginError PluginLoadError Preference QuantSpec QuantizationMethod
 QuantizationWorkload Quantized RankGroup Reason ReasoningDelta ReasoningParser ReasoningParserWorkload Region Request
 RequestError Requirement Resources Retention RopeArgs RouterArgs ScalarValue Scale ScaledLayout Scaling Scheme Scope
