@@ -152,9 +152,11 @@ class Runner:
             self._stage.hand_on(result, count)
             ticket = self._none_drawn(step)
         elif end == "greedy" or end == "random":
-            num_requests = len(step.scheduled)
-            slots, positions = arrays.staged["slots"][:num_requests], arrays.positions[:num_requests] + 1
-            ticket = self._drawn(step, step.scheduled, Sampled(result[:num_requests], None), slots, positions)
+            shares, requests = step.scheduled, len(step.scheduled)
+            drawn = Sampled(result[:requests], None)
+            ticket = self._drawn(
+                step, shares, drawn, lambda: (arrays.staged["slots"][:requests], arrays.positions[:requests] + 1)
+            )
         else:
             ticket = self._sample(step, end, result, arrays)
         self._stage.share_drawn(step, arrays.staged, self._sampler.last_token)
@@ -186,30 +188,29 @@ class Runner:
                 drawn = self._sampler.verify(logits, shares, slots, positions, drafts, row_start)
             else:
                 drawn = self._sampler.sample(logits, shares, slots, positions)
-        return self._drawn(step, shares, drawn, slots, positions, prompts)
+        return self._drawn(step, shares, drawn, lambda: (slots, positions), prompts)
 
     def _none_drawn(self, step: StepInput, prompts: DevicePromptLogprobs | None = None) -> Ticket:
         none = self._sampler.last_token[:0]
-        return self._drawn(step, (), Sampled(none, None), none, none, prompts)
+        return self._drawn(step, (), Sampled(none, None), lambda: (none, none), prompts)
 
     def _drawn(
         self,
         step: StepInput,
         shares: Sequence[ScheduledRequest],
         drawn: Sampled,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
+        where: Callable[[], tuple[torch.Tensor, torch.Tensor]],
         prompts: DevicePromptLogprobs | None = None,
     ) -> Ticket:
         """Propose what may follow the tokens, and send all that was drawn and asked to the host.
 
-        ``slots`` and ``positions``, int64 [R], are those of the tokens drawn for ``shares``. A step that drew none is
-        waited for, too: its arrays travel from memory that a later step overwrites.
+        ``where`` returns the slots and positions, int64 [R], of the tokens drawn for ``shares``; only drafts need them.
+        A step that drew none is waited for, too: its arrays travel from memory that a later step overwrites.
         """
         drafts = None
         if self._speculation is not None and shares:
             with self._ctx.range("draft"):
-                drafts = self._speculation.draft(drawn, shares, slots, positions)
+                drafts = self._speculation.draft(drawn, shares, *where())
         copy = self._platform.to_host
         logprobs = drawn.logprobs.to_host(copy) if drawn.logprobs else tuple
         scores = prompts.to_host(copy) if prompts else tuple
