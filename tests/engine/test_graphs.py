@@ -49,6 +49,8 @@ RECORDABLE: dict[str, Any] = {"custom_ops": ["none"], "linear_backend": "torch",
 class TestRecordedCalls(RecordingContract):
     """The recorder of these tests keeps to the contract, too."""
 
+    sees_waits = False
+
     @pytest.fixture
     def graphs(self) -> GraphEngine:
         return RecordedCalls()
