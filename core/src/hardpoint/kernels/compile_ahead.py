@@ -118,7 +118,7 @@ def _is_cached(key: str) -> bool:
     """Whether a kernel, by what Triton makes its cache's key of, is in the cache already."""
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     folder = manager.cache_dir if isinstance(manager, FileCacheManager) else None
-    return folder is not None and os.path.isdir(folder) and any(os.scandir(folder))
+    return folder is not None and os.path.isdir(folder) and bool(os.listdir(folder))
 
 
 def _fork(compile_fn: Callable[[], Any]) -> int:
