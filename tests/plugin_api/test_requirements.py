@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -521,3 +523,22 @@ def test_a_matrix_product_without_spec_serves_plain_weights_alone(family: str, w
     contribution = Contribution(family=family, name="any", target="acme:Any", requires=(FeatureRequirement(()),))
     reasons = [reason for need in contribution.requirements if (reason := check(need, made))]
     assert [reason.code for reason in reasons] == ([] if is_served else ["spec"])
+
+
+def test_a_distribution_that_comes_or_goes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions are remembered as long as the folders on the path stay as they are."""
+    monkeypatch.syspath_prepend(tmp_path)
+    wanted = parsed(package="comes-and-goes>=2")
+    codes = []
+    for number, version in enumerate((None, "1.0", "2.0", None)):
+        for old in tmp_path.iterdir():
+            shutil.rmtree(old)
+        if version is not None:
+            folder = tmp_path / f"comes_and_goes-{version}.dist-info"
+            folder.mkdir()
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: comes-and-goes\nVersion: {version}\n")
+        os.utime(tmp_path, (number, number))  # a clock may be too coarse to tell
+        found = check(wanted)
+        assert found == check(wanted)
+        codes.append(None if found is None else found.code)
+    assert codes == ["package-missing", "package-version", None, "package-missing"]

@@ -9,13 +9,44 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import os
+import sys
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from importlib_metadata import Distribution, packages_distributions
+from importlib_metadata import Distribution, PackageNotFoundError, packages_distributions, version
 from packaging.utils import canonicalize_name
 
 from hardpoint_plugin_api.reasons import Reason
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a distribution; None where it is not installed.
+
+    Metadata is read once for each state of the folders on ``sys.path``: a start of an engine asks hundreds of times.
+    """
+    known = _versions(tuple(map(_state, sys.path)))
+    if name not in known:
+        try:
+            known[name] = version(name)
+        except PackageNotFoundError:
+            known[name] = None
+    return known[name]
+
+
+@lru_cache(maxsize=4)
+def _versions(state: tuple[tuple[str, int], ...]) -> dict[str, str | None]:
+    """What is known of distributions while ``sys.path`` is in ``state``."""
+    return {}
+
+
+def _state(entry: str) -> tuple[str, int]:
+    """An entry of ``sys.path``, and when something was added to it or removed; 0 where it is not there."""
+    try:
+        return entry, os.stat(entry or ".").st_mtime_ns
+    except OSError:
+        return entry, 0
 
 
 def locate_module(distribution: Distribution, top: str) -> Path | Reason:

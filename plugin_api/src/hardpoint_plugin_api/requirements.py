@@ -11,13 +11,14 @@ import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 import importlib_metadata
 from packaging.requirements import InvalidRequirement
 from packaging.requirements import Requirement as PackageSpec
 
-from hardpoint_plugin_api.distributions import locate_module, owner_of
+from hardpoint_plugin_api.distributions import installed_version, locate_module, owner_of
 from hardpoint_plugin_api.errors import ManifestError, nearest
 from hardpoint_plugin_api.families import Family
 from hardpoint_plugin_api.quant import check_pattern, matches
@@ -63,12 +64,14 @@ class PackageRequirement(Requirement):
         return _package_reason(self.spec)
 
 
+_package_spec = cache(PackageSpec)
+
+
 def _package_reason(text: str) -> Reason | None:
     """Why the distribution of a PEP 508 text does not serve, None where it does."""
-    spec, fix = PackageSpec(text), f"pip install '{text}'"
-    try:
-        version = importlib_metadata.version(spec.name)
-    except importlib_metadata.PackageNotFoundError:
+    spec, fix = _package_spec(text), f"pip install '{text}'"
+    version = installed_version(spec.name)
+    if version is None:
         return Reason("package-missing", f"package {spec.name} is not installed", wanted=text, fix=fix)
     if spec.specifier.contains(version, prereleases=True):
         return None

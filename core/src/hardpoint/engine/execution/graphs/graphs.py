@@ -237,7 +237,8 @@ class Graphs:
         """Forget every graph, since what they read is about to move, and the engine with the memory they share."""
         self._kept.clear()
         self.engine = self._new_engine()
-        gc.collect()  # a step that was refused may stand in a cycle with what it had allocated
+        if self._refused or self._refused_draws:
+            gc.collect()  # a step that was refused may stand in a cycle with what it had allocated
         self._number.set(0)
 
     def narrow(self) -> None:
