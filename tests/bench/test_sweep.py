@@ -110,7 +110,7 @@ def test_other_versions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["startup", "--vary", "repeat"], "names no flag and values"),
         (["startup", "--vary", "repeat=1", "--vary", "repeat=2"], "repeat varies already"),
-        (["startup", "--vary", "repeet=1"], "No such option '--repeet'"),
+        (["startup", "--vary", "repeet=1"], "No such option: --repeet (did you mean --repeat?)"),
         (["startup", "--vary", "repeat=1,none"], "'none' is not a valid integer"),
         (["start", "--vary", "repeat=1"], "startup"),
         (["sweep", "--vary", "repeat=1"], "unknown benchmark"),
