@@ -258,6 +258,7 @@ def test_why_its_experts_do_not_serve(acme: Path, tmp_path: Path) -> None:
         small_llm(tmp_path, experts_backend="acme_experts")
 
 
+@pytest.mark.nightly
 def test_its_experts_pass_the_kit(acme: Path) -> None:
     plugins = discover()
     offer = next(o for o in plugins.offers("experts") if o.contribution.name == "acme_experts")
