@@ -93,6 +93,7 @@ def test_one_file_finds_and_runs_captured_graphs() -> None:
         "graphs.py",
         "replay_check.py",
         "forward.py",
+        "step_memory.py",  # measures what layers take where they interrupt a step
     }
 
 
