@@ -89,7 +89,7 @@ def test_a_request_that_can_never_fit_is_refused_and_the_rest_is_dropped(
     page_bytes = 3 * 2 * 16 * 2 * 16 * 4
     with small_llm(checkpoint[0], kv_cache_memory=4 * page_bytes) as llm:
         assert llm.core.max_model_len == 48
-        with pytest.raises(RequestError, match="at most 47"):
+        with pytest.raises(RequestError, match="maximum context length is 48"):
             llm.generate([[1, 2, 3], [5] * 48], GREEDY)
         assert not llm.core.has_unfinished
 

@@ -84,6 +84,8 @@ class _Noting(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types
 class _Noted:
     """Stands for a kernel that is being compiled: launching it does nothing until it is settled."""
 
+    is_stand_in = True
+
     def __init__(self, compile_fn: Callable[[], Any], put: Callable[[Any], None]) -> None:
         self._compile, self._put, self._is_settled = compile_fn, put, False
 

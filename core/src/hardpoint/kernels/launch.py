@@ -100,10 +100,8 @@ class Launcher:
             compiled[grid](x, *args, None)  # it was compiled with what begins it
             return
         compiled = self._kernel[grid](x, *args, num_warps=num_warps, num_stages=self._num_stages, **begun(x))
-        from triton.compiler import CompiledKernel  # as above
-
         # The interpreter returns nothing, and something else stands for a kernel that is still being compiled.
-        if place is not None and isinstance(compiled, CompiledKernel):
+        if place is not None and compiled is not None and not getattr(compiled, "is_stand_in", False):
             self._compiled[place] = compiled
 
 
