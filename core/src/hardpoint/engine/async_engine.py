@@ -39,6 +39,7 @@ from hardpoint.engine.frontend.prompts import Prompt, TokensPrompt
 from hardpoint.engine.frontend.streams import Mailbox, News, RequestStream
 from hardpoint.engine.lora import Adapter, LoRARequest
 from hardpoint.engine.outputs import RequestOutput
+from hardpoint.engine.remote.core_process import CLOSED
 from hardpoint.engine.remote.recovery import RecoveryState
 from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
@@ -399,7 +400,7 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("outputs can no longer be made")
             dead = EngineDeadError(f"outputs can no longer be made: {type(error).__name__}: {error}")
-        if not self._closing:
+        if not self._closing and str(dead) != CLOSED:  # a program may end without closing
             logger.error("the engine is gone: %s", dead)
         with self._advancing:
             self._dead = dead

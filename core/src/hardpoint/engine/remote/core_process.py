@@ -25,6 +25,9 @@ from hardpoint_plugin_api import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
+CLOSED = "the engine is closed"
+"""The message of EngineDeadError where the caller, or the end of its program, closed the engine."""
+
 
 class ProcessLink:
     """A core in a spawned process of this program."""
@@ -131,7 +134,7 @@ class ProcessLink:
         if stack and not self._closed:
             logger.error("the engine's process (%s) crashed:\n%s", self._process.pid, stack)
         if self._lost is None:
-            self._lose(EngineDeadError("the engine is closed" if self._closed else self._obituary(stack)), stack)
+            self._lose(EngineDeadError(CLOSED if self._closed else self._obituary(stack)), stack)
 
     def _lose(self, error: EngineDeadError, stack: str) -> None:
         self._lost = error
