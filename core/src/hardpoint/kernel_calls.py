@@ -167,7 +167,7 @@ class KernelCalls:
 
     @property
     def third_party(self) -> list[Offer]:
-        """Those that neither core nor the platform's plugin brought."""
+        """The contributions that neither core nor the platform's plugin brought."""
         return [offer for offer in self.offers if offer.plugin not in self._home]
 
     def repeat(self, offer: Offer) -> bool:

@@ -37,7 +37,7 @@ def installed_version(name: str) -> str | None:
 
 @lru_cache(maxsize=4)
 def _versions(state: tuple[tuple[str, int], ...]) -> dict[str, str | None]:
-    """What is known of distributions while ``sys.path`` is in ``state``."""
+    """The versions that were looked up while ``sys.path`` is in ``state``, by name."""
     return {}
 
 

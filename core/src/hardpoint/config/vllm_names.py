@@ -38,7 +38,7 @@ class VllmName:
 
     @property
     def answer(self) -> str:
-        """What Hardpoint does with it, for a page of docs and for errors."""
+        """The answer of Hardpoint to this name, for a page of docs and for errors."""
         if self.setting is not None:
             other = "".join(f"; `{theirs}` is `{ours}`" for theirs, ours in self.values.items())
             return f"the same as --{self.setting.replace('_', '-')}{other}"

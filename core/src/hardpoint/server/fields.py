@@ -58,7 +58,7 @@ def take_unknown(part: object, place: str = "") -> list[str]:
 
 
 class StructuredOutputs(ProtocolModel):
-    """What the output must be, as vLLM writes it: one of these."""
+    """A constraint on the output, as vLLM writes it: one of these."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None

@@ -26,7 +26,10 @@ def tokenizer_of(service: Service) -> Tokenizer:
 def chat_logprobs(
     positions: Sequence[PositionLogprobs], num_top: int, tokenizer: Tokenizer, *, by_id: bool = False
 ) -> dict[str, Any]:
-    """Those of a chat's tokens: each with the ``num_top`` likeliest; ``by_id``: tokens are called ``token_id:N``."""
+    """The log-probabilities of a chat's tokens, each with the ``num_top`` likeliest.
+
+    ``by_id``: tokens are called ``token_id:N``.
+    """
     return {
         "content": [
             _entry(*_drawn(position), tokenizer, by_id)
