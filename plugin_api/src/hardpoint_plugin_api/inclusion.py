@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,13 +42,41 @@ _KEYS_OF_SLOT = ("family", "of", "name")
 _CORE = "hardpoint"
 
 
-def contribution_tables(data: Data, source: str) -> list[Placed]:
+@dataclass(frozen=True)
+class IncludedFile:
+    """A file that a manifest includes, and its text."""
+
+    place: str
+    text: str
+
+
+def parsed(text: str, source: str) -> Data:
+    """``text`` as TOML, which its readers do not change; raises ManifestError, which names ``source``."""
+    try:
+        return _toml(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ManifestError(f"{source}: not valid TOML: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _toml(text: str) -> Data:
+    """TOML takes a millisecond for 20 lines, and each engine and each test asks for the same manifests again."""
+    return tomllib.loads(text)
+
+
+def included_files(data: Data, source: str) -> tuple[IncludedFile, ...]:
+    """The files that a manifest includes, in its order; raises ManifestError where one cannot be read."""
+    return tuple(_read(entry, source) for entry in _list(data, "include", source))
+
+
+def contribution_tables(data: Data, source: str, files: Sequence[IncludedFile]) -> list[Placed]:
     """The tables of all contributions of a manifest: its own, then what it includes, with overrides applied.
 
-    Raises ManifestError, naming the file, for what cannot be read or does not go together.
+    ``files`` are its ``included_files``. Raises ManifestError, naming the file, for what does not go together.
     """
     own = [(table, source) for table in _filled(data, source)]
-    included = [placed for entry in _list(data, "include", source) for placed in _included(entry, source)]
+    entries = zip(_list(data, "include", source), files, strict=True)
+    included = [placed for entry, file in entries for placed in _included(entry, file)]
     for entry in _list(data, "override", source):
         included = _overridden(included, entry, source)
     return own + included
@@ -70,19 +100,21 @@ def _with(defaults: Data, table: Data) -> Data:
     return filled
 
 
-def _included(entry: Data, source: str) -> Iterator[Placed]:
+def _read(entry: Data, source: str) -> IncludedFile:
     place = _located(entry.get("file"), source)
     try:
-        data = tomllib.loads(place.read_text(encoding="utf-8"))
+        return IncludedFile(str(place), place.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ManifestError(f"{source}: [[include]] {entry['file']!r} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ManifestError(f"{place}: not valid TOML: {error}") from error
+
+
+def _included(entry: Data, file: IncludedFile) -> Iterator[Placed]:
+    data = parsed(file.text, file.place)
     for key in data:
         if key not in _FRAGMENT:
-            raise ManifestError(f"{place}: a file that is included holds {' and '.join(_FRAGMENT)}, not {key!r}")
-    for table in _filled(data, str(place)):
-        yield _with(entry, table), str(place)
+            raise ManifestError(f"{file.place}: a file that is included holds {' and '.join(_FRAGMENT)}, not {key!r}")
+    for table in _filled(data, file.place):
+        yield _with(entry, table), file.place
 
 
 def _located(file: object, source: str) -> Path:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,7 +14,7 @@ from hardpoint_plugin_api.contributions import Contribution, Form, Preference
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format
 from hardpoint_plugin_api.errors import ManifestError, UnknownNameError, nearest
 from hardpoint_plugin_api.families import FAMILIES, Family
-from hardpoint_plugin_api.inclusion import contribution_tables
+from hardpoint_plugin_api.inclusion import IncludedFile, contribution_tables, included_files, parsed
 from hardpoint_plugin_api.requirements import Requirement, TokensRequirement, parse_requirement
 from hardpoint_plugin_api.versions import MANIFEST_SCHEMA, ApiVersion, check_api
 
@@ -181,11 +181,11 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(text: str, source: str) -> Manifest:
-    """Parse a manifest's text; ``source`` names it in errors."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ManifestError(f"{source}: not valid TOML: {error}") from error
+    """Parse a manifest's text; ``source`` names it in errors, and the files that it includes lie beside it.
+
+    Equal files give the same Manifest, which is parsed once.
+    """
+    data = parsed(text, source)
     schema = data.get("schema")
     if type(schema) is not int or schema < 1:
         raise ManifestError(f"{source}: 'schema' is missing or no positive number; write schema = {MANIFEST_SCHEMA}")
@@ -200,7 +200,7 @@ def parse_manifest(text: str, source: str) -> Manifest:
     except ValueError as error:
         raise ManifestError(f"{source}: {error}") from error
     try:
-        return _manifest(root, api)
+        return _manifest(text, source, included_files(data, source))
     except ManifestError as error:
         unfit = check_api(api)
         if unfit:  # then what is not understood is no misspelling
@@ -208,7 +208,10 @@ def parse_manifest(text: str, source: str) -> Manifest:
         raise
 
 
-def _manifest(root: _Table, api: ApiVersion) -> Manifest:
+@lru_cache(maxsize=64)
+def _manifest(text: str, source: str, files: tuple[IncludedFile, ...]) -> Manifest:
+    """Validate what a manifest and the files that it includes say; ``api`` is known to be a version."""
+    root = _Table(parsed(text, source), source)
     root.only(*KEYS[""])
     plugin = root.table("plugin")
     plugin.only(*KEYS["plugin"])
@@ -218,12 +221,12 @@ def _manifest(root: _Table, api: ApiVersion) -> Manifest:
             table.only(*KEYS[key])
     contributions = tuple(
         _contribution(_Table(data, f"{where}: [[contribution]] {data.get('name', number)!r}"))
-        for number, (data, where) in enumerate(contribution_tables(root.data, root.where), 1)
+        for number, (data, where) in enumerate(contribution_tables(root.data, source, files), 1)
     )
     own_platform = next((c.name for c in contributions if c.family == "platform"), None)
     return Manifest(
         name=plugin.name("name"),
-        api=api,
+        api=ApiVersion.parse(root.text("api")),
         after=plugin.texts("after"),
         config=tuple(_config_key(key, root.table("config")) for key in root.table("config").data),
         devices=tuple(_device(table, own_platform) for table in root.tables("device")),

@@ -16,6 +16,7 @@ import fnmatch
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from hardpoint_plugin_api.elements import BUILT_IN, Element, unknown_element
 
@@ -144,6 +145,7 @@ def matches(pattern: str, specs: tuple[QuantSpec, ...]) -> bool:
     return len(parts) == len(specs) and all(map(_matches, parts, specs))
 
 
+@lru_cache(maxsize=4096)
 def _matches(pattern: str, spec: QuantSpec) -> bool:
     if pattern == "*":
         return True

@@ -112,6 +112,10 @@ class SymbolRequirement(Requirement):
         return place if isinstance(place, Reason) else None
 
 
+OF_PACKAGES = (PackageRequirement, SymbolRequirement)
+"""Requirements on what is installed, whatever the request."""
+
+
 @dataclass(frozen=True)
 class ArchRequirement(Requirement):
     """The device's architecture matches one of the globs. There is no ``>=``: sm_120 is no superset of sm_100."""

@@ -31,10 +31,7 @@ from hardpoint_plugin_api import (
     Requirement,
     Workload,
 )
-from hardpoint_plugin_api.requirements import PackageRequirement, SymbolRequirement
-
-_OF_PACKAGES = (PackageRequirement, SymbolRequirement)
-"""Requirements on what is installed."""
+from hardpoint_plugin_api.requirements import OF_PACKAGES, PackageRequirement
 
 
 class AbsentDeviceSelector(Selector):
@@ -46,11 +43,11 @@ class AbsentDeviceSelector(Selector):
         """Why the target of an offer could not be asked."""
 
     def _unmet(self, requirement: Requirement, context: CheckContext) -> Reason | None:
-        return None if isinstance(requirement, _OF_PACKAGES) else super()._unmet(requirement, context)
+        return None if isinstance(requirement, OF_PACKAGES) else super()._unmet(requirement, context)
 
     def _dynamic_reasons(self, offer: Offer, workload: Workload) -> list[Reason]:
         context = CheckContext(Request(self.device, workload), offer.api)
-        packages = [r for r in offer.contribution.requirements if isinstance(r, _OF_PACKAGES) and r.check(context)]
+        packages = [r for r in offer.contribution.requirements if isinstance(r, OF_PACKAGES) and r.check(context)]
         if packages:
             what = " and ".join(r.spec if isinstance(r, PackageRequirement) else r.distribution for r in packages)
             self.not_asked[offer] = f"the device's machine must have {what}, which this one lacks"

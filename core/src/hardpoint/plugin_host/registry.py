@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
@@ -77,17 +79,31 @@ class PluginSet:
 
     def offers(self, family: str, of: str | None = None) -> list[Offer]:
         """Return the contributions of usable plugins to ``family`` (to one op, layer or model, if ``of`` is given)."""
-        offers = (offer for record in self.records for offer in self.offers_of(record))
-        return [o for o in offers if o.contribution.family == family and of in (None, o.contribution.of)]
+        found = self._by_family.get(family, ())
+        return [o for record, o in found if record.is_usable and of in (None, o.contribution.of)]
 
     def offers_of(self, record: PluginRecord) -> list[Offer]:
         """Return the contributions of one plugin, none where it is not usable."""
-        if not (record.is_usable and record.manifest):
-            return []
-        return [
-            Offer(c, record.name, record.manifest.api, record.distribution, record.version)
-            for c in record.contributions
-        ]
+        return list(self._made[record]) if record.is_usable else []
+
+    @cached_property
+    def _made(self) -> Mapping[PluginRecord, Sequence[Offer]]:
+        """The offers of each plugin, usable or not."""
+        return {
+            r: [Offer(c, r.name, r.manifest.api, r.distribution, r.version) for c in r.manifest.contributions]
+            if r.manifest
+            else []
+            for r in self.records
+        }
+
+    @cached_property
+    def _by_family(self) -> Mapping[str, Sequence[tuple[PluginRecord, Offer]]]:
+        """All offers by family, in the order of their plugins: an engine's start asks for a hundred lists of them."""
+        found = defaultdict[str, list[tuple[PluginRecord, Offer]]](list)
+        for record, offers in self._made.items():
+            for offer in offers:
+                found[offer.contribution.family].append((record, offer))
+        return found
 
     def identities(self) -> list[list[str | None]]:
         """The usable plugins in order, each as name, distribution, version, entry value: ranks compare these lists."""

@@ -35,6 +35,7 @@ from hardpoint_plugin_api import (
     UnknownNameError,
     Workload,
 )
+from hardpoint_plugin_api.requirements import OF_PACKAGES
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Selector:
         self._plugins, self._tuning = plugins, tuning or TuningFile()
         self._load = load
         self._plans: dict[Workload, Plan] = {}
+        self._of_packages: dict[Requirement, Reason | None] = {}
         self._postpones, self._postponed = postpones, dict[Workload, dict[Offer, KernelBuild]]()
 
     @property
@@ -171,8 +173,15 @@ class Selector:
         return tuple(p for p in offer.contribution.preferred if not any(self._unmet(r, context) for r in p.requires))
 
     def _unmet(self, requirement: Requirement, context: CheckContext) -> Reason | None:
-        """Why ``context`` does not meet ``requirement``, None where it does."""
-        return requirement.check(context)
+        """Why ``context`` does not meet ``requirement``, None where it does.
+
+        Packages are looked up once: an engine lives with those that it started with, and asks hundreds of times.
+        """
+        if not isinstance(requirement, OF_PACKAGES):
+            return requirement.check(context)
+        if requirement not in self._of_packages:
+            self._of_packages[requirement] = requirement.check(context)
+        return self._of_packages[requirement]
 
     def _dynamic_reasons(self, offer: Offer, workload: Workload) -> list[Reason]:
         """What the target itself says after import: it cannot be loaded, or does not support the workload.
