@@ -253,8 +253,11 @@ class Runner:
         """The same for a step of one token for each request, by one op."""
         buffers, size = self._graphs.buffers(shape), shape.tokens
         shares, block_size = step.scheduled, self._block_size
+        count = len(shares)
         rows = np.full((NUM_FIXED_ROWS + len(self._block_tables), size), NULL_PAGE, np.int32)
-        rows[0, len(shares) :], rows[1, len(shares) :], rows[2, len(shares) :] = self._padding_slot, 1, 0
+        if size > count:
+            rows[0, count:], rows[1, count:], rows[2, count:] = self._padding_slot, 1, 0
+            self._padding_tokens.inc(size - count)
         arrays = {"rows": rows} | new | _copied(step.page_copies)
         if any(len(s.new_pages[0]) > (s.start % block_size == 0) for s in shares):
             arrays |= self._take_pages(step)  # a prefix that was found in the cache
@@ -263,14 +266,11 @@ class Runner:
                 if share.new_pages[0]:
                     rows[NUM_FIXED_ROWS:, row] = [pages[0] for pages in share.new_pages]
                     self._num_blocks[share.slot] += 1
-        slots = [s.slot for s in shares]
-        starts = np.array([s.start for s in shares], np.int32)
-        rows[0, : len(shares)] = slots
-        rows[1, : len(shares)] = starts + 1
+        slots, starts = np.array([s.slot for s in shares], np.intp), np.array([s.start for s in shares], np.intp)
+        rows[0, :count], rows[1, :count], rows[2, :count] = slots, starts + 1, LAST_DRAWN
         known = starts < self._num_known[slots]
-        rows[2, : len(shares)] = np.where(known, self._tokens[slots, starts], LAST_DRAWN)
-        if size > len(shares):
-            self._padding_tokens.inc(size - len(shares))
+        if known.any():
+            rows[2, :count][known] = self._tokens[slots[known], starts[known]]
         if shape.adapted:
             arrays["adapters"] = self._adapters[rows[0]]
         staged = self._staging.stage(arrays)
