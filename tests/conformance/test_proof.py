@@ -22,7 +22,7 @@ from hardpoint.conformance.proof import Asked, asked_of, elsewhere, met_by, prov
 from hardpoint.conformance.site import Site
 from hardpoint.conformance.trials import Outcome, Result, Trial
 from hardpoint.conformance.worker import Bench
-from hardpoint.ops.error_model import Fault
+from hardpoint.ops.comparison import Fault
 from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import (
     API_VERSION,

@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
-from hardpoint.ops.error_model import Comparison, ErrorModel, compare
+from hardpoint.ops.comparison import Comparison
+from hardpoint.ops.error_model import ErrorModel, compare
 from tests.support.checkpoints import random_prompts
 
 PROMPTS = random_prompts(13, 60, seed=5, shortest=2)

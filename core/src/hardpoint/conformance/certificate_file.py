@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hardpoint.conformance.plan import Level
 from hardpoint.conformance.trials import Outcome
-from hardpoint.ops.error_model import Fault
+from hardpoint.ops.comparison import Fault
 from hardpoint_plugin_api import ConfigValue
 
 

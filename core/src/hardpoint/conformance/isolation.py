@@ -23,7 +23,7 @@ from hardpoint.conformance.plan import CASE_SECONDS, CoveringArrays, Plan
 from hardpoint.conformance.processes import DeathError, Nursery, TrialProcess
 from hardpoint.conformance.proof import Asked, asked_of
 from hardpoint.conformance.trials import Result
-from hardpoint.ops.error_model import Fault
+from hardpoint.ops.comparison import Fault
 from hardpoint.platforms.host import available_cores
 from hardpoint.plugin_host import Offer, PluginSet
 

@@ -21,11 +21,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-# What checks would otherwise import in each process again, a second or two for each. Making a fake tensor here would
-# import it as well, but asks for devices, and a process that is forked after that question may not be able to use one.
+# Checks would otherwise import these in each process again.
 import covertable  # type: ignore[import-untyped]  # noqa: F401  # it ships no types
-import torch._dynamo
-import torch.fx.experimental.symbolic_shapes
 import torch.profiler  # noqa: F401
 
 from hardpoint.conformance import worker

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hardpoint.ops.error_model import Comparison, Fault
+from hardpoint.ops.comparison import Comparison, Fault
 from hardpoint_plugin_api import Reason, Workload
 
 Outcome = Literal["passed", "failed", "unsupported", "skipped"]

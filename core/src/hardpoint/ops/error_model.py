@@ -26,10 +26,12 @@ The rule, and why it is this one:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from hardpoint.ops.comparison import Comparison, Fault
 
 Bound = Literal["peak", "mean", "gain", "direction", "outliers", "accumulation"]
 
@@ -67,40 +69,6 @@ class ErrorModel:
             f"{self.multiple:g} x the reference's own error + {self.floor_peak:g} units per element, "
             f"{self.floor_row:g} per row, at the {self.scale}'s magnitude"
         )
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that is wrong. ``code`` is stable; ``where`` is an output ("output 0") or an input's name."""
-
-    code: str
-    where: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.message} [{self.code}]"
-
-
-@dataclass
-class Comparison:
-    """What was found in one tensor.
-
-    ``measured`` holds for each bound the error and its limit where it came nearest: in units, and for ``outliers`` in
-    elements. ``compared`` counts the elements that were held against the truth: an empty tensor has none.
-    """
-
-    faults: list[Fault] = field(default_factory=list)
-    measured: dict[str, tuple[float, float]] = field(default_factory=dict)
-    compared: int = 0
-
-    def add(self, other: Comparison) -> None:
-        """Take in what was found in another tensor."""
-        self.faults += other.faults
-        self.compared += other.compared
-        for bound, (error, limit) in other.measured.items():
-            worst = self.measured.get(bound, (0.0, 1.0))
-            if error * worst[1] >= worst[0] * limit:
-                self.measured[bound] = (error, limit)
 
 
 def compare(

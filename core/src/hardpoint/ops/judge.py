@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hardpoint.dtypes import dtype_of
-from hardpoint.ops.error_model import Comparison, ErrorModel, Fault, compare, mismatch
+from hardpoint.ops.comparison import Comparison, Fault
+from hardpoint.ops.error_model import ErrorModel, compare, mismatch
 from hardpoint_plugin_api import QuantSpec
 
 if TYPE_CHECKING:

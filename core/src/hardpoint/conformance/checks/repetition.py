@@ -8,7 +8,7 @@ import torch
 
 from hardpoint.conformance.probe import Probe, expected, refill, run, same_bits
 from hardpoint.conformance.trials import Finding
-from hardpoint.ops.error_model import Fault
+from hardpoint.ops.comparison import Fault
 from hardpoint.ops.judge import Call, judge_call
 
 _RUNS = 3

@@ -23,7 +23,8 @@ from hardpoint.conformance.site import Subject, TrialResources
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_of
-from hardpoint.ops.error_model import Comparison, ErrorModel, Fault, compare
+from hardpoint.ops.comparison import Comparison, Fault
+from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.parallel.groups import Group, alone
 from hardpoint.reference.torch_distributed import TorchDistributed
 from hardpoint_plugin_api import (

@@ -22,7 +22,8 @@ from hardpoint.conformance.ranks import CommunicatorGroup, HungError, Member, to
 from hardpoint.conformance.site import Subject
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.dtypes import dtype_of
-from hardpoint.ops.error_model import Comparison, ErrorModel, Fault, compare
+from hardpoint.ops.comparison import Comparison, Fault
+from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint_plugin_api import Communicator, CommunicatorWorkload, Contribution, Feature, Reason
 from hardpoint_plugin_api.requirements import TokensRequirement
 

@@ -32,7 +32,8 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.experts.middle import is_gated, names
 from hardpoint.experts.prepare_finalize import AnyExpertsKernel, PrepareFinalize
 from hardpoint.numerics import quantize_weight
-from hardpoint.ops.error_model import Comparison, ErrorModel
+from hardpoint.ops.comparison import Comparison
+from hardpoint.ops.error_model import ErrorModel
 from hardpoint.ops.judge import Call, Expectation, Expected, Input, judge_call
 from hardpoint.reference.experts import ReferenceExperts
 from hardpoint.reference.local_all2all import LocalAll2All, LocalBatches

@@ -26,7 +26,8 @@ from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_of
 from hardpoint.numerics import fake_quantize, quantize_weight, travels
-from hardpoint.ops.error_model import Comparison, ErrorModel, compare
+from hardpoint.ops.comparison import Comparison
+from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint.ops.judge import Call, Expectation, Expected, Input, judge_call
 from hardpoint.ops.quantize_rows import quantize_rows
 from hardpoint_plugin_api import (

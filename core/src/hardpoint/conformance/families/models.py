@@ -30,7 +30,8 @@ from hardpoint.context import Context
 from hardpoint.layers import CausalLM
 from hardpoint.layers.loading import load_weights
 from hardpoint.models.family import ChosenModel
-from hardpoint.ops.error_model import Comparison, ErrorModel, compare
+from hardpoint.ops.comparison import Comparison
+from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint_plugin_api import ConfigError, Contribution, Feature, HardpointError, ModelWorkload
 
 ERRORS = ErrorModel(scale="row", finest=2.0**-20)

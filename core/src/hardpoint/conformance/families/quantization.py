@@ -23,7 +23,7 @@ from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Subject
 from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.dtypes import dtype_name, dtype_of
-from hardpoint.ops.error_model import Fault
+from hardpoint.ops.comparison import Fault
 from hardpoint_plugin_api import (
     CheckpointError,
     Contribution,

@@ -23,7 +23,8 @@ from hardpoint.conformance.trials import Check, Finding, Trial
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_of
 from hardpoint.ops.base import Case, CustomOp
-from hardpoint.ops.error_model import Comparison, Fault, compare
+from hardpoint.ops.comparison import Comparison, Fault
+from hardpoint.ops.error_model import compare
 from hardpoint.ops.judge import sequence
 from hardpoint_plugin_api import Feature, GroupMember, OpWorkload, Reason, TokensRequirement
 
