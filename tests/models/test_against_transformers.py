@@ -14,6 +14,8 @@ from hardpoint import SamplingParams
 from hardpoint_plugin_api import ConfigError, Span
 from tests.support.checkpoints import (
     DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE,
     check_tokens_equal,
     random_prompts,
     reference_logits,
@@ -97,6 +99,27 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2-yarn-tied": (
         "deepseek_v2",
         DEEPSEEK_V2 | {"rope_parameters": ROPES["yarn"], "tie_word_embeddings": True, "first_k_dense_replace": 0},
+    ),
+    "deepseek-v3": ("deepseek_v3", DEEPSEEK_V3),
+    "deepseek-v3-yarn-odd-heads": (
+        "deepseek_v3",
+        DEEPSEEK_V3
+        | {"rope_parameters": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "attention_bias": True}
+        | {"num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 40, "qk_rope_head_dim": 12}
+        | {"head_dim": 12},
+    ),
+    "deepseek-v3-uncompressed-halves": (
+        "deepseek_v3",
+        DEEPSEEK_V3 | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_group": 2},
+    ),
+    "kimi-k2": (  # DeepSeek-V3's class, with one group of experts
+        "deepseek_v3",
+        DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "rms_norm_eps": 1e-5},
+    ),
+    "glm4-moe": ("glm4_moe", GLM4_MOE),
+    "glm4-moe-groups-biases": (
+        "glm4_moe",
+        GLM4_MOE | {"attention_bias": True, "use_qk_norm": False, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
     ),
     **{f"llama-rope-{name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
 }

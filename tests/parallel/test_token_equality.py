@@ -10,7 +10,14 @@ from transformers import PreTrainedModel
 
 from hardpoint import LLM, SamplingParams
 from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads
-from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.checkpoints import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    check_tokens_equal,
+    random_prompts,
+    write_checkpoint,
+)
 from tests.support.engines import SMALL, small_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -23,6 +30,8 @@ DENSE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "windows": ("mistral", 2, {"sliding_window": 20}),
     "latents": ("deepseek_v2", 2, DEEPSEEK_V2),
     "latents-queries-uncompressed": ("deepseek_v2", 4, DEEPSEEK_V2 | {"q_lora_rank": None}),
+    "deepseek-v3": ("deepseek_v3", 2, DEEPSEEK_V3),
+    "glm4-moe": ("glm4_moe", 2, GLM4_MOE),
 }
 
 EXPERTS: dict[str, dict[str, Any]] = {

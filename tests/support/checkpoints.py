@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import (
     DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -25,6 +27,8 @@ from hardpoint.structured.bytes import byte_tokenizer
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "deepseek_v2": DeepseekV2Config,
+    "deepseek_v3": DeepseekV3Config,
+    "glm4_moe": Glm4MoeConfig,
     "gpt_oss": GptOssConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
@@ -49,6 +53,24 @@ DEEPSEEK_V2: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 """Config keys of a tiny DeepSeek-V2."""
+
+DEEPSEEK_V3: dict[str, Any] = DEEPSEEK_V2 | {
+    "head_dim": 8,  # of the part that rotates
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+"""The same of DeepSeek-V3."""
+
+GLM4_MOE: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "use_qk_norm": True,
+}
+"""Config keys of a tiny GLM-4-MoE."""
 
 
 def write_checkpoint(

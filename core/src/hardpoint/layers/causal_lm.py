@@ -66,7 +66,8 @@ class ModelFacts:
 class CausalLMArgs:
     """A decoder-only model, as a family makes it of a checkpoint's config.
 
-    ``weight_names`` has the slot of each tensor of the checkpoint, None for one that may be there and is not needed.
+    ``weight_names`` has the slot of each tensor of the checkpoint, None for one that may be there and is not needed;
+    ``MODULE.*`` means all tensors within a module.
     """
 
     embedding: EmbeddingArgs

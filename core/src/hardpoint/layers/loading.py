@@ -253,8 +253,13 @@ class _Plan:
         )
 
     def _is_extra(self, name: str) -> bool:
-        of_module = f"{name.rpartition('.')[0]}.*"
-        return not (name in self.places or not self.unneeded.isdisjoint((name, of_module)) or _IGNORED.match(name))
+        return not (name in self.places or self._is_unneeded(name) or _IGNORED.match(name))
+
+    def _is_unneeded(self, name: str) -> bool:
+        """Whether it is named as such, or a module that it is in, as ``MODULE.*``."""
+        elements = name.split(".")
+        modules = (".".join(elements[:cut]) + ".*" for cut in range(1, len(elements)))
+        return not self.unneeded.isdisjoint((name, *modules))
 
 
 def _listed(names: list[str], most: int = 8) -> str:

@@ -113,17 +113,22 @@ class AttentionVariations(TypedDict, total=False):
 
     qkv_bias: bool
     out_bias: bool
-    qk_norm_eps: float
+    qk_norm_eps: float | None
     window: int | None
     sinks: bool
 
 
 def attention(
-    config: HFConfig, *, default_theta: float = 10_000.0, **variations: Unpack[AttentionVariations]
+    config: HFConfig,
+    *,
+    default_theta: float = 10_000.0,
+    default_rotary: float = 1.0,
+    **variations: Unpack[AttentionVariations],
 ) -> Sublayer[AttentionArgs]:
     """Grouped-query attention with rotary embedding.
 
-    ``default_theta`` is the family's own, for configs that leave it out.
+    ``default_theta``, and ``default_rotary`` (the share of a head that rotates), are the family's own, for configs that
+    leave them out.
     """
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", heads)
@@ -136,13 +141,20 @@ def attention(
     window = variations.get("window")
     if window is not None:  # families pass it on as it stands, or their default
         variations["window"] = config.integer("sliding_window", window)
+    rope = rope_args(
+        config.data,
+        head_size,
+        default_theta=default_theta,
+        default_rotary=default_rotary,
+        file=str(config.path),
+    )
     args = AttentionArgs(
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         scale=head_size**-0.5,
-        rope=rope_args(config.data, head_size, default_theta=default_theta, file=str(config.path)),
+        rope=rope,
         **variations,
     )
     names = linear_names({f"self_attn.{x}_proj": f"qkv[{x}]" for x in "qkv"}, bias=args.qkv_bias)

@@ -48,12 +48,14 @@ def rope_args(
     interleaved: bool = False,
     layer_type: str | None = None,
     default_theta: float = 10_000.0,
+    default_rotary: float = 1.0,
     file: str = "config.json",
 ) -> RopeArgs:
     """Read a config's rotary embedding: today's ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` before it.
 
-    ``layer_type`` chooses where a config has parameters per type of layer; ``default_theta`` is the family's own, for
-    configs that leave it out; ``file`` is where the config stands, for messages.
+    ``layer_type`` chooses where a config has parameters per type of layer; ``default_theta`` and ``default_rotary``
+    (for ``partial_rotary_factor``) are the family's own, for configs that leave them out; ``file`` is where the config
+    stands, for messages.
     Raises CheckpointError for an unknown type, and for a parameter that is missing, of the wrong kind or out of range.
     """
     found = _objects(hf_config, ("rope_scaling", "rope_parameters"), file)
@@ -71,7 +73,7 @@ def rope_args(
             f"known: {', '.join(get_args(RopeKind))}"
         )
     read = _Reader(hf_config, found, file)
-    partial = read.number("partial_rotary_factor", 1.0)
+    partial = read.number("partial_rotary_factor", default_rotary)
     rotary_dim = int(head_size * partial)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
         raise CheckpointError(

@@ -57,6 +57,11 @@ _MIXTURE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
 }
 _LATENT: dict[str, Any] = {
     "kv_lora_rank": 24,
@@ -64,12 +69,10 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
+    "head_dim": 8,
 }
-"""The same of latent attention, where heads share no keys, and of the mixtures that come with it."""
+"""The same of latent attention, where heads share no keys, and a head's dimension is that of the part that rotates."""
 _VARIATIONS: dict[str, Mapping[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -83,7 +86,7 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """A model of Transformers' with random weights, in float32 and evaluation mode.
 
     Weights are larger than the initialisation's, so that attention is far from uniform and a wrong mask or position
-    shows.
+    shows. Correction biases of routers, zero in a new model, change many choices.
     """
     from transformers import AutoModelForCausalLM
 
@@ -95,6 +98,9 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0, 0.08 if parameter.ndim >= 2 else 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     return model
 
 
