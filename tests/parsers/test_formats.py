@@ -11,7 +11,7 @@ from hardpoint.conformance.families.parser_samples import (
     ParserSample,
     SampleCall,
 )
-from hardpoint_plugin_api import ReasoningDelta, ToolCallDelta, ToolCallEnd
+from hardpoint_plugin_api import ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from tests.parsers.reading import joined, opened, parsers, read
 
 ARGUMENTS = '{"city": "Paris", "days": 2}'
@@ -107,6 +107,16 @@ def test_a_call_that_is_broken_leaves_the_next_one_whole() -> None:
 def test_a_closing_tag_within_a_text_ends_nothing() -> None:
     call = '<tool_call>{"name": "clock", "arguments": {"x": "</tool_call>\\""}}</tool_call>'
     assert read(opened("hermes"), call) == [("call", "clock", '{"x": "</tool_call>\\""}')]
+
+
+def test_kimi_names_its_calls_itself() -> None:
+    """The chat template repeats ids; of two equal ones the second is counted on."""
+    begin, mark = "<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"
+    call = "<|tool_call_begin|>functions.clock:{}" + mark + "{{}}<|tool_call_end|>"
+    parser = opened("kimi")
+    events = [*parser.feed(begin + "".join(call.format(number) for number in (3, 4, 4))), *parser.finish()]
+    ids = [event.call_id for event in events if isinstance(event, ToolCallStart)]
+    assert ids == ["functions.clock:3", "functions.clock:4", "functions.clock:5"]
 
 
 def test_arguments_stay_as_written_where_that_is_json() -> None:

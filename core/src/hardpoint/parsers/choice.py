@@ -36,11 +36,19 @@ _VLLM_NAMES = {
         "deepseek_v31": "deepseek",
         "glm45": "glm",
         "glm47": "glm",
+        "kimi_k2": "kimi",
         "llama4_json": "llama3_json",
         "llama4_pythonic": "pythonic",
         "openai": "harmony",
     },
-    "reasoning_parser": {"glm45": "think", "glm47": "think", "openai_gptoss": "harmony", "qwen3": "think"},
+    "reasoning_parser": {
+        "deepseek_v3": "think",
+        "glm45": "think",
+        "glm47": "think",
+        "kimi_k2": "think",
+        "openai_gptoss": "harmony",
+        "qwen3": "think",
+    },
 }
 """Names that vLLM gives to parsers of the same outputs."""
 

@@ -67,6 +67,11 @@ _GLM = (
     "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
 )
+_KIMI_BEGIN = "<|tool_calls_section_begin|>"
+_KIMI = (
+    f"{_KIMI_BEGIN}<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{_ARGUMENTS}<|tool_call_end|>"
+    "<|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+)
 
 
 def _calls(name: str, text: str, content: str = "", *, forced: bool = False) -> ParserSample:
@@ -132,6 +137,11 @@ TOOL_SAMPLES: dict[str, tuple[ParserSample, ...]] = {
             "Sure.",
         ),
         _none("no call", f"{_BEGIN}{_CALL}function{_SEP}weather{_ARGUMENTS}{_CALL_END}{_END}"),
+    ),
+    "kimi": (
+        _calls("calls", f"Sure.{_KIMI}", "Sure."),
+        _calls("forced", _KIMI, forced=True),
+        _none("no call", f"{_KIMI_BEGIN}<|tool_call_begin|>weather<|tool_call_argument_begin|>{{}}<|tool_call_end|>"),
     ),
     "harmony": (
         _calls(
