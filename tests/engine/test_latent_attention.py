@@ -68,7 +68,7 @@ def test_a_token_has_one_latent_and_one_rotated_key(checkpoint: tuple[Path, PreT
             ("rope_key", (8,), "float32"),
         }
         (row,) = {(r.of, r.chosen, r.workload) for r in llm.table.rows if r.family == "attention"}
-    assert row[:2] == ("latent", "reference")
+    assert row[:2] == ("latent", "cpu_native_latent")
     assert "num_heads=4 latent_size=24 rope_size=8" in row[2]
 
 
@@ -103,7 +103,7 @@ def test_choices_by_kind(checkpoint: tuple[Path, PreTrainedModel], caplog: pytes
     folder, _ = checkpoint
     with small_llm(folder, attention_backend="reference_batch_invariant") as llm:
         (rule,) = {row.rule for row in llm.table.rows if row.family == "attention"}
-        assert rule == "only candidate"
+        assert rule == "priority"
     assert "--attention-backend reference_batch_invariant has no effect" in caplog.text
     with small_llm(folder, use={"attention.latent": "reference"}) as llm:
         (rule,) = {row.rule for row in llm.table.rows if row.family == "attention"}
@@ -111,7 +111,7 @@ def test_choices_by_kind(checkpoint: tuple[Path, PreTrainedModel], caplog: pytes
     with pytest.raises(UnknownNameError, match="attention latent implementation"):
         small_llm(folder, use={"attention.latent": "reference_batch_invariant"})
     with pytest.raises(SelectionError, match="nothing can serve attention latent"):
-        small_llm(folder, deny=("attention=reference",))
+        small_llm(folder, deny=("attention=reference", "attention=cpu_native_latent"))
 
 
 @pytest.mark.parametrize(

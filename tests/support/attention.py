@@ -59,10 +59,12 @@ def run_backend(
     alibi_slopes: torch.Tensor | None = None,
     plugin_config: Mapping[str, Mapping[str, ConfigValue]] | None = None,
     device: torch.device | str = "cpu",
+    value_size: int | None = None,
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
     """Run one step over ``pieces``, whose earlier tokens were stored in earlier steps, on permuted pages.
 
-    The cache and the output are poisoned with NaN first. Returns the output [T, H, D] and each request's (queries,
+    The cache and the output are poisoned with NaN first. ``value_size`` is that of heads' results, unless it is their
+    own. Returns the output [T, H, D] and each request's (queries,
     all keys, all values), all on the host.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -112,7 +114,7 @@ def run_backend(
     q = torch.cat([q for q, _, _ in requests]).to(device)
     k, v = (torch.cat([r[j][r[1].shape[0] - r[0].shape[0] :] for r in requests]).to(device) for j in (1, 2))
     backend.store(StoreCall(k, v, cache, batch.slot_mapping))
-    out = torch.full_like(q, float("nan"))
+    out = torch.full_like(q[..., : value_size or spec.head_size], float("nan"))
     before = [x.clone() for x in (q, k, v)]
     backend.forward(AttentionCall(q, k, v, cache, backend.plan(batch), out))
     assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True)), "inputs were written to"

@@ -18,7 +18,7 @@ constexpr int kValueVectors = kLanes == 16 ? 4 : 2;
 // Elements of keys and values that a split has at least: some ten microseconds of reading.
 constexpr std::int64_t kLeastSplit = 65536;
 
-// The sums of four vectors, one behind the other.
+// The sums of several vectors, one behind the other.
 #if defined(__AVX512F__)
 inline void store_sums(float* to, const Floats (&v)[4]) {
     const auto a = bits_as<__m512>(v[0]), b = bits_as<__m512>(v[1]), c = bits_as<__m512>(v[2]),
@@ -28,6 +28,13 @@ inline void store_sums(float* to, const Floats (&v)[4]) {
     const auto quarters = bits_as<__m512>(_mm512_unpacklo_pd(ab, cd)) + bits_as<__m512>(_mm512_unpackhi_pd(ab, cd));
     const auto halves = _mm512_castps512_ps256(quarters) + _mm512_extractf32x8_ps(quarters, 1);
     _mm_storeu_ps(to, _mm256_castps256_ps128(halves) + _mm256_extractf128_ps(halves, 1));
+}
+#elif defined(__AVX2__)
+inline void store_sums(float* to, const Floats (&v)[2]) {
+    const auto both = _mm256_hadd_ps(bits_as<__m256>(v[0]), bits_as<__m256>(v[1]));
+    const auto halves = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+    const auto sums = _mm_hadd_ps(halves, halves);
+    std::memcpy(to, &sums, 2 * sizeof(float));
 }
 #endif
 template <int count>

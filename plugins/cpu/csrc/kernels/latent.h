@@ -1,0 +1,360 @@
+// Latent attention over pages of latents and rotated keys. See hardpoint.reference.latent_attention for what is computed.
+//
+// All query heads read the same row of a position: its latent with its rotated key as the key, the latent as the value.
+// A piece of work is some queries of one request, with all their heads, over a range of positions. It converts the rows
+// of a few positions to float once, for all heads, and goes over them with four rows of queries at a time. Work per byte
+// of the cache is high: with 16 heads, 15 multiplications for each byte of a bfloat16 row.
+#pragma once
+
+#include "../constants.h"
+#include "attention_decode.h"
+
+namespace hardpoint::HARDPOINT_LEVEL::attention {
+
+constexpr int kLatentRows = 64;  // rows of queries in a piece, about: they and their sums stay in the second cache
+constexpr int kNearKeys = 8;     // keys that are worked on together: they stay in the first cache
+static_assert(kDecodeKeys % kNearKeys == 0 && kNearKeys % kDotKeys == 0);
+
+// Bytes of the cache that a split has at least, see kLeastSplit.
+constexpr std::int64_t kLeastLatentSplit = 32768;
+
+// q_latent and out [tokens, heads, latent_size], q_rope [tokens, heads, rope_size], of dtype `dtype` (see Code), are
+// `*_token` and `*_head` elements apart. The cache's pages of latents [block, latent_size] and of rotated keys [block,
+// rope_size] are `*_page` elements apart. The rest is as in Attention.
+struct Latent {
+    static constexpr char signature[] = "piipiipiiipipipppiiiiiifpi";
+    const void* q_latent;
+    std::int64_t q_latent_token, q_latent_head;
+    const void* q_rope;
+    std::int64_t q_rope_token, q_rope_head;
+    void* out;
+    std::int64_t out_token, out_head, dtype;
+    const void* latents;
+    std::int64_t latent_page;
+    const void* rope_keys;
+    std::int64_t rope_page;
+    const std::int32_t* query_start;
+    const std::int32_t* seq_lens;
+    const std::int32_t* block_table;
+    std::int64_t table_stride, requests, heads, latent_size, rope_size, block;
+    double scale;
+    float* partial;  // [splits, heads, latent_size + 2]: a split's sums, largest scores and totals
+    std::int64_t threads;
+
+    std::int64_t num_queries(std::int64_t request) const { return query_start[request + 1] - query_start[request]; }
+    std::int64_t queries_per_piece() const { return std::max<std::int64_t>(1, kLatentRows / heads); }
+
+    // Positions that the one query of a request reads; 0 for requests with more.
+    std::int64_t num_read(std::int64_t request) const { return num_queries(request) == 1 ? seq_lens[request] : 0; }
+
+    // Positions in a split of such a request, by the lengths of all of them.
+    std::int64_t split_size() const {
+        std::int64_t total = 0;
+        for (std::int64_t i = 0; i < requests; ++i) total += num_read(i);
+        const auto least = std::max(
+            ceil_div(total, kSplitsPerThread * threads), ceil_div(kLeastLatentSplit, latent_size + rope_size)
+        );
+        return round_up(std::max<std::int64_t>(1, least), kDecodeKeys);
+    }
+
+    // Pieces of a request: splits of its positions where it has one query, else blocks of its queries.
+    std::int64_t num_pieces(std::int64_t request, std::int64_t split) const {
+        const auto queries = num_queries(request);
+        return queries == 1 ? ceil_div(seq_lens[request], split) : ceil_div(queries, queries_per_piece());
+    }
+
+    float* results(std::int64_t slot, std::int64_t head) const {
+        return partial + (slot * heads + head) * (latent_size + 2);
+    }
+
+    void write(std::int64_t token, std::int64_t head, const float* sums, float factor) const {
+        with_float(dtype, [&](auto type) {
+            auto* to = static_cast<typename decltype(type)::type*>(out) + token * out_token + head * out_head;
+            store_scaled_sums(to, sums, latent_size, factor);
+        });
+    }
+};
+
+// Queries of one request from `first` on, in all heads, at work. Rows of queries are heads of one query, one behind the
+// other, then those of the next.
+template <typename Element>
+class LatentPiece {
+  public:
+    LatentPiece(const Latent& call, std::int64_t request, std::int64_t first, std::int64_t queries)
+        : a_(call),
+          request_(request),
+          token_(call.query_start[request] + first),
+          position_(call.seq_lens[request] - call.num_queries(request) + first),
+          rows_(queries * call.heads),
+          padded_(round_up(call.latent_size, kLanes)),
+          width_(padded_ + round_up(call.rope_size, kLanes)),
+          scratch_(
+              Scratch::bytes<float>(rows_ * width_) + Scratch::bytes<float>(kDecodeKeys * width_) +
+              Scratch::bytes<float>(rows_ * padded_) + 3 * Scratch::bytes<float>(rows_) +
+              Scratch::bytes<float>(rows_ * kDecodeKeys)
+          ) {
+        queries_ = scratch_.template take<float>(rows_ * width_);
+        keys_ = scratch_.template take<float>(kDecodeKeys * width_);
+        sums_ = scratch_.template take<float>(rows_ * padded_);
+        most_ = scratch_.template take<float>(rows_);
+        totals_ = scratch_.template take<float>(rows_);
+        shrink_ = scratch_.template take<float>(rows_);
+        weights_ = scratch_.template take<float>(rows_ * kDecodeKeys);
+        for (int i = 0; i < kDecodeKeys; ++i) key_rows_[i] = keys_ + i * width_;
+        std::fill(sums_, sums_ + rows_ * padded_, 0.0f);
+        std::fill(most_, most_ + rows_, -__builtin_inff());
+        std::fill(totals_, totals_ + rows_, 0.0f);
+        load_queries();
+    }
+
+    // Over the positions from begin to end, which is behind the newest query at most.
+    void run(std::int64_t begin, std::int64_t end) {
+        for (; begin < end; begin += kDecodeKeys) {
+            const auto count = std::min<std::int64_t>(kDecodeKeys, end - begin);
+            load_keys(begin, count);
+            score(begin, count);
+            for (std::int64_t row = 0; row < rows_; ++row) weigh(row, visible(row, begin, count));
+            sum(begin, count);
+        }
+    }
+
+    // visit(query's token, head, its sum of weighted latents, largest score, total).
+    template <typename Visit>
+    void finish(Visit visit) const {
+        for (std::int64_t row = 0; row < rows_; ++row) {
+            visit(token_ + row / a_.heads, row % a_.heads, sums_ + row * padded_, most_[row], totals_[row]);
+        }
+    }
+
+  private:
+    // How many of `count` keys from position `begin` on the query of a row reads.
+    std::int64_t visible(std::int64_t row, std::int64_t begin, std::int64_t count) const {
+        return std::clamp<std::int64_t>(position_ + row / a_.heads + 1 - begin, 0, count);
+    }
+
+    // part(how many rows of queries, the first of them), for those that read any of the keys.
+    template <typename Part>
+    void for_each_part(std::int64_t begin, Part part) const {
+        for (std::int64_t row = 0; row < rows_; row += kDotQueries) {
+            const auto n = std::min<std::int64_t>(kDotQueries, rows_ - row);
+            if (visible(row + n - 1, begin, kDecodeKeys) == 0) continue;
+            with_count<kDotQueries>(n, [&](auto queries) { part(queries, row); });
+        }
+    }
+
+    // Rows of [latent, zeros, rotated part, zeros], multiplied by the scale.
+    void load_queries() {
+        const auto factor = static_cast<float>(a_.scale);
+        with_float(a_.dtype, [&](auto type) {
+            using T = typename decltype(type)::type;
+            for (std::int64_t row = 0; row < rows_; ++row) {
+                const auto token = token_ + row / a_.heads, head = row % a_.heads;
+                const auto* latent = static_cast<const T*>(a_.q_latent) + token * a_.q_latent_token;
+                const auto* rope = static_cast<const T*>(a_.q_rope) + token * a_.q_rope_token;
+                float* to = queries_ + row * width_;
+                convert(latent + head * a_.q_latent_head, a_.latent_size, padded_, to);
+                convert(rope + head * a_.q_rope_head, a_.rope_size, width_ - padded_, to + padded_);
+                for (std::int64_t d = 0; d < width_; d += kLanes) store(to + d, load(to + d) * factor);
+            }
+        });
+    }
+
+    // The cache's rows at `count` positions from `begin` on; behind them the last one again, for loops over several.
+    void load_keys(std::int64_t begin, std::int64_t count) {
+        const std::int32_t* table = a_.block_table + request_ * a_.table_stride;
+        std::int64_t number = begin / a_.block, offset = begin % a_.block;
+        for (std::int64_t i = 0; i < count; ++number, offset = 0) {
+            const std::int64_t page = table[number];
+            const auto* latents = static_cast<const Element*>(a_.latents) + page * a_.latent_page;
+            const auto* ropes = static_cast<const Element*>(a_.rope_keys) + page * a_.rope_page;
+            for (; offset < a_.block && i < count; ++offset, ++i) {
+                float* to = keys_ + i * width_;
+                convert(latents + offset * a_.latent_size, a_.latent_size, padded_, to);
+                convert(ropes + offset * a_.rope_size, a_.rope_size, width_ - padded_, to + padded_);
+            }
+        }
+        for (auto i = count; i % kDotKeys; ++i) std::copy_n(keys_ + (count - 1) * width_, width_, keys_ + i * width_);
+    }
+
+    // Dot products of all rows of queries with the keys, at `weights_`.
+    void score(std::int64_t begin, std::int64_t count) {
+        for (std::int64_t near = 0; near < count; near += kNearKeys) {
+            const auto end = std::min<std::int64_t>(near + kNearKeys, count);
+            for_each_part(begin, [&](auto queries, std::int64_t row) {
+                for (auto key = near; key < end; key += kDotKeys) {
+                    dot<queries>(
+                        key_rows_ + key, 0, queries_ + row * width_, width_, width_,
+                        weights_ + row * kDecodeKeys + key
+                    );
+                }
+            });
+        }
+    }
+
+    // One row's dot products become weights, 0 for the keys behind the first `count`; what its sums shrink by goes to
+    // `shrink_`.
+    void weigh(std::int64_t row, std::int64_t count) {
+        constexpr int vectors = kDecodeKeys / kLanes;
+        const Ints lanes = lane_numbers();
+        float* weights = weights_ + row * kDecodeKeys;
+        Floats scores[vectors], top = broadcast(most_[row]);
+        for (int v = 0; v < vectors; ++v) {
+            const auto there = lanes + v * kLanes < static_cast<std::int32_t>(count);
+            scores[v] = there ? load(weights + v * kLanes) : broadcast(-__builtin_inff());
+            top = scores[v] > top ? scores[v] : top;
+        }
+        const float largest = lanes_largest(top), origin = origin_of(largest);
+        Floats total = {};
+        for (int v = 0; v < vectors; ++v) {
+            const auto there = lanes + v * kLanes < static_cast<std::int32_t>(count);
+            const Floats weight = there ? exponential(scores[v] - origin) : Floats{};
+            store(weights + v * kLanes, weight);
+            total += weight;
+        }
+        shrink_[row] = largest == most_[row] ? 1.0f : std::exp(most_[row] - largest);
+        totals_[row] = totals_[row] * shrink_[row] + ::hardpoint::HARDPOINT_LEVEL::sum(total);
+        most_[row] = largest;
+    }
+
+    // The weighted latents join the sums. A few columns for all rows of queries: those of the keys stay near.
+    void sum(std::int64_t begin, std::int64_t count) {
+        const auto add = [&](auto vectors, std::int64_t d) {
+            for_each_part(begin, [&](auto queries, std::int64_t row) {
+                add_vectors<queries, vectors>(
+                    key_rows_, d, visible(row + queries - 1, begin, count), weights_ + row * kDecodeKeys, shrink_ + row,
+                    sums_ + row * padded_ + d, padded_
+                );
+            });
+        };
+        std::int64_t d = 0;
+        for (; d + kValueVectors * kLanes <= padded_; d += kValueVectors * kLanes) {
+            add(std::integral_constant<int, kValueVectors>{}, d);
+        }
+        for (; d < padded_; d += kLanes) add(std::integral_constant<int, 1>{}, d);
+    }
+
+    const Latent& a_;
+    const std::int64_t request_, token_, position_;  // row in q and out, and position, of the first query
+    const std::int64_t rows_, padded_, width_;       // of queries; floats of a latent, and of a whole row
+    Scratch scratch_;
+    float *queries_, *keys_, *sums_, *most_, *totals_, *shrink_, *weights_;
+    const float* key_rows_[kDecodeKeys];
+};
+
+template <typename Element>
+struct LatentAttention : Latent {
+    std::int64_t chunks() const {
+        const auto split = split_size();
+        std::int64_t count = 0;
+        for (std::int64_t i = 0; i < requests; ++i) count += num_pieces(i, split);
+        return count;
+    }
+
+    void run(std::int64_t chunk) const {
+        const auto split = split_size();
+        std::int64_t request = 0, slot = 0, number = chunk;
+        for (;; ++request) {
+            const auto pieces = num_pieces(request, split);
+            if (number < pieces) break;
+            number -= pieces;
+            if (num_queries(request) == 1) slot += pieces;
+        }
+        if (num_queries(request) == 1) return run_split(request, number, num_pieces(request, split), split, slot);
+        // The newest queries first: they read the most keys, and small chunks at the end let threads finish together.
+        const auto first = (num_pieces(request, split) - 1 - number) * queries_per_piece();
+        const auto queries = std::min(queries_per_piece(), num_queries(request) - first);
+        LatentPiece<Element> piece(*this, request, first, queries);
+        piece.run(0, seq_lens[request] - num_queries(request) + first + queries);
+        write_result(piece);
+    }
+
+    // A split of a request's positions. `slot` is that of its first split in `partial`.
+    void run_split(
+        std::int64_t request, std::int64_t number, std::int64_t splits, std::int64_t split, std::int64_t slot
+    ) const {
+        LatentPiece<Element> piece(*this, request, 0, 1);
+        piece.run(number * split, std::min<std::int64_t>((number + 1) * split, seq_lens[request]));
+        if (splits == 1) return write_result(piece);
+        piece.finish([&](std::int64_t, std::int64_t head, const float* sums, float most, float total) {
+            float* to = results(slot + number, head);
+            std::memcpy(to, sums, latent_size * sizeof(float));
+            to[latent_size] = most;
+            to[latent_size + 1] = total;
+        });
+    }
+
+    void write_result(const LatentPiece<Element>& piece) const {
+        piece.finish([&](std::int64_t token, std::int64_t head, const float* sums, float, float total) {
+            write(token, head, sums, 1.0f / total);
+        });
+    }
+};
+
+// The splits of requests that have several, by their largest scores and totals; a chunk is one head of one request.
+struct MergeLatentSplits : Latent {
+    std::int64_t chunks() const {
+        const auto split = split_size();
+        std::int64_t count = 0;
+        for (std::int64_t i = 0; i < requests; ++i) count += num_read(i) > split;
+        return count * heads;
+    }
+
+    void run(std::int64_t chunk) const {
+        const auto split = split_size(), head = chunk % heads;
+        std::int64_t request = 0, slot = 0;
+        for (auto before = chunk / heads;; ++request) {
+            if (num_read(request) > split && before-- == 0) break;
+            slot += ceil_div(num_read(request), split);
+        }
+        const auto count = ceil_div(num_read(request), split);
+        Scratch scratch(Scratch::bytes<float>(latent_size));
+        auto* sums = scratch.take<float>(latent_size);
+        std::fill(sums, sums + latent_size, 0.0f);
+        float most = -__builtin_inff(), total = 0;
+        for (std::int64_t i = 0; i < count; ++i) most = std::max(most, results(slot + i, head)[latent_size]);
+        for (std::int64_t i = 0; i < count; ++i) {
+            const float* part = results(slot + i, head);
+            const float factor = part[latent_size] == most ? 1.0f : std::exp(part[latent_size] - most);
+            total += part[latent_size + 1] * factor;
+            for (std::int64_t d = 0; d < latent_size; ++d) sums[d] += part[d] * factor;
+        }
+        write(query_start[request], head, sums, 1.0f / total);
+    }
+};
+
+// latent [tokens, latent_size] and rope_key [tokens, rope_size], `*_stride` elements from token to token, to the slots
+// int32 [tokens] of a cache of elements `element` (see Code).
+template <typename T>
+struct LatentStore {
+    static constexpr char signature[] = "pipipipiiiiiip";
+    const T* latent;
+    std::int64_t latent_stride;
+    const T* rope_key;
+    std::int64_t rope_stride;
+    void* latents;
+    std::int64_t latent_page;
+    void* rope_keys;
+    std::int64_t rope_page;
+    std::int64_t tokens, latent_size, rope_size, block_size, element;
+    const std::int32_t* slots;
+
+    std::int64_t chunks() const { return ceil_div(tokens, rows_per_chunk(latent_size + rope_size)); }
+    void run(std::int64_t chunk) const {
+        const Rows mine(chunk, rows_per_chunk(latent_size + rope_size), tokens);
+        with_float(element, [&](auto type) {
+            using Element = typename decltype(type)::type;
+            const CachePages<Element> to{
+                static_cast<Element*>(latents), latent_page, nullptr, 0, block_size, 1, latent_size
+            };
+            const CachePages<Element> to_rope{
+                static_cast<Element*>(rope_keys), rope_page, nullptr, 0, block_size, 1, rope_size
+            };
+            for (auto token = mine.first; token < mine.last; ++token) {
+                store_token(latent + token * latent_stride, latent_size, to, slots[token]);
+                store_token(rope_key + token * rope_stride, rope_size, to_rope, slots[token]);
+            }
+        });
+    }
+};
+
+}  // namespace hardpoint::HARDPOINT_LEVEL::attention

@@ -1,0 +1,140 @@
+"""Latent attention on CPU in compiled kernels (``csrc/kernels/latent.h``), over core's plain cache layout.
+
+A row of the cache is converted to float32 once for all query heads. Requests with one query are split by positions over
+the threads and merged by log-sum-exp; those with more are split by queries. Which is which the kernels find in the
+batch's own arrays, as they find lengths and pages, so that a recorded call serves any later step with as many requests
+and tokens.
+
+Axes: T query tokens, H query heads, L latent size, R rope size.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from hardpoint_cpu import native
+from hardpoint_cpu.native_attention import CODES
+from hardpoint_cpu.ops.arguments import misfit
+from hardpoint_plugin_api import (
+    AttentionBatch,
+    AttentionMetadata,
+    BuildContext,
+    CacheLayout,
+    CaptureGrade,
+    DeviceInfo,
+    LatentBackend,
+    LatentCall,
+    LatentSpec,
+    LatentStoreCall,
+    LatentWorkload,
+    PlainLayout,
+    Reason,
+)
+
+
+class NativeLatentAttention(LatentBackend):
+    """See the top of this file."""
+
+    layout: ClassVar[CacheLayout] = PlainLayout()
+    capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
+    exact_lengths: ClassVar[bool] = False
+
+    def __init__(self, ctx: BuildContext, spec: LatentSpec) -> None:
+        super().__init__(ctx, spec)
+        self._dtype = getattr(torch, spec.dtype)
+        self._store = native.kernel_number(f"latent_store_{spec.dtype}")
+        self._attend = native.kernel_number(f"latent_attention_{spec.kv_dtype}")
+        self._merge = native.kernel_number("latent_merge_splits")
+
+    @classmethod
+    def supports(cls, workload: LatentWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse where there are no compiled kernels."""
+        reason = native.missing()
+        return [reason] if reason else []
+
+    def store(self, call: LatentStoreCall) -> None:
+        """See LatentBackend. Nothing is written to slots of the null page."""
+        spec, slots, tokens = self.spec, call.slot_mapping, call.slot_mapping.shape[0]
+        for name, x, size in (("latent", call.latent, spec.latent_size), ("rope_key", call.rope_key, spec.rope_size)):
+            if x.dtype != self._dtype or x.shape != (tokens, size):
+                raise misfit("store", name, x, self._dtype, (tokens, size))
+        if slots.dtype != torch.int32:
+            raise misfit("store", "slot_mapping", slots, torch.int32, ("T",))
+        if not tokens:
+            return
+        latent, rope_key, slots = native.rows(call.latent), native.rows(call.rope_key), slots.contiguous()
+        native.run(
+            self._store,
+            latent.data_ptr(),
+            latent.stride(0),
+            rope_key.data_ptr(),
+            rope_key.stride(0),
+            *_pages(call.cache),
+            tokens,
+            spec.latent_size,
+            spec.rope_size,
+            spec.block_size,
+            CODES[spec.kv_dtype],
+            slots.data_ptr(),
+        )
+
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
+        """See AttentionBackend."""
+        return AttentionMetadata(batch)
+
+    def forward(self, call: LatentCall) -> None:
+        """See LatentBackend."""
+        batch, spec, threads = call.metadata.batch, self.spec, torch.get_num_threads()
+        sizes = (("q_latent", spec.latent_size), ("q_rope", spec.rope_size), ("out", spec.latent_size))
+        for name, size in sizes:
+            x = getattr(call, name)
+            if x.dtype != self._dtype or x.shape[1:] != (spec.num_heads, size):
+                raise misfit("attention", name, x, self._dtype, ("T", spec.num_heads, size))
+        for name in ("query_start", "seq_lens", "block_table"):
+            x = getattr(batch, name)
+            if x.dtype != torch.int32 or (x.stride(-1) != 1 and x.shape[-1] > 1):
+                raise misfit("attention", name, x, torch.int32, ("...", "one by one"))
+        q_latent, q_rope, result = (_rows_of_heads(x) for x in (call.q_latent, call.q_rope, call.out))
+        num_splits = batch.num_requests + native.SPLITS_PER_THREAD * threads
+        partial = torch.empty(num_splits, spec.num_heads, spec.latent_size + 2, dtype=torch.float32)
+        arguments = (
+            *_strided(q_latent),
+            *_strided(q_rope),
+            *_strided(result),
+            CODES[spec.dtype],
+            *_pages(call.cache),
+            batch.query_start.data_ptr(),
+            batch.seq_lens.data_ptr(),
+            batch.block_table.data_ptr(),
+            batch.block_table.stride(0),
+            batch.num_requests,
+            spec.num_heads,
+            spec.latent_size,
+            spec.rope_size,
+            spec.block_size,
+            spec.scale,
+            partial.data_ptr(),
+            threads,
+        )
+        native.run(self._attend, *arguments)
+        native.run(self._merge, *arguments)
+        if result is not call.out:
+            call.out[: batch.num_tokens] = result[: batch.num_tokens]
+
+
+def _rows_of_heads(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [T, H, D] with the elements of a head one by one: itself where they are, else a copy."""
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _strided(x: torch.Tensor) -> tuple[int, int, int]:
+    """The address, and elements from token to token and from head to head."""
+    return x.data_ptr(), x.stride(0), x.stride(1)
+
+
+def _pages(cache: dict[str, torch.Tensor]) -> tuple[int, int, int, int]:
+    """Addresses of latents and of rotated keys, each with its stride from page to page."""
+    latent, rope_key = cache["latent"], cache["rope_key"]
+    return latent.data_ptr(), latent.stride(0), rope_key.data_ptr(), rope_key.stride(0)

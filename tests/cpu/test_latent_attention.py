@@ -1,0 +1,94 @@
+"""The compiled kernels of latent attention at every level of this CPU, against the reference; and recorded calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hardpoint.reference.latent_attention import ReferenceLatentAttention
+from hardpoint_cpu.native_latent_attention import NativeLatentAttention
+from hardpoint_cpu.recorded_list import RecordedLists
+from hardpoint_plugin_api import AttentionBatch, LatentCall, LatentSpec, LatentStoreCall
+from tests.cpu.building import needs_kernels
+from tests.cpu.test_attention import SPLIT, TOLERANCE
+from tests.support.attention import MIXED, Piece
+from tests.support.latent import run_latent_backend
+
+needs_kernels()
+
+PLAIN = LatentSpec(16, 64, 16, 0.1, "bfloat16", "bfloat16", 16)
+SPECS = {
+    "plain": PLAIN,
+    "deepseek": replace(PLAIN, latent_size=512, rope_size=64),
+    "odd sizes, odd heads": replace(
+        PLAIN, num_heads=5, latent_size=33, rope_size=6, dtype="float32", kv_dtype="float32"
+    ),
+    "one head, one page each": replace(PLAIN, num_heads=1, block_size=1, dtype="float16", kv_dtype="float16"),
+    "many heads, other cache": replace(PLAIN, num_heads=80, kv_dtype="float32", block_size=5),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("pieces", [MIXED, SPLIT], ids=["mixed", "split"])
+def test_every_level_computes_what_the_reference_does(level: str, name: str, pieces: tuple[Piece, ...]) -> None:
+    spec = SPECS[name]
+    ours, reference = (
+        run_latent_backend(kind, spec, pieces) for kind in (NativeLatentAttention, ReferenceLatentAttention)
+    )
+    errors = (ours.double() - reference.double()).norm(dim=-1) / reference.double().norm(dim=-1)
+    assert errors.max() < TOLERANCE[spec.dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+def test_stores_what_the_reference_does(level: str, kv_dtype: str) -> None:
+    spec = replace(PLAIN, dtype="float32", kv_dtype=kv_dtype, latent_size=33, rope_size=6)
+    latent, rope_key = torch.randn(40, 50).split([44, 6], dim=-1)
+    slots, buffers = torch.arange(16, 56, dtype=torch.int32), []
+    for kind in (NativeLatentAttention, ReferenceLatentAttention):
+        backend = kind(None, spec)  # type: ignore[arg-type]  # no backend here asks for a context
+        buffer = torch.zeros(4 * backend.layout.page_bytes(backend.cache_spec, 16), dtype=torch.uint8)
+        cache = backend.layout.views(buffer, 4, backend.cache_spec, 16)
+        backend.store(LatentStoreCall(latent[:, :33], rope_key, cache, slots))
+        buffers.append(buffer)
+    assert torch.equal(*buffers)
+
+
+def test_a_recorded_call_serves_other_lengths_and_pages() -> None:
+    generator = torch.Generator().manual_seed(0)
+    backend = NativeLatentAttention(None, PLAIN)  # type: ignore[arg-type]
+    pages, block = 101, PLAIN.block_size
+    buffer = torch.zeros(pages * backend.layout.page_bytes(backend.cache_spec, block), dtype=torch.uint8)
+    cache = backend.layout.views(buffer, pages, backend.cache_spec, block)
+    for view in cache.values():
+        view.copy_(torch.randn(view.shape, generator=generator))
+    batch = AttentionBatch(
+        query_start=torch.arange(3, dtype=torch.int32),
+        seq_lens=torch.ones(2, dtype=torch.int32),
+        block_table=torch.zeros(2, 100, dtype=torch.int32),
+        slot_mapping=torch.zeros(2, dtype=torch.int32),
+        query_start_host=(0, 1, 2),
+        seq_lens_host=(1, 1),
+        num_decodes=2,
+        graph_key=2,
+    )
+    q = torch.randn(2, 16, 80, generator=generator).bfloat16()
+    new = torch.empty(2, 80, dtype=torch.bfloat16)
+
+    def call(q: torch.Tensor, batch: AttentionBatch) -> LatentCall:
+        out = torch.empty(2, 16, 64, dtype=torch.bfloat16)
+        return LatentCall(q[..., :64], q[..., 64:], new[:, :64], new[:, 64:], cache, backend.plan(batch), out)
+
+    def forward(q: torch.Tensor) -> torch.Tensor:
+        made = call(q, batch)
+        backend.forward(made)
+        return made.out
+
+    graph = RecordedLists().prepare("decode", forward, {"q": q})
+    for lengths in ((5, 17), (1500, 1)):
+        batch.seq_lens.copy_(torch.tensor(lengths))
+        batch.block_table.copy_((torch.rand(2, 100, generator=generator).argsort(-1) + 1).int())
+        expected = call(q, replace(batch, seq_lens_host=lengths))
+        ReferenceLatentAttention(None, PLAIN).forward(expected)  # type: ignore[arg-type]
+        torch.testing.assert_close(graph.run(), expected.out, rtol=0.02, atol=0.01)
