@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from hardpoint.engine.requests import Delta
 from hardpoint.engine.scheduling.request import Request
 from hardpoint.engine.scheduling.scheduler import Scheduler
 from hardpoint.parsers import choose_parsers
-from hardpoint.structured import Grammars
+from hardpoint.structured import Grammars, StructureState, Trials, trials
 from hardpoint_plugin_api import ParserArgs, RequestError, StructuredOutput
 from tests.parsers.reading import joined
 
@@ -232,6 +233,12 @@ REFUSED = {
         StructuredOutput.json_schema({"allOf": [{"type": "string", "pattern": f".*a{i}.*"} for i in range(30)]}),
         "more than 2 seconds",
     ),
+    "nested too deeply": (
+        StructuredOutput.grammar(
+            "start: r0\n" + "".join(f'r{i}: r{i + 1} | "x"\n' for i in range(5000)) + 'r5000: "y"'
+        ),
+        "nested too deeply",
+    ),
 }
 
 
@@ -280,6 +287,63 @@ def test_a_dead_end_elsewhere_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
             assert meets(DATE, outputs[-1].outputs[0].text)
 
     asyncio.run(run())
+
+
+def test_others_decode_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose grammar takes its time waits alone, and can be given up meanwhile."""
+    start, may_go_on = Grammars.start, threading.Event()
+
+    def slow(self: Grammars, structure: StructuredOutput, ends: frozenset[int] = frozenset()) -> StructureState:
+        assert structure is not DATE or threading.current_thread().name == "hardpoint-preparations"
+        if structure == DATE:
+            assert may_go_on.wait(60)
+        return start(self, structure, ends)
+
+    async def run() -> None:
+        monkeypatch.setattr(Grammars, "start", slow)
+        async with AsyncEngine("demo", core_process=False) as engine:
+            held = await engine.submit("x", SamplingParams(temperature=0, structured=DATE))
+            given_up = await engine.submit("x", SamplingParams(temperature=0, structured=CHOICE))
+            free = await engine.submit("x", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+            outputs = [output async for output in free]
+            assert len(outputs[-1].outputs[0].token_ids) == 30
+            assert not may_go_on.is_set()
+            given_up.abort()
+            assert [output async for output in given_up][-1].outputs[0].finish_reason == "abort"
+            may_go_on.set()
+            assert meets(DATE, [output async for output in held][-1].outputs[0].text)
+            compiled = await engine.submit("x", SamplingParams(temperature=0, structured=DATE))
+            assert meets(DATE, [output async for output in compiled][-1].outputs[0].text)
+
+    asyncio.run(run())
+
+
+def test_a_grammar_that_takes_too_much_memory_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is lowered in the child alone, which then has room for small grammars."""
+    names = [f"name_{i}" for i in range(3000)]
+    large = StructuredOutput.json_schema({"type": "object", "properties": {n: {} for n in names}, "required": names})
+    monkeypatch.setattr(trials, "PROGRAM", trials.PROGRAM.replace("serve()", f"serve(max_memory={2**21})"))
+    tried = Trials(llm.tokenizer)
+    try:
+        with pytest.raises(RequestError, match="of memory to compile; make it simpler"):
+            tried.check(large, llm.client.facts.vocab_size)
+        tried.check(DATE, llm.client.facts.vocab_size)
+    finally:
+        tried.close()
+
+
+def test_compiled_grammars_are_kept_within_a_bound_of_bytes(llm: LLM) -> None:
+    tokenizer = llm.tokenizer
+    bounded = Grammars(
+        tokenizer.backend.to_str(), tokenizer.eos_token_id, llm.client.facts.vocab_size, cache_bytes=80 * 2**20
+    )
+    made = [StructuredOutput.regex(f"[a-z]{{{i}}}") for i in range(1, 6)]
+    for structure in made:
+        bounded.start(structure)
+    assert [bounded.is_compiled(structure) for structure in made] == [False, False, True, True, True]
+    long = StructuredOutput.choice(["x" * 2**17])
+    bounded.start(long)
+    assert [bounded.is_compiled(structure) for structure in (*made[-2:], long)] == [False, True, True]
 
 
 def test_an_output_goes_on_from_the_tokens_it_has(llm: LLM) -> None:

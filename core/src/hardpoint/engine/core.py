@@ -201,12 +201,26 @@ class EngineCore:
         self.executor.check()
         self.admission.check_awake()
         request.adapter = self.adapters.find(request.asked.adapter_name)
-        if (structured := request.asked.params.structured) is not None:
-            request.structure = self._grammars().start(structured, request.asked.stop_token_ids)
-            for token in request.output_token_ids:
-                request.structure.accept(token)
+        self.prepare(request)
         self.scheduler.add(request)
         self._take_stock()
+
+    def needs_preparation(self, request: Request) -> bool:
+        """Whether ``queue`` would take its time over ``request``, unless ``prepare`` was called before."""
+        structured = request.asked.params.structured
+        return structured is not None and request.structure is None and not self._grammars().is_compiled(structured)
+
+    def prepare(self, request: Request) -> None:
+        """Compile what the output of ``request`` is held to, if anything. Any thread may call it, beside steps.
+
+        Raises RequestError for a structure that cannot be compiled.
+        """
+        structured = request.asked.params.structured
+        if structured is None or request.structure is not None:
+            return
+        request.structure = self._grammars().start(structured, request.asked.stop_token_ids)
+        for token in request.output_token_ids:
+            request.structure.accept(token)
 
     def _grammars(self) -> Grammars:
         """What follows structured outputs: the one thing here that needs the tokenizer, read when first asked for."""

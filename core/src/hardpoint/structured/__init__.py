@@ -6,8 +6,8 @@ names each keyword that it cannot enforce (``not``, ``uniqueItems``), counts the
 imports in a tenth of a second, without torch. Importing this imports none.
 """
 
-from hardpoint.structured.grammars import Grammars
+from hardpoint.structured.grammars import NICE, Grammars
 from hardpoint.structured.state import StructureState
 from hardpoint.structured.trials import Trials
 
-__all__ = ["Grammars", "StructureState", "Trials"]
+__all__ = ["NICE", "Grammars", "StructureState", "Trials"]

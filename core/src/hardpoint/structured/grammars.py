@@ -16,9 +16,16 @@ if TYPE_CHECKING:
 
     from hardpoint.tokenizer import Tokenizer
 
+NICE = 5
+"""How much lower the priority of what compiles is than that of what decodes."""
+CACHE_BYTES = 2**29
+"""Memory that compiled constraints which no request uses may come to."""
 _MAX_CHARACTERS = 2**18
 """Longest schema, pattern or grammar."""
-_CACHED = 64
+_MAX_LEXER_STATES = 50_000
+_STATE_BYTES = 512
+_CHARACTER_BYTES = 64
+"""Measured for llguidance 1.9.1: 0.3 to 0.5 KiB for each state of a lexer, up to 50 bytes for each character."""
 
 
 class Grammars:
@@ -27,13 +34,19 @@ class Grammars:
     ``vocab_size`` is the width of the model's logits; tokens that the tokenizer does not have are never allowed.
     """
 
-    def __init__(self, tokenizer_json: str, eos_token_id: int | None, vocab_size: int) -> None:
-        """``tokenizer_json`` is the tokenizer as the ``tokenizers`` library writes it."""
+    def __init__(
+        self, tokenizer_json: str, eos_token_id: int | None, vocab_size: int, cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        """``tokenizer_json`` is the tokenizer as the ``tokenizers`` library writes it.
+
+        What is kept takes ``cache_bytes`` at most, by the most that each lexer may grow to.
+        """
         self.vocab_size = vocab_size
         self._json, self._eos = tokenizer_json, eos_token_id or 0
         self._cache: OrderedDict[StructuredOutput, llguidance.LLMatcher] = OrderedDict()
+        self._cache_bytes, self._cached_bytes = cache_bytes, 0
         self._tokens: llguidance.LLTokenizer | None = None
-        self._lock = threading.Lock()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Grammars:
@@ -45,21 +58,48 @@ class Grammars:
 
         Raises RequestError for what cannot be compiled, or by no token of the model, or at too much cost.
         """
-        with self._lock:
-            tokens = self._tokenizer()
-            matcher = self._cache.get(structure)
-            if matcher is None or matcher.deep_copy().is_error():  # copies share a lexer, which one may have worn out
-                matcher = self._cache[structure] = _compiled(structure, tokens)
-                if len(self._cache) > _CACHED:
-                    self._cache.popitem(last=False)
-            self._cache.move_to_end(structure)
-            own = matcher.deep_copy()
+        own = self._cached(structure)
+        if own is None:
+            with self._compiling:
+                tokens = self._tokenizer()
+                own = self._cached(structure)  # another thread may have compiled it meanwhile
+                if own is None:
+                    compiled = _compiled(structure, tokens)
+                    own = compiled.deep_copy()
+                    self._keep(structure, compiled)
+        tokens = self._tokenizer()
         opening = self._opening(structure, tokens)
         state = StructureState(own, tokens, self.vocab_size, self._eos, ends, structure.after, opening)
         if state.error or state.is_complete:
             reason = state.error or "it allows the empty text alone"
             raise _refused(structure, reason)
         return state
+
+    def is_compiled(self, structure: StructuredOutput) -> bool:
+        """Whether ``start`` would compile nothing."""
+        return self._cached(structure) is not None
+
+    def _cached(self, structure: StructuredOutput) -> llguidance.LLMatcher | None:
+        """A copy of the compiled constraint, for one output; None where there is none that works.
+
+        Copies share a lexer, which one of them may have worn out.
+        """
+        with self._lock:
+            matcher = self._cache.get(structure)
+            if matcher is None:
+                return None
+            self._cache.move_to_end(structure)
+            own = matcher.deep_copy()
+        return None if own.is_error() else own
+
+    def _keep(self, structure: StructuredOutput, matcher: llguidance.LLMatcher) -> None:
+        with self._lock:
+            if structure not in self._cache:
+                self._cached_bytes += _most_bytes(structure)
+            self._cache[structure] = matcher
+            self._cache.move_to_end(structure)
+            while self._cached_bytes > self._cache_bytes:
+                self._cached_bytes -= _most_bytes(self._cache.popitem(last=False)[0])
 
     def _tokenizer(self) -> llguidance.LLTokenizer:
         if self._tokens is None:
@@ -85,10 +125,10 @@ class Grammars:
 def _compiled(structure: StructuredOutput, tokens: llguidance.LLTokenizer) -> llguidance.LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
-    size = len(structure.value) + sum(map(len, structure.choices))
+    size = _num_characters(structure)
     if size > _MAX_CHARACTERS:
         raise _refused(structure, f"it has {size} characters, at most {_MAX_CHARACTERS} are taken")
-    limits = LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False)
+    limits = LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
     try:
         matcher = LLMatcher(tokens, _grammar(structure), log_level=0, limits=limits)
     except Exception as error:  # ValueError for malformed JSON, and whatever the Rust side says
@@ -96,6 +136,15 @@ def _compiled(structure: StructuredOutput, tokens: llguidance.LLTokenizer) -> ll
     if matcher.is_error():
         raise _refused(structure, matcher.get_error())
     return matcher
+
+
+def _num_characters(structure: StructuredOutput) -> int:
+    return len(structure.value) + sum(map(len, structure.choices))
+
+
+def _most_bytes(structure: StructuredOutput) -> int:
+    """The memory that a compiled constraint may come to, in bytes."""
+    return _num_characters(structure) * _CHARACTER_BYTES + _MAX_LEXER_STATES * _STATE_BYTES
 
 
 def _grammar(structure: StructuredOutput) -> str:

@@ -22,11 +22,13 @@ from hardpoint.engine.remote.messages import (
     Command,
     Ended,
     Failed,
+    Prepared,
     Ready,
     Report,
     StartFailed,
     Wake,
 )
+from hardpoint.engine.remote.preparations import Preparations
 from hardpoint.engine.requests import AdmittedRequest, Delta
 from hardpoint.engine.scheduling.request import Request
 from hardpoint_plugin_api import EngineDeadError
@@ -81,10 +83,17 @@ class CoreLoop:
     ) -> None:
         self._core, self._commands, self._send = core, commands, send
         self._open: dict[int, _Open] = {}
+        self._preparations = Preparations(core.prepare, commands.put)
         self._reported = time.monotonic()
 
     def run(self) -> None:
         """Serve until Stop comes. Raises EngineDeadError where what runs the steps is gone."""
+        try:
+            self._run()
+        finally:
+            self._preparations.close()
+
+    def _run(self) -> None:
         while True:
             for command in self._taken():
                 if isinstance(command, Stop):
@@ -96,6 +105,8 @@ class CoreLoop:
                     self._call(command)
                 elif isinstance(command, Add):
                     self._add(command)
+                elif isinstance(command, Prepared):
+                    self._queue_prepared(command)
                 else:
                     self._abort(command)
             if not self._core.is_idle:
@@ -117,11 +128,31 @@ class CoreLoop:
             request = Request(asked)
             if command.so_far is not None:
                 request.take(command.so_far)
-            self._core.queue(request)
+            if self._core.needs_preparation(request):
+                self._preparations.start(request)
+                return
         except Exception as error:
             self._fail((command.number,), error)
         else:
-            self._open[command.number] = _Open(request, len(request.token_ids))
+            self._queue(request)
+
+    def _queue_prepared(self, command: Prepared) -> None:
+        request = self._preparations.take(command.number)
+        if request is None:  # aborted meanwhile
+            return
+        if command.error is not None:
+            self._fail((command.number,), command.error)
+        else:
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        num_known = len(request.token_ids)
+        try:
+            self._core.queue(request)
+        except Exception as error:
+            self._fail((request.number,), error)
+        else:
+            self._open[request.number] = _Open(request, num_known)
 
     def _call(self, command: Call) -> None:
         try:
@@ -131,7 +162,11 @@ class CoreLoop:
         self._send(answer)
 
     def _abort(self, command: Abort) -> None:
-        if command.number in self._open:  # else it has ended, and that was reported
+        if (preparing := self._preparations.take(command.number)) is not None:
+            preparing.finish_reason = "abort"
+            self._open[command.number] = _Open(preparing, len(preparing.token_ids))
+            self._report([preparing])
+        elif command.number in self._open:  # else it has ended, and that was reported
             request = self._open[command.number].request
             self._core.abort(request)
             self._report([request])

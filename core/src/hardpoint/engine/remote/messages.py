@@ -35,8 +35,16 @@ class Wake:
     """Look whether what runs the steps is still there; put by the core's own process."""
 
 
-Command = Add | Abort | Call | Stop | Wake
-"""From the front end to the core."""
+@dataclass(frozen=True)
+class Prepared:
+    """A request can be queued, or not, as ``error`` says; put by the core's own process."""
+
+    number: int
+    error: Exception | None = None
+
+
+Command = Add | Abort | Call | Stop | Wake | Prepared
+"""From the front end to the core, and from threads of the core to itself."""
 
 
 @dataclass(frozen=True)
