@@ -56,6 +56,22 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield engine
 
 
+def test_threads_of_a_core_wait_briefly_for_each_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """GNU's OpenMP runtime prints the settings that it has read; a user's own stay."""
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    with small_llm(folder, core_process=True):
+        pass
+    assert "GOMP_SPINCOUNT = '1000'" in capfd.readouterr().err
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    with small_llm(folder, core_process=True):
+        pass
+    assert "GOMP_SPINCOUNT = '1000'" not in capfd.readouterr().err
+
+
 def is_gone(pid: int) -> bool:
     """Whether a process has ended; one that nobody has waited for yet counts as ended."""
     try:

@@ -18,6 +18,7 @@ import click  # noqa: E402  # counted as part of the command line, not of the in
 
 from hardpoint.cli.log import show_log  # noqa: E402
 from hardpoint.terminal.lazy import Lazy, LazyGroup  # noqa: E402
+from hardpoint.thread_waiting import wait_briefly  # noqa: E402
 
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 """What writing to an open stream fails with; opening a file fails with others, and names the file."""
@@ -69,6 +70,7 @@ cli = LazyGroup(
 
 def main() -> NoReturn:
     """Run the command line of this process."""
+    wait_briefly()
     if sys.stderr is None:  # closed by the caller (2>&-): what would go there goes nowhere
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # open as long as the process runs
     if sys.stdout is None:

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 from hardpoint.engine.processes.calls import Logged
+from hardpoint.thread_waiting import wait_briefly
 from hardpoint_plugin_api import HardpointError
 
 GUARD = 'if __name__ == "__main__":'
@@ -137,6 +138,7 @@ class _Forward(logging.handlers.QueueHandler):
 def settle_in(send: Sender, levels: dict[str, int], crashes: Connection) -> None:
     """What a child does first: leave signals to its parent, leave its stack in ``crashes`` if it crashes, log by
     ``send``."""
+    wait_briefly()
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
