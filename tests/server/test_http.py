@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from hardpoint import __version__
+from hardpoint.engine.async_engine import MAX_CHARACTERS
 from hardpoint.server.openai.messages import ChatMessage, template_messages
 from tests.support.engines import until
 from tests.support.serving import RunningServer, running_server
@@ -245,6 +246,20 @@ def test_tokens(server: RunningServer) -> None:
     assert rendered == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     usage = server.post("/v1/chat/completions", CHAT).json()["usage"]
     assert usage["prompt_tokens"] == chat["count"]
+
+
+def test_texts_that_no_context_limits_have_a_limit_of_characters(server: RunningServer) -> None:
+    """Also where just the end of a prompt is wanted: all of it would be tokenized."""
+    text = "sea " * (MAX_CHARACTERS // 4 + 1)
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/completions", {"model": "demo", "prompt": text, "truncate_prompt_tokens": 5}),
+    ]
+    for path, body in asked:
+        answer = server.post(path, body)
+        assert answer.status_code == 400
+        assert f"{MAX_CHARACTERS} at most are tokenized" in answer.json()["error"]["message"]
 
 
 def test_what_operators_ask(server: RunningServer) -> None:

@@ -61,6 +61,8 @@ _NUM_READERS = 4
 """Threads that tokenize prompts and render chats."""
 _LONG_PROMPT = 2**18
 """Texts of more characters are tokenized one at a time, in a thread of their own: they take seconds and much memory."""
+MAX_CHARACTERS = 2**21
+"""Characters of a text that is tokenized whole, however few tokens the model takes: half a kilobyte for each token."""
 _ABORT_SECONDS = 5.0
 """How long closing waits for the last outputs of requests that it aborts."""
 
@@ -201,8 +203,11 @@ class AsyncEngine:
         return {"prompt": text, "prompt_token_ids": ids}
 
     async def encode(self, text: str, *, is_limited: bool = False, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of ``text``, found in a thread. Raises ContextLengthError as ``read_chat`` does."""
+        """The tokens of ``text``, found in a thread. Raises ContextLengthError as ``read_chat`` does, and RequestError
+        for a text without that limit of more than MAX_CHARACTERS."""
         most = self.max_model_len if is_limited else None
+        if most is None:
+            _check_characters(text)
         encode = functools.partial(self._frontend.encode, text, most, add_special_tokens=add_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._reader_of(text), encode)
 
@@ -365,7 +370,7 @@ class AsyncEngine:
 
     def _reader_of(self, prompt: Prompt | Callable[[], Prompt]) -> ThreadPoolExecutor:
         """The threads that read ``prompt``."""
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        text = _text_of(prompt)
         return self._long_reader if isinstance(text, str) and len(text) > _LONG_PROMPT else self._readers
 
     def _open(
@@ -378,7 +383,10 @@ class AsyncEngine:
     ) -> None:
         """Tokenize and queue a prompt, unless nobody wants it any more."""
         most = self.max_model_len if params.truncate_prompt_tokens is None else None
-        tokenized = self._frontend.read(prompt() if callable(prompt) else prompt, most)
+        given = prompt() if callable(prompt) else prompt
+        if most is None:
+            _check_characters(_text_of(given))
+        tokenized = self._frontend.read(given, most)
         self._frontend.check(self.client, params)
         with self._advancing:
             if self._dead is not None:
@@ -445,3 +453,18 @@ class AsyncEngine:
         self._long_reader.shutdown(wait=False)
         self.client.close()
         self._outputs.join()
+
+
+def _text_of(prompt: object) -> object:
+    """The text of ``prompt`` that is to be tokenized; something else where there is none."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    return prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
+
+
+def _check_characters(text: object) -> None:
+    """Raise RequestError for a text that is too long to be tokenized whole."""
+    if isinstance(text, str) and len(text) > MAX_CHARACTERS:
+        raise RequestError(
+            f"the text has {len(text)} characters, and {MAX_CHARACTERS} at most are tokenized; send a part of it"
+        )

@@ -7,11 +7,10 @@ from pydantic import Field
 from starlette.responses import PlainTextResponse
 
 from hardpoint.engine.control import LoadAdapter, UnloadAdapter
-from hardpoint.server.errors import ApiError
+from hardpoint.server.errors import ApiError, control_errors
 from hardpoint.server.fields import ProtocolModel
 from hardpoint.server.requests import JsonRoute
 from hardpoint.server.service import Service, ServiceOf
-from hardpoint_plugin_api import CheckpointError, ConfigError, EngineDeadError, EngineError
 
 router = APIRouter(route_class=JsonRoute, tags=["operations"])
 
@@ -37,16 +36,8 @@ async def load(body: LoadBody, service: ServiceOf) -> PlainTextResponse:
     name = body.lora_name
     if name in (*service.model_names, *service.adapters):
         raise ApiError(400, f"lora_name: a model {name!r} is served already; choose another name", param="lora_name")
-    try:
+    with control_errors(checkpoint_field="lora_path"):
         await service.host.engine.control(LoadAdapter(name, body.lora_path))
-    except CheckpointError as error:
-        raise ApiError(400, str(error), param="lora_path") from error
-    except ConfigError as error:
-        raise ApiError(400, str(error)) from error
-    except EngineDeadError:
-        raise
-    except EngineError as error:
-        raise ApiError(409, str(error)) from error
     return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
 
@@ -58,12 +49,8 @@ async def unload(body: UnloadBody, service: ServiceOf) -> PlainTextResponse:
     if name not in service.adapters:
         known = ", ".join(map(repr, service.adapters)) or "none"
         raise ApiError(404, f"no adapter {name!r:.200} is loaded; loaded: {known}", param="lora_name")
-    try:
+    with control_errors():
         await service.host.engine.control(UnloadAdapter(name))
-    except EngineDeadError:
-        raise
-    except EngineError as error:
-        raise ApiError(409, str(error)) from error
     return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
 
 

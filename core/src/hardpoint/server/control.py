@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
-from hardpoint.server.errors import ApiError, JsonResponse
+from hardpoint.server.errors import ApiError, JsonResponse, control_errors
 from hardpoint.server.service import Service, ServiceOf
-from hardpoint_plugin_api import ConfigError, EngineDeadError, EngineError
 
 router = APIRouter(tags=["operations"])
 
@@ -29,7 +26,7 @@ Tags = Annotated[list[str] | None, Query()]
 @router.post("/sleep")
 async def sleep(service: Controlled, level: int = 1, tags: Tags = None) -> JsonResponse:
     """Give the engine's memory back, by ``level`` or ``tags``; see LLM.sleep."""
-    with _refusals():
+    with control_errors():
         await service.host.engine.sleep(level, tags)
     return JsonResponse({})
 
@@ -37,7 +34,7 @@ async def sleep(service: Controlled, level: int = 1, tags: Tags = None) -> JsonR
 @router.post("/wake_up")
 async def wake_up(service: Controlled, tags: Tags = None) -> JsonResponse:
     """Take the memory again: all of it, or ``tags``."""
-    with _refusals():
+    with control_errors():
         await service.host.engine.wake_up(tags)
     return JsonResponse({})
 
@@ -51,18 +48,6 @@ async def is_sleeping(service: Controlled) -> JsonResponse:
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(service: Controlled) -> JsonResponse:
     """Forget every cached prefix."""
-    await service.host.engine.reset_prefix_cache()
+    with control_errors():
+        await service.host.engine.reset_prefix_cache()
     return JsonResponse({})
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Answer 400 for tags and levels that are none, 409 where requests are under way."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ApiError(400, str(error)) from error
-    except EngineDeadError:
-        raise
-    except EngineError as error:
-        raise ApiError(409, str(error)) from error

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -16,7 +17,15 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 
 from hardpoint.engine.scheduling.admission import ContextLengthError
-from hardpoint_plugin_api import CapacityError, EngineDeadError, HardpointError, RequestError
+from hardpoint_plugin_api import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    HardpointError,
+    RequestError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +104,24 @@ def error_headers(error: ApiError) -> dict[str, str]:
     if error.status in (408, 413):  # the rest of the body is not waited for
         return {"connection": "close"}
     return {"retry-after": str(RETRY_AFTER_SECONDS)} if error.status in (429, 503) else {}
+
+
+@contextmanager
+def control_errors(*, checkpoint_field: str | None = None) -> Iterator[None]:
+    """Answer 400 for what a call that controls the engine asks wrongly, 409 where requests are in its way.
+
+    ``checkpoint_field`` is the field that names a folder.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise ApiError(400, str(error), param=checkpoint_field) from error
+    except ConfigError as error:
+        raise ApiError(400, str(error)) from error
+    except EngineDeadError:
+        raise
+    except EngineError as error:
+        raise ApiError(409, str(error)) from error
 
 
 class JsonResponse(Response):
