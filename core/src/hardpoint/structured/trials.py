@@ -36,7 +36,7 @@ _STACK_BYTES = 2**22
 _REMEMBERED = 1024
 PROGRAM = "from hardpoint.structured.trials import serve; serve()"
 """Python of the child."""
-_LIMITS = {
+_LIMITS: dict[int, str] = {
     signal.SIGPROF: f"takes more than {CPU_SECONDS:g} seconds to compile",
     signal.SIGABRT: f"takes more than {MAX_MEMORY // 2**20} MiB of memory to compile",
     signal.SIGSEGV: "is nested too deeply",
