@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from hardpoint.authoring.scaffold import LANGUAGES, TEMPLATED, UNTEMPLATED, Recipe, write
 from hardpoint.cli.main import run
 from hardpoint_plugin_api import API_VERSION, FAMILIES, parse_manifest
 from tests.support.environment import Environment
+from tests.support.simulated import CACHE
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = ",".join(TEMPLATED)
@@ -222,14 +225,20 @@ def test_what_is_no_kernel_conforms(environment: Environment, plain: Path) -> No
     assert said.count("checks passed, none failed") == len(families)
 
 
-def test_it_is_typed(environment: Environment, tmp_path: Path) -> None:
+def test_it_is_typed(tmp_path: Path) -> None:
     """mypy --strict, of all families in each language; nothing has to be compiled or run for that."""
-    known = f"--python-executable {environment.folder}/bin/python --cache-dir {tmp_path}/cache"
-    command = f"{sys.executable} -m mypy --strict {known} src tests"
-    for language in LANGUAGES:  # one after the other, for mypy reads torch and core once
-        project = tmp_path / language
-        write(Recipe.create(f"typed_{language}", TEMPLATED, language), project)
-        assert "Success: no issues found" in check(environment, project, command)
+    cache = CACHE / "mypy"  # outlives sessions: reading torch and core takes half a minute
+    cache.mkdir(parents=True, exist_ok=True)
+    for language in LANGUAGES:
+        write(Recipe.create(f"typed_{language}", TEMPLATED, language), tmp_path / f"typed_{language}")
+    # All at once, for mypy reads torch and core once then. Folders ``tests`` are told apart by their projects.
+    parts = [folder / part for folder in tmp_path.iterdir() for part in ("src", "tests")]
+    settings = ["--explicit-package-bases", "--config-file", str(tmp_path / "typed_triton/pyproject.toml")]
+    command = [sys.executable, "-m", "mypy", "--strict", *settings, "--cache-dir", str(cache), *map(str, parts)]
+    variables = os.environ | {"MYPYPATH": os.pathsep.join(str(part) for part in parts if part.name == "src")}
+    with FileLock(cache / "lock"):
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert "Success: no issues found" in done.stdout, done.stdout
 
 
 def test_its_compiled_variant_serves_an_engine(environment: Environment, installed: Installed) -> None:
