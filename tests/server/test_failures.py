@@ -8,13 +8,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 
 from tests.server.test_lifecycle import Post, Stream, is_core, is_gone
 from tests.support.breaking import install_breaking
 from tests.support.engines import until
-from tests.support.serving import RunningServer, running_server
+from tests.support.serving import RunningServer, open_stream, running_server
 
 BODY: dict[str, Any] = {"prompt": "The whale", "max_tokens": 300, "ignore_eos": True}
 EXACT = ("--batch-invariant",)
@@ -97,7 +96,7 @@ def test_a_server_that_is_killed_leaves_nothing_behind(num_ranks: int) -> None:
         children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
         ranks = [pid for pid in children if is_core(pid)]
         assert len(ranks) == (0 if num_ranks == 1 else num_ranks)
-        with httpx.stream("POST", server.url + "/v1/completions", json=BODY | {"stream": True}) as answer:
+        with open_stream("POST", server.url + "/v1/completions", json=BODY | {"stream": True}) as answer:
             next(answer.iter_lines())
             server.process.kill()
         until(lambda: all(map(is_gone, [core, *ranks])), 15)

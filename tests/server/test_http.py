@@ -22,7 +22,7 @@ from hardpoint import __version__
 from hardpoint.engine.async_engine import MAX_CHARACTERS
 from hardpoint.server.openai.messages import ChatMessage, template_messages
 from tests.support.engines import until
-from tests.support.serving import RunningServer, running_server
+from tests.support.serving import RunningServer, open_stream, running_server, send
 
 ENDLESS = {"prompt": "The whale", "max_tokens": 1900, "ignore_eos": True}
 LONG = {"type": "json_schema", "schema": {"type": "array", "items": {"const": 1}, "minItems": 5000}}
@@ -178,7 +178,7 @@ def test_calls_that_are_no_json_are_no_dead_end() -> None:
     ],
 )
 def test_names_that_others_let_point_here_are_refused(server: RunningServer, host: str, status: int) -> None:
-    answer = httpx.get(server.url + "/version", headers={"host": host}, timeout=60)
+    answer = send("GET", server.url + "/version", headers={"host": host})
     assert answer.status_code == status
     assert status == 200 or "--allowed-host" in answer.json()["error"]["message"]
 
@@ -189,9 +189,9 @@ def test_probes_of_other_servers(server: RunningServer) -> None:
 
 
 def test_requests_have_ids(server: RunningServer) -> None:
-    answer = httpx.get(server.url + "/version", headers={"x-request-id": "mine-1"}, timeout=60)
+    answer = send("GET", server.url + "/version", headers={"x-request-id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"
-    own = {httpx.get(server.url + "/version", headers={"x-request-id": "a b"}).headers["x-request-id"] for _ in "12"}
+    own = {send("GET", server.url + "/version", headers={"x-request-id": "a b"}).headers["x-request-id"] for _ in "12"}
     assert len(own) == 2, "one that is no id is replaced"
 
 
@@ -202,13 +202,13 @@ def test_requests_have_ids(server: RunningServer) -> None:
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 def test_what_is_no_json_object_is_a_400(server: RunningServer, path: str, body: bytes) -> None:
-    answer = httpx.post(server.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    answer = send("POST", server.url + path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
 
 
 def test_json_that_does_not_say_so(server: RunningServer) -> None:
-    answer = httpx.post(server.url + "/v1/completions", content=json.dumps({"prompt": "a"}), timeout=60)
+    answer = send("POST", server.url + "/v1/completions", content=json.dumps({"prompt": "a"}))
     assert answer.status_code == 400
     assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
@@ -223,7 +223,7 @@ def test_json_that_does_not_say_so(server: RunningServer) -> None:
     ],
 )
 def test_other_errors_are_json_too(server: RunningServer, method: str, path: str, status: int) -> None:
-    answer = httpx.request(method, server.url + path, timeout=60)
+    answer = send(method, server.url + path)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
 
@@ -369,16 +369,14 @@ def authorized(key: str = "one") -> dict[str, str]:
 def test_keys(strict: RunningServer) -> None:
     for headers in ({}, {"authorization": "Bearer three"}, {"x-api-key": "\xe9"}, {"authorization": "one, two"}):
         raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        answer = httpx.get(strict.url + "/v1/models", headers=raw, timeout=60)
+        answer = send("GET", strict.url + "/v1/models", headers=raw)
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
     for key in ("one", "two"):
-        assert httpx.get(strict.url + "/v1/models", headers=authorized(key), timeout=60).status_code == 200
-        assert httpx.get(strict.url + "/v1/models", headers={"authorization": f"bearer {key}"}).status_code == 200
-        assert httpx.get(strict.url + "/v1/models", headers={"x-api-key": key}, timeout=60).status_code == 200
-    assert (
-        httpx.post(strict.url + "/v1/messages", json={}, timeout=60).json()["error"]["type"] == "authentication_error"
-    )
+        assert send("GET", strict.url + "/v1/models", headers=authorized(key)).status_code == 200
+        assert send("GET", strict.url + "/v1/models", headers={"authorization": f"bearer {key}"}).status_code == 200
+        assert send("GET", strict.url + "/v1/models", headers={"x-api-key": key}).status_code == 200
+    assert send("POST", strict.url + "/v1/messages", json={}).json()["error"]["type"] == "authentication_error"
     assert strict.get("/metrics").status_code == 401
     assert strict.get("/health").status_code == strict.get("/ready").status_code == 200
 
@@ -392,7 +390,7 @@ def test_unknown_fields_are_refused_where_that_is_wanted(strict: RunningServer) 
 
 def test_operators_control_the_engine(strict: RunningServer, server: RunningServer) -> None:
     def ask(method: str, path: str) -> httpx.Response:
-        return httpx.request(method, strict.url + path, headers=authorized(), timeout=60)
+        return send(method, strict.url + path, headers=authorized())
 
     assert ask("GET", "/is_sleeping").json() == {"is_sleeping": False}
     assert ask("POST", "/sleep?tags=kv").status_code == 200
@@ -416,7 +414,8 @@ def test_names(strict: RunningServer) -> None:
 def test_large_bodies(strict: RunningServer) -> None:
     answer = strict.post("/v1/completions", {"prompt": "a" * 3000}, headers=authorized())
     assert answer.status_code == 413
-    chunked = httpx.post(
+    chunked = send(
+        "POST",
         strict.url + "/v1/completions",
         content=iter([b"x" * 1000] * 5),
         headers=authorized() | {"content-type": "application/json"},
@@ -501,14 +500,14 @@ def test_who_reads_nothing_is_left(strict: RunningServer) -> None:
 def test_too_many_requests(strict: RunningServer) -> None:
     body = ENDLESS | {"stream": True}
     with (
-        httpx.stream("POST", strict.url + "/v1/completions", json=body, headers=authorized(), timeout=60) as first,
-        httpx.stream("POST", strict.url + "/v1/completions", json=body, headers=authorized(), timeout=60) as second,
+        open_stream("POST", strict.url + "/v1/completions", json=body, headers=authorized()) as first,
+        open_stream("POST", strict.url + "/v1/completions", json=body, headers=authorized()) as second,
     ):
         lines = [first.iter_lines(), second.iter_lines()]
         assert all(next(each).startswith("data: ") for each in lines)
         answer = strict.post("/v1/completions", {"prompt": "a"}, headers=authorized())
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        assert httpx.get(strict.url + "/v1/models", headers=authorized(), timeout=60).status_code == 200
+        assert send("GET", strict.url + "/v1/models", headers=authorized()).status_code == 200
     until(
         lambda: (
             strict.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=authorized()).status_code == 200
@@ -518,7 +517,7 @@ def test_too_many_requests(strict: RunningServer) -> None:
 
 def test_web_pages_of_other_origins(strict: RunningServer, server: RunningServer) -> None:
     asks = {"origin": "https://page.example", "access-control-request-method": "POST"}
-    answer = httpx.options(strict.url + "/v1/completions", headers=asks, timeout=60)
+    answer = send("OPTIONS", strict.url + "/v1/completions", headers=asks)
     assert answer.headers["access-control-allow-origin"] == "https://page.example"
-    answer = httpx.get(server.url + "/v1/models", headers=asks, timeout=60)
+    answer = send("GET", server.url + "/v1/models", headers=asks)
     assert "access-control-allow-origin" not in answer.headers

@@ -18,7 +18,7 @@ import httpx2 as httpx
 import pytest
 
 from tests.support.engines import until
-from tests.support.serving import SMALL, RunningServer, running_server
+from tests.support.serving import SMALL, RunningServer, open_stream, running_server
 
 HANGUP = signal.SIGHUP if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else signal.SIGTERM
 """A test run that was started by nohup hands on to its children that hang-ups are ignored."""
@@ -36,7 +36,7 @@ class Stream(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with httpx.stream("POST", self._url, json=self._body, timeout=120) as answer:
+        with open_stream("POST", self._url, json=self._body) as answer:
             for line in answer.iter_lines():
                 if line:
                     self.events.append(line.removeprefix("data: "))

@@ -29,11 +29,12 @@ def small_llm(folder: Path, **settings: Any) -> LLM:
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait for what another thread or process brings about."""
-    deadline = time.monotonic() + seconds
+    """Wait for what another thread or process brings about, asking less and less often: up to every 50 ms."""
+    deadline, pause = time.monotonic() + seconds, 0.002
     while not condition():
         assert time.monotonic() < deadline, "it never came about"
-        time.sleep(0.005)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.05)
 
 
 def counted(llm: LLM) -> dict[str, float]:
