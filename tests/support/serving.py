@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,7 +24,7 @@ SMALL = ("--platform", "cpu", "--cpu.threads", "1", "--kv-cache-memory", "48MiB"
 # Without ``verify=False`` each request reads the system's certificates, which takes 30 ms of processor time.
 send: Callable[..., httpx.Response] = partial(httpx.request, timeout=60, verify=False)
 open_stream = partial(httpx.stream, timeout=120, verify=False)
-_LISTENING = re.compile(r"listening on (http://\S+)")
+_LISTENING = re.compile(r"listening on (https?://\S+|unix:\S+)")
 
 
 @dataclass
@@ -33,6 +34,8 @@ class RunningServer:
     process: subprocess.Popen[str]
     url: str
     log: list[str] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the client that asks it: certificates, another way to connect, headers."""
 
     @property
     def port(self) -> int:
@@ -52,11 +55,17 @@ class RunningServer:
 
     def post(self, path: str, body: object, **options: object) -> httpx.Response:
         """Send JSON."""
-        return send("POST", self.url + path, json=body, **options)
+        return self.ask("POST", path, json=body, **options)
 
     def get(self, path: str) -> httpx.Response:
         """Ask for ``path``."""
-        return send("GET", self.url + path)
+        return self.ask("GET", path)
+
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Send a request on a connection of its own."""
+        with httpx.Client(**{"timeout": 60, "verify": False, **self.options}) as client:
+            base = self.url if self.url.startswith("http") else "http://localhost"
+            return client.request(method, base + path, **options)
 
     def sample(self, name: str, **labels: str) -> float:
         """The sum of the samples of ``/metrics`` with that name and at least those labels."""
@@ -89,11 +98,11 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(*flags: str, wait: bool = True) -> Iterator[RunningServer]:
-    """A server with the demo model and ``flags``; ready, unless told not to wait."""
+def running_server(*flags: str, wait: bool = True, **options: Any) -> Iterator[RunningServer]:
+    """A server with the demo model and ``flags``; ready, unless told not to wait. ``options`` are its clients'."""
     command = [sys.executable, "-m", "hardpoint.cli", "serve", "--port", "0", *SMALL, *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    server = RunningServer(process, "")
+    server = RunningServer(process, "", options=options)
     listening = threading.Event()
 
     def read() -> None:

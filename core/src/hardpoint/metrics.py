@@ -144,6 +144,11 @@ class MetricsSnapshot(Collector):
         known = ", ".join(sorted({sample.name for sample in samples}))
         raise KeyError(f"no sample {name!r} with labels {labels}; there are {known}")
 
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of the samples of this full name that have ``labels``, and perhaps others; 0 where there is none."""
+        samples = [sample for family in self.families for sample in family.samples]
+        return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
+
     def to_prometheus(self) -> str:
         """The text that Prometheus scrapes."""
         return generate_latest(cast(CollectorRegistry, self)).decode()

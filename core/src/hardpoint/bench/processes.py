@@ -128,7 +128,7 @@ def _serve(config: EngineConfig, connection: Connection, parent: int) -> None:
     threading.Thread(target=end_with_parent, name="parent's end", daemon=True).start()
     try:
         server = Server(config, ServerSettings(port=0, shutdown_deadline=0))
-        connection.send(server.address[1])
+        connection.send(server.port)
         server.run_until_stopped()
     except HardpointError as error:
         connection.send(str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,11 +12,53 @@ from hardpoint.cli.log import show_log
 from hardpoint.config import EngineConfig
 from hardpoint.extras import require_extra
 from hardpoint.terminal.engine_options import EngineCommand
+from hardpoint_plugin_api import ConfigError
+
+if TYPE_CHECKING:
+    from hardpoint.server.settings import TlsSettings
 
 
 @click.command(cls=EngineCommand, title="Server", short_help="Serve a model over HTTP.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on. 0.0.0.0: all addresses.")
 @click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on. 0: any free port.")
+@click.option(
+    "--uds",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="Unix socket to listen on, in place of host and port. The file is created, and removed at the end.",
+)
+@click.option(
+    "--root-path",
+    default="",
+    metavar="PATH",
+    help="Path below which a proxy shows this server, such as /llm. Requests are answered with it and without.",
+)
+@click.option(
+    "--ssl-certfile",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File (PEM) with the server's certificate and those above it. Connections are encrypted then.",
+)
+@click.option(
+    "--ssl-keyfile",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File (PEM) with the certificate's key.  [default: the certificate's file]",
+)
+@click.option(
+    "--ssl-ca-certs",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File (PEM) with the authorities whose certificates clients may have.",
+)
+@click.option(
+    "--ssl-cert-reqs",
+    type=click.IntRange(0, 2),
+    default=0,
+    show_default=True,
+    help="Whether clients need a certificate: 0 no, 1 optional, 2 yes.",
+)
+@click.option("--ssl-ciphers", metavar="LIST", help="OpenSSL's list of ciphers for TLS 1.2.  [default: Python's]")
 @click.option(
     "--api-key",
     "api_keys",
@@ -103,7 +145,21 @@ from hardpoint.terminal.engine_options import EngineCommand
 @click.option(
     "--allow-engine-control",
     is_flag=True,
-    help="Let clients with a key have the engine sleep, wake up and forget cached prefixes.",
+    help="Let clients with a key have the engine sleep, wake up and forget cached prefixes, and see its settings.",
+)
+@click.option(
+    "--profile-folder",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Folder for profiles, which clients with a key begin by /start_profile and end by /stop_profile. Needs "
+    "--allow-engine-control.",
+)
+@click.option(
+    "--metrics-names",
+    type=click.Choice(["hardpoint", "vllm"]),
+    default="hardpoint",
+    show_default=True,
+    help="Names of metrics. vllm: vLLM's names for what vLLM has, too, so that dashboards made for it work.",
 )
 @click.option("--access-log", is_flag=True, help="Log path and status of every HTTP request.")
 @click.option(
@@ -122,4 +178,16 @@ def serve(config: EngineConfig, api_key_file: Path | None, quiet: bool, **settin
     show_log(logging.WARNING if quiet else logging.INFO, waits=False)
     if api_key_file is not None:
         settings["api_keys"] += read_api_keys(api_key_file)
-    run(config, ServerSettings(**settings))
+    run(config, ServerSettings(tls=_tls(settings), **settings))
+
+
+def _tls(settings: dict[str, Any]) -> TlsSettings | None:
+    """What the flags that begin with ``ssl`` say, which are taken out of ``settings``."""
+    from hardpoint.server.settings import TlsSettings
+
+    given = {name: settings.pop(f"ssl_{name}") for name in ("certfile", "keyfile", "ca_certs", "cert_reqs", "ciphers")}
+    if given["certfile"] is None:
+        if name := next((name for name, value in given.items() if value), None):
+            raise ConfigError(f"--ssl-{name.replace('_', '-')} needs --ssl-certfile, the server's certificate")
+        return None
+    return TlsSettings(**given)

@@ -179,6 +179,10 @@ class AsyncEngine:
         """The text of a conversation as the model expects it; raises RequestError for messages the template refuses."""
         return self._frontend.render_chat(messages, **options)
 
+    def tokenizer_config(self) -> dict[str, Any]:
+        """What the checkpoint says of its tokenizer, and the chat template; see Frontend."""
+        return self._frontend.tokenizer_config()
+
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """A conversation as a prompt; ``options`` are those of ``render_chat``."""
         return self._frontend.chat_prompt(messages, **options)

@@ -201,16 +201,16 @@ class EngineCore:
         self.executor.check()
         self.admission.check_awake()
         request.adapter = self.adapters.find(request.asked.adapter_name)
-        self.prepare(request)
+        self.make_ready(request)
         self.scheduler.add(request)
         self._take_stock()
 
     def needs_preparation(self, request: Request) -> bool:
-        """Whether ``queue`` would take its time over ``request``, unless ``prepare`` was called before."""
+        """Whether ``queue`` would take its time over ``request``, unless ``make_ready`` was called before."""
         structured = request.asked.params.structured
         return structured is not None and request.structure is None and not self._grammars().is_compiled(structured)
 
-    def prepare(self, request: Request) -> None:
+    def make_ready(self, request: Request) -> None:
         """Compile what the output of ``request`` is held to, if anything. Any thread may call it, beside steps.
 
         Raises RequestError for a structure that cannot be compiled.

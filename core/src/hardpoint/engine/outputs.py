@@ -72,6 +72,8 @@ class CompletionOutput:
 class RequestMetrics:
     """Times in seconds since the request was accepted; None until it happened."""
 
+    started: float | None = None
+    """Of the first step that computed some of it."""
     first_token: float | None = None
     finished: float | None = None
     num_preemptions: int = 0

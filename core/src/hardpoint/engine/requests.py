@@ -46,7 +46,10 @@ class AdmittedRequest:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a request got since the last time. ``prompt_logprobs`` come once, whole, with the first token."""
+    """What a request got since the last time. ``started`` is as in RequestProgress.
+
+    ``prompt_logprobs`` come once, whole, with the first token.
+    """
 
     number: int
     token_ids: tuple[int, ...]
@@ -54,6 +57,7 @@ class Delta:
     stop_reason: int | str | None
     num_cached_tokens: int
     num_preemptions: int
+    started: float | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
@@ -62,6 +66,7 @@ class Delta:
 class RequestProgress:
     """What came of a request so far, as a front end sees it. ``token_ids`` begin with the prompt.
 
+    ``started``: when its first step was scheduled, by ``time.monotonic``.
     ``finish_reason`` is set once it has ended. ``error`` says why the engine ended it, where that was a failure.
 
     Where its parameters ask for them, ``logprobs`` has an entry for each drawn token and ``prompt_logprobs`` one for
@@ -75,6 +80,7 @@ class RequestProgress:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    started: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: HardpointError | None = None
@@ -103,6 +109,7 @@ class RequestProgress:
             self.prompt_logprobs = list(delta.prompt_logprobs)
         self.num_cached_tokens, self.num_preemptions = delta.num_cached_tokens, delta.num_preemptions
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.started = delta.started
 
     def since(self, num_known: int) -> Delta:
         """What came behind the first ``num_known`` of its tokens, of which the prompt is always known."""
@@ -114,6 +121,7 @@ class RequestProgress:
             self.stop_reason,
             self.num_cached_tokens,
             self.num_preemptions,
+            self.started,
             tuple(self.logprobs[num_known - self.num_prompt_tokens :]),
             tuple(self.prompt_logprobs) if drew_first else (),
         )

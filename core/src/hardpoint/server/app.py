@@ -12,20 +12,32 @@ from hardpoint.server.anthropic import messages
 from hardpoint.server.errors import add_error_handlers
 from hardpoint.server.gate import Gate
 from hardpoint.server.openai import chat, completions, models, responses
+from hardpoint.server.root_path import RootPath
 from hardpoint.server.service import Service
+from hardpoint_plugin_api import ConfigError
 
 
 def create_app(service: Service) -> ASGIApp:
     """The ASGI application of one server. It has no documentation pages: they would fetch scripts from elsewhere."""
-    app = FastAPI(title="Hardpoint", version=__version__, docs_url=None, redoc_url=None)
+    prefix = service.settings.root_path
+    servers = [{"url": prefix}] if prefix else None
+    app = FastAPI(title="Hardpoint", version=__version__, docs_url=None, redoc_url=None, servers=servers)
     app.state.service = service
     add_error_handlers(app)
     for part in (models, completions, chat, responses, messages, tokens, adapters, control, operations, page):
         app.include_router(part.router)
+    _check_root_path(prefix, app)
     gated: ASGIApp = Gate(app, service)
     origins = service.settings.cors_origins
     if origins:
         gated = CORSMiddleware(
             gated, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"]
         )
-    return gated
+    return RootPath(gated, prefix) if prefix else gated
+
+
+def _check_root_path(prefix: str, app: FastAPI) -> None:
+    """Raise ConfigError where the proxy's path cannot be told from one of the server's own."""
+    for path in app.openapi()["paths"] if prefix else ():
+        if f"{path}/".startswith(f"{prefix}/"):
+            raise ConfigError(f"--root-path {prefix}: {path} is a path of the server itself; choose another")

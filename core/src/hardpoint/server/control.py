@@ -1,4 +1,7 @@
-"""Sleep, wake-up, prefix cache and profile, at vLLM's paths. An operator's: off unless the server is told otherwise."""
+"""Sleep, wake-up, prefix cache, profile and settings, at vLLM's paths.
+
+An operator's: off unless the server is told otherwise.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 
+from hardpoint import __version__
 from hardpoint.server.errors import ApiError, JsonResponse, control_errors
 from hardpoint.server.service import Service, ServiceOf
 
@@ -51,3 +55,37 @@ async def reset_prefix_cache(service: Controlled) -> JsonResponse:
     with control_errors():
         await service.host.engine.reset_prefix_cache()
     return JsonResponse({})
+
+
+@router.post("/start_profile")
+async def start_profile(service: Controlled) -> JsonResponse:
+    """Record what the engine does, until ``/stop_profile``."""
+    folder = service.settings.profile_folder
+    if folder is None:
+        raise ApiError(403, "this server takes no profiles; start it with --profile-folder FOLDER")
+    with control_errors():
+        await service.host.engine.start_profile(folder)
+    return JsonResponse({})
+
+
+@router.post("/stop_profile")
+async def stop_profile(service: Controlled) -> JsonResponse:
+    """Write the profile into the folder that the server was started with."""
+    with control_errors():
+        await service.host.engine.stop_profile()
+    return JsonResponse({})
+
+
+@router.get("/server_info")
+async def server_info(service: Controlled) -> JsonResponse:
+    """The settings of the engine, and how it was built."""
+    engine = service.host.engine
+    return JsonResponse(
+        {
+            "version": __version__,
+            "config": service.host.config.model_dump(mode="json"),
+            "model_names": list(service.model_names),
+            "max_model_len": engine.max_model_len,
+            "selection_table": engine.table.digest,
+        }
+    )

@@ -132,6 +132,8 @@ def _allowed_hosts(settings: ServerSettings) -> frozenset[str] | None:
     Without a key on a loopback address, the address alone keeps others out, so that names are checked.
     """
     own = frozenset(name.lower() for name in settings.allowed_hosts)
+    if settings.uds is not None:  # no browser reaches it
+        return own or None
     return own if own or (_is_loopback(settings.host) and not settings.api_keys) else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from hardpoint.engine.frontend.streams import RequestStream
 from hardpoint.engine.outputs import CompletionOutput, RequestOutput, RequestOutputKind
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.server.errors import ApiError
+from hardpoint.server.request_metrics import EndedRequest
 from hardpoint.server.service import Service
 from hardpoint_plugin_api import RequestError
 
@@ -65,12 +67,17 @@ class Generation:
 
     def __init__(self, request: GenerationRequest, service: Service) -> None:
         self.outputs: list[RequestOutput | None] = [None] * len(request.prompts)
-        self._host, self._metrics, self._began = service.host, service.metrics, time.perf_counter()
+        self._host, self._metrics, self._began = service.host, service.metrics.requests, time.perf_counter()
+        self._params, self._model = request.params, request.adapter or service.model_names[0]
+        self._count_inter_token = self._metrics.inter_token(self._model)
         self.num_choices = request.params.n
         self._streams: list[RequestStream] = []
         self._exits = AsyncExitStack()
         self._last: float | None = None
         self._num_tokens, self._is_cut = 0, False
+        self._by_choice: Counter[int] = Counter()
+        self._reasons: list[str] = []
+        self._started: float | None = None
         self._first: float | None = None
         self._request_id, self._logs = request.request_id, service.settings.log_requests
 
@@ -109,7 +116,7 @@ class Generation:
         await self._exits.aclose()
         usage = self.usage
         seconds = time.perf_counter() - self._began
-        self._metrics.ended(seconds, usage.prompt_tokens, usage.completion_tokens)
+        self._metrics.ended(self._model, self._summary(seconds, usage))
         if self._logs:
             logger.info(
                 "request %s: %d prompt tokens, %d of them cached, %d completion tokens; %s, %.3f s in all; %s",
@@ -121,6 +128,20 @@ class Generation:
                 seconds,
                 "cut off" if kind is not None or self._is_cut or None in self.outputs else "finished",
             )
+
+    def _summary(self, seconds: float, usage: Usage) -> EndedRequest:
+        cut = ["abort"] * (self.num_choices * len(self.outputs) - len(self._reasons))
+        return EndedRequest(
+            seconds,
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            max(self._by_choice.values(), default=0),
+            self.num_choices,
+            self._params.max_tokens,
+            self._started,
+            self._first,
+            self._reasons + cut,
+        )
 
     @property
     def usage(self) -> Usage:
@@ -167,11 +188,16 @@ class Generation:
         now, num_new = time.perf_counter(), sum(len(completion.token_ids) for completion in output.outputs)
         if self._last is None:
             self._first = now - self._began
-            self._metrics.first_token(self._first)
-        elif len(self._streams) == 1 and self.num_choices == 1:
-            self._metrics.next_tokens(now - self._last, num_new)
+            self._metrics.first_token(self._model, self._first)
+        elif len(self._streams) == 1 and self.num_choices == 1 and num_new:
+            self._count_inter_token((now - self._last) / num_new, num_new)
         self._last, self._num_tokens = now, self._num_tokens + num_new
-        self._is_cut |= any(each.finish_reason == "abort" for each in output.outputs)
+        self._started = output.metrics.started
+        for each in output.outputs:
+            self._by_choice[number * self.num_choices + each.index] += len(each.token_ids)
+            if each.finish_reason is not None:
+                self._reasons.append(each.finish_reason)
+                self._is_cut |= each.finish_reason == "abort"
         if output.finished and self._is_cut and self._host.state == "stopping":
             raise ApiError(503, "the server shut down before the answer was complete", code="shutting_down")
 

@@ -71,6 +71,12 @@ async def metrics(service: ServiceOf) -> Response:
     return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
+@router.get("/tokenizer_info")
+async def tokenizer_info(service: ServiceOf) -> JsonResponse:
+    """What the checkpoint says of its tokenizer, and the chat template: for clients that tokenize themselves."""
+    return JsonResponse(await asyncio.to_thread(service.host.engine.tokenizer_config))
+
+
 @router.get("/v1/hardpoint/explain")
 async def explain(service: ServiceOf) -> JsonResponse:
     """Which implementation serves what, by which rule, and every reason against the others; what was found to fail."""

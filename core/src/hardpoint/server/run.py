@@ -7,6 +7,7 @@ import errno
 import logging
 import signal
 import socket
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -46,6 +47,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: EngineConfig, settings: ServerSettings) -> None:
         self.service = Service(EngineHost(config), settings)
+        context = None if settings.tls is None else settings.tls.context()
         super().__init__(
             uvicorn.Config(
                 create_app(self.service),
@@ -57,6 +59,7 @@ class Server(uvicorn.Server):
                 access_log=settings.access_log,
                 server_header=False,
                 proxy_headers=False,
+                ssl_context_factory=None if context is None else lambda *_: context,
                 timeout_graceful_shutdown=_CLOSING_SECONDS,
             )
         )
@@ -68,10 +71,18 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Where it listens, with the port that the system chose."""
+    def address(self) -> str:
+        """Where it listens, as a URL, with the port that the system chose; ``unix:PATH`` for a Unix socket."""
+        if self._socket.family == socket.AF_UNIX:
+            return f"unix:{self._socket.getsockname()}"
         host, port = self._socket.getsockname()[:2]
-        return str(host), int(port)
+        scheme = "http" if self.service.settings.tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    @property
+    def port(self) -> int:
+        """The port where it listens."""
+        return int(self._socket.getsockname()[1])
 
     def run_until_stopped(self) -> None:
         """Serve in an event loop of its own. Raises whatever building the engine raises."""
@@ -81,8 +92,7 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup, say, has it ignored
             self._loop.add_signal_handler(signal.SIGHUP, self.handle_exit, signal.SIGHUP, None)
-        host, port = self.address
-        logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        logger.info("listening on %s", self.address)
         loading = asyncio.create_task(self._load())
         watching = asyncio.create_task(self._watch())
         try:
@@ -91,6 +101,8 @@ class Server(uvicorn.Server):
             watching.cancel()
             await self.service.host.stop(0)
             self._socket.close()
+            if self.service.settings.uds is not None:
+                self.service.settings.uds.unlink(missing_ok=True)
         await loading
         if self._given_up is not None:
             raise EngineDeadError(self._given_up)
@@ -159,6 +171,8 @@ def _share_log(settings: ServerSettings) -> None:
 
 def _listen(settings: ServerSettings) -> socket.socket:
     """A socket that listens. Raises ConfigError, before a model is loaded for nothing."""
+    if settings.uds is not None:
+        return _listen_on_path(settings.uds)
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -178,6 +192,34 @@ def _listen(settings: ServerSettings) -> socket.socket:
         raise _cannot_listen(settings, error) from None
     listening.setblocking(False)
     return listening
+
+
+def _listen_on_path(path: Path) -> socket.socket:
+    """A Unix socket that listens at ``path``, where a server that has gone may have left one. Raises ConfigError."""
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket():
+            _check_unused(path)
+            path.unlink(missing_ok=True)
+        listening.bind(str(path))
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"--uds {path}: cannot listen there: {error.strerror or error}") from None
+    except ConfigError:
+        listening.close()
+        raise
+    listening.setblocking(False)
+    return listening
+
+
+def _check_unused(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return
+    raise ConfigError(f"--uds {path}: another server listens there; choose another path")
 
 
 def _cannot_listen(settings: ServerSettings, error: OSError) -> ConfigError:

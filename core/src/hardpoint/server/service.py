@@ -32,7 +32,7 @@ class Service:
 
     host: EngineHost
     settings: ServerSettings
-    metrics: ServerMetrics = field(default_factory=ServerMetrics)
+    metrics: ServerMetrics = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     num_open: int = 0
     """POST requests that are being answered."""
@@ -46,6 +46,8 @@ class Service:
                     f"--lora-modules {name}={path}: the model itself is served as {name!r}; give the adapter another "
                     "name, or the model one with --served-model-name"
                 )
+        models = (self.model_names[0], *self.host.config.lora_paths)
+        self.metrics = ServerMetrics(models, vllm_names=self.settings.metrics_names == "vllm")
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -3,15 +3,60 @@
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hardpoint_plugin_api import ConfigError
 
 DEFAULT_PORT = 8000
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")
 """RFC 6454, section 6.2; a path, or a slash at the end, would never match."""
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+
+
+@dataclass(frozen=True)
+class TlsSettings:
+    """The files and rules by which connections are encrypted. ``keyfile`` None: the key is in ``certfile``.
+
+    ``cert_reqs``: whether clients need a certificate (0: no, 1: they may have one, 2: yes), by one of ``ca_certs``.
+    ``ciphers``: OpenSSL's list of ciphers for TLS 1.2; None: Python's.
+    """
+
+    certfile: Path
+    keyfile: Path | None = None
+    ca_certs: Path | None = None
+    cert_reqs: int = 0
+    ciphers: str | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """What encrypts connections. Raises ConfigError, naming the flag."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certfile, self.keyfile)
+        except (OSError, ssl.SSLError) as error:
+            key = "" if self.keyfile is None else f" with --ssl-keyfile {self.keyfile}"
+            raise ConfigError(f"--ssl-certfile {self.certfile}{key} cannot be used: {_said(error)}") from None
+        if self.cert_reqs and self.ca_certs is None:
+            raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs, by which clients' certificates are checked")
+        if self.ca_certs is not None:
+            try:
+                context.load_verify_locations(self.ca_certs)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"--ssl-ca-certs {self.ca_certs} cannot be used: {_said(error)}") from None
+        if self.ciphers is not None:
+            try:
+                context.set_ciphers(self.ciphers)
+            except ssl.SSLError as error:
+                raise ConfigError(f"--ssl-ciphers {self.ciphers}: {_said(error)}") from None
+        context.verify_mode = ssl.VerifyMode(self.cert_reqs)
+        return context
+
+
+def _said(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 @dataclass(frozen=True)
@@ -26,7 +71,10 @@ class ServerSettings:
     disk, and unload them. ``allow_engine_control``: clients may have the engine sleep, wake up and forget prefixes.
     ``log_requests``: the log has a line for each generation. ``strict_fields``: requests with unknown fields are
     refused. ``allowed_hosts``: names that a Host header may have. ``min_priority``: the lowest priority number, which
-    runs first, that clients may give.
+    runs first, that clients may give. ``tls``: how connections are encrypted; None: not at all. ``uds``: the path of a
+    Unix socket to listen on, in place of host and port. ``root_path``: the path below which a proxy shows the server.
+    ``profile_folder``: where profiles that clients ask for are written. ``metrics_names``: vllm
+    for metrics under vLLM's names beside our own.
 
     Raises ConfigError, naming the flag.
     """
@@ -49,6 +97,11 @@ class ServerSettings:
     allow_engine_control: bool = False
     allowed_hosts: tuple[str, ...] = ()
     min_priority: int = 0
+    tls: TlsSettings | None = None
+    uds: Path | None = None
+    root_path: str = ""
+    profile_folder: Path | None = None
+    metrics_names: Literal["hardpoint", "vllm"] = "hardpoint"
 
     def __post_init__(self) -> None:
         for flag, value, low, high in (
@@ -65,6 +118,13 @@ class ServerSettings:
                 raise ConfigError(f"{flag} {value} is invalid: must be from {low} to {high}")
         if self.allow_engine_control and not self.api_keys:
             raise ConfigError("--allow-engine-control needs --api-key or --api-key-file: else anybody stops the engine")
+        if self.profile_folder is not None and not self.allow_engine_control:
+            raise ConfigError("--profile-folder needs --allow-engine-control, with which clients take profiles")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(
+                f"--root-path {self.root_path!r} is no path: write it with a slash in front and none behind, such as "
+                "/llm"
+            )
         for key in self.api_keys:
             if not (key.isascii() and key.isprintable()) or key != key.strip() or not key:
                 raise ConfigError("--api-key: a key is made of printable ASCII characters and has no blanks around it")

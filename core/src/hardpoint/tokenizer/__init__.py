@@ -2,6 +2,6 @@
 
 from hardpoint.tokenizer.chat import ChatTemplate
 from hardpoint.tokenizer.detokenizer import Detokenizer
-from hardpoint.tokenizer.tokenizer import NoTokenizer, Tokenizer
+from hardpoint.tokenizer.tokenizer import NoTokenizer, Tokenizer, read_tokenizer_config
 
-__all__ = ["ChatTemplate", "Detokenizer", "NoTokenizer", "Tokenizer"]
+__all__ = ["ChatTemplate", "Detokenizer", "NoTokenizer", "Tokenizer", "read_tokenizer_config"]

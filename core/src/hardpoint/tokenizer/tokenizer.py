@@ -55,7 +55,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{file} is not a tokenizer that this tokenizers library reads: {error}") from error
-        config = _tokenizer_config(folder)
+        config = read_tokenizer_config(folder)
         return cls(backend, _add_special_tokens(backend, config))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -149,7 +149,7 @@ def _byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
     return frozenset(ids if joined else ())
 
 
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """``tokenizer_config.json``, completed by the older ``special_tokens_map.json`` as Transformers does."""
     config = _read_config(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:

@@ -52,6 +52,7 @@ class Conversation:
         Raises RequestError, CapacityError or EngineDeadError, with none of them queued.
         """
         self._core, self._tokenizer, self._began = core, tokenizer, time.perf_counter()
+        self._admitted = time.monotonic()  # the clock that cores in other processes share
         self.kind = params.output_kind
         bad_words = bad_word_sequences(tokenizer, params.bad_words or ())
         if seed is None:
@@ -129,6 +130,8 @@ class Conversation:
         drew = len(request.token_ids) > request.num_prompt_tokens
         if drew and metrics.first_token is None:
             metrics.first_token = elapsed
+            starts = [each.started for each in self._completions if each.started is not None]
+            metrics.started = min(starts) - self._admitted if starts else None
             self.output.num_cached_tokens = request.num_cached_tokens
             mark("first token")
         if drew and request.prompt_logprobs and self.output.prompt_logprobs is None:

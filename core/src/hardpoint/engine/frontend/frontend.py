@@ -18,7 +18,7 @@ from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import ContextLengthError
 from hardpoint.parsers import Parsers, choose_parsers
 from hardpoint.structured import Trials
-from hardpoint.tokenizer import ChatTemplate, NoTokenizer, Tokenizer
+from hardpoint.tokenizer import ChatTemplate, NoTokenizer, Tokenizer, read_tokenizer_config
 from hardpoint_plugin_api import RequestError
 
 
@@ -57,6 +57,15 @@ class Frontend:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The text of a conversation as the model expects it; see ChatTemplate.render."""
         return self._template().render(messages, **options)
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        """The checkpoint's ``tokenizer_config.json`` with the named special tokens, and the chat template in use, if
+        there is one."""
+        try:
+            template = {"chat_template": self._template().text}
+        except RequestError:
+            template = {}
+        return read_tokenizer_config(self._folder) | self.tokenizer.special_tokens | template
 
     def choose_parsers(self, config: EngineConfig) -> Parsers:
         """What reads the model's output; see choose_parsers."""

@@ -83,7 +83,7 @@ class CoreLoop:
     ) -> None:
         self._core, self._commands, self._send = core, commands, send
         self._open: dict[int, _Open] = {}
-        self._preparations = Preparations(core.prepare, commands.put)
+        self._preparations = Preparations(core.make_ready, commands.put)
         self._reported = time.monotonic()
 
     def run(self) -> None:

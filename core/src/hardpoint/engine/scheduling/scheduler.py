@@ -16,6 +16,7 @@ import bisect
 import heapq
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -352,6 +353,7 @@ class Scheduler:
                 break
             self._waiting.take(request)
             request.slot, request.held = self._free_slots.pop(), self.cache.start(prefix)
+            request.started = request.started or time.monotonic()
             if not (request.num_preemptions or request.num_sampled):  # a later start finds what it stored itself
                 request.num_cached_tokens = request.num_computed
                 self.num_cached_tokens += request.num_computed

@@ -76,7 +76,7 @@ async function answer() {
   const began = performance.now();
   let thought = null;
   try {
-    const reply = await ask("/v1/chat/completions", {
+    const reply = await ask("v1/chat/completions", {
       method: "POST",
       signal: answering.signal,
       headers: { "Content-Type": "application/json" },
@@ -207,16 +207,16 @@ async function poll() {
   if (document.hidden) return;
   let state = "unreachable";
   try {
-    state = (await (await fetch("/health")).json()).status;
+    state = (await (await fetch("health")).json()).status;
     if (state !== "ready") explained = false; // an engine that is built again may choose otherwise
     if (state === "ready" && !explained) {
-      model = (await (await ask("/v1/models")).json()).data[0].id;
+      model = (await (await ask("v1/models")).json()).data[0].id;
       at("model").textContent = model;
-      showTable((await (await ask("/v1/hardpoint/explain")).json()).rows);
+      showTable((await (await ask("v1/hardpoint/explain")).json()).rows);
       explained = true;
       at("key-form").hidden = true;
     }
-    if (explained) showMetrics(readMetrics(await (await ask("/metrics")).text()));
+    if (explained) showMetrics(readMetrics(await (await ask("metrics")).text()));
   } catch { /* the state says it, and a key is asked for where one is missing */ }
   showStatus(state);
 }
