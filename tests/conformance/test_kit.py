@@ -474,7 +474,7 @@ def test_the_pytest_plugin_collects_a_test_for_each_case(tried_plugin: Path, tmp
 
 
 def test_the_pytest_plugin_says_what_it_cannot_use(tried_plugin: Path, tmp_path: Path) -> None:
-    """One after the other in one process: each that begins imports torch."""
+    """One after the other in one process, which is begun once."""
     wrong = {
         "did you mean 'tried'": ["tryed"],
         "--hardpoint-timeout is a whole number from 1 to 86400, not nan": ["tried", "--hardpoint-timeout", "nan"],

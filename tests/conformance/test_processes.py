@@ -78,6 +78,12 @@ def ended(processes: Sequence[int]) -> bool:
     return not set(processes) & parents().keys()
 
 
+def test_the_kit_itself_needs_no_torch() -> None:
+    """The process that trials are forked from imports it; the command and the pytest plugin only read results."""
+    modules = "hardpoint.conformance.certify, hardpoint.conformance.pytest_cases, hardpoint.cli.conform"
+    subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True)
+
+
 def test_an_interrupt_is_one_line_and_leaves_nothing_running(marks: Path) -> None:
     run, started = hanging(marks)
     assert len(started) >= 5  # the nursery, a guardian, the trials, and what the kernel has started, one in a session

@@ -36,6 +36,8 @@ OF_THE_DEVICE = (
 @pytest.mark.parametrize("chosen", [OF_THE_DEVICE, pytest.param("", marks=pytest.mark.nightly)], ids=["part", "whole"])
 def test_engines_run_on_it(site: Path, tmp_path: Path, chosen: str) -> None:
     latents = "tests/engine/test_latent_attention.py::test_prefixes_chunks_and_preemption"
+    if chosen:
+        latents += "[True]"
     parts = ("generation", "sampler", "sleep", "states")
     check(site, tmp_path, "-k", chosen, latents, *(f"tests/engine/test_{part}.py" for part in parts))
 

@@ -47,6 +47,15 @@ def by_name(manifest: Manifest) -> dict[str, Contribution]:
     return {c.name: c for c in manifest.contributions}
 
 
+def test_a_manifest_is_parsed_once_until_a_file_of_it_changes(tmp_path: Path) -> None:
+    first = read(tmp_path, INCLUDE)
+    assert read(tmp_path, INCLUDE) is first
+    changed = read(tmp_path, INCLUDE, PORTABLE.replace("priority = 7", "priority = 8"))
+    assert by_name(changed)["triton"].priority == 8
+    assert read(tmp_path, INCLUDE.replace("3.6", "3.7")) != first
+    assert read(tmp_path, INCLUDE) == first
+
+
 def test_defaults_fill_what_a_contribution_leaves_out() -> None:
     text = """
     [defaults]

@@ -180,8 +180,8 @@ def test_a_plugin_of_every_family_serves_an_engine(environment: Environment, pla
     assert "2 passed" in check(environment, plain, "pytest -o addopts= -q")
 
 
-BY_LANGUAGE = pytest.mark.parametrize("language", ["torch", "cpp", pytest.param("triton", marks=pytest.mark.nightly)])
-"""Triton's kernels run in its interpreter, which takes a minute."""
+TRITON = pytest.param("triton", marks=pytest.mark.nightly)
+"""Its kernels run in its interpreter, which takes a minute."""
 CONFORMS = """
 from hardpoint.cli.main import run
 
@@ -193,7 +193,7 @@ for family, case in cases.items():
 """
 
 
-@BY_LANGUAGE
+@pytest.mark.parametrize("language", ["torch", "cpp", TRITON])
 def test_a_part_of_its_kernels_cases_conforms(environment: Environment, installed: Installed, language: str) -> None:
     project = installed(language)
     (project / "conforms.py").write_text(CONFORMS.replace("NAME", NAMES[language]))
@@ -201,7 +201,7 @@ def test_a_part_of_its_kernels_cases_conforms(environment: Environment, installe
     assert said.count("checks passed, none failed") == 4
 
 
-@BY_LANGUAGE
+@pytest.mark.parametrize("language", [pytest.param("torch", marks=pytest.mark.nightly), "cpp", TRITON])
 def test_it_generates_what_an_engine_without_it_does(
     environment: Environment, installed: Installed, language: str
 ) -> None:

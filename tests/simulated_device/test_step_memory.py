@@ -47,9 +47,9 @@ def test_scratch_memory_that_grows_with_the_sequence_fits_beside_the_cache(tmp_p
     """The reference's scores: queries times keys."""
     write_checkpoint(tmp_path, "llama", max_position_embeddings=65_536)
     settings = {"attention_backend": "reference", "max_num_batched_tokens": 1024}
-    with engine(tmp_path, 600, max_model_len=8192, **settings) as llm:
+    with engine(tmp_path, 600, max_model_len=4096, **settings) as llm:
         assert llm.memory_report().by_tag["kv"] > 30 << 20
-        (output,) = llm.generate([[3 + i % 90 for i in range(8190)]], ONE, use_tqdm=False)
+        (output,) = llm.generate([[3 + i % 90 for i in range(4094)]], ONE, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 1
     fault = r"tokens at the end of a sequence of 65536 does not fit .* lower --max-model-len or --max-num-batched"
     with pytest.raises(CapacityError, match=fault):
