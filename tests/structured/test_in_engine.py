@@ -131,6 +131,45 @@ def test_completions_differ_and_each_is_right(llm: LLM) -> None:
         Place.model_validate_json(out.text)
 
 
+def test_a_grammar_in_gbnf(llm: LLM) -> None:
+    """The grammar of llama.cpp's own documentation, in short: moves of chess, numbered."""
+    moves = StructuredOutput.grammar(
+        'root ::= "1. " move " " move "\\n"\nmove ::= (pawn | nonpawn) [+#]?\n'
+        'nonpawn ::= [NBKQR] [a-h]? [1-8]? "x"? [a-h] [1-8]\npawn ::= ([a-h] "x")? [a-h] [1-8] ("=" [NBKQR])?'
+    )
+    (text,) = texts(llm, [SamplingParams(max_tokens=60, seed=2, structured=moves)])
+    piece = r"([NBKQR][a-h]?[1-8]?x?[a-h][1-8]|([a-h]x)?[a-h][1-8](=[NBKQR])?)[+#]?"
+    assert re.fullmatch(rf"1\. {piece} {piece}\n", text)
+
+
+@pytest.mark.parametrize("trigger", ["<call", "<|im_start|>"])
+def test_structural_tags(llm: LLM, trigger: str) -> None:
+    """A trigger, a text or a special token, is followed by one of its structures; the rest is free."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    structures = [{"begin": f"{trigger}{name}>", "schema": schema, "end": "</call>"} for name in ("=a", "=b")]
+    held = StructuredOutput.structural_tag(structures, [trigger])
+    grammars = Grammars.of(llm.tokenizer, llm.client.facts.vocab_size)
+
+    def follows(text: str) -> bool:
+        state = grammars.start(held, frozenset({2}))
+        for token in llm.tokenizer.encode(text, add_special_tokens=False):
+            if not state.allowed[token // 8] >> token % 8 & 1:
+                return False
+            state.accept(token)
+        return state.error is None
+
+    assert follows(f'It is {trigger}=a>{{"n": 3}}</call>, and {trigger}=b>{{"n":12}}</call> so.')
+    assert follows("a < b, and nothing is called")
+    for wrong in (f"{trigger}=c>", f'{trigger}=a>{{"m"', f'{trigger}=b>{{"n": 3}}, '):
+        assert not follows(f"It is {wrong}")
+    if trigger in llm.tokenizer.added_tokens:  # a bias can have the demo model write it
+        params = SamplingParams(max_tokens=60, temperature=0, structured=held, skip_special_tokens=False)
+        biased = replace(params, logit_bias={llm.tokenizer.added_tokens[trigger]: 100.0})
+        (output,) = llm.generate(["She said"], biased, use_tqdm=False)
+        assert re.search(r'=[ab]>\{"n":-?\d+', output.outputs[0].text.replace(" ", "")), output.outputs[0].text
+
+
 def test_every_token_was_allowed_and_the_end_only_at_the_end(llm: LLM) -> None:
     grammars = Grammars.of(llm.tokenizer, llm.client.facts.vocab_size)
     assert llm.tokenizer.eos_token_id is not None
@@ -226,6 +265,13 @@ REFUSED = {
     "look-ahead": (StructuredOutput.regex("(?=a)b"), "look-ahead"),
     "no text": (StructuredOutput.regex(r"[^\s\S]"), "no text"),
     "the empty text": (StructuredOutput.regex("a{0}"), "empty text"),
+    "no GBNF": (StructuredOutput.grammar('root ::= ("a"'), "GBNF"),
+    "triggers of two sorts": (
+        StructuredOutput.structural_tag(
+            [{"begin": "<|im_start|>", "end": ""}, {"begin": "<call>", "end": ""}], ["<|im_start|>", "<call>"]
+        ),
+        "<|im_start|>, <call>",
+    ),
     "an unknown rule": (StructuredOutput.grammar("start: foo"), "foo"),
     "too long": (StructuredOutput.regex("a" * 300_000), "300000 characters"),
     "no such token": (replace(DATE, after="x", opening="not a token"), "one token"),

@@ -9,7 +9,7 @@ from typing import Literal, Self, get_args
 
 from hardpoint_plugin_api.errors import RequestError
 
-StructureKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+StructureKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 """What a StructuredOutput's ``value`` is."""
 
 
@@ -17,9 +17,9 @@ StructureKind = Literal["json_schema", "json_object", "regex", "grammar", "choic
 class StructuredOutput:
     """One constraint on a whole output. Created by the class methods; plain, hashable, picklable.
 
-    ``value``: the text of a JSON schema, a regular expression (syntax of Rust's ``regex`` crate: no look-around, no
-    back-references), or a grammar in llguidance's dialect of Lark; empty for ``json_object``. ``choices``: the texts of
-    ``choice``.
+    ``value``: the text of a JSON schema; a regular expression (syntax of Rust's ``regex`` crate: no look-around, no
+    back-references); a grammar, in llguidance's dialect of Lark or in llama.cpp's GBNF; JSON of what ``structural_tag``
+    takes; empty for ``json_object``. ``choices``: the texts of ``choice``.
 
     ``after``: the output is free up to and including this text, and constrained after it, so that a model may reason
     first. ``opening``: the output is free before ``after`` only if it begins with this text, which must be a single
@@ -48,7 +48,7 @@ class StructuredOutput:
             raise RequestError("structured output: choices must be a list of at least one text, and go with choice")
         if not isinstance(self.choices, tuple) or not all(isinstance(c, str) and c for c in self.choices):
             raise RequestError(f"structured output: choices must be texts that are not empty, got {self.choices!r:.80}")
-        if self.kind in ("json_schema", "regex", "grammar") and not self.value:
+        if self.kind in ("json_schema", "regex", "grammar", "structural_tag") and not self.value:
             raise RequestError(f"structured output: the {self.kind} is empty")
 
     @classmethod
@@ -78,8 +78,29 @@ class StructuredOutput:
 
     @classmethod
     def grammar(cls, text: str) -> Self:
-        """Text that a Lark grammar derives from its rule ``start``."""
+        """Text that a grammar derives: Lark from its rule ``start``, GBNF from its rule ``root``."""
         return cls("grammar", text)
+
+    @classmethod
+    def structural_tag(cls, structures: Sequence[Mapping[str, object]], triggers: Sequence[str]) -> Self:
+        """Free text in which each of ``triggers`` begins one of ``structures``, and nothing else.
+
+        A structure has the texts ``begin``, which begins with a trigger, and ``end``, and between them JSON by
+        ``schema``; without a schema, any JSON.
+        """
+        if not structures or not triggers or not all(isinstance(each, str) and each for each in triggers):
+            raise RequestError("structural_tag needs structures, and triggers that are texts and not empty")
+        plain = []
+        for structure in structures:
+            begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
+            if not isinstance(begin, str) or not isinstance(end, str):
+                raise RequestError(f"structural_tag: begin and end of a structure are texts, got {structure!r:.80}")
+            trigger = max((each for each in triggers if begin.startswith(each)), key=len, default=None)
+            if trigger is None:
+                raise RequestError(f"structural_tag: no trigger begins {begin!r:.80}; triggers: {list(triggers)!r:.80}")
+            schema = cls.json_schema(schema if isinstance(schema, Mapping) else {}).value
+            plain.append({"trigger": trigger, "begin": begin, "schema": schema, "end": end})
+        return cls("structural_tag", json.dumps(plain, ensure_ascii=False))
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> Self:

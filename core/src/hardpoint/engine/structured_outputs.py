@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hardpoint_plugin_api import RequestError, StructuredOutput
 
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """One of ``json`` (a JSON schema), ``regex``, ``choice``, ``grammar`` (Lark) and ``json_object``, as in vLLM.
+    """One of ``json`` (a JSON schema), ``regex``, ``choice``, ``grammar`` (Lark or GBNF), ``json_object`` and
+    ``structural_tag`` (JSON, or its object, with ``structures`` and ``triggers``), as in vLLM.
 
     Raises RequestError for none of them or several.
     """
@@ -23,6 +25,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -53,4 +56,16 @@ class StructuredOutputsParams:
             return StructuredOutput.choice(self.choice)
         if self.grammar is not None:
             return StructuredOutput.grammar(self.grammar)
+        if self.structural_tag is not None:
+            return _tags(self.structural_tag)
         return StructuredOutput.json_object()
+
+
+def _tags(given: str | Mapping[str, Any]) -> StructuredOutput:
+    try:
+        tag = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structural_tag is not JSON: {error}") from None
+    if not isinstance(tag, Mapping) or not all(isinstance(tag.get(key), list) for key in ("structures", "triggers")):
+        raise RequestError("structural_tag must have the lists structures and triggers; other formats are not known")
+    return StructuredOutput.structural_tag(tag["structures"], tag["triggers"])

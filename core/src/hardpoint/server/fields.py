@@ -65,6 +65,7 @@ class StructuredOutputs(ProtocolModel):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class SamplingFields(ProtocolModel):

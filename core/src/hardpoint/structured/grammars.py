@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hardpoint.structured.schemas import guided
@@ -130,7 +131,7 @@ def _compiled(structure: StructuredOutput, tokens: llguidance.LLTokenizer) -> ll
         raise _refused(structure, f"it has {size} characters, at most {_MAX_CHARACTERS} are taken")
     limits = LLParserLimits(step_lexer_fuel=50_000, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
     try:
-        matcher = LLMatcher(tokens, _grammar(structure), log_level=0, limits=limits)
+        matcher = LLMatcher(tokens, _grammar(structure, tokens), log_level=0, limits=limits)
     except Exception as error:  # ValueError for malformed JSON, and whatever the Rust side says
         raise _refused(structure, str(error)) from error
     if matcher.is_error():
@@ -147,18 +148,41 @@ def _most_bytes(structure: StructuredOutput) -> int:
     return _num_characters(structure) * _CHARACTER_BYTES + _MAX_LEXER_STATES * _STATE_BYTES
 
 
-def _grammar(structure: StructuredOutput) -> str:
-    from llguidance import LLMatcher
+def _grammar(structure: StructuredOutput, tokens: llguidance.LLTokenizer) -> str:
+    from llguidance import LLMatcher, grammar_from
 
     if structure.kind == "regex":
         return LLMatcher.grammar_from_regex(structure.value)
     if structure.kind == "grammar":
-        return LLMatcher.grammar_from_lark(structure.value)
+        return grammar_from("grammar", structure.value)
+    if structure.kind == "structural_tag":
+        return _of_tags(json.loads(structure.value), tokens)
     if structure.kind == "choice":
         texts = " | ".join(map(_quoted, structure.choices))
         return LLMatcher.grammar_from_lark(f"start: {texts}")
     schema = json.loads(structure.value) if structure.kind == "json_schema" else {"type": "object"}
     return LLMatcher.grammar_from_json_schema(guided(schema))
+
+
+def _of_tags(structures: Sequence[Mapping[str, str]], tokens: llguidance.LLTokenizer) -> str:
+    """The grammar of free text with ``structures``. Raises ValueError for triggers of two sorts: tokens and texts."""
+    from llguidance import StructTag
+
+    special = {each["trigger"]: _is_special(each["trigger"], tokens) for each in structures}
+    if len(set(special.values())) > 1:
+        raise ValueError(f"some of its triggers are special tokens, and others are texts: {', '.join(special)}")
+    tags = [
+        StructTag(
+            trigger=each["trigger"], begin=each["begin"], grammar=guided(json.loads(each["schema"])), end=each["end"]
+        )
+        for each in structures
+    ]
+    return StructTag.to_grammar(tags, assume_special=all(special.values()))
+
+
+def _is_special(text: str, tokens: llguidance.LLTokenizer) -> bool:
+    found = tokens.tokenize_str(text, parse_special=True)
+    return len(found) == 1 and tokens.is_special_token(found[0])
 
 
 def _quoted(text: str) -> str:

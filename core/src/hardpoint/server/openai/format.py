@@ -74,7 +74,7 @@ class RegexFormat(ProtocolModel):
 
 
 class GrammarFormat(ProtocolModel):
-    """Text of a Lark grammar."""
+    """Text of a grammar, in Lark or GBNF."""
 
     type: Literal["grammar"]
     grammar: str
@@ -95,11 +95,29 @@ class ChoiceFormat(ProtocolModel):
         return StructuredOutput.choice(self.choices)
 
 
-ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | GrammarFormat | ChoiceFormat,
-    Field(discriminator="type"),
-]
+class TagStructure(ProtocolModel):
+    """JSON by a schema between two texts."""
+
+    begin: str
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    end: str
+
+
+class StructuralTagFormat(ProtocolModel):
+    """Free text in which triggers begin structures, as vLLM and SGLang write it."""
+
+    type: Literal["structural_tag"]
+    structures: list[TagStructure]
+    triggers: list[str]
+
+    def structure(self) -> StructuredOutput:
+        """The constraint."""
+        structures = [each.model_dump(by_alias=True) for each in self.structures]
+        return StructuredOutput.structural_tag(structures, self.triggers)
+
+
+_Extension = RegexFormat | GrammarFormat | ChoiceFormat | StructuralTagFormat
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | _Extension, Field(discriminator="type")]
 TextFormatOfResponses = Annotated[
-    TextFormat | JsonObjectFormat | FlatJsonSchemaFormat | RegexFormat | GrammarFormat | ChoiceFormat,
-    Field(discriminator="type"),
+    TextFormat | JsonObjectFormat | FlatJsonSchemaFormat | _Extension, Field(discriminator="type")
 ]
