@@ -145,7 +145,11 @@ def test_a_grammar_in_gbnf(llm: LLM) -> None:
 @pytest.mark.parametrize("trigger", ["<call", "<|im_start|>"])
 def test_structural_tags(llm: LLM, trigger: str) -> None:
     """A trigger, a text or a special token, is followed by one of its structures; the rest is free."""
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 99}},
+        "required": ["n"],
+    }
     schema["additionalProperties"] = False
     structures = [{"begin": f"{trigger}{name}>", "schema": schema, "end": "</call>"} for name in ("=a", "=b")]
     held = StructuredOutput.structural_tag(structures, [trigger])
