@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -173,3 +174,28 @@ def test_a_copy_to_the_host_waits_for_nothing_later(platform: CudaPlatform) -> N
     assert arrived().tolist() == [0, 1, 2, 3, 4]
     assert not last.query(), "what was submitted later still runs"
     platform.synchronize()
+
+
+def test_kernels_are_compiled_ahead_by_children(tmp_path: Path) -> None:
+    """By a process that holds a CUDA context. In the second, Triton's cache has the kernel, and the run counts."""
+    code = (
+        "import torch\n"
+        "from hardpoint.kernels.norm import rms_norm\n"
+        "from hardpoint_cuda.platform import CudaPlatform\n"
+        "platform = CudaPlatform(CudaPlatform.detect())\n"
+        "device = platform.activate(0)\n"
+        "x, weight, made = torch.randn(64, 512, device=device), torch.rand(512, device=device), []\n"
+        "number = platform.compile_ahead(lambda: made.append(rms_norm(x, weight, eps=1e-6)))\n"
+        "expected = torch.nn.functional.rms_norm(x, (512,), weight, 1e-6)\n"
+        "made += [rms_norm(x, weight, eps=1e-6)] if number else []\n"
+        "torch.testing.assert_close(made[-1], expected)\n"
+        "print(number)\n"
+    )
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    numbers = [
+        subprocess.run(
+            [sys.executable, "-c", code], env=environment, check=True, timeout=120, stdout=subprocess.PIPE, text=True
+        ).stdout.split()
+        for _ in range(2)
+    ]
+    assert numbers == [["1"], ["0"]]

@@ -273,9 +273,10 @@ class Platform(ABC):
     def compile_ahead(self, run: Callable[[], None]) -> int:
         """Compile the kernels that ``run`` would launch, several at a time, and return how many were compiled.
 
-        ``run`` may be called with launches left out; its results are not used. It reads no value of a tensor. Kernels
-        that need no compilation, such as those in a cache of an earlier start, do not count. Default: 0, and ``run`` is
-        not called; kernels are then compiled one by one, when each is first launched.
+        Launches of kernels that are being compiled may be left out of ``run``; then its results are not used. It reads
+        no value of a tensor. Kernels that need no compilation, such as those in a cache of an earlier start, do not
+        count, and where none was compiled nothing is left out. Default: 0, and ``run`` is not called; kernels are then
+        compiled one by one, when each is first launched.
         """
         return 0
 

@@ -24,7 +24,9 @@ _STAGES = {
     "engine": "import of the engine",
     "selection": "plugins, platform, selection",
     "tokenizer": "tokenizer",
-    "weights": "weights and cache",
+    "weights": "weights",
+    "cache": "size of the cache",
+    "graphs": "graphs",
     "first token": "first token",
 }
 """Marks in the order in which they are made, and what ends with each."""

@@ -1,11 +1,11 @@
 """Compile the Triton kernels of a step before it runs, several at a time.
 
-A step is run once with launches left out: each kernel that is new is compiled by a child process, which puts it into
-Triton's cache, and the step goes on without it. Children are forked, so that they know the kernel; Triton's compiler
-holds Python's lock, so that threads would take turns. Written from the sources of Triton 3.6 and 3.7.
+A step is run once. Each kernel that is not in Triton's cache is compiled by a child process, which puts it there, and
+the step goes on without it. Children are forked, so that they know the kernel; Triton's compiler holds Python's lock,
+so that threads would take turns. Written from the sources of Triton 3.6 and 3.7.
 
-Nothing of that run is of any use. Kernels of other kinds do run, so tensors are zeros wherever a launch was left out:
-an index among them is in bounds.
+Where a launch was left out, nothing of that run is of any use. Other kernels do run, so tensors are zeros wherever one
+was left out: an index among them is in bounds.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _ALLOCATIONS = frozenset(
 
 
 def compile_ahead(run: Callable[[], None], device: torch.device) -> int:
-    """Run ``run`` with launches of Triton kernels left out, and compile the kernels that it would have launched.
+    """Run ``run`` without launches of the Triton kernels that must be compiled, and compile these.
 
-    Returns how many had to be compiled; the others were in Triton's cache. A kernel that cannot be compiled, or does
-    not fit the device, is left to its first launch, which says so. Kernels that this process has compiled before are
-    launched as ever. Launches of other threads are left alone.
+    Returns how many that were. Kernels that this process or Triton's cache has are launched as ever, so that of 0 the
+    run was like any other. A kernel that cannot be compiled, or does not fit the device, is left to its first launch,
+    which says so. Launches of other threads are left alone.
     """
     num_cores = len(os.sched_getaffinity(0))
     with (
@@ -53,7 +53,7 @@ def compile_ahead(run: Callable[[], None], device: torch.device) -> int:
 class _Noting(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types
     """Triton's mode of compiling elsewhere, in which launches do not wait but are left out.
 
-    On leaving it, each kernel's place is taken by what was compiled.
+    On leaving it, each kernel's place is taken by what was compiled. A kernel in the cache is read from there at once.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, most_children: int) -> None:
@@ -62,16 +62,19 @@ class _Noting(AsyncCompileMode):  # type: ignore[misc]  # Triton has no types
         self._noted: dict[str, _Noted] = {}
         self._children, self._most_children = list[int](), most_children
 
-    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> _Noted:
+    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         """Take a kernel that is to be compiled; Triton keeps what this returns as the kernel."""
         found = self._noted.get(key)
         if found is None:
+            if _is_cached(key):
+                kernel = compile_fn()
+                finalize_fn(kernel)
+                return kernel
             found = self._noted[key] = _Noted(compile_fn, finalize_fn)
-            if not _is_cached(key):
-                self.num_compiled += 1
-                if len(self._children) >= self._most_children:
-                    os.waitpid(self._children.pop(0), 0)
-                self._children.append(_fork(compile_fn))
+            self.num_compiled += 1
+            if len(self._children) >= self._most_children:
+                os.waitpid(self._children.pop(0), 0)
+            self._children.append(_fork(compile_fn))
         finalize_fn(found)
         return found
 

@@ -168,8 +168,10 @@ class CudaPlatform(TorchAcceleratorPlatform):
 
     def activate(self, index: int) -> torch.device:
         """See Platform. Core's kernels overlap from now on, where the device can and the configuration lets them."""
+        from hardpoint.kernels.compiler_hash import hash_early
         from hardpoint_cuda.graphs import CaptureStream
 
+        hash_early()
         device = super().activate(index)
         self._capture_stream = CaptureStream(device)
         try:
@@ -183,7 +185,7 @@ class CudaPlatform(TorchAcceleratorPlatform):
         return device
 
     def compile_ahead(self, run: Callable[[], None]) -> int:
-        """Compile Triton kernels in threads. See Platform."""
+        """Compile Triton kernels by processes. See Platform."""
         try:
             from hardpoint.kernels.compile_ahead import compile_ahead
         except ImportError:  # no Triton, or one whose compiler takes one kernel at a time

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self, cast
 from hardpoint.cache_users import united_retentions
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.adapter_weights import AdapterWeights
-from hardpoint.engine.execution.compile_ahead import compile_ahead
+from hardpoint.engine.execution.compile_ahead import compile_ahead, run_compiled
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.graphs import Graphs
 from hardpoint.engine.execution.graphs.replay_check import ReplayError
@@ -143,6 +143,7 @@ class Worker:
         budget = min(budget, (control.least(budget // page) + 1) * page - 1)
         with control.together(), memory.pool("kv"):
             cache = CacheMemory(ctx.cache_users, geometry, budget, ctx.torch_device)
+        mark("cache")
         max_model_len = cache.longest_sequence(longest, config.max_model_len is not None)
         forward = Forward(model or blueprint.model, ctx.cache_users, cache.views)
         graphs = Graphs(
@@ -180,6 +181,7 @@ class Worker:
         holdings = Holdings(memory, read, {"resources": ctx.resources, "kv": cache})
         graphs.compile_ahead(partial(compile_ahead, ctx, platform))
         graphs.prepare_ahead(cache.num_pages - 1)
+        mark("graphs")
         found = control.exchange(graphs.check.culprits)  # the same on every rank of a stage
         culprits = list({culprit.choice: culprit for each in found for culprit in each}.values())
         if culprits and config.executor_kind != "torchrun":  # whose processes can be started once
@@ -236,8 +238,7 @@ def bytes_to_sample(blueprint: Blueprint, sampler: Sampler, limits: StepLimits) 
     vocab_size, platform = blueprint.facts.vocab_size, blueprint.platform
     trial = partial(sampling_bytes, sampler, platform.memory, num_requests, num_drafts, vocab_size, ctx.dtype)
     try:
-        compile_ahead(ctx, platform, trial)
-        return trial()
+        return run_compiled(ctx, platform, trial)
     except Exception as error:
         if not is_want_of_memory(error):
             raise

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from hardpoint.context import Context
-from hardpoint.engine.execution.compile_ahead import compile_ahead
+from hardpoint.engine.execution.compile_ahead import run_compiled
 from hardpoint.engine.execution.forward import Forward, Model
 from hardpoint.engine.execution.graphs.shapes import StepShape, bucketed, graph_bytes, most_captured_tokens
 from hardpoint.engine.execution.graphs.step_buffers import first_lengths, trial_step
@@ -132,8 +132,7 @@ class StepMemory:
 
     def _measured(self, tokens: int) -> _WatchedStep:
         """Run a step of ``tokens`` whose kernels are compiled."""
-        compile_ahead(self.ctx, self.platform, partial(self._run, tokens))
-        return self._run(tokens)
+        return run_compiled(self.ctx, self.platform, partial(self._run, tokens))
 
     def _run(self, tokens: int, context: int = 0) -> _WatchedStep:
         """Run a step of prompts, whose tokens all lie in the null page.

@@ -1,0 +1,22 @@
+"""The hash of Triton's own files, which each key of its cache has in it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+
+def hash_early() -> None:
+    """Begin to compute it in a thread.
+
+    It takes a third of a second, most of which runs without Python's lock, and the first kernel waits for it. Triton
+    keeps the result. Without Triton, nothing happens.
+    """
+    threading.Thread(target=_hash, name="hardpoint-triton-hash", daemon=True).start()
+
+
+def _hash() -> None:
+    with suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
