@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from hardpoint.context import Context
 from hardpoint.engine.core import EngineCore
+from hardpoint.engine.execution.compile_ahead import run_compiled
 from hardpoint.engine.execution.forward import Forward
 from hardpoint.engine.execution.graphs.replay_check import ReplayCheck
 from hardpoint_cpu.platform import CpuPlatform
+from hardpoint_plugin_api import Platform
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import small_llm
 from tests.support.recorder import RecordableAttention, RecordedCalls
@@ -55,10 +59,27 @@ def test_every_captured_size_is_compiled_ahead_unless_the_largest_needs_nothing(
         return int(is_cold)
 
     monkeypatch.setattr(CpuPlatform, "compile_ahead", ahead)
+    monkeypatch.setattr(RecordedCalls, "piece_sizes", (64,))
     small_llm(folder, **RECORDABLE).close()
     largest, *others = compiled
-    assert set(largest) == {24}
-    assert [set(sizes) for sizes in others] == ([{8, 20, 22}] if is_cold else [])
+    assert set(largest) == {24, 64}
+    beside_a_prompt = {64}
+    assert [set(sizes) for sizes in others] == ([{8, 20, 22}, beside_a_prompt] if is_cold else [])
+
+
+@pytest.mark.parametrize("num_compiled", [0, 3])
+def test_a_run_that_left_nothing_out_is_not_repeated(num_compiled: int) -> None:
+    """Its results count where every kernel was there."""
+    platform = SimpleNamespace(compile_ahead=lambda run: run() or num_compiled)
+    ctx = SimpleNamespace(kernel_calls=SimpleNamespace(third_party=()))
+    runs: list[int] = []
+
+    def run() -> int:
+        runs.append(len(runs))
+        return runs[-1]
+
+    assert run_compiled(cast(Context, ctx), cast(Platform, platform), run) == len(runs) - 1
+    assert len(runs) == (2 if num_compiled else 1)
 
 
 def test_a_failure_ahead_of_time_is_left_to_the_first_step(
@@ -86,7 +107,7 @@ def test_of_proven_kernels_few_sizes_are_compared_with_eager_runs(
         return prepare(check, wanted)
 
     monkeypatch.setattr(ReplayCheck, "prepare", noted)
-    with small_llm(folder, **RECORDABLE) as llm:
+    with small_llm(folder, wait_for_graphs=True, **RECORDABLE) as llm:
         assert isinstance(llm.client, EngineCore)
         entries = [entry for plan in llm.client.blueprint.ctx.selector.plans for entry in plan.entries]
         least = {entry.range.min for entry in entries if entry.range.phase != "prefill"}

@@ -165,7 +165,7 @@ def test_listed_sizes_are_prepared_ahead_and_padded_to(
     plain: tuple[Path, PreTrainedModel], recording: RecordedCalls, caplog: pytest.LogCaptureFixture
 ) -> None:
     recording.batch_sizes, recording.max_graphs = (2, 4, 32, 64), None
-    with caplog.at_level(logging.INFO, "hardpoint"), engine(plain[0], max_num_seqs=3) as llm:
+    with caplog.at_level(logging.INFO, "hardpoint"), engine(plain[0], max_num_seqs=3, wait_for_graphs=True) as llm:
         # A draw by core's own sampling is not recorded: it asks for a value. Its logits are those of the greedy graph.
         shapes = [(size, "greedy") for size in (4, 2)]
         found = [(shape.requests, shape.end) for shape, _ in map(shape_and_token, recording.keys)]
@@ -290,7 +290,7 @@ def test_ranks_replay_together(plain: tuple[Path, PreTrainedModel], monkeypatch:
         monkeypatch.setattr(TorchDistributed, name, recordable(getattr(TorchDistributed, name)))
     folder, model = plain
     prompts = random_prompts(3, 30, seed=2)
-    with ranks_in_threads(folder, 2, **RECORDABLE) as llm:
+    with ranks_in_threads(folder, 2, wait_for_graphs=True, **RECORDABLE) as llm:
         for prompt, drawn in zip(prompts, generate(llm, prompts), strict=True):
             check_tokens_equal(model, prompt, drawn)
         assert counted(llm)["graph_replays_total"] == 23
@@ -486,7 +486,7 @@ class TestRows:
         recording.batch_sizes, recording.max_graphs = (2, 4), None
         folder, model = plain
         prompts = random_prompts(2, 30, seed=2)
-        with engine(folder) as llm:
+        with engine(folder, wait_for_graphs=True) as llm:
             for prompt, drawn in zip(prompts, generate(llm, prompts), strict=True):
                 check_tokens_equal(model, prompt, drawn)
             found = counted(llm)

@@ -148,7 +148,7 @@ def test_an_engine_decodes_from_recorded_lists(
     model = write_checkpoint(tmp_path, "qwen3")
     prompts = random_prompts(16, 100, seed=1)
     params = [SamplingParams(temperature=0, max_tokens=8 + 3 * i, ignore_eos=True) for i in range(16)]
-    with small_llm(tmp_path) as llm:
+    with small_llm(tmp_path, wait_for_graphs=True) as llm:
         prepared = llm.metrics.value("hardpoint_graphs_kept")
         assert prepared == (0 if sizes is None else 2), "two sizes, greedy"
         for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):

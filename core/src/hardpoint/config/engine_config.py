@@ -167,6 +167,12 @@ class EngineConfig(EngineSettings):
         """This config with --block-size."""
         return self._changed({"block_size": block_size})
 
+    def waiting_for_all(self) -> Self:
+        """This config with --wait-for-kernels and --wait-for-graphs, but for what the user set."""
+        return self._changed(
+            {key: True for key in ("wait_for_kernels", "wait_for_graphs") if key not in self._explicit}
+        )
+
     def loading_no_adapters(self) -> Self:
         """This config without --lora-modules."""
         return self._changed({"lora_modules": ()})

@@ -245,6 +245,11 @@ class EngineSettings(BaseModel):
         False,
         "Wait while libraries build kernels (minutes). Default: start with other kernels and switch later.",
     )
+    wait_for_graphs: bool = setting(
+        Group.KERNELS,
+        False,
+        "Capture all graphs before the start ends (seconds). Default: a few, and the others while the engine is idle.",
+    )
 
     plugins: Names | None = setting(Group.PLUGINS, None, "Allowlist: no other plugin is imported.")
     plugins_locked: bool = setting(

@@ -28,6 +28,7 @@ from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessE
 from hardpoint.engine.execution.ranks.torchrun_executor import TorchrunExecutor
 from hardpoint.engine.execution.worker import Worker, planners_of_exact_lengths
 from hardpoint.engine.kernel_builds import KernelBuilds
+from hardpoint.engine.late_captures import LateCaptures
 from hardpoint.engine.lora import AdapterSlots
 from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
@@ -72,6 +73,7 @@ class EngineCore:
     """Whether a step that was given up may still run on the device, and read what the next one overwrites."""
 
     def __post_init__(self) -> None:
+        self.captures = LateCaptures(self.executor)
         self._take_stock()
 
     @classmethod
@@ -264,6 +266,7 @@ class EngineCore:
     def _step(self) -> list[Request]:
         self._settle()
         self._switch_kernels()
+        self.captures.between_steps()
         began = time.perf_counter()
         expired = self.scheduler.expire(time.monotonic())
         while len(self._submitted) <= self._ahead and not self.scheduler.needs_values:
@@ -291,7 +294,20 @@ class EngineCore:
         selector = self.blueprint.ctx.selector
         selector.adopt(selector.decided_again())  # of ranks that have processes of their own
         self.table = self.blueprint.table
+        self.captures.again()
         logger.info("the kernels that were built serve from now on: selection table %s", self.table.digest)
+
+    @property
+    def wants_idle_time(self) -> bool:
+        """True where ``use_idle_time`` has something to do."""
+        return self.is_idle and self.captures.are_left and not self._is_unsettled
+
+    def use_idle_time(self) -> None:
+        """Do a little of what the start left for later: about as much as two steps run without graphs take.
+
+        Raises EngineDeadError where the ranks are gone.
+        """
+        self.captures.while_idle()
 
     def _drain(self) -> None:
         """Commit the steps on their way, whose tokens nobody wants any more."""

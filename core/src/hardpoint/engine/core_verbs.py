@@ -139,4 +139,5 @@ def _on_ranks(verb: Verb[frozenset[MemoryTag]], core: EngineCore) -> frozenset[M
     finally:
         asleep = core.executor.control(ListAsleep())
         core.admission.asleep = frozenset(tag for tags in asleep for tag in tags)
+        core.captures.again()
     return core.admission.asleep

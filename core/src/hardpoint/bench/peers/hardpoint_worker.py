@@ -18,6 +18,7 @@ class HardpointWorker(Worker):
         with open(f"{model}/config.json", encoding="utf-8") as file:
             longest = min(2048, json.load(file)["max_position_embeddings"])
         settings = {"platform": "cpu", "plugin_config": {"cpu": {"threads": threads}}, "max_model_len": longest}
+        settings |= {"wait_for_kernels": True, "wait_for_graphs": True}
         self._llm = LLM(model=model, enable_prefix_caching=False, max_num_seqs=64, **(settings | options))
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:

@@ -73,4 +73,5 @@ def switch_kernels(verb: SwitchKernels, worker: Worker) -> None:
         for switch in prepared.switches:
             switch()
     worker.graphs.narrow()
+    worker.graphs.capture_later()
     worker.blueprint.ctx.selector.adopt(prepared.plans)

@@ -68,6 +68,13 @@ class EmptySlot(Verb[None]):
     slot: int
 
 
+@dataclass(frozen=True)
+class CaptureNext(Verb[int]):
+    """Capture a graph that the start left out, if ``least_missed`` steps missed it. Returns how many are left."""
+
+    least_missed: int = 0
+
+
 @singledispatch
 def on_rank(verb: Verb[Any], worker: Worker) -> Any:
     """Do ``verb`` on one rank and return its answer. Raises NotImplementedError for a verb without a handler."""
@@ -144,6 +151,12 @@ def empty_slot(verb: EmptySlot, worker: Worker) -> None:
     """Wait for the device first: the steps in flight may read the slot."""
     synchronize(Synchronize(), worker)
     worker.adapters.unload(verb.slot)
+
+
+@on_rank.register(CaptureNext)
+def capture_next(verb: CaptureNext, worker: Worker) -> int:
+    """Every rank of a stage captures the same."""
+    return worker.graphs.capture_next(verb.least_missed)
 
 
 @on_rank.register(ReportMemory)

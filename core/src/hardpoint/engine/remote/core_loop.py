@@ -9,6 +9,7 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REST_SECONDS = 0.05
+"""So long after its last step an idle core does what its start left for later. A client that sends its next request
+upon an answer is sooner."""
 _SILENT_SECONDS = 0.5
 """After so long a report without news says that steps are taken."""
 
@@ -84,7 +88,7 @@ class CoreLoop:
         self._core, self._commands, self._send = core, commands, send
         self._open: dict[int, _Open] = {}
         self._preparations = Preparations(core.make_ready, commands.put)
-        self._reported = time.monotonic()
+        self._reported = self._stepped = time.monotonic()
 
     def run(self) -> None:
         """Serve until Stop comes. Raises EngineDeadError where what runs the steps is gone."""
@@ -115,12 +119,20 @@ class CoreLoop:
     def _taken(self) -> Iterator[Command]:
         """Every command that is there; at least one where there is nothing else to do."""
         if self._core.is_idle:
-            yield self._commands.get()
+            yield self._awaited()
         while True:
             try:
                 yield self._commands.get_nowait()
             except Empty:
                 return
+
+    def _awaited(self) -> Command:
+        """The next command. Until it comes, the core does what its start left for later, a little at a time."""
+        while self._core.wants_idle_time:
+            with suppress(Empty):
+                return self._commands.get(timeout=max(0.0, self._stepped + _REST_SECONDS - time.monotonic()))
+            self._core.use_idle_time()
+        return self._commands.get()
 
     def _add(self, command: Add) -> None:
         try:
@@ -174,6 +186,7 @@ class CoreLoop:
     def _step(self) -> None:
         try:
             advanced = self._core.step()
+            self._stepped = time.monotonic()
         except EngineDeadError:
             raise
         except Exception as error:

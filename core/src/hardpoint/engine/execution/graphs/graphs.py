@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,12 +25,18 @@ from hardpoint.context import Context
 from hardpoint.engine.execution.forward import Forward, PiecewiseStep
 from hardpoint.engine.execution.graphs.capturable import why_eager, why_not_full
 from hardpoint.engine.execution.graphs.kept_graphs import Captured, GraphKey, KeptGraphs, shares_of, within
+from hardpoint.engine.execution.graphs.late_graphs import (
+    Buffers,
+    LateGraphs,
+    PlannedGraph,
+    buffers_of,
+    first_sizes,
+)
 from hardpoint.engine.execution.graphs.replay_check import Put, ReplayCheck, StepFunction, Wanted
 from hardpoint.engine.execution.graphs.shapes import (
     DRAWS,
     MOST_GRAPHS,
     End,
-    Layout,
     Mode,
     ShapeRow,
     StepShape,
@@ -112,7 +119,8 @@ class Graphs:
         self._buffers = BufferPool(
             self.most_tokens, self.most_requests, self._num_groups, max_pages, ctx.torch_device, inputs
         )
-        self._refused: set[tuple[Layout, bool]] = set()
+        self._late = LateGraphs()
+        self._refused: set[Buffers] = set()
         self._refused_draws: set[End] = set()
         self._warned: set[tuple[Mode, int | None]] = set()
         metrics = ctx.metrics
@@ -120,6 +128,7 @@ class Graphs:
         self._eager = metrics.counter("eager_steps", "Steps that ran without a captured graph, by reason.", ["reason"])
         self._seconds = metrics.counter("graph_preparation_seconds", "Time that capturing graphs took.")
         self._number = metrics.gauge("graphs_kept", "Captured graphs that are kept.")
+        self._left = metrics.gauge("graphs_left", "Graphs that are still to be captured, while the engine is idle.")
 
     @property
     def nbytes(self) -> int:
@@ -148,12 +157,35 @@ class Graphs:
                 needed = row.needs(step)
                 if not needed or (hidden and row.ends[-1] not in ("hidden", "states")):
                     continue
-                end = self._end(row, step)
-                for size in row.sizes_for(needed):
-                    shape = row.shape(size, end)
-                    if not self._refused or (shape.layout, adapted) not in self._refused:
-                        return shape
+                if (shape := self._best(row, needed, self._end(row, step))) is not None:
+                    return shape
         return self.eager(step, adapted)
+
+    def _best(self, row: ShapeRow, needed: int, end: End) -> StepShape | None:
+        """The shape of ``row`` for a step of the size ``needed``: the smallest whose graph is there.
+
+        A draw that lacks its graph is drawn from the logits of another's. Where no graph is there, it is the smallest
+        shape; its graph is captured when the step runs. None where no shape can be captured.
+        """
+        missed = None
+        for size in row.sizes_for(needed):
+            shape = row.shape(size, end)
+            if self._refused and buffers_of(shape) in self._refused:
+                continue
+            if not self._is_late(shape):
+                return shape
+            if missed is None and not self._late.is_given_up(shape):
+                self._late.miss(shape)
+                missed = shape
+            if end in DRAWS and not self._is_late(behind := shape._replace(end=row.ends[-1])):
+                return behind
+        return missed
+
+    def _is_late(self, shape: StepShape) -> bool:
+        """Whether a graph that serves ``shape`` is to be captured later, or failed then, and none is there."""
+        if not self._late.has(shape):
+            return False
+        return not any(map(self._kept.has, self._holders(shape)))
 
     def eager(self, step: StepInput, adapted: bool = False) -> StepShape:
         """The shape of ``step`` where it replays no graph."""
@@ -197,7 +229,8 @@ class Graphs:
         """Compile the kernels of all shapes that are captured ahead, see Platform.compile_ahead.
 
         ``compiled`` does it for what a function would launch. The largest shapes come first: where they need no
-        compilation on any rank, the others are taken to need none.
+        compilation on any rank, the others are taken to need none. Those of steps with prompts beside decodes, run
+        eagerly, are compiled, too.
         """
         rows = [row for row in self._rows if row.listed]
         shapes = [row.shape(size, end) for row in rows for size in row.sizes for end in row.draws or row.ends]
@@ -205,6 +238,7 @@ class Graphs:
         first = compiled(lambda: self._run_all(shape for shape in shapes if shape.tokens == largest[shape.kind]))
         if any(self._exchange(first)):
             compiled(lambda: self._run_all(shape for shape in shapes if shape.tokens != largest[shape.kind]))
+            compiled(self._run_beside_prompts)
 
     def _run_all(self, shapes: Iterable[StepShape]) -> None:
         """Run a step of each shape."""
@@ -212,34 +246,97 @@ class Graphs:
             _, metadata = self._try(shape, first_lengths(shape, self._ctx.max_model_len), 0)
             self._function(shape, metadata, None)(**self.buffers(shape).tensors)
 
+    def _run_beside_prompts(self) -> None:
+        """Run steps eagerly in which decodes come before a prompt: attention has variants for these."""
+        ctx = self._ctx
+        shape = max((row.shape(row.sizes[-1], row.ends[-1]) for row in self._rows), key=lambda shape: shape.tokens)
+        self._try(shape, first_lengths(shape, ctx.max_model_len), 0)
+        arrays = self.buffers(shape).tensors
+        decodes = next((row.sizes for row in self._rows if row.queries == 1), ())
+        for count in first_sizes(decodes):
+            rest = shape.tokens - count
+            if not 1 < rest <= ctx.max_model_len:
+                continue
+            lengths = TrialLengths((*[1] * count, rest), (*[2] * count, rest))
+            _, positions, batches = trial_step(lengths, self._num_groups, ctx.block_size, 0, ctx.torch_device)
+            metadata = self._forward.plan([replace(batch, num_decodes=count) for batch in batches])
+            adapters = arrays["adapters"] if shape.adapted else None
+            self._forward.hidden(arrays[self._inputs], positions, metadata, adapters)
+
     @torch.inference_mode()
     def prepare_ahead(self, free_pages: int = 0) -> None:
-        """Capture what is listed, largest first so that memory which graphs share is taken once.
+        """Capture what the start waits for, largest first so that memory which graphs share is taken once.
 
-        Of rows that list nothing: one shape for each kernel of a plugin, so that one which must not be replayed is
-        known before any request is. Steps may be tried on pages 1 to ``free_pages`` of the cache, which nobody uses.
+        ``capture_next`` captures the other listed graphs. With --wait-for-graphs, and where a third party's kernel is
+        unproven, none is left to it: all verdicts on kernels are known before any request is. Of rows that list nothing
+        it is one shape for each kernel of a plugin. Steps may be tried on pages 1 to ``free_pages`` of the cache, which
+        nobody uses.
         """
-        others_kernels, unproven = bool(self._ctx.kernel_calls.offers), self._has_unproven_kernels()
+        unproven = self._has_unproven_kernels()
+        waits = unproven or self._ctx.config.wait_for_graphs
         for row in self._rows:
-            firsts = self._firsts(row)
-            sizes = row.sizes if row.listed else firsts if others_kernels else ()
-            draws = row.draws if row.listed else row.draws[:1]
+            planned = self._planned(row, unproven)
+            firsts = {row.shape(size, row.ends[0]) for size in first_sizes(row.sizes)}
+            now = [graph for graph in planned if waits or not row.listed or graph.shape in firsts]
+            sizes = [list(graphs) for _, graphs in groupby(reversed(now), lambda graph: graph.shape.layout)]
             began = time.perf_counter()
-            for number, size in enumerate(reversed(sizes), 1):
-                shape = row.shape(size, row.ends[-1])
-                logger.info("preparing %s (%d of %d)", shape.words, number, len(sizes))
-                most = _EVERY_LENGTH if unproven or number == 1 else int(size in firsts)
-                self._prepare_trials(shape, draws or row.ends, free_pages, most, unproven)
+            for number, graphs in enumerate(sizes, 1):
+                logger.info("preparing %s (%d of %d)", graphs[0].shape.words, number, len(sizes))
+                for graph in reversed(graphs):
+                    self._prepare(graph, free_pages)
             if sizes:
                 logger.info("%d sizes prepared in %.1f s", len(sizes), time.perf_counter() - began)
+            self._late.add(graph for graph in planned if graph not in now)
+        self._left.set(len(self._late))
+
+    @torch.inference_mode()
+    def capture_next(self, least_missed: int = 0) -> int:
+        """Capture one of the graphs that are left: the one that most steps missed, if ``least_missed`` or more did.
+
+        Returns how many are left. A graph that cannot be captured is left out, with a warning.
+        """
+        if (graph := self._late.next(least_missed)) is not None:
+            try:
+                self._prepare(graph, free_pages=0)
+            except Exception as error:  # steps go on with the graphs that are there
+                self._late.give_up(graph.shape)
+                self._tell_failure(graph.shape, error)
+            self._left.set(len(self._late))
+        return len(self._late)
+
+    def capture_later(self) -> None:
+        """Leave all listed graphs to ``capture_next``, and to the steps that need one before. Every rank calls it."""
+        unproven = self._has_unproven_kernels()
+        for row in self._rows:
+            self._late.add(self._planned(row, unproven) if row.listed else ())
+        self._left.set(len(self._late))
+
+    def _planned(self, row: ShapeRow, unproven: bool) -> list[PlannedGraph]:
+        """The graphs of ``row`` that are captured before a step needs them, in order of size.
+
+        The first of a size is compared with eager runs where ``unproven`` kernels take part, where the size is the
+        largest, and where it is the first that some kernel serves; the others of that size where ``unproven``.
+        """
+        firsts = self._firsts(row)
+        sizes, ends = row.sizes, row.draws or row.ends
+        if not row.listed:
+            sizes, ends = firsts if self._ctx.kernel_calls.offers else (), ends[:1]
+        graphs = []
+        for size in sizes:
+            lengths = _EVERY_LENGTH if unproven or size == sizes[-1] else int(size in firsts)
+            graphs.append(PlannedGraph(row.shape(size, ends[0]), lengths))
+            graphs += [PlannedGraph(row.shape(size, end), int(unproven)) for end in ends[1:]]
+        return graphs
 
     def drop(self) -> None:
         """Forget every graph, since what they read is about to move, and the engine with the memory they share."""
         self._kept.clear()
+        self._late.clear()
         self.engine = self._new_engine()
         if self._refused or self._refused_draws:
             gc.collect()  # a step that was refused may stand in a cycle with what it had allocated
         self._number.set(0)
+        self._left.set(0)
 
     def narrow(self) -> None:
         """Leave out the sizes for which attention can no longer be captured; graphs were dropped before."""
@@ -273,22 +370,15 @@ class Graphs:
         )
         return any(self._exchange(unproven))
 
-    def _prepare_trials(
-        self, shape: StepShape, ends: Sequence[End], free_pages: int, most_lengths: int, every_end: bool
-    ) -> None:
-        """Capture a shape for each of ``ends``.
-
-        The first graph is compared with eager runs at up to ``most_lengths`` lengths of sequences (0: it is not), the
-        others, where ``every_end``, at the first of them.
-        """
-        ctx, pages = self._ctx, 0 if shape.mode == "piecewise" else free_pages
+    def _prepare(self, graph: PlannedGraph, free_pages: int) -> None:
+        """Capture ``graph``; see ``prepare_ahead``."""
+        ctx, shape = self._ctx, graph.shape
+        pages = 0 if shape.mode == "piecewise" else free_pages
         first = partial(self._try, shape, first_lengths(shape, ctx.max_model_len), pages)
         further = further_lengths(shape, ctx.block_size, ctx.max_model_len)
-        trials = [first, *(partial(self._try, shape, lengths, pages) for lengths in further)][:most_lengths]
-        for end in ends:
-            own, metadata = first()
-            self._prepared(shape._replace(end=end), metadata, trials if own or not trials else None)
-            trials = trials[:1] if every_end else []
+        trials = [first, *(partial(self._try, shape, lengths, pages) for lengths in further)][: graph.num_lengths]
+        own, metadata = first()
+        self._prepared(shape, metadata, trials if own or not trials else None)
 
     def _try(self, shape: StepShape, lengths: TrialLengths, free_pages: int) -> tuple[bool, list[AttentionMetadata]]:
         """Put a step into the buffers on which graphs of ``shape`` are compared with eager runs, and plan it.
@@ -339,6 +429,7 @@ class Graphs:
         others; of the step that stands there for None; it is not compared where there are none. It ends with logits
         where a draw cannot be part of any graph. Returns None where the shape cannot be captured.
         """
+        self._late.discard(shape)
         if shape.end in self._refused_draws:
             shape = shape._replace(end="logits")
         tokens = () if shape.mode == "piecewise" else self._forward.tokens(metadata)
@@ -346,8 +437,9 @@ class Graphs:
         for holder in holders:
             if (captured := self._kept.use((holder, tokens))) is not None:
                 return shape, captured
-        if (shape.layout, shape.adapted) in self._refused:
+        if buffers_of(shape) in self._refused:
             return shape, None
+        self._late.discard(holders[0])
         try:
             return shape, self._capture((holders[0], tokens), metadata, trials)
         except PlatformError as error:
@@ -355,12 +447,16 @@ class Graphs:
                 logger.info("tokens are drawn behind the captured steps, not within: %s", str(error))
                 self._refused_draws.add(end)
                 return self._prepared(shape, metadata, trials)
-            kind = shape.mode, shape.queries
-            level = logging.INFO if kind in self._warned else logging.WARNING
-            logger.log(level, "%s are not captured: %s", shape.words, str(error))
-            self._warned.add(kind)
-            self._refused.add((shape.layout, shape.adapted))
+            self._refused.add(buffers_of(shape))
+            self._tell_failure(shape, error)
             return shape, None
+
+    def _tell_failure(self, shape: StepShape, error: Exception) -> None:
+        """Warn of the first shape of a kind that is not captured."""
+        kind = shape.mode, shape.queries
+        level = logging.INFO if kind in self._warned else logging.WARNING
+        logger.log(level, "%s are not captured: %s", shape.words, str(error))
+        self._warned.add(kind)
 
     def _holders(self, shape: StepShape) -> list[StepShape]:
         """The shapes whose graphs compute what ``shape`` ends with, the best first.
@@ -400,6 +496,7 @@ class Graphs:
         finally:
             self._seconds.inc(time.perf_counter() - began)
             self._number.set(len(self._kept))
+            self._left.set(len(self._late))
         logger.debug("step %s was captured", key)
         return captured
 

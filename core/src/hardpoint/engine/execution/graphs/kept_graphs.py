@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,6 +33,7 @@ class KeptGraphs:
         """``shares`` add up to ``most`` or less."""
         self._most, self._shares = most, dict(shares)
         self._graphs: OrderedDict[GraphKey, Captured] = OrderedDict()
+        self._shapes: Counter[StepShape] = Counter()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -41,6 +42,10 @@ class KeptGraphs:
     def graphs(self) -> list[CapturedGraph]:
         """All of them, the least recently used first."""
         return [captured.graph for captured in self._graphs.values()]
+
+    def has(self, shape: StepShape) -> bool:
+        """Whether there is a graph of ``shape``, for whatever compatibility tokens."""
+        return self._shapes[shape] > 0
 
     def use(self, key: GraphKey) -> Captured | None:
         """The graph of ``key``, which is now the most recently used; None where there is none."""
@@ -52,15 +57,19 @@ class KeptGraphs:
     def make_room(self, kind: Kind) -> None:
         """Drop graphs until one more of ``kind`` may be put."""
         while len(self._graphs) >= self._most:
-            del self._graphs[self._next_dropped(kind)]
+            dropped = self._next_dropped(kind)
+            del self._graphs[dropped]
+            self._shapes[dropped[0]] -= 1
 
     def put(self, key: GraphKey, captured: Captured) -> None:
         """Keep a graph, for which there is room."""
         self._graphs[key] = captured
+        self._shapes[key[0]] += 1
 
     def clear(self) -> None:
         """Drop all."""
         self._graphs.clear()
+        self._shapes.clear()
 
     def _next_dropped(self, kind: Kind) -> GraphKey:
         numbers: dict[Kind, int] = {kind: 1}

@@ -194,11 +194,13 @@ class ReplayCheck:
         return likeness
 
     def _on_every_rank(self, prepare: Callable[[], CapturedGraph]) -> CapturedGraph:
-        """The prepared step of ``prepare``. Raises PlatformError on every rank where it does on any."""
-        graph, failure = None, None
+        """The prepared step of ``prepare``. Raises PlatformError on every rank where it does on any, and on the others
+        where one fails in another way."""
+        graph: CapturedGraph | None = None
+        failure: Exception | None = None
         try:
             graph = prepare()
-        except PlatformError as error:
+        except Exception as error:
             failure = error
         told = self._exchange(None if failure is None else str(failure))
         if failure is not None:
