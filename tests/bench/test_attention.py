@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hardpoint.bench.attention import Requests, _Work, parse_batch
+from hardpoint.bench.attention import _Work, parse_batch
+from hardpoint.bench.attention_kinds import CausalKind, LatentKind, Requests
 from hardpoint.cli.main import run
-from hardpoint_plugin_api import AttentionSpec, ConfigError
+from hardpoint_plugin_api import AttentionSpec, ConfigError, LatentSpec
 
 
 def test_batches_are_short_texts() -> None:
@@ -32,10 +33,27 @@ def test_what_is_read_is_counted(text: str, window: int | None) -> None:
     (one,) = batch = parse_batch(text)
     queries_at, keys_at = torch.arange(one.total - one.query, one.total)[:, None], torch.arange(one.total)
     read = ~spec.span.hides(queries_at, keys_at)
-    work = _Work.of(spec, batch)
+    work = _Work.of(CausalKind(spec), batch)
     assert work.flops == one.count * 2 * 2 * int(read.sum()) * 4 * 8
     keys, tokens = int(read.any(0).sum()), one.query
     assert work.nbytes == one.count * 2 * 2 * (keys * 2 * 8 + tokens * 4 * 8)
+
+
+def test_what_latent_attention_reads_is_counted() -> None:
+    """Axes of the sizes: 4 heads, latents of 8, rotated keys of 2."""
+    work = _Work.of(LatentKind(LatentSpec(4, 8, 2, 1.0, "bfloat16", "float32", 16)), parse_batch("3q1s40_q7"))
+    assert work.nbytes == (3 * 40 + 7) * 4 * 10 + (3 + 7) * 2 * 4 * 18
+    assert work.flops == (3 * 40 + 28) * 4 * 2 * 18
+
+
+def test_latent_backends_run_on_the_host(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    sizes = ["--heads", "3", "--latent-size", "24", "--rope-size", "8", "--rounds", "3"]
+    wanted = ["bench", "attention", "2q1s40_q9", "--kind", "latent", "--platform", "cpu", *sizes]
+    assert run([*wanted, "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["name"] for row in rows} >= {"2q1s40_q9 cpu_native_latent", "2q1s40_q9 reference"}
+    assert all(row["value"] > 0 and row["roofline"] > 0 and row["peer"] > 0 for row in rows)
 
 
 def test_backends_run_on_the_host(tmp_path: Path) -> None:

@@ -1,20 +1,17 @@
-"""Attention backends beside each other, on batches that a short text describes.
-
-Axes: T tokens of a step, S tokens of a request, H query heads, K KV heads, D head size.
-"""
+"""Attention backends beside each other, on batches that a short text describes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any
 
 import click
 import torch
 
-from hardpoint.attention.phases import PhasedBackend
+from hardpoint.bench.attention_kinds import CausalKind, Kind, LatentKind, Requests
 from hardpoint.bench.device_timer import DeviceTimer, Run
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
 from hardpoint.config import EngineConfig
@@ -26,35 +23,12 @@ from hardpoint.plugin_host.blame import construct
 from hardpoint.resources import EngineResources
 from hardpoint.selection import Settings
 from hardpoint.selection.selector import Selector
-from hardpoint_plugin_api import (
-    AttentionBackend,
-    AttentionBatch,
-    AttentionCall,
-    AttentionSpec,
-    ConfigError,
-    Reason,
-    SelectionError,
-    StoreCall,
-)
+from hardpoint_plugin_api import AttentionBatch, AttentionSpec, ConfigError, LatentSpec, Reason, SelectionError
 
 _PIECE = re.compile(r"(?P<count>\d*)q(?P<query>\d+k?)(?:s(?P<total>\d+k?))?")
 _WORKING_SET = 256 * 2**20
 _MOST_RUNS = 64
 """Layers that are gone through in turn: with a batch of a few tokens, it would take very many to exceed the caches."""
-
-
-@dataclass(frozen=True)
-class Requests:
-    """``count`` requests alike: ``query`` new tokens at the end of ``total``."""
-
-    count: int
-    query: int
-    total: int
-
-    @property
-    def num_reads(self) -> int:
-        """Pairs of a query and a key that it reads, of one request, if it reads all of them."""
-        return self.query * (self.total - self.query) + self.query * (self.query + 1) // 2
 
 
 def parse_batch(text: str) -> tuple[Requests, ...]:
@@ -92,12 +66,26 @@ def _number(text: str) -> int:
 @click.option(
     "--platform", default=None, help="Kind of device to run on. Default: an accelerator if one is found, else cpu."
 )
+@click.option(
+    "--kind",
+    "kind_of",
+    default="causal",
+    show_default=True,
+    type=click.Choice(["causal", "latent"]),
+    help="Kind of attention: causal (--kv-heads, --head-size, --window) or latent (--latent-size, --rope-size).",
+)
 @click.option("--only", default="", metavar="REGEX", help="Measure only backends with a name that matches.")
 @click.option("--heads", default=32, show_default=True, type=click.IntRange(min=1), help="Number of query heads.")
 @click.option(
     "--kv-heads", default=8, show_default=True, type=click.IntRange(min=1), help="Number of key and value heads."
 )
 @click.option("--head-size", default=128, show_default=True, type=click.IntRange(min=1), help="Size of a head.")
+@click.option(
+    "--latent-size", default=512, show_default=True, type=click.IntRange(min=1), help="Size of a token's latent."
+)
+@click.option(
+    "--rope-size", default=64, show_default=True, type=click.IntRange(min=1), help="Size of a token's rotated key."
+)
 @click.option(
     "--block-size", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens of a page of the KV cache."
 )
@@ -117,10 +105,13 @@ def _number(text: str) -> int:
 def attention(
     batches: Sequence[str],
     platform: str | None,
+    kind_of: str,
     only: str,
     heads: int,
     kv_heads: int,
     head_size: int,
+    latent_size: int,
+    rope_size: int,
     block_size: int,
     window: int | None,
     dtype: str,
@@ -131,34 +122,42 @@ def attention(
     """Run every attention backend that serves on BATCHES, such as 8q1s4k, 2q512 or 4q1s1k_q2k.
 
     A batch is requests, joined by _: their number, q and their new tokens, s and their tokens in all (k for 1024);
-    without s, they are whole prompts. A batch that reads more than it computes is judged by its bytes: keys and values,
-    queries and results; the others by their multiplications, two for each pair of a query and a key that it reads.
+    without s, they are whole prompts. Latent attention is measured in its absorbed form. A batch that reads more than
+    it computes is judged by its bytes: keys and values, queries and results; the others by their multiplications, two
+    for each pair of a query and a key that it reads.
     """
     settings = {"platform": platform} if platform else {}
     blueprint = draw(EngineConfig.create(model="demo", dtype=dtype, **settings))
     wanted = _pattern(only)
-    if heads % kv_heads:
-        raise ConfigError(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
-    kv_dtype = kv_cache_dtype or dtype
-    dtype_of(kv_dtype)  # refuses what is none, before backends are asked
-    spec = AttentionSpec(heads, kv_heads, head_size, head_size**-0.5, dtype, kv_dtype, block_size, window)
+    dtypes = dtype, kv_cache_dtype or dtype
+    dtype_of(dtypes[1])  # refuses what is none, before backends are asked
+    if kind_of == "latent":
+        size = latent_size + rope_size
+        kind: Kind = LatentKind(LatentSpec(heads, latent_size, rope_size, size**-0.5, *dtypes, block_size))
+    else:
+        if heads % kv_heads:
+            raise ConfigError(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
+        spec = AttentionSpec(heads, kv_heads, head_size, head_size**-0.5, *dtypes, block_size, window)
+        kind = CausalKind(spec)
     ctx, timer = blueprint.ctx, DeviceTimer(blueprint.platform, blueprint.ctx.torch_device, _WORKING_SET)
     parsed = {text: parse_batch(text) for text in batches or ("q1s512", "8q1s4k", "64q1s2k", "32q512", "q4k")}
     rows = []
     with torch.inference_mode():
-        serving = _serving(ctx, spec, variants)
+        serving = _serving(ctx, kind, variants)
         backends = [b for b in serving if wanted.search(b.name)]
         if not backends:
             names = ", ".join(b.name for b in serving)
             raise ConfigError(f"--only {only}: found in the name of no attention backend that serves here: {names}")
         ceilings = timer.read_speed(rounds), timer.product_speed(rounds)
-        peer_dtype = timer.dtype_at_speed(dtype_of(spec.dtype))
+        peer_dtype = timer.dtype_at_speed(dtype_of(dtype))
         for text, requests in parsed.items():
-            work = _Work.of(spec, requests)
-            dense = _dense(spec, requests, ctx.torch_device, peer_dtype, work.copies) if not window else None
-            peer = timer.seconds(dense, rounds) if dense else None
+            work = _Work.of(kind, requests)
+            peer = None
+            if not window:
+                calls = [kind.dense(one, ctx.torch_device, peer_dtype) for one in requests]
+                peer = timer.seconds([partial(_all, calls) for _ in range(work.copies)], rounds)
             for candidate in backends:
-                runs = _runs(candidate.backend, spec, requests, ctx.torch_device, work.copies)
+                runs = _runs(candidate.backend, kind, requests, ctx.torch_device, work.copies)
                 seconds = timer.seconds(runs, rounds)
                 rows.append(work.row(f"{text} {candidate.name}", seconds, ceilings, peer))
                 del runs
@@ -179,17 +178,13 @@ class _Work:
     copies: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec, batch: Sequence[Requests]) -> _Work:
-        pairs = keys = tokens = 0
+    def of(cls, kind: Kind, batch: Sequence[Requests]) -> _Work:
+        nbytes = flops = 0
         for requests in batch:
-            read = min(requests.total, (spec.window or requests.total) + requests.query - 1)
-            hidden = 0 if spec.window is None else _beyond(requests, spec.window)
-            pairs += requests.count * (requests.num_reads - hidden)
-            keys += requests.count * read
-            tokens += requests.count * requests.query
-        cached = 2 * keys * spec.num_kv_heads * spec.head_size * dtype_of(spec.kv_dtype).itemsize
-        nbytes = cached + 2 * tokens * spec.num_heads * spec.head_size * dtype_of(spec.dtype).itemsize
-        return cls(nbytes, 4 * pairs * spec.num_heads * spec.head_size, min(_MOST_RUNS, -(-_WORKING_SET // nbytes)))
+            pairs, keys = kind.reads(requests)
+            flops += requests.count * pairs * kind.pair_flops
+            nbytes += requests.count * (keys * kind.key_bytes + requests.query * kind.query_bytes)
+        return cls(nbytes, flops, min(_MOST_RUNS, -(-_WORKING_SET // nbytes)))
 
     def row(self, name: str, seconds: float, ceilings: tuple[float, float], peer: float | None) -> BenchRow:
         """The rate by what bounds it: bytes or multiplications."""
@@ -200,30 +195,23 @@ class _Work:
         return BenchRow(name, amount / seconds / 1e9, unit, ceiling / 1e9, theirs, better="higher", note=note)
 
 
-def _beyond(requests: Requests, window: int) -> int:
-    """Pairs of one request that a window hides."""
-    first, last = requests.total - requests.query + 1, requests.total  # keys up to and with each query
-    hidden = [max(0, first - window), max(0, last - window)]
-    count = min(requests.query, hidden[1])
-    return (hidden[1] + max(hidden[0], 1 if hidden[1] else 0)) * count // 2
-
-
 @dataclass(frozen=True)
 class _Candidate:
     """A backend that serves, by the name to be shown."""
 
     name: str
-    backend: AttentionBackend
+    backend: Any
 
 
-def _serving(ctx: Context, spec: AttentionSpec, variants: bool) -> list[_Candidate]:
-    """The backends that this device and spec admit, and where asked for, their other tunings.
+def _serving(ctx: Context, kind: Kind, variants: bool) -> list[_Candidate]:
+    """The backends that this device and kind admit, and where asked for, their other tunings.
 
     Raises SelectionError, with the reasons against each, where there is none.
     """
+    spec = kind.spec
     serving: list[_Candidate] = []
     rejected: dict[str, Sequence[Reason]] = {}
-    for offer in ctx.plugins.offers("attention", "causal"):
+    for offer in ctx.plugins.offers("attention", kind.of):
         name = offer.contribution.name
         asked = Settings({"attention": name})
         chosen = replace(
@@ -238,31 +226,29 @@ def _serving(ctx: Context, spec: AttentionSpec, variants: bool) -> list[_Candida
         except SelectionError as error:
             rejected |= error.rejected
             continue
-        parts = [(e.range, construct(e.offer, ctx.load(e.offer), AttentionBackend, chosen, spec)) for e in plan.entries]
-        built = [_Candidate(name, parts[0][1] if len(parts) == 1 else PhasedBackend(chosen, spec, parts))]
+        parts = [(e.range, construct(e.offer, ctx.load(e.offer), kind.backend, chosen, spec)) for e in plan.entries]
+        built = [_Candidate(name, parts[0][1] if len(parts) == 1 else kind.joined(chosen, spec, parts))]
         if variants:
             built += _variants(offer, chosen, spec)
         chosen.resources.allocate(ctx.torch_device)
         serving += built
     if not serving:
         workload = spec.workload().key()
-        raise SelectionError(f"nothing can serve attention ({workload}) on {ctx.device.name}", rejected)
+        raise SelectionError(f"nothing can serve attention {kind.of} ({workload}) on {ctx.device.name}", rejected)
     return serving
 
 
-def _variants(offer: Offer, ctx: Context, spec: AttentionSpec) -> Iterator[_Candidate]:
+def _variants(offer: Offer, ctx: Context, spec: Any) -> Iterator[_Candidate]:
     """A backend's other tunings: classes like it, by name, under its ``variants``."""
     target = ctx.load(offer)
     for name, kind in getattr(target, "variants", dict)().items():
-        yield _Candidate(f"{offer.contribution.name} {name}", cast(Callable[..., AttentionBackend], kind)(ctx, spec))
+        yield _Candidate(f"{offer.contribution.name} {name}", kind(ctx, spec))
 
 
-def _runs(
-    backend: AttentionBackend, spec: AttentionSpec, batch: Sequence[Requests], device: torch.device, copies: int
-) -> list[Run]:
+def _runs(backend: Any, kind: Kind, batch: Sequence[Requests], device: torch.device, copies: int) -> list[Run]:
     """Calls of ``forward`` as a step makes them: planned once, and for each of ``copies`` layers with its own cache."""
     each = [(one.query, one.total) for one in batch for _ in range(one.count)]
-    block, dtype = spec.block_size, dtype_of(spec.dtype)
+    block = kind.spec.block_size
     needed = [-(-total // block) for _, total in each]
     table, at = torch.zeros(len(each), max(needed), dtype=torch.int32), 0
     ids = (torch.randperm(sum(needed)) + 1).int()
@@ -282,19 +268,14 @@ def _runs(
             num_decodes=sum(query == 1 for query, _ in each),
         )
     )
-    q, k, v = (
-        torch.randn(len(slots), heads, spec.head_size, device=device).to(dtype)
-        for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    )
-    out = torch.empty_like(q)
+    over = kind.call(backend, len(slots), device)
     pages = sum(needed) + 1
     size = backend.layout.page_bytes(backend.cache_spec, block)
     runs: list[Run] = []
     for _ in range(copies):
         buffer = torch.randint(0, 60, (pages * size,), dtype=torch.uint8, device=device)  # near zero in any dtype
         cache = backend.layout.views(buffer, pages, backend.cache_spec, block)
-        backend.store(StoreCall(k, v, cache, slots))
-        runs.append(partial(backend.forward, AttentionCall(q, k, v, cache, metadata, out)))
+        runs.append(over(cache, slots, metadata))
     return runs
 
 
@@ -304,31 +285,6 @@ def _slots(table: torch.Tensor, each: Sequence[tuple[int, int]], block: int) -> 
         position = torch.arange(total - query, total)
         found.append(row[position // block] * block + position % block)
     return torch.cat(found).int()
-
-
-def _dense(
-    spec: AttentionSpec, batch: Sequence[Requests], device: torch.device, dtype: torch.dtype, copies: int
-) -> list[Run]:
-    """Torch's own attention, one call for requests alike."""
-    size = spec.head_size
-
-    def call(one: Requests) -> Run:
-        q = torch.randn(one.count, spec.num_heads, one.query, size, device=device).to(dtype)
-        k, v = torch.randn(2, one.count, spec.num_kv_heads, one.total, size, device=device).to(dtype)
-        mask = None
-        if 1 < one.query < one.total:
-            mask = torch.ones(one.query, one.total, dtype=torch.bool, device=device).tril(one.total - one.query)
-        return partial(
-            torch.nn.functional.scaled_dot_product_attention,
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=one.query == one.total > 1,
-            enable_gqa=spec.num_kv_heads != spec.num_heads,
-        )
-
-    return [partial(_all, [call(one) for one in batch]) for _ in range(copies)]
 
 
 def _all(runs: Sequence[Run]) -> None:
