@@ -29,6 +29,7 @@ PAIRS_OF_TARGETS = [
 """Parameters for a test: of each maker's targets one by default, the other in the long sweeps."""
 READ_FIRST = {
     "decode_attention": {"seq_lens", "block_table"},
+    "decode_latent_attention": {"seq_lens", "block_table"},
     "qk_norm_rope_store_kernel": {"positions_ptr", "slots_ptr", "cos_sin_ptr", "q_weight_ptr", "k_weight_ptr"},
     "rms_norm_kernel": {"weight_ptr"},
     "_gemm": {"weight_scale_ptr"},

@@ -137,7 +137,7 @@ def test_computes_what_the_reference_does(name: str, pieces: tuple[Piece, ...]) 
 @pytest.mark.parametrize("pieces", [(*SPLIT[:2], *MIXED), SPLIT[:1]], ids=["many", "one"])
 def test_requests_are_found_among_many_or_alone(pieces: tuple[Piece, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     if len(pieces) > 1:  # lengths are looked at two at a time, as if there were hundreds of requests
-        monkeypatch.setattr("hardpoint.kernels.attention._SCANNED", (2,))
+        monkeypatch.setattr("hardpoint.kernels.attention.SCANNED", (2,))
     assert errors(PLAIN, Attention, pieces).max() < TOLERANCE["bfloat16"]
 
 

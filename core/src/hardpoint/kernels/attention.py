@@ -39,14 +39,14 @@ from hardpoint_plugin_api import (
     StoreCall,
 )
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 _MOST_HEAD_SIZE = 256
 _AMPLITUDES = {"int8": 2.0**6, "float8_e4m3fn": 2.0**8, "float8_e5m2": 2.0**15}
 """Half the largest element or more: a token's scale times that is about as large as its values, and no larger."""
-_MOST_MERGED = 128
+MOST_MERGED = 128
 """Splits of one request: as many as a tile of their sums has rows."""
 
-_SCANNED = (1, 32, 256)
+SCANNED = (1, 32, 256)
 _MOST_PREFILLS = 32
 """More requests with several queries than this in one step are unusual."""
 _STORE_WARPS = 4
@@ -98,9 +98,9 @@ class TritonAttention(AttentionBackend):
         block_d = max(16, triton.next_power_of_2(spec.head_size))
         capped = spec.soft_cap is not None
         self._factors = (
-            (2 * _LOG2_E * spec.scale / spec.soft_cap, _LOG2_E * spec.soft_cap)
+            (2 * LOG2_E * spec.scale / spec.soft_cap, LOG2_E * spec.soft_cap)
             if spec.soft_cap is not None
-            else (_LOG2_E * spec.scale, 0.0)
+            else (LOG2_E * spec.scale, 0.0)
         )
         scales = "none"
         if dtype_of(spec.kv_dtype).itemsize == 1:
@@ -124,7 +124,7 @@ class TritonAttention(AttentionBackend):
         self.prefill_constants = [
             {
                 **alike,
-                "SCAN": _scan(_MOST_PREFILLS),
+                "SCAN": scan_size(_MOST_PREFILLS),
                 "BLOCK_M": tiles.rows,
                 "BLOCK_N": tiles.num_keys(block_d, itemsize),
                 "STAGES": tiles.num_stages,
@@ -144,11 +144,11 @@ class TritonAttention(AttentionBackend):
         }
         self._prefill = [Launcher(prefill_attention, tiles.num_stages) for tiles in self.prefill_tiles]
         self._prefill_arguments = [
-            [_in_order(prefill_attention, {**constants, "STAGES": n + 1}) for n in range(constants["STAGES"])]
+            [in_order(prefill_attention, {**constants, "STAGES": n + 1}) for n in range(constants["STAGES"])]
             for constants in self.prefill_constants
         ]
         self._store = Launcher(store_keys_and_values)
-        self._store_arguments = _in_order(store_keys_and_values, self._store_constants)
+        self._store_arguments = in_order(store_keys_and_values, self._store_constants)
         splits = max(one.splits for one in self.decodes)
         counters = max(one.splits * one.head_blocks for one in self.decodes)
         size = f"{spec.num_heads}x{spec.head_size}_{splits}_{counters}"
@@ -165,14 +165,14 @@ class TritonAttention(AttentionBackend):
         constants = {
             **alike,
             "SPLITS": splits,
-            "MOST_SPLITS": min(_MOST_MERGED, triton.next_power_of_2(splits + 1) // 2),
+            "MOST_SPLITS": min(MOST_MERGED, triton.next_power_of_2(splits + 1) // 2),
             "MIN_CHUNK": max(tuning.min_chunk, num_keys),
             "BLOCK_M": max(16, heads),
             "BLOCK_MERGE": heads,
             "BLOCK_N": num_keys,
             "STAGES": tiles.num_stages,
         }
-        arguments = {scan: _in_order(decode_attention, {**constants, "SCAN": scan}) for scan in map(_scan, _SCANNED)}
+        arguments = {scan: in_order(decode_attention, {**constants, "SCAN": scan}) for scan in map(scan_size, SCANNED)}
         launcher = Launcher(decode_attention, tiles.num_stages)
         return _Decode(tuning, splits, head_blocks, constants, launcher, arguments)
 
@@ -203,7 +203,7 @@ class TritonAttention(AttentionBackend):
         rows = slot_mapping.shape[0] * self.spec.num_kv_heads
         if not rows:
             return
-        k, v = (_evenly_placed(_with_adjacent_elements(x)) for x in (call.k, call.v))
+        k, v = (evenly_placed(_with_adjacent_elements(x)) for x in (call.k, call.v))
         pages, strides = self._pages(call.cache), (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         self._store(
             (*strides, *pages[4:]) if aligned(k, v, *pages[:4]) else None,
@@ -231,11 +231,7 @@ class TritonAttention(AttentionBackend):
             return TritonMetadata(batch, token=first, decode=decode)
         longest = self._group * max(b - a for a, b in zip(starts[first:], starts[first + 1 :], strict=False))
         rows = self._group * (starts[-1] - starts[first]) * self.spec.num_kv_heads
-        sizes, tiling = self.prefill_tiles, 0
-        while tiling + 1 < len(sizes) and (
-            sizes[tiling].rows < longest and rows >= self._prefill_tuning.programs * sizes[tiling + 1].rows
-        ):
-            tiling += 1
+        tiling = self._prefill_tuning.tiling(longest, rows)
         token = (first, batch.num_requests, starts[-1] - starts[first], tiling)
         return TritonMetadata(batch, token=token, decode=decode, prefill=tiling)
 
@@ -244,7 +240,7 @@ class TritonAttention(AttentionBackend):
         q, out, metadata = call.q, call.out, call.metadata
         assert isinstance(metadata, TritonMetadata)
         assert q.stride(2) == out.stride(2) == 1 or q.shape[2] == 1, "heads' elements must be adjacent"
-        q = _evenly_placed(q)
+        q = evenly_placed(q)
         batch, pages = metadata.batch, self._pages(call.cache)
         strides = (q.stride(0), q.stride(1), out.stride(0), out.stride(1))
         alike = (q, *strides[:2], out, *strides[2:], *pages, batch.block_table, batch.block_table.stride(0))
@@ -252,7 +248,7 @@ class TritonAttention(AttentionBackend):
         known = aligned(q, out, *pages[:4], self.sinks, self.alibi_slopes)
         key = (*strides, *pages[4:], self.sinks is None, self.alibi_slopes is None) if known else None
         if batch.num_decodes:
-            resources, scan, decode = self.ctx.resources, _scan(batch.num_decodes), self.decodes[metadata.decode]
+            resources, scan, decode = self.ctx.resources, scan_size(batch.num_decodes), self.decodes[metadata.decode]
             decode.launcher(
                 key and (scan, *key),
                 ((decode.splits + batch.num_decodes) * decode.head_blocks, 1, 1),
@@ -306,21 +302,21 @@ class TritonQuantizedCacheAttention(TritonAttention):
     layout: ClassVar[CacheLayout] = ScaledLayout()
 
 
-def _in_order(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
+def in_order(kernel: Any, constants: Mapping[str, Any]) -> tuple[Any, ...]:
     """The last of a kernel's arguments."""
     return tuple(constants[name] for name in kernel.arg_names if name in constants)
 
 
-def _scan(num_requests: int) -> int:
+def scan_size(num_requests: int) -> int:
     """How many lengths a program looks at at once: of one request there is nothing to sum up, and few fit a warp."""
-    return next(most for most in _SCANNED if num_requests <= most or most == _SCANNED[-1])
+    return next(most for most in SCANNED if num_requests <= most or most == SCANNED[-1])
 
 
 def _with_adjacent_elements(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _evenly_placed(x: torch.Tensor) -> torch.Tensor:
+def evenly_placed(x: torch.Tensor) -> torch.Tensor:
     """``x`` [T, H, D], or a copy where its address or its rows' stride is no multiple of 16 and a copy's would be one.
 
     Triton compiles for such multiples, and again for others, which takes seconds. What a copy costs was not measured.

@@ -18,7 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hardpoint.kernels.attention_tile import LOG2_E, attend, num_read, pages_of_tile
+from hardpoint.kernels.attention_places import find_split
+from hardpoint.kernels.attention_tile import LOG2_E, attend, pages_of_tile
 
 
 @triton.jit(
@@ -81,45 +82,12 @@ def decode_attention(
     head_block = tl.program_id(0) % (NUM_KV_HEADS * BLOCKS)
     place = tl.program_id(0) // (NUM_KV_HEADS * BLOCKS)
 
-    tokens = 0
-    for start in range(0, num_requests, SCAN):
-        numbers = start + tl.arange(0, SCAN)
-        lengths = tl.load(seq_lens + numbers, mask=numbers < num_requests, other=0)
-        tokens += tl.sum(num_read(lengths, WINDOW, CHUNK))
-    chunk = tl.maximum(MIN_CHUNK, tl.cdiv(tokens, SPLITS))
-
-    is_split = place >= num_requests
-    request = place
-    split = place * 0
-    first_place = place * 0
-    if is_split:
-        place -= num_requests
-        request = place * 0 - 1
-        taken = place * 0
-        for start in range(0, num_requests, SCAN):
-            numbers = start + tl.arange(0, SCAN)
-            lengths = tl.load(seq_lens + numbers, mask=numbers < num_requests, other=0)
-            counts = _num_splits(num_read(lengths, WINDOW, CHUNK), chunk, MOST_SPLITS, BLOCK_N)
-            ends = taken + tl.cumsum(counts, 0)
-            here = (place < ends) & (place >= ends - counts)
-            request = tl.maximum(request, tl.max(tl.where(here, numbers, -1)))
-            first_place = tl.maximum(first_place, tl.max(tl.where(here, ends - counts, 0)))
-            taken += tl.sum(counts)
-        if request < 0:
-            return
-        split = place - first_place
-
-    seq_len = tl.load(seq_lens + request)
-    count = num_read(seq_len, WINDOW, CHUNK)
-    splits = _num_splits(count, chunk, MOST_SPLITS, BLOCK_N)
-    begin = seq_len - count
-    end = seq_len
-    if is_split:
-        length = _split_length(count, splits, BLOCK_N)
-        begin += split * length
-        end = tl.minimum(begin + length, seq_len)
-    elif splits > 0:
+    request, begin, end, splits, place, first_place = find_split(
+        place, seq_lens, num_requests, WINDOW, CHUNK, SPLITS, MOST_SPLITS, MIN_CHUNK, SCAN, BLOCK_N
+    )
+    if begin >= end:
         return
+    seq_len = tl.load(seq_lens + request)
     block_row = block_table + request.to(tl.int64) * block_table_stride
     first_pages = pages_of_tile(block_row, begin, end, BLOCK_SIZE, BLOCK_N)
 
@@ -185,7 +153,7 @@ def decode_attention(
     if SCALES == "token":
         value_factor = 1.0 / AMPLITUDE
     out += request.to(tl.int64) * out_token_stride
-    if not is_split:
+    if splits == 0:
         if sinks is not None:
             accumulated, total = _with_sink(accumulated, total, highest, sinks + heads, real)
         result = accumulated * (value_factor / total)[:, None]
@@ -201,7 +169,7 @@ def decode_attention(
     counter = counters + first_place * (NUM_KV_HEADS * BLOCKS) + head_block
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
         tl.store(counter, 0)
-        _merge(
+        merge(
             out,
             out_head_stride,
             partial,
@@ -211,6 +179,7 @@ def decode_attention(
             splits,
             kv_head * GROUP,
             head_block % BLOCKS * BLOCK_MERGE,
+            0,
             NUM_HEADS,
             GROUP,
             HEAD_SIZE,
@@ -221,7 +190,7 @@ def decode_attention(
 
 
 @triton.jit
-def _merge(
+def merge(
     out,
     out_head_stride,
     partial,
@@ -231,6 +200,7 @@ def _merge(
     splits,
     first_head,
     first_in_group,
+    first_column,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -238,11 +208,14 @@ def _merge(
     BLOCK_MERGE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Merge one request's splits, from ``first_place`` on. Loads pass by the first cache: others wrote what is read."""
+    """Merge one request's splits, from ``first_place`` on, in ``BLOCK_D`` columns from ``first_column`` on.
+
+    Loads pass by the first cache: others wrote what is read.
+    """
     in_group = first_in_group + tl.arange(0, BLOCK_MERGE)
     real = in_group < GROUP
     heads = first_head + in_group
-    columns = tl.arange(0, BLOCK_D)
+    columns = first_column + tl.arange(0, BLOCK_D)
     whole = real[:, None] & (columns[None, :] < HEAD_SIZE)
     numbers = tl.arange(0, MOST_SPLITS)
     rows = (first_place + numbers[:, None]) * NUM_HEADS + heads[None, :]
@@ -264,20 +237,6 @@ def _merge(
         merged, total = _with_sink(merged, total, highest, sinks + heads, real)
     result = (merged / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + heads[:, None] * out_head_stride + columns[None, :], result, mask=whole)
-
-
-@triton.jit
-def _num_splits(count, chunk, MOST_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Into how many splits ``count`` tokens are cut; 0: they stay whole. No split is empty."""
-    splits = tl.minimum(count // chunk, MOST_SPLITS)
-    length = _split_length(count, tl.maximum(splits, 1), BLOCK_N)
-    return tl.where(splits > 1, tl.cdiv(count, tl.maximum(length, 1)), 0)
-
-
-@triton.jit
-def _split_length(count, splits, BLOCK_N: tl.constexpr):
-    """Tokens of each split but the last, in whole tiles. Rounding makes fewer of them, for which it gives the same."""
-    return tl.cdiv(tl.cdiv(count, splits), BLOCK_N) * BLOCK_N
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hardpoint.kernels.attention_places import find_tile
 from hardpoint.kernels.attention_tile import LOG2_E, attend, first_read, pages_of_tile
 
 
@@ -68,19 +69,7 @@ def prefill_attention(
     kv_head = tl.program_id(0) // num_tiles
     place = num_tiles - 1 - tl.program_id(0) % num_tiles
 
-    request = place * 0 - 1
-    tile = place * 0
-    taken = place * 0
-    for start in range(first_request, num_requests, SCAN):
-        numbers = start + tl.arange(0, SCAN)
-        there = numbers < num_requests
-        starts = tl.load(query_start + numbers, mask=there, other=0)
-        counts = tl.cdiv((tl.load(query_start + numbers + 1, mask=there, other=0) - starts) * GROUP, BLOCK_M)
-        ends = taken + tl.cumsum(counts, 0)
-        here = (place < ends) & (place >= ends - counts)
-        request = tl.maximum(request, tl.max(tl.where(here, numbers, -1)))
-        tile = tl.maximum(tile, tl.max(tl.where(here, place - (ends - counts), 0)))
-        taken += tl.sum(counts)
+    request, tile = find_tile(place, query_start, first_request, num_requests, GROUP, SCAN, BLOCK_M)
     if request < 0:
         return
 

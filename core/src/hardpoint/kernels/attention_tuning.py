@@ -48,6 +48,15 @@ class PrefillTuning:
     programs: int
     tiles: tuple[Tiles, ...]
 
+    def tiling(self, longest: int, rows: int) -> int:
+        """The number of the tiles for a step of ``rows``, of which one request has ``longest``."""
+        number = 0
+        while number + 1 < len(self.tiles) and (
+            self.tiles[number].rows < longest and rows >= self.programs * self.tiles[number + 1].rows
+        ):
+            number += 1
+        return number
+
 
 class Tables(NamedTuple):
     """Both kernels' tables."""

@@ -1,0 +1,225 @@
+"""Latent attention in Triton: a backend over the kernels of latent_decode.py and latent_prefill.py.
+
+As in attention.py, requests with one query go through the one kernel, all others through the other, in the same step;
+nothing is planned on the host, and a recorded step serves any lengths.
+
+Axes: T tokens, N requests, H query heads, L latent size, R rope size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import triton
+
+from hardpoint.dtypes import dtype_of
+from hardpoint.kernels.attention import LOG2_E, MOST_MERGED, SCANNED, evenly_placed, in_order, scan_size
+from hardpoint.kernels.attention_tuning import DecodeTuning, PrefillTuning, Tables, Tiles
+from hardpoint.kernels.latent_decode import decode_latent_attention
+from hardpoint.kernels.latent_prefill import prefill_latent_attention
+from hardpoint.kernels.latent_store import store_latents
+from hardpoint.kernels.launch import Launcher, aligned, in_stages_that_fit
+from hardpoint.kernels.tables import table_of
+from hardpoint_plugin_api import (
+    AttentionBatch,
+    AttentionMetadata,
+    BuildContext,
+    CacheLayout,
+    CaptureGrade,
+    DeviceInfo,
+    LatentBackend,
+    LatentCall,
+    LatentSpec,
+    LatentStoreCall,
+    LatentWorkload,
+    PlainLayout,
+    Reason,
+)
+
+_FACTS: Mapping[str, type] = {"wide": bool, "heads": int}
+_MOST_LATENT_SIZE, _MOST_ROPE_SIZE = 512, 128
+_MOST_PREFILLS = 32
+_STORE_WARPS, _STORED = 4, 2048
+
+
+@dataclass
+class LatentMetadata(AttentionMetadata):
+    """``prefill`` says which tiles serve the requests with several queries: a number, None where there are none."""
+
+    prefill: int | None = None
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A kernel, cut in one way. ``arguments`` are its last ones, by the number of stages less one."""
+
+    tiles: Tiles
+    launcher: Launcher
+    constants: Mapping[str, Any]
+    arguments: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(cls, kernel: Any, tiles: Tiles, constants: Mapping[str, Any]) -> _Cut:
+        stages = range(1, tiles.num_stages + 1)
+        arguments = tuple(in_order(kernel, {**constants, "STAGES": stage}) for stage in stages)
+        return cls(tiles, Launcher(kernel, tiles.num_stages), constants, arguments)
+
+
+class TritonLatentAttention(LatentBackend):
+    """See the top of this file. The cache has elements of 16 or 32 bits."""
+
+    layout: ClassVar[CacheLayout] = PlainLayout()
+    capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
+    exact_lengths: ClassVar[bool] = False
+    tables: ClassVar[Tables | None] = None
+    """Tables that take the place of the device's, for tests and benchmarks."""
+
+    def __init__(self, ctx: BuildContext, spec: LatentSpec) -> None:
+        super().__init__(ctx, spec)
+        tables = self.tables or latent_tables(ctx)
+        # Where one of two dtypes may not hold the other's numbers, products are in float32.
+        wide = spec.kv_dtype != spec.dtype
+        itemsize = 4 if wide else dtype_of(spec.dtype).itemsize
+        sizes = {
+            "LATENT_SIZE": spec.latent_size,
+            "ROPE_SIZE": spec.rope_size,
+            "BLOCK_SIZE": spec.block_size,
+            "BLOCK_L": (block := max(16, triton.next_power_of_2(spec.latent_size))),
+            "BLOCK_R": max(16, triton.next_power_of_2(spec.rope_size)),
+        }
+        alike = {**sizes, "NUM_HEADS": spec.num_heads, "WIDE": wide}
+        facts = {"wide": itemsize == 4, "heads": spec.num_heads}
+        self._factor = LOG2_E * spec.scale
+        self._prefill_tuning = tables.prefill.find(**facts)
+        self.prefills = [
+            _Cut.of(
+                prefill_latent_attention,
+                tiles,
+                {
+                    **alike,
+                    "SCAN": scan_size(_MOST_PREFILLS),
+                    "BLOCK_M": tiles.rows,
+                    "BLOCK_N": tiles.num_keys(block, itemsize),
+                },
+            )
+            for tiles in self._prefill_tuning.tiles
+        ]
+        tuning = tables.decode.find(**facts)
+        heads = min(tuning.tiles.rows, triton.next_power_of_2(spec.num_heads))
+        self._head_blocks = -(-spec.num_heads // heads)
+        self._splits = max(2, tuning.programs // self._head_blocks)
+        num_keys = tuning.tiles.num_keys(block, itemsize)
+        constants = {
+            **alike,
+            "SPLITS": self._splits,
+            "MOST_SPLITS": min(MOST_MERGED, triton.next_power_of_2(self._splits + 1) // 2),
+            "MIN_CHUNK": max(tuning.min_chunk, num_keys),
+            "BLOCK_M": max(16, heads),
+            "BLOCK_MERGE": heads,
+            "BLOCK_N": num_keys,
+        }
+        self.decodes = {
+            scan: _Cut.of(decode_latent_attention, tuning.tiles, {**constants, "SCAN": scan}) for scan in SCANNED
+        }
+        self._rows_stored = max(1, _STORED // block)
+        self._store = Launcher(store_latents)
+        self._store_arguments = in_order(store_latents, {**sizes, "ROWS": self._rows_stored})
+        size = f"{spec.num_heads}x{spec.latent_size}_{self._splits}_{self._head_blocks}"
+        self._partial_key, self._counters_key = f"triton_latent_partial_{size}", f"triton_latent_counters_{size}"
+        nbytes = 4 * self._splits * spec.num_heads * (spec.latent_size + 2)
+        ctx.resources.declare(self._partial_key, nbytes, scope="step")
+        ctx.resources.declare(self._counters_key, 4 * self._splits * self._head_blocks)
+
+    @classmethod
+    def supports(cls, workload: LatentWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse sizes whose tiles would fit no device."""
+        found = []
+        for name, size, most in (
+            ("latent_size", workload.latent_size, _MOST_LATENT_SIZE),
+            ("rope_size", workload.rope_size, _MOST_ROPE_SIZE),
+        ):
+            if size is not None and size > most:
+                found.append(Reason("shape", f"{name} is too large", wanted=str(size), supported=f"up to {most}"))
+        return found
+
+    def store(self, call: LatentStoreCall) -> None:
+        """See LatentBackend."""
+        tokens, slots = call.slot_mapping.shape[0], call.slot_mapping
+        if not tokens:
+            return
+        latent, rope_key = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.latent, call.rope_key))
+        strides, pages = (latent.stride(0), rope_key.stride(0)), _pages(call.cache)
+        self._store(
+            (*strides, *pages[2:]) if aligned(latent, rope_key, *pages[:2]) else None,
+            (-(-tokens // self._rows_stored), 1, 1),
+            _STORE_WARPS,
+            latent,
+            strides[0],
+            rope_key,
+            strides[1],
+            *pages,
+            slots,
+            tokens,
+            *self._store_arguments,
+        )
+
+    def plan(self, batch: AttentionBatch) -> LatentMetadata:
+        """See StepPlanner. The token says how many requests have one query, and how large the others' tiles are."""
+        starts, first = batch.query_start_host, batch.num_decodes
+        if first == batch.num_requests:
+            return LatentMetadata(batch, token=first)
+        heads = self.spec.num_heads
+        longest = heads * max(b - a for a, b in zip(starts[first:], starts[first + 1 :], strict=False))
+        rows = heads * (starts[-1] - starts[first])
+        number = self._prefill_tuning.tiling(longest, rows)
+        return LatentMetadata(batch, (first, batch.num_requests, starts[-1] - starts[first], number), number)
+
+    def forward(self, call: LatentCall) -> None:
+        """See LatentBackend. Raises for heads whose elements do not lie one by one."""
+        metadata, batch, out = call.metadata, call.metadata.batch, call.out
+        assert isinstance(metadata, LatentMetadata)
+        for x in (call.q_latent, call.q_rope, out):
+            assert x.stride(2) == 1 or x.shape[2] == 1, "heads' elements must be adjacent"
+        q_latent, q_rope = evenly_placed(call.q_latent), evenly_placed(call.q_rope)
+        pages = _pages(call.cache)
+        strides = [x.stride()[:2] for x in (q_latent, q_rope, out)]
+        alike = (q_latent, *strides[0], q_rope, *strides[1], out, *strides[2], *pages)
+        alike = (*alike, batch.block_table, batch.block_table.stride(0), batch.seq_lens)
+        key = (*strides, *pages[2:]) if aligned(q_latent, q_rope, out, *pages[:2]) else None
+        if batch.num_decodes:
+            cut, resources = self.decodes[scan_size(batch.num_decodes)], self.ctx.resources
+            grid = (self._splits + batch.num_decodes) * self._head_blocks
+            partial, counters = (resources.get(name) for name in (self._partial_key, self._counters_key))
+            self._launch(
+                cut, key, grid, alike, batch.num_decodes, partial.view(torch.float32), counters.view(torch.int32)
+            )
+        if metadata.prefill is not None:
+            cut, first, starts = self.prefills[metadata.prefill], batch.num_decodes, batch.query_start_host
+            rows = (starts[-1] - starts[first]) * self.spec.num_heads
+            num_tiles = rows // cut.tiles.rows + batch.num_requests - first
+            self._launch(cut, key, num_tiles, alike, batch.query_start, first, batch.num_requests, num_tiles)
+
+    def _launch(self, cut: _Cut, key: Any, grid: int, alike: tuple[Any, ...], *more: Any) -> None:
+        def launch(num_stages: int) -> None:
+            last = cut.arguments[num_stages - 1]
+            place = key and (num_stages, *key)
+            cut.launcher(place, (grid, 1, 1), cut.tiles.num_warps, *alike, *more, self._factor, *last)
+
+        device = alike[0].device
+        in_stages_that_fit((self.spec, cut.launcher, cut.tiles, device), cut.tiles.num_stages, launch)
+
+
+def latent_tables(ctx: BuildContext) -> Tables:
+    """The tables for the context's device. Raises ConfigError for a file that is not right."""
+    return Tables(
+        table_of(ctx, "latent_decode", DecodeTuning, _FACTS), table_of(ctx, "latent_prefill", PrefillTuning, _FACTS)
+    )
+
+
+def _pages(cache: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Latents and rotated keys, and the strides of each from page to page."""
+    latents, rope_keys = cache["latent"], cache["rope_key"]
+    return latents, rope_keys, latents.stride(0), rope_keys.stride(0)

@@ -1,0 +1,185 @@
+"""Latent attention in Triton, interpreted: against the reference, on batches that meet every branch of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from hardpoint.attention.phases import sub_batch
+from hardpoint.conformance.families.latent import LatentTrials
+from hardpoint.conformance.memory import Placement, place
+from hardpoint.conformance.plan import Plan
+from hardpoint.conformance.site import Site
+from hardpoint.kernels.attention_tuning import DecodeTuning, PrefillTuning, Tables, Tiles
+from hardpoint.kernels.latent_attention import TritonLatentAttention
+from hardpoint.plugin_host import discover
+from hardpoint.reference.latent_attention import ReferenceLatentAttention
+from hardpoint_plugin_api import BuildContext, CaptureGrade, LatentBackend, LatentCall, LatentSpec, LatentStoreCall
+from tests.conformance.trying import subject
+from tests.kernels.compiling import SHARED_KIB, TARGETS, Job, compile_kernels
+from tests.kernels.test_attention import SIGNATURE, SPLIT, TOLERANCE, TYPES
+from tests.kernels.test_launch import Variants
+from tests.support.attention import MIXED, Piece, PluginConfigOnly
+from tests.support.latent import run_latent_backend
+
+PLAIN = LatentSpec(6, 64, 16, 0.1, "bfloat16", "bfloat16", 16)
+SPECS = {
+    "plain": PLAIN,
+    "float16": replace(PLAIN, dtype="float16", kv_dtype="float16", latent_size=40, rope_size=8),
+    "other cache, one page each": replace(PLAIN, kv_dtype="float32", block_size=1),
+    "odd sizes": replace(PLAIN, num_heads=1, latent_size=33, rope_size=6, dtype="float32", kv_dtype="float32"),
+    "many heads": replace(PLAIN, num_heads=40, block_size=5),
+}
+TILES = Tiles(rows=16, key_bytes=2048, num_warps=4, num_stages=2)
+FEW = Tables.fixed(DecodeTuning(16, 48, replace(TILES, rows=4)), PrefillTuning(4, (TILES, replace(TILES, rows=32))))
+"""The interpreter takes one program after the other."""
+DEEPSEEK = LatentSpec(128, 512, 64, 0.1, "bfloat16", "bfloat16", 16)
+SMALL = Tables.fixed(
+    DecodeTuning(256, 128, Tiles(16, 16384, 4, 1)),
+    PrefillTuning(256, (Tiles(rows=16, key_bytes=16384, num_warps=4, num_stages=1),)),
+)
+"""For devices with 64 KiB of shared memory."""
+
+
+class Latent(TritonLatentAttention):
+    tables = FEW
+
+
+def errors(
+    spec: LatentSpec, kind: type[LatentBackend], pieces: Sequence[Piece], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Each head's error beside its norm."""
+    ours = run_latent_backend(kind, spec, pieces, device=device)
+    reference = run_latent_backend(ReferenceLatentAttention, spec, pieces)
+    found: torch.Tensor = (ours.double() - reference.double()).norm(dim=-1) / reference.double().norm(dim=-1)
+    return found
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("pieces", [MIXED, SPLIT], ids=["mixed", "split"])
+def test_computes_what_the_reference_does(name: str, pieces: tuple[Piece, ...]) -> None:
+    spec = SPECS[name]
+    assert errors(spec, Latent, pieces).max() < TOLERANCE[spec.dtype]
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("name", [*SPECS, "deepseek", "deepseek-lite"])
+def test_computes_what_the_reference_does_on_the_device(name: str) -> None:
+    spec = {**SPECS, "deepseek": DEEPSEEK, "deepseek-lite": replace(DEEPSEEK, num_heads=16)}[name]
+    pieces = (*MIXED[:4], *(Piece(1, total) for total in (300, 5000, 1)), *MIXED[4:], Piece(70, 500))
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    assert errors(spec, TritonLatentAttention, pieces, device).max() < TOLERANCE[spec.dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+def test_stores_what_the_reference_does(kv_dtype: str) -> None:
+    spec = replace(PLAIN, dtype="float32", kv_dtype=kv_dtype, latent_size=33, rope_size=6)
+    latent, rope_key = torch.randn(40, 50).split([44, 6], dim=-1)
+    slots, buffers = torch.arange(16, 56, dtype=torch.int32), []
+    for kind in (Latent, ReferenceLatentAttention):
+        backend = kind(cast(BuildContext, PluginConfigOnly({})), spec)
+        buffer = torch.zeros(4 * backend.layout.page_bytes(backend.cache_spec, 16), dtype=torch.uint8)
+        cache = backend.layout.views(buffer, 4, backend.cache_spec, 16)
+        backend.store(LatentStoreCall(latent[:, :33], rope_key, cache, slots))
+        buffers.append(buffer)
+    assert torch.equal(*buffers)
+
+
+class Bound(TritonLatentAttention):
+    """Launches nothing, but sees which variant each call wants, and whether a known one would do."""
+
+    launched_again = 0
+
+    def __init__(self, ctx: BuildContext, spec: LatentSpec) -> None:
+        super().__init__(ctx, spec)
+        self.launchers = (self._store, *(cut.launcher for cut in (*self.decodes.values(), *self.prefills)))
+        for launcher in self.launchers:
+            launcher._kernel = Variants(launcher._kernel)
+
+    def forward(self, call: LatentCall) -> None:
+        out, batch = call.out, call.metadata.batch
+        for number, placement in enumerate([*Placement][:3] * 2):
+            lying = place(call.q_latent, out.device, placement)
+            super().forward(replace(call, q_latent=lying))
+            part = sub_batch(batch, number % 3, batch.num_requests)
+            rows = slice(batch.query_start_host[number % 3], None)
+            super().forward(
+                replace(call, q_latent=lying[rows], q_rope=call.q_rope[rows], metadata=self.plan(part), out=out[rows])
+            )
+        Bound.launched_again = sum(launcher._kernel.launched_again for launcher in self.launchers)
+
+
+def test_a_known_variant_is_the_right_one() -> None:
+    """Wherever queries and parts of a batch lie. ``Variants`` raises where it is not."""
+    run_latent_backend(Bound, PLAIN, MIXED)
+    assert Bound.launched_again > 10
+
+
+def jobs(spec: LatentSpec, target: str) -> list[Job]:
+    """The decode kernel, and the prefill kernel with each of its tiles, as the backend would call them."""
+    kind: Any = TritonLatentAttention
+    if not target.startswith("sm_"):
+        kind = type(kind.__name__, (kind,), {"tables": SMALL})
+    backend = kind(cast(BuildContext, PluginConfigOnly({})), spec)
+    strides = (f"{name}_{axis}_stride" for name in ("q_latent", "q_rope", "out") for axis in ("token", "head"))
+    types = {"q_latent": spec.dtype, "q_rope": spec.dtype, "out": spec.dtype}
+    types |= {"latents": spec.kv_dtype, "rope_keys": spec.kv_dtype}
+    signature = {
+        **SIGNATURE,
+        **dict.fromkeys((*strides, "latent_page_stride", "rope_page_stride"), "i32:16"),
+        **{name: f"*{TYPES[dtype]}" for name, dtype in types.items()},
+    }
+    found = []
+    for kernel, cut in (("decode", backend.decodes[32]), *(("prefill", cut) for cut in backend.prefills)):
+        constants = {**cut.constants, "STAGES": cut.tiles.num_stages}
+        module = f"hardpoint.kernels.latent_{kernel}:{kernel}_latent_attention"
+        found.append(Job(module, signature, constants, target, cut.tiles.num_warps, cut.tiles.num_stages))
+    return found
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_compiled_for_a_large_device(heads: int) -> None:
+    compiled = compile_kernels(jobs(replace(DEEPSEEK, num_heads=heads), "sm_90"), seconds=300)
+    for one in compiled:
+        assert one.spilled <= 64, one
+        assert one.shared <= SHARED_KIB["sm_90"] << 10, one
+        assert one.count("cp.async.cg.shared") > 0, one
+    assert compiled[-1].count("wgmma.mma_async") > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_compiled_for_every_target(dtype: str, target: str) -> None:
+    for one in compile_kernels(jobs(replace(DEEPSEEK, dtype=dtype, kv_dtype=dtype), target), seconds=400):
+        assert one.shared <= SHARED_KIB[target] << 10, one
+
+
+class NotRecorded(Latent):
+    capture = CaptureGrade.NEVER
+
+
+@pytest.mark.nightly
+def test_conforms() -> None:
+    """The values of every trial; the other checks are for devices."""
+    dtypes = ["float32", "float16", "bfloat16"]
+    tried = subject(
+        Site.open(discover(), "cpu", {"cpu": {"threads": 1}}),
+        NotRecorded,
+        "attention",
+        "latent",
+        requires=[{"dtype": dtypes}, {"kv_dtype": dtypes}],
+    )
+    faults = [
+        f"{trial.case}: {fault}"
+        for trial in LatentTrials().trials(tried, Plan())
+        for check in trial.checks
+        if check.name in ("values", "group")
+        for fault in check.run().faults
+    ]
+    assert not faults, "\n".join(faults)
