@@ -64,11 +64,11 @@ class Forward:
     def copy_pages(self, counts: Mapping[int, int], pages: torch.Tensor) -> None:
         """Copy pages of the caches.
 
-        ``pages`` int [2, C] are sources and targets: ``counts`` says how many are of which cache group, in order.
+        ``pages``, int64 [2, C], are sources and targets: ``counts`` says how many are of which cache group, in order.
         """
         first = 0
         for group, count in counts.items():
-            sources, targets = pages[:, first : first + count].long()
+            sources, targets = pages[:, first : first + count]
             first += count
             for view in self._views(group):
                 view[targets] = view[sources]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from hardpoint.engine.execution.sampling.logprobs import DevicePromptLogprobs, P
 from hardpoint.engine.execution.sampling.sampler import Sampled, Sampler, SamplingOps
 from hardpoint.engine.execution.speculation import Speculation, Tokens, draft_arrays, grouped, to_host
 from hardpoint.engine.execution.stage import Stage
-from hardpoint.engine.execution.staging import Staging
+from hardpoint.engine.execution.staging import StagedArray, Staging
 from hardpoint.engine.lora import NO_ADAPTER
 from hardpoint.engine.scheduling.step import (
     PageCopy,
@@ -38,6 +38,7 @@ from hardpoint.ops.slot_mapping import slot_mapping
 from hardpoint_plugin_api import NO_DRAFT, NULL_PAGE, AttentionBatch, AttentionMetadata, Platform
 
 Ints = npt.NDArray[np.int32]
+Number = TypeVar("Number", bound=np.integer[Any])
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Runner:
         per_token += self._has_adapters
         capacity = per_token * most_tokens + (8 + Sampler.num_columns) * most_requests + 1
         capacity += 2 * new_pages + 2 * num_groups * num_slots  # the latter for page copies
-        self._staging = Staging(capacity, self._device, args.platform.pin)
+        self._staging = Staging(2 * capacity, self._device, args.platform.pin)  # as if all were int64
 
     @torch.inference_mode()
     def submit(self, step: StepInput) -> Ticket:
@@ -169,7 +170,7 @@ class Runner:
         if not shares:
             return self._none_drawn(step, prompts)
         if "sample_rows" in staged:
-            rows, slots = staged["sample_rows"].long(), staged["sample_slots"].long()
+            rows, slots = staged["sample_rows"], staged["sample_slots"]
             positions = arrays.positions[rows]
         else:  # a decode step, all of whose requests sample
             slots, positions = staged["slots"][: len(shares)], arrays.positions[: len(shares)]
@@ -179,12 +180,12 @@ class Runner:
         elif end == "token_logits":
             logits = result[rows]
         elif len(shares) < len(step.scheduled):
-            logits = result[staged["sample_requests"].long()]
+            logits = result[staged["sample_requests"]]
         else:
             logits = result[: len(shares)]
         with self._ctx.range("sample"):
             if "drafts" in staged:
-                drafts, row_start = staged["drafts"].long(), staged["row_start"]
+                drafts, row_start = staged["drafts"], staged["row_start"]
                 drawn = self._sampler.verify(logits, shares, slots, positions, drafts, row_start)
             else:
                 drawn = self._sampler.sample(logits, shares, slots, positions)
@@ -227,7 +228,7 @@ class Runner:
         """Whether any token of ``step`` has an adapter."""
         return any(self._adapters[share.slot] >= 0 for share in step.scheduled)
 
-    def _plan(self, step: StepInput, shape: StepShape, new: dict[str, Ints]) -> StepArrays:
+    def _plan(self, step: StepInput, shape: StepShape, new: dict[str, StagedArray]) -> StepArrays:
         """Bring the step's arrays to the device, with those of ``new`` requests' parameters, into the buffers of
         ``shape``, and have attention plan it."""
         with self._ctx.range("plan"):
@@ -242,14 +243,14 @@ class Runner:
 
     def _with_last_tokens(self, staged: dict[str, torch.Tensor]) -> torch.Tensor:
         """The step's ids, int64 [T], with the tokens that the device alone knows so far."""
-        ids = staged["ids"].long()
+        ids = staged["ids"]
         if "gather_rows" in staged:
-            ids[staged["gather_rows"].long()] = self._sampler.last_token[staged["gather_slots"].long()]
+            ids[staged["gather_rows"]] = self._sampler.last_token[staged["gather_slots"]]
         if self._speculation is not None and "ahead_rows" in staged:
             self._speculation.place_drafts(ids, staged)
         return ids
 
-    def _plan_decodes(self, step: StepInput, shape: StepShape, new: dict[str, Ints]) -> StepArrays:
+    def _plan_decodes(self, step: StepInput, shape: StepShape, new: dict[str, StagedArray]) -> StepArrays:
         """The same for a step of one token for each request, by one op."""
         buffers, size = self._graphs.buffers(shape), shape.tokens
         shares, block_size = step.scheduled, self._block_size
@@ -291,7 +292,7 @@ class Runner:
         scores = grouped(ticket.logprobs(), tokens, ticket.num_rows)
         return StepOutput(ticket.number, tokens, scores, ticket.prompt_logprobs(), drafts)
 
-    def _take_new(self, step: StepInput) -> dict[str, Ints]:
+    def _take_new(self, step: StepInput) -> dict[str, StagedArray]:
         """Fill new slots, before anything asks how the step may be drawn; returns what ``Sampler.take_new`` does."""
         for new in step.new:
             count = len(new.token_ids)
@@ -303,7 +304,7 @@ class Runner:
             self._speculation.take_new(step.new)
         return self._sampler.take_new(step.new)
 
-    def _take_pages(self, step: StepInput) -> dict[str, Ints]:
+    def _take_pages(self, step: StepInput) -> dict[str, StagedArray]:
         """The step's new pages, and their places in the flattened block tables."""
         places: list[int] = []
         pages: list[int] = []
@@ -318,7 +319,7 @@ class Runner:
                 self._num_blocks[share.slot] += count
         if not pages:
             return {}
-        return {"new_page_places": np.array(places, np.int32), "new_pages": np.array(pages, np.int32)}
+        return {"new_page_places": np.array(places, np.int64), "new_pages": np.array(pages, np.int32)}
 
     def _place_changes(self, step: StepInput, staged: dict[str, torch.Tensor]) -> None:
         """Write new pages to the block tables, and new requests' parameters to their slots; do the page copies."""
@@ -327,10 +328,10 @@ class Runner:
             counts = Counter(copy.group for copy in step.page_copies)
             self._forward.copy_pages(counts, staged["copied_pages"])
         if "new_pages" in staged:
-            self._block_tables.view(-1)[staged["new_page_places"].long()] = staged["new_pages"]
+            self._block_tables.view(-1)[staged["new_page_places"]] = staged["new_pages"]
 
     def _batches(
-        self, step: StepInput, shape: StepShape, new: dict[str, Ints]
+        self, step: StepInput, shape: StepShape, new: dict[str, StagedArray]
     ) -> tuple[list[AttentionBatch], dict[str, torch.Tensor]]:
         """The step's arrays, on the device: what attention sees, and ids, positions, rows by name.
 
@@ -340,29 +341,30 @@ class Runner:
         """
         num_requests, new_pages = len(step.scheduled), self._take_pages(step)
         num_padding, queries = (shape.requests or num_requests) - num_requests, shape.queries or 0
-        slots = np.array([s.slot for s in step.scheduled] + [self._padding_slot] * num_padding, np.int32)
+        slots = np.array([s.slot for s in step.scheduled] + [self._padding_slot] * num_padding, np.int64)
         starts = np.array([s.start for s in step.scheduled] + [0 if queries else 1] * num_padding, np.int32)
         counts = np.array([s.count for s in step.scheduled] + [queries] * num_padding, np.int32)
         query_start = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
         seq_lens = starts + counts
         token_slots = np.repeat(slots, counts)
-        positions = np.arange(query_start[-1], dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
-        places = token_slots * np.intp(self._tokens.shape[1]) + positions  # a third of the time that two indices take
+        positions = np.arange(query_start[-1], dtype=np.int64) - np.repeat(query_start[:-1] - starts, counts)
+        places = token_slots * self._tokens.shape[1] + positions  # a third of the time that two indices take
         behind = shape.tokens - positions.size
-        arrays: dict[str, Ints] = new_pages | new | _copied(step.page_copies)
+        arrays: dict[str, StagedArray] = new_pages | new | _copied(step.page_copies)
         arrays |= {
             "query_start": query_start,
             "seq_lens": seq_lens,
-            "slots": slots,
-            "ids": _padded(self._tokens.reshape(-1).take(places), behind),
+            "slots": slots.astype(np.int32),
+            "table_rows": slots,
+            "ids": _padded(self._tokens.reshape(-1).take(places).astype(np.int64), behind),
             "positions": _padded(positions, behind),
         }
         if shape.adapted:
             arrays["adapters"] = _padded(self._adapters[token_slots], behind, NO_ADAPTER.slot)
         arrays |= self._prompts.arrays(step.scheduled, query_start, self._tokens)
-        samples = np.nonzero([s.samples for s in step.scheduled])[0].astype(np.int32)
+        samples = np.nonzero([s.samples for s in step.scheduled])[0]
         if samples.size:
-            arrays |= {"sample_rows": query_start[1:][samples] - 1, "sample_slots": slots[samples]}
+            arrays |= {"sample_rows": (query_start[1:][samples] - 1).astype(np.int64), "sample_slots": slots[samples]}
             arrays |= {"sample_requests": samples}
         is_drawn = positions >= self._num_known[token_slots]
         if any(s.drafts for s in step.scheduled):
@@ -377,18 +379,17 @@ class Runner:
         if not (is_exact := not slack.any()):
             arrays["slack"] = slack
         if is_drawn.any():
-            drawn = np.nonzero(is_drawn)[0].astype(np.int32)
+            drawn = np.nonzero(is_drawn)[0]
             arrays |= {"gather_rows": drawn, "gather_slots": token_slots[drawn]}
         if padding := shape.tokens - int(query_start[num_requests]):
             self._padding_tokens.inc(padding)
         staged = self._staging.stage(arrays)
-        staged["positions"] = staged["positions"].long()
         if not is_exact:
             assert self._speculation is not None
             self._speculation.settle(staged)
         self._place_changes(step, staged)
         width = int(-(-seq_lens.max() // self._block_size))
-        table_rows = staged["slots"].long()
+        table_rows = staged["table_rows"]
         batches = [
             AttentionBatch(
                 query_start=staged["query_start"],
@@ -411,10 +412,10 @@ class Runner:
         return batches, staged
 
 
-def _copied(copies: Sequence[PageCopy]) -> dict[str, Ints]:
+def _copied(copies: Sequence[PageCopy]) -> dict[str, StagedArray]:
     """The pages that are copied, and where to: [2, C], in order of their groups."""
-    return {"copied_pages": np.array(copies, np.int32)[:, 1:].T} if copies else {}
+    return {"copied_pages": np.array(copies, np.int64)[:, 1:].T} if copies else {}
 
 
-def _padded(rows: Ints, behind: int, value: int = 0) -> Ints:
+def _padded(rows: npt.NDArray[Number], behind: int, value: int = 0) -> npt.NDArray[Number]:
     return np.pad(rows, (0, behind), constant_values=value) if behind else rows

@@ -11,6 +11,7 @@ import torch
 
 from hardpoint.engine.execution.sampling.logits_state import SlotArray, on_device
 from hardpoint.engine.execution.sampling.sampler import Sampled
+from hardpoint.engine.execution.staging import StagedArray
 from hardpoint.engine.scheduling.step import DRAFTED_AHEAD, NewRequest, ScheduledRequest, TokenLogprobs
 from hardpoint_plugin_api import NO_DRAFT, DraftCall, Drafter, Resources
 
@@ -63,7 +64,7 @@ class Speculation:
         request: their sequences go on where those of this device end."""
         query_start, lengths = staged["query_start"], staged["seq_lens"]
         starts = lengths - query_start.diff()
-        excess = (starts + 1 - self._lengths[staged["slots"].long()]) * (staged["slack"] > 0)
+        excess = (starts + 1 - self._lengths[staged["table_rows"]]) * (staged["slack"] > 0)
         staged["seq_lens"] = (lengths - excess).to(torch.int32)
         tokens = torch.arange(staged["positions"].shape[0], device=self._device)
         request = torch.bucketize(tokens, query_start[1:].long(), right=True)
@@ -71,10 +72,10 @@ class Speculation:
 
     def place_drafts(self, ids: torch.Tensor, staged: dict[str, torch.Tensor]) -> None:
         """Put drafts that this device has proposed into a step's ids, int64 [T], and where they are compared."""
-        rows = staged["ahead_rows"].long()
-        drafts = self._drafts[staged["sample_slots"][rows].long(), staged["ahead_numbers"].long()]
-        staged["drafts"] = staged["drafts"].long().index_copy(0, rows, drafts)
-        ids[staged["sample_rows"][rows].long() + 1] = drafts.clamp(min=0)
+        rows = staged["ahead_rows"]
+        drafts = self._drafts[staged["sample_slots"][rows], staged["ahead_numbers"]]
+        staged["drafts"] = staged["drafts"].index_copy(0, rows, drafts)
+        ids[staged["sample_rows"][rows] + 1] = drafts.clamp(min=0)
 
 
 def to_host(
@@ -114,8 +115,10 @@ def grouped(
     return tuple(None if of[0] is None else tuple(score for score in of if score is not None) for of in each)
 
 
-def draft_arrays(scheduled: Sequence[ScheduledRequest], query_start: Ints, slots: Ints) -> dict[str, Ints]:
-    """Which rows of a step give draws, whose they are and which draft each is compared with, int32 [R] each by name,
+def draft_arrays(
+    scheduled: Sequence[ScheduledRequest], query_start: Ints, slots: npt.NDArray[np.int64]
+) -> dict[str, StagedArray]:
+    """Which rows of a step give draws, whose they are and which draft each is compared with, int64 [R] each by name,
     and where each request's begin among them, int32 [N + 1]; and of the rows whose draft the device alone knows, places
     among the R and numbers among their request's.
 
@@ -135,7 +138,8 @@ def draft_arrays(scheduled: Sequence[ScheduledRequest], query_start: Ints, slots
             drafts += (*share.drafts, NO_DRAFT)
             whose += [index] * (1 + len(share.drafts))
             row_start.append(len(rows))
-    arrays = {"sample_rows": rows, "drafts": drafts, "row_start": row_start}
+    named = {"sample_rows": rows, "drafts": drafts}
     if ahead:
-        arrays |= dict(zip(("ahead_rows", "ahead_numbers"), map(list, zip(*ahead, strict=True)), strict=True))
-    return {name: np.array(values, np.int32) for name, values in arrays.items()} | {"sample_slots": slots[whose]}
+        named |= dict(zip(("ahead_rows", "ahead_numbers"), map(list, zip(*ahead, strict=True)), strict=True))
+    arrays: dict[str, StagedArray] = {name: np.array(values, np.int64) for name, values in named.items()}
+    return arrays | {"sample_slots": slots[whose], "row_start": np.array(row_start, np.int32)}

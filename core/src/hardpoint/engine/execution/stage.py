@@ -79,7 +79,7 @@ class PipelineStage(Stage):
         if not any(share.samples for share in step.scheduled):
             return
         # A decode step, all of whose requests sample, has slots alone, behind which padding stands.
-        slots = staged["sample_slots"].long() if "sample_slots" in staged else staged["slots"][: len(step.scheduled)]
+        slots = staged["sample_slots"] if "sample_slots" in staged else staged["slots"][: len(step.scheduled)]
         if self.draws:
             self._group.send(last_token[slots], 0)
         elif not self._group.rank:

@@ -8,18 +8,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+StagedArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+"""An array of a step. Indices of tensors are int64, so that the device need not convert them."""
+
 
 class Staging:
     """A ring of packed host buffers: one is filled while the device may still copy from the others.
 
-    Arrays are int32; ``stage`` returns device tensors, views of one transferred block, valid until the ring comes
+    ``stage`` returns device tensors, views of one transferred block, valid until the ring comes
     round. A device that computes in the host's own memory reads the packed buffers themselves.
     """
 
     def __init__(
         self, capacity: int, device: torch.device, pin: Callable[[torch.Tensor], torch.Tensor], depth: int = 2
     ) -> None:
-        """``capacity`` counts int32 elements per step, ``depth`` the buffers in the ring (at least two)."""
+        """``capacity`` counts int32 elements per step, ``depth`` the buffers in the ring (at least two).
+
+        An int64 takes two elements, aligned.
+        """
         self._ring = [pin(torch.zeros(capacity, dtype=torch.int32)) for _ in range(depth)]
         self._packed: list[npt.NDArray[np.int32]] = [host.numpy() for host in self._ring]
         self._is_copied = device.type != self._ring[0].device.type
@@ -28,18 +34,22 @@ class Staging:
             self._on_device = [torch.zeros(capacity, dtype=torch.int32, device=device) for _ in range(depth)]
         self._turn = 0
 
-    def stage(self, arrays: Mapping[str, npt.NDArray[np.int32]]) -> dict[str, torch.Tensor]:
-        """Copy ``arrays`` to the device and return them under their names and shapes."""
+    def stage(self, arrays: Mapping[str, StagedArray]) -> dict[str, torch.Tensor]:
+        """Copy ``arrays`` to the device and return them under their names, with their shapes and dtypes."""
         self._turn = (self._turn + 1) % len(self._ring)
         packed, device = self._packed[self._turn], self._on_device[self._turn]
-        end = 0
+        end, places = 0, []
         for array in arrays.values():
-            packed[end : end + array.size] = array.reshape(-1)
-            end += array.size
+            wide = array.itemsize == 8
+            start = end + (wide and end % 2)  # at a multiple of 8 bytes
+            end = start + (array.size << wide)
+            block = packed[start:end]
+            (block.view(np.int64) if wide else block)[:] = array.reshape(-1)
+            places.append((start, end, wide))
         if self._is_copied:
             device[:end].copy_(self._ring[self._turn][:end], non_blocking=True)
-        staged, start = {}, 0
-        for name, array in arrays.items():
-            staged[name] = device[start : start + array.size].view(array.shape)
-            start += array.size
+        staged = {}
+        for (name, array), (start, end, wide) in zip(arrays.items(), places, strict=True):
+            part = device[start:end]
+            staged[name] = (part.view(torch.int64) if wide else part).view(array.shape)
         return staged

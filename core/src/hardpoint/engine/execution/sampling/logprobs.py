@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hardpoint.engine.execution.staging import StagedArray
 from hardpoint.engine.scheduling.step import NewRequest, PromptLogprobs, ScheduledRequest, StepInput, TokenLogprobs
 
 Ints = npt.NDArray[np.int32]
@@ -103,17 +104,17 @@ class PromptScorer:
         """Whether a request of ``step`` asks for what the step reads of its prompt."""
         return bool(self._wanted and self._chunks(step.scheduled))
 
-    def arrays(self, scheduled: Sequence[ScheduledRequest], query_start: Ints, tokens: Ints) -> dict[str, Ints]:
-        """What ``score`` needs on the device, by name, int32 each; nothing where no slot asks.
+    def arrays(self, scheduled: Sequence[ScheduledRequest], query_start: Ints, tokens: Ints) -> dict[str, StagedArray]:
+        """What ``score`` needs on the device, by name, int64 each; nothing where no slot asks.
 
         ``query_start`` holds the row at which each scheduled request starts, ``tokens`` those known, [slots, length].
         """
         chunks = self._chunks(scheduled)
         if not chunks:
             return {}
-        rows = [np.arange(c.count, dtype=np.int32) + query_start[c.index] for c in chunks]
+        rows = [np.arange(c.count) + query_start[c.index] for c in chunks]
         targets = [tokens[c.slot, c.start + 1 : c.start + 1 + c.count] for c in chunks]
-        return {"prompt_rows": np.concatenate(rows), "prompt_targets": np.concatenate(targets)}
+        return {"prompt_rows": np.concatenate(rows), "prompt_targets": np.concatenate(targets).astype(np.int64)}
 
     def score(
         self, scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor, staged: Mapping[str, torch.Tensor]
@@ -126,7 +127,7 @@ class PromptScorer:
             if chunk.start + chunk.count == self._wanted[chunk.slot][0] - 1:
                 del self._wanted[chunk.slot]  # so that no later step looks for it
         widest = max(c.top_n for c in chunks)
-        rows, targets = staged["prompt_rows"].long(), staged["prompt_targets"].long()
+        rows, targets = staged["prompt_rows"], staged["prompt_targets"]
         parts = [
             self._rank_tokens(self._logits(hidden[some]), those, top_n=widest)
             for some, those in zip(rows.split(_ROWS_AT_ONCE), targets.split(_ROWS_AT_ONCE), strict=True)

@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hardpoint.context import Context
@@ -26,6 +25,7 @@ from hardpoint.engine.execution.sampling.logits_state import (
     unpack_bits,
 )
 from hardpoint.engine.execution.sampling.logprobs import DeviceLogprobs, RankTokens
+from hardpoint.engine.execution.staging import StagedArray
 from hardpoint.engine.scheduling.step import NewRequest, ScheduledRequest
 from hardpoint.ops.apply_logit_bias import apply_logit_bias
 from hardpoint.ops.apply_penalties import apply_penalties
@@ -36,7 +36,6 @@ from hardpoint.ops.token_logprobs import token_logprobs
 from hardpoint.ops.verify_drafts import verify_drafts
 
 Op = Callable[..., torch.Tensor]
-Ints = npt.NDArray[np.int32]
 
 _PARAMETERS = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("seed", "i8")])
 """A slot's, as they lie on the device."""
@@ -122,10 +121,10 @@ class Sampler:
         )
         self._ops, self._vocab_size = ops, state.vocab_size
 
-    def take_new(self, requests: Sequence[NewRequest]) -> dict[str, Ints]:
+    def take_new(self, requests: Sequence[NewRequest]) -> dict[str, StagedArray]:
         """Take the parameters of requests that take slots.
 
-        Returns, by name, what is to travel to the device with the step's arrays: int32 [N] and [N, parameters].
+        Returns, by name, what is to travel to the device with the step's arrays: int64 [N], int32 [N, parameters].
         """
         for new in requests:
             slot, sampling = new.slot, new.sampling
@@ -139,13 +138,13 @@ class Sampler:
             return {}
         each = (new.sampling for new in requests)
         rows = np.array([(s.temperature, s.top_p, s.min_p, s.top_k, s.seed) for s in each], _PARAMETERS)
-        slots = np.array([new.slot for new in requests], np.int32)
+        slots = np.array([new.slot for new in requests], np.int64)
         return {"new_slots": slots, "new_parameters": rows.view(np.int32).reshape(len(requests), -1)}
 
     def place_new(self, staged: Mapping[str, torch.Tensor]) -> None:
         """Write what ``take_new`` returned, which is on the device now."""
         if "new_slots" in staged:
-            self._parameters[staged["new_slots"].long()] = staged["new_parameters"]
+            self._parameters[staged["new_slots"]] = staged["new_parameters"]
 
     def _column(self, name: str) -> torch.Tensor:
         """A parameter of all slots, as a view."""
