@@ -15,8 +15,8 @@ from unittest.mock import patch
 from torch._C._distributed_c10d import HashStore
 
 from hardpoint import LLM
-from hardpoint.engine import core
 from hardpoint.engine.blueprint import Blueprint
+from hardpoint.engine.execution.ranks import multiprocess_executor
 from hardpoint.engine.execution.ranks.rank_process import RankSpec
 from hardpoint.engine.execution.ranks.ranks_executor import RanksExecutor
 from hardpoint.engine.execution.ranks.torchrun_executor import ThreadRank
@@ -54,7 +54,7 @@ def start_threads(specs: Sequence[RankSpec]) -> list[ThreadRank]:
 def ranks_in_threads(folder: Path | str, ranks: int, **settings: Any) -> Iterator[LLM]:
     """An engine of ``ranks`` ranks; ``settings`` override those of ``small_llm``."""
     with (
-        patch.object(core, "MultiprocessExecutor", ThreadsExecutor),
+        patch.object(multiprocess_executor, "MultiprocessExecutor", ThreadsExecutor),
         small_llm(folder, tensor_parallel_size=ranks, **settings) as llm,  # type: ignore[arg-type]  # demo has no folder
     ):
         yield llm

@@ -24,8 +24,6 @@ from hardpoint.engine.execution.graphs.replay_check import ReplayError
 from hardpoint.engine.execution.kernel_switch import PrepareKernels, SwitchKernels
 from hardpoint.engine.execution.memory.holdings import Holdings
 from hardpoint.engine.execution.rank_verbs import Synchronize
-from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
-from hardpoint.engine.execution.ranks.torchrun_executor import TorchrunExecutor
 from hardpoint.engine.execution.worker import Worker, planners_of_exact_lengths
 from hardpoint.engine.kernel_builds import KernelBuilds
 from hardpoint.engine.late_captures import LateCaptures
@@ -411,8 +409,12 @@ class EngineCore:
 def start_executor(blueprint: Blueprint, model: Model | None = None) -> Executor:
     """Run the ranks where the config says, and wait until they are loaded."""
     kind = blueprint.config.executor_kind
-    if kind == "mp":
+    if kind == "mp":  # one rank needs neither of these modules
+        from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
+
         return MultiprocessExecutor(blueprint)
     if kind == "torchrun":
+        from hardpoint.engine.execution.ranks.torchrun_executor import TorchrunExecutor
+
         return TorchrunExecutor(blueprint)
     return InProcessExecutor(Worker.start(blueprint, model))

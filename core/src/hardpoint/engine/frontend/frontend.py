@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from hardpoint.checkpoint.source import resolve_model, resolve_tokenizer
 from hardpoint.config import EngineConfig
@@ -12,14 +12,15 @@ from hardpoint.engine.client import CoreClient, RequestOptions
 from hardpoint.engine.frontend.conversation import Conversation
 from hardpoint.engine.frontend.generation_config import GenerationConfig
 from hardpoint.engine.frontend.prompts import Prompt, TokenizedPrompt
-from hardpoint.engine.remote.core_process import ProcessLink
-from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import ContextLengthError
 from hardpoint.parsers import Parsers, choose_parsers
 from hardpoint.structured import Trials
 from hardpoint.tokenizer import ChatTemplate, NoTokenizer, Tokenizer, read_tokenizer_config
 from hardpoint_plugin_api import RequestError
+
+if TYPE_CHECKING:
+    from hardpoint.engine.remote.remote_core import RemoteCore
 
 
 class Frontend:
@@ -144,6 +145,9 @@ def connect(config: EngineConfig, *, own_process: bool) -> tuple[Frontend, Remot
 
     Raises what either raises, with nothing left behind. Needs no torch where the core has its own process.
     """
+    from hardpoint.engine.remote.core_process import ProcessLink  # a core that its callers step needs none of these
+    from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
+
     serve_other_ranks(config)
     folder = resolve_model(config.model, config.hub_revision, config.download_dir)
     core = RemoteCore(ProcessLink if own_process else ThreadLink, config)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from hardpoint.engine.control import TAGS, MemoryReport
 from hardpoint_plugin_api import Memory, MemoryTag
@@ -90,16 +89,23 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in self._storages_in((args, kwargs))}
-        for storage in self._storages_in(result):
-            if storage._cdata not in self.storages and storage._cdata not in given:  # a view is no new memory
+        made = [storage for storage in self._storages_in(result) if storage._cdata not in self.storages]
+        given = {storage._cdata for storage in self._storages_in((args, kwargs))} if made else ()
+        for storage in made:
+            if storage._cdata not in given:  # a view is no new memory
                 self.storages[storage._cdata] = StorageWeakRef(storage)
         return result
 
     def _storages_in(self, values: object) -> Iterator[torch.UntypedStorage]:
-        for value in tree_iter(values):
-            if isinstance(value, torch.Tensor) and value.device == self._device:
-                yield value.untyped_storage()
+        """Of the tensors among arguments or results, which lie in tuples, lists and dicts."""
+        if isinstance(values, torch.Tensor):
+            if values.device == self._device:
+                yield values.untyped_storage()
+        elif isinstance(values, tuple | list):
+            for value in values:
+                yield from self._storages_in(value)
+        elif isinstance(values, dict):
+            yield from self._storages_in(tuple(values.values()))
 
 
 def _nbytes(reference: StorageWeakRef) -> int:
