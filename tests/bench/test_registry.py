@@ -75,14 +75,19 @@ def detect_host() -> DeviceInfo:
 
 
 def test_start_up_divides_the_time_between_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "_start", lambda config: {"interpreter": 1.0, "torch": 2.0, "first token": 1.0})
-    monkeypatch.setattr(startup, "_bare_torch", lambda: {"interpreter": 1.0, "torch": 1.0})
+    stages = {"interpreter": 1.0, "torch": 2.0, "first token": 1.0}
+    monkeypatch.setattr(startup, "_start", lambda config: startup._Run(stages, 4.0, 3.0))
+    monkeypatch.setattr(startup, "_bare_torch", lambda: startup._Run({"interpreter": 1.0, "torch": 1.0}, 2.0, 1.5))
+    monkeypatch.setattr(startup, "_command", lambda words: startup._Run({}, 0.25, 0.2))
     result = startup.startup(EngineConfig.create(model="demo"), 3)
     rows = {row.name: row for row in result.rows}
-    assert list(rows) == ["interpreter", "import of torch", "first token", "all"]
+    commands = ["hardpoint --help", "hardpoint plugins list"]
+    assert list(rows) == ["interpreter", "import of torch", "first token", "all", "all, processor time", *commands]
     assert rows["import of torch"].share == 0.5
     assert rows["import of torch"].of_peer == 0.5
     assert (rows["all"].value, rows["all"].roofline, rows["all"].of_roofline) == (4.0, 2.0, 0.5)
+    assert (rows["all, processor time"].value, rows["all, processor time"].peer) == (3.0, 1.5)
+    assert rows["hardpoint --help"].value == 0.25
 
 
 def test_durations_follow_each_other() -> None:
@@ -92,7 +97,7 @@ def test_durations_follow_each_other() -> None:
 def test_the_command_prints_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fake(config: EngineConfig, repeat: int) -> BenchResult:
+    def fake(config: EngineConfig, repeat: int, distributions: int) -> BenchResult:
         return BenchResult(
             "startup", (BenchRow(f"{config.model} x{repeat}", 2.0, "s", 1.0, 4.0),), "the floor", "theirs"
         )

@@ -11,7 +11,7 @@ import pytest
 from hardpoint.bench import steps as module
 from hardpoint.bench.steps import steps
 from hardpoint.config import EngineConfig
-from hardpoint.engine import core
+from hardpoint.engine.execution.ranks import multiprocess_executor
 from hardpoint_plugin_api import ConfigError
 from tests.parallel.ranks import ThreadsExecutor
 from tests.support.checkpoints import write_checkpoint
@@ -35,7 +35,7 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
 )
 def test_of_two_ranks(family: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family, **changes)
-    with patch.object(core, "MultiprocessExecutor", ThreadsExecutor):
+    with patch.object(multiprocess_executor, "MultiprocessExecutor", ThreadsExecutor):
         result = steps(config(tmp_path, tensor_parallel_size=2, **settings), kernels=0, **LENGTHS)
     assert [row.name for row in result.rows] == ["decode, 1 x 8", "decode, 2 x 8", "prefill, 2 x 8", "load"]
     assert all(row.value for row in result.rows)
