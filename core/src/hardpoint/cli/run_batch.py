@@ -46,7 +46,9 @@ def run_batch(
     from hardpoint.server.settings import ServerSettings
 
     show_log(logging.WARNING)
-    settings = ServerSettings(served_model_names=served_model_names, max_concurrent_requests=max_concurrent_requests)
+    settings = ServerSettings(
+        served_model_names=served_model_names, max_concurrent_requests=max_concurrent_requests, response_store_bytes=0
+    )
     with ExitStack() as stack:
         source = sys.stdin if input_file == "-" else _opened(stack, "--input-file", input_file, "r")
         target = sys.stdout if output_file == "-" else _opened(stack, "--output-file", output_file, "w")

@@ -155,6 +155,26 @@ if TYPE_CHECKING:
     "--allow-engine-control.",
 )
 @click.option(
+    "--response-store",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="SQLite file that keeps the responses of /v1/responses.  [default: a file that is gone with the server]",
+)
+@click.option(
+    "--response-store-bytes",
+    type=int,
+    default=2**28,
+    show_default=True,
+    help="Most bytes of responses that are kept; the least recently used go first. 0: none is kept.",
+)
+@click.option(
+    "--response-store-hours",
+    type=float,
+    default=720.0,
+    show_default=True,
+    help="Hours since their last use for which responses are kept.",
+)
+@click.option(
     "--metrics-names",
     type=click.Choice(["hardpoint", "vllm"]),
     default="hardpoint",

@@ -11,7 +11,7 @@ from hardpoint.server import adapters, control, operations, page, tokens
 from hardpoint.server.anthropic import messages
 from hardpoint.server.errors import add_error_handlers
 from hardpoint.server.gate import Gate
-from hardpoint.server.openai import chat, completions, models, responses
+from hardpoint.server.openai import chat, completions, kept_responses, models, responses
 from hardpoint.server.root_path import RootPath
 from hardpoint.server.service import Service
 from hardpoint_plugin_api import ConfigError
@@ -24,14 +24,19 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(title="Hardpoint", version=__version__, docs_url=None, redoc_url=None, servers=servers)
     app.state.service = service
     add_error_handlers(app)
-    for part in (models, completions, chat, responses, messages, tokens, adapters, control, operations, page):
+    openai_api = (models, completions, chat, responses, kept_responses)
+    for part in (*openai_api, messages, tokens, adapters, control, operations, page):
         app.include_router(part.router)
     _check_root_path(prefix, app)
     gated: ASGIApp = Gate(app, service)
     origins = service.settings.cors_origins
     if origins:
         gated = CORSMiddleware(
-            gated, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"]
+            gated,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["*"],
         )
     return RootPath(gated, prefix) if prefix else gated
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import ipaddress
 import re
@@ -27,6 +28,8 @@ ADDED_HEADERS = "hardpoint.headers"
 """Where a scope has the list of headers that its response gets in addition."""
 REQUEST_ID = "hardpoint.request_id"
 """Where a scope has the id of its request."""
+OWNER = "hardpoint.owner"
+"""Where a scope has what stands for its request's key: empty on a server without keys."""
 _ID = re.compile(r"[!-~]{1,128}")
 _LOOPBACK_NAME = re.compile(r"(.+\.)?localhost\.?", re.IGNORECASE)
 
@@ -54,6 +57,7 @@ class Gate:
 
         given = Headers(scope=scope).get("x-request-id", "")
         scope[SEND], scope[REQUEST_ID] = send, given if _ID.fullmatch(given) else uuid.uuid4().hex
+        scope[OWNER] = ""
         scope[ADDED_HEADERS] = [(b"x-request-id", scope[REQUEST_ID].encode())]
         metrics.open_requests.inc()
         try:
@@ -69,7 +73,7 @@ class Gate:
             if self._hosts is not None:
                 self._check_host(headers)
             if self._keys and scope["path"] not in _OPEN_TO_ALL:
-                self._check_key(headers)
+                scope[OWNER] = self._owner(headers)
             if is_post:
                 self._service.host.check_admits()
                 _check_length(headers, settings.max_body_bytes)
@@ -116,7 +120,8 @@ class Gate:
                 code="host_not_allowed",
             )
 
-    def _check_key(self, headers: Headers) -> None:
+    def _owner(self, headers: Headers) -> str:
+        """What stands for the key of a request. Raises ApiError 401 without a valid one."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
         candidate = given.encode("utf-8", "replace")
@@ -124,6 +129,7 @@ class Gate:
         if not any(matches):
             why = "the API key is not one of this server's" if given else "an API key is needed"
             raise ApiError(401, f"{why}; send Authorization: Bearer KEY, or x-api-key: KEY", code="invalid_api_key")
+        return hashlib.sha256(candidate).hexdigest()
 
 
 def _allowed_hosts(settings: ServerSettings) -> frozenset[str] | None:

@@ -18,6 +18,7 @@ from hardpoint.parsers import choose_parsers
 from hardpoint.server.app import create_app
 from hardpoint.server.host import EngineHost
 from hardpoint.server.protocol import TimedProtocol
+from hardpoint.server.response_store import ResponseStore
 from hardpoint.server.service import Service
 from hardpoint.server.settings import ServerSettings
 from hardpoint_plugin_api import ConfigChange, ConfigError, EngineDeadError
@@ -64,6 +65,11 @@ class Server(uvicorn.Server):
             )
         )
         self._socket = _listen(settings)
+        try:
+            self.service.store = _store(settings)
+        except BaseException:
+            self._socket.close()
+            raise
         self._stop: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._num_signals = 0
@@ -100,6 +106,7 @@ class Server(uvicorn.Server):
         finally:
             watching.cancel()
             await self.service.host.stop(0)
+            await self.service.close()
             self._socket.close()
             if self.service.settings.uds is not None:
                 self.service.settings.uds.unlink(missing_ok=True)
@@ -151,6 +158,12 @@ class Server(uvicorn.Server):
             await self.service.host.stop(deadline)
         finally:
             self.should_exit = True
+
+
+def _store(settings: ServerSettings) -> ResponseStore | None:
+    if settings.response_store_bytes == 0:
+        return None
+    return ResponseStore(settings.response_store, settings.response_store_bytes, settings.response_store_hours * 3600)
 
 
 def _with_restarts(config: EngineConfig) -> EngineConfig:

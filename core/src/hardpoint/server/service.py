@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -16,6 +17,7 @@ from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.host import EngineHost
 from hardpoint.server.metrics import ServerMetrics
+from hardpoint.server.response_store import ResponseStore
 from hardpoint.server.settings import ServerSettings
 from hardpoint_plugin_api import ConfigError
 
@@ -35,7 +37,11 @@ class Service:
     metrics: ServerMetrics = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     num_open: int = 0
-    """POST requests that are being answered."""
+    """POST requests that are being answered, and responses that are made in the background."""
+    store: ResponseStore | None = None
+    """The responses that are kept, if any are."""
+    background: dict[tuple[str, str], asyncio.Task[None]] = field(default_factory=dict)
+    """What makes responses in the background, by owner and id."""
     _logged: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -48,6 +54,16 @@ class Service:
                 )
         models = (self.model_names[0], *self.host.config.lora_paths)
         self.metrics = ServerMetrics(models, vllm_names=self.settings.metrics_names == "vllm")
+
+    async def close(self) -> None:
+        """End what is made in the background, and close the store."""
+        tasks = set(self.background.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self.store is not None:
+            self.store.close()
 
     @property
     def model_names(self) -> tuple[str, ...]:

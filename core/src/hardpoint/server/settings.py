@@ -74,7 +74,9 @@ class ServerSettings:
     runs first, that clients may give. ``tls``: how connections are encrypted; None: not at all. ``uds``: the path of a
     Unix socket to listen on, in place of host and port. ``root_path``: the path below which a proxy shows the server.
     ``profile_folder``: where profiles that clients ask for are written. ``metrics_names``: vllm
-    for metrics under vLLM's names beside our own.
+    for metrics under vLLM's names beside our own. ``response_store``: the file for responses that are kept; None: a
+    file that is gone with the server. ``response_store_bytes`` and ``response_store_hours`` say how many, and for how
+    long since their last use; 0 bytes: none is kept.
 
     Raises ConfigError, naming the flag.
     """
@@ -101,6 +103,9 @@ class ServerSettings:
     uds: Path | None = None
     root_path: str = ""
     profile_folder: Path | None = None
+    response_store: Path | None = None
+    response_store_bytes: int = 2**28
+    response_store_hours: float = 30 * 24.0
     metrics_names: Literal["hardpoint", "vllm"] = "hardpoint"
 
     def __post_init__(self) -> None:
@@ -112,6 +117,8 @@ class ServerSettings:
             ("--head-timeout", self.head_timeout, 0.001, 86400),
             ("--body-timeout", self.body_timeout, 0.001, 86400),
             ("--write-timeout", self.write_timeout, 0.001, 86400),
+            ("--response-store-bytes", self.response_store_bytes, 0, 2**50),
+            ("--response-store-hours", self.response_store_hours, 0.001, 10**6),
             ("--min-priority", self.min_priority, -(2**31), 0),
         ):
             if not low <= value <= high:

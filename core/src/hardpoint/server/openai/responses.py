@@ -1,4 +1,4 @@
-"""``/v1/responses``. Nothing is stored: a conversation is sent whole each time."""
+"""``/v1/responses``: a conversation sent whole, or the next items of one that is kept."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from pydantic import Field
 from starlette.responses import Response
 
 from hardpoint.engine.outputs import PositionLogprobs
-from hardpoint.server.errors import ApiError
+from hardpoint.server.errors import ApiError, JsonResponse
 from hardpoint.server.fields import IgnoredFields, NumLogprobs, ProtocolModel, SamplingFields, TreatmentFields
 from hardpoint.server.items import Change, Item, Items
 from hardpoint.server.openai.format import TextFormatOfResponses
+from hardpoint.server.openai.kept_responses import Keeper, history
 from hardpoint.server.openai.logprobs import chat_logprobs, tokenizer_of
 from hardpoint.server.openai.responses_input import FlatFunction, FlatTool, InputItem, template_messages, template_tools
 from hardpoint.server.requests import JsonRoute, checked_template_kwargs, request_id
@@ -30,10 +31,8 @@ router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
 _LOGPROBS = "message.output_text.logprobs"
 _REFUSED = {
-    "previous_response_id": "no response is stored; send the whole conversation as input",
-    "conversation": "no conversation is stored; send it whole as input",
+    "conversation": "there are no conversations; give the previous_response_id, or all as input",
     "prompt": "no prompts are stored; send the text as input",
-    "background": "there is no background mode; stream the response",
 }
 
 
@@ -96,8 +95,8 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
         """True where the text's log-probabilities are wanted."""
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
 
-    def to_turn(self, service: Service) -> TurnRequest:
-        """What the engine is asked. Raises ApiError and RequestError."""
+    def to_turn(self, service: Service, history: Sequence[InputItem] = ()) -> TurnRequest:
+        """What the engine is asked, behind the items ``history``. Raises ApiError and RequestError."""
         for name, why in _REFUSED.items():
             if getattr(self, name):
                 raise ApiError(400, f"{name} is not supported: {why}", param=name)
@@ -110,7 +109,7 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
             kwargs["reasoning_effort"] = self.reasoning.effort
         form = None if self.text is None else self.text.format
         return TurnRequest(
-            template_messages(self.input, self.instructions),
+            template_messages(self.input, self.instructions, history),
             self.sampling_params(
                 service.host.default_params(),
                 max_tokens=self.max_output_tokens,
@@ -139,18 +138,35 @@ async def responses(body: ResponsesRequest, request: Request, service: ServiceOf
     """Continue a conversation."""
     model = service.check_model(body.model)
     own_id = request_id(request)
-    asked = replace(body.to_turn(service), adapter=service.adapter(model), request_id=own_id)
-    answer = _Answer(body, model, asked, service)
+    keeper = Keeper.of(request, service, body.input, body.previous_response_id, store=body.store is not False)
+    if body.background:
+        _check_background(body, keeper)
+    before = await history(request, service, body.previous_response_id)
+    asked = replace(body.to_turn(service, before), adapter=service.adapter(model), request_id=own_id)
+    answer = _Answer(body, model, asked, service, keeper)
     turn = await Turn.admit(asked, service)
+    if body.background:
+        await keeper.in_background(service, answer.begun("queued"), lambda: answer.whole(turn))
+        return JsonResponse(answer.begun("queued"))
     if body.stream:
         return EventStream(request, answer.events(turn), answer.failed)
-    return JsonAnswer(lambda: answer.whole(turn))
+    return JsonAnswer(lambda: answer.kept(turn))
+
+
+def _check_background(body: ResponsesRequest, keeper: Keeper) -> None:
+    if not keeper.keeps:
+        raise ApiError(400, "background: the response has to be kept; leave out store", param="background")
+    if body.stream:
+        raise ApiError(400, "background: a response is streamed, or made in the background; give one", param="stream")
 
 
 class _Answer:
     """Writes one request's answer."""
 
-    def __init__(self, body: ResponsesRequest, model: str, asked: TurnRequest, service: Service) -> None:
+    def __init__(
+        self, body: ResponsesRequest, model: str, asked: TurnRequest, service: Service, keeper: Keeper
+    ) -> None:
+        self._keeper = keeper
         self._body, self._service, self._items, self._ids = body, service, Items(), list[str]()
         self._positions: list[PositionLogprobs] = []
         self._number = 0
@@ -164,9 +180,10 @@ class _Answer:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "parallel_tool_calls": asked.tool_choice.parallel,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
+            "background": bool(body.background),
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "store": False,
+            "store": keeper.keeps,
             "temperature": asked.params.temperature,
             "text": {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True),
             "tool_choice": "auto" if body.tool_choice is None else body.model_dump()["tool_choice"],
@@ -176,7 +193,18 @@ class _Answer:
             "user": body.user,
         }
 
+    def begun(self, status: str) -> dict[str, Any]:
+        """The response before there is any output."""
+        return self._head | {"status": status, "incomplete_details": None, "output": [], "usage": None}
+
+    async def kept(self, turn: Turn) -> dict[str, Any]:
+        """The whole response, once it is kept."""
+        whole = await self.whole(turn)
+        await self._keeper.keep(whole)
+        return whole
+
     async def whole(self, turn: Turn) -> dict[str, Any]:
+        """The whole response."""
         async with turn, aclosing(turn.grown()) as grown:
             reason = None
             async for _, output in grown:
@@ -202,6 +230,7 @@ class _Answer:
                     if step.finish_reason is not None:
                         written += map(self._written, self._items.finish())
                         whole = self._response(turn, step.finish_reason)
+                        await self._keeper.keep(whole)
                         written.append(self._named(f"response.{whole['status']}", response=whole))
                 if written:
                     yield b"".join(written)
@@ -234,8 +263,7 @@ class _Answer:
 
     def _event(self, kind: str) -> bytes:
         """An event before there is any output."""
-        begun = self._head | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        return self._named(kind, response=begun)
+        return self._named(kind, response=self.begun("in_progress"))
 
     def _written(self, change: Change) -> bytes:
         item = change.item

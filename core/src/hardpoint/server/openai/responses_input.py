@@ -123,15 +123,16 @@ FlatTool = Annotated[
 ]
 
 
-def template_messages(given: str | Sequence[InputItem], instructions: str | None) -> list[dict[str, Any]]:
-    """The items as messages that templates know.
+def template_messages(
+    given: str | Sequence[InputItem], instructions: str | None, history: Sequence[InputItem] = ()
+) -> list[dict[str, Any]]:
+    """The items ``given`` as messages that templates know, behind those of ``history``.
 
     Calls, and reasoning before them, belong to one assistant's message. Raises ApiError for what is no text.
     """
     messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    for number, item in enumerate(given):
+    own = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
+    for number, item in enumerate([*history, *own], -len(history)):
         place = f"input[{number}]"
         if isinstance(item, MessageItem):
             role = "system" if item.role == "developer" else item.role

@@ -1,0 +1,192 @@
+"""Responses that are kept: what a request goes on from, what is made in the background, and the paths of both."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import TypeAdapter
+
+from hardpoint.server.errors import ApiError, JsonResponse, as_api_error
+from hardpoint.server.gate import OWNER
+from hardpoint.server.openai.responses_input import InputItem
+from hardpoint.server.response_store import MissingResponseError, ResponseStore, StoredResponse
+from hardpoint.server.service import Service, ServiceOf
+
+logger = logging.getLogger(__name__)
+router = APIRouter(tags=["OpenAI"])
+
+_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+_CLOSED = "this server keeps no responses; start it without --response-store-bytes 0"
+
+
+class Keeper:
+    """What becomes of one request's response. ``store`` None: it is not kept."""
+
+    def __init__(
+        self, store: ResponseStore | None, owner: str, own: list[dict[str, Any]], previous: str | None
+    ) -> None:
+        """``own``: the items of the request itself; ``previous``: the id of the response that it goes on from."""
+        self._store, self._owner, self._own, self._previous = store, owner, own, previous
+
+    @classmethod
+    def of(
+        cls, request: Request, service: Service, given: str | Sequence[InputItem], previous: str | None, *, store: bool
+    ) -> Keeper:
+        """The keeper of ``request``, whose input is ``given``."""
+        kept = service.store if store else None
+        own = [] if kept is None else _as_items(given)
+        return cls(kept, str(request.scope[OWNER]), own, previous)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the response is kept."""
+        return self._store is not None
+
+    async def keep(self, response: dict[str, Any]) -> None:
+        """Keep ``response``, in place of what was kept under its id."""
+        if self._store is not None:
+            stored = StoredResponse(response, self._own, self._previous)
+            await asyncio.to_thread(self._store.put, self._owner, stored)
+
+    async def in_background(
+        self, service: Service, begun: dict[str, Any], make: Callable[[], Awaitable[dict[str, Any]]]
+    ) -> None:
+        """Have ``make`` make the response, as which ``begun`` is kept meanwhile, and return at once."""
+        await self.keep(begun | {"status": "in_progress"})
+        has_started = asyncio.Event()  # a task that is cancelled before does nothing at all
+
+        async def run() -> None:
+            service.num_open += 1
+            has_started.set()
+            try:
+                await self.keep(await make())
+            except asyncio.CancelledError:
+                await self.keep(begun | {"status": "cancelled"})
+            except Exception as error:
+                known = as_api_error(error)
+                told = {"code": known.code or "server_error", "message": known.message}
+                await self.keep(begun | {"status": "failed", "error": told})
+            finally:
+                service.num_open -= 1
+                del service.background[key]
+
+        key = (self._owner, str(begun["id"]))
+        service.background[key] = asyncio.create_task(run())
+        await has_started.wait()
+
+
+async def history(request: Request, service: Service, response_id: str | None) -> list[InputItem]:
+    """The items of a conversation up to the response ``response_id``; none where that is None. Raises ApiError 400."""
+    if response_id is None:
+        return []
+    if service.store is None:
+        raise ApiError(400, f"previous_response_id: {_CLOSED}, or send all as input", param="previous_response_id")
+    try:
+        chain = await asyncio.to_thread(service.store.conversation, str(request.scope[OWNER]), response_id)
+    except MissingResponseError as missing:
+        raise ApiError(
+            400,
+            f"previous_response_id: the response {str(missing)!r:.200} is not kept, or not any more; send the whole "
+            "conversation as input",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        ) from None
+    if chain[-1].is_open:
+        raise ApiError(400, "previous_response_id: the response is not complete yet", param="previous_response_id")
+    items = [item for stored in chain for item in (*stored.input, *stored.response["output"])]
+    return _ITEMS.validate_python(items)
+
+
+@router.get("/v1/responses/{response_id}")
+async def retrieve(
+    response_id: str, request: Request, service: ServiceOf, stream: Annotated[bool, Query()] = False
+) -> JsonResponse:
+    """A response that is kept, as it is now."""
+    if stream:
+        raise ApiError(400, "stream: a response that is kept is not streamed; leave it out", param="stream")
+    return JsonResponse((await _stored(response_id, request, service)).response)
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def input_items(
+    response_id: str,
+    request: Request,
+    service: ServiceOf,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
+    after: Annotated[str | None, Query()] = None,
+) -> JsonResponse:
+    """The items of the request that a response answers, without those of responses before it."""
+    stored = await _stored(response_id, request, service)
+    items = stored.input if order == "asc" else stored.input[::-1]
+    if after is not None:
+        places = [number for number, item in enumerate(items, 1) if item["id"] == after]
+        if not places:
+            raise ApiError(400, f"after: the request has no item {after!r:.80}", param="after")
+        items = items[places[0] :]
+    page = items[:limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return JsonResponse({"object": "list", "data": page, **ends, "has_more": len(items) > limit})
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete(response_id: str, request: Request, service: ServiceOf) -> JsonResponse:
+    """Forget a response; one that is being made ends."""
+    stored = await _stored(response_id, request, service)
+    await _end(stored, request, service)
+    assert service.store is not None
+    await asyncio.to_thread(service.store.delete, str(request.scope[OWNER]), response_id)
+    return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel(response_id: str, request: Request, service: ServiceOf) -> JsonResponse:
+    """End a response that is being made in the background."""
+    stored = await _stored(response_id, request, service)
+    if not stored.response["background"]:
+        raise ApiError(400, "a response that was not asked for with background: true cannot be cancelled")
+    await _end(stored, request, service)
+    return JsonResponse((await _stored(response_id, request, service)).response)
+
+
+async def _stored(response_id: str, request: Request, service: Service) -> StoredResponse:
+    """What is kept under this id. Raises ApiError 404."""
+    if service.store is None:
+        raise ApiError(404, _CLOSED)
+    try:
+        return await asyncio.to_thread(service.store.get, str(request.scope[OWNER]), response_id)
+    except MissingResponseError:
+        raise ApiError(404, f"the response {response_id!r:.200} is not kept, or not any more") from None
+
+
+async def _end(stored: StoredResponse, request: Request, service: Service) -> None:
+    task = service.background.get((str(request.scope[OWNER]), stored.response_id))
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def _as_items(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+    """The input of a request as items with ids."""
+    if isinstance(given, str):
+        content = [{"type": "input_text", "text": given}]
+        return [{"type": "message", "id": _new_id("msg"), "role": "user", "status": "completed", "content": content}]
+    return [_as_item(item) for item in given]
+
+
+def _as_item(item: InputItem) -> dict[str, Any]:
+    plain = item.model_dump(exclude_none=True)
+    plain.setdefault("id", _new_id({"message": "msg", "reasoning": "rs"}.get(item.type, "fc")))
+    if isinstance(plain.get("content"), str):
+        kind = "output_text" if plain.get("role") == "assistant" else "input_text"
+        plain["content"] = [{"type": kind, "text": plain["content"]}]
+    return plain
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
