@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hardpoint.conformance.families.latent import LatentTrials
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.reference.latent_attention import ReferenceLatentAttention, attend_latent
+from hardpoint.reference.quantized_latent_attention import QuantizedLatentAttention
 from hardpoint_plugin_api import LatentCall, LatentStoreCall
 from tests.conformance.trying import HEALTHY, Caught, first_failure, subject
 
@@ -96,6 +98,75 @@ class StoresTheLatentTwice(Simple):
         call.cache["rope_key"][pages, offsets] = call.rope_key.to(call.cache["rope_key"].dtype)
 
 
+class Halves(Simple):
+    """A healthy backend that reads the two halves of a decode's positions apart, and merges them by log-sum-exp."""
+
+    def one(self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope_key: Tensor) -> Tensor:
+        if len(latent) < 2 or len(q_latent) > 1:
+            return super().one(q_latent, q_rope, latent, rope_key)
+        parts = [slice(0, len(latent) // 2), slice(len(latent) // 2, None)]
+        halves: list[Tensor] = [
+            super(Halves, self).one(q_latent, q_rope, latent[part], rope_key[part]) for part in parts
+        ]
+        sums = [self.log_sum(q_latent, q_rope, latent[part], rope_key[part]) for part in parts]
+        merged: Tensor = (torch.stack(halves) * self.weights(torch.stack(sums)).unsqueeze(-1)).sum(0)
+        return merged
+
+    def log_sum(self, q_latent: Tensor, q_rope: Tensor, latent: Tensor, rope_key: Tensor) -> Tensor:
+        """Of the exponentials of a query's scores, [T, H]."""
+        scores = torch.cat([q_latent, q_rope], -1).double() @ torch.cat([latent, rope_key], -1).double().T
+        log_sums: Tensor = (scores * self.spec.scale).logsumexp(-1)
+        return log_sums.float()
+
+    def weights(self, log_sums: Tensor) -> Tensor:
+        """How much each half counts."""
+        return log_sums.softmax(0)
+
+
+class MergesInBase2(Halves):
+    """Takes log-sum-exps for logarithms to the base 2."""
+
+    def weights(self, log_sums: Tensor) -> Tensor:
+        return (log_sums * 0.6931472).softmax(0)
+
+
+class MergesByTheMean(Halves):
+    """Gives both halves the same weight."""
+
+    def weights(self, log_sums: Tensor) -> Tensor:
+        return torch.full_like(log_sums, 0.5)
+
+
+class Quantized(QuantizedLatentAttention):
+    """A healthy backend over 8-bit latents."""
+
+    def read(self, cache: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The cache as it is read."""
+        return cache
+
+    def forward(self, call: LatentCall) -> None:
+        super().forward(replace(call, cache=self.read(call.cache)))
+
+
+class ScalesOfAnotherToken(Quantized):
+    """Reads each latent with the scale of the token before it in its block."""
+
+    def read(self, cache: dict[str, Tensor]) -> dict[str, Tensor]:
+        return cache | {"latent_scale": cache["latent_scale"].roll(1, dims=1)}
+
+
+class ScalesLeftOut(Quantized):
+    def read(self, cache: dict[str, Tensor]) -> dict[str, Tensor]:
+        return cache | {"latent_scale": torch.ones_like(cache["latent_scale"])}
+
+
+class RotatedKeysIn8Bits(Quantized):
+    """Rounds rotated keys as latents are rounded."""
+
+    def store(self, call: LatentStoreCall) -> None:
+        super().store(replace(call, rope_key=call.rope_key.to(torch.float8_e4m3fn).to(call.rope_key.dtype)))
+
+
 STEPS = "float32/kv-float32/*"
 PLANTED: dict[str, tuple[type[Simple], str, str]] = {
     "wrong scale": (ScaleOfTheLatent, "values", STEPS),
@@ -106,6 +177,13 @@ PLANTED: dict[str, tuple[type[Simple], str, str]] = {
     "sums of bfloat16": (SumsInBfloat16, "values", STEPS),
     "rotated queries of another head": (FirstHeadForAll, "values", STEPS),
     "stores to the slot before": (StoresTheLatentTwice, "values", "store/*"),
+    "log-sum-exp in base 2": (MergesInBase2, "values", STEPS),
+    "halves merged by their mean": (MergesByTheMean, "values", STEPS),
+}
+QUANTIZED: dict[str, tuple[type[Quantized], str, str]] = {
+    "scales of another token": (ScalesOfAnotherToken, "values", "float32/kv-float8_e4m3fn/*"),
+    "scales left out": (ScalesLeftOut, "values", "float32/kv-float8_e4m3fn/*"),
+    "rotated keys in 8 bits": (RotatedKeysIn8Bits, "values", "store/*"),
 }
 CLAIMS: list[dict[str, Any]] = [
     {"dtype": ["float32"]},
@@ -117,21 +195,25 @@ CLAIMS: list[dict[str, Any]] = [
 
 
 def tried(site: Site, backend: type[object], cases: str, plan: Plan | None = None, every: int = 1) -> Caught | None:
-    made = subject(site, backend, "attention", "latent", requires=CLAIMS)
+    quantized = isinstance(backend, type) and issubclass(backend, Quantized)
+    claims = [{"kv_dtype": ["float8_e4m3fn"]} if quantized and "kv_dtype" in claim else claim for claim in CLAIMS]
+    name = "reference_quantized_cache" if quantized else "reference"
+    made = subject(site, backend, "attention", "latent", name, requires=claims)
     return first_failure(made, LatentTrials(), cases, plan, every=every)
 
 
-@pytest.mark.parametrize("title", PLANTED)
+@pytest.mark.parametrize("title", [*PLANTED, *QUANTIZED])
 def test_a_planted_fault_is_caught_by_its_check(site: Site, title: str) -> None:
-    backend, check, cases = PLANTED[title]
+    backend, check, cases = {**PLANTED, **QUANTIZED}[title]
     caught = tried(site, backend, cases)
     assert caught, f"{title} was not caught"
     assert caught.check == check, str(caught)
 
 
 @HEALTHY
-def test_a_healthy_backend_passes(site: Site, every: int) -> None:
-    caught = tried(site, Simple, "*", Plan(), every)
+@pytest.mark.parametrize("backend", [Simple, Halves, Quantized])
+def test_a_healthy_backend_passes(site: Site, every: int, backend: type[object]) -> None:
+    caught = tried(site, backend, "*", Plan(), every)
     assert caught is None, str(caught)
 
 

@@ -83,6 +83,18 @@ def test_quantized_matrices_are_absorbed(checkpoint: tuple[Path, PreTrainedModel
     assert 1e-4 < difference < 0.15
 
 
+def test_latents_of_8_bits(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """Rotated keys stay as wide as the model; what is left is the error of rounding latents."""
+    folder, model = checkpoint
+    (prompt,) = random_prompts(1, 40, seed=5, shortest=40)
+    expected = reference_logits(model, prompt)
+    with small_llm(folder, kv_cache_dtype="fp8_e4m3") as llm:
+        planes = {(p.name, p.dtype) for user in llm.core.blueprint.ctx.cache_users.users for p in user.spec.planes}
+        assert planes == {("latent", "float8_e4m3fn"), ("rope_key", "float32")}
+        difference = (prompt_logits(llm, prompt) - expected).norm() / expected.norm()
+    assert 1e-4 < difference < 0.1
+
+
 def test_sleep_and_other_weights(checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     """The plain matrices are made anew each time."""
     folder, model = checkpoint

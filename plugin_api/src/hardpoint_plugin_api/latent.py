@@ -19,6 +19,7 @@ from hardpoint_plugin_api.attention import AttentionMetadata, StepPlanner
 from hardpoint_plugin_api.cache import CacheLayout, CacheSpec, Plane
 from hardpoint_plugin_api.context import BuildContext
 from hardpoint_plugin_api.device import DeviceInfo
+from hardpoint_plugin_api.elements import BUILT_IN
 from hardpoint_plugin_api.reasons import Reason
 from hardpoint_plugin_api.requests import LatentWorkload
 
@@ -44,7 +45,14 @@ class LatentSpec:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """The planes ``latent`` [L] and ``rope_key`` [R] of each token, kept for the whole sequence."""
+        """The planes ``latent`` [L] and ``rope_key`` [R] of each token, kept for the whole sequence.
+
+        Where ``kv_dtype`` has 8 bits, a latent has a scale (scaling ``row``), and ``rope_key`` is in ``dtype``: rotated
+        keys are few elements, and rounding them costs more accuracy than rounding latents.
+        """
+        if self.kv_dtype in BUILT_IN:
+            latent = Plane("latent", (self.latent_size,), self.kv_dtype, "row")
+            return CacheSpec((latent, Plane("rope_key", (self.rope_size,), self.dtype)))
         return CacheSpec(
             (
                 Plane("latent", (self.latent_size,), self.kv_dtype),

@@ -10,7 +10,7 @@ Axes: T tokens, S positions of one request, H query heads, L latent size, R rope
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from hardpoint_plugin_api import (
     AttentionMetadata,
     AttentionSpec,
     BuildContext,
+    CacheLayout,
     CacheSpec,
     CaptureGrade,
     Contribution,
@@ -41,6 +42,7 @@ from hardpoint_plugin_api import (
     LatentSpec,
     LatentStoreCall,
     Phase,
+    Region,
     StepLimits,
     StoreCall,
     Workload,
@@ -184,12 +186,37 @@ class LatentProbe(AttentionProbe):
         return found
 
 
+class LatentsAsKeys(CacheLayout):
+    """A layout of latents, read as keys and values of one head: ``k`` [..., 1, L + R] and ``v`` [..., 1, L]."""
+
+    def __init__(self, inner: CacheLayout) -> None:
+        self._inner = inner
+        self.name, self.alignment = inner.name, inner.alignment
+
+    def regions(self, spec: CacheSpec, block_size: int) -> tuple[Region, ...]:
+        return self._inner.regions(spec, block_size)
+
+    def page_bytes(self, spec: CacheSpec, block_size: int) -> int:
+        return self._inner.page_bytes(spec, block_size)
+
+    def to_logical(self, views: Mapping[str, torch.Tensor], pages: torch.Tensor) -> dict[str, torch.Tensor]:
+        planes = self._inner.to_logical(views, pages)
+        latent, rope_key = (planes[name].float().unsqueeze(-2) for name in ("latent", "rope_key"))
+        return {"k": torch.cat([latent, rope_key], dim=-1), "v": latent}
+
+    def from_logical(
+        self, views: Mapping[str, torch.Tensor], pages: torch.Tensor, planes: Mapping[str, torch.Tensor]
+    ) -> None:
+        latent, rope_key = planes["k"].squeeze(-2).split([planes["v"].shape[-1], views["rope_key"].shape[-1]], dim=-1)
+        self._inner.from_logical(views, pages, {"latent": latent, "rope_key": rope_key})
+
+
 @functools.cache
 def as_causal(inner: Any) -> type[AttentionBackend]:
     """A backend of causal attention, for SharedLatents, of a class of latent attention."""
 
     class LatentAsCausal(AttentionBackend):
-        layout, capture, traceable = inner.layout, inner.capture, inner.traceable
+        layout, capture, traceable = LatentsAsKeys(inner.layout), inner.capture, inner.traceable
         exact_lengths = inner.exact_lengths
 
         def __init__(self, ctx: BuildContext, spec: AttentionSpec) -> None:
