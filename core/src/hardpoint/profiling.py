@@ -41,7 +41,10 @@ class Profiler:
         return self.is_on and self._layers_marked
 
     def range(self, name: str) -> Range:
-        """Mark what runs inside as ``name``, where a profile is taken."""
+        """Return a context manager that records its body as the range ``name`` of the profile.
+
+        It does nothing while no profile is taken.
+        """
         return NO_RANGE if self._mark is None else self._mark(name)
 
     def start(self, folder: Path, model: nn.Module | None = None) -> None:

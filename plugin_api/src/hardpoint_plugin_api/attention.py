@@ -58,7 +58,7 @@ class AttentionSpec:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """The cache of a layer of this group."""
+        """The CacheSpec of one layer of this group: planes ``k`` and ``v``, dtype, retention and scaling."""
         scaling: Scaling = "none"
         if self.kv_dtype in BUILT_IN:
             scaling = "static" if self.static_cache_scales else "row"

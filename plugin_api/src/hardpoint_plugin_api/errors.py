@@ -112,7 +112,10 @@ class EngineError(HardpointError):
 
 
 class EngineDeadError(EngineError):
-    """The engine's process has ended; every open request and every later call gets this. Build a new engine."""
+    """The engine has ended and serves no request any more. Open requests and later calls raise this error.
+
+    Build a new engine. A core that is restarted keeps its open requests instead.
+    """
 
 
 def _rebuild(kind: type[HardpointError], args: tuple[Any, ...], state: dict[str, Any]) -> HardpointError:

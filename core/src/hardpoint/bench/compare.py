@@ -32,8 +32,9 @@ _VOCABULARY = 30_000
     default=("hardpoint", "transformers"),
     show_default=True,
     metavar="ENGINE[@PYTHON][:KEY=VALUE,...]",
-    help="Engine to measure; repeatable, and the first is compared with the others. PYTHON: interpreter of an "
-    "environment that has the engine.",
+    help="Engine to measure; repeatable. The first engine is compared with the fastest of the others, and each of the "
+    "others with the first. PYTHON: interpreter of an environment that has the engine. KEY=VALUE: an option of the "
+    "engine.",
 )
 @click.option(
     "--load",
@@ -63,14 +64,14 @@ _VOCABULARY = 30_000
     default=12,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Most rounds until each engine has --runs undisturbed runs.",
+    help="Largest number of rounds until each engine has --runs undisturbed runs.",
 )
 @click.option(
     "--quiet",
     default=0.05,
     show_default=True,
     type=click.FloatRange(0, 1),
-    help="A run is undisturbed if other processes use less than this share of the processors.",
+    help="Largest share of the CPU time, 0 to 1, that other processes may use in an undisturbed run.",
 )
 @click.option(
     "--tolerance",

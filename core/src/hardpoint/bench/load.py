@@ -48,7 +48,10 @@ class Load:
     async def apply(
         self, send: Send, requests: Sequence[SyntheticRequest], advance: Callable[[Timing], None]
     ) -> list[Timing]:
-        """Send ``requests`` and wait for all; ``advance`` is called as each ends."""
+        """Send ``requests`` at the times of this load, and return their timings when all have ended.
+
+        ``advance`` is called as each ends.
+        """
         timings: list[Timing] = []
         coming = iter(requests) if self.seconds is None else _rounds(requests, self.seed)
         due = time.perf_counter()

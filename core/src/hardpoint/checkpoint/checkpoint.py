@@ -36,7 +36,7 @@ class Checkpoint:
 
     @property
     def config_path(self) -> Path:
-        """Its config.json, for messages."""
+        """Path of the checkpoint's config.json, as error messages name it."""
         return self.config.path
 
     @property

@@ -45,7 +45,11 @@ def resolve_tokenizer(model: str, download_dir: str | None = None) -> Path:
 
 
 def resolve_adapter(name: str) -> Path:
-    """Return the local folder of a LoRA adapter, a folder or a hub id. Raises CheckpointError as resolve_model does."""
+    """Return the local folder of the LoRA adapter ``name``, a folder or a hub id, which is downloaded.
+
+    The folder's contents are not checked. Raises CheckpointError for a path that is not a folder, and for a hub id that
+    cannot be downloaded.
+    """
     return _resolve("adapter", name, None, None)
 
 

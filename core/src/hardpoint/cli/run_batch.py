@@ -27,7 +27,7 @@ from hardpoint_plugin_api import ConfigError
     type=int,
     default=1024,
     show_default=True,
-    help="Most open requests.",
+    help="Largest number of requests in flight.",
 )
 def run_batch(
     config: EngineConfig,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     "--ssl-certfile",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="File (PEM) with the server's certificate and those above it. Connections are encrypted then.",
+    help="PEM file with the server's certificate and the CA certificates of its chain. Enables TLS.",
 )
 @click.option(
     "--ssl-keyfile",
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     type=int,
     default=1024,
     show_default=True,
-    help="Most open requests. Further requests are refused with status 429.",
+    help="Largest number of requests in flight. Further requests are refused with status 429.",
 )
 @click.option("--max-body-bytes", type=int, default=8 * 2**20, show_default=True, help="Largest request body in bytes.")
 @click.option(

@@ -148,7 +148,13 @@ def experts(
 
 
 @tune.command(cls=EngineCommand, short_help="Find the fastest matmul kernel for each matrix of a model.")
-@click.option("--rows", default=_ROWS, show_default=True, type=_Numbers(), help="Numbers of tokens to measure.")
+@click.option(
+    "--rows",
+    default=_ROWS,
+    show_default=True,
+    type=_Numbers(),
+    help="Numbers of tokens to measure, separated by commas. A token is a row of the matmul's input.",
+)
 @click.option(
     "--layout-by",
     type=_Numbers(),

@@ -152,14 +152,14 @@ class EngineSettings(BaseModel):
     long_prefill_token_threshold: Index | None = setting(
         Group.SCHEDULING,
         None,
-        "A prompt with more tokens than this shares each step with other requests. Default: --max-num-batched-tokens. "
-        "0: it takes every token.",
+        "A prompt with more uncached tokens than this shares each step with other requests of its priority. Default: "
+        "--max-num-batched-tokens. 0: it takes every token.",
     )
     max_num_partial_prefills: Count = setting(
         Group.SCHEDULING,
         4,
-        "Most prompts longer than --long-prefill-token-threshold that are read at the same time. Shorter prompts pass "
-        "those that wait.",
+        "Largest number of prompts above --long-prefill-token-threshold, of the same or a higher priority, that are "
+        "read at the same time. Shorter prompts may start before them.",
     )
     async_scheduling: bool | None = setting(
         Group.SCHEDULING,

@@ -193,9 +193,10 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yield the outputs of one prompt, once per step that adds to it, as ``output_kind`` says.
+        """Generate for one prompt. Yields a RequestOutput after each step that extends the output.
 
-        A CUMULATIVE output is the same growing object each time.
+        ``output_kind`` sets its content, see RequestOutputKind. With CUMULATIVE all yields are one object, updated in
+        place.
         """
         params = sampling_params or self.default_sampling_params()
         (adapter,) = [""] if lora_request is None else self._adapters(lora_request, [prompt])

@@ -117,7 +117,7 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def order_of(x):
-    """Float32 numbers -> int32 numbers in the same order: both zeros alike, every NaN above all others."""
+    """Map float32 numbers to int32 keys of the same order. -0.0 and 0.0 have one key; every NaN has the highest."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 

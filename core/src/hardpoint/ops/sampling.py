@@ -161,16 +161,22 @@ def sample_tokens(
     min_p: torch.Tensor,
     uniform: torch.Tensor,
 ) -> torch.Tensor:
-    """logits [N, V] and each row's settings, [N] -> tokens int64 [N].
+    """Draw one token for each row: logits [N, V] and settings [N] -> tokens int64 [N]. V is the vocabulary's size.
 
-    In this order: logits are divided by ``temperature`` (float32; 0 takes the likeliest token, lowest index first,
-    and the row's other settings are not looked at); ``min_p`` (float32, 0 off) keeps tokens at least that fraction as
-    likely as the likeliest (arXiv:2407.01082); ``top_k`` (int32, 0 or less off) keeps those no less likely than the
-    k-th; ``top_p`` (float32, 1 off) keeps those for which all likelier ones together, renormalised, stay below it
-    (arXiv:1904.09751). So equally likely tokens are kept or dropped together. The token is the first, in order of the
-    vocabulary, at which the cumulative probability exceeds ``uniform`` (float32 in [0, 1)).
+    In this order:
 
-    The vocabulary is sorted only for rows with ``top_k`` or ``top_p``. Logits that are NaN give some valid token.
+    * ``temperature`` (float32) divides the logits. At 0 the row is greedy: the highest logit, the lowest index among
+      equals. The other settings have no effect then.
+    * ``min_p`` (float32, 0: off) keeps tokens with at least ``min_p`` times the highest probability
+      (arXiv:2407.01082).
+    * ``top_k`` (int32, 0 or less: off) keeps tokens whose logit is at least the k-th highest.
+    * ``top_p`` (float32, 1: off) renormalises. It keeps a token if all likelier tokens together have a probability
+      below ``top_p`` (arXiv:1904.09751). The likeliest token is always kept.
+    * The result is the first token, in vocabulary order, at which the cumulative probability exceeds ``uniform``
+      (float32 in [0, 1)).
+
+    Equal logits are kept or dropped together. Only rows with ``top_k`` or ``top_p`` sort the vocabulary. NaN logits
+    give an arbitrary valid token.
     """
     greedy, vocabulary = temperature == 0, logits.shape[-1]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

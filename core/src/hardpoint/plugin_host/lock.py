@@ -172,7 +172,10 @@ class LockFile:
         return Reason("lock-mismatch", f"{self.path}: {'; '.join(d.detail for d in found)}", fix=found[0].fix)
 
     def differences(self, records: Iterable[PluginRecord]) -> list[Difference]:
-        """Every difference between the file and what is installed. Reads every byte of it."""
+        """Return all differences between the lock file and the installed plugins ``records``.
+
+        Reads every byte of the locked plugins and of their required libraries.
+        """
         installed = {(r.distribution, r.entry_value): r for r in records}
         found, libraries = [], Installed()
         for key, record in installed.items():

@@ -1,10 +1,9 @@
-"""The reference with results that do not depend on the batch, on chunks, or on where the keys come from.
+"""Reference attention whose results do not depend on other requests, on prompt chunks, or on the prefix cache.
 
-Queries go through tiles of neighbouring positions: the query at position p always stands in row p % 16 of the tile
-that begins at p - p % 16, and that tile always meets as many keys, from the oldest that its first query reads to its
-own end. Rows and keys that a step does not have are zero; keys that a query must not read weigh nothing. So for a
-given position all tensors have the same shapes in every step, a deterministic kernel does the same to them, and a row
-of a matmul or softmax takes nothing from the other rows.
+Queries are computed in tiles of 16 positions. The query at position p is row p % 16 of the tile that starts at
+p - p % 16. A tile's keys run from the oldest key that its first query reads to the tile's end. Missing rows and keys
+are zeros. Masked keys have weight 0. So a tile's tensors have the same shapes in every step. A deterministic kernel
+then gives the same result. No row of a matmul or softmax depends on another row.
 
 Axes: H query heads, K KV heads, D head size.
 """

@@ -108,7 +108,10 @@ class SelectionTable:
 
     @property
     def digest(self) -> str:
-        """The first 16 hex digits of a SHA-256 over who serves what (not over the reasons against the others)."""
+        """The first 16 hex digits of the SHA-256 of all winners: workload, range, contribution, plugin and version.
+
+        The reasons against losers are not hashed.
+        """
         return hashlib.sha256(json.dumps(self.serving).encode()).hexdigest()[:16]
 
     @property

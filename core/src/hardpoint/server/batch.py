@@ -74,10 +74,11 @@ class BatchResult:
 async def run_batch(
     config: EngineConfig, settings: ServerSettings, lines: Iterable[str], output: TextIO
 ) -> BatchResult:
-    """Answer each line that is not blank, and write an answer as soon as it is there: ``custom_id`` tells which it is.
+    """Answer every line of ``lines`` that is not blank. Returns the counts.
 
-    Up to ``settings.max_concurrent_requests`` are open at a time, and no more lines are read meanwhile. Raises what
-    building the engine raises.
+    Each answer is written to ``output`` when it is complete; ``custom_id`` names its request. At most
+    ``settings.max_concurrent_requests`` requests are in flight; reading pauses at that number. Raises the errors of
+    the engine's start.
     """
     service = Service(EngineHost(config), settings)
     app, result = create_app(service), BatchResult()

@@ -35,7 +35,7 @@ async def health(service: ServiceOf) -> JsonResponse:
 
 @router.api_route("/ping", methods=["GET", "POST"])
 async def ping(service: ServiceOf) -> JsonResponse:
-    """The same, at the path that SageMaker asks."""
+    """Health check for SageMaker; answers as ``/health`` does."""
     return await health(service)
 
 

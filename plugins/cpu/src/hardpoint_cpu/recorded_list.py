@@ -102,7 +102,10 @@ class RecordedLists(GraphEngine):
             self._recorder.write_opaque(call, arguments)
 
     def transient(self, result: torch.Tensor) -> torch.Tensor:
-        """See GraphEngine: ``result`` stays in the memory that all graphs share."""
+        """Leave ``result`` in the arena that all graphs share: it is valid until any graph of this engine runs.
+
+        See GraphEngine.transient.
+        """
         if self._recorder is not None:
             self._recorder.leave_in_arena(result)
         return result

@@ -185,7 +185,10 @@ class CudaPlatform(TorchAcceleratorPlatform):
         return device
 
     def compile_ahead(self, run: Callable[[], None]) -> int:
-        """Compile Triton kernels by processes. See Platform."""
+        """Compile the Triton kernels that ``run`` would launch, in several processes.
+
+        Returns their number; 0 without Triton. See Platform.compile_ahead.
+        """
         try:
             from hardpoint.kernels.compile_ahead import compile_ahead
         except ImportError:  # no Triton, or one whose compiler takes one kernel at a time

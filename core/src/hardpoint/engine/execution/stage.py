@@ -57,7 +57,7 @@ class PipelineStage(Stage):
         self.draws = group.rank == self._last
 
     def buffers(self, tokens: int) -> dict[str, torch.Tensor]:
-        """See Stage."""
+        """The fixed buffer ``states`` [2, ``tokens``, hidden] that captured steps read. The first stage has none."""
         return {"states": self._states(tokens)} if self._group.rank else {}
 
     def take_in(self, ids: torch.Tensor, num_tokens: int, fixed: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -15,8 +15,9 @@ class PrefillPolicy:
 
     A prompt with more than ``threshold`` tokens to compute is long; 0: none is. A long prompt shares a step with the
     other requests of its priority: shares are max-min fair, so that no request gets less than it wants while a long
-    prompt gets more. It gets at least ``guarantee`` tokens. More important requests come before it. Of equally
-    important requests up to ``max_partial`` long prompts are read at a time; others pass those that wait.
+    prompt gets more. More important requests take their tokens first; of the rest a long prompt gets at least
+    ``guarantee``. It starts only while fewer than ``max_partial`` long prompts of the same or a higher priority are
+    being read. Shorter prompts may start before it.
 
     Example: of a step with 2,048 tokens a prompt of 30,000 gets 1,948 beside a waiting prompt of 100, and 1,024 beside
     one of 2,000.

@@ -1,4 +1,4 @@
-"""The scheduler: who runs in the next step, with how many tokens, on which pages.
+"""The scheduler selects the requests of the next step, their token counts and their pages.
 
 It never needs a token's value: ``schedule`` advances counts and pages as a step is submitted, ``commit`` takes values
 when they arrive, up to a step later; a token drawn for a request that had ended meanwhile is dropped. Requests run in

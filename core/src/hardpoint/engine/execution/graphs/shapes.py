@@ -79,8 +79,9 @@ class ShapeRow:
 
     ``sizes``, ascending, count requests where each has the same number of tokens, ``queries``, and draws the next;
     otherwise tokens, of at most ``requests`` requests (None: any number). ``ends`` begins with the draws that a graph
-    may hold, if any; the last end is for steps that need another. Where sizes are ``listed``, all are captured when
-    the engine starts, and steps are padded to the next; otherwise each is captured when it is first met.
+    may hold, if any; the last end is for steps that need another. Where sizes are ``listed``, steps are padded
+    to the next captured size: the start captures some of them (late_graphs.py), the others follow. Otherwise each size
+    is captured when it is first met.
     """
 
     mode: Mode
@@ -103,7 +104,7 @@ class ShapeRow:
 
     @property
     def num_ahead(self) -> int:
-        """How many graphs are captured when the engine starts."""
+        """Number of graphs that are captured before a step needs them."""
         return len(self.sizes) * (len(self.draws) or 1) if self.listed else 0
 
     @property

@@ -23,7 +23,7 @@ class Holder(Protocol):
         ...
 
     def restore(self) -> None:
-        """Allocate the memory again, with usable contents."""
+        """Allocate the memory again and make its contents valid. Weights are read from their files again."""
         ...
 
 

@@ -95,7 +95,7 @@ class ProcessRank(RankLink):
         self.process.join()
 
     def stack(self) -> str:
-        """See RankLink."""
+        """Return the stack that the process left when it crashed, or an empty text. See RankLink.stack."""
         return self._crash.read()
 
     def obituary(self) -> str:

@@ -67,7 +67,10 @@ class RankLink(ABC):
         """How it ended, when it ended by itself and said nothing."""
 
     def stack(self) -> str:
-        """What it was doing when it crashed, where that is known. To be called once, when it has ended."""
+        """Return the stack that the rank's process left when it crashed, or an empty text.
+
+        Call it once, after the process has ended.
+        """
         return ""
 
     def send(self, data: bytes) -> None:
