@@ -15,12 +15,13 @@ from hardpoint_plugin_api import ConfigError
 
 ROOT = Path(__file__).parents[1]
 
+_TOP = sorted({module.partition(".")[0] for modules in EXTRAS.values() for module in modules.values()})
 _WITHOUT = f"""
 import importlib.abc, sys
 
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {sorted(module for modules in EXTRAS.values() for module in modules)}:
+        if name.partition(".")[0] in {_TOP}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 import importlib.util
@@ -75,6 +76,6 @@ def test_what_is_installed_is_not_missed() -> None:
 
 
 def test_the_error_is_one_of_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EXTRAS, "serve", ("no_such_module",))
-    with pytest.raises(ConfigError, match=r"^this test needs no_such_module, not installed here: pip install 'hardp"):
+    monkeypatch.setitem(EXTRAS, "serve", {"no-such-module": "no_such_module"})
+    with pytest.raises(ConfigError, match=r"^this test needs no-such-module, not installed here: pip install 'hardp"):
         require_extra("serve", "this test")

@@ -182,6 +182,8 @@ def test_what_is_wrong_with_flags_is_said(authority: trustme.CA, tmp_path: Path)
     for wrong in ("llm", "/llm/", "/", "/a b"):
         with pytest.raises(ConfigError, match="is no path"):
             ServerSettings(root_path=wrong)
+    with pytest.raises(ConfigError, match="give the whole URL"):
+        ServerSettings(otlp_traces_endpoint="127.0.0.1:4317")
     with pytest.raises(ConfigError, match="--profile-folder needs --allow-engine-control"):
         ServerSettings(profile_folder=tmp_path)
     with pytest.raises(ConfigError, match="--ssl-keyfile needs --ssl-certfile"):

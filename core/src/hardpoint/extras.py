@@ -7,12 +7,16 @@ import importlib.util
 from hardpoint_plugin_api import ConfigError
 
 EXTRAS = {
-    "serve": ("fastapi", "httptools", "uvicorn"),
-    "structured": ("llguidance",),
-    "conform": ("covertable",),
-    "plot": ("matplotlib",),
+    "serve": {"fastapi": "fastapi", "httptools": "httptools", "uvicorn": "uvicorn"},
+    "structured": {"llguidance": "llguidance"},
+    "conform": {"covertable": "covertable"},
+    "plot": {"matplotlib": "matplotlib"},
+    "otlp": {
+        "opentelemetry-sdk": "opentelemetry.sdk",
+        "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
+    },
 }
-"""The top-level modules that each extra of hardpoint-core brings itself."""
+"""The distributions that each extra of hardpoint-core brings itself, each with a module of it."""
 
 
 def require_extra(extra: str, purpose: str) -> None:
@@ -20,8 +24,15 @@ def require_extra(extra: str, purpose: str) -> None:
 
     ``purpose`` names the feature that needs them, as the subject of the message.
     """
-    missing = [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]
+    missing = [name for name, module in EXTRAS[extra].items() if not _is_there(module)]
     if missing:
         raise ConfigError(
             f"{purpose} needs {', '.join(missing)}, not installed here: pip install 'hardpoint-core[{extra}]'"
         )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that holds it
+        return False

@@ -175,6 +175,12 @@ if TYPE_CHECKING:
     help="Hours since their last use for which responses are kept.",
 )
 @click.option(
+    "--otlp-traces-endpoint",
+    metavar="URL",
+    help="URL that gets a span of OpenTelemetry for each generation (OTLP over HTTP), such as "
+    "http://127.0.0.1:4318/v1/traces. Needs the extra otlp.",
+)
+@click.option(
     "--metrics-names",
     type=click.Choice(["hardpoint", "vllm"]),
     default="hardpoint",
@@ -192,6 +198,8 @@ def serve(config: EngineConfig, api_key_file: Path | None, quiet: bool, **settin
     Prints its address to stderr. SIGTERM or Ctrl-C ends it after the open requests; a second signal ends it at once.
     """
     require_extra("serve", "hardpoint serve")
+    if settings["otlp_traces_endpoint"] is not None:
+        require_extra("otlp", "--otlp-traces-endpoint")
     from hardpoint.server.run import serve as run
     from hardpoint.server.settings import ServerSettings, read_api_keys
 

@@ -9,6 +9,7 @@ import ipaddress
 import re
 import time
 import uuid
+from contextlib import nullcontext
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -60,8 +61,10 @@ class Gate:
         scope[OWNER] = ""
         scope[ADDED_HEADERS] = [(b"x-request-id", scope[REQUEST_ID].encode())]
         metrics.open_requests.inc()
+        traces = self._service.traces
         try:
-            await self._pass(scope, receive, noting)
+            with nullcontext() if traces is None else traces.following(Headers(scope=scope)):
+                await self._pass(scope, receive, noting)
         finally:
             metrics.open_requests.dec()
             metrics.answered(scope, status)

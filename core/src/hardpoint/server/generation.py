@@ -68,6 +68,7 @@ class Generation:
     def __init__(self, request: GenerationRequest, service: Service) -> None:
         self.outputs: list[RequestOutput | None] = [None] * len(request.prompts)
         self._host, self._metrics, self._began = service.host, service.metrics.requests, time.perf_counter()
+        self._traces = service.traces
         self._params, self._model = request.params, request.adapter or service.model_names[0]
         self._count_inter_token = self._metrics.inter_token(self._model)
         self.num_choices = request.params.n
@@ -116,7 +117,10 @@ class Generation:
         await self._exits.aclose()
         usage = self.usage
         seconds = time.perf_counter() - self._began
-        self._metrics.ended(self._model, self._summary(seconds, usage))
+        summary = self._summary(seconds, usage)
+        self._metrics.ended(self._model, summary)
+        if self._traces is not None:
+            self._traces.ended(self._model, self._request_id, summary)
         if self._logs:
             logger.info(
                 "request %s: %d prompt tokens, %d of them cached, %d completion tokens; %s, %.3f s in all; %s",

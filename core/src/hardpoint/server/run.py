@@ -9,6 +9,7 @@ import signal
 import socket
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -22,6 +23,9 @@ from hardpoint.server.response_store import ResponseStore
 from hardpoint.server.service import Service
 from hardpoint.server.settings import ServerSettings
 from hardpoint_plugin_api import ConfigChange, ConfigError, EngineDeadError
+
+if TYPE_CHECKING:
+    from hardpoint.server.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,7 @@ class Server(uvicorn.Server):
         self._socket = _listen(settings)
         try:
             self.service.store = _store(settings)
+            self.service.traces = _traces(settings)
         except BaseException:
             self._socket.close()
             raise
@@ -164,6 +169,14 @@ def _store(settings: ServerSettings) -> ResponseStore | None:
     if settings.response_store_bytes == 0:
         return None
     return ResponseStore(settings.response_store, settings.response_store_bytes, settings.response_store_hours * 3600)
+
+
+def _traces(settings: ServerSettings) -> Traces | None:
+    if settings.otlp_traces_endpoint is None:
+        return None
+    from hardpoint.server.traces import Traces
+
+    return Traces(settings.otlp_traces_endpoint)
 
 
 def _with_restarts(config: EngineConfig) -> EngineConfig:

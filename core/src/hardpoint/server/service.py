@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import Depends, Request
 
@@ -20,6 +20,9 @@ from hardpoint.server.metrics import ServerMetrics
 from hardpoint.server.response_store import ResponseStore
 from hardpoint.server.settings import ServerSettings
 from hardpoint_plugin_api import ConfigError
+
+if TYPE_CHECKING:
+    from hardpoint.server.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     num_open: int = 0
     """POST requests that are being answered, and responses that are made in the background."""
+    traces: Traces | None = None
+    """What sends a span for each generation, if spans are wanted."""
     store: ResponseStore | None = None
     """The responses that are kept, if any are."""
     background: dict[tuple[str, str], asyncio.Task[None]] = field(default_factory=dict)
@@ -64,6 +69,8 @@ class Service:
             await asyncio.wait(tasks)
         if self.store is not None:
             self.store.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from hardpoint_plugin_api import ConfigError
 DEFAULT_PORT = 8000
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")
 """RFC 6454, section 6.2; a path, or a slash at the end, would never match."""
+_ENDPOINT = re.compile(r"https?://[^/\s]+/\S+")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
@@ -76,7 +77,8 @@ class ServerSettings:
     ``profile_folder``: where profiles that clients ask for are written. ``metrics_names``: vllm
     for metrics under vLLM's names beside our own. ``response_store``: the file for responses that are kept; None: a
     file that is gone with the server. ``response_store_bytes`` and ``response_store_hours`` say how many, and for how
-    long since their last use; 0 bytes: none is kept.
+    long since their last use; 0 bytes: none is kept. ``otlp_traces_endpoint``: the URL that gets a span for each
+    generation.
 
     Raises ConfigError, naming the flag.
     """
@@ -106,6 +108,7 @@ class ServerSettings:
     response_store: Path | None = None
     response_store_bytes: int = 2**28
     response_store_hours: float = 30 * 24.0
+    otlp_traces_endpoint: str | None = None
     metrics_names: Literal["hardpoint", "vllm"] = "hardpoint"
 
     def __post_init__(self) -> None:
@@ -131,6 +134,11 @@ class ServerSettings:
             raise ConfigError(
                 f"--root-path {self.root_path!r} is no path: write it with a slash in front and none behind, such as "
                 "/llm"
+            )
+        if self.otlp_traces_endpoint is not None and not _ENDPOINT.fullmatch(self.otlp_traces_endpoint):
+            raise ConfigError(
+                f"--otlp-traces-endpoint {self.otlp_traces_endpoint!r}: spans go by HTTP; give the whole URL, such as "
+                "http://127.0.0.1:4318/v1/traces"
             )
         for key in self.api_keys:
             if not (key.isascii() and key.isprintable()) or key != key.strip() or not key:
