@@ -62,7 +62,7 @@ def test_a_model_runs_without_extras() -> None:
 def test_a_missing_extra_is_named(arguments: list[str], said: str) -> None:
     run = f"import importlib.util, sys; sys.argv[1:] = {arguments}; from hardpoint.cli.main import main; main()"
     hidden = "importlib.util.find_spec = lambda name, package=None: None if name in (%s) else real(name, package)\n"
-    names = ", ".join(repr(module) for modules in EXTRAS.values() for module in modules)
+    names = ", ".join(repr(module) for modules in EXTRAS.values() for module in modules.values())
     program = _WITHOUT + hidden % names + run
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode != 0

@@ -111,6 +111,9 @@ def test_the_background(client: openai.OpenAI) -> None:
     assert (whole.status, whole.usage.output_tokens) == ("incomplete", 16)
     assert whole.output_text == respond(client).output_text
     assert client.responses.cancel(begun.id) == whole, "it has ended, and stays as it is"
+    twice = [respond(client, background=True, extra_headers={"x-request-id": "same"}).id for _ in range(2)]
+    assert [ended(client, each).status for each in twice] == ["incomplete"] * 2
+    assert len(set(twice)) == 2
 
 
 def test_what_is_made_in_the_background_can_be_cancelled(server: RunningServer, client: openai.OpenAI) -> None:

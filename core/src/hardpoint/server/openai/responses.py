@@ -137,7 +137,7 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
 async def responses(body: ResponsesRequest, request: Request, service: ServiceOf) -> Response:
     """Continue a conversation."""
     model = service.check_model(body.model)
-    own_id = request_id(request)
+    own_id = uuid.uuid4().hex if body.background else request_id(request)  # a client may send its id again
     keeper = Keeper.of(request, service, body.input, body.previous_response_id, store=body.store is not False)
     if body.background:
         _check_background(body, keeper)
