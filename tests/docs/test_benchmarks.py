@@ -20,7 +20,7 @@ def test_every_benchmark_is_there() -> None:
 
 def test_every_flag_exists() -> None:
     context = click.Context(bench)
-    commands = [bench.get_command(context, name) for name in ("serve", "throughput", "latency", "steps", "sweep")]
+    commands = [bench.get_command(context, name) for name in find()]
     commands.append(linear)
     known = {flag for command in commands if command for param in command.get_params(context) for flag in param.opts}
     assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= known
