@@ -128,7 +128,7 @@ def test_an_error_names_the_remedy(
     hub: Hub, tmp_path: Path, arguments: tuple[str, ...], variables: dict[str, str], words: str
 ) -> None:
     line = refused(hub, tmp_path, *arguments, variables=variables)
-    assert line.startswith(f"model {arguments[0]!r} is no local folder, and the hub does not give it: ")
+    assert line.startswith(f"model {arguments[0]!r} is no local folder, and it could not be downloaded from the hub: ")
     assert re.search(words, line), line
 
 

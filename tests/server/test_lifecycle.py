@@ -177,7 +177,7 @@ def failing(*flags: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (lambda port: ["--port", str(port)], "is another server there?"),
+        (lambda port: ["--port", str(port)], "stop the other server there, or choose another: --port"),
         (lambda port: ["--host", "192.0.2.1", "--port", "0"], "--host 192.0.2.1: cannot listen on"),
         (lambda port: ["--host", "x" * 64, "--port", "0"], f"--host {'x' * 64}: "),
         (lambda port: ["--allow-engine-control"], "--allow-engine-control needs --api-key"),

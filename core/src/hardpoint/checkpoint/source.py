@@ -79,7 +79,7 @@ def _download(kind: Kind, repo: str, revision: str | None, folder: str | None) -
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{kind} {repo!r} is no local folder, and the hub does not give it: {reason.rstrip('.')}. "
+            f"{kind} {repo!r} is no local folder, and it could not be downloaded from the hub: {reason.removeprefix('Got: ').rstrip('.')}. "
             f"{_remedy(error, repo, revision)}"
         ) from error
 

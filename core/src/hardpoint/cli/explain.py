@@ -54,6 +54,8 @@ def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: b
     table = ask(config, device).to_json()
     if html_file is not None:
         write_text(html_file, page(f"hardpoint explain {config.model} on {device or 'this machine'}", table))
+        if html_file != "-":
+            click.echo(f"written: {html_file}", err=True)
         return
     if as_json:
         print_json(table)

@@ -31,7 +31,10 @@ from hardpoint_plugin_api import (
 logger = logging.getLogger(__name__)
 
 _SLOW_IMPORT_SECONDS = 1.0
-WHERE_PLUGINS_ARE = "docs/running.md, 'Install', names the packages of this project; trust no guessed name."
+WHERE_PLUGINS_ARE = (
+    "A package brings it. docs/running.md, 'Install', names the packages of this project and how to install them. "
+    "Install no package by a guessed name."
+)
 """Ends an error about something that no installed plugin brings. A name made of the user's word would be an invitation
 to whoever publishes a package of that name."""
 

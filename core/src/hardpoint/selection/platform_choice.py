@@ -96,7 +96,7 @@ def preset_choice(plugins: PluginSet, settings: Settings, name: str) -> Platform
     """
     presets = plugins.devices()
     if name not in presets:
-        raise UnknownNameError("device preset", name, presets, f"Platform plugins bring them. {WHERE_PLUGINS_ARE}")
+        raise UnknownNameError("device preset", name, presets, WHERE_PLUGINS_ARE)
     device = presets[name]
     choice = settings.choice("platform", None)
     if choice and choice.name != device.platform:

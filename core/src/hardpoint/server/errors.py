@@ -53,6 +53,7 @@ _ANTHROPIC_TYPES = {
 }
 RETRY_AFTER_SECONDS = 1
 CONTEXT_LENGTH = "context_length_exceeded"
+_PROMPT_FIELDS = {"/v1/completions": "prompt", "/v1/responses": "input", "/tokenize": "prompt"}
 """OpenAI's code for a prompt that is too long: clients shorten the conversation when they see it."""
 
 
@@ -72,7 +73,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
-        return ApiError(400, str(error), param="messages", code=CONTEXT_LENGTH)
+        return ApiError(400, str(error), code=CONTEXT_LENGTH)
     if isinstance(error, RequestError | CapacityError):
         return ApiError(400, str(error), param=_named_first(str(error)))
     if isinstance(error, EngineDeadError):
@@ -94,7 +95,10 @@ def error_body(path: str, error: ApiError) -> dict[str, Any]:
         words = "prompt is too long: " if error.code == CONTEXT_LENGTH else ""  # Anthropic's, which clients look for
         return {"type": "error", "error": {"type": kind, "message": words + error.message}}
     kind = _OPENAI_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    param = error.param
+    if error.code == CONTEXT_LENGTH:
+        param = next((field for end, field in _PROMPT_FIELDS.items() if path.endswith(end)), "messages")
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": error.code}}
 
 
 def error_headers(error: ApiError) -> dict[str, str]:
@@ -182,7 +186,8 @@ def field_name(place: Sequence[int | str]) -> str:
         if isinstance(part, int):
             name += f"[{part}]"
         elif part.isidentifier() and part not in _TYPE_NAMES and part[:1].islower():
-            name += f".{part}" if name else part
+            if name.rpartition(".")[2] != part:  # the form of a union stands before its fields, such as json_schema
+                name += f".{part}" if name else part
     return name
 
 
