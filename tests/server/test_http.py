@@ -137,7 +137,9 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_of_the_protocol(server: 
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     with client, pytest.raises(openai.BadRequestError, match="This model's maximum context length is") as caught:
         client.chat.completions.create(model="demo", messages=[long])  # type: ignore[list-item]
-    assert caught.value.code == "context_length_exceeded"
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+    completion = server.post("/v1/completions", {"model": "demo", "prompt": long["content"]}).json()
+    assert completion["error"]["param"] == "prompt"
     message = server.post("/v1/messages", {"model": "demo", "messages": [long], "max_tokens": 1}).json()
     assert message["error"]["message"].startswith("prompt is too long: ")
 

@@ -251,7 +251,10 @@ def _check_unused(path: Path) -> None:
 def _cannot_listen(settings: ServerSettings, error: OSError) -> ConfigError:
     """The error for a socket that cannot be bound, which names the flag at fault."""
     flag, remedy = {
-        errno.EADDRINUSE: (f"--port {settings.port}", f"stop the other server there, or choose another: --port {settings.port + 1}, or --port 0 for any"),
+        errno.EADDRINUSE: (
+            f"--port {settings.port}",
+            f"stop the other server there, or choose another: --port {settings.port + 1}, or --port 0 for any",
+        ),
         errno.EACCES: (f"--port {settings.port}", "ports below 1024 are the system administrator's; choose another"),
         errno.EADDRNOTAVAIL: (f"--host {settings.host}", "give an address of this machine, or 0.0.0.0 for all of them"),
     }.get(error.errno or 0, (f"--host {settings.host} --port {settings.port}", "choose others"))
