@@ -78,8 +78,9 @@ def _download(kind: Kind, repo: str, revision: str | None, folder: str | None) -
         return Path(snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason.removeprefix("Got: ").rstrip(".")
         raise CheckpointError(
-            f"{kind} {repo!r} is no local folder, and it could not be downloaded from the hub: {reason.removeprefix('Got: ').rstrip('.')}. "
+            f"{kind} {repo!r} is no local folder, and it could not be downloaded from the hub: {reason}. "
             f"{_remedy(error, repo, revision)}"
         ) from error
 

@@ -185,9 +185,10 @@ def field_name(place: Sequence[int | str]) -> str:
     for part in place[1:] if place and place[0] in ("body", "query", "path", "header") else place:
         if isinstance(part, int):
             name += f"[{part}]"
+        elif name.rpartition(".")[2] == part:
+            continue  # the name of a union's form, before the field of that name: json_schema
         elif part.isidentifier() and part not in _TYPE_NAMES and part[:1].islower():
-            if name.rpartition(".")[2] != part:  # the form of a union stands before its fields, such as json_schema
-                name += f".{part}" if name else part
+            name += f".{part}" if name else part
     return name
 
 
