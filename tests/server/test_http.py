@@ -496,7 +496,7 @@ def test_who_reads_nothing_is_left(strict: RunningServer) -> None:
         connection.connect(("127.0.0.1", strict.port))
         connection.sendall(head + data)
         until(lambda: strict.num_descriptors > before)
-        until(lambda: strict.num_descriptors <= before)
+        until(lambda: strict.num_descriptors <= before, seconds=60)
 
 
 def test_too_many_requests(strict: RunningServer) -> None:
