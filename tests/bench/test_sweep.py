@@ -22,7 +22,7 @@ SWITCHES: list[bool] = []
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark that takes no time, with the options of a real one; 13 repeats fail, 11 have no rows."""
 
-    def fake(config: EngineConfig, repeat: int) -> BenchResult:
+    def fake(config: EngineConfig, repeat: int, **others: object) -> BenchResult:
         if repeat == 13:
             raise HardpointError("thirteen")
         RUNS.append((config.model, repeat))

@@ -126,9 +126,7 @@ def _rebuild(kind: type[HardpointError], args: tuple[Any, ...], state: dict[str,
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the valid name most like ``name``, or None where nothing is close, as of any name of three letters."""
-    if len(name) <= 3:
-        return None
+    """Return the valid name most like ``name``, or None where nothing is close."""
     folded = {k.casefold().replace("-", "_"): k for k in known}
     hits = difflib.get_close_matches(name.casefold().replace("-", "_"), list(folded), n=1, cutoff=0.6)
     return folded[hits[0]] if hits else None
