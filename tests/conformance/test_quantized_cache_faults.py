@@ -145,7 +145,7 @@ def tried(
     return first_failure(contribution, AttentionTrials(), cases, Plan(), every=every)
 
 
-@pytest.mark.parametrize("kv_dtype", [FLOAT8, INT8])
+@pytest.mark.parametrize("kv_dtype", [FLOAT8, pytest.param(INT8, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("title", PLANTED)
 def test_a_planted_fault_is_caught_by_its_check(site: Site, title: str, kv_dtype: str) -> None:
     backend, check, cases = PLANTED[title]

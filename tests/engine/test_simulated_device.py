@@ -46,6 +46,7 @@ def test_drafts_are_verified_on_it_before_they_are_known(site: Path, tmp_path: P
     check(site, tmp_path, "tests/engine/test_speculation.py", "-k", "reads")
 
 
+@pytest.mark.nightly
 def test_adapters_are_served_on_it(site: Path, tmp_path: Path) -> None:
     check(site, tmp_path, "tests/engine/test_lora.py", "-k", "replayed or ahead or sleep or quantized")
 

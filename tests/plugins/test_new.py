@@ -193,7 +193,7 @@ for family, case in cases.items():
 """
 
 
-@pytest.mark.parametrize("language", ["torch", "cpp", TRITON])
+@pytest.mark.parametrize("language", ["torch", pytest.param("cpp", marks=pytest.mark.nightly), TRITON])
 def test_a_part_of_its_kernels_cases_conforms(environment: Environment, installed: Installed, language: str) -> None:
     project = installed(language)
     (project / "conforms.py").write_text(CONFORMS.replace("NAME", NAMES[language]))
