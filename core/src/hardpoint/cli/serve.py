@@ -210,7 +210,7 @@ def serve(config: EngineConfig, api_key_file: Path | None, quiet: bool, **settin
 
 
 def _tls(settings: dict[str, Any]) -> TlsSettings | None:
-    """What the flags that begin with ``ssl`` say, which are taken out of ``settings``."""
+    """Take the settings of TLS (``ssl_*``) out of ``settings``; None without any."""
     from hardpoint.server.settings import TlsSettings
 
     given = {name: settings.pop(f"ssl_{name}") for name in ("certfile", "keyfile", "ca_certs", "cert_reqs", "ciphers")}

@@ -180,7 +180,7 @@ class AsyncEngine:
         return self._frontend.render_chat(messages, **options)
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """What the checkpoint says of its tokenizer, and the chat template; see Frontend."""
+        """The checkpoint's tokenizer_config.json, with the chat template in use. See Frontend.tokenizer_config."""
         return self._frontend.tokenizer_config()
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:

@@ -46,7 +46,7 @@ class AdmittedRequest:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a request got since the last time. ``started`` is as in RequestProgress.
+    """The tokens and the state that a request got since its last delta. ``started`` is as in RequestProgress.
 
     ``prompt_logprobs`` come once, whole, with the first token.
     """

@@ -1,7 +1,7 @@
-"""What decode and prefill of latent attention share: queries against a run of cached latents, by online softmax.
+"""Online softmax of queries over cached latents: the part that decode and prefill kernels share.
 
-As in attention_tile.py, but a row of the cache is key and value: scores are those of its latent and of its rotated key,
-and its latent is what is summed. So a tile of latents is loaded once.
+As in attention_tile.py, but a row of the cache is key and value. Its latent and its rotated key give the scores, and
+its latent is summed. So a tile of latents is loaded once.
 
 Axes: M rows, each a query of one head; N positions of a tile; L latent size and R rope size, filled up to powers of 2.
 """

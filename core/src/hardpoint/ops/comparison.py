@@ -19,7 +19,7 @@ class Fault:
 
 @dataclass
 class Comparison:
-    """What was found in one tensor.
+    """The differences of one tensor from the truth.
 
     ``measured`` holds for each bound the error and its limit where it came nearest: in units, and for ``outliers`` in
     elements. ``compared`` counts the elements that were held against the truth: an empty tensor has none.

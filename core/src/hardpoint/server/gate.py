@@ -124,7 +124,7 @@ class Gate:
             )
 
     def _owner(self, headers: Headers) -> str:
-        """What stands for the key of a request. Raises ApiError 401 without a valid one."""
+        """The name that stands for a request's API key. Raises ApiError 401 without a valid key."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
         candidate = given.encode("utf-8", "replace")

@@ -73,7 +73,7 @@ async def metrics(service: ServiceOf) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(service: ServiceOf) -> JsonResponse:
-    """What the checkpoint says of its tokenizer, and the chat template: for clients that tokenize themselves."""
+    """The checkpoint's tokenizer_config.json, with the chat template: for clients that tokenize themselves."""
     return JsonResponse(await asyncio.to_thread(service.host.engine.tokenizer_config))
 
 

@@ -118,9 +118,12 @@ def grouped(
 def draft_arrays(
     scheduled: Sequence[ScheduledRequest], query_start: Ints, slots: npt.NDArray[np.int64]
 ) -> dict[str, StagedArray]:
-    """Which rows of a step give draws, whose they are and which draft each is compared with, int64 [R] each by name,
-    and where each request's begin among them, int32 [N + 1]; and of the rows whose draft the device alone knows, places
-    among the R and numbers among their request's.
+    """The R rows of a step that give draws, as arrays by name.
+
+    ``sample_rows``, ``sample_slots`` and ``drafts``, int64 [R]: each row, its request's slot, and the draft that its
+    draw is compared with. ``row_start``, int32 [N + 1]: the first of each request's rows among the R.
+    ``ahead_rows`` and ``ahead_numbers``, int64, only where the device alone knows drafts: places of those rows among
+    the R, and numbers of the drafts within their request.
 
     ``query_start`` and ``slots`` are those of the scheduled requests.
     """

@@ -25,7 +25,7 @@ _CLOSED = "this server keeps no responses; start it without --response-store-byt
 
 
 class Keeper:
-    """What becomes of one request's response. ``store`` None: it is not kept."""
+    """Keeps the response of one request in ``store``; None: it is not kept."""
 
     def __init__(
         self, store: ResponseStore | None, owner: str, own: list[dict[str, Any]], previous: str | None
@@ -155,7 +155,7 @@ async def cancel(response_id: str, request: Request, service: ServiceOf) -> Json
 
 
 async def _stored(response_id: str, request: Request, service: Service) -> StoredResponse:
-    """What is kept under this id. Raises ApiError 404."""
+    """The kept response of this id. Raises ApiError 404."""
     if service.store is None:
         raise ApiError(404, _CLOSED)
     try:

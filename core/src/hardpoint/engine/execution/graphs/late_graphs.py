@@ -17,8 +17,10 @@ which takes seconds, a step is padded to at most about so many times its size.""
 
 
 def first_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those of ``sizes``, ascending, that the start waits for: the largest, and downwards from it each next one that is
-    at most a quarter of the one before."""
+    """The sizes that the start waits for, ascending like ``sizes``.
+
+    The largest is one. Below it, each next one is at most a quarter of the one before.
+    """
     found: list[int] = []
     for size in reversed(sizes):
         if not found or size * _SPACING <= found[-1]:

@@ -105,7 +105,7 @@ class PromptScorer:
         return bool(self._wanted and self._chunks(step.scheduled))
 
     def arrays(self, scheduled: Sequence[ScheduledRequest], query_start: Ints, tokens: Ints) -> dict[str, StagedArray]:
-        """What ``score`` needs on the device, by name, int64 each; nothing where no slot asks.
+        """The arrays that ``score`` reads on the device, by name, int64 each; empty where no slot asks.
 
         ``query_start`` holds the row at which each scheduled request starts, ``tokens`` those known, [slots, length].
         """
