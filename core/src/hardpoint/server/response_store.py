@@ -13,8 +13,6 @@ from typing import Any
 
 from hardpoint_plugin_api import ConfigError
 
-_MAX_CHAIN = 1000
-"""Responses that one conversation goes back."""
 _FORM = 1
 """The form of the table, which SQLite keeps as the file's user_version."""
 _TABLE = """
@@ -113,7 +111,7 @@ class ResponseStore:
         found: list[StoredResponse] = []
         wanted: str | None = response_id
         with self._lock:
-            while wanted is not None and len(found) < _MAX_CHAIN:
+            while wanted is not None:  # ids are new, so that no chain is a circle
                 found.append(self._get(owner, wanted))
                 wanted = found[-1].previous
             now = time.time()
