@@ -68,8 +68,8 @@ def test_two_linked_gpus(tmp_path: Path) -> None:
         arch="gfx942",
         count=2,
         memory_bytes=192 * GIB,
-        features=frozenset({"fp8", "pinned_memory", "p2p"}),
-        fp8=Fp8Format("float8_e4m3fnuz", 240.0),
+        features=frozenset({"fp8", "pinned_memory", "p2p", "wave64"}),
+        fp8=Fp8Format("float8_e4m3fnuz", 224.0),
     )
     assert info.numa == (NumaNode(0, (0, 1), 0, (1,)),)
 
@@ -81,6 +81,24 @@ def test_of_several_kinds_the_first_visible_is_described(tmp_path: Path) -> None
     assert (other.name, other.arch, other.memory_bytes) == ("AMD gfx1201", "gfx1201", 16 * GIB)
     assert other.fp8 == Fp8Format("float8_e4m3fn", 448.0)
     assert "mxfp" not in other.features
+
+
+@pytest.mark.parametrize(
+    ("version", "arch", "wave", "fp8"),
+    [
+        (90010, "gfx90a", "wave64", None),
+        (90402, "gfx942", "wave64", "float8_e4m3fnuz"),
+        (90500, "gfx950", "wave64", "float8_e4m3fn"),
+        (110000, "gfx1100", "wave32", None),
+        (120001, "gfx1201", "wave32", "float8_e4m3fn"),
+    ],
+)
+def test_families(tmp_path: Path, version: int, arch: str, wave: str, fp8: str | None) -> None:
+    info = found(write_tree(tmp_path, CPU_NODE | gpu(1, version, 64)))
+    assert info.arch == arch
+    assert {name for name in info.features if name.startswith("wave")} == {wave}
+    assert (info.fp8 and info.fp8.dtype) == fp8
+    assert ("fp8" in info.features) == (fp8 is not None)
 
 
 def test_nodes_are_in_numerical_order(tmp_path: Path) -> None:

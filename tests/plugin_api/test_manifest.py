@@ -412,6 +412,11 @@ def test_a_preset_is_of_the_plugins_own_platform() -> None:
         (DEVICE + "features = [1]\n", "'features' must be a list of texts"),
         (DEVICE + "torch_type = 1\n", "'torch_type' must be of type str"),
         (DEVICE + "fp8_dtype = 1\n", "'fp8_dtype' must be of type str"),
+        (DEVICE + 'fp8_dtype = "float8_e4m3"\n', "unknown element 'float8_e4m3'; did you mean"),
+        (
+            DEVICE + 'fp8_dtype = "float8_e4m3fnuz"\nfp8_max = 240\n',
+            "'fp8_dtype' 'float8_e4m3fnuz': float8_e4m3fnuz is rounded to at most 224, got max 240",
+        ),
         (DEVICE + 'fp8_dtype = "f8"\nfp8_max = "big"\n', "'fp8_max' must be a number of zero or more, got 'big'"),
         (DEVICE + 'fp8_dtype = "f8"\nfp8_max = [448]\n', "'fp8_max' must be a number of zero or more, got [448]"),
     ],

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from hardpoint_plugin_api import (
     DeviceInfo,
     ExpertsWorkload,
     Feature,
+    Fp8Format,
     LinearWorkload,
     ManifestError,
     OpWorkload,
@@ -57,6 +58,37 @@ def check(
 ) -> Reason | None:
     request = Request(device, PlatformWorkload() if workload is None else workload)
     return requirement.check(CheckContext(request, api or ApiVersion(0, 2)))
+
+
+FNUZ = replace(TOY, fp8=Fp8Format("float8_e4m3fnuz", 224.0))
+"""A device whose 8-bit float is not the common one."""
+
+
+@pytest.mark.parametrize("element", ["float8_e4m3fn", "float8_e4m3fnuz"])
+def test_fp8_is_the_devices_own_format(element: str) -> None:
+    """As the element of a weight, of an activation, of one and not of the other, and of a cache; never of scales."""
+    row = QuantSpec(element, scales=(Scale("float32", (1, -1)),))
+    pair, plain = (row, replace(row, static=False)), QuantSpec("bfloat16")
+    refused = "spec" if element == "float8_e4m3fn" else None
+
+    def codes(written: str, *specs: QuantSpec) -> list[str | None]:
+        weight, activation = specs
+        workload = LinearWorkload(dtype="bfloat16", in_features=64, out_features=64, spec=(weight, activation))
+        requirement = parse_requirement({"spec": [written]}, FAMILIES["linear"], "x")
+        reasons = [check(requirement, workload, device) for device in (FNUZ, TOY)]
+        return [reason.code if reason else None for reason in reasons]
+
+    assert TOY.fp8 is None
+    assert codes("fp8@float32:row/fp8@float32:row+dynamic", *pair) == [refused, "spec"]
+    assert codes("fp8@float32:row/*", row, plain) == [refused, "spec"]
+    assert codes("*/fp8@float32:row+dynamic", plain, pair[1]) == [refused, "spec"]
+    scaled = QuantSpec("int8", scales=(Scale("fp8", (1, 16)),))
+    assert codes("int8@fp8:1x16/*", scaled, plain) == [None, None]
+    cache = AttentionWorkload(head_size=64, kv_dtype=element)
+    requirement = parse_requirement({"kv_dtype": ["fp8", "int8"]}, FAMILIES["attention"], "x")
+    reason = check(requirement, cache, FNUZ)
+    assert (reason and reason.supported) == ("float8_e4m3fnuz, int8" if refused else None)
+    assert facts(check(requirement, cache)) == ("kv-dtype", element, "fp8, int8")
 
 
 def facts(reason: Reason | None) -> tuple[str, str | None, str | None] | None:
@@ -442,7 +474,7 @@ def test_an_editable_install_owns_its_source_tree(
         ("attention", {"feature": [1]}, "requirement 'feature': expected a text"),
         ("attention", {"feature": ["softcap"]}, "unknown feature 'softcap' (did you mean 'soft_cap'?)"),
         ("linear", {"dtype": ["float23"]}, "unknown dtype 'float23' (did you mean 'float32'?)"),
-        ("attention", {"kv_dtype": "fp8"}, "unknown dtype 'fp8' (known are bfloat16, "),
+        ("attention", {"kv_dtype": "fp7"}, "unknown dtype 'fp7' (did you mean 'fp8'?)"),
         ("attention", {"tokens": {}}, "expected a table of min, max, phase; got {}"),
         ("attention", {"tokens": 8}, "expected a table of min, max, phase; got 8"),
         ("attention", {"tokens": {"maximum": 8}}, "expected a table of min, max, phase"),

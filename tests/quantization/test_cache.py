@@ -21,7 +21,7 @@ from tests.support.engines import prompt_logits, small_llm
 SPEC = AttentionSpec(
     num_heads=4, num_kv_heads=2, head_size=16, scale=0.3, dtype="float32", kv_dtype="int8", block_size=16
 )
-TOPS = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+TOPS = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0, "float8_e5m2": 57344.0}
 
 
 def rounded(x: torch.Tensor, dtype: str, scale: torch.Tensor | None = None) -> torch.Tensor:

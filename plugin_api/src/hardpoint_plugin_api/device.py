@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hardpoint_plugin_api.elements import BUILT_IN, unknown_element
 from hardpoint_plugin_api.reasons import Reason
 
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """The platform's 8-bit float for data, and its largest magnitude.
+    """The platform's 8-bit float for data, and the largest magnitude that is rounded to.
 
-    ``dtype`` is a torch dtype's name. ``max`` is 448 for ``float8_e4m3fn`` and 240 for ``float8_e4m3fnuz``. Core rounds
-    to the whole range of the dtype.
+    ``dtype`` names a built-in float8 element. ``max`` is that element's ``limit``: 448 for ``float8_e4m3fn``, 224 for
+    ``float8_e4m3fnuz`` (240 exists and is not used). Core converts checkpoints in ``float8_e4m3fn`` to ``dtype`` where
+    that is ``float8_e4m3fnuz``. Raises UnknownNameError for another dtype, and ValueError for another ``max``.
     """
 
     dtype: str
     max: float
+
+    def __post_init__(self) -> None:
+        formats = {name: element.limit for name, element in BUILT_IN.items() if name.startswith("float8")}
+        if self.dtype not in formats:
+            raise unknown_element(self.dtype, formats)
+        if self.max != formats[self.dtype]:
+            raise ValueError(f"{self.dtype} is rounded to at most {formats[self.dtype]:g}, got max {self.max:g}")
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from math import isfinite
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from hardpoint_plugin_api.errors import UnknownNameError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_BITS: Final = 8
+DEVICE_FP8: Final = "fp8"
+"""In ``spec`` and ``kv_dtype`` of a manifest: the 8-bit float of the device. No element has this name."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,22 @@ class Element(ABC):
 
     ``name`` is what specs are written with (``nf4@float32:1x64``): lower-case letters, digits and underscores. ``bits``
     is 1 to 8; elements of up to four bits are stored two to a byte, others one by one. ``storage`` is the torch dtype
-    of the codes that ``encode`` returns and of elements that are stored one by one. Raises ValueError for other values.
+    of the codes that ``encode`` returns and of elements that are stored one by one. ``limit`` is the magnitude beyond
+    which ``encode`` saturates, where codes reach further. Raises ValueError for other values.
     """
 
     name: str
     bits: int
     storage: str = "uint8"
+    limit: float = field(default=inf, kw_only=True)
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= _MOST_BITS:
             raise ValueError(f"element {self.name!r} has {self.bits} bits; 1 to {_MOST_BITS} can be stored")
         if not self.name or set(self.name) & set("@+/:*?"):
             raise ValueError(f"element name {self.name!r} cannot be written in a spec; use letters, digits and _")
+        if self.name == DEVICE_FP8:
+            raise ValueError(f"element name {self.name!r} stands for the device's 8-bit float; choose another")
 
     @abstractmethod
     def decode(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +61,7 @@ class Element(ABC):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Return the codes [...], in ``storage``, of the values nearest to float32 ``x`` [...]; changes nothing.
 
-        Either neighbour of a midpoint is right. What lies outside the range gets the nearest end of it.
+        Either neighbour of a midpoint is right. What lies outside the range of ``values`` gets the nearest end of it.
         """
 
     @property
@@ -65,12 +71,12 @@ class Element(ABC):
 
     @cached_property
     def values(self) -> tuple[float, ...]:
-        """The finite values that codes stand for, each once, ascending."""
+        """The finite values that codes stand for, up to ``limit``, each once, ascending."""
         import torch
 
         codes = _stored_as(self.storage, torch.arange(1 << self.bits, dtype=torch.uint8))
         found = self.decode(codes, torch.float64).tolist()
-        return tuple(sorted({value + 0.0 for value in found if isfinite(value)}))
+        return tuple(sorted({value + 0.0 for value in found if abs(value) < inf and abs(value) <= self.limit}))
 
     @cached_property
     def largest(self) -> float:
@@ -150,7 +156,7 @@ class _Integer(Element):
 
 @dataclass(frozen=True)
 class _TorchFloat(Element):
-    """A float8 dtype of torch's; ``name`` and ``storage`` are its name."""
+    """A float8 dtype of torch's; ``name`` and ``storage`` are its name, and ``limit`` is always given."""
 
     def decode(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return _stored_as(self.storage, codes).to(dtype)
@@ -158,9 +164,7 @@ class _TorchFloat(Element):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         import torch
 
-        kind = getattr(torch, self.storage)
-        most = torch.finfo(kind).max
-        return x.clamp(-most, most).to(kind)
+        return x.clamp(-self.limit, self.limit).to(getattr(torch, self.storage))
 
 
 @dataclass(frozen=True)
@@ -193,10 +197,11 @@ def _stored_as(storage: str, codes: torch.Tensor) -> torch.Tensor:
 
 INT8, UINT8 = _Integer("int8", 8, "int8"), _Integer("uint8", 8, "uint8")
 INT4, UINT4 = _Integer("int4", 4, "int8"), _Integer("uint4", 4, "uint8")
-FLOAT8_E4M3FN = _TorchFloat("float8_e4m3fn", 8, "float8_e4m3fn")
-FLOAT8_E4M3FNUZ = _TorchFloat("float8_e4m3fnuz", 8, "float8_e4m3fnuz")
-FLOAT8_E5M2 = _TorchFloat("float8_e5m2", 8, "float8_e5m2")
-FLOAT8_E5M2FNUZ = _TorchFloat("float8_e5m2fnuz", 8, "float8_e5m2fnuz")
+FLOAT8_E4M3FN = _TorchFloat("float8_e4m3fn", 8, "float8_e4m3fn", limit=448.0)
+FLOAT8_E4M3FNUZ = _TorchFloat("float8_e4m3fnuz", 8, "float8_e4m3fnuz", limit=224.0)
+"""Reaches 240. Rounding stops at 224, half of 448: with a scale of ``float8_e4m3fn``, doubled, both saturate alike."""
+FLOAT8_E5M2 = _TorchFloat("float8_e5m2", 8, "float8_e5m2", limit=57344.0)
+FLOAT8_E5M2FNUZ = _TorchFloat("float8_e5m2fnuz", 8, "float8_e5m2fnuz", limit=57344.0)
 FLOAT4_E2M1 = _E2M1("float4_e2m1", 4)
 
 BUILT_IN: Final[dict[str, Element]] = {

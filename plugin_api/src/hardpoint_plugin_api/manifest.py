@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from hardpoint_plugin_api.contributions import Contribution, Form, Preference
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format
+from hardpoint_plugin_api.elements import BUILT_IN
 from hardpoint_plugin_api.errors import ManifestError, UnknownNameError, nearest
 from hardpoint_plugin_api.families import FAMILIES, Family
 from hardpoint_plugin_api.inclusion import IncludedFile, contribution_tables, included_files, parsed
@@ -61,7 +62,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "dtypes": "Names of torch dtypes; by default float32, float16, bfloat16.",
         "features": "Device features, as device_feature requirements name them.",
         "fp8_dtype": "The torch dtype of its 8-bit floats.",
-        "fp8_max": "The largest magnitude that those represent; 448 by default.",
+        "fp8_max": "The largest magnitude that is rounded to, 448 or 224 (float8_e4m3fnuz); follows from the dtype.",
     },
     "contribution": {
         "family": "The family that it is a contribution to; required.",
@@ -326,7 +327,7 @@ def _device(table: _Table, own_platform: str | None) -> DeviceInfo:
     table.only(*KEYS["device"])
     fp8 = None
     if "fp8_dtype" in table.data:
-        fp8 = Fp8Format(table.text("fp8_dtype"), table.size("fp8_max", 448.0))
+        fp8 = _fp8(table)
     platform = table.text("platform", own_platform or ...)
     return DeviceInfo(
         platform=platform,
@@ -340,6 +341,14 @@ def _device(table: _Table, own_platform: str | None) -> DeviceInfo:
         fp8=fp8,
         present=False,
     )
+
+
+def _fp8(table: _Table) -> Fp8Format:
+    dtype = table.text("fp8_dtype")
+    try:
+        return Fp8Format(dtype, table.size("fp8_max", BUILT_IN[dtype].limit if dtype in BUILT_IN else 0.0))
+    except (UnknownNameError, ValueError) as error:
+        raise table.fail(f"'fp8_dtype' {dtype!r}: {error}") from error
 
 
 def _namesake(table: _Table) -> Namesake:

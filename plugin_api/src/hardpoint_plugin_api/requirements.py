@@ -8,6 +8,7 @@ located with ``find_spec`` on the top-level name alone (a dotted name would impo
 from __future__ import annotations
 
 import fnmatch
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ import importlib_metadata
 from packaging.requirements import InvalidRequirement
 from packaging.requirements import Requirement as PackageSpec
 
+from hardpoint_plugin_api.device import DeviceInfo
 from hardpoint_plugin_api.distributions import installed_version, locate_module, owner_of
+from hardpoint_plugin_api.elements import DEVICE_FP8
 from hardpoint_plugin_api.errors import ManifestError, nearest
 from hardpoint_plugin_api.families import Family
 from hardpoint_plugin_api.quant import check_pattern, matches
@@ -153,7 +156,10 @@ class DeviceFeatureRequirement(Requirement):
 
 @dataclass(frozen=True)
 class OneOfRequirement(Requirement):
-    """A field of the workload, where the request sets it, is one of the values."""
+    """A field of the workload, where the request sets it, is one of the values.
+
+    The cache dtype ``fp8`` is the device's 8-bit float; a device without one has no such cache.
+    """
 
     key: str
     values: tuple[str | int, ...]
@@ -161,17 +167,26 @@ class OneOfRequirement(Requirement):
     def check(self, context: CheckContext) -> Reason | None:
         value = getattr(context.request.workload, self.key, None)
         plain = value if isinstance(value, int) else str(value)
-        if value is None or plain in self.values:
+        values = self.on(context.request.device)
+        if value is None or plain in values:
             return None
         code = self.key.replace("_", "-")
-        supported = ", ".join(str(v) for v in self.values)
+        supported = ", ".join(str(v) for v in values)
         return Reason(code, f"{self.key} not supported", wanted=str(value), supported=supported)
+
+    def on(self, device: DeviceInfo) -> tuple[str | int, ...]:
+        """Return the values as they are on ``device``."""
+        if self.key != "kv_dtype" or DEVICE_FP8 not in self.values or device.fp8 is None:
+            return self.values
+        return tuple(device.fp8.dtype if value == DEVICE_FP8 else value for value in self.values)
 
 
 @dataclass(frozen=True)
 class SpecRequirement(Requirement):
-    """The quantization specs are one of the pairs, written ``weight/activation`` as ``quant.py`` says, with
-    wildcards."""
+    """The quantization specs are one of the pairs, written ``weight/activation`` as ``quant.py`` says, with wildcards.
+
+    The element ``fp8`` is the device's 8-bit float; no spec matches it where the device has none.
+    """
 
     pairs: tuple[str, ...]
 
@@ -180,10 +195,18 @@ class SpecRequirement(Requirement):
         if spec is None:
             return None
         specs = spec if isinstance(spec, tuple) else (spec,)
-        if any(matches(pair, specs) for pair in self.pairs):
+        pairs = self.on(context.request.device)
+        if any(matches(pair, specs) for pair in pairs):
             return None
         wanted = "/".join(map(str, specs))
-        return Reason("spec", "quantization specs not supported", wanted=wanted, supported=", ".join(self.pairs))
+        return Reason("spec", "quantization specs not supported", wanted=wanted, supported=", ".join(pairs))
+
+    def on(self, device: DeviceInfo) -> tuple[str, ...]:
+        """Return the pairs as they are on ``device``."""
+        if device.fp8 is None:
+            return self.pairs
+        element = device.fp8.dtype
+        return tuple(_ELEMENT_FP8.sub(element, pair) for pair in self.pairs)
 
 
 @dataclass(frozen=True)
@@ -418,6 +441,8 @@ def _one_of(key: str, read: Callable[[object], tuple[str | int, ...]]) -> Callab
     return lambda value: OneOfRequirement(key, read(value))
 
 
+_ELEMENT_FP8 = re.compile(rf"(?<![^/]){DEVICE_FP8}(?=@)")
+
 _DTYPES = frozenset(
     {"float64", "float32", "float16", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64"}
     | {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"}
@@ -440,7 +465,8 @@ _PARSERS: dict[str, Callable[[object], Requirement]] = {
     "tokens": _tokens,
     "scalar": _scalar,
     **{key: _one_of(key, _texts) for key in ("layout", "activation", "routing", "parallel", "format")},
-    **{key: _one_of(key, _dtypes) for key in ("dtype", "kv_dtype")},
+    "dtype": _one_of("dtype", _dtypes),
+    "kv_dtype": _one_of("kv_dtype", lambda value: _known("dtype", _texts(value), _DTYPES | {DEVICE_FP8})),
     **{key: _one_of(key, _numbers) for key in ("head_size", "latent_size", "rope_size", "block_size")},
 }
 
@@ -452,14 +478,15 @@ VOCABULARY: Mapping[str, str] = {
     "arch": "The device's architecture matches one of these globs. There is no >=: sm_120 is no superset of sm_100.",
     "device_feature": "The device has all of these features.",
     "dtype": "The activations' dtype is one of these.",
-    "kv_dtype": "The cache's dtype is one of these.",
+    "kv_dtype": "The cache's dtype is one of these; fp8 is the device's 8-bit float.",
     "head_size": "The head size is one of these.",
     "head_multiple": "The head size is a multiple of this number; core can meet it by padding (NAME+padN).",
     "latent_size": "The latent size of latent attention is one of these.",
     "rope_size": "The size of latent attention's rotated key is one of these.",
     "block_size": "The tokens per page of the cache are one of these.",
     "feature": "The workload features claimed; another one that is in use rejects the contribution.",
-    "spec": "The quantization specs are one of these pairs, weight/activation, which may be globs. A linear or experts "
+    "spec": "The quantization specs are one of these pairs, weight/activation, which may be globs; the element fp8 is "
+    "the device's 8-bit float. A linear or experts "
     "kernel without it serves plain weights and activations alone.",
     "layout": "The layout of the cache or weight that it works on is one of these.",
     "activation": "The activation function is one of these.",

@@ -133,7 +133,9 @@ class EngineSettings(BaseModel):
         "SHARE",
     )
     kv_cache_dtype: CacheDtype = setting(
-        Group.MEMORY, "auto", "Data type of the KV cache. auto: the model's. fp8_e4m3 and int8 take fewer bytes."
+        Group.MEMORY,
+        "auto",
+        "Data type of the KV cache. auto: the model's. fp8 (the device's) and int8 take less.",
     )
     block_size: PageSize | None = setting(
         Group.MEMORY, None, "Tokens per block of the KV cache. Default: the platform's choice."

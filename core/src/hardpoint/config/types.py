@@ -15,14 +15,16 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from hardpoint_plugin_api import FAMILIES, UnknownNameError
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
-KVDtype = Literal["auto", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "int8"]
+KVDtype = Literal[
+    "auto", "float32", "float16", "bfloat16", "fp8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "int8"
+]
 
 ExecutorKind = Literal["inproc", "mp", "torchrun"]
 LoadFormat = Annotated[Literal["auto", "random"], BeforeValidator(lambda value: _LOAD_FORMATS.get(value, value))]
 OnFailure = Literal["fail", "restart"]
 
 _DTYPE_ALIASES = {"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"}
-_CACHE_DTYPE_ALIASES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8", "fp8_e5m2": "float8_e5m2"}
 _LOAD_FORMATS = {"dummy": "random", "safetensors": "auto", "hf": "auto"}
 """vLLM's names."""
 _UNITS = {"B": 1} | {

@@ -231,7 +231,7 @@ class Subject:
         """The values of a requirement such as ``dtype`` or ``block_size``; None where the contribution takes any."""
         for requirement in self.offer.contribution.requires:
             if isinstance(requirement, OneOfRequirement) and requirement.key == key:
-                return requirement.values
+                return requirement.on(self.site.platform.info)
         return None
 
     @property

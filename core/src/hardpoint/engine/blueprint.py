@@ -44,6 +44,7 @@ from hardpoint.selection import choose_platform as choose
 from hardpoint_plugin_api import (
     FAMILIES,
     ConfigError,
+    DeviceInfo,
     DrafterWorkload,
     EngineLimits,
     Platform,
@@ -52,6 +53,7 @@ from hardpoint_plugin_api import (
     StepLimits,
     UnknownNameError,
 )
+from hardpoint_plugin_api.elements import DEVICE_FP8
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +170,7 @@ def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, r
         config=config,
         plugins=plugins,
         selector=selector,
-        kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        kv_dtype=_cache_dtype(config, dtype, choice.device),
         block_size=config.block_size or platform.default_block_size(),
         limits=_limits(config, facts, platform, runs_here),
         engine_metrics=metrics,
@@ -308,6 +310,14 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint, platform: Platform) -> 
         supported = ", ".join(sorted(platform.info.dtypes))
         raise SelectionError(f"--dtype {config.dtype}: {platform.info.name} supports {supported}")
     return config.dtype
+
+
+def _cache_dtype(config: EngineConfig, dtype: str, device: DeviceInfo) -> str:
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if config.kv_cache_dtype == DEVICE_FP8:
+        return device.fp8.dtype if device.fp8 else "float8_e4m3fn"
+    return config.kv_cache_dtype
 
 
 def _limits(config: EngineConfig, facts: ModelFacts, platform: Platform, runs_here: bool) -> EngineLimits:

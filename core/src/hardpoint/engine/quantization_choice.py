@@ -88,7 +88,7 @@ def choose_quantization(ctx: Context, checkpoint: Checkpoint, name: str | None) 
         where=str(checkpoint.config_path),
     )
     with blame(offer):
-        return Quantization(Method(kind(request), offer, tensors))
+        return Quantization(Method(kind(request), offer, tensors), ctx.device.fp8)
 
 
 def _tensors(ctx: Context, checkpoint: Checkpoint) -> CheckpointTensors:

@@ -22,14 +22,16 @@ import torch
 import triton
 import triton.language as tl
 
+from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.gemv import Scales
 from hardpoint.kernels.launch import begun
 from hardpoint.kernels.quantize import over
 from hardpoint.kernels.reading import read_inside
 from hardpoint.kernels.tables import Table, table, table_of
+from hardpoint.numerics import largest
 from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+LARGEST = {dtype_of(name): largest(name) for name in ("int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")}
 """The greatest magnitudes that symmetric scales map to."""
 
 _MOST_PLAIN_ROWS = 2048

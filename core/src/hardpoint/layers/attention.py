@@ -27,9 +27,6 @@ from hardpoint_plugin_api import (
     WeightSlot,
 )
 
-_STORED_SCALES_ARE_FOR = "float8_e4m3fn"
-"""What checkpoints' scales of the cache map to; a cache of another dtype has scales of its own."""
-
 
 class Attention(PluggableLayer, name="attention"):
     """Slots: q_norm and k_norm [D] where heads are normed, sinks [H] where there are sinks, k_scale and v_scale [1]
@@ -69,7 +66,7 @@ class Attention(PluggableLayer, name="attention"):
             soft_cap=args.soft_cap,
             sinks=args.sinks,
             alibi=args.alibi,
-            static_cache_scales=ctx.kv_dtype == _STORED_SCALES_ARE_FOR and ctx.quantization.cache_scales(ctx.path),
+            static_cache_scales=ctx.quantization.cache_scales(ctx.path, ctx.kv_dtype),
         )
         self._static_cache_scales = spec.static_cache_scales
         self.index, self.backend, layout = attention_backend(ctx, spec)

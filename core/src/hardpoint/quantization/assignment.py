@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from hardpoint.checkpoint.reading import Reading, WeightNames
 from hardpoint.plugin_host import Offer
 from hardpoint.plugin_host.blame import blame, misbehaved
+from hardpoint.quantization.device_formats import cache_scale_factor, on_device
 from hardpoint.quantization.merging import by_row, merge_schemes
 from hardpoint_plugin_api import (
     CacheScales,
@@ -19,6 +20,7 @@ from hardpoint_plugin_api import (
     CheckpointTensors,
     ConfigError,
     Dim,
+    Fp8Format,
     LinearArgs,
     Module,
     QuantizationMethod,
@@ -48,16 +50,18 @@ class Method:
 class Quantization:
     """The method in use, if any, and what it said of the layers constructed so far.
 
+    ``fp8`` is the device's 8-bit float, to which schemes are converted.
     ``_modules`` are the checkpoint's modules by layer path and part; ``_schemes`` what was answered, ``_apart`` the
     paths of layers whose parts have a matrix each; ``_shards`` how ranks divide rows and columns.
     """
 
     method: Method | None = None
+    fp8: Fp8Format | None = None
     _modules: Mapping[tuple[str, str | None], str] = field(default_factory=dict)
     _schemes: dict[tuple[str, str | None], tuple[Module, Scheme]] = field(default_factory=dict)
     _apart: set[str] = field(default_factory=set)
     _shards: dict[tuple[str, str | None], tuple[ShardPlan | None, ShardPlan | None]] = field(default_factory=dict)
-    _cache_scales: dict[str, CacheScales] = field(default_factory=dict)
+    _cache_scales: dict[str, tuple[CacheScales, float]] = field(default_factory=dict)
 
     def for_model(self, names: Mapping[str, str | None]) -> Quantization:
         """The same method for a model whose tensors have these ``names``, plain weights assumed (see load_weights)."""
@@ -142,19 +146,21 @@ class Quantization:
             return Scheme.plain(dtype)
         if not isinstance(scheme, Scheme):
             raise misbehaved(self.method.offer, f"must return a Scheme or None from scheme(), got {scheme!r:.80}")
-        self._schemes[key] = module, scheme
+        self._schemes[key] = module, scheme = module, on_device(scheme, self.fp8)
         return scheme
 
-    def cache_scales(self, path: str) -> bool:
-        """Whether the checkpoint has scales for the cache of the attention layer at ``path``, which asks for them."""
+    def cache_scales(self, path: str, kv_dtype: str) -> bool:
+        """Whether the checkpoint has scales for a cache of ``kv_dtype`` of the attention layer at ``path``, which asks
+        for them."""
         module = self._modules.get((f"{path}.qkv", "q"))
-        if self.method is None or module is None:
+        factor = cache_scale_factor(kv_dtype)
+        if self.method is None or module is None or factor is None:
             return False
         attention = module.rpartition(".")[0]
         with blame(self.method.offer):
             scales = self.method.reader.cache_scales(attention)
         if scales is not None:
-            self._cache_scales[path] = scales
+            self._cache_scales[path] = scales, factor
         return scales is not None
 
     def weight_names(self, names: Mapping[str, str | None]) -> WeightNames:
@@ -179,18 +185,18 @@ class Quantization:
                 places = {fill: join_address(path, fill, part) for fill in stored.fills}
                 shards = self._shards.get((path, part), (None, None))
                 found.setdefault(f"{module.name}.{stored.name}", Reading(stored, module, places, *shards))
-        for path, scales in self._cache_scales.items():
+        for path, (scales, factor) in self._cache_scales.items():
             for name, slot in ((scales.k, "k_scale"), (scales.v, "v_scale")):
-                found[name] = _cache_scale(name, len(self.method.tensors.info(name).shape), path, slot)
+                found[name] = _cache_scale(name, len(self.method.tensors.info(name).shape), path, slot, factor)
         unneeded = (name for name in self.method.tensors.names - found.keys() if _CACHE_SCALES.match(name))
         return found | dict.fromkeys(unneeded)
 
 
-def _cache_scale(name: str, rank: int, path: str, slot: str) -> Reading:
-    """One number, stored with any rank, for a slot of the attention layer at ``path``."""
+def _cache_scale(name: str, rank: int, path: str, slot: str, factor: float) -> Reading:
+    """One number, stored with any rank; ``factor`` times it fills a slot of the attention layer at ``path``."""
     attention, _, last = name.rpartition(".")
     dtypes = ("float32", "bfloat16", "float16")
-    stored = StoredTensor(last, (Dim(None),) * rank, dtypes, (slot,), lambda x: {slot: x.reshape(1)})
+    stored = StoredTensor(last, (Dim(None),) * rank, dtypes, (slot,), lambda x: {slot: x.reshape(1).float() * factor})
     return Reading(stored, Module(attention, 1, 1), {slot: f"{path}.{slot}"})
 
 

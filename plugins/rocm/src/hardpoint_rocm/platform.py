@@ -17,10 +17,8 @@ from hardpoint_rocm.kfd import Gpu, read_gpus
 RUNTIME_VARIABLE = "ROCR_VISIBLE_DEVICES"
 HIP_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
-_FP8 = {
-    "gfx942": Fp8Format("float8_e4m3fnuz", 240.0),
-    **dict.fromkeys(("gfx950", "gfx1200", "gfx1201", "gfx1250"), Fp8Format("float8_e4m3fn", 448.0)),
-}
+_FNUZ, _OCP = Fp8Format("float8_e4m3fnuz", 224.0), Fp8Format("float8_e4m3fn", 448.0)
+_FP8 = {"gfx942": _FNUZ, **dict.fromkeys(("gfx950", "gfx1200", "gfx1201", "gfx1250"), _OCP)}
 _MXFP = {"gfx950", "gfx1250"}
 _CONTAINER_FIX = "check the GPUs with lspci and dmesg; in a container pass --device=/dev/kfd --device=/dev/dri"
 
@@ -62,7 +60,8 @@ def describe(root: Path, environ: Mapping[str, str], build: TorchBuild | None) -
 def describe_arch(name: str, arch: str) -> DeviceInfo:
     """Describe what follows from an architecture alone. PyTorch calls these devices ``cuda``."""
     fp8 = _FP8.get(arch)
-    features = {"pinned_memory"} | ({"fp8"} if fp8 else set()) | ({"mxfp"} if arch in _MXFP else set())
+    features = {"pinned_memory", "wave64" if arch.startswith("gfx9") else "wave32"}
+    features |= ({"fp8"} if fp8 else set()) | ({"mxfp"} if arch in _MXFP else set())
     return DeviceInfo(platform="rocm", name=name, torch_type="cuda", arch=arch, features=frozenset(features), fp8=fp8)
 
 

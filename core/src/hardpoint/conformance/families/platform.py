@@ -135,7 +135,6 @@ def device_info(subject: Subject) -> Finding:
         "memory_bytes": info.memory_bytes <= 0,
         "dtypes": not info.dtypes or bool(unknown),
         "present": not info.present,
-        "fp8": info.fp8 is not None and not 0 < info.fp8.max <= torch.finfo(dtype_of(info.fp8.dtype)).max,
         "numa": any(not node.cpus and not node.memory_bytes for node in info.numa),
     }
     bad = [f"{key} = {getattr(info, key)!r}" for key, is_wrong in wrong.items() if is_wrong]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -24,7 +24,7 @@ from hardpoint.numerics import calibrate
 from hardpoint.plugin_host import PluginSet
 from hardpoint.quantization.elements import element, known_elements
 from hardpoint_plugin_api import QuantSpec, Reason, Scale, SpecPattern, Workload
-from hardpoint_plugin_api.requirements import SpecRequirement
+from hardpoint_plugin_api.requirements import Requirement, SpecRequirement
 
 Pair = tuple[QuantSpec, QuantSpec | None]
 """The specs of weights and of activations; None is the trial's dtype as it is."""
@@ -105,8 +105,7 @@ def claimed_specs(subject: Subject, plan: Plan, workloads: Sequence[Callable[...
     Each of ``workloads`` makes one of a pair (``spec``) and a ``dtype``, in another size: the contribution's own
     ``supports`` is asked, and a pair that it refuses in every dtype and size is no pair.
     """
-    needs = [r for r in subject.offer.contribution.requirements if isinstance(r, SpecRequirement)]
-    patterns = [pattern for need in needs for pattern in need.pairs]
+    patterns = _patterns(subject, subject.offer.contribution.requirements)
     dtypes, rng = subject.dtypes(), random.Random(plan.seed)
 
     def refused_in(pair: Pair, dtype: str) -> Reason | None:
@@ -145,13 +144,19 @@ def claimed_specs(subject: Subject, plan: Plan, workloads: Sequence[Callable[...
 
 def claimed_input_specs(subject: Subject) -> list[QuantSpec]:
     """The specs of activations that cover each pattern of the manifest which names one: the claims of an op."""
-    needs = [r for r in subject.offer.contribution.requires if isinstance(r, SpecRequirement)]
     plugins = subject.site.plugins
     known = known_elements(plugins)
-    patterns = [p for need in needs for p in need.pairs if "@" in p and not _foreign_element(plugins, p)]
+    claimed = _patterns(subject, subject.offer.contribution.requires)
+    patterns = [p for p in claimed if "@" in p and not _foreign_element(plugins, p)]
     texts = dict.fromkeys(text for pattern in patterns for text in _activations(pattern, known))
     specs = [parsed(text, plugins) for text in texts]
     return [spec for spec in specs if _makes_sense(spec, of_weight=False)]
+
+
+def _patterns(subject: Subject, requires: Iterable[Requirement]) -> list[str]:
+    """The patterns of specs among requirements, as they are on the subject's device."""
+    needs = [r for r in requires if isinstance(r, SpecRequirement)]
+    return [pair for need in needs for pair in need.on(subject.site.platform.info)]
 
 
 def _foreign_element(plugins: PluginSet, *sides: str) -> str | None:
