@@ -15,6 +15,7 @@ from hardpoint_plugin_api import ConfigError, Span
 from tests.support.checkpoints import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     GLM4_MOE,
     check_tokens_equal,
     random_prompts,
@@ -111,6 +112,25 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-uncompressed-halves": (
         "deepseek_v3",
         DEEPSEEK_V3 | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_group": 2},
+    ),
+    "deepseek-v32": ("deepseek_v32", DEEPSEEK_V32),
+    "deepseek-v32-yarn-odd-heads": (
+        "deepseek_v32",
+        DEEPSEEK_V32
+        | {"rope_parameters": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "attention_bias": True}
+        | {"num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 40, "qk_rope_head_dim": 12}
+        | {"head_dim": 12, "index_topk": 37, "index_head_dim": 33, "index_n_heads": 17, "first_k_dense_replace": 9},
+    ),
+    "deepseek-v32-all-positions": ("deepseek_v32", DEEPSEEK_V32 | {"index_topk": 500, "index_head_dim": 256}),
+    "glm-moe-dsa": (
+        "glm_moe_dsa",
+        DEEPSEEK_V32 | {"n_group": 1, "topk_group": 1, "index_head_dim": 32, "index_topk": 9},
+    ),
+    "glm-moe-dsa-shared-indexers": (
+        "glm_moe_dsa",
+        DEEPSEEK_V32
+        | {"indexer_types": ["full", "shared", "full", "shared"], "num_hidden_layers": 4, "q_lora_rank": 28}
+        | {"num_attention_heads": 5, "num_key_value_heads": 5, "index_topk": 23, "index_n_heads": 13},
     ),
     "kimi-k2": (  # DeepSeek-V3's class, with one group of experts
         "deepseek_v3",

@@ -13,6 +13,7 @@ from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads
 from tests.support.checkpoints import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     GLM4_MOE,
     check_tokens_equal,
     random_prompts,
@@ -31,6 +32,7 @@ DENSE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "latents": ("deepseek_v2", 2, DEEPSEEK_V2),
     "latents-queries-uncompressed": ("deepseek_v2", 4, DEEPSEEK_V2 | {"q_lora_rank": None}),
     "deepseek-v3": ("deepseek_v3", 2, DEEPSEEK_V3),
+    "sparse-latents": ("deepseek_v32", 2, DEEPSEEK_V32),
     "glm4-moe": ("glm4_moe", 2, GLM4_MOE),
 }
 

@@ -9,7 +9,9 @@ import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -28,7 +30,9 @@ from hardpoint.structured.bytes import byte_tokenizer
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
+    "deepseek_v32": DeepseekV32Config,
     "glm4_moe": Glm4MoeConfig,
+    "glm_moe_dsa": GlmMoeDsaConfig,
     "gpt_oss": GptOssConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
@@ -61,6 +65,10 @@ DEEPSEEK_V3: dict[str, Any] = DEEPSEEK_V2 | {
     "topk_group": 2,
 }
 """The same of DeepSeek-V3."""
+
+DEEPSEEK_V32: dict[str, Any] = DEEPSEEK_V3 | {"index_topk": 16, "index_head_dim": 24, "index_n_heads": 15}
+"""The same of DeepSeek-V3.2, with lists shorter than prompts. With few heads, many scores would be zero, and
+Transformers leaves open which of equal scores are chosen."""
 
 GLM4_MOE: dict[str, Any] = {
     "n_routed_experts": 8,

@@ -82,6 +82,7 @@ from hardpoint_plugin_api.layers import (
     NormArgs,
     RopeArgs,
     RouterArgs,
+    SparseIndexerArgs,
     StackArgs,
     WeightSlot,
 )
@@ -294,6 +295,7 @@ __all__ = [
     "Retention",
     "RopeArgs",
     "RouterArgs",
+    "SparseIndexerArgs",
     "ScalarValue",
     "Scale",
     "ScaledLayout",

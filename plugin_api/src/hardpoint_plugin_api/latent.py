@@ -4,9 +4,10 @@ Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) caches, for each tok
 keys and values of all heads are made, and one rotated key that all heads share. Backends see the absorbed form: the
 matrix that makes keys of latents was multiplied into the queries, and the one that makes values is multiplied onto the
 result afterwards. So a head's score is ``scale * (q_latent . latent + q_rope . rope_key)``, and its result is the
-weighted sum of latents. Queries read all earlier positions of their request, and their own.
+weighted sum of latents. Queries read all earlier positions of their request, and their own; in sparse attention
+(DeepSeek-V3.2), those of them that a list names.
 
-Shapes use T scheduled tokens, H query heads, L latent size, R rope size.
+Shapes use T scheduled tokens, H query heads, L latent size, R rope size, K positions of a list.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hardpoint_plugin_api.context import BuildContext
 from hardpoint_plugin_api.device import DeviceInfo
 from hardpoint_plugin_api.elements import BUILT_IN
 from hardpoint_plugin_api.reasons import Reason
-from hardpoint_plugin_api.requests import LatentWorkload
+from hardpoint_plugin_api.requests import Feature, LatentWorkload
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,8 @@ class LatentSpec:
     """The constants of a group of latent attention layers, given at construction.
 
     ``num_heads`` H query heads are on this rank. The latent [``latent_size``] and the rotated key [``rope_size``] of a
-    token are on every rank. ``scale`` multiplies scores.
+    token are on every rank. ``scale`` multiplies scores. ``top_k``: each query reads at most that many positions, those
+    that ``LatentCall.indices`` lists; None: all up to its own.
     """
 
     num_heads: int
@@ -42,6 +44,7 @@ class LatentSpec:
     dtype: str
     kv_dtype: str
     block_size: int
+    top_k: int | None = None
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -60,6 +63,11 @@ class LatentSpec:
             )
         )
 
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The workload features that are in use."""
+        return frozenset() if self.top_k is None else frozenset({Feature.INDEX_LISTS})
+
     def workload(self) -> LatentWorkload:
         """Return the workload by which a backend is selected for this group."""
         return LatentWorkload(
@@ -69,6 +77,8 @@ class LatentSpec:
             latent_size=self.latent_size,
             rope_size=self.rope_size,
             block_size=self.block_size,
+            top_k=self.top_k,
+            features=self.features,
         )
 
 
@@ -93,8 +103,10 @@ class LatentCall:
     ``q_latent`` [T, H, L] and ``q_rope`` [T, H, R]: this step's queries. ``latent`` [T, L] and ``rope_key`` [T, R]:
     what this step added to the cache, in the model's dtype. ``cache``: the views of the cache, by the names of the
     regions of ``layout``; it already holds these two, and a kernel may read them from either. ``metadata``: the result
-    of ``plan`` for this step. ``out`` [T, H, L], in q_latent's dtype. Rows of tensors need not be contiguous. Later
-    versions add fields with defaults.
+    of ``plan`` for this step. ``out`` [T, H, L], in q_latent's dtype. Rows of tensors need not be contiguous.
+    ``indices`` int32 [T, K], where ``LatentSpec.top_k`` is K: the positions of its own request that each query reads,
+    none behind the query's own, in rising order; -1 fills the rest of a row. A query at position p has min(K, p + 1)
+    positions. Later versions add fields with defaults.
     """
 
     q_latent: torch.Tensor
@@ -104,6 +116,7 @@ class LatentCall:
     cache: dict[str, torch.Tensor]
     metadata: AttentionMetadata
     out: torch.Tensor
+    indices: torch.Tensor | None = None
 
 
 class LatentBackend(StepPlanner, ABC):

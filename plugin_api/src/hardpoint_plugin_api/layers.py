@@ -154,6 +154,27 @@ class LinearAttentionArgs:
 
 
 @dataclass(frozen=True)
+class SparseIndexerArgs:
+    """The indexer of sparse attention (DeepSeek-V3.2, arXiv:2512.02556): which positions each query reads.
+
+    Each token has an index key [``head_size``], which ``num_heads`` index queries share. A position's score is the sum
+    over heads of ``weight * relu(query . key)``. Keys and weights are computed from the hidden state, keys are normed
+    (a layer norm with ``norm_eps``), queries are computed from the attention's compressed query [``query_rank``]. The
+    first ``rope.rotary_dim`` elements of queries and keys rotate. The ``top_k`` highest positions are chosen.
+    """
+
+    layer: ClassVar[str] = "sparse_indexer"
+
+    hidden_size: int
+    query_rank: int
+    num_heads: int
+    head_size: int
+    top_k: int
+    rope: RopeArgs
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
 class MLAArgs:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): projections, norms, rotary embedding, cache.
 
@@ -163,6 +184,9 @@ class MLAArgs:
     one. ``scale`` multiplies scores. Queries are computed from a normed vector of ``query_rank`` elements, or from the
     hidden state where that is None. ``bias``: the projections from and to hidden states have one. ``norm_eps`` is that
     of both norms. ``rope.rotary_dim`` equals ``rope_size``.
+
+    ``top_k``: each query reads at most that many positions, those that ``indexer`` chooses; without an ``indexer``,
+    those that the nearest earlier layer's chose. None: each query reads all positions up to its own.
     """
 
     layer: ClassVar[str] = "mla"
@@ -178,6 +202,8 @@ class MLAArgs:
     query_rank: int | None = None
     bias: bool = False
     norm_eps: float = 1e-6
+    top_k: int | None = None
+    indexer: SparseIndexerArgs | None = None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ class Feature(StrEnum):
     their number, or their order. One implementation then serves all sizes and phases. STATIC_CACHE_SCALES, attention:
     the scales of an 8-bit cache are given. SHARDED, layer ``linear``: its arguments divide the weight among ranks.
     SEVERAL_HOSTS, ops of all ranks: ranks are on more than one machine. EXPERT_BIAS, experts: experts have biases; see
-    ``experts``. PIPELINE_STAGES, model and ``decoder_stack``: ranks divide the model's blocks.
+    ``experts``. PIPELINE_STAGES, model and ``decoder_stack``: ranks divide the model's blocks. INDEX_LISTS, latent
+    attention: each query reads the positions of a list, see LatentCall.
     """
 
     SLIDING_WINDOW = "sliding_window"
@@ -41,6 +42,7 @@ class Feature(StrEnum):
     SEVERAL_HOSTS = "several_hosts"
     EXPERT_BIAS = "expert_bias"
     PIPELINE_STAGES = "pipeline_stages"
+    INDEX_LISTS = "index_lists"
 
 
 FEATURE_SINCE: dict[Feature, ApiVersion] = dict.fromkeys(Feature, ApiVersion(0, 2))
@@ -131,7 +133,7 @@ class AttentionWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentWorkload(Workload):
-    """A group of latent attention layers; sizes are as in LatentSpec."""
+    """A group of latent attention layers; sizes and ``top_k`` are as in LatentSpec."""
 
     family: ClassVar[str] = "attention"
     of: str | None = "latent"
@@ -141,6 +143,7 @@ class LatentWorkload(Workload):
     latent_size: int | None = None
     rope_size: int | None = None
     block_size: int | None = None
+    top_k: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

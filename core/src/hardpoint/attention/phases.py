@@ -171,6 +171,7 @@ class PhasedLatentBackend(_Phased[LatentBackend], LatentBackend):
                     rope_key=call.rope_key[rows],
                     metadata=part,
                     out=call.out[rows],
+                    indices=None if call.indices is None else call.indices[rows],
                 )
             )
 

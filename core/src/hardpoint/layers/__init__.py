@@ -11,6 +11,7 @@ from hardpoint.layers.mla import MLA
 from hardpoint.layers.mlp import MLP
 from hardpoint.layers.moe import Experts, MoE
 from hardpoint.layers.norm import Norm
+from hardpoint.layers.sparse_indexer import SparseIndexer
 
 __all__ = [
     "Attention",
@@ -29,5 +30,6 @@ __all__ = [
     "ModelFacts",
     "Norm",
     "PluggableLayer",
+    "SparseIndexer",
     "build_layer",
 ]

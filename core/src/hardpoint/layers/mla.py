@@ -1,7 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): one cached latent per token, shared by all heads.
 
 Keys and values of every head are products of the latent with a matrix. The layer never makes them: it multiplies the
-keys' matrix into the queries, attends to the latents, and multiplies the values' matrix onto the result.
+keys' matrix into the queries, attends to the latents, and multiplies the values' matrix onto the result. In sparse
+attention, an indexer chooses the positions that each query reads.
 
 Axes: T tokens, H query heads on this rank, L latent size, R rope size, N size of a head's other part, V value size. A
 group of ranks divides the heads; each has every latent, and sums what all made.
@@ -18,12 +19,14 @@ from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.linear import Linear
+from hardpoint.layers.sparse_indexer import SparseIndexer
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.ops.rope_table import rope_table
 from hardpoint.ops.rotary_embedding import rotary_embedding
 from hardpoint.parallel.shards import HeadShards, widened
 from hardpoint.quantization.merging import collapse_parts
 from hardpoint_plugin_api import (
+    ConfigError,
     ForwardStep,
     LatentCall,
     LatentSpec,
@@ -70,6 +73,11 @@ class MLA(PluggableLayer, name="mla"):
         )
         if rank or self.down.input_spec == self.q.input_spec:  # whoever reads what the block's norm made
             self.input_spec = self.down.input_spec
+        self.indexer = None if args.indexer is None else SparseIndexer(ctx.child("indexer"), args.indexer)
+        if self.indexer is not None:
+            self.input_spec = None  # the indexer reads hidden states as they are
+        top_k = None if args.top_k is None else min(args.top_k, ctx.max_model_len)
+        self._lists = None if top_k is None else IndexLists(ctx, top_k, chooses=self.indexer is not None)
         spec = LatentSpec(
             num_heads=heads.num_heads,
             latent_size=args.latent_size,
@@ -78,6 +86,7 @@ class MLA(PluggableLayer, name="mla"):
             dtype=self.dtype,
             kv_dtype=ctx.kv_dtype,
             block_size=ctx.block_size,
+            top_k=top_k,
         )
         self.index, self.backend = latent_backend(ctx, spec)
         self._rms_norm = rms_norm.bind(ctx, scalars={"eps": args.norm_eps})
@@ -93,7 +102,7 @@ class MLA(PluggableLayer, name="mla"):
         return slots
 
     def bind(self) -> None:
-        rope = self.args.rope
+        rope = replace(self.args.rope, interleaved=True)  # the table is the same for either kind of pairs
         self._cos_sin = self._shared(rope, lambda: rope_table(rope, self._num_positions, self._device))
 
     def return_partial_sums(self) -> bool:
@@ -105,10 +114,13 @@ class MLA(PluggableLayer, name="mla"):
         assert self._cos_sin is not None, "bind comes before forward"
         args, eps = self.args, self.args.norm_eps
         down: torch.Tensor = self.down(x, step)
+        lists, hidden = self._lists and self._lists.of_step(down.shape[0]), x
         latent, rope_key = down[:, -args.latent_size - args.rope_size :].split([args.latent_size, args.rope_size], -1)
         latent = self._rms_norm(latent, self.weights["latent_norm"], eps=eps)
         if args.query_rank:
             x = self._rms_norm(down[:, : args.query_rank], self.weights["q_norm"], eps=eps)
+            if self.indexer is not None:
+                self.indexer(hidden, x, step, lists)
         queries = self.q(x, step).view(down.shape[0], self._num_heads, -1)
         q_nope, q_rope = queries.split([args.nope_size, args.rope_size], dim=-1)
         q_rope, rotated = self._rotary_embedding(
@@ -122,14 +134,38 @@ class MLA(PluggableLayer, name="mla"):
         attend = self.backend.forward
         step.interrupt(
             self.index,
-            lambda cache, plan, q, q_rope, latent, key, out: attend(
-                LatentCall(q, q_rope, latent, key, cache, plan, out)
+            lambda cache, plan, q, q_rope, latent, key, out, *lists: attend(
+                LatentCall(q, q_rope, latent, key, cache, plan, out, *lists)
             ),
-            *(q_latent, q_rope, latent, rope_key, attended),
+            *(q_latent, q_rope, latent, rope_key, attended, *(() if lists is None else (lists,))),
         )
         values = torch.bmm(attended.transpose(0, 1), self.kv_up.weights["values"])
         y: torch.Tensor = self.out(values.transpose(0, 1).reshape(down.shape[0], -1), step)
         return y if self._returns_partial_sums else self._group.all_reduce(y)
+
+
+class IndexLists:
+    """The lists that the newest indexer has written: for its own layer, and for later layers that have none.
+
+    Raises ConfigError where a layer without one (``chooses`` False) begins a pipeline stage.
+    """
+
+    def __init__(self, ctx: Context, top_k: int, *, chooses: bool) -> None:
+        self._key, self._top_k, self._resources = f"index_lists_{top_k}", top_k, ctx.resources
+        ctx.resources.declare(self._key, 4 * top_k * ctx.limits.max_tokens, scope="step")
+        layers_that_choose = ctx.shared(self._key, list[str])
+        if chooses:
+            layers_that_choose.append(ctx.path)
+        elif not layers_that_choose:
+            raise ConfigError(
+                f"{ctx.path}: reads the positions that an earlier layer's indexer chose, and that layer is in another "
+                "pipeline stage; run with another --pipeline-parallel-size"
+            )
+
+    def of_step(self, tokens: int) -> torch.Tensor:
+        """The lists of a step, int32 [T, K]."""
+        memory = self._resources.get(self._key).view(torch.int32)
+        return memory[: tokens * self._top_k].view(tokens, self._top_k)
 
 
 class KeyValueUp(PluggableLayer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.models.decoder import Sublayer, linear_names, num_layers
 from hardpoint.models.mixture import expert_names, moe_args, num_experts
 from hardpoint.ops.rope_table import rope_args, yarn_growth
-from hardpoint_plugin_api import CheckpointError, MLAArgs, MoEArgs, RouterArgs
+from hardpoint_plugin_api import CheckpointError, MLAArgs, MoEArgs, RouterArgs, SparseIndexerArgs
 
 _MATRICES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _SHARED = {
@@ -63,6 +64,42 @@ def latent_attention(config: HFConfig) -> Sublayer[MLAArgs]:
     return Sublayer(args, names)
 
 
+def sparse_latent_attention(config: HFConfig, defaults: Mapping[str, Any], *, interleaved: bool) -> Sublayer[MLAArgs]:
+    """Latent attention to the positions that an indexer chooses (DeepSeek-V3.2, arXiv:2512.02556).
+
+    ``interleaved`` says which elements of index queries and keys rotate together. Scores are those of Transformers:
+    DeepSeek's own code also turns both by a Hadamard matrix, which changes no product, and rounds them to 8 bits.
+    ``defaults`` are the family's, for keys that its configs leave out.
+    """
+    for key in ("q_lora_rank", "rope_interleave"):
+        if key in config.data and config.data[key] in (None, False):
+            raise CheckpointError(f"{config.path}: {key!r} must not be {json.dumps(config.data[key])} in this model")
+    dense = latent_attention(config)
+    args, top_k = dense.args, config.integer("index_topk", 2048)
+    assert args.query_rank is not None
+    indexer = SparseIndexerArgs(
+        hidden_size=args.hidden_size,
+        query_rank=args.query_rank,
+        num_heads=config.integer("index_n_heads", defaults["index_n_heads"]),
+        head_size=config.integer("index_head_dim", 128),
+        top_k=top_k,
+        rope=replace(args.rope, interleaved=interleaved),
+    )
+    if indexer.head_size < args.rope_size:
+        raise CheckpointError(
+            f"{config.path}: 'index_head_dim' must be at least 'qk_rope_head_dim', got {indexer.head_size} and "
+            f"{args.rope_size}"
+        )
+    linears = {"self_attn.indexer.wq_b": "indexer.q", "self_attn.indexer.wk": "indexer.k"}
+    names = {
+        **linear_names(linears),
+        "self_attn.indexer.k_norm.weight": "indexer.key_norm",
+        "self_attn.indexer.k_norm.bias": "indexer.key_norm_bias",
+        "self_attn.indexer.weights_proj.weight": "indexer.head_weights",
+    }
+    return Sublayer(replace(args, top_k=top_k, indexer=indexer), {**dense.names, **names})
+
+
 def mixture(config: HFConfig, *, renormalize: bool, num_shared: int) -> Sublayer[MoEArgs]:
     """Routed experts, and ``num_shared`` experts as one feed-forward that serves every token."""
     if config.flag("mlp_bias", False):
@@ -111,13 +148,27 @@ def grouped(config: HFConfig, router: RouterArgs, groups: int | None = None, bes
 
 
 def layers_with_experts(config: HFConfig, default: int) -> tuple[bool, ...]:
-    """Which layers are mixtures of experts: each ``moe_layer_freq``-th from ``first_k_dense_replace`` on."""
+    """Which layers are mixtures of experts: those that ``mlp_layer_types`` calls sparse, or else each
+    ``moe_layer_freq``-th from ``first_k_dense_replace`` on.
+    """
+    if config.get("mlp_layer_types") is not None:
+        return tuple(kind == "sparse" for kind in layer_kinds(config, "mlp_layer_types", ("dense", "sparse")))
     first, frequency = config.get("first_k_dense_replace", default), config.integer("moe_layer_freq", 1)
     if type(first) is not int or first < 0:
         raise CheckpointError(
             f"{config.path}: 'first_k_dense_replace' must be a whole number, 0 or more, got {first!r}"
         )
     return tuple(i >= first and i % frequency == 0 for i in range(num_layers(config)))
+
+
+def layer_kinds(config: HFConfig, key: str, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The list ``key``, which names one of ``kinds`` for each layer."""
+    found, count = config.get(key), num_layers(config)
+    if not isinstance(found, list) or len(found) != count or any(kind not in kinds for kind in found):
+        raise CheckpointError(
+            f"{config.path}: {key!r} must name {count} layers, each {' or '.join(kinds)}; got {found}"
+        )
+    return tuple(found)
 
 
 def multi_token_prediction(config: HFConfig) -> dict[str, None]:

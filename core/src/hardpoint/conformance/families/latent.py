@@ -4,7 +4,10 @@ A backend of latent attention, in the absorbed form, does what one of causal att
 beside rotated keys, and values that are the latents alone. So an adapter makes one of the other, and requests, truth,
 checks and their bounds are those of causal attention. ``store`` and the layout are tried as they are.
 
-Axes: T tokens, S positions of one request, H query heads, L latent size, R rope size.
+Where a backend claims index lists, some trials have them. Which positions a list has follows from its query's position
+alone (``ListedSpan``), so that the truth, which is a masked attention, and the adapter agree on them.
+
+Axes: T tokens, S positions of one request, H query heads, L latent size, R rope size, K positions of a list.
 """
 
 from __future__ import annotations
@@ -37,12 +40,14 @@ from hardpoint_plugin_api import (
     CacheSpec,
     CaptureGrade,
     Contribution,
+    Feature,
     LatentBackend,
     LatentCall,
     LatentSpec,
     LatentStoreCall,
     Phase,
     Region,
+    Span,
     StepLimits,
     StoreCall,
     Workload,
@@ -52,6 +57,8 @@ _HEADS = (4, 1, 16, 20, 128)
 _LATENT_SIZES, _ROPE_SIZES = (16, 40, 512), (8, 64)
 _MOST_ELEMENTS_OF_LONG = 2048
 """Elements of all heads' queries in batches that take the reference long."""
+_TOP_K = (0, 7, 64)
+"""Positions of a list; 0: there are no lists. Contexts are shorter and longer than both, and as long as either."""
 _VALUES = ("normal", "peaked", "flat", "large", "low", "nan")
 
 
@@ -80,6 +87,7 @@ class LatentTrials:
             "block_size": block_sizes(subject),
             "batch": batch_names(subject),
             "values": _VALUES,
+            "top_k": _TOP_K if Feature.INDEX_LISTS in subject.features else (0,),
             "shared": (False, True),
             "padding": (0, 3),
             "slack": (0, 2),
@@ -87,6 +95,7 @@ class LatentTrials:
         smallest = min(sizes["latent_size"])
         senseless: Exclusions = {
             ("batch", "values"): _has_no_point,
+            ("values", "top_k"): lambda values, top_k: values == "nan" and top_k > 0,  # few queries would read it
             ("batch", "heads"): lambda batch, heads: batch in LONG and heads > _HEADS[0],
             ("batch", "latent_size"): lambda batch, size: batch in LONG and size > smallest,
             ("heads", "latent_size"): lambda heads, size: heads > _HEADS[0] and heads * size > _MOST_ELEMENTS_OF_LONG,
@@ -114,7 +123,7 @@ def _has_no_point(batch: str, values: str) -> bool:
 def _spec(row: Row, dtype: str) -> LatentSpec:
     heads, sizes = row.get("heads", 1), (row["latent_size"], row["rope_size"])
     scale = 1.3 * sum(sizes) ** -0.5  # not what a kernel would take if it ignored the scale it was given
-    return LatentSpec(heads, *sizes, scale, dtype, row["kv_dtype"], row["block_size"])
+    return LatentSpec(heads, *sizes, scale, dtype, row["kv_dtype"], row["block_size"], row.get("top_k") or None)
 
 
 def _title(row: Row) -> str:
@@ -135,6 +144,12 @@ class SharedLatents(AttentionSpec):
 
     latent: LatentSpec | None = None
 
+    @property
+    def span(self) -> Span:
+        """Which earlier positions a query reads."""
+        top_k = None if self.latent is None else self.latent.top_k
+        return Span() if top_k is None else ListedSpan(top_k=top_k)
+
     @classmethod
     def of(cls, latent: LatentSpec) -> SharedLatents:
         """The spec of the adapter."""
@@ -148,6 +163,28 @@ class SharedLatents(AttentionSpec):
             block_size=latent.block_size,
             latent=latent,
         )
+
+
+@dataclass(frozen=True)
+class ListedSpan(Span):
+    """All positions up to a query's own, of which it reads ``top_k`` at most: as good as random ones, and its own."""
+
+    top_k: int = 1
+
+    def hides(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """See Span. ``key`` are all positions from 0 on."""
+        mixed = (query * 40503 + key * 25717 + (query ^ key) * 9973) % 65521
+        rank = torch.where(key > query, 65522, torch.where(key == query, -1, mixed))
+        order = rank.sort(dim=-1, stable=True).indices[..., : self.top_k]
+        hidden = torch.ones(rank.shape, dtype=torch.bool, device=rank.device)
+        return hidden.scatter(-1, order, False) | (key > query)
+
+    def lists(self, query: torch.Tensor, length: int) -> torch.Tensor:
+        """The lists of queries at positions ``query`` [T] below ``length``, int32 [T, K], as LatentCall has them."""
+        key = torch.arange(max(length, self.top_k), device=query.device)
+        hidden = self.hides(query[:, None].long(), key)
+        found = torch.where(hidden, len(key), key).sort(dim=-1).values[:, : self.top_k]
+        return found.masked_fill(found == len(key), -1).to(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -165,6 +202,7 @@ class LatentSituation(Situation):
         """A short name, unique among situations."""
         latent = _latent(self.spec)
         sizes = f"latent-{latent.latent_size}/rope-{latent.rope_size}"
+        sizes += f"/listed-{latent.top_k}" if latent.top_k else ""
         return super().title.replace(f"x1/size-{self.spec.head_size}/", f"/{sizes}/", 1)
 
 
@@ -243,8 +281,19 @@ def as_causal(inner: Any) -> type[AttentionBackend]:
             return self._inner.plan(batch)
 
         def forward(self, call: AttentionCall) -> None:
-            keys = self._parts(call.k[:, 0])
-            self._inner.forward(LatentCall(*self._parts(call.q), *keys, call.cache, call.metadata, call.out))
+            keys, lists = self._parts(call.k[:, 0]), self._lists(call)
+            self._inner.forward(LatentCall(*self._parts(call.q), *keys, call.cache, call.metadata, call.out, lists))
+
+        def _lists(self, call: AttentionCall) -> torch.Tensor | None:
+            """Those of the step's tokens, by positions that are computed on the device; of padding, no position."""
+            span, batch = self.spec.span, call.metadata.batch
+            if not isinstance(span, ListedSpan):
+                return None
+            starts, tokens = batch.query_start, torch.arange(call.q.shape[0], device=call.q.device)
+            requests = (torch.searchsorted(starts, tokens.int(), right=True) - 1).clamp(max=batch.num_requests - 1)
+            positions = batch.seq_lens[requests] - starts[requests + 1] + tokens
+            lists = span.lists(positions, batch.block_table.shape[1] * self.spec.block_size)
+            return lists.masked_fill((tokens >= starts[-1])[:, None], -1)
 
         def _parts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             latent, rope = x.split([self._latent.latent_size, self._latent.rope_size], dim=-1)

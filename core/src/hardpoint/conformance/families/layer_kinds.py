@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,6 +28,7 @@ from hardpoint_plugin_api import (
     NormArgs,
     RopeArgs,
     RouterArgs,
+    SparseIndexerArgs,
     StackArgs,
 )
 
@@ -115,6 +116,22 @@ def step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
     return torch.cat([layer(inputs["x"][rows], step) for rows, step in steps()])
 
 
+def _hidden_and_compressed(args: SparseIndexerArgs, tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    sizes = {"x": args.hidden_size, "compressed": args.query_rank}
+    return {name: torch.randn(tokens, size, generator=generator) for name, size in sizes.items()}
+
+
+def _lists_step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
+    """The lists of all steps, as numbers of x's dtype: the positions of the steps here are small."""
+    found = []
+    for rows, step in steps():
+        x, compressed, args = inputs["x"][rows], inputs["compressed"][rows], cast(SparseIndexerArgs, layer.args)
+        lists = torch.full((len(x), args.top_k), -2, dtype=torch.int32, device=x.device)
+        layer(x, compressed, step, lists)
+        found.append(lists.to(x.dtype))
+    return torch.cat(found)
+
+
 def _blocks_step_by_step(layer: PluggableLayer, inputs: Inputs, steps: Steps) -> object:
     """The stream is compared: how it is divided between ``x`` and ``residual`` is the layer's own affair."""
     results = []
@@ -147,6 +164,7 @@ NUM_STEP_TOKENS = sum(piece.query for pieces in STEPS for piece in pieces)
 _ROPE = RopeArgs(rotary_dim=32, theta=10_000.0)
 _ATTENTION = AttentionArgs(64, 4, 2, 32, 0.2, rope=_ROPE)
 _MLA = MLAArgs(64, 4, 24, 8, 12, 10, 0.2, rope=replace(_ROPE, rotary_dim=8, interleaved=True), query_rank=20)
+_INDEXER = SparseIndexerArgs(64, 20, 5, 24, 6, rope=replace(_ROPE, rotary_dim=8))
 _MLP, _NORM = MLPArgs(64, 96), NormArgs(64, 1e-6)
 _TWO_BLOCKS = (BlockArgs(_ATTENTION, _MLP, _NORM), BlockArgs(replace(_ATTENTION, window=6), _MLP, _NORM))
 _MOE = MoEArgs(64, 48, RouterArgs(8, 2, renormalize=True))
@@ -214,9 +232,22 @@ KINDS: dict[str, LayerKind] = {
             "plain": _MLA,
             "uncompressed-bias": replace(_MLA, query_rank=None, bias=True),
             "odd": MLAArgs(33, 3, 20, 6, 5, 7, 0.3, rope=replace(_ROPE, rotary_dim=6), query_rank=9),
+            "sparse": replace(_MLA, top_k=6, indexer=_INDEXER),
         },
         _hidden,
         step_by_step,
+        tokens=(NUM_STEP_TOKENS,),
+        pieces=STEPS,
+    ),
+    "sparse_indexer": LayerKind(
+        {
+            "plain": _INDEXER,
+            "interleaved": replace(_INDEXER, rope=replace(_INDEXER.rope, interleaved=True), head_size=32, top_k=1),
+            "odd": SparseIndexerArgs(33, 9, 3, 13, 16, rope=replace(_ROPE, rotary_dim=6)),
+            "all": replace(_INDEXER, num_heads=16, head_size=256, top_k=100),
+        },
+        _hidden_and_compressed,
+        _lists_step_by_step,
         tokens=(NUM_STEP_TOKENS,),
         pieces=STEPS,
     ),
