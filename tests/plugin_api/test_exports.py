@@ -24,7 +24,8 @@ KernelBuild OpWorkload Parallel ParserArgs ParserEvent Phase PlainLayout Plane P
 PlatformWorkload PluginConflictError PluginError PluginLoadError Preference QuantSpec QuantizationMethod
 QuantizationWorkload Quantized RankGroup Reason ReasoningDelta ReasoningParser ReasoningParserWorkload Region Request
 RequestError Requirement Resources Retention RopeArgs RouterArgs ScalarValue Scale ScaledLayout Scaling Scheme Scope
-SelectionError ShardPlan ShardSlice Span SparseIndexerArgs SpecPattern Stability StackArgs StepLimits StepPlanner StoreCall StoredTensor
+SelectionError ShardPlan ShardSlice Span SparseIndexerArgs SpecPattern Stability StackArgs StepLimits StepPlanner
+StoreCall StoredTensor
 StructureKind StructuredOutput TableElement TensorInfo TokensRequirement ToolCallDelta ToolCallEnd ToolCallStart
 ToolParser ToolParserWorkload UnknownNameError WeightSlot Workload check_api decode_elements dequantize expert_matrix
 hookimpl nearest parse_manifest parse_requirement read_manifest scale_slot weight_slots write_rounded
