@@ -68,9 +68,9 @@ class Gathers(Listed):
             planes = self.layout.to_logical(call.cache, batch.block_table[i, : -(-length // block)].long())
             for t in range(*batch.query_start_host[i : i + 2]):
                 rows = self.real(call.indices[t]).long()
-                keys = [planes[name].flatten(0, 1)[rows] for name in ("latent", "rope_key")]
-                queries = call.q_latent[t : t + 1], call.q_rope[t : t + 1]
-                call.out[t : t + 1] = attend_latent(*queries, *keys, self.spec.scale)
+                latent, rope_key = (planes[name].flatten(0, 1)[rows] for name in ("latent", "rope_key"))
+                one = slice(t, t + 1)
+                call.out[one] = attend_latent(call.q_latent[one], call.q_rope[one], latent, rope_key, self.spec.scale)
         return None
 
 
