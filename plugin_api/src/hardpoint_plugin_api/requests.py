@@ -88,7 +88,8 @@ class PlatformWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class OpWorkload(Workload):
-    """One use of an op. ``layout``: the cache layout, for an op on a cache. ``spec``: the quantization of its output.
+    """One use of an op. ``layout`` and ``kv_dtype``: of the cache, for an op on one. ``spec``: the quantization of its
+    output.
 
     ``routing``: the op that chooses experts, for an op that includes one. For an op of all ranks, ``parallel`` is what
     the group of ``ranks`` shares (``tp``), and ``hidden_size`` the length of a row. ``scalars``: name and value of the
@@ -99,6 +100,7 @@ class OpWorkload(Workload):
     dtype: str | None = None
     head_size: int | None = None
     layout: str | None = None
+    kv_dtype: str | None = None
     activation: str | None = None
     spec: QuantSpec | None = None
     routing: str | None = None

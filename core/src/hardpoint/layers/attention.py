@@ -75,7 +75,12 @@ class Attention(PluggableLayer, name="attention"):
             "interleaved": args.rope is not None and args.rope.interleaved,
         }
         self._qk_norm_rope_store = qk_norm_rope_store.bind(
-            ctx, parts={"store": self.backend.store}, layout=layout, head_size=args.head_size, scalars=self._scalars
+            ctx,
+            parts={"store": self.backend.store},
+            layout=layout,
+            kv_dtype=ctx.kv_dtype,
+            head_size=args.head_size,
+            scalars=self._scalars,
         )
         self._shared = ctx.shared
         self._cos_sin: torch.Tensor | None = None

@@ -193,6 +193,7 @@ class OpProbe:
         case = case if rounds_to is None else _in_spec(case, rounds_to)
         self.title = f"{dtype}/{case.name}{cache.title}"
         more: dict[str, Any] = {"layout": cache.layout} if op.mutates else {}
+        more |= {"kv_dtype": cache.dtype} if cache.dtype else {}
         self.workload = OpWorkload(of=op.name, dtype=dtype, **more, **case.workload, scalars=op.scalars_in(case))
         self._cases: dict[int, Case] = {}
         self._expected: dict[tuple[int, tuple[int, ...] | None], Expected] = {}

@@ -1,0 +1,18 @@
+"""What would run on twelve devices that are not here, as the files in ``explained/`` say."""
+
+from __future__ import annotations
+
+import pytest
+
+from hardpoint.plugin_host import discover
+from tests.platforms.explained import DEVICES, FOLDER, explained
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_what_runs_there(name: str) -> None:
+    """After an intended change: ``python -m tests.platforms.explained``."""
+    assert explained(discover().devices()[name]) == (FOLDER / f"{name}.txt").read_text()
+
+
+def test_every_file_is_compared() -> None:
+    assert {file.stem for file in FOLDER.iterdir()} == set(DEVICES)
