@@ -31,6 +31,7 @@ from hardpoint_plugin_api import (
 )
 from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import SMALL, small_llm, until
+from tests.support.processes import is_gone
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -70,14 +71,6 @@ def test_threads_of_a_core_wait_briefly_for_each_other(
     with small_llm(folder, core_process=True):
         pass
     assert "GOMP_SPINCOUNT = '1000'" not in capfd.readouterr().err
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for yet counts as ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def test_the_same_answers(llm: LLM, here: LLM) -> None:

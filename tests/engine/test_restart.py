@@ -20,6 +20,7 @@ from hardpoint_plugin_api import ConfigError, EngineDeadError, EngineError, Stru
 from tests.support.breaking import POISON, install_breaking, install_deadly
 from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import SMALL, small_llm, until
+from tests.support.processes import is_gone, ranks_of
 
 EXACT = {**SMALL, "batch_invariant": True}
 """Recomputing rounds as computing did, whatever ran together: answers can be compared to the bit."""
@@ -214,13 +215,6 @@ def test_a_rank_that_is_killed(folder: Path) -> None:
         assert llm.client.facts.pid != core
 
 
-def ranks_of(core: int) -> list[int]:
-    """The processes that a core's process has started, in that order, without the one that tracks resources."""
-    threads = Path(f"/proc/{core}/task").iterdir()
-    children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-    return [pid for pid in sorted(children) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
 def test_weights_that_were_given_later_are_given_again(folder: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3", max_position_embeddings=16384, seed=7)
     with small_llm(folder, on_engine_failure="restart") as llm:
@@ -245,7 +239,7 @@ def test_one_that_hangs_without_restarts(folder: Path) -> None:
         with pytest.raises(EngineDeadError, match=r"a step .* did not end within 1 seconds \(--step-timeout\)"):
             llm.generate([[1]], PARAMS[0], use_tqdm=False)
         assert time.monotonic() - began >= 1
-        until(lambda: not Path(f"/proc/{pid}").exists())
+        until(lambda: is_gone(pid))
 
 
 @pytest.mark.parametrize(

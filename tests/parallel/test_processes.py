@@ -20,6 +20,7 @@ from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessE
 from hardpoint_plugin_api import CheckpointError, ConfigError, EngineDeadError, EngineError
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import SMALL, small_llm, until
+from tests.support.processes import is_gone, ranks_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 NIGHTLY = pytest.mark.nightly
@@ -43,20 +44,6 @@ def llm(checkpoint: tuple[Path, PreTrainedModel]) -> Iterator[LLM]:
 def pids(llm: LLM) -> list[int]:
     assert isinstance(llm.core.executor, MultiprocessExecutor)
     return list(llm.core.executor.pids)
-
-
-def children(pid: int) -> list[int]:
-    """The processes that hold an engine's ranks among the children of a process."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(each) for each in found if "spawn_main" in Path(f"/proc/{each}/cmdline").read_text()]
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for yet counts as ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def test_the_same_tokens(llm: LLM, checkpoint: tuple[Path, PreTrainedModel]) -> None:
@@ -164,7 +151,7 @@ def test_a_rank_that_is_killed(checkpoint: tuple[Path, PreTrainedModel]) -> None
 
     async def kill(engine: AsyncEngine) -> None:
         core = engine.client.facts.pid
-        ranks = children(core)
+        ranks = ranks_of(core)
         assert len(ranks) == 2
         streams = [await engine.submit([number], ENDLESS) for number in range(3)]
         for stream in streams:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.server.test_lifecycle import Post, Stream, is_core, is_gone
+from tests.server.test_lifecycle import Post, Stream
 from tests.support.breaking import install_breaking
 from tests.support.engines import until
+from tests.support.processes import is_core, is_gone, is_rank
 from tests.support.serving import RunningServer, open_stream, running_server
 
 BODY: dict[str, Any] = {"prompt": "The whale", "max_tokens": 300, "ignore_eos": True}
@@ -92,9 +93,7 @@ def test_a_kernel_that_crashes_is_denied_and_reported(tmp_path: Path, monkeypatc
 def test_a_server_that_is_killed_leaves_nothing_behind(num_ranks: int) -> None:
     with running_server("--tensor-parallel-size", str(num_ranks)) as server:
         core = core_of(server)
-        threads = Path(f"/proc/{core}/task").iterdir()
-        children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-        ranks = [pid for pid in children if is_core(pid)]
+        ranks = [pid for pid in server.engine_pids if is_rank(pid)]
         assert len(ranks) == (0 if num_ranks == 1 else num_ranks)
         with open_stream("POST", server.url + "/v1/completions", json=BODY | {"stream": True}) as answer:
             next(answer.iter_lines())

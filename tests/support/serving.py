@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.engines import until
+from tests.support.processes import engine_processes
 
 SMALL = ("--platform", "cpu", "--cpu.threads", "1", "--kv-cache-memory", "48MiB", "--max-num-seqs", "16")
 # Without ``verify=False`` each request reads the system's certificates, which takes 30 ms of processor time.
@@ -49,9 +49,8 @@ class RunningServer:
 
     @property
     def engine_pids(self) -> list[int]:
-        """The processes that it started."""
-        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
-        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+        """Its engine's processes, in the order of their start."""
+        return engine_processes(self.process.pid)
 
     def post(self, path: str, body: object, **options: object) -> httpx.Response:
         """Send JSON."""

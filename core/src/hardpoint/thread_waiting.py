@@ -15,5 +15,9 @@ def wait_briefly() -> None:
     it thereby keeps the thread that it waits for from running: eager steps took 30 times as long
     (docs/measurements/host.md). Variables that the user has set stay.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+    os.environ.update(brief_waits())
+
+
+def brief_waits() -> dict[str, str]:
+    """The variables that ``wait_briefly`` sets: none where the user has set one."""
+    return {} if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() else {"GOMP_SPINCOUNT": _SPINS}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from hardpoint import fork_server
 from hardpoint.config import EngineConfig
 from hardpoint_plugin_api import ConfigError, HardpointError
 
@@ -57,7 +58,9 @@ def _sample(pid: int, name: str) -> ProcessSample:
 def _engines_below(pid: int) -> Iterator[int]:
     for child in _children(pid):
         with suppress(OSError):
-            if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes():  # multiprocessing's own
+            folder = Path(f"/proc/{child}")
+            is_server = (folder / "comm").read_text(encoding="utf-8").strip() == fork_server.NAME
+            if not is_server and b"resource_tracker" not in (folder / "cmdline").read_bytes():  # multiprocessing's own
                 yield child
         yield from _engines_below(child)
 

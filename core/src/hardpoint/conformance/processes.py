@@ -7,14 +7,16 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
+from multiprocessing.process import BaseProcess
 from threading import Lock
 from typing import Any
+
+from hardpoint import fork_server
 
 _TAIL = 12
 """Lines of what a process wrote that a report shows once it died."""
@@ -23,6 +25,7 @@ _LEAVE_SECONDS = 5.0
 """How long a process that has nothing more to do may take to end by itself."""
 _END_SECONDS = 30.0
 _LENGTH = 8
+_NURSERY = "hardpoint.conformance.nursery"
 _PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """For OpenMP's threads, unless the environment says otherwise. Several processes try kernels at once, with as many
 threads each as an engine has. Threads that spin while they wait for work take cores from those that have some: on two
@@ -43,7 +46,7 @@ class Nursery:
     def __init__(self) -> None:
         self._lock = Lock()
         self._orders: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: BaseProcess | None = None
 
     def start(self, order: Mapping[str, Any]) -> TrialProcess:
         """A process that serves ``order``, see ``worker.serve``. Raises DeathError where none can be had."""
@@ -68,16 +71,9 @@ class Nursery:
 
     def _open(self) -> socket.socket:
         self._orders, theirs = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from hardpoint.conformance import nursery; nursery.main("
-        code += f"{theirs.fileno()})"
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=_PATIENT | os.environ,
-                start_new_session=True,  # an interrupt from the keyboard is for the kit alone, which ends the rest
+        with theirs, fork_server.signals_held():
+            self._process = fork_server.start(
+                _nurse, (theirs,), "hardpoint-conform", [_NURSERY], _PATIENT, imports_main=False
             )
         return self._orders
 
@@ -85,8 +81,21 @@ class Nursery:
         """End the process; those that it started live on until they are closed."""
         if self._orders and self._process:
             self._orders.close()
-            self._process.wait()
+            self._process.join()
+            self._process.close()
             self._orders = self._process = None
+
+
+def _nurse(orders: socket.socket) -> None:
+    """What the process that starts others runs."""
+    os.setsid()  # an interrupt from the keyboard is for the kit alone, which ends the rest
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, fork_server.GROUP_SIGNALS)
+    for name, value in _PATIENT.items():  # of a process that was spawned
+        os.environ.setdefault(name, value)
+    with open(os.devnull, "r+b", buffering=0) as nothing:
+        for stream in (0, 1):
+            os.dup2(nothing.fileno(), stream)
+    import_module(_NURSERY).main(orders.detach())
 
 
 class TrialProcess:

@@ -1,6 +1,6 @@
 """Processes of an engine's own: how they are started, what they log, and how each side sees that the other is gone.
 
-They are spawned, never forked: a fork copies threads' locks and device contexts in a state that nobody can use.
+They are forked from a process without threads and devices that has imported torch, see ``fork_server``.
 """
 
 from __future__ import annotations
@@ -12,30 +12,33 @@ import logging.handlers
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
+from hardpoint import fork_server
 from hardpoint.engine.processes.calls import Logged
-from hardpoint.thread_waiting import wait_briefly
+from hardpoint.thread_waiting import brief_waits, wait_briefly
 from hardpoint_plugin_api import HardpointError
 
 GUARD = 'if __name__ == "__main__":'
 """What a script that starts processes needs around what it does."""
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What a terminal or a service manager sends to every process of a group: a parent ends its children in order."""
+_MODULES = ("hardpoint.engine.processes.preloaded",)
 
 
-def start(process: BaseProcess) -> None:
-    """Start a spawned process. Raises HardpointError where a script's lack of a guard forbids it."""
+def start(target: Callable[..., object], args: tuple[object, ...], name: str) -> BaseProcess:
+    """Start a process that runs ``target(*args)``.
+
+    Raises HardpointError where a script's lack of a guard forbids it.
+    """
     try:
-        with _signals_held():
-            process.start()
+        with fork_server.signals_held():
+            return fork_server.start(target, args, name, _MODULES, brief_waits())
     except RuntimeError as error:
         if "bootstrapping" not in str(error):
             raise
@@ -43,17 +46,6 @@ def start(process: BaseProcess) -> None:
             "this script starts an engine with a process of its own while it is imported, and every such process "
             f"imports it again; put what the script does under {GUARD}"
         ) from error
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """Hold back what would end a process started meanwhile, which inherits this, before it can say otherwise."""
-    resource_tracker.ensure_running()  # started with the process, it would lift the hold
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def how_it_ended(exit_code: int | None) -> tuple[str, str]:
@@ -87,7 +79,7 @@ class CrashReport:
     """The stack that a child leaves when it crashes, by a pipe that it inherits: ``theirs`` is its end."""
 
     def __init__(self) -> None:
-        self._ours, self.theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
+        self._ours, self.theirs = multiprocessing.Pipe(duplex=False)
 
     def read(self) -> str:
         """What the child, which has ended, has left; to be called once, after ``theirs`` was closed."""
@@ -136,12 +128,13 @@ class _Forward(logging.handlers.QueueHandler):
 
 
 def settle_in(send: Sender, levels: dict[str, int], crashes: Connection) -> None:
-    """What a child does first: leave signals to its parent, leave its stack in ``crashes`` if it crashes, log by
-    ``send``."""
+    """What a child does first: show its name in lists of processes, leave signals to its parent, leave its stack in
+    ``crashes`` if it crashes, log by ``send``."""
     wait_briefly()
-    for each in _SIGNALS:
+    fork_server.show_name(multiprocessing.current_process().name)
+    for each in fork_server.GROUP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, fork_server.GROUP_SIGNALS)
     os.set_blocking(crashes.fileno(), False)  # a parent that does not read must not keep it from ending
     _crash_pipes.append(crashes)
     faulthandler.enable(crashes.fileno())
@@ -160,10 +153,32 @@ def keep_what_was_loaded() -> None:
 
 
 def listen(connection: Connection, parent: int, take: Callable[[object], None]) -> None:
-    """Pass what comes on to ``take``; return when the parent is gone."""
-    with suppress(EOFError, OSError):
+    """Pass what comes on to ``take``; return when the parent, a process's number, is gone."""
+    with _watched(parent) as is_gone, suppress(EOFError, OSError):
         while True:
             if connection.poll(1.0):
                 take(pickle.loads(connection.recv_bytes()))
-            elif os.getppid() != parent:  # gone, and a process that it forked holds its end of the pipe open
+            elif is_gone():  # and a process that it forked holds its end of the pipe open
                 return
+
+
+@contextmanager
+def _watched(process: int) -> Iterator[Callable[[], bool]]:
+    """A function that says whether ``process`` has ended, whether or not somebody has waited for it."""
+
+    def is_unknown() -> bool:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    try:
+        descriptor = os.pidfd_open(process)
+    except (AttributeError, OSError):  # it is gone, or the system has none of these
+        yield is_unknown
+        return
+    try:
+        yield lambda: bool(select.select([descriptor], [], [], 0)[0])
+    finally:
+        os.close(descriptor)

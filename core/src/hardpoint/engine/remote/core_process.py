@@ -30,7 +30,7 @@ CLOSED = "the engine is closed"
 
 
 class ProcessLink:
-    """A core in a spawned process of this program."""
+    """A core in a process of this program."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the process, which then loads. Raises HardpointError where a script's lack of a guard forbids it."""
@@ -41,17 +41,12 @@ class ProcessLink:
         self._hung: str | None = None
         self._ready = self._closed = False
         self._closing, self._owner = threading.Lock(), os.getpid()
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
+        self._connection, theirs = multiprocessing.Pipe()
         self._crash = child_process.CrashReport()
         self._config = config
-        self._process = context.Process(
-            target=_serve,
-            args=(theirs, config, child_process.log_levels(), os.getpid(), self._crash.theirs),
-            name="hardpoint-core",
-        )
+        given = (theirs, config, child_process.log_levels(), os.getpid(), self._crash.theirs)
         try:
-            child_process.start(self._process)
+            self._process = child_process.start(_serve, given, "hardpoint-core")
         finally:
             theirs.close()
             self._crash.theirs.close()

@@ -54,7 +54,7 @@ class MultiprocessExecutor(RanksExecutor):
 
 
 class ProcessRank(RankLink):
-    """A rank in a spawned process."""
+    """A rank in a process of this host."""
 
     def __init__(
         self, number: int, connection: Connection, process: BaseProcess, crash: child_process.CrashReport
@@ -65,16 +65,12 @@ class ProcessRank(RankLink):
     @classmethod
     def start(cls, spec: RankSpec) -> Self:
         """Start the process, which then loads."""
-        context, number = multiprocessing.get_context("spawn"), spec.place.rank
-        ours, theirs = context.Pipe()
+        number = spec.place.rank
+        ours, theirs = multiprocessing.Pipe()
         crash = child_process.CrashReport()
-        process = context.Process(
-            target=serve_rank,
-            args=(theirs, spec, child_process.log_levels(), os.getpid(), crash.theirs),
-            name=f"hardpoint-rank-{number}",
-        )
+        given = (theirs, spec, child_process.log_levels(), os.getpid(), crash.theirs)
         try:
-            child_process.start(process)
+            process = child_process.start(serve_rank, given, f"hardpoint-rank-{number}")
         finally:
             theirs.close()
             crash.theirs.close()

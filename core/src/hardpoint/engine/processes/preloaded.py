@@ -1,0 +1,19 @@
+"""The modules of an engine's core and ranks, imported by the server that their processes are forked from.
+
+None of them starts a thread or looks for a device while it is imported. Plugins are not among them: an engine's
+process imports the plugins that its engine selects.
+"""
+
+import gc
+
+import torch  # noqa: F401
+
+import hardpoint.engine.core
+import hardpoint.engine.execution.ranks.rank_process
+import hardpoint.engine.execution.worker
+import hardpoint.engine.remote.core_process  # noqa: F401
+from hardpoint import fork_server
+
+fork_server.show_name(fork_server.NAME)
+gc.collect()
+gc.freeze()  # no child's garbage collection writes to these objects, whose memory all of them share
