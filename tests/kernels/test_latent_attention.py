@@ -33,6 +33,10 @@ SPECS = {
     "other cache, one page each": replace(PLAIN, kv_dtype="float32", block_size=1),
     "odd sizes": replace(PLAIN, num_heads=1, latent_size=33, rope_size=6, dtype="float32", kv_dtype="float32"),
     "many heads": replace(PLAIN, num_heads=40, block_size=5),
+    "lists": replace(PLAIN, top_k=21),
+    "short lists, odd sizes": replace(
+        PLAIN, num_heads=7, latent_size=33, rope_size=6, dtype="float32", kv_dtype="float32", block_size=5, top_k=3
+    ),
 }
 TILES = Tiles(rows=16, key_bytes=2048, num_warps=4, num_stages=2)
 FEW = Tables.fixed(DecodeTuning(16, 48, replace(TILES, rows=4)), PrefillTuning(4, (TILES, replace(TILES, rows=32))))
@@ -121,23 +125,28 @@ def test_a_known_variant_is_the_right_one() -> None:
 
 
 def jobs(spec: LatentSpec, target: str) -> list[Job]:
-    """The decode kernel, and the prefill kernel with each of its tiles, as the backend would call them."""
+    """As the backend would call them: for lists, for decodes, and for prompts with each of its tiles."""
     kind: Any = TritonLatentAttention
     if not target.startswith("sm_"):
         kind = type(kind.__name__, (kind,), {"tables": SMALL})
-    backend = kind(cast(BuildContext, PluginConfigOnly({})), spec)
+    backend = kind(cast(BuildContext, PluginConfigOnly({})), replace(spec, top_k=2048))
     strides = (f"{name}_{axis}_stride" for name in ("q_latent", "q_rope", "out") for axis in ("token", "head"))
     types = {"q_latent": spec.dtype, "q_rope": spec.dtype, "out": spec.dtype}
     types |= {"latents": spec.kv_dtype, "rope_keys": spec.kv_dtype}
     signature = {
         **SIGNATURE,
+        "indices": "*i32",
+        "index_stride": "i32:16",
         **dict.fromkeys((*strides, "latent_page_stride", "rope_page_stride"), "i32:16"),
         **{name: f"*{TYPES[dtype]}" for name, dtype in types.items()},
     }
     found = []
-    for kernel, cut in (("decode", backend.decodes[32]), *(("prefill", cut) for cut in backend.prefills)):
+    cuts = [("latent_listed:attend_listed_latents", backend.listed)]
+    cuts += [("latent_decode:decode_latent_attention", backend.decodes[32])]
+    cuts += [("latent_prefill:prefill_latent_attention", cut) for cut in backend.prefills]
+    for kernel, cut in cuts:
         constants = {**cut.constants, "STAGES": cut.tiles.num_stages}
-        module = f"hardpoint.kernels.latent_{kernel}:{kernel}_latent_attention"
+        module = f"hardpoint.kernels.{kernel}"
         found.append(Job(module, signature, constants, target, cut.tiles.num_warps, cut.tiles.num_stages))
     return found
 

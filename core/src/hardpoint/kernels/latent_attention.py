@@ -1,7 +1,8 @@
 """Latent attention in Triton: a backend over the kernels of latent_decode.py and latent_prefill.py.
 
 As in attention.py, requests with one query go through the one kernel, all others through the other, in the same step;
-nothing is planned on the host, and a recorded step serves any lengths.
+nothing is planned on the host, and a recorded step serves any lengths. Where queries have lists of positions, the
+kernel of latent_listed.py takes each by itself.
 
 Axes: T tokens, N requests, H query heads, L latent size, R rope size.
 """
@@ -19,6 +20,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.attention import LOG2_E, MOST_MERGED, SCANNED, evenly_placed, in_order, scan_size
 from hardpoint.kernels.attention_tuning import DecodeTuning, PrefillTuning, Tables, Tiles
 from hardpoint.kernels.latent_decode import decode_latent_attention
+from hardpoint.kernels.latent_listed import attend_listed_latents
 from hardpoint.kernels.latent_prefill import prefill_latent_attention
 from hardpoint.kernels.latent_store import store_latents
 from hardpoint.kernels.launch import Launcher, aligned, in_stages_that_fit
@@ -124,6 +126,18 @@ class TritonLatentAttention(LatentBackend):
         self.decodes = {
             scan: _Cut.of(decode_latent_attention, tuning.tiles, {**constants, "SCAN": scan}) for scan in SCANNED
         }
+        self.listed = (
+            None
+            if spec.top_k is None
+            else _Cut.of(
+                attend_listed_latents,
+                tuning.tiles,
+                {
+                    **{name: x for name, x in constants.items() if name in attend_listed_latents.arg_names},
+                    "TOP_K": spec.top_k,
+                },
+            )
+        )
         self._rows_stored = max(1, _STORED // block)
         self._store = Launcher(store_latents)
         self._store_arguments = in_order(store_latents, {**sizes, "ROWS": self._rows_stored})
@@ -189,6 +203,12 @@ class TritonLatentAttention(LatentBackend):
         alike = (q_latent, *strides[0], q_rope, *strides[1], out, *strides[2], *pages)
         alike = (*alike, batch.block_table, batch.block_table.stride(0), batch.seq_lens)
         key = (*strides, *pages[2:]) if aligned(q_latent, q_rope, out, *pages[:2]) else None
+        if self.listed is not None:
+            indices = call.indices
+            assert indices is not None, "a spec with top_k has lists"
+            lists = (batch.query_start, batch.num_requests, indices, indices.stride(0))
+            self._launch(self.listed, key, batch.num_tokens * self._head_blocks, alike, *lists)
+            return
         if batch.num_decodes:
             cut, resources = self.decodes[scan_size(batch.num_decodes)], self.ctx.resources
             grid = (self._splits + batch.num_decodes) * self._head_blocks
