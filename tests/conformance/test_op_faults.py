@@ -114,8 +114,11 @@ def offsets_of_32_bits(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 
 
 def unfilled_scratch(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """Partial sums are added into memory that nobody cleared, but which a fresh process finds full of zeros."""
-    scratch = x.new_empty(4, dtype=torch.float32)
+    """Partial sums are added into memory that nobody cleared, but which the system hands out full of zeros.
+
+    It is larger than any block that the C library keeps for later, in which other values could stand.
+    """
+    scratch = x.new_empty(2**24, dtype=torch.float32)[:4]
     clean = torch.where(scratch.isnan(), scratch, 0.0)
     return (norm(x, weight, eps=eps).float() + clean.sum()).to(x.dtype)
 
