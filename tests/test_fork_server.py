@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -149,6 +150,20 @@ def test_a_server_that_was_killed_is_replaced(servers: dict[fork_server._Key, fo
     os.kill(first, signal.SIGKILL)
     until(lambda: is_gone(first))
     assert told(say)["parent"] not in (first, os.getpid())
+
+
+def register(answers: Connection) -> None:
+    atexit.register(answers.send, "at exit")
+    raise SystemExit(4)
+
+
+def test_a_child_runs_its_exit_handlers() -> None:
+    ours, theirs = Pipe()
+    process = fork_server.start(register, (theirs,), "child", MODULES)
+    theirs.close()
+    assert ours.recv() == "at exit"
+    process.join()
+    assert process.exitcode == 4
 
 
 PROGRAM = """

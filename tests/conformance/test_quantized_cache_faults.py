@@ -156,7 +156,7 @@ def test_a_planted_fault_is_caught_by_its_check(site: Site, title: str, kv_dtype
 
 
 @HEALTHY
-@pytest.mark.parametrize("kv_dtype", [FLOAT8, INT8])
+@pytest.mark.parametrize("kv_dtype", [FLOAT8, pytest.param(INT8, marks=pytest.mark.nightly)])
 def test_a_healthy_backend_passes(site: Site, kv_dtype: str, every: int) -> None:
     caught = tried(site, QuantizedCacheAttention, kv_dtype, "*", every)
     assert caught is None, str(caught)

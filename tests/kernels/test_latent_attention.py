@@ -151,7 +151,7 @@ def jobs(spec: LatentSpec, target: str) -> list[Job]:
     return found
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [pytest.param(16, marks=pytest.mark.nightly), 128])
 def test_compiled_for_a_large_device(heads: int) -> None:
     compiled = compile_kernels(jobs(replace(DEEPSEEK, num_heads=heads), "sm_90"), seconds=300)
     for one in compiled:

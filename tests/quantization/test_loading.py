@@ -57,7 +57,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("loading") / "model", 512, 1408, 24)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=pytest.mark.nightly) if method == "fp8" else method for method in METHODS]
+)
 def test_never_both_copies(tmp_path: Path, model: Path, method: str) -> None:
     held, peak = load(tmp_path, model, f"quantization={method}")
     assert 40e6 < held < 90e6

@@ -13,6 +13,7 @@ processor affinity since its servers started, since libraries read these while t
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import os
@@ -223,7 +224,10 @@ def _begin(inherited: _Inherited, modules: Sequence[str], target: Callable[..., 
     ours: Any = forkserver._forkserver  # which ``multiprocessing`` has given the end of the pipe that keeps it alive
     key = _Key.of(modules, os.environ)
     _servers[key] = _ParentsServer(modules, inherited.address, ours._forkserver_alive_fd)
-    target(*args)
+    try:
+        target(*args)
+    finally:
+        atexit._run_exitfuncs()  # ``multiprocessing`` leaves them out where a process was forked, before Python 3.14
 
 
 class _Forked(BaseProcess):
