@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,9 +206,35 @@ def test_files_of_other_programs_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_server_was_making_when_it_was_killed_has_failed(tmp_path: Path) -> None:
-    store = ResponseStore(tmp_path / "s", 4000, 100)
-    store.put("o", kept(0, status="in_progress"))
-    store.close()
-    store = ResponseStore(tmp_path / "s", 4000, 100)
-    assert store.get("o", "r0").response["status"] == "failed"
-    store.close()
+    stores = [ResponseStore(tmp_path / "s", 4000, 100, maker) for maker in range(2)]
+    for number, store in enumerate(stores):
+        store.put("o", kept(number, status="in_progress"))
+    stores[0].end_open(1)
+    assert [stores[1].get("o", f"r{number}").response["status"] for number in range(2)] == ["in_progress", "failed"]
+    stores[0].end_open()
+    assert stores[1].get("o", "r0").response["status"] == "failed"
+    for store in stores:
+        store.close()
+
+
+def test_processes_share_the_bound_of_a_store(tmp_path: Path) -> None:
+    """What one has put counts for the other, and both may write at once."""
+    stores = [ResponseStore(tmp_path / "s", 4000, 100, maker) for maker in range(2)]
+
+    def fill(store: ResponseStore, first: int) -> None:
+        for number in range(first, first + 20):
+            store.put("o", kept(number, 1000))
+
+    threads = [threading.Thread(target=fill, args=(store, 100 * number)) for number, store in enumerate(stores)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with sqlite3.connect(tmp_path / "s") as db:
+        count, held, total = db.execute(
+            "SELECT count(*), sum(responses.size), total.size FROM responses, total"
+        ).fetchone()
+    db.close()
+    assert (count, held) == (3, total)
+    for store in stores:
+        store.close()

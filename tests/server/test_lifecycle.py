@@ -31,12 +31,13 @@ class Stream(threading.Thread):
     def __init__(self, server: RunningServer, **body: Any) -> None:
         super().__init__(daemon=True)
         self._url, self._body = server.url + "/v1/completions", ENDLESS | {"stream": True} | body
+        self._options = server.options
         self.begun = threading.Event()
         self.events: list[str] = []
         self.start()
 
     def run(self) -> None:
-        with open_stream("POST", self._url, json=self._body) as answer:
+        with open_stream("POST", self._url, json=self._body, **self._options) as answer:
             for line in answer.iter_lines():
                 if line:
                     self.events.append(line.removeprefix("data: "))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -15,11 +16,23 @@ def is_gone(pid: int) -> bool:
 
 def engine_processes(below: int) -> list[int]:
     """The cores and ranks among the processes below ``below``, in the order of their start."""
-    found = []
-    for thread in Path(f"/proc/{below}/task").iterdir():
-        for child in map(int, (thread / "children").read_text().split()):
-            found += [child, *engine_processes(child)]
-    return sorted((pid for pid in found if is_core(pid) or is_rank(pid)), key=_started)
+    return [pid for pid in processes(below) if is_core(pid) or is_rank(pid)]
+
+
+def api_processes(below: int) -> list[int]:
+    """The processes that answer HTTP for the server ``below``, in the order of their start."""
+    return [pid for pid in processes(below) if _name(pid).startswith("hardpoint-api")]
+
+
+def processes(below: int) -> list[int]:
+    """All processes below ``below``, in the order of their start; those that end meanwhile may be left out."""
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{below}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                for child in map(int, (thread / "children").read_text().split()):
+                    found += [child, *processes(child)]
+    return sorted(found, key=_started)
 
 
 def is_core(pid: int) -> bool:
@@ -39,11 +52,17 @@ def ranks_of(core: int) -> list[int]:
 
 
 def _name(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8")
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return ""
 
 
 def _started(pid: int) -> tuple[int, int]:
-    return int(_fields(pid)[19]), pid
+    try:
+        return int(_fields(pid)[19]), pid
+    except (FileNotFoundError, ProcessLookupError):
+        return 0, pid
 
 
 def _fields(pid: int) -> list[str]:

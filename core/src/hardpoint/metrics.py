@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from hardpoint.plugin_host.record import CORE
 from hardpoint_plugin_api import PluginError
@@ -42,10 +43,7 @@ class EngineMetrics:
 
     def snapshot(self) -> MetricsSnapshot:
         """The values of now."""
-        families = tuple(self._registry.collect())
-        for family in families:  # when each was made is of no use to anyone, and doubles the text
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-        return MetricsSnapshot(families)
+        return MetricsSnapshot.of_registry(self._registry)
 
     def declare(
         self, plugin: str, name: str, kind: type[M], labels: Sequence[str], make: Callable[[str, CollectorRegistry], M]
@@ -122,6 +120,34 @@ class MetricsSnapshot(Collector):
         """These, with the values of ``other`` for what that has too, and with what only that has."""
         known = {family.name: family for family in self.families}
         return MetricsSnapshot(tuple((known | {family.name: family for family in other.families}).values()))
+
+    @classmethod
+    def of_registry(cls, registry: CollectorRegistry) -> MetricsSnapshot:
+        """The values of now of what ``registry`` has."""
+        families = tuple(registry.collect())
+        for family in families:  # when each was made is of no use to anyone, and doubles the text
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        return cls(families)
+
+    @classmethod
+    def total_of(cls, parts: Sequence[MetricsSnapshot]) -> MetricsSnapshot:
+        """Metrics of several processes that count alike: of each sample the sum."""
+        joined: dict[str, tuple[Metric, dict[tuple[object, ...], Sample]]] = {}
+        for family in (family for part in parts for family in part.families):
+            own = Metric(family.name, family.documentation, family.type, family.unit)
+            _, samples = joined.setdefault(family.name, (own, {}))
+            for sample in family.samples:
+                key = (sample.name, *sorted(sample.labels.items()))
+                before = samples[key].value if key in samples else 0.0
+                samples[key] = sample._replace(value=before + sample.value)
+        for family, samples in joined.values():
+            family.samples = list(samples.values())
+        return cls(tuple(family for family, _ in joined.values()))
+
+    @property
+    def counters(self) -> MetricsSnapshot:
+        """Those that only grow: what is left of a process that has ended."""
+        return MetricsSnapshot(tuple(family for family in self.families if family.type in ("counter", "histogram")))
 
     @classmethod
     def of_stages(cls, stages: Sequence[MetricsSnapshot]) -> MetricsSnapshot:

@@ -6,14 +6,16 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hardpoint import fork_server
 from hardpoint.config import EngineConfig
+from hardpoint.engine.processes.child import API_NAME
 from hardpoint_plugin_api import ConfigError, HardpointError
 
 _STOP_SECONDS = 30
@@ -33,16 +35,23 @@ class ProcessSample:
 def sample_processes(pid: int) -> dict[int, ProcessSample]:
     """The server ``pid`` and every process below it, by pid, as Linux tells (proc(5)).
 
-    The first is called "server", the others "engine", "engine 2" and so on; what ends meanwhile is left out. Raises
-    ConfigError where there is no process ``pid`` or no /proc.
+    The first is called "server". So are those that answer HTTP for it, with a number; the others are called "engine",
+    "engine 2" and so on. What ends meanwhile is left out. Raises ConfigError where there is no process ``pid`` or no
+    /proc.
     """
     try:
         found = {pid: _sample(pid, "server")}
     except OSError as error:
         raise ConfigError(f"process {pid} cannot be measured: {error}; /proc must be there, and the process") from None
-    for child in _engines_below(pid):
+    kinds: Counter[str] = Counter()
+    for child in _processes_below(pid):
         with suppress(OSError):
-            found[child] = _sample(child, "engine" if len(found) == 1 else f"engine {len(found)}")
+            name = Path(f"/proc/{child}/comm").read_text(encoding="utf-8")
+            kind = "server" if name.startswith(API_NAME) else "engine"
+            sample = _sample(child, kind)
+            kinds[kind] += 1
+            is_only_engine = kind == "engine" and kinds[kind] == 1
+            found[child] = sample if is_only_engine else replace(sample, name=f"{kind} {kinds[kind]}")
     return found
 
 
@@ -55,14 +64,14 @@ def _sample(pid: int, name: str) -> ProcessSample:
     return ProcessSample(name, ticks / os.sysconf("SC_CLK_TCK"), resident, descriptors, int(fields[17]))
 
 
-def _engines_below(pid: int) -> Iterator[int]:
+def _processes_below(pid: int) -> Iterator[int]:
     for child in _children(pid):
         with suppress(OSError):
             folder = Path(f"/proc/{child}")
             is_server = (folder / "comm").read_text(encoding="utf-8").strip() == fork_server.NAME
             if not is_server and b"resource_tracker" not in (folder / "cmdline").read_bytes():  # multiprocessing's own
                 yield child
-        yield from _engines_below(child)
+        yield from _processes_below(child)
 
 
 def _children(pid: int) -> Iterator[int]:
@@ -89,15 +98,16 @@ class OwnServer:
 
 
 @contextmanager
-def own_server(config: EngineConfig) -> Iterator[OwnServer]:
+def own_server(config: EngineConfig, num_processes: int = 1) -> Iterator[OwnServer]:
     """A server with ``config`` in a process of its own, on a free port of this host; it may be loading still.
+    ``num_processes`` answer HTTP.
 
     It ends with the context, and with this process, whatever ends that. Raises HardpointError where it does not even
     listen.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(config, theirs, os.getpid()), name="hardpoint server")
+    process = context.Process(target=_serve, args=(config, num_processes, theirs, os.getpid()), name="hardpoint server")
     process.start()
     theirs.close()
     try:
@@ -119,9 +129,10 @@ def own_server(config: EngineConfig) -> Iterator[OwnServer]:
         ours.close()
 
 
-def _serve(config: EngineConfig, connection: Connection, parent: int) -> None:
+def _serve(config: EngineConfig, num_processes: int, connection: Connection, parent: int) -> None:
     from hardpoint.engine.processes.child_process import listen
-    from hardpoint.server.run import Server
+    from hardpoint.server.listening import listening
+    from hardpoint.server.run import serve_at
     from hardpoint.server.settings import ServerSettings
 
     def end_with_parent() -> None:
@@ -130,8 +141,9 @@ def _serve(config: EngineConfig, connection: Connection, parent: int) -> None:
 
     threading.Thread(target=end_with_parent, name="parent's end", daemon=True).start()
     try:
-        server = Server(config, ServerSettings(port=0, shutdown_deadline=0))
-        connection.send(server.port)
-        server.run_until_stopped()
+        settings = ServerSettings(port=0, shutdown_deadline=0, api_server_count=num_processes)
+        with listening(settings) as listener:
+            connection.send(listener.getsockname()[1])
+            serve_at(listener, config, settings)
     except HardpointError as error:
         connection.send(str(error))

@@ -84,6 +84,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="Largest number of requests in flight. Further requests are refused with status 429.",
 )
+@click.option(
+    "--api-server-count",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Number of processes that answer HTTP. They share one engine.",
+)
 @click.option("--max-body-bytes", type=int, default=8 * 2**20, show_default=True, help="Largest request body in bytes.")
 @click.option(
     "--cors-origin",

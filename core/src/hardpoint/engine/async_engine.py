@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, Unpack
 from weakref import WeakValueDictionary
 
 from hardpoint.config import EngineArgs, EngineConfig
-from hardpoint.engine.client import EngineStats, RequestOptions
+from hardpoint.engine.client import EngineStats, RequestOptions, ServedCore
 from hardpoint.engine.control import (
     TAGS,
     LoadAdapter,
@@ -34,7 +34,7 @@ from hardpoint.engine.control import (
     check_tags,
     sleep_tags,
 )
-from hardpoint.engine.frontend.frontend import connect
+from hardpoint.engine.frontend.frontend import Frontend, connect
 from hardpoint.engine.frontend.prompts import Prompt, TokensPrompt
 from hardpoint.engine.frontend.streams import Mailbox, News, RequestStream
 from hardpoint.engine.lora import Adapter, LoRARequest
@@ -67,6 +67,20 @@ _ABORT_SECONDS = 5.0
 """How long closing waits for the last outputs of requests that it aborts."""
 
 
+Connect = Callable[[EngineConfig], tuple[Frontend, ServedCore]]
+"""Finds the core of an engine, and reads the text side of its checkpoint. Raises what either raises."""
+
+
+def connect_own(config: EngineConfig) -> tuple[Frontend, ServedCore]:
+    """Start a core for one engine alone."""
+    return connect(config, own_process=has_own_process(config))
+
+
+def has_own_process(config: EngineConfig) -> bool:
+    """Whether the core of an engine for asyncio runs in a process of its own."""
+    return config.wants_core_process(default=config.executor_kind != "torchrun")
+
+
 class AsyncEngine:
     """An engine with a tokenizer for asyncio programs. Use it as an async context manager, or ``await close()``.
 
@@ -78,13 +92,13 @@ class AsyncEngine:
     """
 
     def __init__(self, model: str = "demo", **settings: Any) -> None:
-        self._start(EngineConfig.create(model=model, **settings))
+        self._start(EngineConfig.create(model=model, **settings), connect_own)
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> Self:
-        """An engine for a config that was already read."""
+    def from_config(cls, config: EngineConfig, connect: Connect | None = None) -> Self:
+        """An engine for a config that was already read; ``connect`` finds its core. None: it starts its own."""
         engine = cls.__new__(cls)
-        engine._start(config)
+        engine._start(config, connect or connect_own)
         return engine
 
     @classmethod
@@ -92,9 +106,8 @@ class AsyncEngine:
         """An engine for settings that were written as vLLM's AsyncEngineArgs."""
         return cls.from_config(args.create_engine_config())
 
-    def _start(self, config: EngineConfig) -> None:
-        own_process = config.wants_core_process(default=config.executor_kind != "torchrun")
-        self._frontend, self.client = connect(config, own_process=own_process)
+    def _start(self, config: EngineConfig, connect: Connect) -> None:
+        self._frontend, self.client = connect(config)
         self._streams: dict[str, RequestStream] = {}
         self._by_request: dict[RequestProgress, RequestStream] = {}
         self._mailboxes: WeakValueDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakValueDictionary()

@@ -9,6 +9,7 @@ from typing import Protocol, TypedDict, Unpack
 from hardpoint.config import EngineConfig
 from hardpoint.engine.control import CoreControl
 from hardpoint.engine.lora import Adapter
+from hardpoint.engine.remote.recovery import RecoveryState
 from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.plugin_host.culprits import Culprit
@@ -126,4 +127,23 @@ class CoreClient(CoreControl, Protocol):
 
     def close(self) -> None:
         """End the core and free what it holds. Closing twice is once."""
+        ...
+
+
+class ServedCore(CoreClient, Protocol):
+    """A core that runs elsewhere, and that may be built again there."""
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The LoRA adapters that are loaded."""
+        ...
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True while memory that requests need is given back."""
+        ...
+
+    @property
+    def recovery(self) -> RecoveryState:
+        """What became of failures so far, and whether one is being recovered from."""
         ...

@@ -111,11 +111,12 @@ class RequestProgress:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.started = delta.started
 
-    def since(self, num_known: int) -> Delta:
-        """What came behind the first ``num_known`` of its tokens, of which the prompt is always known."""
+    def since(self, num_known: int, number: int | None = None) -> Delta:
+        """What came behind the first ``num_known`` of its tokens, of which the prompt is always known. ``number``: its
+        number where it is sent; None: its own."""
         drew_first = num_known == self.num_prompt_tokens < len(self.token_ids)
         return Delta(
-            self.asked.number,
+            self.asked.number if number is None else number,
             tuple(self.token_ids[num_known:]),
             self.finish_reason,
             self.stop_reason,

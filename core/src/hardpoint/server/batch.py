@@ -95,7 +95,7 @@ async def run_batch(
         output.write(json.dumps(written, ensure_ascii=False) + "\n")
         output.flush()
 
-    await service.host.start()
+    await service.host.start(service.peers)
     try:
         async with asyncio.TaskGroup() as group:
             for line in lines:

@@ -80,7 +80,7 @@ class Gate:
             if is_post:
                 self._service.host.check_admits()
                 _check_length(headers, settings.max_body_bytes)
-                if self._service.num_open >= settings.max_concurrent_requests:
+                if not self._service.open.enter(settings.max_concurrent_requests):
                     raise self._too_many()
         except ApiError as error:
             await error_response(scope["path"], error)(scope, receive, send)
@@ -88,25 +88,24 @@ class Gate:
         if not is_post:
             await self._app(scope, receive, send)
             return
-        self._service.num_open += 1
         try:
             body = _Body(receive, settings.max_body_bytes, settings.body_timeout)
             await self._app(scope, body.receive, send)
         finally:
-            self._service.num_open -= 1
+            self._service.open.end()
 
     def _too_many(self) -> ApiError:
+        most = self._service.settings.max_concurrent_requests
         if self._service.host.state == "restarting":  # the server's fault, and not the clients'
             return ApiError(
                 503,
-                f"the engine is restarting, and {self._service.num_open} requests wait for it, the limit of this "
+                f"the engine is restarting, and {most} requests wait for it, the limit of this "
                 "server (--max-concurrent-requests); try again later",
                 code="restarting",
             )
         return ApiError(
             429,
-            f"{self._service.num_open} requests are open, the limit of this server (--max-concurrent-requests); try "
-            "again later",
+            f"{most} requests are open, the limit of this server (--max-concurrent-requests); try again later",
             code="too_many_requests",
         )
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hardpoint.config import EngineConfig
-from hardpoint.engine.async_engine import AsyncEngine
+from hardpoint.engine.async_engine import AsyncEngine, Connect, connect_own
 from hardpoint.engine.remote.recovery import RecoveryState
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.parsers import Parsers
 from hardpoint.server.errors import ApiError
+from hardpoint.server.peers import Peers
 from hardpoint_plugin_api import EngineDeadError, HardpointError, StructuredOutput
 
 logger = logging.getLogger(__name__)
@@ -35,15 +36,16 @@ class _Ways:
 class EngineHost:
     """Builds one engine from ``config``, says how it is, and frees it. Lives in one event loop."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
+    def __init__(self, config: EngineConfig, connect: Connect = connect_own) -> None:
+        """``connect`` finds the engine's core."""
+        self.config, self._connect = config, connect
         self._engine: AsyncEngine | None = None
         self._ways: _Ways | None = None
-        self._stopping = False
+        self._stopping = self._are_all_loaded = False
 
-    async def start(self) -> None:
-        """Load the model, in a thread. Raises what building an engine raises."""
-        engine = await asyncio.to_thread(AsyncEngine.from_config, self.config)
+    async def start(self, peers: Peers) -> None:
+        """Load the model, in a thread, and be ready when all ``peers`` are. Raises what building an engine raises."""
+        engine = await asyncio.to_thread(AsyncEngine.from_config, self.config, self._connect)
         try:
             ways = await asyncio.to_thread(_ways, engine)
         except BaseException:
@@ -55,6 +57,8 @@ class EngineHost:
             await engine.close()
             return
         self._engine, self._ways = engine, ways
+        await peers.all_loaded()  # another that says it is ready may count on this one
+        self._are_all_loaded = True
 
     @property
     def parsers(self) -> Parsers:
@@ -76,7 +80,7 @@ class EngineHost:
         """How the engine is at this moment."""
         if self._stopping:
             return "stopping"
-        if self._engine is None:
+        if not self._are_all_loaded:
             return "loading"
         if self.why_dead is not None:
             return "dead"

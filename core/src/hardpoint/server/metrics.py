@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.types import Scope
 
@@ -36,17 +36,23 @@ class ServerMetrics:
         route = scope.get("route")
         self._requests.labels(getattr(route, "path", "other"), str(status)).inc()
 
-    def to_prometheus(
-        self, engine: MetricsSnapshot | None, table: SelectionTable | None, recovery: RecoveryState, *, alive: bool
-    ) -> str:
-        """The text that Prometheus scrapes: the server's own, then the engine's where it answers.
+    def counted(self) -> MetricsSnapshot:
+        """What this process has counted. To be called in its event loop."""
+        num_tasks = len(asyncio.all_tasks())
+        tasks = GaugeMetricFamily("hardpoint_server_tasks", "Tasks of the server's event loops.", num_tasks)
+        return MetricsSnapshot.of_registry(self.registry).with_those_of(MetricsSnapshot((tasks,)))
 
-        To be called in the server's event loop.
-        """
-        text = (
-            generate_latest(self.registry).decode()
-            + MetricsSnapshot(tuple(_state(table, recovery, alive))).to_prometheus()
-        )
+    def to_prometheus(
+        self,
+        counted: MetricsSnapshot,
+        engine: MetricsSnapshot | None,
+        table: SelectionTable | None,
+        recovery: RecoveryState,
+        *,
+        alive: bool,
+    ) -> str:
+        """The text that Prometheus scrapes: what all processes have ``counted``, then the engine's where it answers."""
+        text = counted.to_prometheus() + MetricsSnapshot(tuple(_state(table, recovery, alive))).to_prometheus()
         if engine is None:
             return text
         if self._vllm_model is not None:
@@ -65,7 +71,6 @@ def _state(table: SelectionTable | None, recovery: RecoveryState, alive: bool) -
     for culprit in recovery.denied:
         denied.add_metric([culprit.plugin, culprit.slot, culprit.name], 1)
     yield denied
-    yield GaugeMetricFamily("hardpoint_server_tasks", "Tasks of the server's event loop.", len(asyncio.all_tasks()))
     build = GaugeMetricFamily("hardpoint_build_info", "The server's version.", labels=["version"])
     build.add_metric([__version__], 1)
     yield build

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from hardpoint import __version__
 from hardpoint.metrics import MetricsSnapshot
 from hardpoint.server.errors import JsonResponse
+from hardpoint.server.peers import ReadCounts
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint_plugin_api import HardpointError
 
@@ -42,7 +43,7 @@ async def ping(service: ServiceOf) -> JsonResponse:
 @router.get("/load")
 async def load(service: ServiceOf) -> JsonResponse:
     """The number of POST requests that are being answered."""
-    return JsonResponse({"server_load": service.num_open})
+    return JsonResponse({"server_load": service.open.total})
 
 
 @router.get("/ready")
@@ -63,6 +64,7 @@ async def metrics(service: ServiceOf) -> Response:
     """What Prometheus scrapes: of the server, and of its engine where that answers."""
     engine = service.host.loaded
     text = service.metrics.to_prometheus(
+        MetricsSnapshot.total_of(await service.ask(ReadCounts())),
         await _of_engine(service),
         None if engine is None else engine.table,
         service.host.recovery,

@@ -6,21 +6,29 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hardpoint_plugin_api import ConfigError
 
-_FORM = 1
-"""The form of the table, which SQLite keeps as the file's user_version."""
-_TABLE = """
+_FORM = 2
+"""The form of the tables, which SQLite keeps as the file's user_version."""
+_TABLES = """
 CREATE TABLE IF NOT EXISTS responses (
-    owner TEXT, id TEXT, previous TEXT, used REAL, size INTEGER, input TEXT, response TEXT, PRIMARY KEY (owner, id)
+    owner TEXT, id TEXT, previous TEXT, used REAL, size INTEGER, input TEXT, response TEXT, maker INTEGER,
+    PRIMARY KEY (owner, id)
 );
 CREATE INDEX IF NOT EXISTS by_use ON responses (used);
+CREATE TABLE IF NOT EXISTS total (size INTEGER);
+INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT * FROM total);
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN UPDATE total SET size = size + new.size; END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN UPDATE total SET size = size - old.size; END;
 """
+_BUSY_SECONDS = 30.0
+"""How long another process may hold the file."""
 _OPEN = ("queued", "in_progress")
 
 
@@ -51,16 +59,18 @@ class ResponseStore:
     """Keeps responses of ``owner``, an opaque text, in ``file``; without a file, for as long as this object lives.
 
     At most ``max_bytes`` of JSON are kept, for ``max_seconds`` since the last use; the least recently used go first. A
-    conversation that goes on counts as a use of all its responses. Several threads may call it.
+    conversation that goes on counts as a use of all its responses. Several threads may call it, and several processes
+    may open one file.
     """
 
-    def __init__(self, file: Path | None, max_bytes: int, max_seconds: float) -> None:
-        """Raises ConfigError for a file that is no such store."""
-        self._max_bytes, self._max_seconds = max_bytes, max_seconds
+    def __init__(self, file: Path | None, max_bytes: int, max_seconds: float, maker: int = 0) -> None:
+        """``maker``: the number of the process that makes what is put here. Raises ConfigError for a file that is no
+        such store."""
+        self._max_bytes, self._max_seconds, self._maker = max_bytes, max_seconds, maker
         self._lock = threading.Lock()
         try:
             # The empty name is SQLite's for a file that nobody else sees, and that is gone when it is closed.
-            self._db = sqlite3.connect(file or "", check_same_thread=False, isolation_level=None)
+            self._db = sqlite3.connect(file or "", timeout=_BUSY_SECONDS, check_same_thread=False, isolation_level=None)
             try:
                 self._begin(file)
             except BaseException:
@@ -75,31 +85,31 @@ class ResponseStore:
             raise ConfigError(f"--response-store {file}: its form is {form}, this version reads {_FORM}; give another")
         self._db.execute(f"PRAGMA journal_mode={'WAL' if file else 'MEMORY'}")
         self._db.execute(f"PRAGMA synchronous={'NORMAL' if file else 'OFF'}")
-        self._db.executescript(_TABLE)
-        self._db.execute(f"PRAGMA user_version={_FORM}")
-        self._end_open()
-        self._size = self._db.execute("SELECT coalesce(sum(size), 0) FROM responses").fetchone()[0]
+        self._db.executescript(f"BEGIN IMMEDIATE;{_TABLES}PRAGMA user_version={_FORM};COMMIT;")
 
-    def _end_open(self) -> None:
-        """Responses whose server ended while it made them have failed."""
+    def end_open(self, maker: int | None = None) -> None:
+        """Responses that ``maker`` was making have failed: it has ended. None: those of all."""
         error = {"code": "server_error", "message": "the server ended before the response was complete"}
-        for owner, key, text in self._db.execute("SELECT owner, id, response FROM responses").fetchall():
-            response = json.loads(text)
-            if response["status"] in _OPEN:
-                text = json.dumps(response | {"status": "failed", "error": error})
-                self._db.execute("UPDATE responses SET response=? WHERE owner=? AND id=?", (text, owner, key))
+        with self._changes():
+            chosen = self._db.execute(
+                "SELECT owner, id, response FROM responses WHERE maker=coalesce(?, maker)", (maker,)
+            )
+            for owner, key, text in chosen.fetchall():
+                response = json.loads(text)
+                if response["status"] in _OPEN:
+                    text = json.dumps(response | {"status": "failed", "error": error})
+                    self._db.execute("UPDATE responses SET response=? WHERE owner=? AND id=?", (text, owner, key))
 
     def put(self, owner: str, stored: StoredResponse) -> None:
         """Keep ``stored`` in place of what has its id; not where it alone is larger than the store."""
         given, response = json.dumps(stored.input), json.dumps(stored.response)
         size = len(given) + len(response)
-        with self._lock:
+        with self._changes():
             self._remove(owner, stored.response_id)
             self._clear(self._max_bytes - size)
             if size <= self._max_bytes:
-                row = (owner, stored.response_id, stored.previous, time.time(), size, given, response)
-                self._db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-                self._size += size
+                row = (owner, stored.response_id, stored.previous, time.time(), size, given, response, self._maker)
+                self._db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def get(self, owner: str, response_id: str) -> StoredResponse:
         """The response. Raises MissingResponseError."""
@@ -110,7 +120,7 @@ class ResponseStore:
         """The response behind all that it followed, the oldest first. Raises MissingResponseError, naming one."""
         found: list[StoredResponse] = []
         wanted: str | None = response_id
-        with self._lock:
+        with self._changes():
             while wanted is not None:  # ids are new, so that no chain is a circle
                 found.append(self._get(owner, wanted))
                 wanted = found[-1].previous
@@ -121,7 +131,7 @@ class ResponseStore:
 
     def delete(self, owner: str, response_id: str) -> None:
         """Forget the response. Raises MissingResponseError."""
-        with self._lock:
+        with self._changes():
             if not self._remove(owner, response_id):
                 raise MissingResponseError(response_id)
 
@@ -129,6 +139,18 @@ class ResponseStore:
         """Close the file. Nothing may be asked after that."""
         with self._lock:
             self._db.close()
+
+    @contextmanager
+    def _changes(self) -> Iterator[None]:
+        """Changes that other threads and processes see all at once, or not at all where they raise."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
 
     def _get(self, owner: str, response_id: str) -> StoredResponse:
         row = self._db.execute(
@@ -140,15 +162,14 @@ class ResponseStore:
         return StoredResponse(json.loads(row[0]), json.loads(row[1]), row[2])
 
     def _remove(self, owner: str, response_id: str) -> bool:
-        sizes: Sequence[tuple[int]] = self._db.execute(
-            "DELETE FROM responses WHERE owner=? AND id=? RETURNING size", (owner, response_id)
-        ).fetchall()
-        self._size -= sum(size for (size,) in sizes)
-        return bool(sizes)
+        return self._db.execute("DELETE FROM responses WHERE owner=? AND id=?", (owner, response_id)).rowcount > 0
 
     def _clear(self, max_bytes: int) -> None:
         """Forget what is too old, and then the least recently used until ``max_bytes`` are left."""
         oldest = time.time() - self._max_seconds
         first = "SELECT owner, id, used FROM responses ORDER BY used LIMIT 1"
-        while (row := self._db.execute(first).fetchone()) and (row[2] < oldest or self._size > max_bytes):
+        total = "SELECT size FROM total"
+        while (row := self._db.execute(first).fetchone()) and (
+            row[2] < oldest or self._db.execute(total).fetchone()[0] > max_bytes
+        ):
             self._remove(row[0], row[1])

@@ -17,6 +17,7 @@ from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.server.errors import ApiError
 from hardpoint.server.host import EngineHost
 from hardpoint.server.metrics import ServerMetrics
+from hardpoint.server.peers import Alone, OpenRequests, Peers, Question, T
 from hardpoint.server.response_store import ResponseStore
 from hardpoint.server.settings import ServerSettings
 from hardpoint_plugin_api import ConfigError
@@ -39,8 +40,8 @@ class Service:
     settings: ServerSettings
     metrics: ServerMetrics = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
-    num_open: int = 0
-    """POST requests that are being answered, and responses that are made in the background."""
+    open: OpenRequests = field(default_factory=OpenRequests)
+    peers: Peers = field(default_factory=Alone)
     traces: Traces | None = None
     """What sends a span for each generation, if spans are wanted."""
     store: ResponseStore | None = None
@@ -71,6 +72,10 @@ class Service:
             self.store.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
+
+    async def ask(self, question: Question[T]) -> list[T]:
+        """The answers of all processes of the server, this one's first."""
+        return await self.peers.ask(question, self)
 
     @property
     def model_names(self) -> tuple[str, ...]:

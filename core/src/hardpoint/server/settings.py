@@ -74,6 +74,7 @@ class ServerSettings:
     refused. ``allowed_hosts``: names that a Host header may have. ``min_priority``: the lowest priority number, which
     runs first, that clients may give. ``tls``: how connections are encrypted; None: not at all. ``uds``: the path of a
     Unix socket to listen on, in place of host and port. ``root_path``: the path below which a proxy shows the server.
+    ``api_server_count``: processes that answer HTTP and share one engine.
     ``profile_folder``: where profiles that clients ask for are written. ``metrics_names``: vllm
     for metrics under vLLM's names beside our own. ``response_store``: the file for responses that are kept; None: a
     file that is gone with the server. ``response_store_bytes`` and ``response_store_hours`` say how many, and for how
@@ -104,6 +105,7 @@ class ServerSettings:
     tls: TlsSettings | None = None
     uds: Path | None = None
     root_path: str = ""
+    api_server_count: int = 1
     profile_folder: Path | None = None
     response_store: Path | None = None
     response_store_bytes: int = 2**28
@@ -122,6 +124,7 @@ class ServerSettings:
             ("--write-timeout", self.write_timeout, 0.001, 86400),
             ("--response-store-bytes", self.response_store_bytes, 0, 2**50),
             ("--response-store-hours", self.response_store_hours, 0.001, 10**6),
+            ("--api-server-count", self.api_server_count, 1, 256),
             ("--min-priority", self.min_priority, -(2**31), 0),
         ):
             if not low <= value <= high:

@@ -20,7 +20,10 @@ from hardpoint.tokenizer import ChatTemplate, NoTokenizer, Tokenizer, read_token
 from hardpoint_plugin_api import RequestError
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from hardpoint.engine.remote.remote_core import RemoteCore
+    from hardpoint.engine.remote.shared_core import SharedCore
 
 
 class Frontend:
@@ -145,15 +148,37 @@ def connect(config: EngineConfig, *, own_process: bool) -> tuple[Frontend, Remot
 
     Raises what either raises, with nothing left behind. Needs no torch where the core has its own process.
     """
-    from hardpoint.engine.remote.core_process import ProcessLink  # a core that its callers step needs none of these
-    from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
-
     serve_other_ranks(config)
     folder = resolve_model(config.model, config.hub_revision, config.download_dir)
-    core = RemoteCore(ProcessLink if own_process else ThreadLink, config)
+    core = start_core(config, own_process=own_process)
     try:
         frontend = Frontend.load(config, folder)
         core.wait_until_ready(config.core_start_timeout if own_process else None)
+    except BaseException:
+        core.close()
+        raise
+    return frontend, core
+
+
+def start_core(config: EngineConfig, *, own_process: bool) -> RemoteCore:
+    """Start a core in a process of its own, or in a thread of this one; it is loading then."""
+    from hardpoint.engine.remote.core_process import ProcessLink  # a core that its callers step needs none of these
+    from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
+
+    return RemoteCore(ProcessLink if own_process else ThreadLink, config)
+
+
+def connect_shared(config: EngineConfig, connection: Connection) -> tuple[Frontend, SharedCore]:
+    """Take part in a core that another process shares by a Hub, and read the checkpoint's text side meanwhile.
+
+    Raises what either raises, with nothing left behind. Needs no torch.
+    """
+    from hardpoint.engine.remote.shared_core import SharedCore
+
+    core = SharedCore(connection)
+    try:
+        frontend = Frontend.load(config, resolve_model(config.model, config.hub_revision, config.download_dir))
+        core.wait_until_ready()
     except BaseException:
         core.close()
         raise

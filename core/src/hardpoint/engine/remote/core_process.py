@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import atexit
 import logging
-import multiprocessing.util  # its exit handler waits for children: registered before ours, it runs after it
 import os
-import pickle
 import threading
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterator
+from multiprocessing.connection import Connection  # whose exit handler, which waits for children, runs after ours
 from queue import SimpleQueue
+from typing import cast
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.processes import child_process
-from hardpoint.engine.processes.calls import Answer, Answers, Logged, Stop
+from hardpoint.engine.processes.calls import Answer, Answers, Stop
+from hardpoint.engine.processes.child import Child
 from hardpoint.engine.remote.core_loop import run_core
 from hardpoint.engine.remote.messages import Command, Ended, Ready, Report
 from hardpoint.engine.remote.remote_core import CLOSE_SECONDS
@@ -36,29 +37,19 @@ class ProcessLink:
         """Start the process, which then loads. Raises HardpointError where a script's lack of a guard forbids it."""
         self.reports: SimpleQueue[Report] = SimpleQueue()
         self.answers = Answers()
-        self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._lost: EngineDeadError | None = None
         self._hung: str | None = None
         self._ready = self._closed = False
         self._closing, self._owner = threading.Lock(), os.getpid()
-        self._connection, theirs = multiprocessing.Pipe()
-        self._crash = child_process.CrashReport()
         self._config = config
-        given = (theirs, config, child_process.log_levels(), os.getpid(), self._crash.theirs)
-        try:
-            self._process = child_process.start(_serve, given, "hardpoint-core")
-        finally:
-            theirs.close()
-            self._crash.theirs.close()
+        self._child = Child("hardpoint-core", _serve, config)
         self._reader = threading.Thread(target=self._read, name="hardpoint-core-reader", daemon=True)
-        self._writer = threading.Thread(target=self._write, name="hardpoint-core-writer", daemon=True)
         self._reader.start()
-        self._writer.start()
         atexit.register(self.close)
 
     def send(self, command: Command) -> None:
         """Queue ``command`` for the thread that writes."""
-        self._commands.put(command)
+        self._child.send(command)
 
     @property
     def lost(self) -> EngineDeadError | None:
@@ -68,7 +59,7 @@ class ProcessLink:
     def give_up(self, reason: str) -> None:
         """End a core that does not answer; Ended follows, with ``reason`` and what the core was doing."""
         self._hung = reason
-        child_process.abort(self._process)
+        child_process.abort(self._child.process)
 
     def close(self, deadline: float = CLOSE_SECONDS) -> None:
         """Let the core close, and kill its process where that takes longer than ``deadline`` seconds. A core that is
@@ -80,54 +71,28 @@ class ProcessLink:
                 return
             self._closed = True
             atexit.unregister(self.close)
-            self._commands.put(Stop())
+            self._child.send(Stop())
             try:
                 self._reader.join(deadline if self._ready else 0)
             finally:  # an interrupt while waiting included
                 if self._reader.is_alive():
-                    self._process.kill()
+                    self._child.process.kill()
                     self._reader.join()
-                self._commands.put(None)
-                self._writer.join()
-                self._connection.close()
-                self._process.close()
-
-    def _write(self) -> None:
-        while (command := self._commands.get()) is not None:
-            try:
-                self._connection.send_bytes(pickle.dumps(command))
-            except OSError:  # the process is gone: the reader says why
-                return
+                self._child.close()
 
     def _read(self) -> None:
         """Pass reports on until the process has ended, in whatever way."""
-        while True:
-            # A child of the process may hold its end of the pipe open, so that its own end has to be watched too.
-            found = wait([self._connection, self._process.sentinel])
-            if self._connection not in found:
-                break
-            try:
-                report: Report | Answer | Logged = pickle.loads(self._connection.recv_bytes())
-            except (EOFError, OSError):
-                break
-            if isinstance(report, Logged):
-                child_process.log_here(report.record)
-                continue
+        for report in cast("Iterator[Report | Answer]", self._child.received()):
             if isinstance(report, Answer):
                 self.answers.take(report)
-                continue
-            if isinstance(report, Ended):  # it says itself why it goes
+            elif isinstance(report, Ended):  # it says itself why it goes
                 self._lose(report.error, report.stack)
-                continue
-            self._ready = self._ready or isinstance(report, Ready)
-            self.reports.put(report)
-        self._process.join(CLOSE_SECONDS)
-        if self._process.is_alive():  # it closed its end and hangs
-            self._process.kill()
-            self._process.join()
-        stack = self._crash.read()
+            else:
+                self._ready = self._ready or isinstance(report, Ready)
+                self.reports.put(report)
+        stack = self._child.stack
         if stack and not self._closed:
-            logger.error("the engine's process (%s) crashed:\n%s", self._process.pid, stack)
+            logger.error("the engine's process (%s) crashed:\n%s", self._child.process.pid, stack)
         if self._lost is None:
             self._lose(EngineDeadError(CLOSED if self._closed else self._obituary(stack)), stack)
 
@@ -138,7 +103,7 @@ class ProcessLink:
 
     def _obituary(self, stack: str) -> str:
         """How the process ended, and what to do about it."""
-        code = self._process.exitcode
+        code = self._child.process.exitcode
         how, hint = child_process.how_it_ended(code)
         if stack:
             hint = "its stack is in the log"
@@ -146,16 +111,12 @@ class ProcessLink:
             hint += f"; a script that builds an engine must do so under {child_process.GUARD}"
         remedy = "; build a new engine" if self._ready and not self._config.restarts_engine else ""
         if self._hung is not None:
-            return f"{self._hung}, so that its process ({self._process.pid}) was ended{remedy}"
-        return f"the engine's process ({self._process.pid}) {how}: {hint}{remedy}"
+            return f"{self._hung}, so that its process ({self._child.process.pid}) was ended{remedy}"
+        return f"the engine's process ({self._child.process.pid}) {how}: {hint}{remedy}"
 
 
-def _serve(
-    connection: Connection, config: EngineConfig, levels: dict[str, int], parent: int, crashes: Connection
-) -> None:
+def _serve(connection: Connection, send: child_process.Sender, parent: int, config: EngineConfig) -> None:
     """What the core's process runs."""
-    send = child_process.Sender(connection)
-    child_process.settle_in(send, levels, crashes)
     commands: SimpleQueue[Command] = SimpleQueue()
     ready, closed = threading.Event(), threading.Event()
     listener = threading.Thread(target=_listen, args=(connection, commands, parent, ready, closed), daemon=True)

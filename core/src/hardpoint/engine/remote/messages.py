@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hardpoint.engine.client import CoreFacts, EngineStats
-from hardpoint.engine.processes.calls import Call, Failure, Stop
+from hardpoint.engine.lora import Adapter
+from hardpoint.engine.processes.calls import Answer, Call, Failure, Stop
+from hardpoint.engine.remote.recovery import RecoveryState
 from hardpoint.engine.requests import Delta
 from hardpoint.plugin_host.culprits import Suspect
-from hardpoint_plugin_api import EngineDeadError
+from hardpoint_plugin_api import EngineDeadError, MemoryTag
 
 
 @dataclass(frozen=True)
@@ -94,3 +96,39 @@ class Ended:
 
 Report = Ready | StartFailed | Advanced | Failed | Ended
 """From the core to the front end."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What changes of a core beside its requests. A hub tells its front ends, which answer with Noted.
+
+    ``number`` counts the changes.
+    """
+
+    number: int
+    facts: CoreFacts
+    adapters: tuple[Adapter, ...]
+    asleep: frozenset[MemoryTag]
+    recovery: RecoveryState
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A front end has taken the Standing of this number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A front end's first message from a hub. ``seed``: where its own sequence of seeds begins."""
+
+    standing: Standing
+    stats: EngineStats
+    seed: int
+
+
+FrontEndCommand = Add | Abort | Call | Noted
+"""From one of several front ends to the hub."""
+HubReport = Joined | Standing | Advanced | Failed | Ended | Answer
+"""From the hub to one of its front ends."""

@@ -34,6 +34,15 @@ class CallLink(Protocol):
         ...
 
 
+def check_travels(verb: Verb[object]) -> None:
+    """Raise ConfigError for a verb that cannot be sent to a core elsewhere."""
+    if isinstance(verb, UpdateWeights) and not isinstance(verb.source, str):
+        raise ConfigError(
+            "tensors can be given to an engine whose core runs in the caller's thread alone (LLM without "
+            "core_process); save them to a folder and give that"
+        )
+
+
 class RemoteControl:
     """The CoreControl of a core behind a link. May be called from any thread; what the core raises is raised here."""
 
@@ -48,11 +57,7 @@ class RemoteControl:
 
     def control(self, verb: Verb[R]) -> R:
         """Have the core do it; see CoreControl."""
-        if isinstance(verb, UpdateWeights) and not isinstance(verb.source, str):
-            raise ConfigError(
-                "tensors can be given to an engine whose core runs in the caller's thread alone (LLM without "
-                "core_process); save them to a folder and give that"
-            )
+        check_travels(verb)
         link = self._link  # the same for both, whatever a restart does meanwhile
         number, future = link.answers.expect(functools.partial(self._note, verb))
         link.send(Call(number, verb))

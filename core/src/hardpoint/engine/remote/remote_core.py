@@ -31,11 +31,11 @@ from hardpoint.engine.remote.messages import (
 from hardpoint.engine.remote.quarantine import Quarantine
 from hardpoint.engine.remote.recovery import Recovery, RecoveryState, is_final
 from hardpoint.engine.remote.remote_control import RemoteControl
-from hardpoint.engine.requests import Delta, RequestProgress
+from hardpoint.engine.requests import AdmittedRequest, Delta, RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.plugin_host.culprits import Suspect
-from hardpoint_plugin_api import EngineDeadError, EngineError, HardpointError, RequestError
+from hardpoint_plugin_api import EngineDeadError, EngineError, HardpointError, MemoryTag, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +143,14 @@ class RemoteCore(RemoteControl):
         return self._admission.adapters
 
     @property
+    def asleep(self) -> frozenset[MemoryTag]:
+        """The memory that is given back."""
+        return self._admission.asleep
+
+    @property
     def is_sleeping(self) -> bool:
         """True while memory that requests need is given back."""
-        return bool(self._admission.asleep)
+        return bool(self.asleep)
 
     @property
     def stats(self) -> EngineStats:
@@ -165,7 +170,15 @@ class RemoteCore(RemoteControl):
 
         A CapacityError is the request's ``error`` later; the facts rule it out for cores that size their cache.
         """
-        asked = self._admission.admit(prompt_token_ids, params, eos_token_ids, bad_words=bad_words, **options)
+        return self._queue(
+            self._admission.admit(prompt_token_ids, params, eos_token_ids, bad_words=bad_words, **options)
+        )
+
+    def adopt(self, asked: AdmittedRequest) -> RequestProgress:
+        """Queue a request that another front end admitted, under a number of this one. Raises EngineDeadError."""
+        return self._queue(self._admission.renumbered(asked))
+
+    def _queue(self, asked: AdmittedRequest) -> RequestProgress:
         request = RequestProgress(asked)
         try:
             pickled = pickle.dumps(asked)

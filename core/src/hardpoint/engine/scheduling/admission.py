@@ -7,6 +7,7 @@ import random
 import time
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any, Unpack
 
@@ -50,6 +51,10 @@ class Admission:
         self.adapters: tuple[Adapter, ...] = ()
         self._seeds = random.Random(seed)
         self._numbers = itertools.count()
+
+    def renumbered(self, asked: AdmittedRequest) -> AdmittedRequest:
+        """``asked``, which was admitted elsewhere, with a number of this sequence: the newest request."""
+        return replace(asked, number=next(self._numbers))
 
     def draw_seed(self) -> int:
         """A seed for a request that gives none; the engine's own seed makes the sequence of them repeatable."""

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from hardpoint.server.errors import ApiError, JsonResponse, as_api_error
 from hardpoint.server.gate import OWNER
 from hardpoint.server.openai.responses_input import InputItem
+from hardpoint.server.peers import EndResponse
 from hardpoint.server.response_store import MissingResponseError, ResponseStore, StoredResponse
 from hardpoint.server.service import Service, ServiceOf
 
@@ -61,7 +62,7 @@ class Keeper:
         has_started = asyncio.Event()  # a task that is cancelled before does nothing at all
 
         async def run() -> None:
-            service.num_open += 1
+            service.open.begin()
             has_started.set()
             try:
                 await self.keep(await make())
@@ -72,7 +73,7 @@ class Keeper:
                 told = {"code": known.code or "server_error", "message": known.message}
                 await self.keep(begun | {"status": "failed", "error": told})
             finally:
-                service.num_open -= 1
+                service.open.end()
                 del service.background[key]
 
         key = (self._owner, str(begun["id"]))
@@ -138,7 +139,7 @@ async def input_items(
 async def delete(response_id: str, request: Request, service: ServiceOf) -> JsonResponse:
     """Forget a response; one that is being made ends."""
     stored = await _stored(response_id, request, service)
-    await _end(stored, request, service)
+    await service.ask(EndResponse(str(request.scope[OWNER]), stored.response_id))
     assert service.store is not None
     await asyncio.to_thread(service.store.delete, str(request.scope[OWNER]), response_id)
     return JsonResponse({"id": response_id, "object": "response", "deleted": True})
@@ -150,7 +151,7 @@ async def cancel(response_id: str, request: Request, service: ServiceOf) -> Json
     stored = await _stored(response_id, request, service)
     if not stored.response["background"]:
         raise ApiError(400, "a response that was not asked for with background: true cannot be cancelled")
-    await _end(stored, request, service)
+    await service.ask(EndResponse(str(request.scope[OWNER]), stored.response_id))
     return JsonResponse((await _stored(response_id, request, service)).response)
 
 
@@ -162,13 +163,6 @@ async def _stored(response_id: str, request: Request, service: Service) -> Store
         return await asyncio.to_thread(service.store.get, str(request.scope[OWNER]), response_id)
     except MissingResponseError:
         raise ApiError(404, f"the response {response_id!r:.200} is not kept, or not any more") from None
-
-
-async def _end(stored: StoredResponse, request: Request, service: Service) -> None:
-    task = service.background.get((str(request.scope[OWNER]), stored.response_id))
-    if task is not None:
-        task.cancel()
-        await asyncio.wait({task})
 
 
 def _as_items(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:

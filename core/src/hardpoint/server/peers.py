@@ -1,0 +1,102 @@
+"""What the processes of one server ask each other, where it has several; one that is alone answers itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import MutableSequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from hardpoint.metrics import MetricsSnapshot
+
+if TYPE_CHECKING:
+    from hardpoint.server.service import Service
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+
+
+class Question(Generic[T_co]):
+    """A frozen dataclass that pickle takes. Each process answers it in its event loop."""
+
+    async def answer(self, service: Service) -> T_co:
+        """The answer of one process."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ReadCounts(Question[MetricsSnapshot]):
+    """What a process has counted of its requests."""
+
+    async def answer(self, service: Service) -> MetricsSnapshot:
+        return service.metrics.counted()
+
+
+@dataclass(frozen=True)
+class EndResponse(Question[None]):
+    """End a response that is made in the background, wherever that is, and wait for its end."""
+
+    owner: str
+    response_id: str
+
+    async def answer(self, service: Service) -> None:
+        task = service.background.get((self.owner, self.response_id))
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+class Peers(Protocol):
+    """The processes of a server, as one of them sees them."""
+
+    async def ask(self, question: Question[T], service: Service) -> list[T]:
+        """The answers of all processes that answer in time, this one's first."""
+        ...
+
+    async def all_loaded(self) -> None:
+        """Return once every process of the server can serve, this one included."""
+        ...
+
+
+class Alone:
+    """The Peers of a server with one process."""
+
+    async def ask(self, question: Question[T], service: Service) -> list[T]:
+        """Answer it here."""
+        return [await question.answer(service)]
+
+    async def all_loaded(self) -> None:
+        """Return at once."""
+
+
+class OpenRequests:
+    """How many POST requests are being answered, and responses made in the background, by all processes of a server.
+
+    ``counts`` is shared memory with a number for each process, which writes its ``own`` alone.
+    """
+
+    def __init__(self, counts: MutableSequence[int] | None = None, own: int = 0) -> None:
+        self._counts = [0] if counts is None else counts
+        self._own = own
+
+    @property
+    def total(self) -> int:
+        """The number of all processes together."""
+        return sum(self._counts)
+
+    def enter(self, most: int) -> bool:
+        """Count one more, unless there are ``most``. Counting comes first: of several processes that do this at once
+        at the limit all may be refused, and none is let in beyond it."""
+        self.begin()
+        if self.total > most:
+            self.end()
+            return False
+        return True
+
+    def begin(self) -> None:
+        """Count one more, whatever the number."""
+        self._counts[self._own] += 1
+
+    def end(self) -> None:
+        """Count one less."""
+        self._counts[self._own] -= 1

@@ -1,0 +1,190 @@
+"""A server of two processes that share one engine, as its clients see it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from hardpoint.metrics import MetricsSnapshot
+from hardpoint.server.metrics import ServerMetrics
+from tests.server.test_lifecycle import Stream, failing
+from tests.support.engines import until
+from tests.support.processes import api_processes, is_gone, processes
+from tests.support.serving import RunningServer, running_server
+
+SHORT: dict[str, Any] = {"prompt": "The whale", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+KEY = {"headers": {"authorization": "Bearer secret"}}
+
+
+def apis(server: RunningServer) -> list[int]:
+    return api_processes(server.process.pid)
+
+
+def num_connections(pid: int) -> int:
+    links = (os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir())
+    return sum(link.startswith("socket:") for link in links)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[RunningServer]:
+    flags = ["--api-server-count", "2", "--max-concurrent-requests", "8", "--api-key", "secret"]
+    with running_server(*flags, "--allow-engine-control", "--shutdown-deadline", "60", **KEY) as server:
+        yield server
+
+
+class Breaking(Stream):
+    """Reads a stream that may break."""
+
+    def run(self) -> None:
+        with suppress(httpx.RemoteProtocolError):
+            super().run()
+
+
+def streams(server: RunningServer, count: int, **body: Any) -> list[Breaking]:
+    """Streams that have begun."""
+    opened = [Breaking(server, **body) for _ in range(count)]
+    for stream in opened:
+        stream.begun.wait()
+    return opened
+
+
+def test_each_process_answers_and_their_counts_are_one(fleet: RunningServer) -> None:
+    before = fleet.sample("hardpoint_http_requests_total", path="/v1/completions")
+    bare = [num_connections(pid) for pid in apis(fleet)]
+    alone = fleet.post("/v1/completions", SHORT).json()["choices"][0]["text"]
+    opened = streams(fleet, 8, max_tokens=600)
+    taken = [num_connections(pid) - idle for pid, idle in zip(apis(fleet), bare, strict=True)]
+    assert sum(taken) == 8
+    assert min(taken) > 0, "connections are shared"
+    refused = fleet.post("/v1/completions", SHORT)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+    assert fleet.get("/load").json() == {"server_load": 8}
+    for stream in opened:
+        stream.join(60)
+        assert stream.events[-1] == "[DONE]"
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: fleet.post("/v1/completions", SHORT), range(8)))
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == [alone] * 8
+    assert fleet.sample("hardpoint_http_requests_total", path="/v1/completions") == before + 17
+    assert fleet.sample("hardpoint_http_requests_total", status="429") == 1
+    assert fleet.sample("hardpoint_http_open_requests") == 1, "of all processes: that which is asked here"
+    fleet.wait_until_idle()
+
+
+def test_what_one_process_is_told_all_know(fleet: RunningServer) -> None:
+    def everywhere(path: str) -> set[str]:
+        with ThreadPoolExecutor(8) as threads:
+            return {answer.text for answer in threads.map(lambda _: fleet.get(path), range(16))}
+
+    fleet.wait_until_idle()
+    for _ in range(3):
+        assert fleet.post("/sleep", None).status_code == 200
+        assert everywhere("/is_sleeping") == {'{"is_sleeping":true}'}
+        assert fleet.post("/wake_up", None).status_code == 200
+        assert everywhere("/is_sleeping") == {'{"is_sleeping":false}'}
+
+
+def test_kept_responses_are_everyones(fleet: RunningServer) -> None:
+    """A response goes on, is cancelled and is deleted by whichever process is asked."""
+    long = {"input": "Sing.", "max_output_tokens": 1900, "background": True, "ignore_eos": True}
+    for _ in range(6):
+        begun = fleet.post("/v1/responses", long).json()
+        cancelled = fleet.post(f"/v1/responses/{begun['id']}/cancel", None).json()
+        assert (cancelled["status"], fleet.get("/load").json()["server_load"]) == ("cancelled", 0)
+    first = fleet.post("/v1/responses", {"input": "Sing.", "max_output_tokens": 4}).json()["id"]
+    for _ in range(6):
+        second = {"input": "Go on.", "max_output_tokens": 4, "previous_response_id": first}
+        assert fleet.post("/v1/responses", second).json()["previous_response_id"] == first
+    assert fleet.ask("DELETE", f"/v1/responses/{first}").status_code == 200
+    assert {fleet.get(f"/v1/responses/{first}").status_code for _ in range(6)} == {404}
+
+
+def test_a_process_that_is_killed(fleet: RunningServer) -> None:
+    """Its streams break, its requests are aborted, and its counts stay; other streams go on; another takes its place,
+    and its open responses have failed."""
+    fleet.wait_until_idle()
+    doomed, other = apis(fleet)
+    opened = streams(fleet, 6)
+    long = {"input": "Sing.", "max_output_tokens": 1900, "background": True, "ignore_eos": True}
+    kept = [fleet.post("/v1/responses", long).json()["id"] for _ in range(2)]
+    before = fleet.sample("hardpoint_http_requests_total", path="/v1/responses")
+    os.kill(doomed, signal.SIGKILL)
+    until(lambda: len(apis(fleet)) == 2 and doomed not in apis(fleet), 60)
+    assert other in apis(fleet)
+    for stream in opened:
+        stream.join(60)
+    complete = [bool(stream.events) and stream.events[-1] == "[DONE]" for stream in opened]
+    assert 0 < sum(complete) < 6
+    until(lambda: all(fleet.get(f"/v1/responses/{each}").json()["status"] != "in_progress" for each in kept), 60)
+    fleet.wait_until_idle()
+    assert fleet.get("/load").json() == {"server_load": 0}
+    assert fleet.sample("hardpoint_http_requests_total", path="/v1/responses") == before
+    assert any("was ended by SIGKILL" in line and "another is started" in line for line in fleet.log)
+    until(lambda: fleet.get("/ready").status_code == 200, 60)
+    assert fleet.post("/v1/completions", SHORT).status_code == 200
+
+
+def test_an_engine_that_is_killed_is_built_again(fleet: RunningServer) -> None:
+    """The streams of both processes go on, and both say so meanwhile."""
+    opened = streams(fleet, 4, max_tokens=800, seed=1)
+    (core,) = fleet.engine_pids
+    os.kill(core, signal.SIGKILL)
+    until(lambda: fleet.get("/health").status_code == 503, 20)
+    for stream in opened:
+        stream.join(120)
+        assert stream.events[-1] == "[DONE]"
+        assert len(stream.events) > 100
+    assert fleet.sample("hardpoint_engine_restarts_total") == 1
+    until(lambda: fleet.get("/ready").status_code == 200, 60)
+
+
+def test_it_drains(fleet: RunningServer) -> None:
+    """The last test: open streams of both processes end, new requests are refused, nothing stays."""
+    opened, pids = streams(fleet, 4, max_tokens=600), processes(fleet.process.pid)
+    fleet.process.send_signal(signal.SIGTERM)
+    until(lambda: fleet.post("/v1/completions", SHORT).status_code == 503)
+    for stream in opened:
+        stream.join(60)
+        assert stream.events[-1] == "[DONE]"
+    assert fleet.process.wait(60) == 0
+    until(lambda: all(map(is_gone, pids)), 10)
+    assert "Traceback" not in "".join(fleet.log)
+
+
+def test_the_end_of_its_first_process_ends_all() -> None:
+    with running_server("--api-server-count", "2") as server:
+        pids = processes(server.process.pid)
+        server.process.kill()
+        until(lambda: all(map(is_gone, pids)), 20)
+
+
+def test_what_keeps_it_from_starting_is_said_once() -> None:
+    said = failing("--port", "0", "--api-server-count", "2", "no/such/model")
+    assert said.count("no/such/model") < 3
+    assert "--api-server-count 0 is invalid" in failing("--api-server-count", "0")
+    failing("--port", "0", "--api-server-count", "2", "--kv-cache-memory", "1KiB")
+
+
+def test_counts_of_processes_are_added() -> None:
+    """Histograms by bucket, counters by label; what is left of an ended process is what only grows."""
+    metrics = [ServerMetrics(["demo"]) for _ in range(2)]
+    for one in metrics:
+        one.open_requests.inc()
+        one.requests.first_token("demo", 0.3)
+    metrics[1].requests.first_token("demo", 30)
+    parts = [MetricsSnapshot.of_registry(one.registry) for one in metrics]
+    total = MetricsSnapshot.total_of(parts)
+    name = "hardpoint_time_to_first_token_seconds"
+    assert total.value("hardpoint_http_open_requests") == 2
+    assert [total.value(f"{name}_bucket", model="demo", le=le) for le in ("0.25", "0.5", "+Inf")] == [0, 2, 3]
+    assert total.value(f"{name}_sum", model="demo") == pytest.approx(30.6)
+    left = MetricsSnapshot.total_of([parts[0], parts[1].counters])
+    assert (left.value("hardpoint_http_open_requests"), left.value(f"{name}_count", model="demo")) == (1, 3)
