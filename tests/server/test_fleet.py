@@ -21,7 +21,7 @@ from tests.support.processes import api_processes, is_gone, processes
 from tests.support.serving import RunningServer, running_server
 
 SHORT: dict[str, Any] = {"prompt": "The whale", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
-KEY = {"headers": {"authorization": "Bearer secret"}}
+KEY: dict[str, Any] = {"headers": {"authorization": "Bearer secret"}}
 
 
 def apis(server: RunningServer) -> list[int]:
