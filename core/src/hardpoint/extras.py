@@ -11,6 +11,7 @@ EXTRAS = {
     "structured": {"llguidance": "llguidance"},
     "conform": {"covertable": "covertable"},
     "plot": {"matplotlib": "matplotlib"},
+    "mcp": {"mcp": "mcp"},
     "otlp": {
         "opentelemetry-sdk": "opentelemetry.sdk",
         "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",

@@ -155,6 +155,24 @@ if TYPE_CHECKING:
     help="Let clients with a key have the engine sleep, wake up and forget cached prefixes, and see its settings.",
 )
 @click.option(
+    "--mcp-allowed-host",
+    "mcp_allowed_hosts",
+    multiple=True,
+    metavar="HOST[:PORT]",
+    help="Host of MCP tool servers that requests to /v1/responses may name. Repeatable. Default: none. Needs the extra "
+    "mcp.",
+)
+@click.option(
+    "--mcp-timeout",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds that an MCP server may take to list its tools, or to answer a call.",
+)
+@click.option(
+    "--mcp-max-bytes", type=int, default=2**20, show_default=True, help="Largest answer of an MCP server in bytes."
+)
+@click.option(
     "--profile-folder",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
@@ -207,6 +225,8 @@ def serve(config: EngineConfig, api_key_file: Path | None, quiet: bool, **settin
     require_extra("serve", "hardpoint serve")
     if settings["otlp_traces_endpoint"] is not None:
         require_extra("otlp", "--otlp-traces-endpoint")
+    if settings["mcp_allowed_hosts"]:
+        require_extra("mcp", "--mcp-allowed-host")
     from hardpoint.server.run import serve as run
     from hardpoint.server.settings import ServerSettings, read_api_keys
 

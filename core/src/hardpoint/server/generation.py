@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -57,6 +57,10 @@ class Usage:
     cached_tokens: int
     completion_tokens: int
     reasoning_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        """Of both."""
+        return Usage(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Generation:

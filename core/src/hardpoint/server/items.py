@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hardpoint_plugin_api import ContentDelta, ParserEvent, ReasoningDelta, ToolCallDelta, ToolCallStart
 
 
 @dataclass
 class Item:
-    """A stretch of text or reasoning, or a call, whose ``text`` are its arguments. ``index`` counts from 0."""
+    """A stretch of text or reasoning, or a call, whose ``text`` are its arguments; or something whole, made by the
+    server: its ``value``. ``index`` counts from 0."""
 
     index: int
-    kind: Literal["text", "reasoning", "call"]
+    kind: Literal["text", "reasoning", "call", "whole"]
     call_id: str = ""
     name: str = ""
     parts: list[str] = field(default_factory=list)
+    value: dict[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -27,9 +29,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An item begins, gets ``text``, or ends."""
+    """An item begins, gets ``text``, or ends; a whole one is there; or a call has come to something."""
 
-    kind: Literal["begin", "more", "end"]
+    kind: Literal["begin", "more", "end", "whole", "called"]
     item: Item
     text: str = ""
 
@@ -52,6 +54,13 @@ class Items:
                 yield from self._begin(Item(len(self.all), "call", call_id=event.call_id, name=event.name))
             elif isinstance(event, ToolCallDelta):
                 yield from self._more("call", event.arguments)
+
+    def insert(self, value: dict[str, Any]) -> Iterator[Change]:
+        """Add something whole."""
+        yield from self.finish()
+        item = Item(len(self.all), "whole", value=value)
+        self.all.append(item)
+        yield Change("whole", item)
 
     def finish(self) -> Iterator[Change]:
         """The end of what is open."""

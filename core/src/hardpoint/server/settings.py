@@ -75,6 +75,8 @@ class ServerSettings:
     runs first, that clients may give. ``tls``: how connections are encrypted; None: not at all. ``uds``: the path of a
     Unix socket to listen on, in place of host and port. ``root_path``: the path below which a proxy shows the server.
     ``api_server_count``: processes that answer HTTP and share one engine.
+    ``mcp_allowed_hosts``: hosts (with a port or without) of tool servers that requests may name; ``mcp_timeout`` and
+    ``mcp_max_bytes`` limit each of their answers.
     ``profile_folder``: where profiles that clients ask for are written. ``metrics_names``: vllm
     for metrics under vLLM's names beside our own. ``response_store``: the file for responses that are kept; None: a
     file that is gone with the server. ``response_store_bytes`` and ``response_store_hours`` say how many, and for how
@@ -106,6 +108,9 @@ class ServerSettings:
     uds: Path | None = None
     root_path: str = ""
     api_server_count: int = 1
+    mcp_allowed_hosts: tuple[str, ...] = ()
+    mcp_timeout: float = 60.0
+    mcp_max_bytes: int = 2**20
     profile_folder: Path | None = None
     response_store: Path | None = None
     response_store_bytes: int = 2**28
@@ -125,6 +130,8 @@ class ServerSettings:
             ("--response-store-bytes", self.response_store_bytes, 0, 2**50),
             ("--response-store-hours", self.response_store_hours, 0.001, 10**6),
             ("--api-server-count", self.api_server_count, 1, 256),
+            ("--mcp-timeout", self.mcp_timeout, 0.001, 86400),
+            ("--mcp-max-bytes", self.mcp_max_bytes, 1, 2**40),
             ("--min-priority", self.min_priority, -(2**31), 0),
         ):
             if not low <= value <= high:

@@ -9,11 +9,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from pydantic import TypeAdapter
 
 from hardpoint.server.errors import ApiError, JsonResponse, as_api_error
 from hardpoint.server.gate import OWNER
-from hardpoint.server.openai.responses_input import InputItem
+from hardpoint.server.openai.responses_input import InputItem, as_items
 from hardpoint.server.peers import EndResponse
 from hardpoint.server.response_store import MissingResponseError, ResponseStore, StoredResponse
 from hardpoint.server.service import Service, ServiceOf
@@ -21,7 +20,8 @@ from hardpoint.server.service import Service, ServiceOf
 logger = logging.getLogger(__name__)
 router = APIRouter(tags=["OpenAI"])
 
-_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+_PREFIXES = {"message": "msg", "reasoning": "rs", "mcp_list_tools": "mcpl", "mcp_approval_response": "mcpa"}
+"""What the ids of items begin with that need none in a request; others are calls."""
 _CLOSED = "this server keeps no responses; start it without --response-store-bytes 0"
 
 
@@ -100,7 +100,7 @@ async def history(request: Request, service: Service, response_id: str | None) -
     if chain[-1].is_open:
         raise ApiError(400, "previous_response_id: the response is not complete yet", param="previous_response_id")
     items = [item for stored in chain for item in (*stored.input, *stored.response["output"])]
-    return _ITEMS.validate_python(items)
+    return as_items(items)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -175,7 +175,7 @@ def _as_items(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
 
 def _as_item(item: InputItem) -> dict[str, Any]:
     plain = item.model_dump(exclude_none=True)
-    plain.setdefault("id", _new_id({"message": "msg", "reasoning": "rs"}.get(item.type, "fc")))
+    plain.setdefault("id", _new_id(_PREFIXES.get(item.type, "fc")))
     if isinstance(plain.get("content"), str):
         kind = "output_text" if plain.get("role") == "assistant" else "input_text"
         plain["content"] = [{"type": kind, "text": plain["content"]}]

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from json.encoder import encode_basestring_ascii as quoted
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from hardpoint.engine.outputs import PositionLogprobs
 from hardpoint.server.errors import ApiError, JsonResponse
 from hardpoint.server.fields import IgnoredFields, NumLogprobs, ProtocolModel, SamplingFields, TreatmentFields
-from hardpoint.server.items import Change, Item, Items
 from hardpoint.server.openai.format import TextFormatOfResponses
 from hardpoint.server.openai.kept_responses import Keeper, history
-from hardpoint.server.openai.logprobs import chat_logprobs, tokenizer_of
-from hardpoint.server.openai.responses_input import FlatFunction, FlatTool, InputItem, template_messages, template_tools
+from hardpoint.server.openai.response_answer import Answer
+from hardpoint.server.openai.responses_input import (
+    FlatFunction,
+    FlatTool,
+    InputItem,
+    as_items,
+    template_messages,
+    template_tools,
+)
+from hardpoint.server.openai.tool_servers import McpTool, OfferedTool, ToolServers, approved_calls
 from hardpoint.server.requests import JsonRoute, checked_template_kwargs, request_id
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.turn import ToolChoice, Turn, TurnRequest
-from hardpoint.server.watched import EventStream, JsonAnswer, named_event
+from hardpoint.server.watched import EventStream, JsonAnswer
 
 router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
@@ -41,6 +46,14 @@ class NamedFunctionTool(ProtocolModel):
 
     type: Literal["function"]
     name: str
+
+
+class NamedMcpTool(ProtocolModel):
+    """The tool of a tool server that must be called; without ``name``, one of the server's."""
+
+    type: Literal["mcp"]
+    server_label: str
+    name: str | None = None
 
 
 class TextSettings(ProtocolModel):
@@ -72,7 +85,7 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: list[FlatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | NamedMcpTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
@@ -95,8 +108,20 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
         """True where the text's log-probabilities are wanted."""
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
 
-    def to_turn(self, service: Service, history: Sequence[InputItem] = ()) -> TurnRequest:
-        """What the engine is asked, behind the items ``history``. Raises ApiError and RequestError."""
+    @property
+    def tool_servers(self) -> list[McpTool]:
+        """The tool servers among its tools."""
+        return [tool for tool in self.tools or () if isinstance(tool, McpTool)]
+
+    def to_turn(
+        self,
+        service: Service,
+        history: Sequence[InputItem] = (),
+        made: Sequence[InputItem] = (),
+        offered: Mapping[str, OfferedTool] = MappingProxyType({}),
+    ) -> TurnRequest:
+        """What the engine is asked, between the items ``history`` and those ``made`` since; ``offered`` are the tools
+        of tool servers. Raises ApiError and RequestError."""
         for name, why in _REFUSED.items():
             if getattr(self, name):
                 raise ApiError(400, f"{name} is not supported: {why}", param=name)
@@ -109,27 +134,30 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
             kwargs["reasoning_effort"] = self.reasoning.effort
         form = None if self.text is None else self.text.format
         return TurnRequest(
-            template_messages(self.input, self.instructions, history),
+            template_messages(self.input, self.instructions, history, made),
             self.sampling_params(
                 service.host.default_params(),
                 max_tokens=self.max_output_tokens,
                 logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
             ),
-            template_tools(self.tools),
-            self._choice(),
+            template_tools(self.tools, offered.values()),
+            self._choice(offered),
             self.structure(None if form is None else form.structure()),
             kwargs,
             self.priority or 0,
             self.cache_salt,
         )
 
-    def _choice(self) -> ToolChoice:
+    def _choice(self, offered: Mapping[str, OfferedTool]) -> ToolChoice:
         choice, parallel = self.tool_choice, self.parallel_tool_calls is not False
-        has_tools = any(isinstance(tool, FlatFunction) for tool in self.tools or ())
-        if not has_tools and (isinstance(choice, NamedFunctionTool) or choice == "required"):
+        has_tools = offered or any(isinstance(tool, FlatFunction) for tool in self.tools or ())
+        is_named = isinstance(choice, NamedFunctionTool | NamedMcpTool)
+        if not has_tools and (is_named or choice == "required"):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-        if isinstance(choice, NamedFunctionTool):
+        if isinstance(choice, NamedFunctionTool) or (isinstance(choice, NamedMcpTool) and choice.name is not None):
             return ToolChoice("function", choice.name, parallel)
+        if isinstance(choice, NamedMcpTool):
+            return ToolChoice("required", None, parallel)
         return ToolChoice(choice or "auto", None, parallel)
 
 
@@ -142,12 +170,27 @@ async def responses(body: ResponsesRequest, request: Request, service: ServiceOf
     if body.background:
         _check_background(body, keeper)
     before = await history(request, service, body.previous_response_id)
-    asked = replace(body.to_turn(service, before), adapter=service.adapter(model), request_id=own_id)
-    answer = _Answer(body, model, asked, service, keeper)
-    turn = await Turn.admit(asked, service)
-    if body.background:
-        await keeper.in_background(service, answer.begun("queued"), lambda: answer.whole(turn))
-        return JsonResponse(answer.begun("queued"))
+    servers = await ToolServers.connect(body.tool_servers, service.settings)
+    try:
+        own = () if isinstance(body.input, str) else body.input
+        called = await approved_calls(own, before, servers)
+
+        def ask(made: list[dict[str, Any]]) -> TurnRequest:
+            asked = body.to_turn(service, before, as_items([*called, *made]), servers.offered)
+            return replace(asked, adapter=service.adapter(model), request_id=own_id)
+
+        asked = ask([])
+        answer = Answer(_head(body, model, asked, keeper), asked, ask, service, keeper, servers)
+        answer.begin_with([*servers.new_lists(before), *called])
+        answer.wants_logprobs, answer.num_top = body.wants_logprobs, body.top_logprobs or 0
+        answer.max_calls = body.max_tool_calls
+        turn = await Turn.admit(asked, service)
+        if body.background:
+            await keeper.in_background(service, answer.begun("queued"), lambda: answer.whole(turn))
+            return JsonResponse(answer.begun("queued"))
+    except BaseException:
+        await servers.close()
+        raise
     if body.stream:
         return EventStream(request, answer.events(turn), answer.failed)
     return JsonAnswer(lambda: answer.kept(turn))
@@ -160,187 +203,29 @@ def _check_background(body: ResponsesRequest, keeper: Keeper) -> None:
         raise ApiError(400, "background: a response is streamed, or made in the background; give one", param="stream")
 
 
-class _Answer:
-    """Writes one request's answer."""
-
-    def __init__(
-        self, body: ResponsesRequest, model: str, asked: TurnRequest, service: Service, keeper: Keeper
-    ) -> None:
-        self._keeper = keeper
-        self._body, self._service, self._items, self._ids = body, service, Items(), list[str]()
-        self._positions: list[PositionLogprobs] = []
-        self._number = 0
-        self._head = {
-            "id": f"resp_{asked.request_id}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": model,
-            "error": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": asked.tool_choice.parallel,
-            "previous_response_id": body.previous_response_id,
-            "background": bool(body.background),
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "store": keeper.keeps,
-            "temperature": asked.params.temperature,
-            "text": {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True),
-            "tool_choice": "auto" if body.tool_choice is None else body.model_dump()["tool_choice"],
-            "tools": [tool.model_dump() for tool in body.tools or () if isinstance(tool, FlatFunction)],
-            "top_p": asked.params.top_p,
-            "truncation": "disabled",
-            "user": body.user,
-        }
-
-    def begun(self, status: str) -> dict[str, Any]:
-        """The response before there is any output."""
-        return self._head | {"status": status, "incomplete_details": None, "output": [], "usage": None}
-
-    async def kept(self, turn: Turn) -> dict[str, Any]:
-        """The whole response, once it is kept."""
-        whole = await self.whole(turn)
-        await self._keeper.keep(whole)
-        return whole
-
-    async def whole(self, turn: Turn) -> dict[str, Any]:
-        """The whole response."""
-        async with turn, aclosing(turn.grown()) as grown:
-            reason = None
-            async for _, output in grown:
-                for step in turn.take(output):
-                    self._note(self._items.take(step.events))
-                    self._positions += step.delta.logprobs or ()
-                    reason = step.finish_reason
-            self._note(self._items.finish())
-            return self._response(turn, reason)
-
-    async def events(self, turn: Turn) -> AsyncGenerator[bytes, None]:
-        """The stream."""
-        async with turn, aclosing(turn.grown()) as grown:
-            begun = False
-            async for _, output in grown:
-                written = []
-                if not begun:
-                    begun = True
-                    written += [self._event("response.created"), self._event("response.in_progress")]
-                for step in turn.take(output):
-                    self._positions += step.delta.logprobs or ()
-                    written += map(self._written, self._items.take(step.events))
-                    if step.finish_reason is not None:
-                        written += map(self._written, self._items.finish())
-                        whole = self._response(turn, step.finish_reason)
-                        await self._keeper.keep(whole)
-                        written.append(self._named(f"response.{whole['status']}", response=whole))
-                if written:
-                    yield b"".join(written)
-
-    def failed(self, error: dict[str, Any]) -> bytes:
-        """The event of a failure."""
-        said = error["error"]
-        return self._named("error", code=said["code"], message=said["message"], param=said["param"])
-
-    def _response(self, turn: Turn, reason: str | None) -> dict[str, Any]:
-        usage = turn.usage
-        is_cut = reason == "length"
-        return self._head | {
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [self._whole_item(item, is_cut=is_cut) for item in self._items.all],
-            "usage": {
-                "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-                "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            },
-        }
-
-    def _note(self, changes: Iterator[Change]) -> None:
-        for change in changes:
-            if change.kind == "begin":
-                self._ids.append(_new_id(change.item))
-
-    def _event(self, kind: str) -> bytes:
-        """An event before there is any output."""
-        return self._named(kind, response=self.begun("in_progress"))
-
-    def _written(self, change: Change) -> bytes:
-        item = change.item
-        if change.kind == "begin":
-            self._ids.append(_new_id(item))
-            added = self._named(
-                "response.output_item.added",
-                output_index=item.index,
-                item=self._item(item, [], status="in_progress", arguments=""),
-            )
-            if item.kind != "text":
-                return added
-            return added + self._named("response.content_part.added", **self._at(item), part=_text_part("", []))
-        if change.kind == "more":
-            return self._delta(item, change.text)
-        whole = self._whole_item(item, is_cut=False)
-        at = self._at(item)
-        if item.kind == "call":
-            del at["content_index"]
-            ends = [self._named("response.function_call_arguments.done", **at, name=item.name, arguments=item.text)]
-        elif item.kind == "reasoning":
-            ends = [self._named("response.reasoning_text.done", **at, text=item.text)]
-        else:
-            part = whole["content"][0]
-            ends = [
-                self._named("response.output_text.done", **at, text=item.text, logprobs=part["logprobs"]),
-                self._named("response.content_part.done", **at, part=part),
-            ]
-        return b"".join([*ends, self._named("response.output_item.done", output_index=item.index, item=whole)])
-
-    def _delta(self, item: Item, text: str) -> bytes:
-        """More of an item: most of all events, so written without building anything."""
-        kind, tail = _DELTAS[item.kind]
-        number, self._number = self._number, self._number + 1
-        return (
-            f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{number},"item_id":"{self._ids[item.index]}",'
-            f'"output_index":{item.index},"delta":{quoted(text)}{tail}}}\n\n'
-        ).encode()
-
-    def _named(self, kind: str, **values: Any) -> bytes:
-        number, self._number = self._number, self._number + 1
-        return named_event({"type": kind, "sequence_number": number} | values)
-
-    def _at(self, item: Item) -> dict[str, Any]:
-        return {"item_id": self._ids[item.index], "output_index": item.index, "content_index": 0}
-
-    def _whole_item(self, item: Item, *, is_cut: bool) -> dict[str, Any]:
-        is_last = is_cut and item is self._items.all[-1]
-        scored: Sequence[Any] = ()
-        if self._body.wants_logprobs and item.kind == "text":
-            num_top = self._body.top_logprobs or 0
-            scored = chat_logprobs(self._positions, num_top, tokenizer_of(self._service))["content"]
-        part = {"type": "reasoning_text", "text": item.text} if item.kind == "reasoning" else None
-        content = [part or _text_part(item.text, scored)]
-        return self._item(item, content, status="incomplete" if is_last else "completed", arguments=item.text)
-
-    def _item(self, item: Item, content: list[Any], *, status: str, arguments: str) -> dict[str, Any]:
-        head = {"id": self._ids[item.index], "status": status}
-        if item.kind == "call":
-            named = {"call_id": item.call_id, "name": item.name, "arguments": arguments}
-            return head | {"type": "function_call"} | named
-        if item.kind == "reasoning":
-            return head | {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
-        return head | {"type": "message", "role": "assistant", "content": content}
-
-
-_DELTAS = {
-    "text": ("response.output_text.delta", ',"content_index":0,"logprobs":[]'),
-    "reasoning": ("response.reasoning_text.delta", ',"content_index":0'),
-    "call": ("response.function_call_arguments.delta", ""),
-}
-"""The name of an item's event for more of it, and what the event ends with."""
-
-
-def _new_id(item: Item) -> str:
-    return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[item.kind] + uuid.uuid4().hex
-
-
-def _text_part(text: str, logprobs: Sequence[Any]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+def _head(body: ResponsesRequest, model: str, asked: TurnRequest, keeper: Keeper) -> dict[str, Any]:
+    """What a response says beside its output."""
+    tools = [tool for tool in body.tools or () if isinstance(tool, FlatFunction | McpTool)]
+    return {
+        "id": f"resp_{asked.request_id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "error": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": asked.tool_choice.parallel,
+        "previous_response_id": body.previous_response_id,
+        "background": bool(body.background),
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "store": keeper.keeps,
+        "temperature": asked.params.temperature,
+        "text": {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True),
+        "tool_choice": "auto" if body.tool_choice is None else body.model_dump()["tool_choice"],
+        "tools": [tool.told() if isinstance(tool, McpTool) else tool.model_dump() for tool in tools],
+        "top_p": asked.params.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from hardpoint.server.errors import ApiError
 from hardpoint.server.fields import ProtocolModel, UnknownPart
-from hardpoint.server.openai.messages import function_tools, is_function, parsed_arguments
+from hardpoint.server.openai.messages import check_names, function_tools, is_function, parsed_arguments
+from hardpoint.server.openai.tool_servers import McpTool, OfferedTool
 
 
 class TextContent(ProtocolModel):
@@ -94,6 +96,61 @@ class ReasoningItem(ProtocolModel):
     status: str | None = None
 
 
+class McpListItem(ProtocolModel):
+    """The tools of a tool server, as a response told of them."""
+
+    type: Literal["mcp_list_tools"]
+    server_label: str
+    tools: list[Any]
+    id: str | None = None
+    error: str | None = None
+
+
+class McpCallItem(ProtocolModel):
+    """A call of a tool server's tool, and what it came to."""
+
+    type: Literal["mcp_call"]
+    id: str
+    server_label: str
+    name: str
+    arguments: str
+    output: str | None = None
+    error: Any = None
+    status: str | None = None
+    approval_request_id: str | None = None
+
+    @property
+    def result(self) -> str:
+        """What the model is told."""
+        return (self.output or "") if self.error is None else error_text(self.error)
+
+
+class ApprovalRequestItem(ProtocolModel):
+    """A call that the client has to approve."""
+
+    type: Literal["mcp_approval_request"]
+    id: str
+    server_label: str
+    name: str
+    arguments: str
+
+
+class ApprovalResponseItem(ProtocolModel):
+    """What the client says to that."""
+
+    type: Literal["mcp_approval_response"]
+    approval_request_id: str
+    approve: bool
+    reason: str | None = None
+    id: str | None = None
+
+
+def error_text(error: Any) -> str:
+    """What the model is told of a call's error, which is in the form of OpenAI's API or a text."""
+    said = error.get("message") or error.get("content") if isinstance(error, Mapping) else error
+    return f"error: {said if isinstance(said, str) else json.dumps(said)}"
+
+
 def _kind(value: Any) -> str | None:
     kind = value.get("type", "message") if isinstance(value, Mapping) else getattr(value, "type", None)
     return kind if isinstance(kind, str) else None
@@ -103,7 +160,11 @@ InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[McpListItem, Tag("mcp_list_tools")]
+    | Annotated[McpCallItem, Tag("mcp_call")]
+    | Annotated[ApprovalRequestItem, Tag("mcp_approval_request")]
+    | Annotated[ApprovalResponseItem, Tag("mcp_approval_response")],
     Discriminator(_kind),
 ]
 
@@ -118,21 +179,34 @@ class FlatFunction(ProtocolModel):
     strict: bool | None = None
 
 
+def _kind_of_tool(tool: object) -> str:
+    kind = tool.get("type") if isinstance(tool, Mapping) else getattr(tool, "type", None)
+    return "mcp" if kind == "mcp" else is_function(tool)
+
+
+_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+
 FlatTool = Annotated[
-    Annotated[FlatFunction, Tag("function")] | Annotated[UnknownPart, Tag("unknown")], Discriminator(is_function)
+    Annotated[FlatFunction, Tag("function")] | Annotated[McpTool, Tag("mcp")] | Annotated[UnknownPart, Tag("unknown")],
+    Discriminator(_kind_of_tool),
 ]
 
 
 def template_messages(
-    given: str | Sequence[InputItem], instructions: str | None, history: Sequence[InputItem] = ()
+    given: str | Sequence[InputItem],
+    instructions: str | None,
+    history: Sequence[InputItem] = (),
+    made: Sequence[InputItem] = (),
 ) -> list[dict[str, Any]]:
-    """The items ``given`` as messages that templates know, behind those of ``history``.
+    """The items ``given`` as messages that templates know, between those of ``history`` and those ``made`` since.
 
     Calls, and reasoning before them, belong to one assistant's message. Raises ApiError for what is no text.
     """
     messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
     own = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
-    for number, item in enumerate([*history, *own], -len(history)):
+    everything = [*history, *own, *made]
+    answers = approvals(everything)
+    for number, item in enumerate(everything, -len(history)):
         place = f"input[{number}]"
         if isinstance(item, MessageItem):
             role = "system" if item.role == "developer" else item.role
@@ -144,24 +218,56 @@ def template_messages(
         elif isinstance(item, CallOutputItem):
             text = _text(item.output, f"{place}.output")
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
-        else:
-            message = _unfinished(messages)
-            if message is None:
-                message = {"role": "assistant"}
-                messages.append(message)
-            if isinstance(item, ReasoningItem):
-                parts = item.content or item.summary or ()
-                message["reasoning_content"] = "".join(part.text for part in parts)
-            else:
-                arguments = parsed_arguments(item.arguments)
-                call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
-                message.setdefault("tool_calls", []).append(call)
+        elif isinstance(item, McpCallItem):
+            _add_call(messages, item.id, item)
+            messages.append({"role": "tool", "tool_call_id": item.id, "content": item.result})
+        elif isinstance(item, ApprovalRequestItem):
+            answer = answers.get(item.id)
+            if answer is not None and not answer.approve:  # an approved call is an item of its own
+                _add_call(messages, item.id, item)
+                said = "error: the user did not approve this call" + (f": {answer.reason}" if answer.reason else "")
+                messages.append({"role": "tool", "tool_call_id": item.id, "content": said})
+        elif isinstance(item, ReasoningItem):
+            parts = item.content or item.summary or ()
+            _assistant(messages)["reasoning_content"] = "".join(part.text for part in parts)
+        elif isinstance(item, CallItem):
+            _add_call(messages, item.call_id, item)
     return messages
 
 
-def template_tools(tools: Sequence[FlatTool] | None) -> list[dict[str, Any]]:
-    """The tools in the form of chat completions, which templates know. Raises ApiError where two have one name."""
-    return function_tools([tool for tool in tools or () if isinstance(tool, FlatFunction)])
+def approvals(items: Sequence[InputItem]) -> dict[str, ApprovalResponseItem]:
+    """What the client said to requests for approval, by their ids."""
+    return {item.approval_request_id: item for item in items if isinstance(item, ApprovalResponseItem)}
+
+
+def _add_call(messages: list[dict[str, Any]], call_id: str, item: CallItem | McpCallItem | ApprovalRequestItem) -> None:
+    function = {"name": item.name, "arguments": parsed_arguments(item.arguments)}
+    call = {"id": call_id, "type": "function", "function": function}
+    _assistant(messages).setdefault("tool_calls", []).append(call)
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message that is being made, or a new one."""
+    if (message := _unfinished(messages)) is None:
+        message = {"role": "assistant"}
+        messages.append(message)
+    return message
+
+
+def template_tools(tools: Sequence[FlatTool] | None, offered: Iterable[OfferedTool] = ()) -> list[dict[str, Any]]:
+    """The tools, and those that tool servers have ``offered``, in the form of chat completions, which templates know.
+
+    Raises ApiError where two have one name.
+    """
+    functions = function_tools([tool for tool in tools or () if isinstance(tool, FlatFunction)])
+    functions += [tool.as_function() for tool in offered]
+    check_names([tool["function"]["name"] for tool in functions])
+    return functions
+
+
+def as_items(values: Sequence[dict[str, Any]]) -> list[InputItem]:
+    """Items of a response, as those of a request."""
+    return _ITEMS.validate_python(values)
 
 
 def _unfinished(messages: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
