@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hardpoint import SamplingParams
-from hardpoint_plugin_api import CheckpointError, ConfigError, SelectionError
+from hardpoint_plugin_api import CheckpointError, ConfigError
 from tests.parallel.ranks import ranks_in_threads
 from tests.support.checkpoints import (
     DEEPSEEK_V32,
@@ -57,6 +57,20 @@ def test_drafts_are_verified(checkpoint: tuple[Path, PreTrainedModel]) -> None:
         assert 0 < llm.stats.accepted_tokens < llm.stats.drafted_tokens
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["compiled", "reference"])
+def test_kernels_and_references(checkpoint: tuple[Path, PreTrainedModel], native: bool) -> None:
+    """The compiled kernels are chosen here; the references, asked for by name, give the same logits."""
+    folder, model = checkpoint
+    names = ("store_index_keys", "index_scores", "topk_positions")
+    references = {"attention.latent": "reference"} | {f"op.{name}": "reference" for name in names}
+    (prompt,) = random_prompts(1, 70, seed=6, shortest=70)
+    with small_llm(folder, use={} if native else references) as llm:
+        chosen = {row.of: row.chosen for row in llm.table.rows if row.of in ("latent", *names)}
+        assert set(chosen.values()) == ({"cpu_native_latent", "cpu_native"} if native else {"reference"})
+        for chunk in (None, 9):
+            assert (prompt_logits(llm, prompt, chunk) - reference_logits(model, prompt)).abs().max() < 1e-4
+
+
 def test_a_layer_has_two_caches_in_one_group(checkpoint: tuple[Path, PreTrainedModel]) -> None:
     with small_llm(checkpoint[0]) as llm:
         caches = llm.core.blueprint.ctx.cache_users
@@ -94,14 +108,6 @@ def test_a_pipeline_stage_does_not_begin_with_a_shared_indexer(tmp_path: Path) -
     path.write_text(json.dumps(json.loads(path.read_text()) | {"indexer_types": ["full", "shared", "full", "shared"]}))
     with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.indexer"):
         small_llm(tmp_path)
-
-
-def test_a_backend_without_lists_is_not_chosen(checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    """And where none has them, the reason stands before weights are read."""
-    write_checkpoint(tmp_path, "deepseek_v32", **DEEPSEEK_V32)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(SelectionError, match=r"nothing can serve attention latent(.|\n)*index_lists not supported"):
-        small_llm(tmp_path, deny=("attention=reference", "attention=cpu_native_latent"), kv_cache_dtype="bfloat16")
 
 
 @pytest.mark.parametrize(

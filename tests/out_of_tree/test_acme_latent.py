@@ -16,7 +16,7 @@ from hardpoint.conformance.site import Site, Subject
 from hardpoint.engine.explain import explain
 from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import SelectionError
-from tests.support.checkpoints import DEEPSEEK_V2, check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.checkpoints import DEEPSEEK_V2, DEEPSEEK_V32, check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 
 ONE_THREAD = {"cpu": {"threads": 1}}
@@ -42,6 +42,15 @@ def test_it_serves_where_it_is_asked_for(acme: Path, tmp_path: Path, flag: dict[
 def test_a_size_it_cannot_serve_is_refused_by_name(acme: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "deepseek_v2", **DEEPSEEK_V2 | {"kv_lora_rank": 22})
     with pytest.raises(SelectionError, match=r"latents come in fours \(wanted 22, supported 4, 8, ...\)"):
+        small_llm(tmp_path, attention_backend="acme_latent")
+
+
+def test_it_has_no_lists_and_the_reason_stands_before_weights_are_read(acme: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "deepseek_v32", **DEEPSEEK_V32)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(
+        SelectionError, match=r"it cannot serve attention latent(.|\n)*acme_latent: index_lists not supported"
+    ):
         small_llm(tmp_path, attention_backend="acme_latent")
 
 

@@ -15,6 +15,9 @@ from hardpoint.ops.error_model import ErrorModel
 from hardpoint.ops.store_index_keys import Cache, random_index_cache, store_index_keys
 from hardpoint_plugin_api import NULL_PAGE
 
+_ERRORS = ErrorModel(scale="row", finest=2.0**-18)
+"""Heads with weights of both signs cancel, and a row may have one score: then nothing in it shows how large terms were.
+"""
 _MOST_GATHERED = 1 << 24
 """Elements of gathered keys that exist at a time."""
 
@@ -74,7 +77,7 @@ def _allocate(
     return weights.new_empty(q.shape[0], block_table.shape[1] * cache["index_key"].shape[1])
 
 
-@custom_op(cases=_cases, errors=ErrorModel(scale="row", finest=2.0**-22), allocate=_allocate)
+@custom_op(cases=_cases, errors=_ERRORS, allocate=_allocate)
 def index_scores(
     q: torch.Tensor,
     weights: torch.Tensor,

@@ -21,8 +21,12 @@ constexpr std::int64_t kLeastLatentSplit = 32768;
 // q_latent and out [tokens, heads, latent_size], q_rope [tokens, heads, rope_size], of dtype `dtype` (see Code), are
 // `*_token` and `*_head` elements apart. The cache's pages of latents [block, latent_size] and of rotated keys [block,
 // rope_size] are `*_page` elements apart. The rest is as in Attention.
+//
+// With `indices` [tokens, top_k], `index_stride` elements from token to token, a query reads the positions that its row
+// lists. It then has places in its list where it else has positions: those up to its own, or top_k of them if that is
+// less, are filled.
 struct Latent {
-    static constexpr char signature[] = "piipiipiiipipipppiiiiiifpi";
+    static constexpr char signature[] = "piipiipiiipipipppiiiiiifpipii";
     const void* q_latent;
     std::int64_t q_latent_token, q_latent_head;
     const void* q_rope;
@@ -40,12 +44,19 @@ struct Latent {
     double scale;
     float* partial;  // [splits, heads, latent_size + 2]: a split's sums, largest scores and totals
     std::int64_t threads;
+    const std::int32_t* indices;
+    std::int64_t index_stride, top_k;
 
     std::int64_t num_queries(std::int64_t request) const { return query_start[request + 1] - query_start[request]; }
-    std::int64_t queries_per_piece() const { return std::max<std::int64_t>(1, kLatentRows / heads); }
+    std::int64_t queries_per_piece() const { return indices ? 1 : std::max<std::int64_t>(1, kLatentRows / heads); }
+
+    // Of the positions before `end`, how many a query reads whose own is the last of them.
+    std::int64_t read_of(std::int64_t end) const { return indices ? std::min(end, top_k) : end; }
 
     // Positions that the one query of a request reads; 0 for requests with more.
-    std::int64_t num_read(std::int64_t request) const { return num_queries(request) == 1 ? seq_lens[request] : 0; }
+    std::int64_t num_read(std::int64_t request) const {
+        return num_queries(request) == 1 ? read_of(seq_lens[request]) : 0;
+    }
 
     // Positions in a split of such a request, by the lengths of all of them.
     std::int64_t split_size() const {
@@ -60,7 +71,7 @@ struct Latent {
     // Pieces of a request: splits of its positions where it has one query, else blocks of its queries.
     std::int64_t num_pieces(std::int64_t request, std::int64_t split) const {
         const auto queries = num_queries(request);
-        return queries == 1 ? ceil_div(seq_lens[request], split) : ceil_div(queries, queries_per_piece());
+        return queries == 1 ? ceil_div(num_read(request), split) : ceil_div(queries, queries_per_piece());
     }
 
     float* results(std::int64_t slot, std::int64_t head) const {
@@ -84,7 +95,7 @@ class LatentPiece {
         : a_(call),
           request_(request),
           token_(call.query_start[request] + first),
-          position_(call.seq_lens[request] - call.num_queries(request) + first),
+          position_(call.read_of(call.seq_lens[request] - call.num_queries(request) + first + 1) - 1),
           rows_(queries * call.heads),
           padded_(round_up(call.latent_size, kLanes)),
           width_(padded_ + round_up(call.rope_size, kLanes)),
@@ -107,7 +118,7 @@ class LatentPiece {
         load_queries();
     }
 
-    // Over the positions from begin to end, which is behind the newest query at most.
+    // Over the positions from begin to end, or places in a list, which is behind the newest query at most.
     void run(std::int64_t begin, std::int64_t end) {
         for (; begin < end; begin += kDecodeKeys) {
             const auto count = std::min<std::int64_t>(kDecodeKeys, end - begin);
@@ -161,19 +172,29 @@ class LatentPiece {
 
     // The cache's rows at `count` positions from `begin` on; behind them the last one again, for loops over several.
     void load_keys(std::int64_t begin, std::int64_t count) {
-        const std::int32_t* table = a_.block_table + request_ * a_.table_stride;
-        std::int64_t number = begin / a_.block, offset = begin % a_.block;
-        for (std::int64_t i = 0; i < count; ++number, offset = 0) {
-            const std::int64_t page = table[number];
-            const auto* latents = static_cast<const Element*>(a_.latents) + page * a_.latent_page;
-            const auto* ropes = static_cast<const Element*>(a_.rope_keys) + page * a_.rope_page;
-            for (; offset < a_.block && i < count; ++offset, ++i) {
-                float* to = keys_ + i * width_;
-                convert(latents + offset * a_.latent_size, a_.latent_size, padded_, to);
-                convert(ropes + offset * a_.rope_size, a_.rope_size, width_ - padded_, to + padded_);
+        if (a_.indices) {
+            const std::int32_t* listed = a_.indices + token_ * a_.index_stride + begin;
+            for (std::int64_t i = 0; i < count; ++i) {
+                const std::int64_t position = std::max(listed[i], 0);
+                load_key(position / a_.block, position % a_.block, i);
+            }
+        } else {
+            std::int64_t number = begin / a_.block, offset = begin % a_.block;
+            for (std::int64_t i = 0; i < count; ++number, offset = 0) {
+                for (; offset < a_.block && i < count; ++offset, ++i) load_key(number, offset, i);
             }
         }
         for (auto i = count; i % kDotKeys; ++i) std::copy_n(keys_ + (count - 1) * width_, width_, keys_ + i * width_);
+    }
+
+    // A row of the cache, of the request's block `number`.
+    void load_key(std::int64_t number, std::int64_t offset, std::int64_t i) {
+        const std::int64_t page = a_.block_table[request_ * a_.table_stride + number];
+        const auto* latent = static_cast<const Element*>(a_.latents) + page * a_.latent_page + offset * a_.latent_size;
+        const auto* rope = static_cast<const Element*>(a_.rope_keys) + page * a_.rope_page + offset * a_.rope_size;
+        float* to = keys_ + i * width_;
+        convert(latent, a_.latent_size, padded_, to);
+        convert(rope, a_.rope_size, width_ - padded_, to + padded_);
     }
 
     // Dot products of all rows of queries with the keys, at `weights_`.
@@ -264,7 +285,7 @@ struct LatentAttention : Latent {
         const auto first = (num_pieces(request, split) - 1 - number) * queries_per_piece();
         const auto queries = std::min(queries_per_piece(), num_queries(request) - first);
         LatentPiece<Element> piece(*this, request, first, queries);
-        piece.run(0, seq_lens[request] - num_queries(request) + first + queries);
+        piece.run(0, read_of(seq_lens[request] - num_queries(request) + first + queries));
         write_result(piece);
     }
 
@@ -273,7 +294,7 @@ struct LatentAttention : Latent {
         std::int64_t request, std::int64_t number, std::int64_t splits, std::int64_t split, std::int64_t slot
     ) const {
         LatentPiece<Element> piece(*this, request, 0, 1);
-        piece.run(number * split, std::min<std::int64_t>((number + 1) * split, seq_lens[request]));
+        piece.run(number * split, std::min<std::int64_t>((number + 1) * split, num_read(request)));
         if (splits == 1) return write_result(piece);
         piece.finish([&](std::int64_t, std::int64_t head, const float* sums, float most, float total) {
             float* to = results(slot + number, head);

@@ -117,6 +117,7 @@ class NativeLatentAttention(LatentBackend):
             spec.scale,
             partial.data_ptr(),
             threads,
+            *_listed(call.indices),
         )
         native.run(self._attend, *arguments)
         native.run(self._merge, *arguments)
@@ -132,6 +133,15 @@ def _rows_of_heads(x: torch.Tensor) -> torch.Tensor:
 def _strided(x: torch.Tensor) -> tuple[int, int, int]:
     """The address, and elements from token to token and from head to head."""
     return x.data_ptr(), x.stride(0), x.stride(1)
+
+
+def _listed(indices: torch.Tensor | None) -> tuple[int | None, int, int]:
+    """The address of lists [T, K], their stride from token to token, and K; none where all positions are read."""
+    if indices is None:
+        return None, 0, 0
+    if indices.dtype != torch.int32 or indices.stride(1) != 1:
+        raise misfit("attention", "indices", indices, torch.int32, ("T", "K, one by one"))
+    return indices.data_ptr(), indices.stride(0), indices.shape[1]
 
 
 def _pages(cache: dict[str, torch.Tensor]) -> tuple[int, int, int, int]:
