@@ -100,7 +100,18 @@ def compile_kernels(jobs: Sequence[Job], seconds: float = 120.0) -> list[Compile
     return [Compiled(job, **result) for job, result in zip(jobs, results, strict=True)]
 
 
-SHARED_KIB = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64, "gfx950": 160}
+SHARED_KIB = {
+    "sm_80": 163,
+    "sm_89": 99,
+    "sm_90": 227,
+    "sm_100": 227,
+    "sm_120": 99,
+    "gfx90a": 64,
+    "gfx942": 64,
+    "gfx950": 160,
+    "gfx1100": 64,
+    "gfx1201": 64,
+}
 """What one program may have of a multiprocessor's shared memory: CUDA C++ Programming Guide, "Technical Specifications
 per Compute Capability"; LDS of a compute unit in AMD's CDNA ISA guides."""
 

@@ -60,12 +60,13 @@ def run_backend(
     plugin_config: Mapping[str, Mapping[str, ConfigValue]] | None = None,
     device: torch.device | str = "cpu",
     value_size: int | None = None,
+    ctx: PluginConfigOnly | None = None,
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
     """Run one step over ``pieces``, whose earlier tokens were stored in earlier steps, on permuted pages.
 
     The cache and the output are poisoned with NaN first. ``value_size`` is that of heads' results, unless it is their
-    own. Returns the output [T, H, D] and each request's (queries,
-    all keys, all values), all on the host.
+    own; ``ctx`` takes the place of one with ``plugin_config``. Returns the output [T, H, D] and each request's
+    (queries, all keys, all values), all on the host.
     """
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, spec.dtype)
@@ -73,7 +74,7 @@ def run_backend(
     def draw(tokens: int, heads: int) -> torch.Tensor:
         return torch.randn(tokens, heads, spec.head_size, generator=generator).to(dtype)
 
-    ctx = PluginConfigOnly(plugin_config or {})
+    ctx = ctx or PluginConfigOnly(plugin_config or {})
     backend = backend_class(cast(BuildContext, ctx), spec)
     ctx.resources.allocate(torch.device(device))
     backend.set_head_constants(sinks, alibi_slopes)

@@ -1,17 +1,18 @@
 """What linear kernels share that multiply by rounded activations, and so round what comes plain.
 
-Axes: T tokens, K columns (in).
+Axes: T tokens, N rows of the weight (out), K columns (in).
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from hardpoint import numerics
 from hardpoint.ops.quantize_rows import quantize_rows
-from hardpoint_plugin_api import BuildContext, LinearKernel, LinearWorkload, QuantSpec
+from hardpoint_plugin_api import BuildContext, LinearCall, LinearKernel, LinearWorkload, QuantSpec
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -41,3 +42,20 @@ class RoundingLinear(LinearKernel):
             rounded = numerics.quantize_rows(x, self.activation, weights)
             return rounded.codes, rounded.scale
         return self._round(x, spec=self.activation)
+
+
+class LibraryProduct(RoundingLinear):
+    """What a library multiplies whose operands are both rounded."""
+
+    def apply(self, call: LinearCall) -> torch.Tensor:
+        x, scales, weights = call.x, call.scales, call.weights
+        if scales is None:
+            x, scales = self.rounded(x.reshape(-1, x.shape[-1]), weights)
+        y = self.product(x, scales, weights, call.bias)
+        return y.view(*call.x.shape[:-1], weights["weight"].shape[0])
+
+    @abstractmethod
+    def product(
+        self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Rounded rows [T, K] with their scales, times the weight, plus the bias: [T, N]."""

@@ -5,30 +5,16 @@ Axes: M rows of x, N rows of the weight (out), K columns (in).
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 import torch
 from torch.nn.functional import pad
 
 from hardpoint.kernels.block_scaled import TritonRoundingLinear
-from hardpoint_plugin_api import DeviceInfo, LinearCall, LinearWorkload, Reason
+from hardpoint.quantization import rounding_linear as quantization
+from hardpoint_plugin_api import DeviceInfo, LinearWorkload, Reason
 
 
-class LibraryProduct(TritonRoundingLinear):
-    """What a library multiplies whose operands are both rounded."""
-
-    def apply(self, call: LinearCall) -> torch.Tensor:
-        x, scales, weights = call.x, call.scales, call.weights
-        if scales is None:
-            x, scales = self.rounded(x.reshape(-1, x.shape[-1]), weights)
-        y = self.product(x, scales, weights, call.bias)
-        return y.view(*call.x.shape[:-1], weights["weight"].shape[0])
-
-    @abstractmethod
-    def product(
-        self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Rounded rows [M, K] with their scales, times the weight, plus the bias: [M, N]."""
+class LibraryProduct(TritonRoundingLinear, quantization.LibraryProduct):
+    """What a library of NVIDIA's multiplies whose operands are both rounded."""
 
 
 class Fp8ScaledMatmul(LibraryProduct):

@@ -1,0 +1,151 @@
+"""Kernels of AITER, AMD's library (distribution ``amd-aiter``, module ``aiter``). None of this ran on hardware.
+
+Arguments are passed by name. ``SIGNATURES`` says which, as recorded from AITER's public sources (github.com/ROCm/aiter,
+each with its commit); ``supports`` and the first use refuse a library whose functions do not take them.
+
+AITER's norms that also quantize are left aside: for ``float8_e4m3fnuz`` they round up to 240 (``get_dtype_max`` in
+``aiter/ops/quant.py``), and core up to 224.
+
+Axes: T tokens, N rows of the weight (out), K columns (in), n columns of a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hardpoint.quantization.rounding_linear import LibraryProduct
+from hardpoint_plugin_api import DeviceInfo, LinearWorkload, PlatformError, Reason
+
+SIGNATURES = {
+    # aiter/ops/rmsnorm.py, 0bc300f740e8ac412deb6bc68c23f7a9e582413c
+    "rms_norm": ("input", "weight", "epsilon"),
+    "rmsnorm2d_fwd_with_add": ("out", "input", "residual_in", "residual_out", "weight", "epsilon"),
+    # aiter/ops/gemm_op_a8w8.py, 0006ebde8a078bb8bef51dd28db28dc2822f9c62
+    "gemm_a8w8": ("XQ", "WQ", "x_scale", "w_scale", "bias", "dtype"),
+    "gemm_a8w8_blockscale": ("XQ", "WQ", "x_scale", "w_scale", "dtype"),
+}
+"""The arguments that are passed to each function; all others have defaults."""
+
+_TILE = 128
+
+
+@functools.cache
+def function(name: str) -> Callable[..., Any]:
+    """AITER's function. Raises PlatformError where AITER cannot be imported, lacks it, or wants other arguments."""
+    if found := reason_against(name):
+        raise PlatformError(str(found))
+    taken: Callable[..., Any] = getattr(importlib.import_module("aiter"), name)
+    return taken
+
+
+def reason_against(name: str) -> Reason | None:
+    """Why AITER's function ``name`` cannot be called as recorded; None where it can."""
+    fix = "install the amd-aiter that was built for this ROCm and PyTorch, or leave it out: other kernels serve then"
+    try:
+        taken = getattr(importlib.import_module("aiter"), name, None)
+    except Exception as error:  # it loads compiled code, and asks the device
+        return Reason("aiter-import", f"AITER cannot be imported: {error}", fix=fix)
+    if taken is None:
+        return Reason("aiter-function", f"this AITER has no function {name}", fix=fix)
+    parameters = inspect.signature(taken).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):  # torch's operators do not say
+        return None
+    known, needed = {p.name for p in parameters}, {p.name for p in parameters if p.default is p.empty}
+    passed = set(SIGNATURES[name])
+    if passed <= known and needed <= passed:
+        return None
+    wanted, supported = ", ".join(SIGNATURES[name]), ", ".join(p.name for p in parameters)
+    return Reason("aiter-signature", f"{name} of this AITER takes other arguments", wanted, supported, fix)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """See core's op. Rows may be apart; within a row, elements must be neighbours."""
+    if not x.numel():
+        return torch.empty_like(x)
+    y: torch.Tensor = function("rms_norm")(input=_rows(x), weight=weight, epsilon=eps)
+    return y
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See core's op. The sum is a new tensor."""
+    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    if x.numel():
+        function("rmsnorm2d_fwd_with_add")(
+            out=out,
+            input=_rows(x),
+            residual_in=residual.contiguous(),
+            residual_out=total,
+            weight=weight,
+            epsilon=eps,
+        )
+    return out, total
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class AiterRowScaledLinear(LibraryProduct):
+    """``gemm_a8w8``: int8, or 8-bit floats, with scales for rows of both operands."""
+
+    @classmethod
+    def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse rows that are no multiples of 16 bytes, and an AITER that has the function otherwise."""
+        return [*_not_multiples(workload, 16, 16), *filter(None, [reason_against("gemm_a8w8")])]
+
+    def product(
+        self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        weight = weights["weight"]
+        if not codes.shape[0]:
+            return codes.new_empty(0, weight.shape[0], dtype=self.ctx.dtype)
+        y: torch.Tensor = function("gemm_a8w8")(
+            XQ=codes.contiguous(),
+            WQ=weight,
+            x_scale=scale,
+            w_scale=weights["weight_scale"].view(1, -1),
+            bias=bias,
+            dtype=self.ctx.dtype,
+        )
+        return y
+
+
+class AiterBlockScaledLinear(LibraryProduct):
+    """``gemm_a8w8_blockscale``: 8-bit floats; the weight has a scale for each tile of 128 x 128."""
+
+    @classmethod
+    def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse weights that are no whole tiles, and an AITER that has the function otherwise."""
+        return [*_not_multiples(workload, _TILE, _TILE), *filter(None, [reason_against("gemm_a8w8_blockscale")])]
+
+    def product(
+        self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        weight = weights["weight"]
+        if not codes.shape[0]:
+            return codes.new_empty(0, weight.shape[0], dtype=self.ctx.dtype)
+        y: torch.Tensor = function("gemm_a8w8_blockscale")(
+            XQ=codes.contiguous(),
+            WQ=weight,
+            x_scale=scale.contiguous(),
+            w_scale=weights["weight_scale"],
+            dtype=self.ctx.dtype,
+        )
+        return y if bias is None else y.add_(bias)
+
+
+def _not_multiples(workload: LinearWorkload, of_in: int, of_out: int) -> list[Reason]:
+    sizes = (("in-features", workload.in_features, of_in), ("out-features", workload.out_features, of_out))
+    return [
+        Reason(code, "AITER's product takes whole blocks", wanted=str(size), supported=f"multiples of {of}")
+        for code, size, of in sizes
+        if size and size % of
+    ]

@@ -1,0 +1,97 @@
+"""Every Triton kernel that a manifest contributes, compiled as it is launched for devices that are not here."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint.plugin_host import discover
+from tests.kernels.compiling import SHARED_KIB
+
+_ROOT = Path(__file__).resolve().parents[2]
+DEVICES = ("a100", "l40s", "h100", "b200", "rtx5090", "mi210", "mi300x", "mi355x", "rx9070xt")
+PLATFORM = {"sm": "cuda", "gf": "rocm"}
+SCRATCH = 64
+"""Bytes per thread that may lie in scratch memory."""
+
+MORE_SCRATCH = {
+    ("gfx942", "decode_latent_attention"): 512,
+    ("gfx942", "prefill_latent_attention"): 512,
+    ("gfx1201", "_gemm"): 704,
+    ("gfx1201", "_int4_matmul"): 384,
+}
+"""Kernels that have too many numbers for the registers, in tiles that were measured on NVIDIA GPUs alone."""
+
+NARROW = 16
+"""Rows and columns from which on all targets have matrix instructions; NVIDIA's take 8."""
+
+SAMPLE = ["op.quantize_rows=triton_fp8", "op.rms_norm_quantized=triton_fp8"]
+"""What is compiled in every run of the tests, with 8-bit floats of three kinds of device."""
+
+
+@functools.cache
+def contributed(platform: str) -> dict[str, str]:
+    """The plugin's contributions that are core's kernels, as the program takes and as it prints them."""
+    found = {}
+    for family in ("op", "linear", "attention", "experts"):
+        for offer in discover().offers(family):
+            one = offer.contribution
+            if offer.plugin == platform and one.target.startswith("hardpoint.kernels."):
+                found[f"{family}.{one.of}={one.name}" if one.of else f"{family}={one.name}"] = str(one)
+    return found
+
+
+def compiled(device: str, names: list[str], folder: Path, seconds: float) -> list[dict[str, Any]]:
+    """What the program says of each variant; AssertionError with the compiler's last words where it did not end."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.launched", device, *names]
+    environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DISABLE_LINE_INFO": "1"}
+    done = subprocess.run(command, env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=seconds)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    began = [line["began"] for line in lines if "began" in line]
+    assert any("ended" in line for line in lines), f"{began[-1:]} {done.returncode}\n{done.stderr[-4000:]}"
+    failed = [line["failed"] for line in lines if "failed" in line]
+    assert not failed, "\n".join(failed)
+    return [line for line in lines if "kernel" in line]
+
+
+def needs_matrix_units(dot: str) -> bool:
+    """Whether a product, such as ``64x16 bf16``, is of 8 or 16 bits and wide enough."""
+    size, dtype = dot.split()
+    return dtype not in ("f32", "tf32") and min(map(int, size.split("x"))) >= NARROW
+
+
+def check(device: str, variants: list[dict[str, Any]]) -> None:
+    """Shared memory fits, little is in scratch, and products of 8 and 16 bits are on matrix units."""
+    arch = discover().devices()[device].arch
+    for one in variants:
+        assert one["shared"] <= SHARED_KIB[arch] << 10, one
+        assert one["spilled"] <= MORE_SCRATCH.get((arch, one["kernel"]), SCRATCH), one
+        assert one["matrix"] > 0 or not any(map(needs_matrix_units, one["dots"])), one
+
+
+@pytest.mark.parametrize("device", ["h100", "mi300x", "rx9070xt"])
+def test_a_sample(tmp_path: Path, device: str) -> None:
+    found = compiled(device, ["--few", *SAMPLE], tmp_path, 200)
+    platform = PLATFORM[discover().devices()[device].arch[:2]]
+    assert {one["contribution"] for one in found} == {contributed(platform)[name] for name in SAMPLE}
+    check(device, found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["op", "linear", "attention", "experts"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_everything(tmp_path: Path, device: str, family: str) -> None:
+    """Nothing that the plugin offers and this device may use is left out."""
+    described = discover().devices()[device]
+    names = [name for name in contributed(PLATFORM[described.arch[:2]]) if name.startswith(family)]
+    found = compiled(device, names, tmp_path, 7200)
+    assert found
+    check(device, found)
