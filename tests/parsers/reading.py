@@ -18,7 +18,7 @@ from hardpoint_plugin_api import (
     ToolCallStart,
 )
 
-TOOL_PARSERS = ("deepseek", "glm", "harmony", "hermes", "kimi", "llama3_json", "mistral", "pythonic")
+TOOL_PARSERS = ("deepseek", "dsml", "glm", "harmony", "hermes", "kimi", "llama3_json", "mistral", "pythonic")
 REASONING_PARSERS = ("deepseek_r1", "harmony", "mistral", "think")
 
 

@@ -82,6 +82,11 @@ NO_CALLS = {
     "positional": ("pythonic", "[weather('Paris')]"),
     "an infinite number": ("pythonic", "[weather(days=1e999)]"),
     "an empty list": ("pythonic", "[]"),
+    "a value without its kind": (
+        "dsml",
+        '<｜DSML｜function_calls><｜DSML｜invoke name="a"><｜DSML｜parameter name="b">1',
+    ),
+    "a call without its name": ("dsml", "<｜DSML｜function_calls><｜DSML｜invoke>"),
     "a key without a value": ("glm", "<tool_call>weather<arg_key>city</arg_key></tool_call>"),
     "a value that is cut off": ("glm", "<tool_call>weather<arg_key>days</arg_key><arg_value>1"),
     "a name that is none": ("glm", "<tool_call>{'weather'}</tool_call>"),
@@ -177,6 +182,18 @@ def test_arguments_come_as_they_are_written(parser: str, head: str) -> None:
 
 
 STREAMED = {
+    "dsml, a text": (
+        "dsml",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">',
+        [*'Pa\n<"'],
+        '{"city": "Pa\\n<\\"',
+    ),
+    "dsml, a number": (
+        "dsml",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="days" string="false">',
+        ["2</｜DSML｜parameter>\n"],
+        '{"days": 2',
+    ),
     "glm, a text": ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>", [*'Pa\n<"'], '{"city": "Pa\\n<\\"'),
     "glm, its mark begins": ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>", ["a</arg_"], '{"city": "a'),
     "glm, a number": (

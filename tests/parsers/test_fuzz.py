@@ -122,7 +122,16 @@ def pythonic(city: str, days: object) -> str:
     return f"[weather(city={city!r}, days={days!r})]"
 
 
-WEATHER = {"glm": glm, "pythonic": pythonic}
+def dsml(city: str, days: object) -> str:
+    return (
+        f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+        f'<｜DSML｜parameter name="city" string="true">{city}</｜DSML｜parameter>\n'
+        f'<｜DSML｜parameter name="days" string="false">{json.dumps(days)}</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+    )
+
+
+WEATHER = {"dsml": dsml, "glm": glm, "pythonic": pythonic}
 
 
 @pytest.mark.parametrize("tool", WEATHER)

@@ -133,3 +133,11 @@ def _skip(text: str, pos: int) -> int:
     found = _BLANKS.match(text, pos)
     assert found is not None
     return found.end()
+
+
+def as_json(written: str) -> str:
+    """A value that is JSON, or else a text."""
+    try:
+        return json_text(json.loads(written))
+    except (ValueError, RecursionError):
+        return json_string(written)

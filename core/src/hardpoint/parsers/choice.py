@@ -34,6 +34,7 @@ _VLLM_NAMES = {
     "tool_parser": {
         "deepseek_v3": "deepseek",
         "deepseek_v31": "deepseek",
+        "deepseek_v32": "dsml",
         "glm45": "glm",
         "glm47": "glm",
         "kimi_k2": "kimi",

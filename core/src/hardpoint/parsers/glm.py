@@ -6,12 +6,11 @@ breaks; texts stand as they are, other values as JSON (chat_template.jinja of za
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from hardpoint.parsers.calls import Call, json_string, json_text
+from hardpoint.parsers.calls import Call, as_json, json_string
 from hardpoint.parsers.marked import Block, MarkedToolParser, Part
 from hardpoint.parsers.steps import Literal, QuotedText, Short, Until
 from hardpoint_plugin_api import ToolParserWorkload
@@ -55,7 +54,7 @@ class GlmToolParser(MarkedToolParser):
                 yield QuotedText("</arg_value>")
                 yield Part('"')
             else:
-                value = _as_json((yield Until("</arg_value>")))
+                value = as_json((yield Until("</arg_value>")))
                 yield Part(f"{before}{value}", begun)
             before, mark = ", ", (yield Literal(_KEY, _CLOSE))
         yield Part("}", is_last=True)
@@ -70,11 +69,3 @@ class GlmToolParser(MarkedToolParser):
 
 def _is_text(schema: object) -> bool:
     return isinstance(schema, Mapping) and schema.get("type") == "string"
-
-
-def _as_json(written: str) -> str:
-    """A value that is JSON, or else a text."""
-    try:
-        return json_text(json.loads(written))
-    except (ValueError, RecursionError):
-        return json_string(written)

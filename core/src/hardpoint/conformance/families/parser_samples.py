@@ -67,6 +67,12 @@ _GLM = (
     "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
 )
+_DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="clock">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+)
 _KIMI_BEGIN = "<|tool_calls_section_begin|>"
 _KIMI = (
     f"{_KIMI_BEGIN}<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{_ARGUMENTS}<|tool_call_end|>"
@@ -137,6 +143,11 @@ TOOL_SAMPLES: dict[str, tuple[ParserSample, ...]] = {
             "Sure.",
         ),
         _none("no call", f"{_BEGIN}{_CALL}function{_SEP}weather{_ARGUMENTS}{_CALL_END}{_END}"),
+    ),
+    "dsml": (
+        _calls("calls", f"Sure.\n\n{_DSML}", "Sure.\n\n"),
+        _calls("in one line", _DSML.replace("\n", "")),
+        _none("no call", '<｜DSML｜function_calls>\n<｜DSML｜parameter name="city" string="true">'),
     ),
     "kimi": (
         _calls("calls", f"Sure.{_KIMI}", "Sure."),
