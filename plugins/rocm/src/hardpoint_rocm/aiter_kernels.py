@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +94,24 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class AiterRowScaledLinear(LibraryProduct):
+class _AiterProduct(LibraryProduct):
+    """A product of AITER's, which takes at least one row."""
+
+    def product(
+        self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if not codes.shape[0]:
+            return codes.new_empty(0, weights["weight"].shape[0], dtype=self.ctx.dtype)
+        return self.of_some(codes.contiguous(), scale.contiguous(), weights, bias)
+
+    @abstractmethod
+    def of_some(
+        self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``product`` of contiguous operands, at least one row."""
+
+
+class AiterRowScaledLinear(_AiterProduct):
     """``gemm_a8w8``: int8, or 8-bit floats, with scales for rows of both operands."""
 
     @classmethod
@@ -101,15 +119,12 @@ class AiterRowScaledLinear(LibraryProduct):
         """Refuse rows that are no multiples of 16 bytes, and an AITER that has the function otherwise."""
         return [*_not_multiples(workload, 16, 16), *filter(None, [reason_against("gemm_a8w8")])]
 
-    def product(
+    def of_some(
         self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        weight = weights["weight"]
-        if not codes.shape[0]:
-            return codes.new_empty(0, weight.shape[0], dtype=self.ctx.dtype)
         y: torch.Tensor = function("gemm_a8w8")(
-            XQ=codes.contiguous(),
-            WQ=weight,
+            XQ=codes,
+            WQ=weights["weight"],
             x_scale=scale,
             w_scale=weights["weight_scale"].view(1, -1),
             bias=bias,
@@ -118,7 +133,7 @@ class AiterRowScaledLinear(LibraryProduct):
         return y
 
 
-class AiterBlockScaledLinear(LibraryProduct):
+class AiterBlockScaledLinear(_AiterProduct):
     """``gemm_a8w8_blockscale``: 8-bit floats; the weight has a scale for each tile of 128 x 128."""
 
     @classmethod
@@ -126,16 +141,13 @@ class AiterBlockScaledLinear(LibraryProduct):
         """Refuse weights that are no whole tiles, and an AITER that has the function otherwise."""
         return [*_not_multiples(workload, _TILE, _TILE), *filter(None, [reason_against("gemm_a8w8_blockscale")])]
 
-    def product(
+    def of_some(
         self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        weight = weights["weight"]
-        if not codes.shape[0]:
-            return codes.new_empty(0, weight.shape[0], dtype=self.ctx.dtype)
         y: torch.Tensor = function("gemm_a8w8_blockscale")(
-            XQ=codes.contiguous(),
-            WQ=weight,
-            x_scale=scale.contiguous(),
+            XQ=codes,
+            WQ=weights["weight"],
+            x_scale=scale,
             w_scale=weights["weight_scale"],
             dtype=self.ctx.dtype,
         )
