@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -161,3 +162,142 @@ def test_somebody_has_a_key(
     driver.find_element(By.ID, "message").send_keys("Hello", Keys.ENTER)
     until(lambda: "tokens in" in text_of(driver, ".turn.assistant .facts"))
     driver.save_screenshot(str(tmp_path / "key.png"))
+
+
+MARKDOWN = """# Title
+Some **bold *both***, _em_ and `a <b> c`, ~~no~~ and snake_case_name, 2 * 3 * 4.
+Again [a link](https://example.org/x) but [none](javascript:alert(1)) <img src=x onerror=alert(1)>
+
+1. one
+   - in *one*
+2. two
+
+| a | b |
+|---|:-:|
+| 1 | x\\|y |
+
+> quoted
+
+```python
+print("<hi>")
+"""
+RENDERED = (
+    "<h3>Title</h3><p>Some <strong>bold <em>both</em></strong>, <em>em</em> and "
+    "<code>a &lt;b&gt; c</code>, <del>no</del> and snake_case_name, 2 * 3 * 4.\nAgain "
+    '<a href="https://example.org/x" target="_blank" rel="noopener noreferrer nofollow">a link</a> but '
+    "[none](javascript:alert(1)) &lt;img src=x onerror=alert(1)&gt;</p>"
+    '<ol start="1"><li>one<ul><li>in <em>one</em></li></ul></li><li>two</li></ol>'
+    '<div class="scroll"><table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1</td><td>x|y</td></tr>'
+    "</tbody></table></div><blockquote><p>quoted</p></blockquote>"
+    '<div class="code"><div class="code-head"><span>python</span><i></i></div>'
+    '<pre><code>print("&lt;hi&gt;")</code></pre></div>'
+)
+RENDER = """
+const [text, done] = arguments;
+import("./page/markdown.js").then(({ markdown }) => {
+  const made = document.createElement("div");
+  made.append(markdown(text, () => document.createElement("i")));
+  done(made.innerHTML);
+}, (error) => done(String(error)));
+"""
+
+
+@needs_chromium
+def test_markdown_becomes_elements_and_nothing_else_does(
+    server: RunningServer, browser: Callable[[str, bool], Chrome]
+) -> None:
+    driver = browser("desktop", False)
+    driver.get(server.url)
+    assert driver.execute_async_script(RENDER, MARKDOWN.removesuffix("\n")) == RENDERED  # type: ignore[no-untyped-call]
+    for hostile in (
+        "*" * 3000,
+        "_a" * 3000,
+        "[" * 3000,
+        "> " * 500,
+        "- " * 500,
+        "`" * 3000,
+        "**a " * 1000,
+        "|-" * 1000,
+    ):
+        rendered = driver.execute_async_script(RENDER, hostile)  # type: ignore[no-untyped-call]
+        assert "Error" not in rendered, hostile[:8]
+
+
+def ask(driver: Chrome, text: str, num_turns: int) -> None:
+    """Send a message, and wait for the end of its answer."""
+    driver.find_element(By.ID, "message").send_keys(text, Keys.ENTER)
+    until(lambda: has_answered(driver, num_turns))
+
+
+def has_answered(driver: Chrome, num_turns: int) -> bool:
+    """Whether nothing is under way, and there are so many turns."""
+    quiet = "document.getElementById('log').ariaBusy === 'false'"
+    found = driver.execute_script(f"return {quiet} && document.querySelectorAll('.turn').length")
+    return bool(found == num_turns)
+
+
+def press(driver: Chrome, selector: str, text: str) -> None:
+    """Press the button of that text."""
+    (button,) = [each for each in shown(driver, f"{selector} button") if each.text == text]
+    driver.execute_script("arguments[0].click()", button)  # wherever the log is scrolled to
+
+
+@needs_chromium
+def test_somebody_comes_back_to_a_conversation(
+    server: RunningServer, browser: Callable[[str, bool], Chrome], tmp_path: Path
+) -> None:
+    """Answered again, edited, kept, exported, deleted; settings hold, and errors lose no text."""
+    driver = browser("desktop", False)
+    downloads = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    driver.execute_cdp_cmd("Browser.setDownloadBehavior", downloads)
+    driver.get(server.url)
+    until(lambda: text_of(driver, "#status") == "ready")
+    driver.find_element(By.CSS_SELECTOR, "#settings summary").click()
+    for field, value in (("system", "Be short."), ("seed", "7"), ("max-tokens", "12"), ("top-p", "0.9")):
+        driver.find_element(By.ID, field).clear()
+        driver.find_element(By.ID, field).send_keys(value)
+    before = server.sample("hardpoint_served_prompt_tokens_total")
+    ask(driver, "Tell me about the sea.", 2)
+    facts = text_of(driver, ".turn.assistant .facts")
+    assert re.search(r"12 tokens in [0-9.]+ s, [0-9.]+ tokens/s, first after [0-9.]+ s", facts)
+    prompt = int(server.sample("hardpoint_served_prompt_tokens_total") - before)
+    assert f"{prompt + 12} of 2,048 tokens" in facts
+    assert driver.find_element(By.CSS_SELECTOR, ".facts meter").get_attribute("value") == str(prompt + 12)  # type: ignore[no-untyped-call]
+    answered = text_of(driver, ".turn.assistant .text")
+    press(driver, ".turn.assistant", "Regenerate")
+    until(lambda: has_answered(driver, 2))
+    assert text_of(driver, ".turn.assistant .text") == answered, "the seed is the same"
+    ask(driver, "And of ships?", 4)
+
+    press(driver, ".turn.user:nth-child(3)", "Edit")
+    assert driver.find_element(By.ID, "message").get_attribute("value") == "And of ships?"  # type: ignore[no-untyped-call]
+    driver.find_element(By.ID, "message").clear()
+    ask(driver, "And of fish?", 4)
+    assert text_of(driver, ".turn:nth-child(3) .text") == "And of fish?"
+    texts = [text_of(driver, f".turn:nth-child({number}) .text") for number in range(1, 5)]
+
+    driver.find_element(By.ID, "export").click()
+    until(lambda: bool(list(tmp_path.glob("conversation-*.json"))))
+    exported = json.loads(next(tmp_path.glob("conversation-*.json")).read_text())
+    assert [each["role"] for each in exported["messages"]] == ["user", "assistant"] * 2
+    assert exported["messages"][2]["content"] == "And of fish?"
+    assert (exported["system"], exported["sampling"]["seed"], exported["sampling"]["top_p"]) == ("Be short.", 7, 0.9)
+
+    driver.refresh()
+    until(lambda: text_of(driver, "#status") == "ready")
+    assert driver.find_element(By.ID, "system").get_attribute("value") == "Be short."  # type: ignore[no-untyped-call]
+    driver.find_element(By.CSS_SELECTOR, "#kept summary").click()
+    press(driver, "#kept-list", "Tell me about the sea.")
+    assert [text_of(driver, f".turn:nth-child({number}) .text") for number in range(1, 5)] == texts
+
+    driver.execute_script("document.getElementById('system').value = 'far too long '.repeat(2000)")
+    ask(driver, "This is too much.", 4)
+    assert "maximum context length is 2048 tokens" in text_of(driver, "#error")
+    assert driver.find_element(By.ID, "message").get_attribute("value") == "This is too much."  # type: ignore[no-untyped-call]
+    area = driver.find_element(By.ID, "error").rect
+    height = driver.execute_script("return document.documentElement.clientHeight")
+    assert area["y"] + area["height"] < height, "the error is in sight"
+
+    press(driver, "#kept-list", "Delete")
+    assert (text_of(driver, "#kept-count"), shown(driver, ".turn")) == ("0", [])
+    driver.save_screenshot(str(tmp_path / "back.png"))

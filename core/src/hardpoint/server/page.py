@@ -16,6 +16,8 @@ _FILES = {
     "/": ("index.html", "text/html"),
     "/page/style.css": ("style.css", "text/css"),
     "/page/script.js": ("script.js", "text/javascript"),
+    "/page/markdown.js": ("markdown.js", "text/javascript"),
+    "/page/conversations.js": ("conversations.js", "text/javascript"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 PATHS = frozenset(_FILES)
