@@ -208,7 +208,7 @@ def test_markdown_becomes_elements_and_nothing_else_does(
 ) -> None:
     driver = browser("desktop", False)
     driver.get(server.url)
-    assert driver.execute_async_script(RENDER, MARKDOWN.removesuffix("\n")) == RENDERED  # type: ignore[no-untyped-call]
+    assert driver.execute_async_script(RENDER, MARKDOWN.removesuffix("\n")) == RENDERED
     for hostile in (
         "*" * 3000,
         "_a" * 3000,
@@ -219,7 +219,7 @@ def test_markdown_becomes_elements_and_nothing_else_does(
         "**a " * 1000,
         "|-" * 1000,
     ):
-        rendered = driver.execute_async_script(RENDER, hostile)  # type: ignore[no-untyped-call]
+        rendered = driver.execute_async_script(RENDER, hostile)
         assert "Error" not in rendered, hostile[:8]
 
 
@@ -262,7 +262,7 @@ def test_somebody_comes_back_to_a_conversation(
     assert re.search(r"12 tokens in [0-9.]+ s, [0-9.]+ tokens/s, first after [0-9.]+ s", facts)
     prompt = int(server.sample("hardpoint_served_prompt_tokens_total") - before)
     assert f"{prompt + 12} of 2,048 tokens" in facts
-    assert driver.find_element(By.CSS_SELECTOR, ".facts meter").get_attribute("value") == str(prompt + 12)  # type: ignore[no-untyped-call]
+    assert driver.find_element(By.CSS_SELECTOR, ".facts meter").get_attribute("value") == str(prompt + 12)
     answered = text_of(driver, ".turn.assistant .text")
     press(driver, ".turn.assistant", "Regenerate")
     until(lambda: has_answered(driver, 2))
@@ -270,7 +270,7 @@ def test_somebody_comes_back_to_a_conversation(
     ask(driver, "And of ships?", 4)
 
     press(driver, ".turn.user:nth-child(3)", "Edit")
-    assert driver.find_element(By.ID, "message").get_attribute("value") == "And of ships?"  # type: ignore[no-untyped-call]
+    assert driver.find_element(By.ID, "message").get_attribute("value") == "And of ships?"
     driver.find_element(By.ID, "message").clear()
     ask(driver, "And of fish?", 4)
     assert text_of(driver, ".turn:nth-child(3) .text") == "And of fish?"
@@ -285,7 +285,7 @@ def test_somebody_comes_back_to_a_conversation(
 
     driver.refresh()
     until(lambda: text_of(driver, "#status") == "ready")
-    assert driver.find_element(By.ID, "system").get_attribute("value") == "Be short."  # type: ignore[no-untyped-call]
+    assert driver.find_element(By.ID, "system").get_attribute("value") == "Be short."
     driver.find_element(By.CSS_SELECTOR, "#kept summary").click()
     press(driver, "#kept-list", "Tell me about the sea.")
     assert [text_of(driver, f".turn:nth-child({number}) .text") for number in range(1, 5)] == texts
@@ -293,7 +293,7 @@ def test_somebody_comes_back_to_a_conversation(
     driver.execute_script("document.getElementById('system').value = 'far too long '.repeat(2000)")
     ask(driver, "This is too much.", 4)
     assert "maximum context length is 2048 tokens" in text_of(driver, "#error")
-    assert driver.find_element(By.ID, "message").get_attribute("value") == "This is too much."  # type: ignore[no-untyped-call]
+    assert driver.find_element(By.ID, "message").get_attribute("value") == "This is too much."
     area = driver.find_element(By.ID, "error").rect
     height = driver.execute_script("return document.documentElement.clientHeight")
     assert area["y"] + area["height"] < height, "the error is in sight"
