@@ -27,7 +27,7 @@ LATENCIES = ("time to first token", "inter-token latency", "time per output toke
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server("--api-key", "secret") as running:
+    with running_server("--api-key", "secret", program=True) as running:
         yield running
 
 

@@ -103,8 +103,16 @@ def shape_and_token(key: Hashable) -> tuple[StepShape, Hashable]:
     return shape, token
 
 
-@pytest.mark.parametrize("sizes", [None, (1, 2, 4, 8)], ids=str)
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "ahead"),
+    [
+        (None, True),
+        ((1, 2, 4, 8), False),
+        pytest.param(None, False, marks=pytest.mark.nightly),
+        pytest.param((1, 2, 4, 8), True, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_the_tokens_stay(
     checkpoint: tuple[Path, PreTrainedModel], recording: RecordedCalls, sizes: tuple[int, ...] | None, ahead: bool
 ) -> None:

@@ -15,7 +15,6 @@ from hardpoint.checkpoint.source import demo_model
 from tests.support.checkpoints import check_tokens_equal
 
 HELD_OUT = demo_model() / "heldout.txt"
-WAVE = 100
 
 
 def resident_bytes() -> int:
@@ -24,7 +23,7 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def soak(num_requests: int) -> None:
+def soak(num_requests: int, wave: int) -> None:
     """Waves of greedy and seeded requests, long and short, some with a common start, on a pool that is too small."""
     generator = random.Random(0)
     model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32).eval()
@@ -44,9 +43,9 @@ def soak(num_requests: int) -> None:
     grown: list[int] = []
     preemptions = 0
     with llm:
-        for _ in range(num_requests // WAVE):
+        for _ in range(num_requests // wave):
             prompts, params = [], []
-            for _ in range(WAVE):
+            for _ in range(wave):
                 start = generator.randrange(len(text) - 200)
                 prompt = text[start : start + generator.randint(1, 120)]
                 prompts.append(common + prompt[:40] if generator.random() < 0.3 else prompt)
@@ -80,9 +79,9 @@ def soak(num_requests: int) -> None:
 
 
 def test_a_short_soak() -> None:
-    soak(400)
+    soak(200, 50)
 
 
 @pytest.mark.nightly
 def test_a_soak_of_two_thousand() -> None:
-    soak(2000)
+    soak(2000, 100)

@@ -127,7 +127,9 @@ def errors(
     return found
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "float16")) for name in SPECS]
+)
 @pytest.mark.parametrize("pieces", [MIXED, SPLIT], ids=["mixed", "split"])
 def test_computes_what_the_reference_does(name: str, pieces: tuple[Piece, ...]) -> None:
     spec = SPECS[name]

@@ -33,7 +33,7 @@ def text_of(stream: Stream) -> str:
 
 
 def test_requests_outlive_the_engine_until_it_is_given_up() -> None:
-    with running_server("--max-engine-restarts", "1", "--max-concurrent-requests", "3", *EXACT) as server:
+    with running_server("--max-engine-restarts", "1", "--max-concurrent-requests", "3", *EXACT, program=True) as server:
         greedy, drawn = BODY | {"temperature": 0}, BODY | {"temperature": 0.9, "seed": 7}
         expected = [server.post("/v1/completions", body).json()["choices"][0]["text"] for body in (greedy, drawn)]
         streams = [Stream(server, **body) for body in (greedy, drawn)]
@@ -73,7 +73,7 @@ def test_requests_outlive_the_engine_until_it_is_given_up() -> None:
 
 def test_a_kernel_that_crashes_is_denied_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(install_breaking(tmp_path, "crashes")))
-    with running_server("--plugins", "cpu,breaking", "--enforce-eager") as server:
+    with running_server("--plugins", "cpu,breaking", "--enforce-eager", program=True) as server:
         answer = server.post("/v1/completions", BODY | {"temperature": 0})
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == 300
@@ -91,7 +91,7 @@ def test_a_kernel_that_crashes_is_denied_and_reported(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_server_that_is_killed_leaves_nothing_behind(num_ranks: int) -> None:
-    with running_server("--tensor-parallel-size", str(num_ranks)) as server:
+    with running_server("--tensor-parallel-size", str(num_ranks), program=True) as server:
         core = core_of(server)
         ranks = [pid for pid in server.engine_pids if is_rank(pid)]
         assert len(ranks) == (0 if num_ranks == 1 else num_ranks)

@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
 from tests.support.engines import until
+from tests.support.forked import ForkedProgram
 from tests.support.processes import is_gone
 from tests.support.serving import SMALL, RunningServer, open_stream, running_server
 
@@ -70,7 +70,7 @@ class Post(threading.Thread):
 
 
 def test_it_answers_while_it_loads_and_ends_well() -> None:
-    with running_server("--shutdown-deadline", "60", wait=False) as server:
+    with running_server("--shutdown-deadline", "60", wait=False, program=True) as server:
         assert server.get("/health").json() in ({"status": "loading"}, {"status": "ready"})
         if server.get("/ready").status_code == 503:
             answer = server.post("/v1/completions", {"prompt": "a"})
@@ -122,7 +122,7 @@ def is_ready(server: RunningServer) -> bool:
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, None])
 def test_what_is_cut_off_is_told_so(second: signal.Signals | None) -> None:
-    with running_server("--shutdown-deadline", "0.2" if second is None else "600") as server:
+    with running_server("--shutdown-deadline", "0.2" if second is None else "600", program=True) as server:
         stream, post = Stream(server), Post(server)
         stream.begun.wait()
         until(lambda: server.sample("hardpoint_running_requests") == 2)
@@ -137,7 +137,7 @@ def test_what_is_cut_off_is_told_so(second: signal.Signals | None) -> None:
 
 
 def test_an_engine_that_is_killed() -> None:
-    with running_server("--on-engine-failure", "fail") as server:
+    with running_server("--on-engine-failure", "fail", program=True) as server:
         stream, post = Stream(server), Post(server)
         stream.begun.wait()
         until(lambda: server.sample("hardpoint_running_requests") == 2)
@@ -155,29 +155,34 @@ def test_an_engine_that_is_killed() -> None:
 
 
 def failing(*flags: str) -> str:
-    command = [sys.executable, "-m", "hardpoint.cli", "serve", "--platform", "cpu", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
+    program = ForkedProgram("serve", "--platform", "cpu", *flags)
+    with program.stderr:
+        said = program.stderr.read()
+    assert program.wait(120) == 2, said
+    assert "Traceback" not in said
+    return said
+
+
+def test_a_server_that_cannot_listen_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = failing("--port", str(taken.getsockname()[1]))
+    assert "stop the other server there, or choose another: --port" in said
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (lambda port: ["--port", str(port)], "stop the other server there, or choose another: --port"),
-        (lambda port: ["--host", "192.0.2.1", "--port", "0"], "--host 192.0.2.1: cannot listen on"),
-        (lambda port: ["--host", "x" * 64, "--port", "0"], f"--host {'x' * 64}: "),
-        (lambda port: ["--allow-engine-control"], "--allow-engine-control needs --api-key"),
-        (lambda port: ["--port", "70000"], "--port 70000 is invalid: must be from 0 to 65535"),
-        (lambda port: ["--cors-origin", "https://page.example/"], "--cors-origin 'https://page.example/' is no origin"),
-        (lambda port: ["--api-key", " "], "--api-key: a key is made of"),
-        (lambda port: ["--api-key-file", "/nowhere"], "--api-key-file: /nowhere cannot be read"),
-        (lambda port: ["--port", "0", "no/such/model"], "no/such/model"),
-        (lambda port: ["--port", "0", "--tool-parser", "hermis"], "hermis"),
+        (["--host", "192.0.2.1", "--port", "0"], "--host 192.0.2.1: cannot listen on"),
+        (["--host", "x" * 64, "--port", "0"], f"--host {'x' * 64}: "),
+        (["--allow-engine-control"], "--allow-engine-control needs --api-key"),
+        (["--port", "70000"], "--port 70000 is invalid: must be from 0 to 65535"),
+        (["--cors-origin", "https://page.example/"], "--cors-origin 'https://page.example/' is no origin"),
+        (["--api-key", " "], "--api-key: a key is made of"),
+        (["--api-key-file", "/nowhere"], "--api-key-file: /nowhere cannot be read"),
+        (["--port", "0", "no/such/model"], "no/such/model"),
+        (["--port", "0", "--tool-parser", "hermis"], "hermis"),
     ],
-    ids=["taken", "elsewhere", "nowhere", "control", "port", "origin", "key", "file", "model", "parser"],
+    ids=["elsewhere", "nowhere", "control", "port", "origin", "key", "file", "model", "parser"],
 )
-def test_bad_flags(flags: Callable[[int], list[str]], message: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert message in failing(*flags(taken.getsockname()[1]))
+def test_bad_flags(flags: list[str], message: str) -> None:
+    assert message in failing(*flags)

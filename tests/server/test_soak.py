@@ -35,7 +35,7 @@ def apply(server: RunningServer, seconds: float) -> list[Timing]:
 @pytest.mark.nightly
 def test_two_minutes_of_64_streams() -> None:
     flags = ("--max-num-seqs", str(STREAMS), "--cpu.threads", "1", "--max-concurrent-requests", str(STREAMS))
-    with running_server(*flags) as server:
+    with running_server(*flags, program=True) as server:
         for _ in range(WARM_UPS):
             assert not [timing.error for timing in apply(server, 10) if timing.error]
         server.wait_until_idle()

@@ -18,6 +18,7 @@ import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.engines import until
+from tests.support.forked import ForkedProgram
 from tests.support.processes import engine_processes
 
 SMALL = ("--platform", "cpu", "--cpu.threads", "1", "--kv-cache-memory", "48MiB", "--max-num-seqs", "16")
@@ -31,7 +32,7 @@ _LISTENING = re.compile(r"listening on (https?://\S+|unix:\S+)")
 class RunningServer:
     """``url`` is where it listens; ``log`` what it has said so far."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedProgram
     url: str
     log: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
@@ -93,14 +94,29 @@ class RunningServer:
     def stop(self, sig: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal and wait; returns the exit code."""
         self.process.send_signal(sig)
-        return self.process.wait(60)
+        code = self.process.wait(60)
+        assert code is not None, "it does not end"
+        return code
 
 
 @contextmanager
-def running_server(*flags: str, wait: bool = True, **options: Any) -> Iterator[RunningServer]:
-    """A server with the demo model and ``flags``; ready, unless told not to wait. ``options`` are its clients'."""
-    command = [sys.executable, "-m", "hardpoint.cli", "serve", "--port", "0", *SMALL, *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def running_server(*flags: str, wait: bool = True, program: bool = False, **options: Any) -> Iterator[RunningServer]:
+    """A server with the demo model and ``flags``; ready, unless told not to wait. ``options`` are its clients'.
+
+    Forked with torch imported, unless a ``program`` of its own is asked for, which takes seconds more to start, and
+    below which its engine's processes are.
+    """
+    command = ["serve", "--port", "0", *SMALL, *flags]
+    process: subprocess.Popen[str] | ForkedProgram
+    if program or os.environ.get("OMP_NUM_THREADS") != "1":
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hardpoint.cli", *command],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    else:
+        process = ForkedProgram(*command)
     server = RunningServer(process, "", options=options)
     listening = threading.Event()
 

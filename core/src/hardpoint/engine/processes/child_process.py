@@ -28,7 +28,8 @@ from hardpoint_plugin_api import HardpointError
 GUARD = 'if __name__ == "__main__":'
 """What a script that starts processes needs around what it does."""
 
-_MODULES = ("hardpoint.engine.processes.preloaded",)
+MODULES = ("hardpoint.engine.processes.preloaded",)
+"""What the server of these processes has imported."""
 
 
 def start(target: Callable[..., object], args: tuple[object, ...], name: str) -> BaseProcess:
@@ -38,7 +39,7 @@ def start(target: Callable[..., object], args: tuple[object, ...], name: str) ->
     """
     try:
         with fork_server.signals_held():
-            return fork_server.start(target, args, name, _MODULES, brief_waits())
+            return fork_server.start(target, args, name, MODULES, brief_waits())
     except RuntimeError as error:
         if "bootstrapping" not in str(error):
             raise
