@@ -12,10 +12,12 @@ import torch
 
 from hardpoint.conformance.families.latent import LatentTrials
 from hardpoint.conformance.families.layers import LayerTrials
+from hardpoint.conformance.families.ops import OpTrials
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.context import Context
 from hardpoint.layers.sparse_indexer import SparseIndexer
+from hardpoint.ops import get
 from hardpoint.ops.index_scores import index_scores
 from hardpoint.ops.store_index_keys import Cache, store_index_keys
 from hardpoint.ops.topk_positions import topk_positions
@@ -256,6 +258,13 @@ OPS: dict[str, tuple[Any, Callable[..., Any]]] = {
 def test_faults_of_ops(title: str) -> None:
     op, fault = OPS[title]
     assert failures(op, fault, torch.float32), f"{title} was not caught"
+
+
+@HEALTHY
+@pytest.mark.parametrize("name", ["store_index_keys", "index_scores", "topk_positions"])
+def test_the_references_pass(site: Site, every: int, name: str) -> None:
+    caught = first_failure(subject(site, get(name).reference, "op", name), OpTrials(), every=every)
+    assert caught is None, str(caught)
 
 
 # The layer.

@@ -13,6 +13,7 @@ from hardpoint import SamplingParams
 from hardpoint_plugin_api import CheckpointError, SelectionError, UnknownNameError
 from tests.support.checkpoints import (
     DEEPSEEK_V2,
+    DEEPSEEK_V32,
     check_tokens_equal,
     random_prompts,
     reference_logits,
@@ -29,13 +30,30 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrain
     return folder, write_checkpoint(folder, "deepseek_v2", **DEEPSEEK_V2)
 
 
+@pytest.fixture(scope="module")
+def sparse_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("sparse")
+    return folder, write_checkpoint(folder, "deepseek_v32", **DEEPSEEK_V32)
+
+
+@pytest.fixture(params=["dense", "sparse"])
+def either(
+    request: pytest.FixtureRequest,
+    checkpoint: tuple[Path, PreTrainedModel],
+    sparse_checkpoint: tuple[Path, PreTrainedModel],
+) -> tuple[Path, PreTrainedModel]:
+    """Latents alone, and latents beside index keys, by which each query's positions are chosen."""
+    return checkpoint if request.param == "dense" else sparse_checkpoint
+
+
 @pytest.mark.parametrize("ahead", [False, True])
-def test_prefixes_chunks_and_preemption(checkpoint: tuple[Path, PreTrainedModel], ahead: bool) -> None:
+def test_prefixes_chunks_and_preemption(either: tuple[Path, PreTrainedModel], ahead: bool) -> None:
     """Pages for some of the requests alone; then one prompt twice, which is found in the cache."""
-    folder, model = checkpoint
+    folder, model = either
     prompts = random_prompts(6, 60, seed=3, shortest=20)
     prompts += [[*prompt, 1, 2] for prompt in prompts]
-    page = 16 * (24 + 8) * 4 * 3
+    index_key = getattr(model.config, "index_head_dim", 0)
+    page = 16 * (24 + 8 + index_key) * 4 * 3
     settings: dict[str, Any] = {"kv_cache_memory": 14 * page, "max_num_batched_tokens": 24, "max_model_len": 128}
     with small_llm(folder, async_scheduling=ahead, **settings) as llm:
         for _ in range(2):
@@ -48,9 +66,9 @@ def test_prefixes_chunks_and_preemption(checkpoint: tuple[Path, PreTrainedModel]
         assert llm.stats.cached_tokens > 0
 
 
-def test_drafts_are_verified(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+def test_drafts_are_verified(either: tuple[Path, PreTrainedModel]) -> None:
     """A request has several tokens in a step, of which some are taken back."""
-    folder, model = checkpoint
+    folder, model = either
     prompts = [prompt * 3 for prompt in random_prompts(5, 20, seed=2, shortest=8)]
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     with small_llm(folder, speculative_method="ngram", num_speculative_tokens=3) as llm:

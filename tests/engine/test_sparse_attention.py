@@ -1,4 +1,7 @@
-"""Sparse attention in whole engines: index keys beside latents, 8-bit index keys, shared indexers, refusals."""
+"""Sparse attention in whole engines: index keys beside latents, 8-bit index keys, shared indexers, refusals.
+
+Prefixes, chunks, preemption and drafts are in test_latent_attention.py.
+"""
 
 from __future__ import annotations
 
@@ -9,52 +12,21 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from hardpoint import SamplingParams
 from hardpoint_plugin_api import CheckpointError, ConfigError
 from tests.parallel.ranks import ranks_in_threads
 from tests.support.checkpoints import (
     DEEPSEEK_V32,
-    check_tokens_equal,
     random_prompts,
     reference_logits,
     write_checkpoint,
 )
 from tests.support.engines import prompt_logits, small_llm
 
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("deepseek_v32")
     return folder, write_checkpoint(folder, "deepseek_v32", **DEEPSEEK_V32)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_prefixes_chunks_and_preemption(checkpoint: tuple[Path, PreTrainedModel], ahead: bool) -> None:
-    """Pages for some of the requests alone; then one prompt twice, which is found in the cache."""
-    folder, model = checkpoint
-    prompts = random_prompts(6, 60, seed=3, shortest=20)
-    prompts += [[*prompt, 1, 2] for prompt in prompts]
-    page = 16 * (24 + 8 + 24) * 4 * 3
-    settings: dict[str, Any] = {"kv_cache_memory": 16 * page, "max_num_batched_tokens": 24, "max_model_len": 128}
-    with small_llm(folder, async_scheduling=ahead, **settings) as llm:
-        for _ in range(2):
-            for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
-                check_tokens_equal(model, prompt, output.outputs[0].token_ids)
-        assert llm.stats.num_preemptions > 0
-        assert llm.stats.cached_tokens > 0
-
-
-def test_drafts_are_verified(checkpoint: tuple[Path, PreTrainedModel]) -> None:
-    """A request has several tokens in a step, of which some are taken back."""
-    folder, model = checkpoint
-    prompts = [prompt * 3 for prompt in random_prompts(5, 20, seed=2, shortest=8)]
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-    with small_llm(folder, speculative_method="ngram", num_speculative_tokens=3) as llm:
-        for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
-            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
-        assert 0 < llm.stats.accepted_tokens < llm.stats.drafted_tokens
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["compiled", "reference"])

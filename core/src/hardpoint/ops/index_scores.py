@@ -77,7 +77,7 @@ def _allocate(
     return weights.new_empty(q.shape[0], block_table.shape[1] * cache["index_key"].shape[1])
 
 
-@custom_op(cases=_cases, errors=_ERRORS, allocate=_allocate)
+@custom_op(cases=_cases, errors=_ERRORS, allocate=_allocate, has_rows=False)
 def index_scores(
     q: torch.Tensor,
     weights: torch.Tensor,

@@ -194,7 +194,8 @@ class OpProbe:
         self.title = f"{dtype}/{case.name}{cache.title}"
         more: dict[str, Any] = {"layout": cache.layout} if op.mutates else {}
         more |= {"kv_dtype": cache.dtype} if cache.dtype else {}
-        self.workload = OpWorkload(of=op.name, dtype=dtype, **more, **case.workload, scalars=op.scalars_in(case))
+        more |= case.workload  # which may say the layout of a cache of the op's own
+        self.workload = OpWorkload(of=op.name, dtype=dtype, **more, scalars=op.scalars_in(case))
         self._cases: dict[int, Case] = {}
         self._expected: dict[tuple[int, tuple[int, ...] | None], Expected] = {}
         self._plain = next((i.tensor for i in op_inputs(op, case) if i.parameter == _CACHE), None)
