@@ -38,7 +38,7 @@ from hardpoint_plugin_api import (
 )
 from hardpoint_plugin_api.elements import BUILT_IN
 
-_MOST_SCORES = 1 << 26
+_MOST_SCORES = 1 << 24
 """Scores that exist at a time: they grow with tokens times positions."""
 
 
