@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from hardpoint.server.stop_signals import StopSignals
 from tests.support.engines import until
 from tests.support.forked import ForkedProgram
 from tests.support.processes import is_gone
@@ -111,6 +113,27 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
         process.kill()
         process.wait()
         os.close(reading)
+
+
+def test_signals_end_a_server_that_was_started_in_the_background() -> None:
+    """Shells have SIGINT ignored there; a second signal ends it at once. SIGHUP is nohup's to ignore."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGHUP)}
+    deadlines: list[float] = []
+
+    async def run() -> None:
+        with StopSignals(30.0, deadlines.append).handled():
+            for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), each)
+                await asyncio.sleep(0.05)
+
+    try:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        asyncio.run(run())
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert deadlines == [30.0, 0.0]
 
 
 def is_ready(server: RunningServer) -> bool:

@@ -22,9 +22,14 @@ class StopSignals:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle them in the running event loop. A SIGHUP that is ignored, as nohup has it, stays so."""
+        """Handle them in the running event loop.
+
+        A SIGHUP that is ignored, as nohup has it, stays so. A SIGINT does not: shells have it ignored by what they
+        start in the background.
+        """
         loop = asyncio.get_running_loop()
-        handled = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        handled = [each for each in _SIGNALS if not (nohup and each is signal.SIGHUP)]
         for each in handled:
             loop.add_signal_handler(each, self._take, each)
         try:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
+from typing import Self
 
 from hardpoint.engine.client import CoreFacts, EngineStats
 from hardpoint.engine.lora import Adapter
 from hardpoint.engine.processes.calls import Answer, Call, Failure, Stop
 from hardpoint.engine.remote.recovery import RecoveryState
-from hardpoint.engine.requests import Delta
+from hardpoint.engine.requests import AdmittedRequest, Delta
 from hardpoint.plugin_host.culprits import Suspect
-from hardpoint_plugin_api import EngineDeadError, MemoryTag
+from hardpoint_plugin_api import EngineDeadError, MemoryTag, RequestError
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,14 @@ class Add:
     number: int
     asked: bytes
     so_far: Delta | None = None
+
+    @classmethod
+    def of(cls, asked: AdmittedRequest, so_far: Delta | None = None) -> Self:
+        """The message for ``asked``. Raises RequestError for parameters that cannot be sent."""
+        try:
+            return cls(asked.number, pickle.dumps(asked), so_far)
+        except Exception as error:  # parameters may hold any mapping and any number
+            raise RequestError(f"the request cannot be sent to the engine: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import pickle
 import threading
 import time
 import weakref
@@ -180,17 +179,14 @@ class RemoteCore(RemoteControl):
 
     def _queue(self, asked: AdmittedRequest) -> RequestProgress:
         request = RequestProgress(asked)
-        try:
-            pickled = pickle.dumps(asked)
-        except Exception as error:  # parameters may hold any mapping and any number
-            raise RequestError(f"the request cannot be sent to the engine: {error}") from error
+        add = Add.of(asked)
         with self._opening:
             self._refuse_if_ended()
             if not self._open:
                 self._heard = time.monotonic()
             self._open[request.number] = request
             if self._restarting is None:
-                self._link.send(Add(request.number, pickled))
+                self._link.send(add)
         return request
 
     def draw_seed(self) -> int:
@@ -388,7 +384,7 @@ class RemoteCore(RemoteControl):
 
     def _send_again(self, number: int) -> None:
         request = self._open[number]
-        self._link.send(Add(number, pickle.dumps(request.asked), request.since(request.num_prompt_tokens)))
+        self._link.send(Add.of(request.asked, request.since(request.num_prompt_tokens)))
 
     def _grown(self, delta: Delta) -> RequestProgress:
         request = self._open[delta.number]

@@ -31,7 +31,7 @@ from hardpoint.engine.remote.remote_control import check_travels
 from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
-from hardpoint_plugin_api import EngineDeadError, EngineError, HardpointError, RequestError
+from hardpoint_plugin_api import EngineDeadError, EngineError, HardpointError
 
 _GONE = "the process that shares the engine is gone"
 
@@ -113,14 +113,11 @@ class SharedCore:
         """Queue a request for one completion; see RemoteCore.add_request."""
         asked = self._lets_in.admit(prompt_token_ids, params, eos_token_ids, bad_words=bad_words, **options)
         request = RequestProgress(asked)
-        try:
-            pickled = pickle.dumps(asked)
-        except Exception as error:  # parameters may hold any mapping and any number
-            raise RequestError(f"the request cannot be sent to the engine: {error}") from error
+        add = Add.of(asked)
         with self._opening:
             self.check()
             self._open[request.number] = request
-            self._outbox.put(Add(request.number, pickled))
+            self._outbox.put(add)
         return request
 
     def draw_seed(self) -> int:
