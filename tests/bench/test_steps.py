@@ -18,7 +18,14 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import SMALL
 
 MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LENGTHS: dict[str, Any] = {"decodes": "1,2", "prefills": "2", "input_len": "8", "output_len": 33, "repeat": 3}
+LENGTHS: dict[str, Any] = {
+    "decodes": "1,2",
+    "prefills": "2",
+    "input_len": "8",
+    "output_len": 33,
+    "repeat": 3,
+    "seconds": 0.0,
+}
 
 
 def config(folder: Path, **settings: Any) -> EngineConfig:
@@ -81,3 +88,12 @@ def test_sequences_that_end_while_kernels_are_counted(tmp_path: Path) -> None:
         steps(config(tmp_path, max_model_len=45), kernels=1, **LENGTHS)
     rows = steps(config(tmp_path, max_model_len=64), kernels=1, **LENGTHS).rows
     assert [row.name for row in rows].count("  step") == 2
+
+
+def test_short_runs_are_repeated_until_the_time_has_passed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3")
+    asked = LENGTHS | {"decodes": "", "prefills": "1,2", "seconds": 1.0}
+    with patch.object(module, "generate", lambda llm, data: 0.125 * len(data)):
+        rows = {row.name: row.note for row in steps(config(tmp_path), kernels=0, **asked).rows}
+    assert rows["prefill, 1 x 8"].endswith("in 8 runs")
+    assert rows["prefill, 2 x 8"].endswith("in 4 runs")

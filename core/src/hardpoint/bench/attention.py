@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from hardpoint.resources import EngineResources
 from hardpoint.selection import Settings
 from hardpoint.selection.selector import Selector
 from hardpoint_plugin_api import AttentionBatch, AttentionSpec, ConfigError, LatentSpec, Reason, SelectionError
+
+logger = logging.getLogger(__name__)
 
 _PIECE = re.compile(r"(?P<count>\d*)q(?P<query>\d+k?)(?:s(?P<total>\d+k?))?")
 _WORKING_SET = 256 * 2**20
@@ -146,20 +149,23 @@ def attention(
         serving = _serving(ctx, kind, variants)
         backends = [b for b in serving if wanted.search(b.name)]
         if not backends:
-            names = ", ".join(b.name for b in serving)
+            names = ", ".join(b.name for b in serving if not b.is_variant)
             raise ConfigError(f"--only {only}: found in the name of no attention backend that serves here: {names}")
         ceilings = timer.read_speed(rounds), timer.product_speed(rounds)
         peer_dtype = timer.dtype_at_speed(dtype_of(dtype))
         for text, requests in parsed.items():
             work = _Work.of(kind, requests)
-            peer = None
-            if not window:
-                calls = [kind.dense(one, ctx.torch_device, peer_dtype) for one in requests]
-                peer = timer.seconds([partial(_all, calls) for _ in range(work.copies)], rounds)
+            peer = None if window else _peer_seconds(kind, requests, timer, ctx.torch_device, peer_dtype, rounds, work)
             for candidate in backends:
                 runs = _runs(candidate.backend, kind, requests, ctx.torch_device, work.copies)
-                seconds = timer.seconds(runs, rounds)
-                rows.append(work.row(f"{text} {candidate.name}", seconds, ceilings, peer))
+                try:
+                    seconds = timer.seconds(runs, rounds)
+                except Exception as error:
+                    if not candidate.is_variant:
+                        raise
+                    logger.warning("left out: %s %s: %s", text, candidate.name, str(error).strip().splitlines()[0])
+                else:
+                    rows.append(work.row(f"{text} {candidate.name}", seconds, ceilings, peer))
                 del runs
     return BenchResult(
         "attention",
@@ -197,10 +203,29 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A backend that serves, by the name to be shown."""
+    """A backend that serves, by the name to be shown. A variant's tuning may not fit the device."""
 
     name: str
     backend: Any
+    is_variant: bool = False
+
+
+def _peer_seconds(
+    kind: Kind,
+    requests: Sequence[Requests],
+    timer: DeviceTimer,
+    device: torch.device,
+    dtype: torch.dtype,
+    rounds: int,
+    work: _Work,
+) -> float | None:
+    """Seconds of torch's attention over the batch. None, with a warning, where it takes more memory than there is."""
+    try:
+        calls = [kind.dense(one, device, dtype) for one in requests]
+        return timer.seconds([partial(_all, calls) for _ in range(work.copies)], rounds)
+    except torch.OutOfMemoryError as error:
+        logger.warning("no peer for a batch: torch's attention ran out of memory: %s", str(error).split(". ")[0])
+        return None
 
 
 def _serving(ctx: Context, kind: Kind, variants: bool) -> list[_Candidate]:
@@ -209,7 +234,7 @@ def _serving(ctx: Context, kind: Kind, variants: bool) -> list[_Candidate]:
     Raises SelectionError, with the reasons against each, where there is none.
     """
     spec = kind.spec
-    serving: list[_Candidate] = []
+    serving: dict[tuple[Offer, ...], list[_Candidate]] = {}  # several plugins may offer kernels of one name
     rejected: dict[str, Sequence[Reason]] = {}
     for offer in ctx.plugins.offers("attention", kind.of):
         name = offer.contribution.name
@@ -226,23 +251,26 @@ def _serving(ctx: Context, kind: Kind, variants: bool) -> list[_Candidate]:
         except SelectionError as error:
             rejected |= error.rejected
             continue
+        chosen_offers = tuple(entry.offer for entry in plan.entries)
+        if chosen_offers in serving:
+            continue
         parts = [(e.range, construct(e.offer, ctx.load(e.offer), kind.backend, chosen, spec)) for e in plan.entries]
         built = [_Candidate(name, parts[0][1] if len(parts) == 1 else kind.joined(chosen, spec, parts))]
         if variants:
             built += _variants(offer, chosen, spec)
         chosen.resources.allocate(ctx.torch_device)
-        serving += built
+        serving[chosen_offers] = built
     if not serving:
         workload = spec.workload().key()
         raise SelectionError(f"nothing can serve attention {kind.of} ({workload}) on {ctx.device.name}", rejected)
-    return serving
+    return [candidate for built in serving.values() for candidate in built]
 
 
 def _variants(offer: Offer, ctx: Context, spec: Any) -> Iterator[_Candidate]:
     """A backend's other tunings: classes like it, by name, under its ``variants``."""
     target = ctx.load(offer)
     for name, kind in getattr(target, "variants", dict)().items():
-        yield _Candidate(f"{offer.contribution.name} {name}", kind(ctx, spec))
+        yield _Candidate(f"{offer.contribution.name} {name}", kind(ctx, spec), is_variant=True)
 
 
 def _runs(backend: Any, kind: Kind, batch: Sequence[Requests], device: torch.device, copies: int) -> list[Run]:

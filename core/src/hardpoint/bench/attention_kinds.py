@@ -177,6 +177,10 @@ class LatentKind(Kind):
         spec, size = self.spec, self.spec.latent_size + self.spec.rope_size
         q = torch.randn(one.count, spec.num_heads, one.query, size, device=device).to(dtype)
         k = torch.randn(one.count, 1, one.total, size, device=device).to(dtype)
+        if one.query == 1:
+            # All heads read the same keys, so they are rows of one product: torch would copy the keys for each head.
+            q = q.transpose(1, 2)
+            return partial(torch.nn.functional.scaled_dot_product_attention, q, k, k[..., : spec.latent_size])
         return _torch_attention(one, q, k, k[..., : spec.latent_size])
 
 

@@ -113,7 +113,11 @@ class DeviceTimer:
     def _probe_seconds(self, dtype: torch.dtype) -> float:
         if dtype not in self._probed:
             factor = torch.randn(_PROBE, _PROBE, device=self._device).to(dtype)
-            self._probed[dtype] = min(self.once(lambda: factor @ factor) for _ in range(_PROBES))
+            times = [self.once(lambda: factor @ factor)]  # which loads libraries
+            began = time.perf_counter()
+            while len(times) < _PROBES or time.perf_counter() - began < _PROBING:
+                times.append(self.once(lambda: factor @ factor))
+            self._probed[dtype] = min(times)
         return self._probed[dtype]
 
     def once(self, run: Run) -> float:
@@ -156,8 +160,8 @@ class DeviceTimer:
         return torch.randn(size, size, device=self._device).to(self.product.dtype)
 
 
-_PROBE, _PROBES, _CRAWL = 256, 3, 4.0
-"""Rows of the matrices that find the dtype of products, and calls; from so many times float32's time on, one crawls."""
+_PROBE, _PROBES, _PROBING, _CRAWL = 256, 3, 0.05, 4.0
+"""Rows of the matrices that find the dtype of products; least calls, seconds; so many times float32's crawls."""
 _SIZES, _LONGEST_PRODUCT = (2048, 1024, 512), 0.05
 """Rows of the roofline's matrices, the most that take no longer than so many seconds."""
 _LONG = 5.0

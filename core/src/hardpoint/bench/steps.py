@@ -44,7 +44,14 @@ _STEPS_BEFORE = 3
 @click.option("--input-len", default="512", show_default=True, metavar="LENGTHS", help="Tokens of each prompt.")
 @click.option("--output-len", default=129, show_default=True, type=click.IntRange(min=2), help="Tokens of each output.")
 @click.option(
-    "--repeat", default=3, show_default=True, type=click.IntRange(min=1), help="Runs to measure; the median counts."
+    "--repeat", default=3, show_default=True, type=click.IntRange(min=1), help="Least number of runs to measure."
+)
+@click.option(
+    "--seconds",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Least time to measure each size for: short runs are repeated until it has passed.",
 )
 @click.option(
     "--kernels",
@@ -55,7 +62,14 @@ _STEPS_BEFORE = 3
 )
 @benchmark("steps", "Decode and prefill rates of the engine in process, at stated numbers of requests.")
 def steps(
-    config: EngineConfig, decodes: str, prefills: str, input_len: str, output_len: int, repeat: int, kernels: int
+    config: EngineConfig,
+    decodes: str,
+    prefills: str,
+    input_len: str,
+    output_len: int,
+    repeat: int,
+    seconds: float,
+    kernels: int,
 ) -> BenchResult:
     """Have random prompts continued greedily, so many at once.
 
@@ -64,9 +78,9 @@ def steps(
 
     The decode rate is the tokens behind each first one over the time that they add: the difference of two runs, one
     with all tokens and one with a single token, so that it holds all that the engine does for a token. The prefill rate
-    is prompt tokens over the time of a run with one token. One run before each is not counted. With --kernels, further
-    steps are profiled: the time that kernels take of one, in all and by name, and the time between kernels. Several
-    ranks have processes of their own, and so neither a roofline nor --kernels.
+    is prompt tokens over the time of a run with one token. Rates are medians; one run before each is not counted. With
+    --kernels, further steps are profiled: the time that kernels take of one, in all and by name, and the time between
+    kernels. Several ranks have processes of their own, and so neither a roofline nor --kernels.
     """
     check_here(config, several_ranks=not kernels)
     sizes = {"decode": _numbers(decodes, "--decode"), "prefill": _numbers(prefills, "--prefill")}
@@ -86,18 +100,22 @@ def steps(
             generator = random.Random(next(seeds))
             return [SyntheticRequest(generator.choices(tokens, k=k), length) for k in lengths(size)]
 
-        def seconds(size: int, length: int) -> float:
-            return generate(llm, requests(size, length))
+        def times_of(size: int, length: int) -> list[float]:
+            """Seconds of each run: the first is not counted, since it may capture or compile."""
+            generate(llm, requests(size, length))
+            times: list[float] = []
+            while len(times) < repeat or sum(times) < seconds:
+                times.append(generate(llm, requests(size, length)))
+            return times
 
         for kind, numbers in sizes.items():
             for size in numbers:
                 name = f"{kind}, {size} x {input_len}"
-                firsts = [seconds(size, 1) for _ in range(repeat + 1)][1:]
+                times = firsts = times_of(size, 1)
                 made, roofline = sum(lengths(size)), None
-                times = firsts
                 if kind == "decode":
                     first = statistics.median(firsts)
-                    times = [seconds(size, output_len) - first for _ in range(repeat + 1)][1:]
+                    times = [taken - first for taken in times_of(size, output_len)]
                     made, roofline = size * (output_len - 1), size / read_seconds(llm, size) if has_roofline else None
                     if min(times) <= 0:
                         raise ConfigError(
@@ -105,7 +123,7 @@ def steps(
                             "by; raise it"
                         )
                 rates = [made / x for x in times]
-                note = f"from {min(rates):,.0f} to {max(rates):,.0f}"
+                note = f"from {min(rates):,.0f} to {max(rates):,.0f} in {len(times)} runs"
                 if kind == "decode":
                     note += f"; {1e3 * statistics.median(times) / (output_len - 1):.3f} ms a step"
                 rows.append(BenchRow(name, statistics.median(rates), "tokens/s", roofline, better="higher", note=note))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from hardpoint.kernels.latent_decode import decode_latent_attention
 from hardpoint.kernels.latent_listed import attend_listed_latents
 from hardpoint.kernels.latent_prefill import prefill_latent_attention
 from hardpoint.kernels.latent_store import store_latents
+from hardpoint.kernels.latent_tuning import VARIANTS
 from hardpoint.kernels.launch import Launcher, aligned, in_stages_that_fit
 from hardpoint.kernels.tables import table_of
 from hardpoint_plugin_api import (
@@ -158,6 +159,11 @@ class TritonLatentAttention(LatentBackend):
             if size is not None and size > most:
                 found.append(Reason("shape", f"{name} is too large", wanted=str(size), supported=f"up to {most}"))
         return found
+
+    @classmethod
+    def variants(cls) -> dict[str, type[Self]]:
+        """Backends with other tunings, by what is changed: for benchmarks, which say which is best on a device."""
+        return {name: type(cls.__name__, (cls,), {"tables": tables}) for name, tables in VARIANTS.items()}
 
     def store(self, call: LatentStoreCall) -> None:
         """See LatentBackend."""

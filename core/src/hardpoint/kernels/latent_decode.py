@@ -99,6 +99,8 @@ def decode_latent_attention(
     if WIDE:
         latent_queries = latent_queries.to(tl.float32)
         rope_queries = rope_queries.to(tl.float32)
+    # Tiles that end before the split does need no mask.
+    middle = begin + (end - begin) // BLOCK_N * BLOCK_N
     accumulated, total, highest = attend_latent(
         tl.zeros([BLOCK_M, BLOCK_L], tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
@@ -107,7 +109,7 @@ def decode_latent_attention(
         rope_queries,
         in_block,
         begin,
-        end,
+        middle,
         latents,
         rope_keys,
         latent_page_stride,
@@ -118,11 +120,36 @@ def decode_latent_attention(
         LATENT_SIZE,
         ROPE_SIZE,
         BLOCK_SIZE,
-        "end",
+        "none",
         BLOCK_N,
         BLOCK_L,
         BLOCK_R,
         STAGES,
+    )
+    accumulated, total, highest = attend_latent(
+        accumulated,
+        total,
+        highest,
+        latent_queries,
+        rope_queries,
+        in_block,
+        middle,
+        end,
+        latents,
+        rope_keys,
+        latent_page_stride,
+        rope_page_stride,
+        block_row,
+        pages_of_tile(block_row, middle, end, BLOCK_SIZE, BLOCK_N),
+        score_factor,
+        LATENT_SIZE,
+        ROPE_SIZE,
+        BLOCK_SIZE,
+        "end",
+        BLOCK_N,
+        BLOCK_L,
+        BLOCK_R,
+        1,
     )
     columns = tl.arange(0, BLOCK_L)
     whole = real[:, None] & (columns[None, :] < LATENT_SIZE)
