@@ -25,6 +25,9 @@ MORE_SCRATCH = {
     ("gfx942", "decode_latent_attention"): 512,
     ("gfx942", "prefill_latent_attention"): 512,
     ("gfx1201", "_gemm"): 704,
+    ("gfx1201", "decode_attention"): 1024,
+    ("gfx1201", "prefill_attention"): 1088,
+    ("gfx1201", "expert_tiles"): 1984,
     ("gfx1201", "_int4_matmul"): 384,
 }
 """Kernels that have too many numbers for the registers, in tiles that were measured on NVIDIA GPUs alone."""
