@@ -36,7 +36,7 @@ def num_connections(pid: int) -> int:
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningServer]:
     flags = ["--api-server-count", "2", "--max-concurrent-requests", "8", "--api-key", "secret"]
-    with running_server(*flags, "--allow-engine-control", "--shutdown-deadline", "60", **KEY) as server:
+    with running_server(*flags, "--allow-engine-control", "--shutdown-deadline", "60", program=True, **KEY) as server:
         yield server
 
 
@@ -161,7 +161,7 @@ def test_it_drains(fleet: RunningServer) -> None:
 
 
 def test_the_end_of_its_first_process_ends_all() -> None:
-    with running_server("--api-server-count", "2") as server:
+    with running_server("--api-server-count", "2", program=True) as server:
         pids = processes(server.process.pid)
         server.process.kill()
         until(lambda: all(map(is_gone, pids)), 20)
