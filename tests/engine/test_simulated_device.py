@@ -37,7 +37,7 @@ OF_THE_DEVICE = (
 def test_engines_run_on_it(site: Path, tmp_path: Path, chosen: str) -> None:
     latents = "tests/engine/test_latent_attention.py::test_prefixes_chunks_and_preemption"
     if chosen:
-        latents += "[True]"
+        latents += "[dense-True]"
     parts = ("generation", "sampler", "sleep", "states")
     check(site, tmp_path, "-k", chosen, latents, *(f"tests/engine/test_{part}.py" for part in parts))
 

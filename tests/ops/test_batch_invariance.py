@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from hardpoint.ops.activation import ACTIVATIONS
 from hardpoint.ops.decode_inputs import allocate_step
 from hardpoint.reference import batch_invariant_linear
 from hardpoint.reference.batch_invariant_linear import BatchInvariantLinear, rows_are_alike
-from hardpoint_plugin_api import NO_DRAFT, BuildContext, LinearCall, LinearWorkload, QuantSpec, Scale
+from hardpoint_plugin_api import NO_DRAFT, BuildContext, LinearCall, LinearWorkload, QuantSpec, Scale, SelectionError
 from tests.ops.judging import failures
 from tests.ops.manifest_context import OPS, load_target
 from tests.support.row_invariance import RowFunction, check_rows
@@ -350,6 +350,14 @@ USES: dict[str, Callable[[Inputs], Use]] = {
 }
 """How each op is used, by its name and what else there is to say."""
 
+INDEX_KEYS: dict[str, Any] = {"layout": "plain", "head_size": 16}
+REFUSED: dict[str, dict[str, Any]] = {
+    "index_scores": INDEX_KEYS,
+    "store_index_keys": INDEX_KEYS,
+    "topk_positions": {"dtype": "float32", "scalars": {"top_k": 4}},
+}
+"""Ops that no implementation offers in batch-invariant mode, which sparse attention lacks, and what binds them."""
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_forms_of_their_own_are_right(dtype: str) -> None:
@@ -360,7 +368,13 @@ def test_forms_of_their_own_are_right(dtype: str) -> None:
 
 
 def test_every_op_is_here() -> None:
-    assert {use.partition(" ")[0] for use in USES} == set(names())
+    assert {use.partition(" ")[0] for use in USES} | REFUSED.keys() == set(names())
+
+
+@pytest.mark.parametrize("op", REFUSED)
+def test_ops_without_a_form_for_it_are_refused(ctx: Context, op: str) -> None:
+    with pytest.raises(SelectionError, match="batch_invariant not supported"):
+        get(op).bind(ctx, **REFUSED[op])
 
 
 @pytest.mark.parametrize("use", USES)
