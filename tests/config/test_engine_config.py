@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hardpoint.config import SETTINGS, EngineConfig
@@ -125,6 +125,7 @@ def test_an_unknown_name_comes_with_the_nearest() -> None:
 @given(
     st.sampled_from(SETTINGS), st.none() | st.text() | st.integers() | st.lists(st.text()) | st.floats() | st.booleans()
 )
+@example("load_format", [])
 @settings(deadline=None)
 def test_whatever_is_given_no_other_error_escapes(key: str, value: object) -> None:
     try:

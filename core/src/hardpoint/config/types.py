@@ -20,7 +20,6 @@ KVDtype = Literal[
 ]
 
 ExecutorKind = Literal["inproc", "mp", "torchrun"]
-LoadFormat = Annotated[Literal["auto", "random"], BeforeValidator(lambda value: _LOAD_FORMATS.get(value, value))]
 OnFailure = Literal["fail", "restart"]
 
 _DTYPE_ALIASES = {"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"}
@@ -38,6 +37,10 @@ _OP_SWITCH = re.compile(r"[+-][A-Za-z_]\w*")
 
 def _dtype(value: object) -> object:
     return _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+def _load_format(value: object) -> object:
+    return _LOAD_FORMATS.get(value, value) if isinstance(value, str) else value
 
 
 def _cache_dtype(value: object) -> object:
@@ -152,6 +155,7 @@ def check_deny(denied: tuple[str, ...]) -> tuple[str, ...]:
 
 
 AnyDtype = Annotated[Dtype, BeforeValidator(_dtype)]
+LoadFormat = Annotated[Literal["auto", "random"], BeforeValidator(_load_format)]
 CacheDtype = Annotated[KVDtype, BeforeValidator(_cache_dtype)]
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
 PageSize = Annotated[Count, Field(le=2**16)]
