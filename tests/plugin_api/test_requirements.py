@@ -36,6 +36,7 @@ from hardpoint_plugin_api import (
     Scale,
     TokensRequirement,
     Workload,
+    distributions,
     parse_requirement,
     requirements,
 )
@@ -574,3 +575,9 @@ def test_a_distribution_that_comes_or_goes_is_noticed(tmp_path: Path, monkeypatc
         assert found == check(wanted)
         codes.append(None if found is None else found.code)
     assert codes == ["package-missing", "package-version", None, "package-missing"]
+
+
+def test_no_other_distribution_is_read_where_no_module_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them all takes a second, at each start of an engine."""
+    monkeypatch.setattr(distributions, "packages_distributions", lambda: pytest.fail("every distribution is read"))
+    assert distributions.owner_of("no_such_module", other_than="no-such-distribution") is None

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from functools import lru_cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
@@ -56,10 +57,7 @@ def locate_module(distribution: Distribution, top: str) -> Path | Reason:
     be found, or that what would be imported lies outside the distribution's recorded files and, where it is installed
     editable, outside its source tree.
     """
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):  # ValueError: a module without a spec is imported under this name
-        spec = None
+    spec = _spec_of(top)
     found = [*(spec.submodule_search_locations or ())] if spec else []
     if spec and spec.has_location and spec.origin:
         found.append(spec.origin)
@@ -82,10 +80,22 @@ def locate_module(distribution: Distribution, top: str) -> Path | Reason:
 
 
 def owner_of(top: str, other_than: str) -> str | None:
-    """Return the name of the installed distribution, ``other_than`` left out, that provides the top-level module."""
+    """Return the name of the installed distribution, ``other_than`` left out, that provides the top-level module.
+
+    None where no such module is found; only where one is, all distributions are read, which takes a second.
+    """
+    if _spec_of(top) is None:
+        return None
     wanted = canonicalize_name(other_than)
     names = (name for name in packages_distributions().get(top, ()) if canonicalize_name(name) != wanted)
     return next(names, None)
+
+
+def _spec_of(top: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # ValueError: a module without a spec is imported under this name
+        return None
 
 
 def editable_source(distribution: Distribution) -> Path | None:
