@@ -117,16 +117,16 @@ def test_a_program_that_changes_its_environment_keeps_few_servers(
     monkeypatch: pytest.MonkeyPatch, servers: dict[fork_server._Key, fork_server._Server]
 ) -> None:
     """Those that have children are not ended: a process is spawned in place of that."""
-    ours, theirs = Pipe()
+    pipes = [Pipe() for _ in range(fork_server._MOST_SERVERS)]
     held: list[BaseProcess] = []
-    for number in range(fork_server._MOST_SERVERS):
+    for number, (_, theirs) in enumerate(pipes):
         monkeypatch.setenv("HP_VARIABLE", str(number))
         held.append(fork_server.start(wait_for_a_word, (theirs,), "child", MODULES))
     pids = [server._forkserver_pid for server in servers.values()]
     monkeypatch.setenv("HP_VARIABLE", "one more")
     found = told(say)
     assert (found["parent"], found["variable"]) == (os.getpid(), "one more"), "spawned"
-    for _ in held:
+    for ours, _ in pipes:
         ours.send("go")
     for process in held:
         process.join()
