@@ -56,9 +56,9 @@ def attend_listed_latents(
     BEGIN: tl.constexpr,
 ):
     """Grid: T x blocks of ``BLOCK_MERGE`` heads."""
-    BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_MERGE - 1) // BLOCK_MERGE
     if BEGIN is not None:
         BEGIN()
+    BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_MERGE - 1) // BLOCK_MERGE
     query = tl.program_id(0) // BLOCKS
     request = request_of(query, query_start, num_requests)
     position = tl.load(seq_lens + request) - tl.load(query_start + request + 1) + query

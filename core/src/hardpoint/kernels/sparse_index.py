@@ -159,9 +159,9 @@ def topk_positions_kernel(
     BEGIN: tl.constexpr,
 ):
     """One row: the lowest score that is chosen, eight bits of its key at a time; then the positions in order."""
-    row = tl.program_id(0).to(tl.int64)
     if BEGIN is not None:
         BEGIN()
+    row = tl.program_id(0).to(tl.int64)
     scores = scores_ptr + row * stride
     out = out_ptr + row * TOP_K
     count = tl.minimum(tl.load(positions_ptr + row).to(tl.int32) + 1, num_scores)
