@@ -36,7 +36,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[fork_server._Key, 
 
 
 def say(answers: Connection) -> None:
-    """What a child finds."""
+    """The surroundings that a child finds."""
     answers.send(
         {
             "parent": os.getppid(),
@@ -116,7 +116,7 @@ def test_equal_environments_share_a_server_and_its_childrens_children_do(
 def test_a_program_that_changes_its_environment_keeps_few_servers(
     monkeypatch: pytest.MonkeyPatch, servers: dict[fork_server._Key, fork_server._Server]
 ) -> None:
-    """Those that have children are not ended: a process is spawned in place of that."""
+    """Servers that have children are not ended: a process is spawned in place of that."""
     pipes = [Pipe() for _ in range(fork_server._MOST_SERVERS)]
     held: list[BaseProcess] = []
     for number, (_, theirs) in enumerate(pipes):

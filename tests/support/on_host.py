@@ -1,4 +1,4 @@
-"""What a platform over torch's device-generic API needs to run on the host's tensors."""
+"""Stand-ins that let a platform over torch's device-generic API run on the host's tensors."""
 
 from __future__ import annotations
 

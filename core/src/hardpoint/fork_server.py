@@ -195,7 +195,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Inherited:
-    """What a child has from its parent and not from its server. Made in the parent, and unpickled in the child."""
+    """The state that a child has from its parent, not from its server. Made in the parent, unpickled in the child."""
 
     def __init__(self, server: _Server, environment: Mapping[str, str]) -> None:
         self.environment, self.address = dict(environment), server.address
@@ -219,7 +219,7 @@ class _Inherited:
 
 
 def _begin(inherited: _Inherited, modules: Sequence[str], target: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """What a forked child runs."""
+    """The target of a forked child."""
     inherited.adopt()
     ours: Any = forkserver._forkserver  # which ``multiprocessing`` has given the end of the pipe that keeps it alive
     key = _Key.of(modules, os.environ)

@@ -146,7 +146,7 @@ class MetricsSnapshot(Collector):
 
     @property
     def counters(self) -> MetricsSnapshot:
-        """Those that only grow: what is left of a process that has ended."""
+        """The counters alone, which stay true after a process has ended."""
         return MetricsSnapshot(tuple(family for family in self.families if family.type in ("counter", "histogram")))
 
     @classmethod

@@ -145,5 +145,5 @@ class ServedCore(CoreClient, Protocol):
 
     @property
     def recovery(self) -> RecoveryState:
-        """What became of failures so far, and whether one is being recovered from."""
+        """The failures so far, how they ended, and whether one is being recovered from."""
         ...

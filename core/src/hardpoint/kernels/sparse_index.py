@@ -178,7 +178,7 @@ def topk_positions_kernel(
         for start in range(0, count, BLOCK):
             inside = start + numbers < count
             keys = _key(tl.load(scores + start + numbers, mask=inside, other=0.0))
-            # Those with other bits above are counted nowhere: bins 256 and up.
+            # Keys with other bits above are counted nowhere: bins 256 and up.
             among = inside & ((keys >> (32 - 8 * digit)) == found)
             bin_of = tl.where(among, (keys >> (24 - 8 * digit)) & 255, 256).to(tl.int32)
             both = tl.reshape(tl.histogram(bin_of, 512), (2, 256))

@@ -34,7 +34,7 @@ _PARENT_GONE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Place:
-    """What a process has in common with others, and its ``number`` among them.
+    """The resources that a process shares with others, and its ``number`` among them.
 
     ``engine``: its connection to the hub. ``open_requests`` has a number for each process. ``created``: when the server
     was started. ``loads_first``: others take connections while it loads.
@@ -56,7 +56,7 @@ def serve_api(
     settings: ServerSettings,
     place: Place,
 ) -> None:
-    """What such a process runs."""
+    """The target of such a process."""
     share_log(settings)
     try:
         service = Service(EngineHost(config, functools.partial(connect_shared, connection=place.engine)), settings)

@@ -283,7 +283,7 @@ def _with_shared_store(settings: ServerSettings, exits: ExitStack) -> ServerSett
 
 
 def _end_responses(settings: ServerSettings, maker: int | None = None) -> None:
-    """What a process was making has failed with it; None: all processes."""
+    """Mark the responses that a process was making as failed; None: all processes."""
     if (store := open_store(settings)) is not None:
         store.end_open(maker)
         store.close()

@@ -1,4 +1,4 @@
-"""What passes between a server's processes and the one that started them. Plain and picklable."""
+"""Messages between a server's processes and the one that started them. Plain and picklable."""
 
 from __future__ import annotations
 

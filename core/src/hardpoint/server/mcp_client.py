@@ -103,7 +103,7 @@ class ToolSession:
         await asyncio.wait({self._task})
 
     async def _do(self, job: Callable[[Client], Awaitable[T]]) -> T:
-        """What ``job`` makes of the client. Raises MCPError as the server says, and ToolServerError."""
+        """The result of ``job``, called with the client. Raises MCPError as the server says, and ToolServerError."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         async def run(client: Client) -> None:
@@ -120,7 +120,7 @@ class ToolSession:
         return await self._within(done)
 
     async def _within(self, wanted: asyncio.Future[T]) -> T:
-        """What comes of ``wanted`` in time, unless the session ends before."""
+        """The result of ``wanted``. Raises ToolServerError where it is late, or the session ends before."""
         either: set[asyncio.Future[Any]] = {wanted, self._task}
         done, _ = await asyncio.wait(either, timeout=self._limits.seconds, return_when=asyncio.FIRST_COMPLETED)
         if wanted in done:

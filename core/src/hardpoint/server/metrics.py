@@ -37,7 +37,7 @@ class ServerMetrics:
         self._requests.labels(getattr(route, "path", "other"), str(status)).inc()
 
     def counted(self) -> MetricsSnapshot:
-        """What this process has counted. To be called in its event loop."""
+        """The metrics of this process. To be called in its event loop."""
         num_tasks = len(asyncio.all_tasks())
         tasks = GaugeMetricFamily("hardpoint_server_tasks", "Tasks of the server's event loops.", num_tasks)
         return MetricsSnapshot.of_registry(self.registry).with_those_of(MetricsSnapshot((tasks,)))

@@ -1,8 +1,9 @@
-"""What the processes of one server ask each other, where it has several; one that is alone answers itself."""
+"""Questions of a server's processes to each other. A process that is alone answers itself."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import MutableSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -16,17 +17,17 @@ T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 
 
-class Question(Generic[T_co]):
+class Question(ABC, Generic[T_co]):
     """A frozen dataclass that pickle takes. Each process answers it in its event loop."""
 
+    @abstractmethod
     async def answer(self, service: Service) -> T_co:
         """The answer of one process."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class ReadCounts(Question[MetricsSnapshot]):
-    """What a process has counted of its requests."""
+    """The metrics of a process."""
 
     async def answer(self, service: Service) -> MetricsSnapshot:
         return service.metrics.counted()

@@ -285,7 +285,7 @@ def as_causal(inner: Any) -> type[AttentionBackend]:
             self._inner.forward(LatentCall(*self._parts(call.q), *keys, call.cache, call.metadata, call.out, lists))
 
         def _lists(self, call: AttentionCall) -> torch.Tensor | None:
-            """Those of the step's tokens, by positions that are computed on the device; of padding, no position."""
+            """The positions of the step's tokens, computed on the device; padding has none."""
             span, batch = self.spec.span, call.metadata.batch
             if not isinstance(span, ListedSpan):
                 return None

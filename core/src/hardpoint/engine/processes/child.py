@@ -20,7 +20,7 @@ from hardpoint.engine.processes.calls import Logged
 logger = logging.getLogger(__name__)
 
 API_NAME = "hardpoint-api-"
-"""What the name of a process that answers HTTP begins with; its number follows."""
+"""The beginning of the name of a process that answers HTTP; its number follows."""
 _END_SECONDS = 10.0
 """How long a process that has closed its end of the pipe may take to end."""
 
@@ -70,7 +70,7 @@ class Child:
         self._connection, theirs = multiprocessing.Pipe()
         self._crash = child_process.CrashReport()
         self.stack = ""
-        """What it has left where it crashed; known once ``received`` has ended."""
+        """The stack of a crash, empty where there was none; known once ``received`` has ended."""
         given = (serve, theirs, child_process.log_levels(), os.getpid(), self._crash.theirs, args)
         try:
             self.process = child_process.start(_run, given, name)
@@ -84,7 +84,7 @@ class Child:
         self._outbox.put(message)
 
     def received(self) -> Iterator[object]:
-        """What the process sends, until it has ended, in whatever way. Its log records are logged here instead."""
+        """The messages of the process, until it has ended in whatever way. Its log records are logged here instead."""
         while True:
             # A child of the process may hold its end of the pipe open, so that its own end has to be watched too.
             found = wait([self._connection, self.process.sentinel])

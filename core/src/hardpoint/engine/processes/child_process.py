@@ -29,7 +29,7 @@ GUARD = 'if __name__ == "__main__":'
 """What a script that starts processes needs around what it does."""
 
 MODULES = ("hardpoint.engine.processes.preloaded",)
-"""What the server of these processes has imported."""
+"""The modules that the fork server of these processes has imported."""
 
 
 def start(target: Callable[..., object], args: tuple[object, ...], name: str) -> BaseProcess:
@@ -129,7 +129,7 @@ class _Forward(logging.handlers.QueueHandler):
 
 
 def settle_in(send: Sender, levels: dict[str, int], crashes: Connection) -> None:
-    """What a child does first: show its name in lists of processes, leave signals to its parent, leave its stack in
+    """The first steps of a child: show its name in lists of processes, leave signals to its parent, leave its stack in
     ``crashes`` if it crashes, log by ``send``."""
     wait_briefly()
     fork_server.show_name(multiprocessing.current_process().name)

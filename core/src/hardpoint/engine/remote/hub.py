@@ -50,7 +50,7 @@ class _FrontEnd:
 
 @dataclass
 class _Owned:
-    """Whose a request is, under which number there, and how many of its tokens were reported."""
+    """The front end of a request, its number there, and how many of its tokens were reported."""
 
     front_end: _FrontEnd
     number: int

@@ -110,7 +110,7 @@ Report = Ready | StartFailed | Advanced | Failed | Ended
 
 @dataclass(frozen=True)
 class Standing:
-    """What changes of a core beside its requests. A hub tells its front ends, which answer with Noted.
+    """The state of a core that changes beside its requests. A hub tells its front ends, which answer with Noted.
 
     ``number`` counts the changes.
     """

@@ -132,7 +132,7 @@ class RemoteCore(RemoteControl):
 
     @property
     def facts(self) -> CoreFacts:
-        """What stays as it is while the core lives."""
+        """The facts that hold as long as the core lives."""
         assert self._facts is not None, "the core is not ready"
         return self._facts
 
@@ -153,7 +153,7 @@ class RemoteCore(RemoteControl):
 
     @property
     def stats(self) -> EngineStats:
-        """What the core did up to the last report."""
+        """The core's counters at its last report."""
         return self._stats
 
     def add_request(
@@ -230,7 +230,7 @@ class RemoteCore(RemoteControl):
 
     @property
     def recovery(self) -> RecoveryState:
-        """What became of failures so far, and whether one is being recovered from."""
+        """The failures so far, how they ended, and whether one is being recovered from."""
         known, restarting = self._recovery, self._restarting
         if restarting is None and self._ended is None and (lost := self._link.lost) is not None and self._goes_on():
             restarting = str(lost)

@@ -68,7 +68,7 @@ class SharedCore:
 
     @property
     def facts(self) -> CoreFacts:
-        """What stays as it is while the core lives."""
+        """The facts that hold as long as the core lives."""
         return self._now.facts
 
     @property
@@ -83,12 +83,12 @@ class SharedCore:
 
     @property
     def recovery(self) -> RecoveryState:
-        """What became of the core's failures so far, and whether one is being recovered from."""
+        """The core's failures so far, how they ended, and whether one is being recovered from."""
         return self._now.recovery
 
     @property
     def stats(self) -> EngineStats:
-        """What the core did up to the last report."""
+        """The core's counters at its last report."""
         return self._stats
 
     @property

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 router = APIRouter(tags=["OpenAI"])
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "mcp_list_tools": "mcpl", "mcp_approval_response": "mcpa"}
-"""What the ids of items begin with that need none in a request; others are calls."""
+"""Prefixes of the ids of items that need none in a request; others are calls."""
 _CLOSED = "this server keeps no responses; start it without --response-store-bytes 0"
 
 

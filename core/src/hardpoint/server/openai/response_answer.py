@@ -94,7 +94,7 @@ class Answer:
         yield self._named(f"response.{whole['status']}", response=whole)
 
     async def _changes(self, turn: Turn) -> AsyncGenerator[list[Change], None]:
-        """What comes of the items, of all turns."""
+        """The changes of the items, of all turns."""
         try:
             if self._first:
                 yield [change for value in self._first for change in self._items.insert(value)]
@@ -323,7 +323,7 @@ _PREFIXES = {
     "mcp_approval_request": "mcpr_",
     "mcp_list_tools": "mcpl_",
 }
-"""What the ids of items begin with."""
+"""Prefixes of the ids of items."""
 
 
 def _text_part(text: str, logprobs: Sequence[Any]) -> dict[str, Any]:

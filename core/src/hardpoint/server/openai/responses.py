@@ -204,7 +204,7 @@ def _check_background(body: ResponsesRequest, keeper: Keeper) -> None:
 
 
 def _head(body: ResponsesRequest, model: str, asked: TurnRequest, keeper: Keeper) -> dict[str, Any]:
-    """What a response says beside its output."""
+    """The fields of a response beside its output."""
     tools = [tool for tool in body.tools or () if isinstance(tool, FlatFunction | McpTool)]
     return {
         "id": f"resp_{asked.request_id}",

@@ -121,7 +121,7 @@ class McpCallItem(ProtocolModel):
 
     @property
     def result(self) -> str:
-        """What the model is told."""
+        """The text that the model is told."""
         return (self.output or "") if self.error is None else error_text(self.error)
 
 
@@ -136,7 +136,7 @@ class ApprovalRequestItem(ProtocolModel):
 
 
 class ApprovalResponseItem(ProtocolModel):
-    """What the client says to that."""
+    """The client's answer to a request for approval."""
 
     type: Literal["mcp_approval_response"]
     approval_request_id: str
@@ -146,7 +146,7 @@ class ApprovalResponseItem(ProtocolModel):
 
 
 def error_text(error: Any) -> str:
-    """What the model is told of a call's error, which is in the form of OpenAI's API or a text."""
+    """The text that the model is told of a call's error, which is in the form of OpenAI's API or a text."""
     said = error.get("message") or error.get("content") if isinstance(error, Mapping) else error
     return f"error: {said if isinstance(said, str) else json.dumps(said)}"
 
@@ -236,7 +236,7 @@ def template_messages(
 
 
 def approvals(items: Sequence[InputItem]) -> dict[str, ApprovalResponseItem]:
-    """What the client said to requests for approval, by their ids."""
+    """The client's answers to requests for approval, by their ids."""
     return {item.approval_request_id: item for item in items if isinstance(item, ApprovalResponseItem)}
 
 
