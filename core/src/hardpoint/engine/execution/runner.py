@@ -255,25 +255,26 @@ class Runner:
         buffers, size = self._graphs.buffers(shape), shape.tokens
         shares, block_size = step.scheduled, self._block_size
         count = len(shares)
-        rows = np.full((NUM_FIXED_ROWS + len(self._block_tables), size), NULL_PAGE, np.int32)
+        rows = np.empty((NUM_FIXED_ROWS + len(self._block_tables), size), np.int32)
+        slots, lengths, tokens = rows[:NUM_FIXED_ROWS]
+        slots[:count], lengths[:count] = [s.slot for s in shares], [s.start + 1 for s in shares]
+        tokens[:], rows[NUM_FIXED_ROWS:] = LAST_DRAWN, NULL_PAGE
         if size > count:
-            rows[0, count:], rows[1, count:], rows[2, count:] = self._padding_slot, 1, 0
+            slots[count:], lengths[count:], tokens[count:] = self._padding_slot, 1, 0
             self._padding_tokens.inc(size - count)
-        arrays = {"rows": rows} | new | _copied(step.page_copies)
-        if any(len(s.new_pages[0]) > (s.start % block_size == 0) for s in shares):
+        known = np.flatnonzero(lengths[:count] <= self._num_known[slots[:count]])
+        if known.size:
+            tokens[known] = self._tokens[slots[known], lengths[known] - 1]
+        arrays: dict[str, StagedArray] = {"rows": rows, **new, **_copied(step.page_copies)}
+        paged = [(row, share) for row, share in enumerate(shares) if share.new_pages[0]]
+        if any(len(s.new_pages[0]) > (s.start % block_size == 0) for _, s in paged):
             arrays |= self._take_pages(step)  # a prefix that was found in the cache
         else:
-            for row, share in enumerate(shares):
-                if share.new_pages[0]:
-                    rows[NUM_FIXED_ROWS:, row] = [pages[0] for pages in share.new_pages]
-                    self._num_blocks[share.slot] += 1
-        slots, starts = np.array([s.slot for s in shares], np.intp), np.array([s.start for s in shares], np.intp)
-        rows[0, :count], rows[1, :count], rows[2, :count] = slots, starts + 1, LAST_DRAWN
-        known = starts < self._num_known[slots]
-        if known.any():
-            rows[2, :count][known] = self._tokens[slots[known], starts[known]]
+            for row, share in paged:
+                rows[NUM_FIXED_ROWS:, row] = [pages[0] for pages in share.new_pages]
+                self._num_blocks[share.slot] += 1
         if shape.adapted:
-            arrays["adapters"] = self._adapters[rows[0]]
+            arrays["adapters"] = self._adapters[slots]
         staged = self._staging.stage(arrays)
         self._place_changes(step, staged)
         self._ops.decode_inputs(
@@ -281,11 +282,10 @@ class Runner:
         )
         if shape.adapted:
             buffers.step["adapters"].copy_(staged["adapters"])
-        metadata = self._forward.plan(buffers.planned(tuple(rows[1].tolist())))
+        metadata = self._forward.plan(buffers.planned(tuple(lengths.tolist())))
         fixed = buffers.step
         return StepArrays(fixed["ids"], fixed["positions"], metadata, fixed, staged.get("adapters"))
 
-    @torch.inference_mode()
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for the tokens of ``ticket``, and for what was asked about them."""
         tokens, drafts = ticket.drawn()

@@ -27,29 +27,32 @@ class Staging:
         An int64 takes two elements, aligned.
         """
         self._ring = [pin(torch.zeros(capacity, dtype=torch.int32)) for _ in range(depth)]
-        self._packed: list[npt.NDArray[np.int32]] = [host.numpy() for host in self._ring]
         self._is_copied = device.type != self._ring[0].device.type
-        self._on_device = self._ring
+        on_device = self._ring
         if self._is_copied:
-            self._on_device = [torch.zeros(capacity, dtype=torch.int32, device=device) for _ in range(depth)]
+            on_device = [torch.zeros(capacity, dtype=torch.int32, device=device) for _ in range(depth)]
+        # Each buffer as int32 and as int64.
+        even = capacity // 2 * 2
+        self._packed = [(host.numpy(), host[:even].view(torch.int64).numpy()) for host in self._ring]
+        self._on_device = [(buffer, buffer[:even].view(torch.int64)) for buffer in on_device]
         self._turn = 0
 
     def stage(self, arrays: Mapping[str, StagedArray]) -> dict[str, torch.Tensor]:
         """Copy ``arrays`` to the device and return them under their names, with their shapes and dtypes."""
         self._turn = (self._turn + 1) % len(self._ring)
-        packed, device = self._packed[self._turn], self._on_device[self._turn]
+        packed, on_device = self._packed[self._turn], self._on_device[self._turn]
         end, places = 0, []
         for array in arrays.values():
             wide = array.itemsize == 8
-            start = end + (wide and end % 2)  # at a multiple of 8 bytes
-            end = start + (array.size << wide)
-            block = packed[start:end]
-            (block.view(np.int64) if wide else block)[:] = array.reshape(-1)
-            places.append((start, end, wide))
+            start = (end + 1) >> 1 if wide else end  # counted in elements of the array's own size
+            stop = start + array.size
+            packed[wide][start:stop] = array.reshape(-1)
+            end = stop << wide
+            places.append((wide, start, stop))
         if self._is_copied:
-            device[:end].copy_(self._ring[self._turn][:end], non_blocking=True)
+            on_device[0][:end].copy_(self._ring[self._turn][:end], non_blocking=True)
         staged = {}
-        for (name, array), (start, end, wide) in zip(arrays.items(), places, strict=True):
-            part = device[start:end]
-            staged[name] = (part.view(torch.int64) if wide else part).view(array.shape)
+        for (name, array), (wide, start, stop) in zip(arrays.items(), places, strict=True):
+            part = on_device[wide][start:stop]
+            staged[name] = part if array.ndim == 1 else part.view(array.shape)
         return staged

@@ -429,7 +429,8 @@ class Graphs:
         others; of the step that stands there for None; it is not compared where there are none. It ends with logits
         where a draw cannot be part of any graph. Returns None where the shape cannot be captured.
         """
-        self._late.discard(shape)
+        if self._late:
+            self._late.discard(shape)
         if shape.end in self._refused_draws:
             shape = shape._replace(end="logits")
         tokens = () if shape.mode == "piecewise" else self._forward.tokens(metadata)
@@ -464,9 +465,9 @@ class Graphs:
         The graph of a draw has logits, too. So a decode step that needs them, for penalties or log-probabilities, waits
         for no capture of its own.
         """
-        ends: list[End] = [shape.end]
-        if shape.end == "logits" and shape.queries == 1:
-            ends = [*(draw for draw in DRAWS if draw not in self._refused_draws), "logits"]
+        if shape.end != "logits" or shape.queries != 1:
+            return [shape]
+        ends: list[End] = [*(draw for draw in DRAWS if draw not in self._refused_draws), "logits"]
         return [shape._replace(end=end) for end in ends]
 
     def _capture(
