@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,59 +12,15 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.conformance.families.ops import verdicts
 from hardpoint.conformance.site import op_of
 from hardpoint.plugin_host import discover
-from hardpoint_plugin_api import DeviceInfo, PlatformError
+from hardpoint_plugin_api import PlatformError
 from hardpoint_rocm import aiter_kernels
-from hardpoint_rocm.aiter_kernels import SIGNATURES, function, reason_against
-from hardpoint_rocm.platform import RocmPlatform, describe_arch
+from hardpoint_rocm.aiter_library import SIGNATURES, function, reason_against
 from tests.support import aiter_stand_in
+from tests.support.aiter_calls import CALLS
 from tests.support.engines import SMALL, prompt_logits
-from tests.support.on_host import HostModule
+from tests.support.on_mi300x import settings
 
 PROMPT = list(b"It was a bright cold day, and the clocks")
-
-
-@pytest.fixture
-def aiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The stand-in, installed as the distribution ``amd-aiter``."""
-    folder = tmp_path / "site"
-    (folder / "aiter").mkdir(parents=True)
-    (folder / "aiter/__init__.py").write_text("from tests.support.aiter_stand_in import *\n")
-    info = folder / "amd_aiter-0.1.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: amd-aiter\nVersion: 0.1.9\n")
-    (info / "RECORD").write_text("aiter/__init__.py,,\namd_aiter-0.1.9.dist-info/METADATA,,\n")
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "aiter", raising=False)
-    importlib.invalidate_caches()
-    function.cache_clear()
-    aiter_stand_in.CALLS.clear()
-    yield
-    sys.modules.pop("aiter", None)
-    function.cache_clear()
-
-
-@pytest.fixture
-def mi300x(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An MI300X whose tensors are on the host."""
-    described = describe_arch("AMD Instinct MI300X", "gfx942")
-    info: DeviceInfo = replace(
-        described, torch_type="cpu", memory_bytes=2**30, features=described.features - {"pinned_memory"}
-    )
-    monkeypatch.setattr(RocmPlatform, "detect", classmethod(lambda cls: info))
-    monkeypatch.setattr(RocmPlatform, "device_module", lambda self: HostModule())
-    monkeypatch.setattr(RocmPlatform, "is_described", lambda self, module, index: True)
-
-
-def settings(**more: Any) -> dict[str, Any]:
-    """Without Triton's kernels, which no host launches."""
-    denied = [
-        f"{family}.{one.of}={one.name}" if one.of else f"{family}={one.name}"
-        for family in ("op", "linear", "attention", "experts")
-        for offer in discover().offers(family)
-        if (one := offer.contribution) and offer.plugin == "rocm" and one.target.startswith("hardpoint.kernels.")
-    ]
-    plugins = {"platform": "rocm", "plugins": ("rocm",), "plugin_config": {}, "enforce_eager": True}
-    return {**plugins, "deny": tuple(denied), "dtype": "float16", **more}
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
@@ -104,12 +56,13 @@ def test_an_engine(aiter: None, mi300x: None, options: dict[str, Any], kernel: s
 
     tokens, logits, chosen = run()
     assert {f"linear {kernel}", "rms_norm aiter", "add_rms_norm aiter"} <= chosen
-    calls = dict(aiter_stand_in.CALLS)
+    calls = dict(CALLS)
     assert {call, "rmsnorm2d_fwd_with_add"} <= calls.keys()
     off = (*settings()["deny"], f"linear={kernel}", "op.rms_norm=aiter", "op.add_rms_norm=aiter")
+    off += ("attention.causal=aiter_paged",)
     others, expected, chosen = run(deny=off)
     assert {"linear emulated", "rms_norm reference"} <= chosen
-    assert calls == aiter_stand_in.CALLS
+    assert calls == CALLS
     assert tokens == others
     assert torch.nn.functional.cosine_similarity(logits, expected, dim=-1).min() > 0.999
 

@@ -15,14 +15,29 @@ from torch.nn.functional import linear
 
 from hardpoint.ops import add_rms_norm as added
 from hardpoint.ops import rms_norm as op
+from tests.support.aiter_attention_stand_in import (
+    flash_attn_varlen_func,
+    mha_batch_prefill_func,
+    pa_fwd_asm,
+    paged_attention_v1,
+)
+from tests.support.aiter_calls import count
 
-CALLS: dict[str, int] = {}
-"""How often each function was called."""
+__all__ = [
+    "flash_attn_varlen_func",
+    "gemm_a8w8",
+    "gemm_a8w8_blockscale",
+    "mha_batch_prefill_func",
+    "pa_fwd_asm",
+    "paged_attention_v1",
+    "rms_norm",
+    "rmsnorm2d_fwd_with_add",
+]
 
 
 def rms_norm(input: Tensor, weight: Tensor, epsilon: float, use_model_sensitive_rmsnorm: int = 0) -> Tensor:
     """A new tensor [T, n]."""
-    _count("rms_norm")
+    count("rms_norm")
     _check_norm(input, weight)
     normed: Tensor = op.rms_norm.reference(input, weight, eps=epsilon)
     return normed
@@ -39,7 +54,7 @@ def rmsnorm2d_fwd_with_add(
     use_model_sensitive_rmsnorm: int = 0,
 ) -> None:
     """Writes to ``out`` and ``residual_out``."""
-    _count("rmsnorm2d_fwd_with_add")
+    count("rmsnorm2d_fwd_with_add")
     _check_norm(input, weight)
     assert out.dtype == input.dtype
     assert out.is_contiguous()
@@ -62,7 +77,7 @@ def gemm_a8w8(
     splitK: int | None = None,  # noqa: N803
 ) -> Tensor:
     """A new tensor [M, N]."""
-    _count("gemm_a8w8")
+    count("gemm_a8w8")
     if XQ.dtype != WQ.dtype or XQ.dtype not in (torch.int8, torch.float8_e4m3fnuz):
         raise RuntimeError("Weights and activations should both be int8 or fp8!")
     if bias is not None and bias.dtype != dtype:
@@ -83,7 +98,7 @@ def gemm_a8w8_blockscale(
     isBpreshuffled: bool = False,  # noqa: N803
 ) -> Tensor:
     """A new tensor [M, N]."""
-    _count("gemm_a8w8_blockscale")
+    count("gemm_a8w8_blockscale")
     assert dtype in (torch.bfloat16, torch.float16), f"Output {dtype=} is currently not supported in gemm_a8w8"
     assert not isBpreshuffled, "asm kernel only support B preshuffle and m >= 16"
     if XQ.dtype != WQ.dtype:
@@ -94,10 +109,6 @@ def gemm_a8w8_blockscale(
     assert w_scale.shape == (n // 128, k // 128)
     scales = w_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     return _product(XQ, WQ, x_scale.repeat_interleave(128, 1), scales, dtype)
-
-
-def _count(name: str) -> None:
-    CALLS[name] = CALLS.get(name, 0) + 1
 
 
 def _check_norm(x: Tensor, weight: Tensor) -> None:

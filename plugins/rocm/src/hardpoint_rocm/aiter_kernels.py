@@ -1,7 +1,4 @@
-"""Kernels of AITER, AMD's library (distribution ``amd-aiter``, module ``aiter``). None of this ran on hardware.
-
-Arguments are passed by name. ``SIGNATURES`` says which, as recorded from AITER's public sources (github.com/ROCm/aiter,
-each with its commit); ``supports`` and the first use refuse a library whose functions do not take them.
+"""AITER's norms and matrix products. None of this ran on hardware.
 
 AITER's norms that also quantize are left aside: for ``float8_e4m3fnuz`` they round up to 240 (``get_dtype_max`` in
 ``aiter/ops/quant.py``), and core up to 224.
@@ -11,58 +8,15 @@ Axes: T tokens, N rows of the weight (out), K columns (in), n columns of a row.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from hardpoint.quantization.rounding_linear import LibraryProduct
-from hardpoint_plugin_api import DeviceInfo, LinearWorkload, PlatformError, Reason
-
-SIGNATURES = {
-    # aiter/ops/rmsnorm.py, 0bc300f740e8ac412deb6bc68c23f7a9e582413c
-    "rms_norm": ("input", "weight", "epsilon"),
-    "rmsnorm2d_fwd_with_add": ("out", "input", "residual_in", "residual_out", "weight", "epsilon"),
-    # aiter/ops/gemm_op_a8w8.py, 0006ebde8a078bb8bef51dd28db28dc2822f9c62
-    "gemm_a8w8": ("XQ", "WQ", "x_scale", "w_scale", "bias", "dtype"),
-    "gemm_a8w8_blockscale": ("XQ", "WQ", "x_scale", "w_scale", "dtype"),
-}
-"""The arguments that are passed to each function; all others have defaults."""
+from hardpoint_plugin_api import DeviceInfo, LinearWorkload, Reason
+from hardpoint_rocm.aiter_library import function, reasons_against
 
 _TILE = 128
-
-
-@functools.cache
-def function(name: str) -> Callable[..., Any]:
-    """AITER's function. Raises PlatformError where AITER cannot be imported, lacks it, or wants other arguments."""
-    if found := reason_against(name):
-        raise PlatformError(str(found))
-    taken: Callable[..., Any] = getattr(importlib.import_module("aiter"), name)
-    return taken
-
-
-def reason_against(name: str) -> Reason | None:
-    """Why AITER's function ``name`` cannot be called as recorded; None where it can."""
-    fix = "install the amd-aiter that was built for this ROCm and PyTorch, or leave it out: other kernels serve then"
-    try:
-        taken = getattr(importlib.import_module("aiter"), name, None)
-    except Exception as error:  # it loads compiled code, and asks the device
-        return Reason("aiter-import", f"AITER cannot be imported: {error}", fix=fix)
-    if taken is None:
-        return Reason("aiter-function", f"this AITER has no function {name}", fix=fix)
-    parameters = inspect.signature(taken).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):  # torch's operators do not say
-        return None
-    known, needed = {p.name for p in parameters}, {p.name for p in parameters if p.default is p.empty}
-    passed = set(SIGNATURES[name])
-    if passed <= known and needed <= passed:
-        return None
-    wanted, supported = ", ".join(SIGNATURES[name]), ", ".join(p.name for p in parameters)
-    return Reason("aiter-signature", f"{name} of this AITER takes other arguments", wanted, supported, fix)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -117,7 +71,7 @@ class AiterRowScaledLinear(_AiterProduct):
     @classmethod
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
         """Refuse rows that are no multiples of 16 bytes, and an AITER that has the function otherwise."""
-        return [*_not_multiples(workload, 16, 16), *filter(None, [reason_against("gemm_a8w8")])]
+        return [*_not_multiples(workload, 16, 16), *reasons_against("gemm_a8w8")]
 
     def of_some(
         self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None
@@ -139,7 +93,7 @@ class AiterBlockScaledLinear(_AiterProduct):
     @classmethod
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
         """Refuse weights that are no whole tiles, and an AITER that has the function otherwise."""
-        return [*_not_multiples(workload, _TILE, _TILE), *filter(None, [reason_against("gemm_a8w8_blockscale")])]
+        return [*_not_multiples(workload, _TILE, _TILE), *reasons_against("gemm_a8w8_blockscale")]
 
     def of_some(
         self, codes: torch.Tensor, scale: torch.Tensor, weights: dict[str, torch.Tensor], bias: torch.Tensor | None

@@ -10,12 +10,15 @@ from pathlib import Path
 from hardpoint.platforms import host
 from hardpoint.platforms.torch_accelerator import DeviceModule, TorchAcceleratorPlatform
 from hardpoint.platforms.torch_build import TorchBuild, torch_build, torch_reason
-from hardpoint_plugin_api import NO_DEVICE, DeviceInfo, Fp8Format, Reason
+from hardpoint_plugin_api import NO_DEVICE, ConfigError, ConfigValue, DeviceInfo, Fp8Format, Reason
 from hardpoint_rocm.kfd import Gpu, read_gpus
 
 # The kernel driver's runtime filters first; HIP then chooses among what is left, by its own variable or CUDA's.
 RUNTIME_VARIABLE = "ROCR_VISIBLE_DEVICES"
 HIP_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+PLAIN, SHUFFLE = "plain", "shuffle"
+"""Values of ``--rocm.kv-layout``."""
 
 _FNUZ, _OCP = Fp8Format("float8_e4m3fnuz", 224.0), Fp8Format("float8_e4m3fn", 448.0)
 _FP8 = {"gfx942": _FNUZ, **dict.fromkeys(("gfx950", "gfx1200", "gfx1201", "gfx1250"), _OCP)}
@@ -91,6 +94,12 @@ class RocmPlatform(TorchAcceleratorPlatform):
 
     name = "rocm"
     collectives = "nccl"
+
+    def __init__(self, info: DeviceInfo, config: Mapping[str, ConfigValue] | None = None) -> None:
+        """Raises ConfigError for a cache layout that does not exist."""
+        super().__init__(info, config)
+        if (layout := self.config.get("kv_layout", PLAIN)) not in (PLAIN, SHUFFLE):
+            raise ConfigError(f"--rocm.kv-layout {layout}: it is not one of {PLAIN}, {SHUFFLE}")
 
     @classmethod
     def detect(cls) -> DeviceInfo | Reason:

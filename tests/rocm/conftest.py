@@ -1,0 +1,50 @@
+"""AITER's stand-in, installed, and an AMD GPU whose tensors are on the host."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hardpoint_plugin_api import DeviceInfo
+from hardpoint_rocm.aiter_library import function
+from hardpoint_rocm.platform import RocmPlatform, describe_arch
+from tests.support.aiter_calls import CALLS
+from tests.support.on_host import HostModule
+
+
+@pytest.fixture
+def aiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in, installed as the distribution ``amd-aiter``."""
+    folder = tmp_path / "site"
+    (folder / "aiter").mkdir(parents=True)
+    (folder / "aiter/__init__.py").write_text("from tests.support.aiter_stand_in import *\n")
+    info = folder / "amd_aiter-0.1.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: amd-aiter\nVersion: 0.1.9\n")
+    (info / "RECORD").write_text("aiter/__init__.py,,\namd_aiter-0.1.9.dist-info/METADATA,,\n")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "aiter", raising=False)
+    importlib.invalidate_caches()
+    function.cache_clear()
+    CALLS.clear()
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
+        del sys.modules[name]
+    function.cache_clear()
+
+
+@pytest.fixture
+def mi300x(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MI300X whose tensors are on the host."""
+    described = describe_arch("AMD Instinct MI300X", "gfx942")
+    info: DeviceInfo = replace(
+        described, torch_type="cpu", memory_bytes=2**30, features=described.features - {"pinned_memory"}
+    )
+    monkeypatch.setattr(RocmPlatform, "detect", classmethod(lambda cls: info))
+    monkeypatch.setattr(RocmPlatform, "device_module", lambda self: HostModule())
+    monkeypatch.setattr(RocmPlatform, "is_described", lambda self, module, index: True)
