@@ -9,6 +9,7 @@ own: the guardian is handed every process below it whose parent has ended. ``pro
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import select
@@ -19,14 +20,20 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
-# Checks would otherwise import these in each process again.
+# Checks would otherwise import these in each process again. The last is read by metadata of distributions.
 import covertable  # type: ignore[import-untyped]  # noqa: F401  # it ships no types
+import importlib_metadata._adapters  # noqa: F401
 import torch.profiler  # noqa: F401
 
-from hardpoint.conformance import worker
-from hardpoint.conformance.families import attention, ops  # noqa: F401
+from hardpoint.conformance import families, worker
+from hardpoint.plugin_host import discover
+
+for module in iter_modules(families.__path__):
+    import_module(f"{families.__name__}.{module.name}")
 
 LENGTH = 8
 """Bytes that say how long an order is."""
@@ -40,6 +47,9 @@ _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 def main(orders_from: int) -> None:
     """Fork a process for each order that comes by the socket ``orders_from``, until its other end is closed."""
     orders = socket.socket(fileno=orders_from)
+    discover(quiet=True)  # imports no plugin; what it reads of the environment is cached for all processes
+    gc.collect()
+    gc.freeze()  # no garbage collection of theirs writes to these objects, whose memory all of them share
     while True:
         head, descriptors, _, _ = socket.recv_fds(orders, LENGTH, NUM_DESCRIPTORS)
         if not head:

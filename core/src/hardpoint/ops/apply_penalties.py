@@ -39,7 +39,7 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
 
 
 def _allocate(logits: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return logits.new_empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 @custom_op(cases=_cases, errors=ErrorModel(), allocate=_allocate)

@@ -29,7 +29,7 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
 
 
 def _allocate(logits: torch.Tensor, forbidden: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(logits)
+    return logits.new_empty(logits.shape)
 
 
 @custom_op(cases=_cases, errors=ErrorModel(exact=True), allocate=_allocate)

@@ -53,7 +53,7 @@ def _allocate(
     *,
     block_size: int,
 ) -> torch.Tensor:
-    return torch.empty_like(positions, dtype=torch.int32)
+    return positions.new_empty(positions.shape, dtype=torch.int32)
 
 
 @custom_op(cases=_cases, errors=ErrorModel(exact=True), allocate=_allocate)
