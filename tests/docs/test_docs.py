@@ -20,6 +20,16 @@ PAGES = ("first_ten_minutes.md", "write_a_plugin.md", "coming_from_vllm.md", "wh
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_reader_can_follow(page: str, tmp_path: Path) -> None:
+    """In processes that begin with torch imported: a page starts up to forty."""
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    with Environment.create(tmp_path / "environment").forking() as environment:
+        assert Reader(environment, folder).follow(DOCS / page)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", PAGES)
+def test_a_reader_can_follow_in_processes_of_a_shells_own(page: str, tmp_path: Path) -> None:
     folder = tmp_path / "reader"
     folder.mkdir()
     assert Reader(Environment.create(tmp_path / "environment"), folder).follow(DOCS / page)

@@ -1,12 +1,17 @@
-"""``hardpoint ...`` in processes that begin with torch imported: they are forked as an engine's processes are."""
+"""Programs in processes that begin with torch imported: they are forked as an engine's processes are."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import sys
+import tempfile
+from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
+from subprocess import CompletedProcess
 from typing import TextIO
 
 from hardpoint import fork_server
@@ -15,7 +20,7 @@ from hardpoint.thread_waiting import brief_waits
 
 
 class ForkedProgram:
-    """The command line in a process of its own; what ``subprocess.Popen`` has of the same names."""
+    """``hardpoint ...`` in a process of its own; what ``subprocess.Popen`` has of the same names."""
 
     def __init__(self, *arguments: str) -> None:
         ours, theirs = Pipe(duplex=False)
@@ -54,3 +59,38 @@ def _main(stderr: Connection, arguments: tuple[str, ...]) -> None:
     from hardpoint.cli.main import main
 
     main()
+
+
+def run_module(
+    module: str, arguments: Sequence[str], folder: Path, packages: Path, seconds: float
+) -> CompletedProcess[str]:
+    """Run ``python -m module`` in ``folder`` with the packages in another one; stdout has stderr, too.
+
+    A process that takes longer than ``seconds`` is killed.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
+        with Connection(os.dup(printed.fileno())) as output:
+            process = fork_server.start(
+                *(_run_module, (output, module, [module, *arguments], str(folder), str(packages)), module),
+                *(child_process.MODULES, brief_waits()),
+                imports_main=False,
+            )
+        process.join(seconds)
+        process.kill()
+        process.join()
+        printed.seek(0)
+        assert process.exitcode is not None
+        return CompletedProcess(arguments, process.exitcode, printed.read(), "")
+
+
+def _run_module(output: Connection, module: str, arguments: list[str], folder: str, packages: str) -> None:
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    output.close()
+    os.chdir(folder)
+    os.environ.update(PYTHONPATH=os.pathsep.join([packages, folder]), OMP_NUM_THREADS="1")
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        del os.environ[name]
+    sys.path[:0] = [packages, folder]
+    sys.argv = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -20,6 +20,8 @@ import pytest
 import torch
 from filelock import FileLock
 
+from tests.support import forked
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCE = ROOT / "tests" / "simulated"
 _PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
@@ -84,13 +86,6 @@ def run_tests(site: Path, scratch: Path, *arguments: str) -> subprocess.Complete
     A test that hangs ends the process after ``HANG`` seconds, and the output says where each thread stood.
     """
     options = ["-p", "tests.support.on_simulated", "-p", "no:cacheprovider", "-q", f"--basetemp={scratch / 'child'}"]
+    options += ["-W", "ignore:Module already imported so cannot be rewritten"]  # its process began with core imported
     options += ["-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"]
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *arguments],
-        cwd=ROOT,
-        env=environment(site),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
+    return forked.run_module("pytest", [*options, *arguments], ROOT, site, 900)
