@@ -205,7 +205,7 @@ setup(
     ext_modules=[
         Extension(
             "hardpoint_cpu._native",
-            [str(SOURCES / name) for name in ("extension.cpp", "levels.cpp", "team.cpp")],
+            [str(source) for source in sorted(SOURCES.glob("*.cpp"))],
             depends=[str(file) for file in [*HEADERS, *KERNELS, Path(__file__)]],
             extra_compile_args=[*FLAGS, *_sanitizer()],
             extra_link_args=["-ldl", *_sanitizer()],

@@ -48,6 +48,30 @@ class LastRankLeftOut(GatherAndSum):
         return self.all_gather(x[None])[:2].sum(0)
 
 
+class StalePart(GatherAndSum):
+    """Adds what the last rank gave the time before."""
+
+    _before: Tensor | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        gathered = self.all_gather(x[None])
+        before, self._before = self._before, gathered[-1].clone()
+        if before is not None and before.shape == x.shape:
+            gathered[-1] = before
+        return gathered.sum(0)
+
+
+class LastOfTheLastChunkMissing(GatherAndSum):
+    """A sum in chunks of 256 KiB, the last of which ends one element early."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        own = x.flatten()[-1:].clone()
+        total = super().all_reduce(x)
+        if x.nbytes > 256 * 1024:
+            total.view(-1)[-1:] = own
+        return total
+
+
 class OwnFirst(GatherAndSum):
     """Each rank begins with its own numbers, so ranks round differently."""
 
@@ -251,6 +275,8 @@ PLANTED: dict[str, tuple[type[Communicator], str, str]] = {
     "largest for sum": (LargestForSum, "all_reduce/*", "values"),
     "mean for sum": (MeanForSum, "all_reduce/*", "values"),
     "third rank left out": (LastRankLeftOut, "all_reduce/*", "values"),
+    "an earlier part": (StalePart, "all_reduce/*", "values"),
+    "last element of the last chunk": (LastOfTheLastChunkMissing, "all_reduce/*/large/*", "values"),
     "sums that differ by rank": (OwnFirst, "all_reduce/*", "agree"),
     "ranks swapped": (RanksSwapped, "all_gather/*", "values"),
     "uneven rows ignored": (UnevenIgnored, "all_gather/*", "values"),

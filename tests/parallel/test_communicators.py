@@ -14,6 +14,7 @@ from hardpoint.parallel.control import ControlGroup, RankLostError
 from hardpoint.parallel.groups import Group, alone
 from hardpoint.parallel.process_group import Store, process_group
 from hardpoint.reference.torch_distributed import GatherAndSum, TorchDistributed
+from hardpoint_cpu.shared_ranks import SharedMemory
 from hardpoint_plugin_api import Communicator, CommunicatorWorkload, EngineError, PlatformError, RankGroup
 from tests.parallel.ranks import on_each
 
@@ -38,7 +39,7 @@ def everyone(rows: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
     return [values(rank, count, dtype) for rank, count in enumerate(rows)]
 
 
-@pytest.mark.parametrize("kind", [TorchDistributed, GatherAndSum])
+@pytest.mark.parametrize("kind", [TorchDistributed, GatherAndSum, SharedMemory])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_collectives(kind: type[Communicator], dtype: torch.dtype) -> None:
     def run(rank: int, store: Store) -> None:
@@ -56,13 +57,14 @@ def test_collectives(kind: type[Communicator], dtype: torch.dtype) -> None:
     on_each(WORLD, run)
 
 
+@pytest.mark.parametrize("kind", [TorchDistributed, SharedMemory])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.float8_e4m3fn, torch.uint8])
-def test_data_of_every_dtype_moves(dtype: torch.dtype) -> None:
+def test_data_of_every_dtype_moves(kind: type[Communicator], dtype: torch.dtype) -> None:
     sent = [[1, 0, 2], [0, 0, 0], [3, 1, 0]]
     """How many rows each rank sends to each: one sends none, one gets one alone."""
 
     def run(rank: int, store: Store) -> None:
-        made = communicator(TorchDistributed, rank, store)
+        made = communicator(kind, rank, store)
         x = values(rank, sum(sent[rank]), torch.float32).to(dtype)
         received = [row[rank] for row in sent]
         wanted = [values(r, sum(sent[r]), torch.float32).split(sent[r])[rank] for r in range(WORLD)]
@@ -82,12 +84,13 @@ def test_data_of_every_dtype_moves(dtype: torch.dtype) -> None:
     on_each(WORLD, run)
 
 
-def test_sums_in_the_order_of_ranks() -> None:
+@pytest.mark.parametrize("kind", [GatherAndSum, SharedMemory])
+def test_sums_in_the_order_of_ranks(kind: type[Communicator]) -> None:
     """Of numbers whose sum depends on the order."""
     numbers = [1e8, 1.0, -1e8]
 
     def run(rank: int, store: Store) -> float:
-        made = communicator(GatherAndSum, rank, store)
+        made = communicator(kind, rank, store)
         total = float(made.all_reduce(torch.tensor([[numbers[rank]]])))
         made.close()
         return total

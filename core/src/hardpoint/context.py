@@ -92,6 +92,11 @@ class Context:
         return self.limits.max_model_len
 
     @property
+    def group_features(self) -> frozenset[Feature]:
+        """Features that every workload of a group of ranks has."""
+        return frozenset(() if self.parallel.on_one_host else {Feature.SEVERAL_HOSTS})
+
+    @property
     def metrics(self) -> PluginMetrics:
         """Where metrics are declared."""
         return self.engine_metrics.for_plugin(self.plugin)

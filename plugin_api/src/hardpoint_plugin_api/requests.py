@@ -26,9 +26,9 @@ class Feature(StrEnum):
     of the inputs alone (in attention: on the query, its position, and the keys and values it reads), not on other rows,
     their number, or their order. One implementation then serves all sizes and phases. STATIC_CACHE_SCALES, attention:
     the scales of an 8-bit cache are given. SHARDED, layer ``linear``: its arguments divide the weight among ranks.
-    SEVERAL_HOSTS, ops of all ranks: ranks are on more than one machine. EXPERT_BIAS, experts: experts have biases; see
-    ``experts``. PIPELINE_STAGES, model and ``decoder_stack``: ranks divide the model's blocks. INDEX_LISTS, latent
-    attention: each query reads the positions of a list, see LatentCall.
+    SEVERAL_HOSTS, communicators, all-to-alls and ops of all ranks: ranks are on more than one machine. EXPERT_BIAS,
+    experts: experts have biases; see ``experts``. PIPELINE_STAGES, model and ``decoder_stack``: ranks divide the
+    model's blocks. INDEX_LISTS, latent attention: each query reads the positions of a list, see LatentCall.
     """
 
     SLIDING_WINDOW = "sliding_window"

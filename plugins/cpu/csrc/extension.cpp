@@ -1,14 +1,11 @@
 // The Python module `hardpoint_cpu._native`: kernels by number, called now or recorded in a list. It uses the limited
 // API alone, so that one build serves every Python from 3.11 on, and knows nothing of torch: tensors come as addresses.
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
-
 #include <cstring>
 #include <new>
 
 #include "constants.h"
 #include "levels.h"
+#include "shared_ranks_python.h"
 #include "team.h"
 
 namespace {
@@ -224,6 +221,8 @@ PyModuleDef module = {
 
 }  // namespace
 
+const hardpoint::Level& hardpoint::chosen_level() { return *current_level; }
+
 PyMODINIT_FUNC PyInit__native() {
     if (hardpoint::levels().empty()) {
         PyErr_Format(
@@ -233,6 +232,7 @@ PyMODINIT_FUNC PyInit__native() {
     }
     current_level = &hardpoint::levels().front();
     PyObject* created = PyModule_Create(&module);
+    if (created && PyModule_AddFunctions(created, hardpoint::shared_ranks_methods())) Py_CLEAR(created);
     const struct {
         const char* name;
         long value;

@@ -154,6 +154,7 @@ class Experts(PluggableLayer):
             num_experts=self._total,
             top_k=args.router.top_k,
             hidden_size=args.hidden_size,
+            features=ctx.group_features if ep.size > 1 else frozenset(),
         )
         self._all2all = _all2all(ctx, exchange)
         self.replicated = ep.size == 1 or self._all2all.replicated

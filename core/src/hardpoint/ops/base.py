@@ -21,7 +21,7 @@ from hardpoint.dtypes import dtype_name
 from hardpoint.ops.error_model import ErrorModel
 from hardpoint.plugin_host.blame import blame, misbehaved
 from hardpoint.plugin_host.signatures import op_misfit
-from hardpoint_plugin_api import Feature, GroupMember, OpWorkload, PluginLoadError, ScalarValue
+from hardpoint_plugin_api import GroupMember, OpWorkload, PluginLoadError, ScalarValue
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -113,8 +113,8 @@ class CustomOp(Generic[P, R]):
         SelectionError or PluginLoadError with every reason.
         """
         if self.sums is not None:
-            apart = frozenset(() if ctx.parallel.on_one_host else {Feature.SEVERAL_HOSTS})
-            workload = {"parallel": "tp", "ranks": ctx.parallel.tp.size, "features": apart, **workload}
+            ranks = ctx.parallel.tp.size
+            workload = {"parallel": "tp", "ranks": ranks, "features": ctx.group_features, **workload}
         workload = {"dtype": dtype_name(ctx.dtype), "scalars": self.scalars_of(scalars or {}), **workload}
         wanted = OpWorkload(of=self.name, **workload)
         plan = ctx.select(wanted)

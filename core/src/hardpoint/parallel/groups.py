@@ -62,7 +62,10 @@ class Group:
         if self.size == 1:
             return
         parallel = {"expert_tp": "tp"}.get(self.name, self.name)
-        plan = ctx.select(CommunicatorWorkload(dtype=dtype_name(ctx.dtype), parallel=parallel, ranks=self.size))
+        workload = CommunicatorWorkload(
+            dtype=dtype_name(ctx.dtype), parallel=parallel, ranks=self.size, features=ctx.group_features
+        )
+        plan = ctx.select(workload)
         for entry in plan.entries:
             made = construct(entry.offer, ctx.load(entry.offer), Communicator, ctx, plan.workload)
             if self.name == "pp" and not _sends(type(made)):
