@@ -18,7 +18,7 @@ from hardpoint_rocm.aiter_library import SIGNATURES, function, reason_against
 from tests.support import aiter_stand_in
 from tests.support.aiter_calls import CALLS
 from tests.support.engines import SMALL, prompt_logits
-from tests.support.on_mi300x import settings
+from tests.support.on_host_settings import without_triton
 
 PROMPT = list(b"It was a bright cold day, and the clocks")
 
@@ -49,7 +49,7 @@ def test_an_engine(aiter: None, mi300x: None, options: dict[str, Any], kernel: s
     """Norms and products are AITER's; tokens are the references'. Where AITER is off, the next kernels serve."""
 
     def run(**more: Any) -> tuple[list[int], torch.Tensor, set[str]]:
-        with LLM("demo", **(SMALL | settings(**options, **more))) as llm:
+        with LLM("demo", **(SMALL | without_triton("rocm", **options, **more))) as llm:
             (output,) = llm.generate(["The whale"], SamplingParams(temperature=0.0, max_tokens=16))
             chosen = {f"{row.of or row.family} {row.chosen}" for row in llm.table.rows}
             return list(output.outputs[0].token_ids), prompt_logits(llm, PROMPT), chosen
@@ -58,7 +58,7 @@ def test_an_engine(aiter: None, mi300x: None, options: dict[str, Any], kernel: s
     assert {f"linear {kernel}", "rms_norm aiter", "add_rms_norm aiter"} <= chosen
     calls = dict(CALLS)
     assert {call, "rmsnorm2d_fwd_with_add"} <= calls.keys()
-    off = (*settings()["deny"], f"linear={kernel}", "op.rms_norm=aiter", "op.add_rms_norm=aiter")
+    off = (*without_triton("rocm")["deny"], f"linear={kernel}", "op.rms_norm=aiter", "op.add_rms_norm=aiter")
     off += ("attention.causal=aiter_paged",)
     others, expected, chosen = run(deny=off)
     assert {"linear emulated", "rms_norm reference"} <= chosen

@@ -19,7 +19,7 @@ from tests.support.aiter_calls import CALLS
 from tests.support.attention import MIXED, Piece, PluginConfigOnly, brute_force, run_backend
 from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
-from tests.support.on_mi300x import settings
+from tests.support.on_host_settings import without_triton
 
 MI300X = describe_arch("AMD Instinct MI300X", "gfx942")
 SPEC = AttentionSpec(4, 2, 128, 128**-0.5, "float16", "float16", 16)
@@ -93,7 +93,7 @@ def test_pages_go_through_the_shuffled_layout(dtype: str) -> None:
 
 def engine(folder: Path, **more: Any) -> tuple[list[list[int]], dict[str, str]]:
     """Tokens of prompts that are read in several steps, and what was chosen for attention, by phase."""
-    with small_llm(folder, **settings(max_num_batched_tokens=24, max_num_seqs=4, **more)) as llm:
+    with small_llm(folder, **without_triton("rocm", max_num_batched_tokens=24, max_num_seqs=4, **more)) as llm:
         prompts = [{"prompt_token_ids": ids} for ids in random_prompts(3, 40, shortest=20)]
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
         rows = [row for row in llm.table.rows if row.family == "attention"]
@@ -113,7 +113,7 @@ def test_an_engine(aiter: None, mi300x: None, checkpoint: Path) -> None:
     tokens, chosen = engine(checkpoint)
     assert set(chosen.values()) == {"aiter_flash", "aiter_paged"}
     assert {"flash_attn_varlen_func", "mha_batch_prefill_func", "paged_attention_v1"} <= CALLS.keys()
-    off = (*settings()["deny"], "attention.causal=aiter_flash", "attention.causal=aiter_paged")
+    off = (*without_triton("rocm")["deny"], "attention.causal=aiter_flash", "attention.causal=aiter_paged")
     expected, chosen = engine(checkpoint, deny=off)
     assert set(chosen.values()) == {"reference"}
     assert tokens == expected
@@ -131,7 +131,7 @@ def test_an_engine_with_the_shuffled_layout_in_8_bits(aiter: None, mi300x: None,
     """Logits, not tokens: keys of this step are read as they come, which the reference reads from the cache."""
 
     def logits(**more: Any) -> torch.Tensor:
-        with small_llm(checkpoint, **settings(kv_cache_dtype="fp8", **more)) as llm:
+        with small_llm(checkpoint, **without_triton("rocm", kv_cache_dtype="fp8", **more)) as llm:
             return prompt_logits(llm, list(range(40, 80)), chunk=13)
 
     found, expected = logits(**SHUFFLED), logits(attention_backend="reference_quantized_cache")
@@ -141,11 +141,11 @@ def test_an_engine_with_the_shuffled_layout_in_8_bits(aiter: None, mi300x: None,
 def test_the_shuffled_layout_says_what_it_does_not_take(aiter: None, mi300x: None, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mistral", head_dim=128, num_hidden_layers=1, sliding_window=16)
     with pytest.raises(SelectionError, match=r"(?s)aiter_shuffled.*sliding_window not supported"):
-        small_llm(tmp_path, **settings(**SHUFFLED))
+        small_llm(tmp_path, **without_triton("rocm", **SHUFFLED))
     with pytest.raises(SelectionError, match=r"(?s)aiter_shuffled.*head_size not supported"):
-        LLM("demo", **settings(**SHUFFLED))
+        LLM("demo", **without_triton("rocm", **SHUFFLED))
     with pytest.raises(ConfigError, match=r"--rocm.kv-layout wide: it is not one of plain, shuffle"):
-        LLM("demo", **settings(plugin_config={"rocm": {"kv_layout": "wide"}}))
+        LLM("demo", **without_triton("rocm", plugin_config={"rocm": {"kv_layout": "wide"}}))
     refused = AiterShuffledAttention.supports(replace(SPEC, kv_dtype="bfloat16", num_heads=64).workload(), MI300X)
     assert {reason.code for reason in refused} == {"kv-dtype", "head-group"}
 

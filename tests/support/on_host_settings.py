@@ -1,4 +1,4 @@
-"""Settings of an engine on the MI300X of ``tests/rocm/conftest.py``."""
+"""Settings of an engine on a GPU whose tensors are on the host, as of ``tests/rocm`` and ``tests/xpu``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from hardpoint.plugin_host import discover
 
 
-def settings(**more: Any) -> dict[str, Any]:
+def without_triton(platform: str, **more: Any) -> dict[str, Any]:
     """Without Triton's kernels, which no host launches."""
     denied = [
         f"{family}.{one.of}={one.name}" if one.of else f"{family}={one.name}"
         for family in ("op", "linear", "attention", "experts")
         for offer in discover().offers(family)
-        if (one := offer.contribution) and offer.plugin == "rocm" and one.target.startswith("hardpoint.kernels.")
+        if (one := offer.contribution) and offer.plugin == platform and one.target.startswith("hardpoint.kernels.")
     ]
-    plugins = {"platform": "rocm", "plugins": ("rocm",), "plugin_config": {}, "enforce_eager": True}
+    plugins = {"platform": platform, "plugins": (platform,), "plugin_config": {}, "enforce_eager": True}
     return {**plugins, "deny": tuple(denied), "dtype": "float16", **more}
