@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hardpoint import LLM
 from hardpoint.checkpoint.source import resolve_adapter, resolve_model, resolve_tokenizer
+from hardpoint.config import EngineConfig
 from hardpoint_plugin_api import CapacityError, CheckpointError, ConfigError, RequestError, UnknownNameError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engines import small_llm
@@ -51,6 +53,33 @@ def test_missing_path() -> None:
 def test_missing_tokenizer_path(good: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^tokenizer path /nope does not exist"):
         small_llm(good, tokenizer="/nope")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "no/such/model"}, "model path no/such/model does not exist"),
+        ({"model": "good", "tokenizer": "/nope"}, "tokenizer path /nope does not exist"),
+        ({"model": "unknown"}, "unknown model architecture 'NopeForCausalLM'"),
+        ({"model": "mute"}, r"mute: tokenizer\.json is missing"),
+    ],
+)
+def test_a_server_finds_them_before_it_opens_its_port(
+    settings: dict[str, str], message: str, good: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("uvicorn")
+    from hardpoint.server.run import serve
+    from hardpoint.server.settings import ServerSettings
+
+    for name in ("good", "unknown", "mute"):
+        shutil.copytree(good, tmp_path / name)
+    change_config(tmp_path / "unknown", architectures=["NopeForCausalLM"])
+    (tmp_path / "mute" / "tokenizer.json").unlink()
+    model = settings["model"] if "/" in settings["model"] else str(tmp_path / settings["model"])
+    caplog.set_level("INFO", "hardpoint")
+    with pytest.raises((CheckpointError, UnknownNameError), match=message):
+        serve(EngineConfig.create(**settings | {"model": model}), ServerSettings(port=0))
+    assert "listening" not in caplog.text
 
 
 @pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "/" + "x" * 5000, "a\0b/c\0d"], ids=["home", "long", "NUL"])

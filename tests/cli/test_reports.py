@@ -120,6 +120,7 @@ def test_ops_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "rms_norm(x: torch.Tensor" in shown
     assert "mutates: nothing" in shown
+    assert "aliases: nothing" in shown
     assert "cases:   random, " in shown
     assert "reference" in shown
     assert run(["ops", "show", "rms_nrom"]) == 2
@@ -169,12 +170,12 @@ def test_a_summary_has_a_line_for_what_is_served_alike() -> None:
     two = [row_of("n=2", "1-8"), row_of("n=2", "9+", chosen="torch", plugin="core", certified="reference")]
     rows = [row_of("n=1"), *two, row_of("n=3"), row_of("n=4", rule="tuning file", measured="32 us\nat 1 token")]
     heads, *lines = _summary(rows, 100)
-    assert heads.split() == ["for", "tokens", "chosen", "certified", "by"]
+    assert heads.split() == ["for", "tokens", "chosen", "certified", "rule"]
     assert [line.split() for line in lines[:4]] == [
         ["linear", "x2", "any", "best", "(acme)", "no", "priority"],
         ["linear", "1-8", "best", "(acme)", "no", "priority"],
         ["9+", "torch", "(core)", "reference", "priority"],
-        ["linear", "any", "best", "(acme)", "no", "tuned"],
+        ["linear", "any", "best", "(acme)", "no", "tuning", "file"],
     ]
     assert lines[4:] == ["", "linear: best: 32 us...", "all reasons: --all; for programs: --json"]
     assert _summary(rows, None)[6] == "linear: best: 32 us at 1 token"
@@ -317,11 +318,12 @@ def test_env_reports_a_platform_that_answers_nonsense(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--device", ""], "unknown device preset ''; known: toy-1"),
+        (["--device", ""], "unknown device ''; known: toy-1"),
         (
             ["--device", "toy-1", "--platform", "cpu"],
             "--device toy-1 is a device of the platform 'toy', and --platform asks for 'cpu'",
         ),
+        (["--device", "toy"], "unknown device 'toy'; did you mean 'toy-1'? Known: toy-1. 'toy' is a platform; on this"),
         (["--device", "toy-1", "--use", "platform=cpu"], "of the platform 'toy', and --use platform asks for 'cpu'"),
     ],
 )

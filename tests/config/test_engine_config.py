@@ -114,8 +114,10 @@ def test_every_bad_value_is_named() -> None:
 
 
 def test_an_unknown_name_comes_with_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="unknown setting 'blok_size'; did you mean 'block_size'"):
+    with pytest.raises(UnknownNameError, match="unknown setting 'blok_size'; did you mean 'block_size'") as caught:
         create(blok_size=16)
+    assert "all2all_backend" not in str(caught.value), "not all sixty names"
+    assert "hardpoint generate --help" in str(caught.value)
     with pytest.raises(UnknownNameError, match="unknown value of dtype: 'flot16'; did you mean 'float16'"):
         create(dtype="flot16")
     with pytest.raises(ConfigError, match="no model was given"):

@@ -84,6 +84,7 @@ def test_errors_name_the_file(file: Path, text: str, message: str) -> None:
         ({"acme.workspace_mib": "x"}, "--acme.workspace_mib is of type int, got 'x'"),
         ({"use": ("nonsense",)}, "^--use = 'nonsense' is invalid: takes FAMILY=NAME"),
         ({"use": ("op.rms_norm=a", "nonsense")}, "^--use = 'nonsense' is invalid: takes FAMILY=NAME"),
+        ({"use": ("op.rms_norm=a,nonsense",)}, "^--use = 'op.rms_norm=a,nonsense' is invalid: takes .* got 'nonsense'"),
         ({"use": ("linear.x=a",)}, "^--use = 'linear.x=a' is invalid: family 'linear' has no members"),
         (
             {"use": ("attention=a", "attention=b")},

@@ -222,7 +222,10 @@ def test_integers_are_exact_and_empty_outputs_pass() -> None:
 
 def test_the_rule_can_be_printed() -> None:
     assert str(ErrorModel(exact=True)) == "equal to the reference, bit for bit"
-    assert str(ErrorModel()) == "4 x the reference's own error + 4 units per element, 1 per row, at the row's magnitude"
+    assert str(ErrorModel()) == (
+        "at most 4 x the reference's own error, and 4 units in the last place of an element (1 on a row's average), "
+        "at the row's magnitude"
+    )
 
 
 def test_right_results_of_few_columns_raise_no_alarm() -> None:

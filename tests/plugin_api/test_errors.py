@@ -41,6 +41,18 @@ def test_an_unknown_name_without() -> None:
     assert str(UnknownNameError("op", "zebra", [])) == "unknown op 'zebra'; known: none."
 
 
+def test_an_unknown_name_among_many() -> None:
+    """Where a place lists all names, the message has the nearest ones and that place."""
+    known = ["block_size", "block_sizes", "model", "seed"]
+    error = UnknownNameError("setting", "blok_size", known, listed_by="`hardpoint generate --help`")
+    assert str(error) == (
+        "unknown setting 'blok_size'; did you mean 'block_size' or 'block_sizes'? "
+        "All names: `hardpoint generate --help`."
+    )
+    error = UnknownNameError("setting", "zebra", known, listed_by="`--help`")
+    assert (error.nearest, str(error)) == (None, "unknown setting 'zebra'; all names: `--help`.")
+
+
 def test_a_selection_error_lists_every_reason() -> None:
     rejected = {
         "fast": [Reason("arch", "device architecture not supported", "sm_80", "sm_90"), Reason("dtype", "no float32")],

@@ -163,6 +163,13 @@ def test_a_scalar_of_the_op(
     assert facts(reason) == (None if supported is None else ("scalar", wanted, supported))
 
 
+def test_a_field_of_the_workload_that_is_written_as_a_scalar() -> None:
+    """The author of a plugin reads how to write it."""
+    reason = check(parsed("op", scalar={"activation": "silu"}), OpWorkload(of="act_and_mul", activation="silu"))
+    assert reason is not None
+    assert reason.fix == "in the plugin's manifest, write { activation = ... } in place of { scalar = ... }"
+
+
 @pytest.mark.parametrize("value", [True, "interleaved", {}, {"a": 1, "b": 2}, {"a": []}, {"a": [{}]}, {"a": None}])
 def test_a_malformed_scalar(value: object) -> None:
     with pytest.raises(ManifestError, match=r"requirement 'scalar': expected .*; got"):

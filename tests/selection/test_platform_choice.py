@@ -213,7 +213,7 @@ def test_a_preset_stands_for_hardware_that_is_not_here() -> None:
 
 
 def test_an_unknown_preset() -> None:
-    with pytest.raises(UnknownNameError, match="unknown device preset 'acme-3'; did you mean 'acme-2'"):
+    with pytest.raises(UnknownNameError, match="unknown device 'acme-3'; did you mean 'acme-2'"):
         preset_choice(plugins(CPU, ACME, presets=(PRESET,)), Settings(), "acme-3")
     with pytest.raises(UnknownNameError, match=r"known: none\. A package brings it\."):
         preset_choice(plugins(CPU), Settings(), "acme-2")

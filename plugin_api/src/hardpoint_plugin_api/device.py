@@ -44,8 +44,9 @@ class DeviceInfo:
 
     ``platform``: the platform's name. ``torch_type``: the device type in ``torch.device`` strings. ``arch``: the
     architecture, as requirements match it (``sm_90``, ``gfx942``, ``x86_64``). ``memory_bytes``: per device. ``dtypes``
-    and ``features``: names. ``present``: False for a preset. ``absent_features``: features that this machine could
-    have, each with the reason why it has not, and the fix.
+    and ``features``: names. ``driver``: the driver's version; of a CPU the level of its kernels (``kernels: avx2``).
+    ``present``: False for a preset. ``absent_features``: features that this machine could have, each with the reason
+    why it has not, and the fix.
     """
 
     platform: str

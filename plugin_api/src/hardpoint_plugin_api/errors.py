@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from hardpoint_plugin_api.reasons import Reason
 
 
+_MOST_NEAREST = 3
+"""Names that an error offers where it does not list all."""
+
+
 class HardpointError(Exception):
     """Base of every error that Hardpoint raises on purpose. Pickles, whatever a subclass's constructor takes."""
 
@@ -44,21 +48,20 @@ class ConfigError(HardpointError, ValueError):
 class UnknownNameError(ConfigError):
     """A name that nothing answers to.
 
-    ``kind`` says what was looked for ("attention backend"), ``known`` the valid names.
+    ``kind`` says what was looked for ("attention backend"), ``known`` the valid names. The message has them all, unless
+    ``listed_by`` names the place that lists them, such as a command: then it has the nearest names and that place.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "", *, listed_by: str = "") -> None:
         self.kind, self.name, self.known = kind, name, tuple(sorted(known))
-        self.nearest = nearest(name, self.known)
-        message = f"unknown {kind} {name!r}"
-        if self.nearest:
-            message += f"; did you mean {self.nearest!r}?"
-        message += (
-            f" Known: {', '.join(self.known) or 'none'}."
-            if self.nearest
-            else (f"; known: {', '.join(self.known) or 'none'}.")
-        )
-        super().__init__(message + (f" {hint}" if hint else ""))
+        found = _nearest(name, self.known, _MOST_NEAREST if listed_by else 1)
+        self.nearest = found[0] if found else None
+        if listed_by:
+            names = f"{'All' if found else 'all'} names: {listed_by}"
+        else:
+            names = f"{'Known' if found else 'known'}: {', '.join(self.known) or 'none'}"
+        asked = f"; did you mean {' or '.join(map(repr, found))}? " if found else "; "
+        super().__init__(f"unknown {kind} {name!r}{asked}{names}." + (f" {hint}" if hint else ""))
 
 
 class PluginError(HardpointError):
@@ -127,6 +130,11 @@ def _rebuild(kind: type[HardpointError], args: tuple[Any, ...], state: dict[str,
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the valid name most like ``name``, or None where nothing is close."""
+    return next(iter(_nearest(name, known, 1)), None)
+
+
+def _nearest(name: str, known: Iterable[str], most: int) -> list[str]:
+    """The valid names most like ``name``, the nearest first, at most ``most``."""
     folded = {k.casefold().replace("-", "_"): k for k in known}
-    hits = difflib.get_close_matches(name.casefold().replace("-", "_"), list(folded), n=1, cutoff=0.6)
-    return folded[hits[0]] if hits else None
+    hits = difflib.get_close_matches(name.casefold().replace("-", "_"), list(folded), n=most, cutoff=0.6)
+    return [folded[hit] for hit in hits]

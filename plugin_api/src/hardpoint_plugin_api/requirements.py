@@ -221,11 +221,16 @@ class ScalarRequirement(Requirement):
     values: tuple[ScalarValue, ...]
 
     def check(self, context: CheckContext) -> Reason | None:
-        told = dict(getattr(context.request.workload, "scalars", ()))
+        workload = context.request.workload
+        told = dict(getattr(workload, "scalars", ()))
         supported = ", ".join(map(str, self.values))
         if self.name not in told:
-            message = f"the op's caller does not say {self.name} beforehand"
-            return Reason("scalar", message, wanted=", ".join(told) or None, supported=f"{self.name} = {supported}")
+            message = f"the value of {self.name} is not known when the op is bound"
+            fix = None
+            if hasattr(workload, self.name):
+                message = f"{self.name} is a field of the op's workload, and none of its static arguments"
+                fix = f"in the plugin's manifest, write {{ {self.name} = ... }} in place of {{ scalar = ... }}"
+            return Reason("scalar", message, ", ".join(told) or None, f"{self.name} = {supported}", fix)
         value = told[self.name]
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values):
             return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal
@@ -13,6 +15,8 @@ DEMO = "demo"
 
 
 Kind = Literal["model", "tokenizer", "adapter"]
+_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt")
+"""Files to download of a repository, as patterns."""
 
 _REMEDIES: dict[Kind, str] = {
     "model": "give the folder of a Hugging Face checkpoint, or a hub id such as Qwen/Qwen3-0.6B",
@@ -33,7 +37,24 @@ def resolve_model(model: str, revision: str | None = None, download_dir: str | N
     ``download_dir`` is the folder for downloads, None for the hub's own cache. Raises CheckpointError for a path that
     does not exist or holds no model, and for a hub id that cannot be had.
     """
-    folder = demo_model() if model == DEMO else _resolve("model", model, revision, download_dir)
+    return _with_config(model, revision, download_dir, _FILES)
+
+
+def resolve_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """Return a folder with the config.json of ``model``; of a hub id only this file is downloaded.
+
+    Raises what ``resolve_model`` does, which needs more of a hub id.
+    """
+    return _with_config(model, revision, download_dir, ("config.json",))
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether ``name`` is looked for on the hub: it is no folder here, and written like a hub id."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not os.path.exists(name)
+
+
+def _with_config(model: str, revision: str | None, download_dir: str | None, files: Sequence[str]) -> Path:
+    folder = demo_model() if model == DEMO else _resolve("model", model, revision, download_dir, files)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
     return folder
@@ -53,7 +74,9 @@ def resolve_adapter(name: str) -> Path:
     return _resolve("adapter", name, None, None)
 
 
-def _resolve(kind: Kind, name: str, revision: str | None, download_dir: str | None) -> Path:
+def _resolve(
+    kind: Kind, name: str, revision: str | None, download_dir: str | None, files: Sequence[str] = _FILES
+) -> Path:
     try:
         folder = Path(name).expanduser()
         is_folder, is_file = folder.is_dir(), folder.is_file()
@@ -63,19 +86,18 @@ def _resolve(kind: Kind, name: str, revision: str | None, download_dir: str | No
         return folder
     if is_file:
         raise CheckpointError(f"{kind} path {folder} is a file; {_REMEDIES[kind]}")
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not is_hub_id(name):
         raise CheckpointError(f"{kind} path {name} does not exist; {_REMEDIES[kind]}")
-    return _download(kind, name, revision, download_dir)
+    return _download(kind, name, revision, download_dir, files)
 
 
-def _download(kind: Kind, repo: str, revision: str | None, folder: str | None) -> Path:
+def _download(kind: Kind, repo: str, revision: str | None, folder: str | None, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
     try:
         cache = None if folder is None else Path(folder).expanduser()
-        return Path(snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=patterns))
+        return Path(snapshot_download(repo, revision=revision, cache_dir=cache, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         reason = reason.removeprefix("Got: ").rstrip(".")

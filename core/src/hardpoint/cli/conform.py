@@ -141,7 +141,7 @@ def conform(
     if json_file == "-":
         print_json(written.to_json())
     else:
-        _print(certificate, everything)
+        _print(certificate, everything, is_kept=bool(json_file))
         if json_file:
             write_text(json_file, json.dumps(written.to_json(), indent=1) + "\n")
             click.echo(f"certificate written to {json_file}")
@@ -175,6 +175,11 @@ def _require_writable(json_file: str | None) -> None:
     if json_file and json_file != "-":
         make_folder("--json", str(Path(json_file).parent))
     check_writable("--json", json_file)
+
+
+def _counts(certificate: Certificate) -> bool:
+    """Whether its file would be a certificate of something: it is of a whole run, in which every check passed."""
+    return certificate.is_complete and bool(certificate.outcomes["passed"]) and not certificate.outcomes["failed"]
 
 
 def _exit_code(certificate: Certificate) -> int:
@@ -240,11 +245,13 @@ class _Progress(AbstractContextManager["_Progress"]):
 # Reports.
 
 
-def _print(certificate: Certificate, everything: bool) -> None:
-    """A line for each contribution, then what failed, what was not tried or not proved, and why.
+def _print(certificate: Certificate, everything: bool, *, is_kept: bool = True) -> None:
+    """A line for each contribution, then failures, and the reasons why checks were not tried or claims not proved.
 
-    With ``everything`` each check has a line, too, and no table is cut short.
+    With ``everything`` each check has a line, too, and no table is cut short. Unless it ``is_kept``, a line says how.
     """
+    from hardpoint.conformance.certificate import OPERATOR_FOLDER
+
     device = certificate.device.get("name", "no device")
     title = f"{certificate.plugin['name']} {certificate.plugin['version']} on {device}, level {certificate.level}, "
     _print_tallies(certificate.tallies, f"{title}seed {certificate.seed}", certificate.proofs)
@@ -255,6 +262,9 @@ def _print(certificate: Certificate, everything: bool) -> None:
     _print_proofs(certificate)
     for line in not_tried_here(certificate.results):
         click.echo(line)
+    if not is_kept and _counts(certificate):
+        file = f"{OPERATOR_FOLDER}/{certificate.plugin['name']}.json"
+        click.echo(f"No certificate is kept: --json {file} keeps one, for 'explain' and --require-certified.")
     click.echo(_conclusion(certificate))
 
 

@@ -42,7 +42,7 @@ def env(as_json: bool) -> None:
     print_table(["machine", "what it is"], report["machine"].items())
     print_table(["package", "version"], report["packages"].items())
     print_table(
-        ["platform", "plugin", "device", "count", "architecture", "memory GiB", "driver", "problem", "fix"],
+        ["platform", "plugin", "device", "count", "architecture", "memory GiB", "driver or kernels", "problem", "fix"],
         [[p.get(key) for key in _PLATFORM_KEYS] for p in report["platforms"]],
     )
     print_table(

@@ -1,4 +1,5 @@
-"""``hardpoint explain``: who would serve what, by which rule, and every reason against the others."""
+"""``hardpoint explain``: the implementation chosen for each part of a model, the rule that chose it, and the reasons
+against the others."""
 
 from __future__ import annotations
 
@@ -21,12 +22,10 @@ _LINES = 60
 """Lines of the summary where all fits."""
 _FEWEST_NOTES = 5
 """Reasons that are shown however long the table is."""
-_HEADS = ("for", "tokens", "chosen", "certified", "by")
+_HEADS = ("for", "tokens", "chosen", "certified", "rule")
 _GAP = "  "
 _LEAST_NAME = 9
 """Columns of a name that is cut, at least."""
-_RULES = {"only candidate": "only one", "tuning file": "tuned"}
-"""Rules in a word; the others are one."""
 _LEAST_USEFUL = (
     {"platform", "not-asked-for"},
     {"arch", "batch-invariant", "device-feature", "dtype", "kv-dtype", "layout", "phase", "spec", "tokens"},
@@ -36,7 +35,11 @@ _LEAST_USEFUL = (
 
 
 @click.command(cls=EngineCommand, short_help="Show which implementation serves what, and why not the others.")
-@click.option("--device", metavar="PRESET", help="Answer for a device that is not here: the name of a preset.")
+@click.option(
+    "--device",
+    metavar="PRESET",
+    help="Answer for a device that this machine lacks, such as zen4. A wrong name lists the known ones.",
+)
 @click.option("--all", "show_all", is_flag=True, help="Show every workload, and every reason against every candidate.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option("--html", "html_file", metavar="FILE", help="Write everything as one web page. -: to stdout.")
@@ -85,7 +88,7 @@ def _summary(rows: list[dict[str, Any]], width: int | None) -> list[str]:
     """
     plans: dict[tuple[str, str, int], list[tuple[str, str, str, str]]] = {}
     for row in rows:
-        line = (row["range"], _chosen(row), row["certified"], _RULES.get(row["rule"], row["rule"]))
+        line = (row["range"], _chosen(row), row["certified"], row["rule"])
         plans.setdefault((_title(row), row["workload"], row.get("stage", 0)), []).append(line)
     alike: dict[tuple[str, tuple[tuple[str, str, str, str], ...]], list[int]] = {}
     for (title, _, stage), lines in plans.items():

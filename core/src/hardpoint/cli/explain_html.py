@@ -62,7 +62,7 @@ def _ranges(rows: Iterable[Row]) -> str:
     parts = []
     for row in rows:
         mark = "?" if "not_asked" in row else ""
-        notes = [f"by {row['rule']}", f"certified: {row['certified']}"]
+        notes = [f"rule: {row['rule']}", f"certified: {row['certified']}"]
         notes += [row[key] for key in ("measured", "not_asked") if key in row]
         parts.append(
             f"<span><small>tokens: {_text(row['range'])}</small><b>{_text(row['chosen'])}{mark}</b> "

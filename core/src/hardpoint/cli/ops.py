@@ -36,7 +36,7 @@ def show(name: str) -> None:
     plugins = discover()
     by_op = _by_op(plugins)
     if name not in by_op:
-        raise UnknownNameError("op", name, by_op)
+        raise UnknownNameError("op", name, by_op, listed_by="'hardpoint ops list'")
     reference = next((o for o in by_op[name] if o.contribution.name == _REFERENCE), None)
     if reference is not None:
         _print_definition(name, plugins.load(reference), reference.contribution.target)
@@ -75,7 +75,9 @@ def _print_definition(name: str, reference: Any, target: str) -> None:
         click.echo(f"{doc}\n")
     if isinstance(op, CustomOp):
         cases = op.cases(torch.Generator(), torch.float32, torch.device("cpu"))
+        aliases = [f"output {index} may share the memory of {name}" for index, name in op.aliases]
         click.echo(f"mutates: {', '.join(op.mutates) or 'nothing'}")
+        click.echo(f"aliases: {', '.join(aliases) or 'nothing'}")
         click.echo(f"static:  {', '.join(op.static) or 'nothing'}")
         click.echo(f"errors:  {op.errors}")
         click.echo(f"cases:   {', '.join(case.name for case in cases)}")

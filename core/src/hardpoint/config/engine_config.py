@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import PrivateAttr, ValidationError
 
-from hardpoint.config.errors import invalid_setting, setting_of, written
+from hardpoint.config.errors import LISTED_BY, invalid_setting, setting_of, written
 from hardpoint.config.settings import EngineSettings
 from hardpoint.config.types import ExecutorKind
 from hardpoint.config.vllm_names import translate_settings
@@ -45,7 +45,7 @@ class EngineConfig(EngineSettings):
         """``origins`` says where a key's value comes from, as the user wrote it (default: a Python keyword)."""
         unknown = [key for key in settings if key not in cls.model_fields]
         if unknown:
-            errors = [UnknownNameError("setting", key, cls.model_fields) for key in unknown]
+            errors = [UnknownNameError("setting", key, cls.model_fields, listed_by=LISTED_BY) for key in unknown]
             raise errors[0] if len(errors) == 1 else ConfigError("\n".join(map(str, errors)))
         if "model" not in settings:
             raise ConfigError("no model was given: name a folder, a hub id, or 'demo' for the built-in one")

@@ -10,6 +10,8 @@ from pydantic_core import ErrorDetails
 
 from hardpoint_plugin_api import ConfigError, UnknownNameError
 
+LISTED_BY = "'hardpoint generate --help' (--block-size stands for block_size)"
+"""The place that lists all settings, as an error names it."""
 _REASONS = {
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hardpoint.config.engine_config import SETTINGS, EngineConfig, PluginKeys
-from hardpoint.config.errors import flag_of, setting_of
+from hardpoint.config.errors import LISTED_BY, flag_of, setting_of
 from hardpoint.config.types import check_use, parse_use
 from hardpoint.config.vllm_names import translate_settings
 from hardpoint_plugin_api import FAMILIES, ConfigError, UnknownNameError
@@ -39,11 +39,9 @@ def load_config(
             sections[key] = dict(value)
             origins |= {f"{key}.{name}": f"{file}: [{key}] {name}" for name in value}
         else:
-            raise UnknownNameError(
-                f"{'section' if isinstance(value, dict) else 'key'} in {file}:",
-                key,
-                {*plugin_keys, "use"} if isinstance(value, dict) else SETTINGS,
-            )
+            if isinstance(value, dict):
+                raise UnknownNameError(f"section in {file}:", key, {*plugin_keys, "use"})
+            raise UnknownNameError(f"key in {file}:", key, SETTINGS, listed_by=LISTED_BY)
     _parse_use(of_file, f"{file}: use", f"{file}: use.", origins)
     for key, value in flags.items():
         plugin, dot, name = key.partition(".")

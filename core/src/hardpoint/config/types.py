@@ -91,7 +91,8 @@ def check_custom_ops(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_use(value: object) -> object:
-    """Bring choices to ``{"op.rms_norm": "name"}``: from flags' ``FAMILY[.OF]=NAME``, or from nested TOML tables."""
+    """Bring choices to ``{"op.rms_norm": "name"}``: from flags' ``FAMILY[.OF]=NAME``, which may be joined
+    by commas, or from nested TOML tables."""
     if isinstance(value, str):
         value = (value,)
     if isinstance(value, Mapping):
@@ -102,8 +103,8 @@ def parse_use(value: object) -> object:
     if not isinstance(value, list | tuple):
         return value
     choices: dict[object, object] = {}
-    for text in value:
-        slot, equals, name = str(text).partition("=")
+    for text in [part.strip() for texts in value for part in str(texts).split(",")]:
+        slot, equals, name = text.partition("=")
         if not (equals and slot and name):
             raise ValueError(f"takes FAMILY=NAME or FAMILY.OF=NAME, such as op.rms_norm=reference; got {text!r}")
         if choices.get(slot, name) != name:

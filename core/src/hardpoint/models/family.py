@@ -59,6 +59,15 @@ class ChosenModel:
         return self.args.build(ctx.for_plugin(self.offer.plugin))
 
 
+def known_architecture(checkpoint: Checkpoint, plugins: PluginSet) -> str:
+    """The architecture of ``checkpoint``. Raises UnknownNameError for one that no plugin has, and CheckpointError."""
+    architecture = checkpoint.architecture
+    known = {str(offer.contribution.of) for offer in plugins.offers("model")}
+    if architecture not in known:
+        raise UnknownNameError("model architecture", architecture, known, f"It stands in {checkpoint.config_path}.")
+    return architecture
+
+
 def choose_model(
     checkpoint: Checkpoint,
     plugins: PluginSet,
@@ -71,10 +80,7 @@ def choose_model(
     Raises UnknownNameError for an architecture that no plugin has, SelectionError for one whose blocks cannot be
     divided as ``topology`` asks, and CheckpointError.
     """
-    architecture = checkpoint.architecture
-    known = {str(offer.contribution.of) for offer in plugins.offers("model")}
-    if architecture not in known:
-        raise UnknownNameError("model architecture", architecture, known, f"It stands in {checkpoint.config_path}.")
+    architecture = known_architecture(checkpoint, plugins)
     features = frozenset({Feature.PIPELINE_STAGES} if topology.pipeline > 1 else ())
     offer = select(ModelWorkload(of=architecture, features=features)).offer
     return ChosenModel.of(offer, cast(ModelFamily, load(offer)), checkpoint.config)

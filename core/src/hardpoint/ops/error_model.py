@@ -66,8 +66,8 @@ class ErrorModel:
         if self.exact:
             return "equal to the reference, bit for bit"
         return (
-            f"{self.multiple:g} x the reference's own error + {self.floor_peak:g} units per element, "
-            f"{self.floor_row:g} per row, at the {self.scale}'s magnitude"
+            f"at most {self.multiple:g} x the reference's own error, and {self.floor_peak:g} units in the last place "
+            f"of an element ({self.floor_row:g} on a row's average), at the {self.scale}'s magnitude"
         )
 
 

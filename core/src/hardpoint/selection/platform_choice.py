@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import cast
@@ -96,7 +97,7 @@ def preset_choice(plugins: PluginSet, settings: Settings, name: str) -> Platform
     """
     presets = plugins.devices()
     if name not in presets:
-        raise UnknownNameError("device preset", name, presets, WHERE_PLUGINS_ARE)
+        raise _unknown_preset(name, presets)
     device = presets[name]
     choice = settings.choice("platform", None)
     if choice and choice.name != device.platform:
@@ -203,3 +204,11 @@ def _automatic(plugins: PluginSet, found: dict[Offer, DeviceInfo], refused: dict
 
 def _has_platform(record: PluginRecord) -> bool:
     return any(c.family == "platform" for c in record.contributions)
+
+
+def _unknown_preset(name: str, presets: Mapping[str, DeviceInfo]) -> UnknownNameError:
+    """The error about ``--device NAME``; for a platform's name it says which devices that platform has."""
+    own = sorted(preset for preset, device in presets.items() if device.platform == name)
+    if own:
+        return UnknownNameError("device", name, own, f"{name!r} is a platform; on this machine: --platform {name}.")
+    return UnknownNameError("device", name, presets, WHERE_PLUGINS_ARE)

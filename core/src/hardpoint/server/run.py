@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from hardpoint.config import EngineConfig
+from hardpoint.engine.model_check import check_model
 from hardpoint.engine.processes.child_process import keep_what_was_loaded
 from hardpoint.parsers import choose_parsers
 from hardpoint.server.app import create_app
@@ -44,6 +45,7 @@ def serve(config: EngineConfig, settings: ServerSettings) -> None:
     share_log(settings)
     config = _with_restarts(config)
     choose_parsers(config)  # a misspelt name is said before the model is loaded for nothing
+    check_model(config)
     with listening(settings) as listener:
         serve_at(listener, config, settings)
 

@@ -236,14 +236,20 @@ def _added_token(value: str | Mapping[str, Any]) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(value["content"], **{key: value[key] for key in _FLAGS if key in value})
 
 
-def _through_transformers(folder: Path) -> Tokenizer:
-    """Let Transformers convert older tokenizer files (sentencepiece, vocabulary and merges)."""
-    found = [name for name in _OLDER if (folder / name).is_file()]
+def check_tokenizer_files(folder: Path) -> list[str]:
+    """The names of the tokenizer's files in ``folder``. Raises CheckpointError where there are none."""
+    found = [name for name in ("tokenizer.json", *_OLDER) if (folder / name).is_file()]
     if not found:
         raise CheckpointError(
             f"{folder}: tokenizer.json is missing, and so are the older files ({', '.join(_OLDER)}); "
             "add the files of the model's tokenizer, or name another folder with --tokenizer"
         )
+    return found
+
+
+def _through_transformers(folder: Path) -> Tokenizer:
+    """Let Transformers convert older tokenizer files (sentencepiece, vocabulary and merges)."""
+    found = check_tokenizer_files(folder)
     from transformers import AutoTokenizer
 
     failed = f"{folder}: tokenizer.json is missing, and Transformers cannot make one of {', '.join(found)}"

@@ -53,6 +53,7 @@ _MANY_ROWS = (1025, 129, 33)
 _MOST_ELEMENTS = 1 << 21
 _SQUARE = 128
 """Elements of a row up to which as many rows are tried, too: a kernel may take one axis for the other."""
+_NOT_OF_ROWS = "rows of the results cannot be matched with rows of the inputs in this case"
 _CASES_OF_A_SPEC = 3
 """How many of an op's cases are tried with a claimed spec that none of them has."""
 _PLAIN = "plain"
@@ -416,14 +417,14 @@ def rows(probe: Probe, seed: int) -> Finding:
     call = probe.call(seed)
     count, size = probe.num_rows(call), max((i.tensor.numel() for i in call.inputs), default=0)
     if not count:
-        return Finding.not_claimed("no-rows", "the results of this op do not belong to rows of its inputs")
+        return _no_rows(call)
     width = size // count
     sizes = [next((n for n in _MANY_ROWS if n * width <= _MOST_ELEMENTS), _MANY_ROWS[-1])]
     for many in [width, *sizes] if 1 < width <= _SQUARE else sizes:
         order = torch.randint(count, (many,), generator=torch.Generator().manual_seed(seed))
         part = probe.call(seed, order=order.tolist())
         if not _are_rows(call.expect().outputs, _reordered_truth(part), order):
-            return Finding.not_claimed("no-rows", "the results of this op do not belong to rows of its inputs")
+            return Finding.not_claimed("no-rows", _NOT_OF_ROWS)
         finding = Finding.of(judge_call(part))
         if finding.faults:
             break
@@ -438,15 +439,21 @@ def batch_invariant(probe: Probe, seed: int, *, has_rows: bool = False) -> Findi
     call = probe.call(seed)
     count = probe.num_rows(call)
     if not count:
-        return Finding.not_claimed("no-rows", "the results of this op do not belong to rows of its inputs")
+        return _no_rows(call)
     whole = _outputs(call)
     for order in ([0], [count - 1], [*range(1, count), 0], list(range(0, count, 2))):
         index, part = torch.tensor(order), probe.call(seed, order=order)
         if not has_rows and not _are_rows(call.expect().outputs, _reordered_truth(part), index):
-            return Finding.not_claimed("no-rows", "the results of this op do not belong to rows of its inputs")
+            return Finding.not_claimed("no-rows", _NOT_OF_ROWS)
         if not same_bits(_outputs(part), [y[index.to(y.device)] for y in whole]):
             return Finding.failed("batch-variant", "outputs", f"rows {order[:8]} by themselves have other bits")
     return Finding()
+
+
+def _no_rows(call: Call) -> Finding:
+    """Why nothing can be tried row by row: the inputs are empty, or the op has no rows."""
+    is_empty = any(not i.tensor.numel() for i in call.inputs)
+    return Finding.not_claimed("no-rows", "the inputs of this case are empty" if is_empty else _NOT_OF_ROWS)
 
 
 def _outputs(call: Call) -> Sequence[torch.Tensor]:
