@@ -23,6 +23,10 @@ def aiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "site"
     (folder / "aiter").mkdir(parents=True)
     (folder / "aiter/__init__.py").write_text("from tests.support.aiter_stand_in import *\n")
+    for name in ("mla", "fused_moe", "ops/shuffle"):
+        stand_in = "latent" if name == "mla" else "experts"
+        (folder / f"aiter/{name}.py").parent.mkdir(exist_ok=True)
+        (folder / f"aiter/{name}.py").write_text(f"from tests.support.aiter_{stand_in}_stand_in import *\n")
     info = folder / "amd_aiter-0.1.9.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: amd-aiter\nVersion: 0.1.9\n")

@@ -22,8 +22,11 @@ from tests.support.aiter_attention_stand_in import (
     paged_attention_v1,
 )
 from tests.support.aiter_calls import count
+from tests.support.aiter_experts_stand_in import ActivationType, QuantType
 
 __all__ = [
+    "ActivationType",
+    "QuantType",
     "flash_attn_varlen_func",
     "gemm_a8w8",
     "gemm_a8w8_blockscale",

@@ -40,6 +40,40 @@ SIGNATURES = {
     "pa_fwd_asm": (
         *("Q", "K", "V", "block_tables", "context_lens", "block_tables_stride0", "K_QScale", "V_QScale", "out_"),
     ),
+    # aiter/mla.py, 41d6c5271acee849f3968b722d825c9d167ac12f
+    "mla.mla_decode_fwd": (
+        *(
+            "q",
+            "kv_buffer",
+            "o",
+            "qo_indptr",
+            "kv_indptr",
+            "kv_indices",
+            "kv_last_page_lens",
+            "max_seqlen_q",
+            "sm_scale",
+        ),
+    ),
+    "mla.mla_prefill_fwd": (
+        *(
+            "q",
+            "kv_buffer",
+            "o",
+            "qo_indptr",
+            "kv_indptr",
+            "kv_indices",
+            "kv_last_page_lens",
+            "max_seqlen_q",
+            "sm_scale",
+        ),
+    ),
+    # aiter/fused_moe.py, d78f4797ba4e16927d83f5ede412767dd5430f5a
+    "fused_moe.fused_moe": (
+        *("hidden_states", "w1", "w2", "topk_weight", "topk_ids", "activation", "quant_type", "w1_scale", "w2_scale"),
+        "dtype",
+    ),
+    # aiter/ops/shuffle.py, b0b6945e7aff0b0c0860d225501440c81df1f361
+    "ops.shuffle.shuffle_weight": ("x", "layout"),
 }
 """The arguments that are passed to each function; all others have defaults. Names are below the module ``aiter``."""
 
@@ -77,6 +111,13 @@ def reason_against(name: str) -> Reason | None:
 def reasons_against(*names: str) -> list[Reason]:
     """``reason_against`` of each function, for those that have one."""
     return [reason for name in names if (reason := reason_against(name))]
+
+
+def constant(name: str) -> Any:
+    """AITER's enumeration ``name``. Raises PlatformError where there is none."""
+    if (found := _find(name)) is None:
+        raise PlatformError(f"this AITER has no {name}; {FIX}")
+    return found
 
 
 def _find(name: str) -> Any:

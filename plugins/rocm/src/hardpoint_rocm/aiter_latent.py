@@ -1,0 +1,177 @@
+"""AITER's latent attention, over a cache in which each token's latent and rotated key are neighbours.
+
+Tokens are what AITER calls pages: its kernels are given the place of each token that a request reads.
+
+Axes: T tokens, N requests, H query heads, L latent size, R rope size, B tokens of a page, S tokens of all requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch.nn.functional import pad
+
+from hardpoint.attention.phases import sub_batch
+from hardpoint.dtypes import dtype_of
+from hardpoint_plugin_api import (
+    AttentionBatch,
+    AttentionMetadata,
+    CacheLayout,
+    CacheSpec,
+    DeviceInfo,
+    LatentBackend,
+    LatentCall,
+    LatentStoreCall,
+    LatentWorkload,
+    PlatformError,
+    Reason,
+    Region,
+)
+from hardpoint_rocm.aiter_library import function, reasons_against
+
+_HEADS = (16, 128)
+
+
+class MergedLatentLayout(CacheLayout):
+    """A page is ``rows`` [B, L + R]: each token's latent, then its rotated key. ``latent`` and ``rope_key`` are views
+    of its columns.
+    """
+
+    name = "aiter_latent"
+
+    def regions(self, spec: CacheSpec, block_size: int) -> tuple[Region, ...]:
+        """See CacheLayout."""
+        (latent, rope), dtype = (spec[name].numel for name in ("latent", "rope_key")), spec["latent"].dtype
+        shape = block_size, latent + rope
+        return (Region("rows", 0, shape[0] * shape[1] * dtype_of(dtype).itemsize, shape, dtype),)
+
+    def views(
+        self, buffer: torch.Tensor, pages: int, spec: CacheSpec, block_size: int, page_bytes: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """See CacheLayout; besides the region, both planes."""
+        rows = super().views(buffer, pages, spec, block_size, page_bytes)["rows"]
+        latent, rope_key = rows.split([spec["latent"].numel, spec["rope_key"].numel], dim=-1)
+        return {"rows": rows, "latent": latent, "rope_key": rope_key}
+
+    def to_logical(self, views: Mapping[str, torch.Tensor], pages: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See CacheLayout."""
+        return {name: views[name][pages] for name in ("latent", "rope_key")}
+
+    def from_logical(
+        self, views: Mapping[str, torch.Tensor], pages: torch.Tensor, planes: Mapping[str, torch.Tensor]
+    ) -> None:
+        """See CacheLayout."""
+        for name in ("latent", "rope_key"):
+            views[name][pages] = planes[name]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Requests of one call: their rows among the step's, and their batch. Device arrays, int32: ``token_start`` [N+1]
+    and ``page`` and ``offset`` [S] of the tokens that they read, request by request; ``last`` [N] is full of ones."""
+
+    rows: slice
+    batch: AttentionBatch
+    most_queries: int
+    token_start: torch.Tensor
+    page: torch.Tensor
+    offset: torch.Tensor
+    last: torch.Tensor
+
+
+@dataclass
+class LatentMetadata(AttentionMetadata):
+    """``decodes`` and ``prompts``: what each of the two kernels is given."""
+
+    decodes: _Part | None = None
+    prompts: _Part | None = None
+
+
+class AiterLatentAttention(LatentBackend):
+    """Decodes by ``mla_decode_fwd``, which splits long contexts, all other requests by ``mla_prefill_fwd``."""
+
+    layout: ClassVar[CacheLayout] = MergedLatentLayout()
+
+    @classmethod
+    def supports(cls, workload: LatentWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse numbers of heads that not both kernels have, and an AITER that has other functions."""
+        found = reasons_against("mla.mla_decode_fwd", "mla.mla_prefill_fwd")
+        if workload.num_heads is not None and workload.num_heads not in _HEADS:
+            message, supported = "query heads of a rank", " or ".join(map(str, _HEADS))
+            found.append(Reason("num-heads", message, wanted=str(workload.num_heads), supported=supported))
+        return found
+
+    def store(self, call: LatentStoreCall) -> None:
+        """See LatentBackend."""
+        slots, block = call.slot_mapping.long(), self.spec.block_size
+        row = torch.cat((call.latent, call.rope_key), dim=-1)
+        call.cache["rows"][slots // block, slots % block] = row.to(call.cache["rows"].dtype)
+
+    def plan(self, batch: AttentionBatch) -> LatentMetadata:
+        """See StepPlanner. Nothing waits for the device: lengths are known on the host, too."""
+        split, last = batch.num_decodes, batch.num_requests
+        return LatentMetadata(
+            batch,
+            decodes=self._part(batch, 0, split) if split else None,
+            prompts=self._part(batch, split, last) if split < last else None,
+        )
+
+    def _part(self, whole: AttentionBatch, first: int, last: int) -> _Part:
+        batch, starts = sub_batch(whole, first, last), whole.query_start_host[first : last + 1]
+        total, block, lengths = sum(batch.seq_lens_host), self.spec.block_size, batch.seq_lens
+        token_start = pad(lengths.cumsum(0), (1, 0))
+        request = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=total)
+        position = torch.arange(total, device=lengths.device) - token_start[request]
+        return _Part(
+            rows=slice(starts[0], starts[-1]),
+            batch=batch,
+            most_queries=max(after - before for before, after in pairwise(starts)),
+            token_start=token_start.to(torch.int32),
+            page=batch.block_table[request, position // block],
+            offset=(position % block).to(torch.int32),
+            last=torch.ones_like(lengths),
+        )
+
+    def forward(self, call: LatentCall) -> None:
+        """See LatentBackend."""
+        planned = call.metadata
+        assert isinstance(planned, LatentMetadata)
+        tokens, per_page = _as_tokens(call.cache["rows"])
+        for name, part in (("mla.mla_decode_fwd", planned.decodes), ("mla.mla_prefill_fwd", planned.prompts)):
+            if part is None:
+                continue
+            out = call.out[part.rows]
+            heads_adjacent = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            function(name)(
+                q=torch.cat((call.q_latent[part.rows], call.q_rope[part.rows]), dim=-1),
+                kv_buffer=tokens,
+                o=heads_adjacent,
+                qo_indptr=part.batch.query_start,
+                kv_indptr=part.token_start,
+                kv_indices=part.page * per_page + part.offset,
+                kv_last_page_lens=part.last,
+                max_seqlen_q=part.most_queries,
+                sm_scale=self.spec.scale,
+            )
+            if heads_adjacent is not out:
+                out.copy_(heads_adjacent)
+
+
+def _as_tokens(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """``rows`` [pages, B, n] as [tokens, 1, 1, n], and how many tokens lie from one page to the next.
+
+    Raises PlatformError where that is no whole number.
+    """
+    pages, _, size = rows.shape
+    if rows.stride(0) % size:
+        raise PlatformError(
+            "the cache's pages are padded to the size of other layers' pages, which AITER cannot read; choose another "
+            "--use attention.latent=NAME"
+        )
+    per_page = rows.stride(0) // size
+    last = (pages - 1) * per_page + rows.shape[1]
+    return rows.as_strided((last, 1, 1, size), (size, size, size, 1)), per_page
