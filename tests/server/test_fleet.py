@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from hardpoint.server.metrics import ServerMetrics
 from tests.server.test_lifecycle import Stream, failing
 from tests.support.engines import until
 from tests.support.processes import api_processes, is_gone, processes
-from tests.support.serving import RunningServer, running_server
+from tests.support.serving import RunningServer, open_stream, running_server
 
 SHORT: dict[str, Any] = {"prompt": "The whale", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
 KEY: dict[str, Any] = {"headers": {"authorization": "Bearer secret"}}
@@ -106,6 +107,20 @@ def test_kept_responses_are_everyones(fleet: RunningServer) -> None:
         assert fleet.post("/v1/responses", second).json()["previous_response_id"] == first
     assert fleet.ask("DELETE", f"/v1/responses/{first}").status_code == 200
     assert {fleet.get(f"/v1/responses/{first}").status_code for _ in range(6)} == {404}
+
+
+def test_a_stream_of_the_background_is_everyones(fleet: RunningServer) -> None:
+    """Whichever process is asked has the events that the client has not seen, as they are made."""
+    body = {"input": "Sing.", "max_output_tokens": 600, "background": True, "stream": True, "ignore_eos": True}
+    with open_stream("POST", f"{fleet.url}/v1/responses", json=body, **KEY) as stream:
+        first = next(line for line in stream.iter_lines() if line.startswith("data: "))
+    path = f"/v1/responses/{json.loads(first[6:])['response']['id']}?stream=true&starting_after=1"
+    with ThreadPoolExecutor(6) as threads:
+        (text,) = {answer.text for answer in threads.map(lambda _: fleet.get(path), range(6))}
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(2, len(events) + 2))
+    assert events[-1]["type"] == "response.incomplete"
+    assert fleet.get(path).text == text
 
 
 def test_a_process_that_is_killed(fleet: RunningServer) -> None:

@@ -101,8 +101,6 @@ def test_what_is_not_to_be_kept_is_not(client: openai.OpenAI) -> None:
         client.responses.retrieve(answer.id)
     with pytest.raises(openai.BadRequestError, match="background: the response has to be kept"):
         respond(client, store=False, background=True)
-    with pytest.raises(openai.BadRequestError, match="in the background; give one"):
-        respond(client, stream=True, background=True)
 
 
 def test_the_background(client: openai.OpenAI) -> None:
@@ -115,6 +113,49 @@ def test_the_background(client: openai.OpenAI) -> None:
     twice = [respond(client, background=True, extra_headers={"x-request-id": "same"}).id for _ in range(2)]
     assert [ended(client, each).status for each in twice] == ["incomplete"] * 2
     assert len(set(twice)) == 2
+
+
+def test_the_background_as_a_stream(server: RunningServer, client: openai.OpenAI) -> None:
+    """A client that leaves comes back for the events that it has not seen, while they are made and afterwards."""
+    whole = list(respond(client, stream=True, background=True))
+    assert [event.type for event in whole[:3]] == ["response.created", "response.queued", "response.in_progress"]
+    assert [event.sequence_number for event in whole] == list(range(len(whole)))
+    final = whole[-1].response
+    assert (whole[-1].type, final.background) == ("response.incomplete", True)
+    assert final.output_text == respond(client).output_text
+    assert client.responses.retrieve(final.id) == final
+    assert list(client.responses.retrieve(final.id, stream=True)) == whole
+    assert list(client.responses.retrieve(final.id, stream=True, starting_after=5)) == whole[6:]
+    assert list(client.responses.retrieve(final.id, stream=True, starting_after=999)) == []
+
+    seen: list[Any] = []
+    with respond(client, stream=True, background=True, **LONG) as stream:
+        for event in stream:
+            seen.append(event)
+            if len(seen) == 20:
+                break
+    assert client.responses.retrieve(seen[0].response.id).status == "in_progress", "the client left, and it goes on"
+    after = seen[-1].sequence_number
+    seen += list(client.responses.retrieve(seen[0].response.id, stream=True, starting_after=after))
+    assert [event.sequence_number for event in seen] == list(range(len(seen)))
+    text = "".join(event.delta for event in seen if event.type == "response.output_text.delta")
+    assert text == seen[-1].response.output_text
+    server.wait_until_idle()
+
+    plain = respond(client, background=True)
+    with pytest.raises(openai.BadRequestError, match="not made with background and stream"):
+        client.responses.retrieve(plain.id, stream=True)
+
+
+def test_a_stream_of_the_background_that_is_cancelled(server: RunningServer, client: openai.OpenAI) -> None:
+    with respond(client, stream=True, background=True, **LONG) as stream:
+        seen = [next(stream) for _ in range(8)]
+        assert client.responses.cancel(seen[0].response.id).status == "cancelled"
+        seen += stream
+    assert (seen[-1].type, seen[-1].response.status) == ("response.failed", "cancelled")
+    assert [event.sequence_number for event in seen] == list(range(len(seen)))
+    assert list(client.responses.retrieve(seen[0].response.id, stream=True, starting_after=8)) == seen[9:]
+    server.wait_until_idle()
 
 
 def test_what_is_made_in_the_background_can_be_cancelled(server: RunningServer, client: openai.OpenAI) -> None:
@@ -215,6 +256,31 @@ def test_what_a_server_was_making_when_it_was_killed_has_failed(tmp_path: Path) 
     assert stores[1].get("o", "r0").response["status"] == "failed"
     for store in stores:
         store.close()
+
+
+def test_events_are_kept_with_a_response_and_count(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "s", 4000, 100)
+    store.put("o", kept(1))
+    store.put("o", kept(2), ["a" * 1000, "b"])
+    assert (store.events("o", "r1"), store.events("o", "r2")) == (None, ["a" * 1000, "b"])
+    store.put("o", kept(3), ["c" * 3500])
+    with pytest.raises(MissingResponseError):
+        store.get("o", "r2")
+    store.close()
+
+
+def test_a_store_of_the_form_before_is_read(tmp_path: Path) -> None:
+    """It has no column for events."""
+    store = ResponseStore(tmp_path / "s", 4000, 100)
+    store.put("o", kept(1))
+    store.close()
+    with sqlite3.connect(tmp_path / "s") as db:
+        db.executescript("ALTER TABLE responses DROP COLUMN events; PRAGMA user_version=2;")
+    db.close()
+    store = ResponseStore(tmp_path / "s", 4000, 100)
+    store.put("o", kept(2), ["a"])
+    assert (store.events("o", "r1"), store.events("o", "r2")) == (None, ["a"])
+    store.close()
 
 
 def test_processes_share_the_bound_of_a_store(tmp_path: Path) -> None:

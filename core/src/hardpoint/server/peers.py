@@ -13,6 +13,9 @@ from hardpoint.metrics import MetricsSnapshot
 if TYPE_CHECKING:
     from hardpoint.server.service import Service
 
+_NEWS_SECONDS = 1.0
+"""How long a process waits for an event before it answers another that there is none."""
+
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 
@@ -45,6 +48,22 @@ class EndResponse(Question[None]):
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
+
+
+@dataclass(frozen=True)
+class ReadEvents(Question[list[str] | None]):
+    """Events of a response that is made in the background, from number ``begin`` on; None: it is not made here.
+
+    The answer waits ``_NEWS_SECONDS`` for the first of them.
+    """
+
+    owner: str
+    response_id: str
+    begin: int
+
+    async def answer(self, service: Service) -> list[str] | None:
+        log = service.event_logs.get((self.owner, self.response_id))
+        return None if log is None else await log.wait_beyond(self.begin, _NEWS_SECONDS)
 
 
 class Peers(Protocol):

@@ -6,7 +6,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,14 @@ from typing import Any
 
 from hardpoint_plugin_api import ConfigError
 
-_FORM = 2
+_FORM = 3
 """The form of the tables, which SQLite keeps as the file's user_version."""
+_UPGRADES = {2: "ALTER TABLE responses ADD COLUMN events TEXT;"}
+"""Statements that bring tables of an earlier form to this one."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS responses (
     owner TEXT, id TEXT, previous TEXT, used REAL, size INTEGER, input TEXT, response TEXT, maker INTEGER,
+    events TEXT,
     PRIMARY KEY (owner, id)
 );
 CREATE INDEX IF NOT EXISTS by_use ON responses (used);
@@ -81,11 +84,11 @@ class ResponseStore:
 
     def _begin(self, file: Path | None) -> None:
         form = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if form not in (0, _FORM):
+        if form not in (0, _FORM, *_UPGRADES):
             raise ConfigError(f"--response-store {file}: its form is {form}, this version reads {_FORM}; give another")
         self._db.execute(f"PRAGMA journal_mode={'WAL' if file else 'MEMORY'}")
         self._db.execute(f"PRAGMA synchronous={'NORMAL' if file else 'OFF'}")
-        self._db.executescript(f"BEGIN IMMEDIATE;{_TABLES}PRAGMA user_version={_FORM};COMMIT;")
+        self._db.executescript(f"BEGIN IMMEDIATE;{_UPGRADES.get(form, '')}{_TABLES}PRAGMA user_version={_FORM};COMMIT;")
 
     def end_open(self, maker: int | None = None) -> None:
         """Responses that ``maker`` was making have failed: it has ended. None: those of all."""
@@ -100,21 +103,33 @@ class ResponseStore:
                     text = json.dumps(response | {"status": "failed", "error": error})
                     self._db.execute("UPDATE responses SET response=? WHERE owner=? AND id=?", (text, owner, key))
 
-    def put(self, owner: str, stored: StoredResponse) -> None:
-        """Keep ``stored`` in place of what has its id; not where it alone is larger than the store."""
+    def put(self, owner: str, stored: StoredResponse, events: Sequence[str] | None = None) -> None:
+        """Keep ``stored`` in place of what has its id; not where it alone is larger than the store.
+
+        ``events``: the events of its stream, so far none while it is made in the background; None: it has no stream.
+        """
         given, response = json.dumps(stored.input), json.dumps(stored.response)
-        size = len(given) + len(response)
+        streamed = None if events is None else json.dumps(events)
+        size = len(given) + len(response) + len(streamed or "")
         with self._changes():
             self._remove(owner, stored.response_id)
             self._clear(self._max_bytes - size)
             if size <= self._max_bytes:
                 row = (owner, stored.response_id, stored.previous, time.time(), size, given, response, self._maker)
-                self._db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+                self._db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, streamed))
 
     def get(self, owner: str, response_id: str) -> StoredResponse:
         """The response. Raises MissingResponseError."""
         with self._lock:
             return self._get(owner, response_id)
+
+    def events(self, owner: str, response_id: str) -> list[str] | None:
+        """The events of its stream, none while it is made; None where it has no stream, or is not kept."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT events FROM responses WHERE owner=? AND id=?", (owner, response_id)
+            ).fetchone()
+        return None if row is None or row[0] is None else list(json.loads(row[0]))
 
     def conversation(self, owner: str, response_id: str) -> list[StoredResponse]:
         """The response behind all that it followed, the oldest first. Raises MissingResponseError, naming one."""

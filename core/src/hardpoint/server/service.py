@@ -15,6 +15,7 @@ from fastapi import Depends, Request
 from hardpoint.engine.lora import Adapter
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.server.errors import ApiError
+from hardpoint.server.event_log import EventLog
 from hardpoint.server.host import EngineHost
 from hardpoint.server.metrics import ServerMetrics
 from hardpoint.server.peers import Alone, OpenRequests, Peers, Question, T
@@ -48,6 +49,8 @@ class Service:
     """The responses that are kept, if any are."""
     background: dict[tuple[str, str], asyncio.Task[None]] = field(default_factory=dict)
     """What makes responses in the background, by owner and id."""
+    event_logs: dict[tuple[str, str], EventLog] = field(default_factory=dict)
+    """The events of those among them that are streamed, too."""
     _logged: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
 
 from hardpoint.server.errors import ApiError, JsonResponse, as_api_error
+from hardpoint.server.event_log import EventLog
 from hardpoint.server.gate import OWNER
 from hardpoint.server.openai.responses_input import InputItem, as_items
-from hardpoint.server.peers import EndResponse
+from hardpoint.server.peers import EndResponse, ReadEvents
 from hardpoint.server.response_store import MissingResponseError, ResponseStore, StoredResponse
 from hardpoint.server.service import Service, ServiceOf
+from hardpoint.server.watched import EventStream, named_event
 
 logger = logging.getLogger(__name__)
 router = APIRouter(tags=["OpenAI"])
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "mcp_list_tools": "mcpl", "mcp_approval_response": "mcpa"}
 """Prefixes of the ids of items that need none in a request; others are calls."""
+_PAUSE_SECONDS = 0.1
+"""How long a stream waits where no process says that it makes the response."""
 _CLOSED = "this server keeps no responses; start it without --response-store-bytes 0"
 
 
@@ -48,37 +53,65 @@ class Keeper:
         """Whether the response is kept."""
         return self._store is not None
 
-    async def keep(self, response: dict[str, Any]) -> None:
-        """Keep ``response``, in place of what was kept under its id."""
+    async def keep(self, response: dict[str, Any], log: EventLog | None = None) -> None:
+        """Keep ``response``, in place of what was kept under its id, with the events of its stream."""
         if self._store is not None:
-            stored = StoredResponse(response, self._own, self._previous)
-            await asyncio.to_thread(self._store.put, self._owner, stored)
+            stored, events = StoredResponse(response, self._own, self._previous), None if log is None else log.events
+            await asyncio.to_thread(self._store.put, self._owner, stored, events)
 
     async def in_background(
-        self, service: Service, begun: dict[str, Any], make: Callable[[], Awaitable[dict[str, Any]]]
+        self,
+        service: Service,
+        begun: dict[str, Any],
+        make: Callable[[], Awaitable[dict[str, Any]]],
+        stream: BackgroundStream | None = None,
     ) -> None:
-        """Have ``make`` make the response, as which ``begun`` is kept meanwhile, and return at once."""
-        await self.keep(begun | {"status": "in_progress"})
+        """Have ``make`` make the response, as which ``begun`` is kept meanwhile, and return at once.
+
+        ``stream``: where it writes the response's events.
+        """
+        log = None if stream is None else stream.log
+        await self.keep(begun | {"status": "in_progress"}, log)
         has_started = asyncio.Event()  # a task that is cancelled before does nothing at all
 
         async def run() -> None:
             service.open.begin()
             has_started.set()
             try:
-                await self.keep(await make())
+                await self.keep(await make(), log)
             except asyncio.CancelledError:
-                await self.keep(begun | {"status": "cancelled"})
+                await end_with({"status": "cancelled"})
             except Exception as error:
                 known = as_api_error(error)
                 told = {"code": known.code or "server_error", "message": known.message}
-                await self.keep(begun | {"status": "failed", "error": told})
+                await end_with({"status": "failed", "error": told})
             finally:
                 service.open.end()
                 del service.background[key]
+                if log is not None:
+                    log.complete()
+                    del service.event_logs[key]
+
+        async def end_with(changes: dict[str, Any]) -> None:
+            if stream is not None:
+                stream.end(begun | changes)
+            await self.keep(begun | changes, log)
 
         key = (self._owner, str(begun["id"]))
+        if log is not None:
+            service.event_logs[key] = log
         service.background[key] = asyncio.create_task(run())
         await has_started.wait()
+
+
+class BackgroundStream(Protocol):
+    """The events of a response that is made in the background."""
+
+    log: EventLog
+
+    def end(self, response: dict[str, Any]) -> None:
+        """Write the last event of a response that was not completed."""
+        ...
 
 
 async def history(request: Request, service: Service, response_id: str | None) -> list[InputItem]:
@@ -105,12 +138,62 @@ async def history(request: Request, service: Service, response_id: str | None) -
 
 @router.get("/v1/responses/{response_id}")
 async def retrieve(
-    response_id: str, request: Request, service: ServiceOf, stream: Annotated[bool, Query()] = False
-) -> JsonResponse:
-    """A response that is kept, as it is now."""
-    if stream:
-        raise ApiError(400, "stream: a response that is kept is not streamed; leave it out", param="stream")
-    return JsonResponse((await _stored(response_id, request, service)).response)
+    response_id: str,
+    request: Request,
+    service: ServiceOf,
+    stream: Annotated[bool, Query()] = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+) -> Response:
+    """A response that is kept, as it is now; with ``stream`` its events with numbers above ``starting_after``."""
+    stored = await _stored(response_id, request, service)
+    if not stream:
+        return JsonResponse(stored.response)
+    assert service.store is not None
+    owner = str(request.scope[OWNER])
+    if await asyncio.to_thread(service.store.events, owner, response_id) is None:
+        raise ApiError(
+            400, "stream: the response was not made with background and stream; leave it out", param="stream"
+        )
+    return EventStream(request, _events(service, service.store, owner, response_id, starting_after + 1), error_event)
+
+
+async def _events(
+    service: Service, store: ResponseStore, owner: str, response_id: str, begin: int
+) -> AsyncGenerator[bytes, None]:
+    """The events of a response from number ``begin`` on, wherever it is made or was made."""
+    while True:
+        if (log := service.event_logs.get((owner, response_id))) is not None:
+            async for written in log.follow(begin):
+                yield written
+            return
+        is_open = (await asyncio.to_thread(store.get, owner, response_id)).is_open
+        if not is_open:
+            break
+        answers = await service.ask(ReadEvents(owner, response_id, begin))
+        events = next((answer for answer in answers if answer is not None), None)
+        if events:
+            begin += len(events)
+            yield "".join(events).encode()
+        elif events is None:  # it ends at this moment, or the process that makes it does not answer
+            await asyncio.sleep(_PAUSE_SECONDS)
+    kept = await asyncio.to_thread(store.events, owner, response_id) or []
+    if not kept:  # the process that made it has ended
+        response = (await asyncio.to_thread(store.get, owner, response_id)).response
+        kept = [""] * begin + [last_event(response, begin).decode()]
+    yield "".join(kept[begin:]).encode()
+
+
+def last_event(response: dict[str, Any], number: int) -> bytes:
+    """The event that ends the stream of ``response``. One that was cancelled counts as failed: it has no event."""
+    kind = response["status"] if response["status"] in ("completed", "incomplete") else "failed"
+    return named_event({"type": f"response.{kind}", "sequence_number": number, "response": response})
+
+
+def error_event(error: dict[str, Any], number: int = 0) -> bytes:
+    """The event of a failure of the stream itself."""
+    said = error["error"]
+    told = {"code": said["code"], "message": said["message"], "param": said["param"]}
+    return named_event({"type": "error", "sequence_number": number} | told)
 
 
 @router.get("/v1/responses/{response_id}/input_items")

@@ -10,9 +10,10 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from hardpoint.engine.outputs import PositionLogprobs
+from hardpoint.server.event_log import EventLog
 from hardpoint.server.generation import Usage
 from hardpoint.server.items import Change, Item, Items
-from hardpoint.server.openai.kept_responses import Keeper
+from hardpoint.server.openai.kept_responses import Keeper, error_event, last_event
 from hardpoint.server.openai.logprobs import chat_logprobs, tokenizer_of
 from hardpoint.server.openai.tool_servers import MAX_ROUNDS, ToolServers, mcp_call
 from hardpoint.server.service import Service
@@ -55,6 +56,8 @@ class Answer:
         self._calls: dict[int, dict[str, Any]] = {}
         self._usage, self._reason = Usage(0, 0, 0), ""
         self._number = 0
+        self.log = EventLog()
+        """The events of a response that is made in the background and streamed."""
 
     def begin_with(self, items: Iterable[dict[str, Any]]) -> None:
         """Have the output begin with these items, which have no ids yet where they are new."""
@@ -79,8 +82,29 @@ class Answer:
         return self._response()
 
     async def events(self, turn: Turn) -> AsyncGenerator[bytes, None]:
-        """The stream."""
+        """The stream. The response is kept before its last event."""
         written = [self._event("response.created"), self._event("response.in_progress")]
+        async for events in self._progressed(turn, written):
+            yield events
+        whole = self._response()
+        await self._keeper.keep(whole)
+        yield self._last(whole)
+
+    async def logged(self, turn: Turn) -> dict[str, Any]:
+        """The whole response, whose events go to ``log``."""
+        started = [self._event("response.created", "queued"), self._event("response.queued", "queued")]
+        async for events in self._progressed(turn, [*started, self._event("response.in_progress")]):
+            self.log.add(events)
+        whole = self._response()
+        self.log.add(self._last(whole))
+        return whole
+
+    def end(self, response: dict[str, Any]) -> None:
+        """See BackgroundStream."""
+        self.log.add(last_event(response, len(self.log.events)))
+
+    async def _progressed(self, turn: Turn, written: list[bytes]) -> AsyncGenerator[bytes, None]:
+        """The events ``written``, and those of the output as it grows."""
         async with aclosing(self._changes(turn)) as parts:
             async for changes in parts:
                 for change in changes:
@@ -89,9 +113,6 @@ class Answer:
                 if written:
                     yield b"".join(written)
                     written = []
-        whole = self._response()
-        await self._keeper.keep(whole)
-        yield self._named(f"response.{whole['status']}", response=whole)
 
     async def _changes(self, turn: Turn) -> AsyncGenerator[list[Change], None]:
         """The changes of the items, of all turns."""
@@ -159,8 +180,7 @@ class Answer:
 
     def failed(self, error: dict[str, Any]) -> bytes:
         """The event of a failure."""
-        said = error["error"]
-        return self._named("error", code=said["code"], message=said["message"], param=said["param"])
+        return error_event(error, self._number)
 
     def _response(self) -> dict[str, Any]:
         usage = self._usage
@@ -198,9 +218,12 @@ class Answer:
             return "function_call"
         return "mcp_approval_request" if offered.needs_approval else "mcp_call"
 
-    def _event(self, kind: str) -> bytes:
+    def _event(self, kind: str, status: str = "in_progress") -> bytes:
         """An event before there is any output."""
-        return self._named(kind, response=self.begun("in_progress"))
+        return self._named(kind, response=self.begun(status))
+
+    def _last(self, whole: dict[str, Any]) -> bytes:
+        return last_event(whole, self._number)
 
     def _written(self, change: Change) -> bytes:
         item = change.item

@@ -167,8 +167,8 @@ async def responses(body: ResponsesRequest, request: Request, service: ServiceOf
     model = service.check_model(body.model)
     own_id = uuid.uuid4().hex if body.background else request_id(request)  # a client may send its id again
     keeper = Keeper.of(request, service, body.input, body.previous_response_id, store=body.store is not False)
-    if body.background:
-        _check_background(body, keeper)
+    if body.background and not keeper.keeps:
+        raise ApiError(400, "background: the response has to be kept; leave out store", param="background")
     before = await history(request, service, body.previous_response_id)
     servers = await ToolServers.connect(body.tool_servers, service.settings)
     try:
@@ -185,6 +185,9 @@ async def responses(body: ResponsesRequest, request: Request, service: ServiceOf
         answer.wants_logprobs, answer.num_top = body.wants_logprobs, body.top_logprobs or 0
         answer.max_calls = body.max_tool_calls
         turn = await Turn.admit(asked, service)
+        if body.background and body.stream:
+            await keeper.in_background(service, answer.begun("queued"), lambda: answer.logged(turn), answer)
+            return EventStream(request, answer.log.follow(0), answer.failed)
         if body.background:
             await keeper.in_background(service, answer.begun("queued"), lambda: answer.whole(turn))
             return JsonResponse(answer.begun("queued"))
@@ -194,13 +197,6 @@ async def responses(body: ResponsesRequest, request: Request, service: ServiceOf
     if body.stream:
         return EventStream(request, answer.events(turn), answer.failed)
     return JsonAnswer(lambda: answer.kept(turn))
-
-
-def _check_background(body: ResponsesRequest, keeper: Keeper) -> None:
-    if not keeper.keeps:
-        raise ApiError(400, "background: the response has to be kept; leave out store", param="background")
-    if body.stream:
-        raise ApiError(400, "background: a response is streamed, or made in the background; give one", param="stream")
 
 
 def _head(body: ResponsesRequest, model: str, asked: TurnRequest, keeper: Keeper) -> dict[str, Any]:
