@@ -88,7 +88,7 @@ def test_a_command_line_of_vllm_runs(given: str, expected: dict[str, Any]) -> No
     ("given", "answers"),
     [
         ("--trust-remote-code", ["--trust-remote-code is vLLM's name: code of a checkpoint is never run"]),
-        ("--data-parallel-size 4", ["start several servers behind a load balancer"]),
+        ("--data-parallel-backend ray", ["start a server on each host"]),
         ("--cpu-offload-gb 10", ["--quantization makes them smaller"]),
         ("--hf-overrides {}", ["edit config.json in a copy"]),
         ("--task embed", ["embeddings are not supported"]),

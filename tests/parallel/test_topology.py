@@ -19,6 +19,8 @@ READERS = {
 SIZES = {
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "data_parallel_size",
+    "data_parallel_size_local",
     "expert_parallel_size",
     "enable_expert_parallel",
     "get_world_size",

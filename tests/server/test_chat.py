@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -110,6 +111,19 @@ def test_fields_of_vllm(client: openai.OpenAI) -> None:
     )
     assert headers.headers["x-request-id"] == headers.request_id == "theirs"
     assert headers.parse().id == "chatcmpl-theirs"
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [("1", "this server has replica 0 of 1"), ("-1", "must be a replica's number, got '-1'"), ("0", None)],
+)
+def test_a_request_names_its_replica(client: openai.OpenAI, rank: str, message: str | None) -> None:
+    create = functools.partial(client.chat.completions.create, model="demo", messages=HELLO, max_tokens=1)
+    if message is None:
+        assert create(extra_headers={"x-data-parallel-rank": rank}).choices
+        return
+    with pytest.raises(openai.BadRequestError, match=message):
+        create(extra_headers={"x-data-parallel-rank": rank})
 
 
 def test_completions_and_seeds(client: openai.OpenAI) -> None:

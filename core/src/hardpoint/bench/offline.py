@@ -148,8 +148,10 @@ _LARGEST_READ = 2**30
 
 def check_here(config: EngineConfig, *, several_ranks: bool = False) -> None:
     """Raise ConfigError for an engine whose core is elsewhere, and for one of several ranks unless these will do."""
-    if config.core_process or (config.topology.size > 1 and not several_ranks):
+    topology = config.topology
+    if config.core_process or topology.data > 1 or (topology.size > 1 and not several_ranks):
         one_rank, flag = ("", "") if several_ranks else (" of one rank", " and --tensor-parallel-size")
+        flag = f", --data-parallel-size{flag}" if topology.data > 1 else flag
         raise ConfigError(
             f"this measures an engine{one_rank} in this process; leave out --core-process{flag}, or measure it with: "
             "hardpoint bench serve"

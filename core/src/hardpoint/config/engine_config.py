@@ -15,7 +15,7 @@ from hardpoint.config.types import ExecutorKind
 from hardpoint.config.vllm_names import translate_settings
 from hardpoint.parallel.topology import Topology
 from hardpoint.plugin_host import LOCK_FILE_NAME
-from hardpoint_plugin_api import FAMILIES, ConfigChange, ConfigError, ConfigKey, UnknownNameError
+from hardpoint_plugin_api import FAMILIES, ConfigChange, ConfigError, ConfigKey, RequestError, UnknownNameError
 
 PluginKeys = Mapping[str, Mapping[str, ConfigKey]]
 """The keys that each plugin owns, by the plugin's name."""
@@ -25,6 +25,8 @@ class EngineConfig(EngineSettings):
     """Everything that a user decides about an engine. Build it with ``create`` or ``load_config``."""
 
     _explicit: frozenset[str] = PrivateAttr(default=frozenset())
+    _replica: int = PrivateAttr(default=0)
+    """The place of the engine's core among the replicas of this server."""
 
     def model_post_init(self, context: object, /) -> None:
         """Note which keys the user gave, a plugin's as ``"acme.key"``."""
@@ -76,6 +78,7 @@ class EngineConfig(EngineSettings):
             size = written("kv_cache_memory", config.kv_cache_memory, origins)
             raise ConfigError(f"{share} and {size} both size the KV cache; keep one")
         config._check_ranks(origins)
+        config._check_replicas(origins)
         config._check_restart(origins)
         config._check_speculation(origins)
         config._check_lora(origins)
@@ -97,6 +100,28 @@ class EngineConfig(EngineSettings):
             wanted = written("executor", self.executor, origins)
             raise ConfigError(
                 f"{wanted} runs one rank, and {self.topology} asks for several; use --executor mp or torchrun"
+            )
+
+    def _check_replicas(self, origins: Mapping[str, str]) -> None:
+        """Raise ConfigError for replicas that do not exist, or cannot be run."""
+        rank, keys = self.data_parallel_rank, ("data_parallel_size_local", "data_parallel_start_rank")
+        others = [written(key, getattr(self, key), origins) for key in keys if getattr(self, key) is not None]
+        if rank is not None and others:
+            raise ConfigError(f"{written('data_parallel_rank', rank, origins)} contradicts {others[0]}; keep one")
+        total, local = written("data_parallel_size", self.data_parallel_size, origins), self.local_replicas
+        if local.stop > self.data_parallel_size:
+            asked = others or [written("data_parallel_rank", rank, origins)]
+            raise ConfigError(
+                f"{', '.join(asked)}: replicas {local.start} to {local.stop - 1} were asked for, and {total} has "
+                f"replicas 0 to {self.data_parallel_size - 1}"
+            )
+        if len(local) > 1 and self.core_process is False:
+            process = written("core_process", self.core_process, origins)
+            raise ConfigError(f"{total} needs a process for each replica, and {process} forbids it; keep one")
+        if len(local) > 1 and self.executor == "torchrun":
+            raise ConfigError(
+                f"{total}: torchrun starts the ranks of one replica; start it once for each replica, each time with "
+                "another --data-parallel-rank"
             )
 
     def _check_restart(self, origins: Mapping[str, str]) -> None:
@@ -157,7 +182,8 @@ class EngineConfig(EngineSettings):
 
     def wants_core_process(self, default: bool) -> bool:
         """Whether the core gets a process of its own; ``default`` where neither the user nor another setting says."""
-        return (default or self.restarts_engine) if self.core_process is None else self.core_process
+        needed = self.restarts_engine or len(self.local_replicas) > 1
+        return (default or needed) if self.core_process is None else self.core_process
 
     def denying(self, choice: str) -> Self:
         """This config with one more entry on the deny list."""
@@ -186,7 +212,34 @@ class EngineConfig(EngineSettings):
         """How many ranks there are, and how they are divided: no other code reads the sizes that decide it."""
         tensor = self.tensor_parallel_size
         expert = self.expert_parallel_size or (tensor if self.enable_expert_parallel else 1)
-        return Topology(tensor, expert, self.pipeline_parallel_size)
+        return Topology(tensor, expert, self.pipeline_parallel_size, len(self.local_replicas), self._replica)
+
+    @property
+    def local_replicas(self) -> range:
+        """The numbers of this server's replicas among all."""
+        if self.data_parallel_rank is not None:
+            return range(self.data_parallel_rank, self.data_parallel_rank + 1)
+        first = self.data_parallel_start_rank or 0
+        count = self.data_parallel_size if self.data_parallel_size_local is None else self.data_parallel_size_local
+        return range(first, first + count)
+
+    def of_replica(self, number: int) -> Self:
+        """The config of the core that is this one of the ``local_replicas``."""
+        config = self._changed({})
+        config._replica = self.local_replicas.index(number)
+        return config
+
+    def check_data_parallel_rank(self, rank: int | None) -> None:
+        """Raise RequestError for a request that asks for a replica of another server; None asks for any."""
+        local = self.local_replicas
+        if rank is None or rank in local:
+            return
+        here = f"replica {local.start}" if len(local) == 1 else f"replicas {local.start} to {local.stop - 1}"
+        raise RequestError(
+            f"data_parallel_rank {rank}: this server has {here} of {self.data_parallel_size}. Load balancing is "
+            "internal with --data-parallel-size N alone (ranks 0 to N - 1), hybrid with --data-parallel-start-rank S "
+            "and --data-parallel-size-local L (ranks S to S + L - 1), external with --data-parallel-rank R (rank R)"
+        )
 
     @property
     def executor_kind(self) -> ExecutorKind:

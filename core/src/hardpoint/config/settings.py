@@ -177,6 +177,26 @@ class EngineSettings(BaseModel):
         "Number of pipeline stages. The model's layers are divided among them; each stage has --tensor-parallel-size "
         "ranks.",
     )
+    data_parallel_size: Count = setting(
+        Group.PARALLELISM,
+        1,
+        "Number of replicas: each has the whole model, a KV cache and devices of its own, and serves a part of the "
+        "requests.",
+    )
+    data_parallel_size_local: Count | None = setting(
+        Group.PARALLELISM,
+        None,
+        "Number of replicas that this server has; others run elsewhere, behind the same load balancer. Default: all.",
+    )
+    data_parallel_start_rank: Index | None = setting(
+        Group.PARALLELISM, None, "Number of this server's first replica among all. Default: 0."
+    )
+    data_parallel_rank: Index | None = setting(
+        Group.PARALLELISM,
+        None,
+        "Serve the replica of this number alone. Short for --data-parallel-start-rank with --data-parallel-size-local "
+        "1.",
+    )
     enable_expert_parallel: bool = setting(
         Group.PARALLELISM, False, "Give each rank whole experts of a mixture, instead of a slice of every expert."
     )

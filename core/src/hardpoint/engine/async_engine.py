@@ -236,6 +236,7 @@ class AsyncEngine:
         priority: int = 0,
         timeout: float | None = None,
         lora_request: LoRARequest | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt, the last time with ``finished``.
 
@@ -243,12 +244,13 @@ class AsyncEngine:
         caller gets fewer, longer steps. Leaving the
         iteration, or cancelling the task that waits in it, ends the request. A request of a lower ``priority`` runs
         first; ``timeout`` seconds from now it ends as it is, with the reason "abort". It runs with the adapter of
-        ``lora_request``, which is loaded where it is not yet.
+        ``lora_request``, which is loaded where it is not yet, on the replica ``data_parallel_rank``; None: on any.
 
         Raises RequestError for what is wrong with the request, what LoadAdapter does for an adapter, EngineError where
         the engine failed to serve it, and EngineDeadError once the core is gone.
         """
-        return self._generate(prompt, sampling_params, request_id, lora_request, priority=priority, timeout=timeout)
+        options = RequestOptions(priority=priority, timeout=timeout, data_parallel_rank=data_parallel_rank)
+        return self._generate(prompt, sampling_params, request_id, lora_request, **options)
 
     def chat(
         self,

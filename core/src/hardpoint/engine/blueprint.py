@@ -134,7 +134,7 @@ def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, r
     if config.tuning_file:
         context = None
         if preset is None:  # all ranks choose as the first of a host does
-            platform.share_host(0, place.local_ranks if place else config.topology.size)
+            platform.share_host(0, place.local_ranks if place else config.topology.local_size)
             context = platform.tuning_context()
         tuning = TuningFile.read(Path(config.tuning_file)).for_engine(choice.device, config.tuning_file, context)
     selector = (Selector if preset is None else AbsentDeviceSelector)(
@@ -251,7 +251,8 @@ def _settings(config: EngineConfig, quantization_method: str | None) -> Settings
 def _check_devices(config: EngineConfig, platform: Platform) -> None:
     """Raise ConfigError for more ranks than this host has devices for."""
     info, first = platform.info, config.device_index
-    if info.accelerator and config.executor_kind == "mp" and first + config.topology.size > info.count:
+    several = config.executor_kind == "mp" or config.topology.data > 1
+    if info.accelerator and several and first + config.topology.local_size > info.count:
         beyond = f" from device {first} on" if first else ""
         raise ConfigError(
             f"{config.topology}: every rank needs a device of its own, and platform "

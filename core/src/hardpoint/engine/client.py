@@ -10,10 +10,11 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.control import CoreControl
 from hardpoint.engine.lora import Adapter
 from hardpoint.engine.remote.recovery import RecoveryState
-from hardpoint.engine.requests import RequestProgress
+from hardpoint.engine.requests import AdmittedRequest, RequestProgress
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.plugin_host.culprits import Culprit
 from hardpoint.selection import SelectionTable
+from hardpoint_plugin_api import MemoryTag
 
 
 @dataclass
@@ -63,12 +64,14 @@ class RequestOptions(TypedDict, total=False):
 
     ``priority``: lower runs first. ``timeout``: seconds after which it ends, finished or not. ``cache_salt``: it shares
     cached prefixes with requests of the same salt only. ``adapter``: the name of the LoRA adapter it runs with.
+    ``data_parallel_rank``: the replica that serves it; None: any.
     """
 
     priority: int
     timeout: float | None
     cache_salt: str
     adapter: str
+    data_parallel_rank: int | None
 
 
 class CoreClient(CoreControl, Protocol):
@@ -146,4 +149,24 @@ class ServedCore(CoreClient, Protocol):
     @property
     def recovery(self) -> RecoveryState:
         """The failures so far, how they ended, and whether one is being recovered from."""
+        ...
+
+
+class OwnedCore(ServedCore, Protocol):
+    """A ServedCore as the one that started it sees it."""
+
+    @property
+    def asleep(self) -> frozenset[MemoryTag]:
+        """The memory that is given back."""
+        ...
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until the core is loaded. Raises what its start raised; EngineDeadError, after ``timeout`` seconds too.
+
+        Must be called once, before everything but ``close``.
+        """
+        ...
+
+    def adopt(self, asked: AdmittedRequest) -> RequestProgress:
+        """Queue a request that another front end admitted, under a number of this one. Raises EngineDeadError."""
         ...

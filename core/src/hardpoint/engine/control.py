@@ -5,8 +5,10 @@ Importing this imports no torch: a front end whose core has its own process need
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, cast, get_args
 
 from hardpoint.checkpoint.source import resolve_adapter
@@ -16,7 +18,7 @@ from hardpoint_plugin_api import ConfigError, MemorySnapshot, MemoryTag, Unknown
 if TYPE_CHECKING:
     import torch
 
-    from hardpoint.metrics import MetricsSnapshot  # noqa: F401  # as in Verb["MetricsSnapshot"]
+    from hardpoint.metrics import MetricsSnapshot  # as in Verb["MetricsSnapshot"]
 
 
 R = TypeVar("R")
@@ -54,6 +56,18 @@ class Verb(Generic[R_co]):
         """The verb once done for it is what takes no core: in the caller's thread, while the core takes its steps."""
         return self
 
+    def of_replica(self, number: int) -> Self:
+        """The verb as the replica of that number does it, where an engine has several."""
+        return self
+
+    def merged(self, answers: Sequence[R_co]) -> R_co:
+        """The answer of an engine with several replicas, one or more, which gave ``answers``."""
+        return answers[0]
+
+    def undo(self) -> Verb[object] | None:
+        """The verb that takes this one back, for replicas that did it where another failed; None where none does."""
+        return None
+
 
 @dataclass(frozen=True)
 class Sleep(Verb[frozenset[MemoryTag]]):
@@ -64,6 +78,10 @@ class Sleep(Verb[frozenset[MemoryTag]]):
 
     tags: tuple[MemoryTag, ...]
 
+    def merged(self, answers: Sequence[frozenset[MemoryTag]]) -> frozenset[MemoryTag]:
+        """What sleeps on any replica."""
+        return frozenset[MemoryTag]().union(*answers)
+
 
 @dataclass(frozen=True)
 class WakeUp(Verb[frozenset[MemoryTag]]):
@@ -73,6 +91,10 @@ class WakeUp(Verb[frozenset[MemoryTag]]):
     """
 
     tags: tuple[MemoryTag, ...]
+
+    def merged(self, answers: Sequence[frozenset[MemoryTag]]) -> frozenset[MemoryTag]:
+        """What sleeps on any replica."""
+        return frozenset[MemoryTag]().union(*answers)
 
 
 @dataclass(frozen=True)
@@ -105,6 +127,10 @@ class LoadAdapter(Verb[tuple[Adapter, ...]]):
         """The same with its ``folder``: hub ids are downloaded. Raises CheckpointError."""
         return self if self.folder else replace(self, folder=str(resolve_adapter(self.path).absolute()))
 
+    def undo(self) -> Verb[object] | None:
+        """Unload it."""
+        return UnloadAdapter(self.name)
+
 
 @dataclass(frozen=True)
 class UnloadAdapter(Verb[tuple[Adapter, ...]]):
@@ -125,10 +151,19 @@ class ResetPrefixCache(Verb[None]):
 class ReportMemory(Verb[MemoryReport]):
     """Say who holds how much of the device's memory: all ranks' tags together, and rank 0's device."""
 
+    def merged(self, answers: Sequence[MemoryReport]) -> MemoryReport:
+        """The tags of all replicas together, and the device of the first."""
+        by_tag = sum((Counter(answer.by_tag) for answer in answers), Counter[str]())
+        return MemoryReport({tag: by_tag[tag] for answer in answers for tag in answer.by_tag}, answers[0].device)
+
 
 @dataclass(frozen=True)
 class ReadMetrics(Verb["MetricsSnapshot"]):
     """Return what the engine and its plugins counted so far, by layers on rank 0."""
+
+    def merged(self, answers: Sequence[MetricsSnapshot]) -> MetricsSnapshot:
+        """The sums of all replicas' samples."""
+        return answers[0].total_of(answers)
 
 
 @dataclass(frozen=True)
@@ -140,6 +175,10 @@ class StartProfile(Verb[None]):
 
     folder: str
     layers: bool = False
+
+    def of_replica(self, number: int) -> Self:
+        """Write into a folder of its own within ``folder``."""
+        return replace(self, folder=str(Path(self.folder) / f"replica_{number}"))
 
 
 @dataclass(frozen=True)

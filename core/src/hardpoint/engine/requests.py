@@ -23,6 +23,7 @@ class AdmittedRequest:
     which the request ends. ``cache_salt`` keeps its cached prefix from requests with another salt. ``bad_words`` are
     token sequences that its output never completes. ``adapter_name`` is that of a loaded LoRA adapter, or empty for
     none. ``prompt_array`` has the prompt's ids as int32, where they were read that way already.
+    ``data_parallel_rank`` is the replica that serves it, None for any.
     """
 
     number: int
@@ -37,6 +38,7 @@ class AdmittedRequest:
     bad_words: tuple[tuple[int, ...], ...] = ()
     prompt_array: array[int] | None = None
     adapter_name: str = ""
+    data_parallel_rank: int | None = None
 
     @property
     def needs_all_logits(self) -> bool:

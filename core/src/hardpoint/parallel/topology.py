@@ -19,16 +19,26 @@ class Topology:
 
     ``expert`` groups of the latter share mixtures of experts by whole experts; within one of these groups each expert
     is divided. ``expert`` divides ``tensor``. The ranks of a stage have consecutive numbers.
+
+    ``data`` replicas on this host have so many ranks each, and this is the topology of the one of number ``replica``.
+    Nothing but their places on the host connects the ranks of two replicas.
     """
 
     tensor: int = 1
     expert: int = 1
     pipeline: int = 1
+    data: int = 1
+    replica: int = 0
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks of a replica."""
         return self.pipeline * self.tensor
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks of all replicas on this host."""
+        return self.data * self.size
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
@@ -37,10 +47,11 @@ class Topology:
 
     def __str__(self) -> str:
         """The number of ranks by the flags that ask for it."""
-        sizes = [f"--pipeline-parallel-size {self.pipeline}"] if self.pipeline > 1 else []
-        if self.tensor > 1 or not sizes:
-            sizes.append(f"--tensor-parallel-size {self.tensor}")
-        return sizes[0] if len(sizes) == 1 else f"{' x '.join(sizes)} = {self.size} ranks"
+        asked = (("data", self.data), ("pipeline", self.pipeline), ("tensor", self.tensor))
+        sizes = [f"--{axis}-parallel-size {size}" for axis, size in asked if size > 1]
+        if len(sizes) > 1:
+            return f"{' x '.join(sizes)} = {self.local_size} ranks"
+        return sizes[0] if sizes else "--tensor-parallel-size 1"
 
     def of_launched(self, environment: Mapping[str, str]) -> Coordinates:
         """The place of a process that torchrun started, by the variables that it sets.
@@ -65,8 +76,8 @@ class Topology:
         return Coordinates(self, rank, local_rank, local_world, world == local_world)
 
     def on_this_host(self, rank: int = 0) -> Coordinates:
-        """The place of ``rank`` where all ranks are on one host, each on the device of its number."""
-        return Coordinates(self, rank, rank, self.size)
+        """The place of ``rank`` where all ranks are on one host, each on the device of its number there."""
+        return Coordinates(self, rank, self.replica * self.size + rank, self.local_size)
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from typing import cast
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.async_engine import has_own_process
+from hardpoint.engine.client import OwnedCore
 from hardpoint.engine.frontend.frontend import serve_other_ranks, start_core
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.child import API_NAME, Child, hang_up
 from hardpoint.engine.remote.hub import Hub
-from hardpoint.engine.remote.remote_core import RemoteCore
 from hardpoint.metrics import MetricsSnapshot
 from hardpoint.server.api_process import Place, serve_api
 from hardpoint.server.fleet_messages import AllLoaded, Answered, Ask, Asked, Failed, FromApi, Loaded, Stop, Told
@@ -116,7 +116,7 @@ class Fleet:
         if self._error is not None:
             raise self._error
 
-    async def _load(self, core: RemoteCore) -> None:
+    async def _load(self, core: OwnedCore) -> None:
         """Wait for the core, and share it."""
         timeout = self._config.core_start_timeout if has_own_process(self._config) else None
         try:

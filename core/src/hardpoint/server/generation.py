@@ -38,6 +38,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     adapter: str = ""
     request_id: str = ""
+    data_parallel_rank: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompts) * self.params.n > MAX_COMPLETIONS:
@@ -211,7 +212,12 @@ class Generation:
 
 
 def _options(request: GenerationRequest) -> RequestOptions:
-    return RequestOptions(priority=request.priority, cache_salt=request.cache_salt or "", adapter=request.adapter)
+    return RequestOptions(
+        priority=request.priority,
+        cache_salt=request.cache_salt or "",
+        adapter=request.adapter,
+        data_parallel_rank=request.data_parallel_rank,
+    )
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -92,6 +92,16 @@ def request_id(request: Request) -> str:
     return str(request.scope[REQUEST_ID])
 
 
+def data_parallel_rank(request: Request) -> int | None:
+    """The replica that the request asks for by its header ``x-data-parallel-rank``; None: any. Raises ApiError."""
+    given = request.headers.get("x-data-parallel-rank")
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdecimal()) or len(given) > 9:
+        raise ApiError(400, f"the header x-data-parallel-rank must be a replica's number, got {given[:80]!r}")
+    return int(given)
+
+
 def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:
     """Raise ApiError where there are options and no stream."""
     if options is not None and not stream:

@@ -69,6 +69,7 @@ class TurnRequest:
     adapter: str = ""
     request_id: str = ""
     add_special_tokens: bool = False
+    data_parallel_rank: int | None = None
 
 
 @dataclass
@@ -155,7 +156,13 @@ class Turn:
             params = replace(params, skip_special_tokens=False)
         generation = await Generation.admit(
             GenerationRequest(
-                [prompt], params, request.priority, request.cache_salt, request.adapter, request.request_id
+                [prompt],
+                params,
+                request.priority,
+                request.cache_salt,
+                request.adapter,
+                request.request_id,
+                request.data_parallel_rank,
             ),
             service,
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from hardpoint.checkpoint.source import resolve_model, resolve_tokenizer
 from hardpoint.config import EngineConfig
-from hardpoint.engine.client import CoreClient, RequestOptions
+from hardpoint.engine.client import CoreClient, OwnedCore, RequestOptions
 from hardpoint.engine.frontend.conversation import Conversation
 from hardpoint.engine.frontend.generation_config import GenerationConfig
 from hardpoint.engine.frontend.prompts import Prompt, TokenizedPrompt
@@ -22,7 +23,6 @@ from hardpoint_plugin_api import RequestError
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from hardpoint.engine.remote.remote_core import RemoteCore
     from hardpoint.engine.remote.shared_core import SharedCore
 
 
@@ -129,7 +129,11 @@ class Frontend:
         seed: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Conversation:
-        """Queue ``prompt``, or its end where ``params`` says so; see Conversation."""
+        """Queue ``prompt``, or its end where ``params`` says so; see Conversation.
+
+        Raises RequestError for a replica that this server does not have.
+        """
+        core.facts.config.check_data_parallel_rank(options.get("data_parallel_rank"))
         if params.truncate_prompt_tokens is not None:
             prompt = prompt.last(params.truncate_prompt_tokens, core.facts.max_model_len)
         if prompt.cache_salt:
@@ -143,7 +147,7 @@ class Frontend:
         return self._generation.eos_token_ids | (frozenset() if own is None else {own})
 
 
-def connect(config: EngineConfig, *, own_process: bool) -> tuple[Frontend, RemoteCore]:
+def connect(config: EngineConfig, *, own_process: bool) -> tuple[Frontend, OwnedCore]:
     """Start a core in a process of its own, or in a thread of this one, and read its checkpoint's text side meanwhile.
 
     Raises what either raises, with nothing left behind. Needs no torch where the core has its own process.
@@ -160,11 +164,15 @@ def connect(config: EngineConfig, *, own_process: bool) -> tuple[Frontend, Remot
     return frontend, core
 
 
-def start_core(config: EngineConfig, *, own_process: bool) -> RemoteCore:
-    """Start a core in a process of its own, or in a thread of this one; it is loading then."""
+def start_core(config: EngineConfig, *, own_process: bool) -> OwnedCore:
+    """Start a core in a process of its own, or in a thread of this one; one for each replica. It is loading then."""
     from hardpoint.engine.remote.core_process import ProcessLink  # a core that its callers step needs none of these
     from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
 
+    if len(config.local_replicas) > 1:
+        from hardpoint.engine.remote.replicas import Replicas
+
+        return Replicas(partial(RemoteCore, ProcessLink), config)
     return RemoteCore(ProcessLink if own_process else ThreadLink, config)
 
 

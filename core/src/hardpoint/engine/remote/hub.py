@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import cast
 
+from hardpoint.engine.client import OwnedCore
 from hardpoint.engine.processes.calls import Answer, Call, Failure
 from hardpoint.engine.processes.child import Outbox, hang_up
 from hardpoint.engine.remote.messages import (
@@ -24,7 +25,6 @@ from hardpoint.engine.remote.messages import (
     Noted,
     Standing,
 )
-from hardpoint.engine.remote.remote_core import RemoteCore
 from hardpoint.engine.requests import AdmittedRequest, Delta, RequestProgress
 from hardpoint_plugin_api import EngineDeadError
 
@@ -65,7 +65,7 @@ class Hub:
     has a thread that always reads and one that writes; one more thread steps the core.
     """
 
-    def __init__(self, core: RemoteCore, when_ended: Callable[[EngineDeadError], None]) -> None:
+    def __init__(self, core: OwnedCore, when_ended: Callable[[EngineDeadError], None]) -> None:
         """Serve ``core``, which is ready; ``when_ended`` is called in the hub's thread once it is gone for good."""
         self._core, self._when_ended = core, when_ended
         self._changed = threading.Condition()  # of all that follows; held for moments

@@ -111,6 +111,7 @@ class Admission:
             bad_words=words,
             prompt_array=prompt_array,
             adapter_name=adapter,
+            data_parallel_rank=options.get("data_parallel_rank"),
         )
 
     def _in_vocabulary(self, prompt: tuple[int, ...]) -> array[int]:

@@ -19,7 +19,7 @@ from hardpoint.server.fields import MAX_STOPS, ProtocolModel, TreatmentFields, U
 from hardpoint.server.generation import Usage
 from hardpoint.server.items import Change, Item, Items
 from hardpoint.server.openai.messages import function_tools, is_function
-from hardpoint.server.requests import JsonRoute, checked_template_kwargs, request_id
+from hardpoint.server.requests import JsonRoute, checked_template_kwargs, data_parallel_rank, request_id
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.turn import ToolChoice, Turn, TurnRequest
 from hardpoint.server.watched import EventStream, JsonAnswer, named_event
@@ -165,9 +165,9 @@ class MessagesRequest(Conversation, TreatmentFields):
 async def messages(body: MessagesRequest, request: Request, service: ServiceOf) -> Response:
     """Continue a conversation."""
     model = service.check_model(body.model)
-    own_id = request_id(request)
+    own_id, rank = request_id(request), data_parallel_rank(request)
     answer = _Answer(model, own_id)
-    asked = replace(body.to_turn(service), adapter=service.adapter(model), request_id=own_id)
+    asked = replace(body.to_turn(service), adapter=service.adapter(model), request_id=own_id, data_parallel_rank=rank)
     turn = await Turn.admit(asked, service)
     if body.stream:
         return EventStream(request, answer.events(turn), named_event)

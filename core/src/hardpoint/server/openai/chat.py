@@ -39,6 +39,7 @@ from hardpoint.server.requests import (
     check_best_of,
     check_stream_options,
     checked_template_kwargs,
+    data_parallel_rank,
     request_id,
 )
 from hardpoint.server.service import Service, ServiceOf
@@ -119,9 +120,9 @@ class ChatRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFields):
 async def chat_completions(body: ChatRequest, request: Request, service: ServiceOf) -> Response:
     """Continue a conversation."""
     model = service.check_model(body.model)
-    own_id = body.request_id or request_id(request)
+    own_id, rank = body.request_id or request_id(request), data_parallel_rank(request)
     answer = _Answer(body, model, service, own_id)
-    asked = replace(body.to_turn(service), adapter=service.adapter(model), request_id=own_id)
+    asked = replace(body.to_turn(service), adapter=service.adapter(model), request_id=own_id, data_parallel_rank=rank)
     turn = await Turn.admit(asked, service)
     if body.stream:
         return EventStream(request, answer.events(turn), data_event)

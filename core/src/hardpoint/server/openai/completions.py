@@ -30,7 +30,7 @@ from hardpoint.server.generation import Cursor, Generation, GenerationRequest
 from hardpoint.server.openai.format import ResponseFormat
 from hardpoint.server.openai.logprobs import TextOffsets, completion_logprobs, prompt_logprobs, tokenizer_of
 from hardpoint.server.openai.usage import usage_body, usage_wishes
-from hardpoint.server.requests import JsonRoute, check_best_of, check_stream_options, request_id
+from hardpoint.server.requests import JsonRoute, check_best_of, check_stream_options, data_parallel_rank, request_id
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.watched import EventStream, JsonAnswer, data_event
 
@@ -95,9 +95,10 @@ class CompletionRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFiel
 async def completions(body: CompletionRequest, request: Request, service: ServiceOf) -> Response:
     """Continue texts."""
     model = service.check_model(body.model)
-    own_id = body.request_id or request_id(request)
+    own_id, rank = body.request_id or request_id(request), data_parallel_rank(request)
     answer = _Answer(body, model, service, own_id)
-    asked = replace(body.to_generation(service), adapter=service.adapter(model), request_id=own_id)
+    asked = body.to_generation(service)
+    asked = replace(asked, adapter=service.adapter(model), request_id=own_id, data_parallel_rank=rank)
     if body.add_special_tokens is False:
         asked = replace(asked, prompts=[await _without_special_tokens(each, asked, service) for each in asked.prompts])
     generation = await Generation.admit(asked, service)

@@ -27,7 +27,7 @@ from hardpoint.server.openai.responses_input import (
     template_tools,
 )
 from hardpoint.server.openai.tool_servers import McpTool, OfferedTool, ToolServers, approved_calls
-from hardpoint.server.requests import JsonRoute, checked_template_kwargs, request_id
+from hardpoint.server.requests import JsonRoute, checked_template_kwargs, data_parallel_rank, request_id
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.turn import ToolChoice, Turn, TurnRequest
 from hardpoint.server.watched import EventStream, JsonAnswer
@@ -166,6 +166,7 @@ async def responses(body: ResponsesRequest, request: Request, service: ServiceOf
     """Continue a conversation."""
     model = service.check_model(body.model)
     own_id = uuid.uuid4().hex if body.background else request_id(request)  # a client may send its id again
+    rank = data_parallel_rank(request)
     keeper = Keeper.of(request, service, body.input, body.previous_response_id, store=body.store is not False)
     if body.background and not keeper.keeps:
         raise ApiError(400, "background: the response has to be kept; leave out store", param="background")
@@ -177,7 +178,7 @@ async def responses(body: ResponsesRequest, request: Request, service: ServiceOf
 
         def ask(made: list[dict[str, Any]]) -> TurnRequest:
             asked = body.to_turn(service, before, as_items([*called, *made]), servers.offered)
-            return replace(asked, adapter=service.adapter(model), request_id=own_id)
+            return replace(asked, adapter=service.adapter(model), request_id=own_id, data_parallel_rank=rank)
 
         asked = ask([])
         answer = Answer(_head(body, model, asked, keeper), asked, ask, service, keeper, servers)
