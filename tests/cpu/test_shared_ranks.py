@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from hardpoint import SamplingParams
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
 from hardpoint.parallel.process_group import Store
@@ -25,6 +26,8 @@ from hardpoint_cpu import compiled, shared_ranks
 from hardpoint_cpu.shared_ranks import MOST_RANKS, SharedMemory
 from hardpoint_plugin_api import CommunicatorWorkload, Feature, PlatformError
 from tests.parallel.ranks import on_each
+from tests.support.checkpoints import check_tokens_equal, write_checkpoint
+from tests.support.engines import small_llm
 
 pytestmark = pytest.mark.skipif(compiled.missing() is not None, reason="no compiled kernels")
 
@@ -188,3 +191,16 @@ def test_it_is_chosen_on_one_host_and_refused_on_several() -> None:
     assert many.offer.contribution.name == "torch_distributed"
     config = EngineConfig.create(model="demo", platform="cpu", use={"communicator": "gather_and_sum"})
     assert draw(config).ctx.select(workload).offer.contribution.name == "gather_and_sum"
+
+
+def test_experts_in_processes_get_their_tokens_through_shared_memory(tmp_path: Path) -> None:
+    """Prompts of few tokens: a rank has none of some steps. Sums of layers go through shared memory, too."""
+    model = write_checkpoint(tmp_path, "qwen3_moe", num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2)
+    prompts = [[5], [6, 7, 8], [9] * 30]
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    settings: dict[str, Any] = {"enable_expert_parallel": True, "all2all_backend": "cpu_shared_memory"}
+    with small_llm(tmp_path, tensor_parallel_size=2, **settings) as llm:
+        taken = {row.family: row.chosen for row in llm.table.rows if row.family in ("communicator", "all2all")}
+        for prompt, output in zip(prompts, llm.generate(prompts, greedy, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+    assert taken == dict.fromkeys(("communicator", "all2all"), "cpu_shared_memory")

@@ -173,13 +173,14 @@ def test_the_demo_model() -> None:
         assert [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)] == wanted
 
 
-def test_batch_invariance(tmp_path: Path) -> None:
+@pytest.mark.parametrize("communicator", ["gather_and_sum", "cpu_shared_memory"])
+def test_batch_invariance(communicator: str, tmp_path: Path) -> None:
     """A request's tokens and their log-probabilities are the same to the bit, alone or among others."""
     write_checkpoint(tmp_path, "qwen3")
     prompts = random_prompts(5, 40, seed=7)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=8, logprobs=1, ignore_eos=True)
-    with ranks_in_threads(tmp_path, 2, batch_invariant=True) as llm:
-        assert {row.chosen for row in llm.table.rows if row.family == "communicator"} == {"gather_and_sum"}
+    with ranks_in_threads(tmp_path, 2, batch_invariant=True, communicator=communicator) as llm:
+        assert {row.chosen for row in llm.table.rows if row.family == "communicator"} == {communicator}
         assert isinstance(llm.core.executor, ThreadsExecutor)
         together = llm.generate(prompts, params, use_tqdm=False)
         for prompt, among_others in zip(prompts, together, strict=True):

@@ -38,6 +38,7 @@ from hardpoint_plugin_api import (
     Feature,
     GroupMember,
     Parallel,
+    RankGroup,
     Workload,
 )
 
@@ -123,9 +124,9 @@ class Context:
         """Import an offer's target, wrapped where the offer is a generated adapter. Raises PluginLoadError."""
         return load_target(self.plugins, offer)
 
-    def adopt(self, offer: Offer, member: GroupMember) -> None:
-        """Have ``member``, which ``offer`` made, join the group of all ranks when that is joined."""
-        cast(Group, self.parallel.tp).adopt(offer, member)
+    def adopt(self, offer: Offer, member: GroupMember, group: RankGroup | None = None) -> None:
+        """Have ``member``, which ``offer`` made, join ``group`` when that is joined; by default that of all ranks."""
+        cast(Group, group or self.parallel.tp).adopt(offer, member)
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the object that this engine's layers share under ``key``, made by the first that asks."""

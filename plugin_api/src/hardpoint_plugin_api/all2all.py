@@ -59,7 +59,8 @@ class Dispatched:
 class All2All(ABC):
     """Token exchange in a group of ranks: ``dispatch`` sends tokens to their experts, ``combine`` returns the results.
 
-    Layers share an instance, and one dispatch is open at a time. ``format`` is the format of what ``dispatch``
+    Layers share an instance, and one dispatch is open at a time. One that is also a GroupMember joins the group
+    ``ctx.parallel.ep``. ``format`` is the format of what ``dispatch``
     delivers. ``capturable``: both calls may be captured in a graph, once ``expect`` was called. ``replicated``: all
     ranks hold the same tokens, and ``combine`` yields the partial sum of this rank's experts, which the layer
     all-reduces; otherwise each rank holds tokens of its own. A method that cannot do what is asked must raise:

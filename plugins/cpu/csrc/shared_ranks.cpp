@@ -343,11 +343,27 @@ void SharedRanks::reduce_scatter(
 }
 
 void SharedRanks::all_to_all(const char* x, char* out, const Sizes& sent, const Sizes& received) {
+    all_to_all(x, sent, [&](const Sizes& coming) {
+        for (int other = 0; other < world_; ++other) {
+            if (coming[other] == received[other]) continue;
+            throw BrokenOff(
+                name_of(other) + " sends " + std::to_string(coming[other]) + " bytes to " + name_of(rank_) +
+                ", which expects " + std::to_string(received[other]));
+        }
+        return out;
+    });
+}
+
+void SharedRanks::all_to_all(
+    const char* x, const Sizes& sent, const std::function<char*(const Sizes&)>& place) {
     check_here();
     const Call call{Call::kAllToAll, largest(sent)};
     const auto most = kHalfBytes / world_ / kLine * kLine;
-    // Nobody knows how much others send each other: the first round says it.
-    std::int64_t rounds = 1;
+    const char* own = x;
+    for (int other = 0; other < rank_; ++other) own += sent[other];
+    Sizes received(world_, 0);
+    char* out = nullptr;
+    std::int64_t rounds = 1;  // the first says how many there are: nobody knows how much others send each other
     for (std::int64_t round = 0; round < rounds; ++round) {
         const auto written = next_;
         if (round == 0) std::copy(sent.begin(), sent.end(), counts(rank_, written));
@@ -361,17 +377,11 @@ void SharedRanks::all_to_all(const char* x, char* out, const Sizes& sent, const 
         if (round == 0) {
             for (int other = 0; other < world_; ++other) {
                 rounds = std::max(rounds, ceil_div(mailbox(other).calls[written % 2].size, most));
-                const auto comes = counts(other, written)[rank_];
-                if (comes != received[other]) {
-                    throw BrokenOff(
-                        name_of(other) + " sends " + std::to_string(comes) + " bytes to " + name_of(rank_) +
-                        ", which expects " + std::to_string(received[other]));
-                }
+                received[other] = counts(other, written)[rank_];
             }
+            out = place(received);
         }
         char* to = out;
-        const char* own = x;
-        for (int other = 0; other < rank_; ++other) own += sent[other];
         for (int other = 0; other < world_; ++other) {
             const Piece piece(received[other], round, most);
             copy(to + piece.begin, other == rank_ ? own + piece.begin : half(other, written) + rank_ * most, piece.size);

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <stdexcept>
 #include <vector>
 
@@ -38,6 +39,7 @@ class SharedRanks {
 
     // Wait until all ranks are here, and keep an eye on their processes from then on.
     void meet();
+    int world() const { return world_; }
     // From any thread: calls under way, and later ones, throw BrokenOff; those of other ranks too.
     void leave();
 
@@ -50,6 +52,8 @@ class SharedRanks {
         const Kernel& sum, const char* x, char* out, const Sizes& elements, std::int64_t element_bytes);
     // Send each rank its bytes of x; out = what all sent here.
     void all_to_all(const char* x, char* out, const Sizes& sent, const Sizes& received);
+    // The same where nobody knows yet what comes: `place` is told, and says where to.
+    void all_to_all(const char* x, const Sizes& sent, const std::function<char*(const Sizes&)>& place);
     void broadcast(char* x, std::int64_t bytes, int root);
     void send(const char* x, std::int64_t bytes, int to);
     void receive(char* x, std::int64_t bytes, int source);

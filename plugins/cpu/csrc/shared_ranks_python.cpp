@@ -1,9 +1,11 @@
 #include "shared_ranks_python.h"
 
 #include <exception>
+#include <memory>
 #include <system_error>
 #include <utility>
 
+#include "sent_rows.h"
 #include "shared_ranks.h"
 
 namespace hardpoint {
@@ -24,6 +26,7 @@ class Arguments {
 
     bool fit() const { return fits_ && !PyErr_Occurred(); }
 
+    PyObject* object() { return fit() ? *values_++ : nullptr; }
     SharedRanks* group() { return fit() ? as_group(*values_++) : nullptr; }
     long long integer() { return fit() ? PyLong_AsLongLong(*values_++) : 0; }
     double real() { return fit() ? PyFloat_AsDouble(*values_++) : 0; }
@@ -181,6 +184,65 @@ PyObject* ranks_receive(PyObject*, PyObject* const* values, Py_ssize_t count) {
     return unlocked(given, [&] { group->receive(x, bytes, static_cast<int>(source)); });
 }
 
+constexpr char kDispatchName[] = "hardpoint_cpu._native.dispatch";
+
+SentRows* as_dispatch(PyObject* capsule) {
+    return static_cast<SentRows*>(PyCapsule_GetPointer(capsule, kDispatchName));
+}
+
+// As many columns as there are addresses; ValueError for another number of widths.
+std::vector<Columns> columns(Arguments& given) {
+    const Sizes addresses = given.sizes(), widths = given.sizes();
+    std::vector<Columns> found;
+    if (given.fit() && addresses.size() != widths.size()) {
+        PyErr_SetString(PyExc_ValueError, "there is one width for each address");
+        return found;
+    }
+    for (std::size_t i = 0; given.fit() && i < widths.size(); ++i) {
+        found.push_back({reinterpret_cast<char*>(addresses[i]), widths[i]});
+    }
+    return found;
+}
+
+// ranks_dispatch(group, ids, tokens, top_k, experts of a rank, addresses, bytes of a row): what was sent and came, and
+// how many rows came.
+PyObject* ranks_dispatch(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments given(values, count, 7);
+    SharedRanks* group = given.group();
+    const auto* ids = reinterpret_cast<const std::int32_t*>(given.address());
+    const auto tokens = given.integer(), top_k = given.integer(), own_experts = given.integer();
+    const auto rows = columns(given);
+    auto made = std::make_unique<SentRows>();
+    PyObject* none = unlocked(given, [&] { made->dispatch(*group, ids, tokens, top_k, own_experts, rows); });
+    if (!none) return nullptr;
+    Py_DECREF(none);
+    PyObject* capsule =
+        PyCapsule_New(made.get(), kDispatchName, [](PyObject* capsule) { delete as_dispatch(capsule); });
+    if (!capsule) return nullptr;
+    return Py_BuildValue("(NL)", capsule, static_cast<long long>(made.release()->came()));
+}
+
+// ranks_take_rows(dispatch, ids, addresses, bytes of a row): copy what came; ids count from this rank's first expert.
+PyObject* ranks_take_rows(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments given(values, count, 4);
+    SentRows* sent = given.fit() ? as_dispatch(given.object()) : nullptr;
+    auto* ids = reinterpret_cast<std::int32_t*>(given.address());
+    const auto rows = columns(given);
+    return unlocked(given, [&] { sent->take(ids, rows); });
+}
+
+// ranks_combine(group, dispatch, kernel, y, out, tokens, elements of a row, bytes of an element)
+PyObject* ranks_combine(PyObject*, PyObject* const* values, Py_ssize_t count) {
+    Arguments given(values, count, 8);
+    SharedRanks* group = given.group();
+    SentRows* sent = given.fit() ? as_dispatch(given.object()) : nullptr;
+    const Kernel* sum = given.kernel(chosen_level());
+    const char* y = given.address();
+    char* out = given.address();
+    const auto tokens = given.integer(), elements = given.integer(), element_bytes = given.integer();
+    return unlocked(given, [&] { sent->combine(*group, *sum, y, out, tokens, elements, element_bytes); });
+}
+
 using Fast = PyObject*(PyObject*, PyObject* const*, Py_ssize_t);
 
 PyMethodDef fast(const char* name, Fast* function, const char* text) {
@@ -201,6 +263,10 @@ PyMethodDef methods[] = {
     fast("ranks_broadcast", ranks_broadcast, "ranks_broadcast(group, x, bytes, root)"),
     fast("ranks_send", ranks_send, "ranks_send(group, x, bytes, to)"),
     fast("ranks_receive", ranks_receive, "ranks_receive(group, x, bytes, source)"),
+    fast("ranks_dispatch", ranks_dispatch, "ranks_dispatch(group, ids, tokens, top_k, own_experts, rows, widths)"),
+    fast("ranks_take_rows", ranks_take_rows, "ranks_take_rows(dispatch, ids, rows, widths)"),
+    fast("ranks_combine", ranks_combine,
+         "ranks_combine(group, dispatch, kernel, y, out, tokens, elements, element_bytes)"),
     {nullptr, nullptr, 0, nullptr},
 };
 

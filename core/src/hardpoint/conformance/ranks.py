@@ -21,7 +21,7 @@ from hardpoint.conformance.site import Site, Subject, TrialResources
 from hardpoint.conformance.trials import Finding
 from hardpoint.context import Context
 from hardpoint.parallel.groups import CLOSE_SECONDS, Group, alone
-from hardpoint.parallel.process_group import PrefixStore
+from hardpoint.parallel.process_group import PrefixStore, Store
 from hardpoint_plugin_api import Communicator, CommunicatorWorkload
 
 SECONDS = 20.0
@@ -106,13 +106,14 @@ def together(
 
 @dataclass(frozen=True)
 class Member:
-    """One rank of a group: its communicator, and where its tensors are."""
+    """One rank of a group: its communicator, where its tensors are, and a store for what else joins the group."""
 
     rank: int
     world: int
     communicator: Communicator
     device: torch.device
     context: Context
+    store: Store
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class CommunicatorGroup:
             constructed.wait()
             joined.append(made)
             made.init(PrefixStore("trial", store), rank, world, self.workload.parallel or "tp")
-            result = act(Member(rank, world, made, device, context))
+            result = act(Member(rank, world, made, device, context, PrefixStore("adopted", store)))
             if close:
                 made.close()
             return result

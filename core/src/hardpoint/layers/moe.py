@@ -34,6 +34,7 @@ from hardpoint_plugin_api import (
     ExpertsWorkload,
     Feature,
     ForwardStep,
+    GroupMember,
     LinearArgs,
     MLPArgs,
     MoEArgs,
@@ -250,11 +251,16 @@ def slicing_group(ctx: Context) -> RankGroup:
 
 
 def _all2all(ctx: Context, workload: All2AllWorkload) -> All2All:
-    """The one that all layers of this shape share."""
+    """The one that all layers of this shape share. It joins the group of expert ranks where it is a GroupMember."""
     plan = ctx.select(workload)
-    return ctx.shared(
-        ("all2all", plan.workload), lambda: construct(plan.offer, ctx.load(plan.offer), All2All, ctx, plan.workload)
-    )
+
+    def make() -> All2All:
+        made = construct(plan.offer, ctx.load(plan.offer), All2All, ctx, plan.workload)
+        if isinstance(made, GroupMember):
+            ctx.adopt(plan.offer, made, ctx.parallel.ep)
+        return made
+
+    return ctx.shared(("all2all", plan.workload), make)
 
 
 def _shares(tokens: int, ranks: int) -> Sequence[int]:

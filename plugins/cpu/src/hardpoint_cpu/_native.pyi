@@ -35,3 +35,25 @@ def ranks_all_to_all(group: CapsuleType, x: int, out: int, sent: Sequence[int], 
 def ranks_broadcast(group: CapsuleType, x: int, nbytes: int, root: int, /) -> None: ...
 def ranks_send(group: CapsuleType, x: int, nbytes: int, to: int, /) -> None: ...
 def ranks_receive(group: CapsuleType, x: int, nbytes: int, source: int, /) -> None: ...
+def ranks_dispatch(
+    group: CapsuleType,
+    ids: int,
+    tokens: int,
+    top_k: int,
+    own_experts: int,
+    rows: Sequence[int],
+    widths: Sequence[int],
+    /,
+) -> tuple[CapsuleType, int]: ...
+def ranks_take_rows(dispatch: CapsuleType, ids: int, rows: Sequence[int], widths: Sequence[int], /) -> None: ...
+def ranks_combine(
+    group: CapsuleType,
+    dispatch: CapsuleType,
+    kernel: int,
+    y: int,
+    out: int,
+    tokens: int,
+    elements: int,
+    element_bytes: int,
+    /,
+) -> None: ...

@@ -126,7 +126,7 @@ class SharedMemory(Communicator):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        _native.ranks_all_reduce(self._joined.group, _sum_kernel(x), x.data_ptr(), x.numel(), x.itemsize)
+        _native.ranks_all_reduce(self._joined.group, sum_kernel(x), x.data_ptr(), x.numel(), x.itemsize)
         return x
 
     def all_gather(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
@@ -143,7 +143,7 @@ class SharedMemory(Communicator):
         _check(rows, joined.world, sum(rows), x)
         out, row = x.new_empty(rows[joined.rank], *x.shape[1:]), _row_elements(x)
         elements = [count * row for count in rows]
-        _native.ranks_reduce_scatter(joined.group, _sum_kernel(x), x.data_ptr(), out.data_ptr(), elements, x.itemsize)
+        _native.ranks_reduce_scatter(joined.group, sum_kernel(x), x.data_ptr(), out.data_ptr(), elements, x.itemsize)
         return out
 
     def broadcast(self, x: torch.Tensor, root: int) -> None:
@@ -165,7 +165,8 @@ class SharedMemory(Communicator):
         return out
 
 
-def _sum_kernel(x: torch.Tensor) -> int:
+def sum_kernel(x: torch.Tensor) -> int:
+    """The number of the kernel that sums tensors like ``x``. Raises TypeError where there is none."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"sums are of float32, float16 and bfloat16, not of {x.dtype}")
     return native.number_for("rank_sum", x.dtype)

@@ -34,6 +34,7 @@ from hardpoint_plugin_api import (
     Contribution,
     Dispatched,
     Feature,
+    GroupMember,
 )
 
 ERRORS = ErrorModel()
@@ -228,7 +229,7 @@ class All2AllProbe:
             return together(1, lambda rank: self._act(self._alone(), rank, steps), lambda: None)
         workload = CommunicatorWorkload(dtype=self._row["dtype"], parallel="ep", ranks=self.world)
         group = CommunicatorGroup(self.subject, TorchDistributed, workload)
-        return group.run(lambda member: self._act(self._among(member), member.rank, steps))
+        return group.run(lambda member: self._act(self._among(member), member.rank, steps, member))
 
     def _alone(self) -> Context:
         site = self.subject.site
@@ -241,11 +242,26 @@ class All2AllProbe:
         parallel = replace(member.context.parallel, tp=ep, ep=ep, expert_tp=groups.expert_tp)
         return replace(self.subject.site.context(self._dtype, device=member.device), parallel=parallel)
 
-    def _act(self, context: Context, rank: int, steps: Sequence[_DispatchedStep]) -> _Seen:
+    def _act(
+        self, context: Context, rank: int, steps: Sequence[_DispatchedStep], member: Member | None = None
+    ) -> _Seen:
         made: All2All = self.subject.target(context.for_plugin(self.subject.offer.plugin), self.workload)
         resources = cast(TrialResources, context.resources)
         resources.allocate_collective(context.torch_device)
         resources.allocate(context.torch_device)
+        if member is None or not isinstance(made, GroupMember):
+            return self._go(made, context, rank, steps)
+        try:
+            made.init(member.store, rank, member.world, "ep")
+            seen = self._go(made, context, rank, steps)
+            made.close()
+        except BaseException:
+            made.abort()  # the others wait for this rank
+            raise
+        return seen
+
+    def _go(self, made: All2All, context: Context, rank: int, steps: Sequence[_DispatchedStep]) -> _Seen:
+        """The steps of one rank, which has joined its group."""
         seen = _Seen([], [])
         where = f"rank {rank}"
 
