@@ -37,6 +37,7 @@ def num_connections(pid: int) -> int:
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningServer]:
     flags = ["--api-server-count", "2", "--max-concurrent-requests", "8", "--api-key", "secret"]
+    flags += ["--api-server-timeout", "5"]
     with running_server(*flags, "--allow-engine-control", "--shutdown-deadline", "60", program=True, **KEY) as server:
         yield server
 
@@ -146,6 +147,24 @@ def test_a_process_that_is_killed(fleet: RunningServer) -> None:
     assert any("was ended by SIGKILL" in line and "another is started" in line for line in fleet.log)
     until(lambda: fleet.get("/ready").status_code == 200, 60)
     assert fleet.post("/v1/completions", SHORT).status_code == 200
+
+
+def test_a_process_that_hangs(fleet: RunningServer) -> None:
+    """It is replaced like one that dies: its streams break, and no others."""
+    fleet.wait_until_idle()
+    idle = {pid: num_connections(pid) for pid in apis(fleet)}
+    opened = streams(fleet, 6)
+    taken = {pid: num_connections(pid) - count for pid, count in idle.items()}
+    doomed = max(taken, key=taken.__getitem__)
+    os.kill(doomed, signal.SIGSTOP)
+    until(lambda: len(apis(fleet)) == 2 and doomed not in apis(fleet), 60)
+    for stream in opened:
+        stream.join(60)
+    assert [stream.events[-1] for stream in opened].count("[DONE]") == 6 - taken[doomed]
+    assert any("did not react for 5 s and was killed" in line and "another is started" in line for line in fleet.log)
+    fleet.wait_until_idle()
+    until(lambda: fleet.get("/load").json() == {"server_load": 0})
+    until(lambda: fleet.get("/ready").status_code == 200, 60)
 
 
 def test_an_engine_that_is_killed_is_built_again(fleet: RunningServer) -> None:

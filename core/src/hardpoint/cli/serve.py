@@ -91,6 +91,14 @@ if TYPE_CHECKING:
     show_default=True,
     help="Number of processes that answer HTTP. They share one engine.",
 )
+@click.option(
+    "--api-server-timeout",
+    "api_timeout",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="Seconds after which one of these processes that does not react is killed and replaced.",
+)
 @click.option("--max-body-bytes", type=int, default=8 * 2**20, show_default=True, help="Largest request body in bytes.")
 @click.option(
     "--cors-origin",

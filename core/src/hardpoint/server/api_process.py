@@ -19,7 +19,19 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.frontend.frontend import connect_shared
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Failure
-from hardpoint.server.fleet_messages import AllLoaded, Answered, Ask, Asked, Failed, Loaded, Stop, ToApi, Told
+from hardpoint.server.fleet_messages import (
+    AllLoaded,
+    Answered,
+    Ask,
+    Asked,
+    Failed,
+    Loaded,
+    Ping,
+    Pong,
+    Stop,
+    ToApi,
+    Told,
+)
 from hardpoint.server.host import EngineHost
 from hardpoint.server.listening import SharedListener
 from hardpoint.server.peers import OpenRequests, Question, T
@@ -123,6 +135,8 @@ class ApiPeers:
         elif isinstance(message, Stop):
             self._server.stop(message.deadline)
             self._are_loaded.set()
+        elif isinstance(message, Ping):
+            self._send(Pong())
         elif isinstance(message, Asked):
             task = asyncio.create_task(self._answer(message))
             self._tasks.add(task)

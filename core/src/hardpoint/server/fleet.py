@@ -28,7 +28,19 @@ from hardpoint.engine.processes.child import API_NAME, Child, hang_up
 from hardpoint.engine.remote.hub import Hub
 from hardpoint.metrics import MetricsSnapshot
 from hardpoint.server.api_process import Place, serve_api
-from hardpoint.server.fleet_messages import AllLoaded, Answered, Ask, Asked, Failed, FromApi, Loaded, Stop, Told
+from hardpoint.server.fleet_messages import (
+    AllLoaded,
+    Answered,
+    Ask,
+    Asked,
+    Failed,
+    FromApi,
+    Loaded,
+    Ping,
+    Pong,
+    Stop,
+    Told,
+)
 from hardpoint.server.listening import address_of
 from hardpoint.server.peers import Question, ReadCounts
 from hardpoint.server.run import open_store
@@ -43,19 +55,28 @@ _ANSWER_SECONDS = 4.0
 _MAX_RESTARTS = 5
 _RESTART_WINDOW = 600.0
 """The server ends with the process that would be the sixth to be started again within so many seconds."""
+_NUM_PINGS = 5
+"""A process that leaves so many pings in a row unanswered hangs. Counting them, and not seconds alone, spares processes
+that were stopped together with this one."""
 _END_SECONDS = 15.0
 """Beyond the deadline, how long a process may take to end before it is killed."""
 
 
 @dataclass(eq=False)
 class _Api:
-    """One process. ``counts``: what it said last that it had counted."""
+    """One process. ``counts``: what it said last that it had counted. ``num_unanswered``: pings without an answer."""
 
     place: Place
     child: Child
     is_loaded: bool = False
     has_failed: Exception | None = None
+    num_unanswered: int = 0
     counts: MetricsSnapshot = field(default_factory=lambda: MetricsSnapshot(()))
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it has left too many pings unanswered."""
+        return self.num_unanswered >= _NUM_PINGS
 
 
 @dataclass
@@ -72,8 +93,8 @@ class _Gathering:
 class Fleet:
     """Holds the engine and the socket, and has ``settings.api_server_count`` processes serve them.
 
-    A process that dies is started again; its requests are aborted, and others do not notice. The engine's failures are
-    recovered from here. Lives in one event loop.
+    A process that dies is started again; its requests are aborted, and others do not notice. One that hangs is killed
+    first: its event loop has to answer pings. The engine's failures are recovered from here. Lives in one event loop.
     """
 
     def __init__(self, config: EngineConfig, settings: ServerSettings, listener: socket.socket) -> None:
@@ -107,7 +128,9 @@ class Fleet:
                 for number in range(self._settings.api_server_count):
                     self._start(number, loads_first=False)
                 loading = asyncio.create_task(self._load(core))
+                pinging = asyncio.create_task(self._ping())
                 await self._has_ended.wait()
+                pinging.cancel()
             finally:
                 await asyncio.to_thread(core.close if self._hub is None else self._hub.close)
                 for api in tuple(self._apis):
@@ -151,6 +174,17 @@ class Fleet:
             self._hub.join(ours)
         threading.Thread(target=self._read, args=(api,), name=f"{API_NAME}{number}-reader", daemon=True).start()
 
+    async def _ping(self) -> None:
+        """Ping all processes again and again, and kill one that does not answer: ``_gone`` replaces it."""
+        while not self._is_stopping:
+            await asyncio.sleep(self._settings.api_timeout / _NUM_PINGS)
+            for api in self._apis:
+                if api.hangs:
+                    api.child.process.kill()
+                elif api.is_loaded:  # loading, its event loop may wait for long
+                    api.num_unanswered += 1
+                    api.child.send(Ping())
+
     def _read(self, api: _Api) -> None:
         for message in api.child.received():
             self._loop.call_soon_threadsafe(self._take, api, cast(FromApi, message))
@@ -160,6 +194,8 @@ class Fleet:
         if isinstance(message, Loaded):
             api.is_loaded = True
             self._tell_if_all_loaded(api)
+        elif isinstance(message, Pong):
+            api.num_unanswered = 0
         elif isinstance(message, Failed):
             api.has_failed = message.failure.original()
         elif isinstance(message, Ask):
@@ -224,6 +260,8 @@ class Fleet:
             if not gathering.waits_for:
                 self._answer(number)
         how, hint = child_process.how_it_ended(api.child.process.exitcode)
+        if api.hangs:
+            how, hint = f"did not react for {self._settings.api_timeout:g} s and was killed", "it may have been stopped"
         pid, stack = api.child.process.pid, api.child.stack
         api.child.close()
         if self._is_stopping:

@@ -38,7 +38,12 @@ class Told:
     answer: object
 
 
-FromApi = Loaded | Failed | Ask | Told
+@dataclass(frozen=True)
+class Pong:
+    """The answer to a Ping, from the process's event loop."""
+
+
+FromApi = Loaded | Failed | Ask | Told | Pong
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,15 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class Ping:
+    """Say that you still run."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """End within ``deadline`` seconds; 0: at once."""
 
     deadline: float
 
 
-ToApi = AllLoaded | Asked | Answered | Stop
+ToApi = AllLoaded | Asked | Answered | Ping | Stop

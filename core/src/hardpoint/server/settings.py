@@ -74,7 +74,8 @@ class ServerSettings:
     refused. ``allowed_hosts``: names that a Host header may have. ``min_priority``: the lowest priority number, which
     runs first, that clients may give. ``tls``: how connections are encrypted; None: not at all. ``uds``: the path of a
     Unix socket to listen on, in place of host and port. ``root_path``: the path below which a proxy shows the server.
-    ``api_server_count``: processes that answer HTTP and share one engine.
+    ``api_server_count``: processes that answer HTTP and share one engine. One that does not react for ``api_timeout``
+    seconds is replaced.
     ``mcp_allowed_hosts``: hosts (with a port or without) of tool servers that requests may name; ``mcp_timeout`` and
     ``mcp_max_bytes`` limit each of their answers.
     ``profile_folder``: where profiles that clients ask for are written. ``metrics_names``: vllm
@@ -108,6 +109,7 @@ class ServerSettings:
     uds: Path | None = None
     root_path: str = ""
     api_server_count: int = 1
+    api_timeout: float = 30.0
     mcp_allowed_hosts: tuple[str, ...] = ()
     mcp_timeout: float = 60.0
     mcp_max_bytes: int = 2**20
@@ -130,6 +132,7 @@ class ServerSettings:
             ("--response-store-bytes", self.response_store_bytes, 0, 2**50),
             ("--response-store-hours", self.response_store_hours, 0.001, 10**6),
             ("--api-server-count", self.api_server_count, 1, 256),
+            ("--api-server-timeout", self.api_timeout, 1, 86400),
             ("--mcp-timeout", self.mcp_timeout, 0.001, 86400),
             ("--mcp-max-bytes", self.mcp_max_bytes, 1, 2**40),
             ("--min-priority", self.min_priority, -(2**31), 0),
