@@ -377,7 +377,10 @@ inline void fetch(const at::Tensor& from, const at::Tensor& to, const StreamKey&
   const at::Tensor arriving = from.clone();
   std::memset(to.data_ptr(), kPoison, to.is_contiguous() ? to.nbytes() : to.itemsize());
   Guard guard(lock());
-  runtime().pending.push_back({stream, count, [to, arriving] { to.copy_(arriving); }});
+  runtime().pending.push_back({stream, count, [to, arriving] {
+                                 c10::InferenceMode any;  // a copy ends in whatever mode the host waits for it
+                                 to.copy_(arriving);
+                               }});
 }
 
 inline void to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking, const StreamKey& stream, uint64_t count) {
