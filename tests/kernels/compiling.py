@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.forked import run_module
 
 TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
 PAIRS_OF_TARGETS = [
@@ -79,24 +80,18 @@ class Compiled:
 
 
 def compile_kernels(jobs: Sequence[Job], seconds: float = 120.0) -> list[Compiled]:
-    """Compile ``jobs`` one after the other in one child process.
+    """Compile ``jobs`` one after the other in one child process, which is killed after ``seconds``.
 
     Raises AssertionError with the compiler's own words where one does not compile, or where one that may be launched
-    early touches memory before it has waited, and subprocess.TimeoutExpired.
+    early touches memory before it has waited.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.kernels.compiling"],
-            input=json.dumps([asdict(job) for job in jobs]),
-            env={**environment, "TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": "1"},
-            cwd=_ROOT,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
+        order = Path(cache) / "jobs.json"
+        order.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+        variables = {"TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": "1", "TRITON_INTERPRET": "0"}
+        done = run_module("tests.kernels.compiling", [str(order)], _ROOT, seconds, variables)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(results) == len(jobs), f"{jobs[len(results)]}\n{done.stderr[-6000:]}"
+    assert len(results) == len(jobs), f"{jobs[len(results)]}\n{done.stdout[-6000:]}"
     return [Compiled(job, **result) for job, result in zip(jobs, results, strict=True)]
 
 
@@ -196,8 +191,8 @@ def _of_amdgcn(assembly: str) -> dict[str, int]:
 
 
 def main() -> None:
-    """Read jobs from standard input, write a line of JSON for each."""
-    jobs = [Job(**job) for job in json.load(sys.stdin)]
+    """Read jobs from a file, write a line of JSON for each."""
+    jobs = [Job(**job) for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
     for job in jobs:
         with contextlib.redirect_stdout(sys.stderr):
             result = _compile(job)

@@ -7,7 +7,7 @@ import runpy
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -62,35 +62,35 @@ def _main(stderr: Connection, arguments: tuple[str, ...]) -> None:
 
 
 def run_module(
-    module: str, arguments: Sequence[str], folder: Path, packages: Path, seconds: float
+    module: str, arguments: Sequence[str], folder: Path, seconds: float, variables: Mapping[str, str] | None = None
 ) -> CompletedProcess[str]:
-    """Run ``python -m module`` in ``folder`` with the packages in another one; stdout has stderr, too.
+    """Run ``python -m module`` in ``folder``, with one thread; its output has what it writes to stderr, too.
 
-    A process that takes longer than ``seconds`` is killed.
+    The folders of a PYTHONPATH among ``variables`` come first in its path. It is killed after ``seconds``.
     """
+    given = (module, [module, *arguments], str(folder), {"OMP_NUM_THREADS": "1", **(variables or {})})
+    modules, brief = child_process.MODULES, brief_waits()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
         with Connection(os.dup(printed.fileno())) as output:
-            process = fork_server.start(
-                *(_run_module, (output, module, [module, *arguments], str(folder), str(packages)), module),
-                *(child_process.MODULES, brief_waits()),
-                imports_main=False,
-            )
+            process = fork_server.start(_run_module, (output, *given), module, modules, brief, imports_main=False)
         process.join(seconds)
         process.kill()
         process.join()
         printed.seek(0)
         assert process.exitcode is not None
-        return CompletedProcess(arguments, process.exitcode, printed.read(), "")
+        return CompletedProcess(given[1], process.exitcode, printed.read(), "")
 
 
-def _run_module(output: Connection, module: str, arguments: list[str], folder: str, packages: str) -> None:
+def _run_module(
+    output: Connection, module: str, arguments: list[str], folder: str, variables: Mapping[str, str]
+) -> None:
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     output.close()
     os.chdir(folder)
-    os.environ.update(PYTHONPATH=os.pathsep.join([packages, folder]), OMP_NUM_THREADS="1")
+    os.environ.update(variables)
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         del os.environ[name]
-    sys.path[:0] = [packages, folder]
+    sys.path[:0] = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)), folder]
     sys.argv = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -88,4 +88,4 @@ def run_tests(site: Path, scratch: Path, *arguments: str) -> subprocess.Complete
     options = ["-p", "tests.support.on_simulated", "-p", "no:cacheprovider", "-q", f"--basetemp={scratch / 'child'}"]
     options += ["-W", "ignore:Module already imported so cannot be rewritten"]  # its process began with core imported
     options += ["-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"]
-    return forked.run_module("pytest", [*options, *arguments], ROOT, site, 900)
+    return forked.run_module("pytest", [*options, *arguments], ROOT, 900, environment(site))
