@@ -50,7 +50,7 @@ release: $(STAMPS)/release  ## wheels and source distributions in dist/, each tr
 	$(PY) scripts/release.py check
 
 nightly: $(STAMPS)/release  ## the default suite and the long sweeps
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not accelerator"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not accelerator" --hypothesis-profile=nightly
 
 sanitize: $(STAMPS)/test  ## nightly too: the CPU plugin's kernels under the address, undefined and thread sanitizers
 	scripts/sanitize_cpu.sh address,undefined

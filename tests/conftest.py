@@ -16,6 +16,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 
 import pytest
 
+import tests.support.examples  # noqa: F401  # has the profile of nightly runs
 from hardpoint.plugin_host import discover
 
 OURS = {"core", "cpu", "cuda", "rocm", "xpu", "sim"}  # sim: the simulated accelerator, in child processes

@@ -304,7 +304,7 @@ def check_random_streams(
             assert request.finish_reason == ("stop" if wanted[-1] in request.asked.stop_token_ids else "length")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @STREAMS
 def test_random_streams(**stream: Any) -> None:
     check_random_streams(**stream)

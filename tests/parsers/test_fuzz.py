@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.parsers.reading import REASONING_PARSERS, TOOL_PARSERS, opened, read
+from tests.support.examples import examples
 
 MARKS = (
     "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|python_tag|>",
@@ -39,7 +40,7 @@ def cut(text: str, places: list[int]) -> list[str]:
         *zip(("glm", "harmony", "mistral", "hermes"), REASONING_PARSERS, strict=True),
     ],
 )
-@settings(max_examples=80, deadline=None)
+@examples(30)
 @given(parts=pieces, places=st.lists(st.integers(0, 10_000), max_size=12))
 def test_cuts_make_no_difference(tool: str, reasoning: str, parts: list[str], places: list[int]) -> None:
     text = "".join(parts)
@@ -49,7 +50,7 @@ def test_cuts_make_no_difference(tool: str, reasoning: str, parts: list[str], pl
 
 
 @pytest.mark.parametrize("tool", TOOL_PARSERS)
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(parts=pieces)
 def test_without_a_call_all_of_it_is_content(tool: str, parts: list[str]) -> None:
     text = "".join(parts)
@@ -59,7 +60,7 @@ def test_without_a_call_all_of_it_is_content(tool: str, parts: list[str]) -> Non
 
 
 @pytest.mark.parametrize("tool", sorted(set(TOOL_PARSERS) - {"harmony"}))
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(parts=pieces.map(lambda parts: [part for part in parts if part != "[CALL_ID]"]))
 def test_no_letter_is_lost(tool: str, parts: list[str]) -> None:
     """Wherever a letter stands that is no part of a mark; headers and ids, which say nothing, are left out."""
@@ -94,7 +95,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("tool", WRITTEN)
-@settings(max_examples=60, deadline=None)
+@examples(25)
 @given(
     said=st.lists(st.tuples(prose, names, st.dictionaries(texts, values, max_size=3)), min_size=1, max_size=4),
     last=prose,
@@ -135,7 +136,7 @@ WEATHER = {"dsml": dsml, "glm": glm, "pythonic": pythonic}
 
 
 @pytest.mark.parametrize("tool", WEATHER)
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(city=texts, days=values, places=st.lists(st.integers(0, 10_000), max_size=12))
 def test_every_value_is_found(tool: str, city: str, days: object, places: list[int]) -> None:
     ((_, name, arguments),) = read(opened(tool), cut(WEATHER[tool](city, days), places))

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import get_args
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.plugin_host import Offer
 from hardpoint.selection import Plan, SelectionTable, StepRange, TuningFile, Verdict
 from hardpoint_plugin_api import Phase, SelectionError, TokensRequirement
 from tests.selection.fakes import MATMUL, TOY, VETO, Answers, FakePlugins, offer, selector
+from tests.support.examples import examples
 
 BOUND = 12
 """The largest bound of any range drawn; steps past it are all alike."""
@@ -119,7 +120,7 @@ def who_serves(plan: Plan) -> dict[Step, str]:
     return found
 
 
-@settings(max_examples=400, deadline=None)
+@examples(120)
 @given(contests())
 def test_the_plan_is_what_the_rules_say(contest: Contest) -> None:
     answer, plugins = contest.select()
@@ -144,7 +145,7 @@ def test_the_plan_is_what_the_rules_say(contest: Contest) -> None:
         assert set(plugins.loaded) == {o.contribution.name for o in winners}
 
 
-@settings(max_examples=200, deadline=None)
+@examples(60)
 @given(contests(), st.randoms(use_true_random=False))
 def test_the_order_of_candidates_changes_nothing(contest: Contest, random: Random) -> None:
     shuffled = list(contest.offers)
@@ -157,7 +158,7 @@ def test_the_order_of_candidates_changes_nothing(contest: Contest, random: Rando
         assert first == second
 
 
-@settings(max_examples=300, deadline=None)
+@examples(80)
 @given(contests(), contests("abcdefg"))
 def test_the_digest_is_equal_where_the_same_serve_the_same(left: Contest, right: Contest) -> None:
     """Losers, reasons and rules are no part of it, and one answer has one spelling."""

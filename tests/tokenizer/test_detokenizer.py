@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hardpoint.tokenizer import Detokenizer, Tokenizer
+from tests.support.examples import examples
 from tests.tokenizer.builders import llama_style, qwen_style, word_piece_style
 
 STYLES = {
@@ -35,7 +36,7 @@ def stream(detokenizer: Detokenizer, ids: Sequence[int], chunk: int = 1) -> list
 
 
 @given(ids_of(), st.booleans(), st.integers(1, 3))
-@settings(max_examples=400, deadline=None)
+@examples(120)
 def test_the_deltas_are_the_text(drawn: tuple[Tokenizer, list[int]], skip: bool, chunk: int) -> None:
     tokenizer, ids = drawn
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
@@ -45,7 +46,7 @@ def test_the_deltas_are_the_text(drawn: tuple[Tokenizer, list[int]], skip: bool,
 
 
 @given(st.sampled_from(sorted(STYLES)), TEXTS)
-@settings(max_examples=200, deadline=None)
+@examples(60)
 def test_no_delta_shows_half_a_character(style: str, text: str) -> None:
     tokenizer = STYLES[style]
     ids = tokenizer.encode(text.replace("\N{REPLACEMENT CHARACTER}", ""), add_special_tokens=False)
@@ -53,7 +54,7 @@ def test_no_delta_shows_half_a_character(style: str, text: str) -> None:
 
 
 @given(ids_of(), ids_of())
-@settings(max_examples=200, deadline=None)
+@examples(60)
 def test_with_a_prompt_the_output_is_what_it_adds(
     first: tuple[Tokenizer, list[int]], second: tuple[Tokenizer, list[int]]
 ) -> None:
@@ -72,7 +73,7 @@ def test_a_prompt_that_ends_within_a_character_is_completed() -> None:
 
 
 @given(st.text("abc", max_size=12), st.lists(SMALL, max_size=3), st.lists(st.integers(1, 4)), st.booleans())
-@settings(max_examples=500, deadline=None)
+@examples(150)
 def test_stop_texts_are_found_wherever_the_text_is_split(
     text: str, stop: list[str], cuts: list[int], include: bool
 ) -> None:
