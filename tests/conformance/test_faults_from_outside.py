@@ -509,7 +509,17 @@ def attention_caught(
     return first_failure(made, AttentionTrials(), cases, plan=QUICK, every=every)
 
 
-@pytest.mark.parametrize("title", ATTENTION)
+LIKE_ANOTHER = {
+    "bfloat16 sums, NumeratorIn16BitsByBlocksOf16",
+    "bfloat16 sums, NumeratorIn16BitsByBlocksOf128",
+    "contexts past 2,048",
+    "third tile of a prompt",
+}
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=[pytest.mark.nightly] * (title in LIKE_ANOTHER)) for title in ATTENTION]
+)
 def test_a_fault_in_attention_is_caught(site: Site, title: str) -> None:
     backend, code = ATTENTION[title]
     caught = attention_caught(site, backend)

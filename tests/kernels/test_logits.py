@@ -14,7 +14,7 @@ from hardpoint.ops.judge import judge
 from hardpoint.ops.mask_tokens import mask_tokens
 from hardpoint.ops.token_logprobs import token_logprobs
 from tests.kernels.compiling import TARGETS, Job, compile_kernels
-from tests.ops.judging import DTYPES, cases
+from tests.ops.judging import INTERPRETED, cases
 
 OPS: dict[str, Any] = {
     "apply_logit_bias": apply_logit_bias,
@@ -25,7 +25,7 @@ OPS: dict[str, Any] = {
 PENALTIES = ("repetition", "presence", "frequency")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("name", OPS)
 def test_meets_the_error_model(name: str, dtype: torch.dtype) -> None:
     chosen = [case for case in cases(OPS[name], dtype) if case.name != "wide" or dtype == torch.float32]

@@ -14,7 +14,7 @@ from hardpoint.ops.base import Case
 from hardpoint.ops.judge import judge
 from hardpoint.ops.sampling import argmax_tokens, philox_uniform, sample_tokens
 from tests.kernels.compiling import TARGETS, Job, compile_kernels
-from tests.ops.judging import DTYPES, cases
+from tests.ops.judging import INTERPRETED, cases
 
 OPS: dict[str, Any] = {"argmax_tokens": argmax_tokens, "philox_uniform": philox_uniform, "sample_tokens": sample_tokens}
 LATER = ("sm_100", "gfx942", "gfx950")
@@ -39,20 +39,20 @@ def failures(op: Any, chosen: list[Case], dtype: torch.dtype) -> str:
     return "\n".join(str(verdict) for verdict in found if not verdict.passed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("name", OPS)
 def test_meets_the_error_model(name: str, dtype: torch.dtype) -> None:
     assert not failures(OPS[name], list(few(OPS[name], dtype)), dtype)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("name", OPS)
 def test_meets_the_error_model_in_every_row(name: str, dtype: torch.dtype) -> None:
     assert not failures(OPS[name], list(cases(OPS[name], dtype)), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", INTERPRETED)
 def test_argmax_of_rows_that_several_programs_share(dtype: torch.dtype) -> None:
     logits = torch.randn(4, 5000).to(dtype)
     logits[0, [17, 1500, 4999]] = 9.0

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from hardpoint.ops.base import Case, CustomOp
 from hardpoint.ops.judge import Verdict, judge
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTERPRETED = [pytest.param(dtype, marks=[pytest.mark.nightly] * (dtype != torch.bfloat16)) for dtype in DTYPES]
+"""Parameters of tests in Triton's interpreter, which runs the same code for every dtype."""
 CPU = torch.device("cpu")
 
 

@@ -81,6 +81,11 @@ GLM4_MOE: dict[str, Any] = {
 """Config keys of a tiny GLM-4-MoE."""
 
 
+_FEW: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+FEW_EXPERTS = {"qwen2_moe": _FEW, "qwen3_moe": _FEW, "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3}}
+"""Families whose configs have up to 128 large experts by default."""
+
+
 def write_checkpoint(
     folder: Path, family: str, *, shards: bool = False, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
@@ -88,7 +93,7 @@ def write_checkpoint(
 
     ``changes`` override config keys.
     """
-    model = random_model(CONFIGS[family](**(TINY | changes)), seed)
+    model = random_model(CONFIGS[family](**(TINY | FEW_EXPERTS.get(family, {}) | changes)), seed)
     model.save_pretrained(folder, max_shard_size="60KB" if shards else "1GB")
     write_tokenizer(folder)
     return model
