@@ -95,7 +95,11 @@ CONFIGS = [
         UnknownNameError,
         r"unknown quantization method 'fp9'; did you mean 'fp8'\?.*config.json",
     ),
-    ({"quant_method": "fp8_online"}, UnknownNameError, r"'fp8_online'; .*nown: awq, compressed-tensors, fp8, gptq\."),
+    (
+        {"quant_method": "fp8_online"},
+        UnknownNameError,
+        r"'fp8_online'; .*nown: awq, compressed-tensors, fp8, gptq, quark\.",
+    ),
     (
         {"quant_method": "fp8", "activation_scheme": "none"},
         CheckpointError,
