@@ -57,6 +57,11 @@ class Group:
         """Which of them this is."""
         return self.members.index(self.world_rank)
 
+    @property
+    def served_by(self) -> tuple[str, ...]:
+        """The names of the contributions whose communicators serve it, by size."""
+        return tuple(o.contribution.name for o, member in self._adopted if isinstance(member, Communicator))
+
     def select(self, ctx: Context) -> None:
         """Ask the selector who serves this group, and construct the winners."""
         if self.size == 1:
