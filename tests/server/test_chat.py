@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -243,9 +244,16 @@ def test_parsed_answers(client: openai.OpenAI) -> None:
     assert isinstance(answer.choices[0].message.parsed, Person)
 
 
+THREE: dict[str, Any] = {"type": "regex", "pattern": "[abc]{3}"}
+
+
 @pytest.mark.parametrize(
     ("form", "is_valid"),
     [
+        (
+            {"type": "structural_tag", "format": {"type": "tag", "begin": "<t>", "content": THREE, "end": "</t>"}},
+            lambda text: re.fullmatch("<t>[abc]{3}</t>", text),
+        ),
         ({"type": "regex", "pattern": "[a-c]{4}"}, lambda text: len(text) == 4 and set(text) <= set("abc")),
         ({"type": "choice", "choices": ["whale", "boat"]}, lambda text: text in ("whale", "boat")),
         ({"type": "grammar", "grammar": 'start: "x" "y"+ "z"'}, lambda text: text.strip("xz") == "y" * (len(text) - 2)),

@@ -138,6 +138,8 @@ def test_fields_of_vllm(client: openai.OpenAI, server: RunningServer) -> None:
         )
 
     assert complete(guided_choice=["whale", "boat"]).choices[0].text in ("whale", "boat")
+    tag = {"format": {"type": "plus", "content": {"type": "const_string", "value": "ab"}}}
+    assert complete(structured_outputs={"structural_tag": tag}).choices[0].text.replace("ab", "") in ("", "a")
     assert complete(structured_outputs={"regex": "[ab]{3}", "backend": "x"}).choices[0].text.strip("ab") == ""
     with pytest.raises(openai.BadRequestError, match="give one"):
         complete(guided_regex="a", guided_json={})

@@ -57,6 +57,12 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
         ("/v1/completions", {"prompt": "a", "bad_words": ["x" * 65]}, "bad_words[0]"),
         ("/v1/completions", {"prompt": "a", "stop_token_ids": [1] * 65}, "stop_token_ids"),
         ("/v1/completions", {"prompt": "a", "response_format": {"type": "regex", "pattern": "("}}, "structured output"),
+        ("/v1/completions", {"prompt": "a", "response_format": {"type": "structural_tag"}}, "takes a format, or"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "response_format": {"type": "structural_tag", "format": {"type": "poem"}}},
+            "must be an object whose type is one of",
+        ),
         ("/v1/chat/completions", {"messages": []}, "messages must be a list of at least one"),
         ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         (

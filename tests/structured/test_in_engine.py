@@ -270,12 +270,6 @@ REFUSED = {
     "no text": (StructuredOutput.regex(r"[^\s\S]"), "no text"),
     "the empty text": (StructuredOutput.regex("a{0}"), "empty text"),
     "no GBNF": (StructuredOutput.grammar('root ::= ("a"'), "GBNF"),
-    "triggers of two sorts": (
-        StructuredOutput.structural_tag(
-            [{"begin": "<|im_start|>", "end": ""}, {"begin": "<call>", "end": ""}], ["<|im_start|>", "<call>"]
-        ),
-        "<|im_start|>, <call>",
-    ),
     "an unknown rule": (StructuredOutput.grammar("start: foo"), "foo"),
     "too long": (StructuredOutput.regex("a" * 300_000), "300000 characters"),
     "no such token": (replace(DATE, after="x", opening="not a token"), "one token"),

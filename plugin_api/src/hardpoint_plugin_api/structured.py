@@ -18,8 +18,8 @@ class StructuredOutput:
     """One constraint on a whole output. Created by the class methods; plain, hashable, picklable.
 
     ``value``: the text of a JSON schema; a regular expression (syntax of Rust's ``regex`` crate: no look-around, no
-    back-references); a grammar, in llguidance's dialect of Lark or in llama.cpp's GBNF; JSON of what ``structural_tag``
-    takes; empty for ``json_object``. ``choices``: the texts of ``choice``.
+    back-references); a grammar, in llguidance's dialect of Lark or in llama.cpp's GBNF; the format of a
+    structural tag, as JSON; empty for ``json_object``. ``choices``: the texts of ``choice``.
 
     ``after``: the output is free up to and including this text, and constrained after it, so that a model may reason
     first. ``opening``: the output is free before ``after`` only if it begins with this text, which must be a single
@@ -95,12 +95,25 @@ class StructuredOutput:
             begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
             if not isinstance(begin, str) or not isinstance(end, str):
                 raise RequestError(f"structural_tag: begin and end of a structure are texts, got {structure!r:.80}")
-            trigger = max((each for each in triggers if begin.startswith(each)), key=len, default=None)
-            if trigger is None:
+            if not any(begin.startswith(each) for each in triggers):
                 raise RequestError(f"structural_tag: no trigger begins {begin!r:.80}; triggers: {list(triggers)!r:.80}")
-            schema = cls.json_schema(schema if isinstance(schema, Mapping) else {}).value
-            plain.append({"trigger": trigger, "begin": begin, "schema": schema, "end": end})
-        return cls("structural_tag", json.dumps(plain, ensure_ascii=False))
+            content = {"type": "json_schema", "json_schema": schema if isinstance(schema, Mapping) else {}}
+            plain.append({"type": "tag", "begin": begin, "content": content, "end": end})
+        return cls.structural_format({"type": "triggered_tags", "triggers": list(triggers), "tags": plain})
+
+    @classmethod
+    def structural_format(cls, form: Mapping[str, object]) -> Self:
+        """Text of a format, as xgrammar and vLLM write it.
+
+        An example is a tag, an object with ``type``, ``begin``, ``content`` and ``end``. An invalid format is refused
+        when a request is admitted.
+        """
+        if not isinstance(form, Mapping):
+            raise RequestError(f"structural_tag: a format is an object, got {form!r:.80}")
+        try:
+            return cls("structural_tag", json.dumps(form, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"structural_tag: the format cannot be written as JSON: {error}") from None
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> Self:

@@ -15,7 +15,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """One of ``json`` (a JSON schema), ``regex``, ``choice``, ``grammar`` (Lark or GBNF), ``json_object`` and
-    ``structural_tag`` (JSON, or its object, with ``structures`` and ``triggers``), as in vLLM.
+    ``structural_tag`` (JSON, or its object, with ``format``, or with ``structures`` and ``triggers``), as in vLLM.
 
     Raises RequestError for none of them or several.
     """
@@ -66,6 +66,8 @@ def _tags(given: str | Mapping[str, Any]) -> StructuredOutput:
         tag = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:
         raise RequestError(f"structural_tag is not JSON: {error}") from None
+    if isinstance(tag, Mapping) and "format" in tag:
+        return StructuredOutput.structural_format(tag["format"])
     if not isinstance(tag, Mapping) or not all(isinstance(tag.get(key), list) for key in ("structures", "triggers")):
-        raise RequestError("structural_tag must have the lists structures and triggers; other formats are not known")
+        raise RequestError("structural_tag must have a format, or the lists structures and triggers")
     return StructuredOutput.structural_tag(tag["structures"], tag["triggers"])

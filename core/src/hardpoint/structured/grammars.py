@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hardpoint.structured.schemas import guided
 from hardpoint.structured.state import StructureState
+from hardpoint.structured.structural_tags import grammar_of_format, quoted
 from hardpoint_plugin_api import RequestError, StructuredOutput
 
 if TYPE_CHECKING:
@@ -156,38 +156,12 @@ def _grammar(structure: StructuredOutput, tokens: llguidance.LLTokenizer) -> str
     if structure.kind == "grammar":
         return grammar_from("grammar", structure.value)
     if structure.kind == "structural_tag":
-        return _of_tags(json.loads(structure.value), tokens)
+        return grammar_of_format(json.loads(structure.value), tokens)
     if structure.kind == "choice":
-        texts = " | ".join(map(_quoted, structure.choices))
+        texts = " | ".join(map(quoted, structure.choices))
         return LLMatcher.grammar_from_lark(f"start: {texts}")
     schema = json.loads(structure.value) if structure.kind == "json_schema" else {"type": "object"}
     return LLMatcher.grammar_from_json_schema(guided(schema))
-
-
-def _of_tags(structures: Sequence[Mapping[str, str]], tokens: llguidance.LLTokenizer) -> str:
-    """The grammar of free text with ``structures``. Raises ValueError for triggers of two sorts: tokens and texts."""
-    from llguidance import StructTag
-
-    special = {each["trigger"]: _is_special(each["trigger"], tokens) for each in structures}
-    if len(set(special.values())) > 1:
-        raise ValueError(f"some of its triggers are special tokens, and others are texts: {', '.join(special)}")
-    tags = [
-        StructTag(
-            trigger=each["trigger"], begin=each["begin"], grammar=guided(json.loads(each["schema"])), end=each["end"]
-        )
-        for each in structures
-    ]
-    return StructTag.to_grammar(tags, assume_special=all(special.values()))
-
-
-def _is_special(text: str, tokens: llguidance.LLTokenizer) -> bool:
-    found = tokens.tokenize_str(text, parse_special=True)
-    return len(found) == 1 and tokens.is_special_token(found[0])
-
-
-def _quoted(text: str) -> str:
-    """A literal of the grammar: JSON's, but for a character that it lets stand as it is."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _refused(structure: StructuredOutput, reason: str) -> RequestError:

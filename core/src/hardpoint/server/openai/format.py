@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hardpoint.server.fields import ProtocolModel
 from hardpoint.structured.schemas import closed
-from hardpoint_plugin_api import StructuredOutput
+from hardpoint_plugin_api import RequestError, StructuredOutput
 
 
 class TextFormat(ProtocolModel):
@@ -104,14 +104,23 @@ class TagStructure(ProtocolModel):
 
 
 class StructuralTagFormat(ProtocolModel):
-    """Free text in which triggers begin structures, as vLLM and SGLang write it."""
+    """Text of a ``format``, or free text in which ``triggers`` begin ``structures``; as xgrammar, vLLM and SGLang write
+    it."""
 
     type: Literal["structural_tag"]
-    structures: list[TagStructure]
-    triggers: list[str]
+    format: dict[str, Any] | None = None
+    structures: list[TagStructure] | None = None
+    triggers: list[str] | None = None
 
     def structure(self) -> StructuredOutput:
-        """The constraint."""
+        """The constraint. Raises RequestError."""
+        is_flat = self.structures is not None and self.triggers is not None
+        if (self.format is None) != is_flat or (self.format is not None and (self.structures or self.triggers)):
+            raise RequestError("structural_tag takes a format, or structures and triggers")
+        if self.format is not None:
+            return StructuredOutput.structural_format(self.format)
+        assert self.structures is not None
+        assert self.triggers is not None
         structures = [each.model_dump(by_alias=True) for each in self.structures]
         return StructuredOutput.structural_tag(structures, self.triggers)
 
