@@ -96,7 +96,7 @@ class ModelCaches:
         return False
 
     def plan_groups(self) -> tuple[PlanGroup, ...]:
-        """Users of one cache group with an equal plan key."""
+        """Return the users of one cache group, grouped by plan key: each group shares one plan."""
         groups: dict[tuple[int, Hashable], list[int]] = {}
         for number, group in enumerate(self.cache_groups()):
             for user in group.users:

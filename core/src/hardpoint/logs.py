@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Hashable
 
 _logged: dict[int, set[Hashable]] = {}
-"""What was logged, by the id of its owner; an entry goes when its owner does."""
+"""Messages already logged, by the id of their owner; an entry goes when its owner does."""
 
 
 def log_once(logger: logging.Logger, level: int, key: Hashable, message: str, scope: object) -> None:

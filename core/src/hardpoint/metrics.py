@@ -1,4 +1,4 @@
-"""What an engine and its plugins count: a registry of its own for each engine, read as a snapshot.
+"""Metrics of an engine and its plugins: a registry of its own for each engine, read as a snapshot.
 
 Names are ``hardpoint_steps_total`` for core's metrics and ``hardpoint_acme_calls_total`` for the plugin acme's.
 """
@@ -19,7 +19,7 @@ from hardpoint_plugin_api import PluginError
 
 _NAME = re.compile(r"[a-z](_?[a-z0-9])*")
 _RESERVED_ENDINGS = ("_total", "_created", "_bucket", "_sum", "_count", "_info")
-"""What Prometheus adds to names itself."""
+"""Suffixes that Prometheus adds to names itself."""
 STAGE_LABEL = "pipeline_stage"
 _RESERVED_LABELS = {"le", "quantile", STAGE_LABEL}
 

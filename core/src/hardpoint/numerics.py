@@ -48,7 +48,7 @@ def unpack_nibbles(stored: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rounded:
-    """What ``quantize_rows`` makes: elements one by one in the input's shape, and scales in that of its blocks.
+    """The result of ``quantize_rows``: elements one by one in the input's shape, and scales in that of its blocks.
 
     Blocks are [T, K], with scales [T, 1] or [1, 1]; or [T, K / k, k], with scales [T, K / k, 1].
     """
@@ -173,7 +173,7 @@ def _top(format_: str) -> float:
 
 
 def _spread(per_block: torch.Tensor, scale: Scale, shape: torch.Size) -> torch.Tensor:
-    """What is said of blocks, said of each row and column of a matrix of ``shape``."""
+    """Values of blocks, repeated for each row and column of a matrix of ``shape``."""
     n, k = _whole(scale.block, shape)
     return per_block.repeat_interleave(n, dim=0)[: shape[0]].repeat_interleave(k, dim=1)[:, : shape[1]]
 

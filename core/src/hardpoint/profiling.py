@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 Range = AbstractContextManager[None]
 NO_RANGE: Range = nullcontext()
-"""What marks nothing."""
+"""A range that records nothing."""
 
 
 class Profiler:

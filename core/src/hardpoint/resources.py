@@ -46,7 +46,7 @@ class EngineResources:
 
     @property
     def total_bytes(self) -> int:
-        """What ``allocate`` will take, alignment included."""
+        """The bytes that ``allocate`` will take, alignment included."""
         return sum(d.nbytes + d.align for d in self._declared.values())
 
     def allocate_collective(self, device: torch.device) -> None:

@@ -16,7 +16,7 @@ PLAIN_SPECS = SpecRequirement(("*float??/*float??",))
 """Weights and activations that are not quantized: what a matrix product without ``spec`` serves."""
 
 Form = Literal["functional", "out", "factory"]
-"""What the target of an op contribution is.
+"""Forms of an op contribution's target.
 
 ``functional``: ``f(*inputs, **scalars) -> outputs``. ``out``: ``f(*inputs, *outputs, **scalars) -> None`` into
 caller-owned outputs. ``factory``: ``f(context, workload, parts) -> functional``, called once when the op is bound.

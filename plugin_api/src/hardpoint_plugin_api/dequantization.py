@@ -68,7 +68,7 @@ def dequantize(
 
 
 def _of_rows(x: torch.Tensor, scale: Scale, num_rows: int, rows: slice | torch.Tensor | None) -> torch.Tensor:
-    """What is per block of rows and columns, once for each of ``rows``, or once for all of them."""
+    """Values of blocks of rows and columns, repeated for each of ``rows``, or once for all of them."""
     n = scale.block[0]
     if n == -1:
         return x

@@ -1,4 +1,4 @@
-"""What is known of a device without touching it."""
+"""Facts about devices that are known without touching them."""
 
 from __future__ import annotations
 

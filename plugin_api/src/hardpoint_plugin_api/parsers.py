@@ -63,7 +63,7 @@ class ToolCallEnd:
 
 
 ParserEvent = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
-"""What parsers answer with."""
+"""The events of parsers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ or may be, here and cannot be used: core then refuses to fall back to a CPU in s
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What one step may hold. The scheduler obeys the intersection of the platform's limits and the backends'.
+    """Limits of one step. The scheduler obeys the intersection of the platform's limits and the backends'.
 
     ``None`` means no limit. ``token_buckets``: a step's token count is padded up to the next of these sizes (empty: no
     padding). ``chunk_multiple``: the length of a prefill chunk must be a multiple of this, except for the last chunk of
@@ -164,7 +164,7 @@ class _EagerGraph:
 
 
 MemoryTag = Literal["weights", "kv", "graphs", "resources", "adapters"]
-"""What memory is used for. ``adapters`` are the slots of LoRA adapters."""
+"""Purposes of memory. ``adapters`` are the slots of LoRA adapters."""
 
 
 class Memory(ABC):

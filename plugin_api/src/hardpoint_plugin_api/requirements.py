@@ -32,7 +32,7 @@ from hardpoint_plugin_api.versions import ApiVersion
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What a requirement is checked against: the request, and the API version that the plugin was built for."""
+    """The context of checking a requirement: the request, and the API version that the plugin was built for."""
 
     request: Request
     plugin_api: ApiVersion

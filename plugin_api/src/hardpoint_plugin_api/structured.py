@@ -10,7 +10,7 @@ from typing import Literal, Self, get_args
 from hardpoint_plugin_api.errors import RequestError
 
 StructureKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
-"""What a StructuredOutput's ``value`` is."""
+"""Kinds of a StructuredOutput, which say how its ``value`` is read."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class _Phased(StepPlanner, Generic[_Backend]):
         self.exact_lengths = any(backend.exact_lengths for _, backend in entries)  # type: ignore[misc]  # as well
 
     def switch(self, entries: Sequence[tuple[StepRange, _Backend]]) -> Switch:
-        """What has other backends take the place of these, over the cache as it is.
+        """A function that has other backends take the place of these, over the cache as it is.
 
         Raises SwitchError where they need another cache, or smaller steps than the engine was built for.
         """

@@ -1,4 +1,4 @@
-"""What changed in the plugin API between two versions, and whether it breaks a plugin that was written for the first.
+"""Changes of the plugin API between two versions, and whether they break a plugin that was written for the first.
 
 Additions break nobody, with two exceptions: what a plugin must implement from now on, and parameters that it is given
 and does not know. Everything else that is not the same breaks somebody.

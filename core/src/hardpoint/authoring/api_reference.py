@@ -209,7 +209,7 @@ def _modules() -> list[str]:
 
 
 def _assigned(module: ModuleType) -> dict[str, str]:
-    """What a module's source defines at its top, in order, with the text that follows an assignment."""
+    """Names that a module's source defines at its top, in order, with the text that follows an assignment."""
     body = ast.parse(inspect.getsource(module)).body
     found: dict[str, str] = {}
     for node, after in zip(body, [*body[1:], None], strict=True):

@@ -58,7 +58,7 @@ _AXES = "\n\nAxes: T tokens, H query heads, K KV heads, D head size, S keys of o
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to write: the plugin's name, its families in the order of TEMPLATED, and the kernels' language."""
+    """Order for a scaffold: the plugin's name, its families in the order of TEMPLATED, and the kernels' language."""
 
     name: str
     families: tuple[str, ...]
@@ -98,12 +98,12 @@ class Recipe:
 
     @property
     def distribution(self) -> str:
-        """What pip calls it."""
+        """The distribution's name, for pip."""
         return f"hardpoint-{self.name.replace('_', '-')}"
 
     @property
     def package(self) -> str:
-        """What Python imports."""
+        """The package's name, for Python's import."""
         return f"hardpoint_{self.name}"
 
     def _kernels(self) -> bool:
@@ -137,7 +137,7 @@ class Recipe:
         return found
 
     def values(self) -> dict[str, object]:
-        """What the templates are filled with."""
+        """Values for the placeholders of templates."""
         on_host = [self.name, "cpu"] if "platform" in self.families else ["cpu"]
         platforms = on_host if self.language == "cpp" else []  # any; Triton's kernels say themselves where they run
         uses = {

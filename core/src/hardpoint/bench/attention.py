@@ -177,7 +177,7 @@ def attention(
 
 @dataclass(frozen=True)
 class _Work:
-    """What a batch reads and writes, in bytes, and computes; and in how many copies it exceeds the caches."""
+    """The work of a batch: bytes read and written, operations, and the number of copies that exceed the caches."""
 
     nbytes: int
     flops: int

@@ -85,7 +85,7 @@ class BusyTime:
 
 
 def device_intervals(events: Iterable[Any]) -> list[Interval]:
-    """What the device did, of torch.profiler's events."""
+    """The device's work among torch.profiler's events."""
     return [
         Interval(event.name, event.time_range.start, event.time_range.end)
         for event in events

@@ -70,7 +70,7 @@ class _Measured:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What rank 0 says: the contribution that was measured, the peer's backend, bytes per second of the link."""
+    """The report of rank 0: the contribution that was measured, the peer's backend, bytes per second of the link."""
 
     chosen: str
     backend: str

@@ -31,7 +31,7 @@ _GOALS = {1: 0.3, 64: 0.6, 256: 2.0}
 
 _PROMPT_TOKENS = 16
 _STEPS_BEFORE = 4
-"""Those that read the prompts, and some that are not counted."""
+"""Steps that read the prompts, and some that are not counted."""
 _LONG_STREAM, _SHORT_STREAM, _WINDOW = 32_000, 100, 1_000
 """Tokens of a stream. After each window of the long one, as many tokens of short ones are measured."""
 _MOST_STEPS = 2000
@@ -135,7 +135,7 @@ class _ScriptedCore:
         self.draw_seed = self._admission.draw_seed
 
     def add_request(self, *args: Any, **options: Any) -> RequestProgress:
-        """What comes of it is for others to say."""
+        """Admit a request and return its progress, which this core never advances."""
         return RequestProgress(self._admission.admit(*args, **options))
 
     def abort(self, request: RequestProgress) -> None:

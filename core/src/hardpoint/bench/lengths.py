@@ -12,7 +12,7 @@ from itertools import cycle, islice
 from hardpoint_plugin_api import ConfigError
 
 SAMPLE_TEXT = f"{string.ascii_letters} {string.digits} {string.punctuation} It was the best of times, it was the worst."
-"""What prompts are drawn from, once a model's tokenizer has made ids of it: every tokenizer has some for these."""
+"""Text for random prompts, once a model's tokenizer has made ids of it: every tokenizer has ids for it."""
 
 FORMS = "N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MOST], or mixed:N:N..."
 

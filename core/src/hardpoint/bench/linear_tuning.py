@@ -112,7 +112,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was decided about each workload, and the tuning file's new contents."""
+    """The decision on each workload, and the tuning file's new contents."""
 
     decided: Sequence[tuple[Measured, Decision]]
     roofline: Roofline
@@ -251,7 +251,7 @@ class LinearTuner:
         return {c: run for c, run in runs.items() if self._attempt(run, c.offer, c.offer in serving) is not None}
 
     def _attempt(self, call: Callable[[], T], offer: Offer, must_succeed: bool) -> T | None:
-        """What ``call``, code of the offer's plugin, returns; None, with a warning, where it fails and may fail."""
+        """The result of ``call``, code of the offer's plugin; None, with a warning, where it fails and may fail."""
         try:
             with blame(offer):
                 return call()

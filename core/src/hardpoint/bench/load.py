@@ -17,7 +17,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass
 class Timing:
-    """What the client of one streamed request saw; seconds of ``time.perf_counter``.
+    """The client's view of one streamed request; seconds of ``time.perf_counter``.
 
     ``deliveries`` are the moments at which something of the output came; several tokens may have come together.
     """

@@ -23,7 +23,7 @@ _STOP_SECONDS = 30
 
 @dataclass(frozen=True)
 class ProcessSample:
-    """What one process has used: processor seconds of all its threads, resident bytes, descriptors and threads."""
+    """Use of resources by one process: processor seconds of all threads, resident bytes, descriptors and threads."""
 
     name: str
     cpu_seconds: float
@@ -90,7 +90,7 @@ class OwnServer:
     _said: Connection | None = None
 
     def why_ended(self) -> str:
-        """What a server that ended by itself has said."""
+        """The output of a server that ended by itself."""
         try:
             return str(self._said.recv()) if self._said and self._said.poll(_STOP_SECONDS) else "it does not say why"
         except EOFError:

@@ -1,4 +1,4 @@
-"""What quantization costs in quality: a model's loss on a text, by method, beside that of the model unquantized."""
+"""The cost of quantization in quality: a model's loss on a text, by method, beside that of the model unquantized."""
 
 from __future__ import annotations
 

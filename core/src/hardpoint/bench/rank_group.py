@@ -35,7 +35,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What each rank is built from."""
+    """The order to build each rank."""
 
     ranks: int
     dtype: str
@@ -149,7 +149,7 @@ class BenchRank:
 
 
 def on_ranks(settings: RankSettings, measure: Callable[[BenchRank], R]) -> R:
-    """What ``measure`` returns on rank 0, called on every rank, each a process of its own. All end with the call.
+    """The result of ``measure`` on rank 0. It runs on every rank, each a process of its own. All end with the call.
 
     ``measure`` must be a function of a module, or a partial of one. Raises HardpointError with the first rank's error.
     """

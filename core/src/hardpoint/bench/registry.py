@@ -116,7 +116,7 @@ def find(folder: Path = HERE, package: str = "hardpoint.bench") -> dict[str, Ben
 
 
 def environment() -> dict[str, str]:
-    """What a result depends on: machine, devices, interpreter, and the packages that do the work.
+    """The environment of a result: machine, devices, interpreter, and the packages that do the work.
 
     Devices are those of every installed platform, whichever the benchmark uses; asking makes no device context.
     """

@@ -22,7 +22,7 @@ from hardpoint_plugin_api import ConfigError
 
 _PROFILED_STEPS = 20
 _STEPS_BEFORE = 3
-"""Those that were submitted while a prompt was still read."""
+"""Steps that were submitted while a prompt was still read."""
 
 
 @click.option(
@@ -146,7 +146,7 @@ def _numbers(text: str, flag: str) -> list[int]:
 
 
 def _kernel_rows(llm: LLM, data: Sequence[SyntheticRequest], kind: str, num_shown: int) -> Iterator[BenchRow]:
-    """What the device does in a step, and how long it does nothing; no rows where torch cannot see it.
+    """The device's work in a step, and its idle time; no rows where torch cannot see it.
 
     Raises ConfigError where sequences reach the longest that the engine takes before all steps are done.
     """
@@ -198,7 +198,7 @@ def _kernel_rows(llm: LLM, data: Sequence[SyntheticRequest], kind: str, num_show
 
 
 def _device_activities() -> set[Any]:
-    """What torch can record of devices; the host's operators as well would slow the host down."""
+    """Activities of devices that torch can record; the host's operators as well would slow the host down."""
     from torch.profiler import ProfilerActivity, supported_activities
 
     found: set[Any] = supported_activities()

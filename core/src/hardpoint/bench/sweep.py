@@ -102,7 +102,7 @@ def _arguments(command: click.Command, point: Point) -> list[str]:
 
 
 def _runner(name: str, flags: Sequence[str]) -> Callable[[Point, bool], BenchResult | None]:
-    """What parses a benchmark's arguments at a point and, if told so, runs it. Raises UnknownNameError."""
+    """A function that parses a benchmark's arguments at a point and, if told so, runs it. Raises UnknownNameError."""
     known = {each: entry for each, entry in find().items() if each != "sweep"}
     if name not in known:
         raise UnknownNameError("benchmark", name, known)
@@ -175,7 +175,7 @@ def _shown(result: Mapping[str, Any], show: Sequence[str]) -> list[dict[str, Any
 
 
 def _common(key: str, results: Sequence[tuple[Point, Mapping[str, Any]]], file: Path) -> str:
-    """What all points say of their column ``key``, or where to find what each says."""
+    """The values of column ``key`` at all points, or where to find each point's value."""
     texts = {result[key] for _, result in results}
     return texts.pop() if len(texts) == 1 else f"another one at each point, which {file} names"
 

@@ -37,7 +37,7 @@ class RandomWeights:
 
 @dataclass(frozen=True)
 class NoTensors:
-    """What a quantization method finds in ``folder`` where weights are random: a checkpoint without tensors."""
+    """The checkpoint that a quantization method gets for ``folder`` where weights are random: one without tensors."""
 
     folder: Path
     names: frozenset[str] = frozenset()

@@ -23,7 +23,7 @@ _REMEDIES: dict[Kind, str] = {
     "tokenizer": "give a folder with a tokenizer.json, or a hub id such as Qwen/Qwen3-0.6B",
     "adapter": "give the folder of a LoRA adapter as PEFT saves it, or its hub id",
 }
-"""What to give instead."""
+"""Remedies, by kind."""
 
 
 def demo_model() -> Path:

@@ -62,26 +62,39 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
 
 @click.command(short_help="Prove a plugin's kernels, case by case.")
 @click.argument("plugin")
-@click.option("--family", metavar="FAMILY", help="Only its contributions to one family.")
-@click.option("--name", metavar="NAME", help="Only its contribution of this name.")
+@click.option("--family", metavar="FAMILY", help="Family whose contributions are tested. Default: all.")
+@click.option("--name", metavar="NAME", help="Name of the contribution to test. Default: all.")
 @click.option(
     "--level",
     type=click.Choice(get_args(Level)),
     default="quick",
     show_default=True,
-    help="How much: every pair of claims, every triple, or all of them.",
+    help="Which combinations of claims are tested: every pair (quick), every triple (full), or all (exhaustive).",
 )
 @click.option(
     "--seed",
     type=click.IntRange(SEEDS[0], SEEDS[-1]),
     default=0,
     show_default=True,
-    help="What inputs are drawn from.",
+    help="Seed of the random inputs.",
 )
-@click.option("--shard", type=_ShardType(), default="1/1", show_default=True, help="Run the I-th of N parts.")
-@click.option("--case", metavar="GLOB", default="*", help="Only cases of such names; certifies nothing.")
 @click.option(
-    "--platform", metavar="NAME", help="Where to run; by default the first platform that PLUGIN names and that is here."
+    "--shard",
+    type=_ShardType(),
+    default="1/1",
+    show_default=True,
+    help="Part I of N of the cases to run, such as 2/4; 'hardpoint merge-certificates' joins the parts.",
+)
+@click.option(
+    "--case",
+    metavar="GLOB",
+    default="*",
+    help="Names of cases to run, such as 'float32/*'. A part of the cases certifies nothing.",
+)
+@click.option(
+    "--platform",
+    metavar="NAME",
+    help="Platform to run on. Default: the first one that PLUGIN names and this machine has.",
 )
 @click.option(
     "--setting",
@@ -89,16 +102,16 @@ def _settings(_: click.Context, __: click.Parameter, given: Sequence[str]) -> di
     metavar="PLUGIN.KEY=VALUE",
     multiple=True,
     callback=_settings,
-    help="A setting of a plugin's own; repeatable.",
+    help="Setting of a plugin, as --PLUGIN.KEY of an engine. Repeatable.",
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write the certificate; - is stdout.")
+@click.option("--json", "json_file", metavar="FILE", help="File to write the certificate to. -: stdout.")
 @_COMPACT
 @click.option("--all", "everything", is_flag=True, help="Print every check of every case, and cut no table short.")
 @click.option("--in-process", is_flag=True, help="Run everything in this process, for a debugger.")
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
-    help="Processes at once; by default one for each core, and on a device other than the host one.",
+    help="Number of processes at once. Default: one for each core; one process on an accelerator.",
 )
 @click.option(
     "--timeout",
@@ -150,7 +163,9 @@ def conform(
 
 @click.command(short_help="Join the certificates of all shards of one run.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--json", "json_file", metavar="FILE", required=True, help="Where to write the whole; - is stdout.")
+@click.option(
+    "--json", "json_file", metavar="FILE", required=True, help="File to write the whole certificate to. -: stdout."
+)
 @_COMPACT
 def merge_certificates(files: Sequence[Path], json_file: str, compact: bool) -> int:
     """Join certificates FILES, which 'hardpoint conform --shard I/N --json FILE' wrote, into one.

@@ -1,4 +1,4 @@
-"""What works of each installed plugin, what does not, and the command that mends it.
+"""The working and the broken contributions of each installed plugin, and the command that mends each.
 
 Unlike listing, this runs plugins' code: platforms look for their devices, and what fits a device that is here is
 imported, though not called.
@@ -84,7 +84,7 @@ def _of_plugin(
 
 
 def _together(findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Those that are mended by the same deed as one."""
+    """The findings; the ones that one remedy mends are joined to one."""
     alike: dict[Finding, list[str]] = {}
     for finding in findings:
         alike.setdefault(replace(finding, about=""), []).append(finding.about)
@@ -100,7 +100,7 @@ def _of_platform(offer: Offer, answer: DeviceInfo | Reason) -> Finding:
 
 
 def _verdict(plugins: PluginSet, offer: Offer, devices: Iterable[DeviceInfo]) -> State | Finding:
-    """What keeps a contribution from serving any device that is here: a state where that is nothing to mend."""
+    """Reasons that keep a contribution from serving any device here: a state where there is nothing to mend."""
     contribution = offer.contribution
     able = [d for d in devices if not contribution.platforms or d.platform in contribution.platforms]
     reasons = [_unmet(offer, device) for device in able]

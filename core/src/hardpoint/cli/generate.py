@@ -151,7 +151,7 @@ def _read_prompts(prompts: Sequence[str]) -> list[str]:
 
 
 def _structured(json_schema: str | None, regex: str | None, choice: Sequence[str]) -> StructuredOutput | None:
-    """What the outputs are held to. Raises RequestError for what is no schema."""
+    """The constraint on outputs. Raises RequestError for an invalid schema."""
     if sum(map(bool, (json_schema, regex, choice))) > 1:
         raise click.UsageError("--json-schema, --regex and --choice exclude each other; give one")
     if json_schema:
@@ -246,7 +246,7 @@ def _report(llm: LLM, outputs: Sequence[RequestOutput], pace: Mapping[str, float
 
 
 def _print_facts(llm: LLM, pace: Mapping[str, float]) -> None:
-    """Who served what, each implementation once, and how fast."""
+    """Print the implementations that served, each once, and the speed."""
     served: dict[tuple[str, str, str], list[str]] = {}
     for row in llm.table.rows:
         whats = served.setdefault((row.family, row.chosen, row.plugin), [])

@@ -21,7 +21,7 @@ from hardpoint.terminal.lazy import Lazy, LazyGroup  # noqa: E402
 from hardpoint.thread_waiting import wait_briefly  # noqa: E402
 
 _WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
-"""What writing to an open stream fails with; opening a file fails with others, and names the file."""
+"""Errors of writing to an open stream; opening a file fails with others, and names the file."""
 
 COMMANDS = {
     "generate": Lazy("hardpoint.cli.generate:generate", "Continue prompts with a model."),

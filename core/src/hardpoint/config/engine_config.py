@@ -252,7 +252,7 @@ class EngineConfig(EngineSettings):
         return self._explicit
 
     def explicit_settings(self) -> dict[str, Any]:
-        """What the user set, plugins' keys in sections of theirs, as a configuration file has it."""
+        """The settings that the user gave, as a configuration file has them: plugins' keys in their own sections."""
         settings: dict[str, Any] = {}
         for key in sorted(self._explicit):
             section, dot, name = key.partition(".")
@@ -264,7 +264,7 @@ class EngineConfig(EngineSettings):
 
     @property
     def choices(self) -> dict[str, str]:
-        """What the user chose by name: by family (``"attention"``) or slot (``"op.rms_norm"``)."""
+        """Names that the user chose, by family (``"attention"``) or slot (``"op.rms_norm"``)."""
         return {**self._family_flags(), **self.use}
 
     def _family_flags(self) -> dict[str, str]:

@@ -81,7 +81,7 @@ def _parse_use(settings: dict[str, Any], where: str, prefix: str, origins: dict[
 
 
 def _choices(given: object, where: str) -> object:
-    """What ``given`` chooses by slot. Raises ConfigError, which begins with ``where``."""
+    """The choices of ``given``, by slot. Raises ConfigError, which begins with ``where``."""
     try:
         use = parse_use(given)
         if isinstance(use, dict) and all(isinstance(name, str) for name in use.values()):

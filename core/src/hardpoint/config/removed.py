@@ -19,7 +19,7 @@ from hardpoint_plugin_api import ConfigError, nearest
 PREFIX = "HARDPOINT_"
 
 _SERVICE_LINK = re.compile(r"\w+_SERVICE_(HOST|PORT)(_\w+)?|\w+_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
-"""What Kubernetes sets in every container for a service, say one named ``hardpoint``: ``HARDPOINT_PORT_8000_TCP``."""
+"""Variables that Kubernetes sets for a service, say one named ``hardpoint``: ``HARDPOINT_PORT_8000_TCP``."""
 
 _ATTENTION = re.compile(r"\w*(ATTENTION|ATTN)_(BACKEND|VERSION|IMPL)|\w+_USE_\w*FLASH_ATT\w*")
 """How engines call the variables that choose their attention kernels."""

@@ -59,7 +59,7 @@ _LIBRARIES = ("torch", "triton", "numpy", "transformers", "covertable", "hardpoi
 
 @dataclass(frozen=True)
 class Certificate:
-    """What one run, or several merged shards of it, found.
+    """The findings of one run, or of several merged shards of it.
 
     ``plugin`` holds name, distribution, version, content_hash, api and editable; ``device`` platform, name, arch and
     driver; ``libraries`` versions. ``shards`` are the numbers that were run, of ``num_shards``. ``case_list`` is the
@@ -204,7 +204,7 @@ _OF_A_RUN = (
     *("plugin", "device", "libraries", "wrapped", "api_version", "kit_version", "asked"),
     *("level", "seed", "scope", "settings", "num_shards", "case_list"),
 )
-"""What all shards of one run have in common."""
+"""Fields that all shards of one run share."""
 
 
 def merge(certificates: Sequence[Certificate]) -> Certificate:
@@ -232,7 +232,7 @@ def merge(certificates: Sequence[Certificate]) -> Certificate:
 
 
 def describe_plugin(record: PluginRecord) -> dict[str, Any]:
-    """What a certificate says of the plugin. Raises PluginLoadError where its files cannot be read."""
+    """The plugin's entry in a certificate. Raises PluginLoadError where its files cannot be read."""
     assert record.manifest is not None
     return {
         "name": record.name,

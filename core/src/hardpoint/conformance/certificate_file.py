@@ -1,4 +1,4 @@
-"""What a certificate's file holds, as far as somebody reads it."""
+"""The parts of a certificate's file that are read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Measured(_Strict):
 
 
 class Line(_Strict):
-    """What one check found."""
+    """The result of one check."""
 
     family: str
     of: str | None

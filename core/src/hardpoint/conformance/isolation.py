@@ -103,7 +103,7 @@ class InProcess:
 
 @dataclass
 class _Known:
-    """What the runners of one contribution know of it."""
+    """The state that the runners of one contribution share."""
 
     listing: Listing | None = None
     deaths: int = 0
@@ -272,7 +272,7 @@ class _Task:
         self.helpers: list[Isolated] = []
         self._cases: Sequence[str] = ()
         self._found: Sequence[SimpleQueue[Result | BaseException | None]] = ()
-        """What is found in each case: results, None behind them, or what went wrong."""
+        """The findings of each case: results and then None, or an error."""
 
     def list(self) -> None:
         """List it; the contribution before it is listed, or somebody is about to."""
@@ -298,7 +298,7 @@ class _Task:
             found.put(error)
 
     def results(self) -> Iterator[Result]:
-        """What it finds, in the order of its cases, as it comes."""
+        """Its findings, in the order of its cases, as they come."""
         listing, _ = self.listed.result()
         if listing.unfit:
             yield listing.unfit

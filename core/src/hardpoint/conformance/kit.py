@@ -1,4 +1,4 @@
-"""What a run of the kit consists of: which contributions, which trials of them, in which shard."""
+"""The plan of a run of the kit: contributions, their trials, and shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hardpoint.conformance.trials import Result
 
 SEEDS = range(2**63)
-"""What inputs can be drawn from: torch's generators take no more."""
+"""Valid seeds: torch's generators take no others."""
 TIMEOUTS = range(1, 24 * 3600 + 1)
 """Seconds that a case can be given: a day at most, far below what clocks and timers can count."""
 WHOLE = "all"
@@ -51,7 +51,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Order:
-    """What to run: a plugin's contributions (all, one family's, or those of one name), how much, and with which seed.
+    """An order to the kit: a plugin's contributions (all, one family's, or those of one name), the level, and the seed.
 
     ``platform`` is where; by default where an engine would run that can use the plugin. ``settings`` are plugins' own,
     by plugin and key. ``case`` is a glob of case names, for one who looks into a failure: such a run certifies nothing.
@@ -99,7 +99,7 @@ class Order:
         return named
 
     def cases(self, names: Sequence[str], already: int = 0) -> Iterator[str]:
-        """Those of a contribution's cases that belong to this run's shard; ``already`` counts those listed before."""
+        """The cases of a contribution that belong to this run's shard. ``already``: cases listed before."""
         for number, name in enumerate(names, already):
             if self.shard.holds(number) and fnmatch.fnmatchcase(name, self.case):
                 yield name

@@ -30,7 +30,7 @@ class Placement(Enum):
 
 
 class NotEnoughMemoryError(Exception):
-    """What a check needs is not here; the message says how much."""
+    """A check needs more memory than there is; the message says how much."""
 
 
 def place(x: torch.Tensor, device: torch.device, placement: Placement = Placement.AS_DRAWN) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 Level = Literal["quick", "full", "exhaustive"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 CASE_SECONDS = 300.0
-"""What a case may take unless told otherwise: many kernels may be compiled for it, with every processor as busy."""
+"""Default time limit of a case: many kernels may be compiled for it, with every processor as busy."""
 
 Row = dict[str, Any]
 Exclusions = Mapping[tuple[str, ...], Callable[..., bool]]

@@ -70,7 +70,7 @@ def run(call: Call) -> tuple[torch.Tensor, ...]:
 
 
 def expected(call: Call) -> Expected | None:
-    """What the reference makes of ``call``; None where it refuses inputs whose rows were picked and permuted."""
+    """The expected results of ``call``; None where the reference refuses inputs whose rows were picked and permuted."""
     try:
         return call.expect()
     except (IndexError, RuntimeError, ValueError):

@@ -16,12 +16,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hardpoint-level",
         choices=("quick", "full", "exhaustive"),
         default="quick",
-        help="How much to try (default: quick).",
+        help="Level of the kit: quick, full or exhaustive (default: quick).",
     )
     group.addoption("--hardpoint-seed", type=int, default=0, metavar="SEED", help="Seed of the inputs.")
-    group.addoption("--hardpoint-family", metavar="FAMILY", help="Only the plugin's contributions to one family.")
-    group.addoption("--hardpoint-name", metavar="NAME", help="Only the plugin's contribution of this name.")
-    group.addoption("--hardpoint-platform", metavar="NAME", help="Where to run; by default the first that it names.")
+    group.addoption(
+        "--hardpoint-family", metavar="FAMILY", help="Family whose contributions are tested (default: all)."
+    )
+    group.addoption("--hardpoint-name", metavar="NAME", help="Name of the contribution to test (default: all).")
+    group.addoption(
+        "--hardpoint-platform", metavar="NAME", help="Platform to run on (default: the first that the plugin names)."
+    )
     group.addoption(
         "--hardpoint-timeout", type=float, metavar="S", help="Seconds that one case may take (default: 300)."
     )

@@ -65,7 +65,7 @@ def device_of(site: Site, rank: int) -> torch.device:
 def together(
     world: int, run: Callable[[int], T], break_off: Callable[[], None], seconds: float | None = None
 ) -> list[T]:
-    """What ``run`` returns on each rank. ``break_off`` is called where one raises, or where time is up.
+    """The results of ``run`` on each rank. ``break_off`` is called where one raises, or where time is up.
 
     torch records nothing of it, unless the environment asks for that. Raises the first rank's error, and HungError.
     """
@@ -124,7 +124,7 @@ class CommunicatorGroup:
     kind: type[Communicator]
     workload: CommunicatorWorkload
     timeout: float | None = None
-    """What a collective is told to fail after, in seconds; by default, long after the trial has."""
+    """Timeout of a collective in seconds; by default, it is longer than the trial's."""
 
     def context(self, device: torch.device) -> Context:
         """A build context of one rank."""
@@ -164,7 +164,7 @@ class CommunicatorGroup:
 def in_group(
     site: Site, world: int, make: Callable[[Context], T], act: Callable[[int, T, Context], R], context: ContextOf
 ) -> list[R]:
-    """What ``act`` returns on each of ``world`` ranks, given its number, what ``make`` made on it, and its context.
+    """The results of ``act`` on each of ``world`` ranks. It gets the rank, ``make``'s result there, and the context.
 
     ``context`` makes a build context for a device; on each rank it is given a group ``tp`` of all, whose collectives
     are the reference's. What ``make`` has it adopt joins with it.

@@ -1,4 +1,4 @@
-"""What the kit runs and what comes out: trials, their checks, and findings."""
+"""Trials of the kit, their checks, and findings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Finding:
 
     @property
     def outcome(self) -> Outcome:
-        """What it comes to."""
+        """Failed, unsupported, skipped or passed."""
         if self.faults:
             return "failed"
         if self.unsupported:

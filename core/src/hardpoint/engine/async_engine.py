@@ -166,7 +166,7 @@ class AsyncEngine:
 
     @property
     def recovery(self) -> RecoveryState:
-        """What became of failures of the core so far, and whether it is being built again at this moment."""
+        """The state of recovery from failures of the core, and whether it is being built again at this moment."""
         return self.client.recovery
 
     def check_health(self) -> None:
@@ -181,11 +181,11 @@ class AsyncEngine:
         self.client.check()
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json asks for; greedy where it asks for nothing."""
+        """The parameters of the checkpoint's generation_config.json; greedy where it has none."""
         return self._frontend.default_sampling_params()
 
     def choose_parsers(self) -> Parsers:
-        """What reads the model's output: as the config says, else by its chat template; see choose_parsers."""
+        """Choose the parsers of the model's output: as the config says, else by its chat template."""
         return self._frontend.choose_parsers(self.client.facts.config)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -319,11 +319,11 @@ class AsyncEngine:
         return stream is not None
 
     async def metrics(self) -> MetricsSnapshot:
-        """What the engine and its plugins counted so far."""
+        """The metrics of the engine and its plugins."""
         return await self.control(ReadMetrics())
 
     async def memory_report(self) -> MemoryReport:
-        """Who holds how much of the device's memory."""
+        """The device's memory, by holder."""
         return await self.control(ReportMemory())
 
     async def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:

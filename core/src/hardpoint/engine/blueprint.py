@@ -84,7 +84,7 @@ class Blueprint:
 
     @property
     def table(self) -> SelectionTable:
-        """Who serves what, platform first."""
+        """The chosen implementations, platform first."""
         return SelectionTable([self.choice.plan, *self.ctx.selector.plans])
 
 

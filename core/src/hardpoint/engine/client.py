@@ -1,4 +1,4 @@
-"""What a front end needs of an engine core, wherever that runs: in this process, or in one of its own."""
+"""The interface of an engine core to a front end, wherever the core runs: in this process, or in one of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hardpoint_plugin_api import MemoryTag
 
 @dataclass
 class EngineStats:
-    """What an engine did so far, and what it holds now; seconds of wall time.
+    """Statistics of an engine: its work so far, and its present load; seconds of wall time.
 
     ``decode_tokens`` were drawn by steps without prompts. ``cached_tokens`` of prompts were found in the prefix cache
     and not computed. Steps verified ``drafted_tokens``, of which ``accepted_tokens`` were right. Of ``num_pages`` pages
@@ -44,7 +44,7 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class CoreFacts:
-    """What stays as it is while a core lives. ``config`` is the user's with the changes that plugins wished for.
+    """Facts that do not change while a core lives. ``config`` is the user's with the changes that plugins wished for.
 
     ``pid`` is the process that it runs in. ``denied`` are kernels that its start put on the deny list. ``adapters`` are
     the LoRA adapters that its start loaded.
@@ -79,7 +79,7 @@ class CoreClient(CoreControl, Protocol):
 
     @property
     def facts(self) -> CoreFacts:
-        """What stays as it is."""
+        """Facts about the core that do not change while it lives."""
         ...
 
     @property
@@ -89,7 +89,7 @@ class CoreClient(CoreControl, Protocol):
 
     @property
     def stats(self) -> EngineStats:
-        """What it did up to the last step that this front end saw."""
+        """The core's statistics up to the last step that this front end saw."""
         ...
 
     def add_request(

@@ -29,7 +29,7 @@ SLEEP_LEVELS: dict[int, tuple[MemoryTag, ...]] = {
     1: ("kv", "resources"),
     2: ("kv", "resources", "weights", "adapters"),
 }
-"""What each level of sleep gives back."""
+"""Memory that each level of sleep gives back, by tag."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Sleep(Verb[frozenset[MemoryTag]]):
     tags: tuple[MemoryTag, ...]
 
     def merged(self, answers: Sequence[frozenset[MemoryTag]]) -> frozenset[MemoryTag]:
-        """What sleeps on any replica."""
+        """The tags of memory that sleep on any replica."""
         return frozenset[MemoryTag]().union(*answers)
 
 
@@ -93,7 +93,7 @@ class WakeUp(Verb[frozenset[MemoryTag]]):
     tags: tuple[MemoryTag, ...]
 
     def merged(self, answers: Sequence[frozenset[MemoryTag]]) -> frozenset[MemoryTag]:
-        """What sleeps on any replica."""
+        """The tags of memory that sleep on any replica."""
         return frozenset[MemoryTag]().union(*answers)
 
 

@@ -160,13 +160,13 @@ class EngineCore:
 
     @property
     def holdings(self) -> Holdings:
-        """What is held in memory, where the one rank is in this process; for measurements and tests."""
+        """The memory held by the one rank of this process; for measurements and tests."""
         assert isinstance(self.executor, InProcessExecutor), "the ranks have processes of their own"
         return self.executor.worker.holdings
 
     @property
     def facts(self) -> CoreFacts:
-        """What stays as it is while this core lives."""
+        """Facts that do not change while this core lives."""
         config, admission = self.blueprint.config, self.admission
         return CoreFacts(
             config,
@@ -223,7 +223,7 @@ class EngineCore:
             request.structure.accept(token)
 
     def _grammars(self) -> Grammars:
-        """What follows structured outputs: the one thing here that needs the tokenizer, read when first asked for."""
+        """Compiled structures of outputs: the one part here that needs the tokenizer, read when first asked for."""
         if self._structures is None:
             config = self.blueprint.config
             if config.skip_tokenizer_init:

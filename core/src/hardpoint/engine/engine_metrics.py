@@ -1,4 +1,4 @@
-"""What an engine counts of itself, under the names that Prometheus reads."""
+"""An engine's metrics, under the names that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hardpoint.plugin_host.record import CORE
 
 
 class StepMetrics:
-    """What is counted as steps are collected."""
+    """Metrics that are counted as steps are collected."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         core = metrics.for_plugin(CORE)
@@ -34,7 +34,7 @@ class StepMetrics:
 
 
 class StatsCollector:
-    """What EngineStats and the memory's tags say, read when metrics are."""
+    """Metrics of EngineStats and of memory by tag, read when Prometheus scrapes."""
 
     def __init__(self, stats: EngineStats, held: Callable[[], Mapping[str, int]]) -> None:
         """``held`` says how many bytes are held by tag."""

@@ -98,7 +98,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
     def extend(self, more: RequestOutput) -> None:
-        """Append the parts that follow these; everything else becomes what ``more`` has."""
+        """Append the text and tokens of ``more``, which follow these; every other field is taken from ``more``."""
         known = {output.index: output for output in self.outputs}
         for output in more.outputs:
             if output.index in known:

@@ -16,7 +16,7 @@ from hardpoint_plugin_api import HardpointError
 
 @dataclass(frozen=True)
 class AdmittedRequest:
-    """What is asked for: one completion. Nobody changes it.
+    """A request for one completion. Nobody changes it.
 
     ``number`` is unique within the front end that admitted it, and orders requests by age. Of two waiting requests the
     one with the lower ``priority`` runs first, then the older one. ``deadline`` is a time of ``time.monotonic``, after
@@ -66,7 +66,7 @@ class Delta:
 
 @dataclass(eq=False)
 class RequestProgress:
-    """What came of a request so far, as a front end sees it. ``token_ids`` begin with the prompt.
+    """The progress of a request, as a front end sees it. ``token_ids`` begin with the prompt.
 
     ``started``: when its first step was scheduled, by ``time.monotonic``.
     ``finish_reason`` is set once it has ended. ``error`` says why the engine ended it, where that was a failure.
@@ -114,7 +114,7 @@ class RequestProgress:
         self.started = delta.started
 
     def since(self, num_known: int, number: int | None = None) -> Delta:
-        """What came behind the first ``num_known`` of its tokens, of which the prompt is always known. ``number``: its
+        """The news behind the first ``num_known`` of its tokens, of which the prompt is always known. ``number``: its
         number where it is sent; None: its own."""
         drew_first = num_known == self.num_prompt_tokens < len(self.token_ids)
         return Delta(

@@ -119,7 +119,7 @@ class SamplingParams:
                 raise RequestError(f"{name} must be at most the model's vocabulary of {size}, got {count}")
 
     def of_completion(self, index: int, seed: int) -> SamplingParams:
-        """Those of one of ``n`` completions, seeded by ``seed`` of all. Prompt log-probabilities are the first's."""
+        """The parameters of one of ``n`` completions, seeded by ``seed`` of all. The first has the prompt's scores."""
         own = object.__new__(SamplingParams)  # what is valid here is valid there, and checks take longer than all else
         own.__dict__.update(self.__dict__, n=1, seed=derived_seed(seed, index))
         if index:
@@ -224,4 +224,4 @@ _VALID: dict[str, tuple[Check, str]] = {
     ),
     "output_kind": (lambda value: isinstance(value, RequestOutputKind), "a RequestOutputKind"),
 }
-"""What each parameter must be, as a check and in words."""
+"""The valid values of each parameter, as a check and in words."""

@@ -1,4 +1,4 @@
-"""What stands around an experts kernel: quantize and dispatch before it, reduce and combine after it.
+"""The steps around an experts kernel: quantize and dispatch before it, reduce and combine after it.
 
 Axes: T tokens, R rows received, K experts per token, H hidden.
 """

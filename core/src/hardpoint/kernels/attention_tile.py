@@ -1,4 +1,4 @@
-"""What decode and prefill attention share: queries against a run of cached keys, by online softmax.
+"""The part that decode and prefill attention share: queries against a run of cached keys, by online softmax.
 
 Online softmax is that of Milakov and Gimelshein (arXiv:1805.02867), over tiles as in FlashAttention (arXiv:2205.14135).
 Scores are in powers of two: ``score_factor`` holds the logits' scale times log2(e).

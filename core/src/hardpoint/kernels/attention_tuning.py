@@ -1,4 +1,4 @@
-"""What of Triton's attention changes its speed alone, and the tables that say it: tuning/attention_*.toml."""
+"""Settings of Triton's attention that change its speed alone, and their tables: tuning/attention_*.toml."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(cls, ctx: BuildContext) -> Self:
-        """Those for the context's device. Raises ConfigError for a file that is not right."""
+        """The settings for the context's device. Raises ConfigError for an invalid file."""
         return cls(
             table_of(ctx, "attention_decode", DecodeTuning, _DECODE_FACTS),
             table_of(ctx, "attention_prefill", PrefillTuning, _PREFILL_FACTS),

@@ -53,7 +53,7 @@ HEIGHTS = (16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What tiles depend on, beside the number of pairs. ``itemsize`` is that of activations, ``element`` the weights'.
+    """The key of tiles, beside the number of pairs. ``itemsize`` is that of activations, ``element`` the weights'.
 
     ``by_round`` says that each round's products are scaled before they are added, which takes twice the registers.
     """
@@ -110,7 +110,7 @@ class TilingTable:
 
     @classmethod
     def of(cls, ctx: BuildContext, layer: LayerShape) -> TilingTable:
-        """Those of the first folder that has some, or none, which is logged once.
+        """The tiles of the first folder with a file for this layer; without one an empty table, which is logged once.
 
         Raises ConfigError for a file that is not right.
         """
@@ -133,7 +133,7 @@ class TilingTable:
 
 
 def file_name(device: str, layer: LayerShape) -> str:
-    """What the file for a layer's shape on a device is called."""
+    """The name of the file for a layer's shape on a device."""
     shape = f"E={layer.experts},N={layer.width}"
     return f"{shape},device_name={device.replace(' ', '_')},dtype={layer.element}.json"
 

@@ -80,7 +80,7 @@ class RandomLayer:
         return steps
 
     def runner(self, tiling: Tiling, steps: Steps) -> Callable[..., torch.Tensor]:
-        """What runs ``steps`` in the tiles, and returns the last one's result."""
+        """A function that runs ``steps`` in the tiles, and returns the last one's result."""
         nbytes = self.kernel.workspace_bytes(len(steps[0][0]))
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.ctx.torch_device)
         out = torch.empty_like(steps[0][0])

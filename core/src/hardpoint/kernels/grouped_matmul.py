@@ -328,7 +328,7 @@ def _numbers(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """What a block's elements are, before any scale, [COLUMNS, DEPTH] in ``dtype``."""
+    """The values of a block's elements, before any scale, [COLUMNS, DEPTH] in ``dtype``."""
     if NIBBLES:
         codes = tl.join(stored & 0xF, stored >> 4).reshape(COLUMNS, DEPTH)
         numbers = ((codes ^ FLIP).to(tl.int32) - FLIP).to(tl.float32)

@@ -1,4 +1,4 @@
-"""What changes logits before a token is drawn, and their log-probabilities.
+"""Kernels that change logits before sampling, and compute their log-probabilities.
 
 Axes: N rows, V vocabulary, K biased tokens of a row.
 """

@@ -23,7 +23,7 @@ from hardpoint_plugin_api import QuantSpec
 
 @triton.jit
 def magnitudes(x):
-    """Those of float32 x, as its bits in int32: ordered alike, and NaN above infinity, so a maximum misses neither."""
+    """Magnitudes of float32 x, as bits in int32: ordered alike, and NaN above infinity, so a maximum misses neither."""
     return tl.abs(x).to(tl.int32, bitcast=True)
 
 

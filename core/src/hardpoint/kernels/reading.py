@@ -1,4 +1,4 @@
-"""What kernels read of tensors that tiles do not fill."""
+"""Reads of tensors that tiles do not fill."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def read_inside(ptrs, inside, WHOLE: tl.constexpr):
-    """What is inside, zeros elsewhere; with WHOLE all is."""
+    """The elements inside the tensor, zeros elsewhere; with WHOLE all are inside."""
     if WHOLE:
         x = tl.load(ptrs)
     else:

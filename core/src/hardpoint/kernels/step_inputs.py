@@ -1,4 +1,4 @@
-"""What a step begins with: where its tokens are stored, and their vectors.
+"""Inputs of a step: the slots where its tokens are stored, and their vectors.
 
 Arrays that the host fills are parts of one copy, each wherever it begins: kernels are not compiled for their alignment.
 

@@ -33,7 +33,7 @@ from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearKer
 _LARGEST_TILE = 256
 _TILE_ROWS = tl.constexpr(16)
 _STEP = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1.0}
-"""What a code of one becomes: a factor that matrix units' elements can bring the smallest numbers to."""
+"""The value of code one: a factor that matrix units' elements can bring the smallest numbers to."""
 _TILES_TOGETHER = 8
 _SUMS = 1024
 """Of pieces, that a program makes."""
@@ -322,7 +322,7 @@ def _scales_of(ptr, tile, n, N, there, GROUP: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _read(ptrs, there):
-    """What is there, zeros elsewhere; all of it where ``there`` is None."""
+    """The elements that ``there`` marks, zeros elsewhere; all where ``there`` is None."""
     if there is None:
         return tl.load(ptrs)
     else:  # noqa: RET505  # Triton reads on after a return

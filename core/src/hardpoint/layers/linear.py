@@ -91,7 +91,7 @@ class Linear(PluggableLayer, name="linear"):
         self._matmul = by_tokens(limits, [k.apply for k in kernels], lambda call: call.x.shape[0])
 
     def _switch(self, ctx: Context, plan: Plan, layout: str) -> Switch:
-        """What goes over to another plan, with the weight as it lies. Raises SwitchError where that will not do."""
+        """A function that switches to another plan, with the weight as it lies. Raises SwitchError."""
         if plan.layout != layout:
             raise SwitchError(f"{plan.entries[0].offer.contribution} has its weight in another layout")
         kernels = self._kernels_of(ctx, plan)

@@ -111,7 +111,7 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Place:
-    """What becomes of a tensor: it is copied to one target, or ``reading`` makes what goes to several, by slot."""
+    """The destination of a tensor: it is copied to one target, or ``reading`` makes tensors for several, by slot."""
 
     targets: Mapping[str, _Target]
     reading: Reading | None = None

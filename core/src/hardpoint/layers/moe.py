@@ -93,7 +93,7 @@ class MoE(PluggableLayer, name="moe"):
         return self._tp.all_reduce(y) if self._sums and not self._returns_partial_sums else y
 
     def _gathered(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """What all ranks' experts make of x [T, H], of which each rank routes a share."""
+        """The output of all ranks' experts for x [T, H], of which each rank routes a share."""
         shares = _shares(x.shape[0], self._ep.size)
         start = sum(shares[: self._ep.rank])
         y = self._routed(x[start : start + shares[self._ep.rank]], step)

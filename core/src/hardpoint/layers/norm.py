@@ -32,7 +32,7 @@ class Norm(PluggableLayer, name="norm"):
 
     @property
     def takes_partial_sums(self) -> bool:
-        """What is rounded in passing comes as a sum: no kernel does all three."""
+        """False where the output is quantized, too: no kernel sums over ranks, norms and quantizes."""
         return self.args.spec is None
 
     def take_partial_sums(self, ctx: Context) -> None:

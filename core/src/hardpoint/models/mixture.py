@@ -1,4 +1,4 @@
-"""What the decoder families with mixtures of experts share in Hugging Face's format."""
+"""Parts that decoder families with mixtures of experts share in Hugging Face's format."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Those of ``add_rms_norm``, and more of the widths that kernels between devices are made for."""
+    """The cases of ``add_rms_norm``, and more of the widths that kernels between devices are made for."""
     yield from add_rms_norm.cases(generator, dtype, device)
     draw = Draw(generator, dtype, device)
     for tokens, width in ((1, 4096), (4, 2048), (33, 1024), (130, 2560), (300, 1024)):

@@ -1,4 +1,4 @@
-"""What there is to know of an op, as data: for ``hardpoint ops list`` and ``hardpoint ops show NAME``."""
+"""Descriptions of ops as data, for ``hardpoint ops list`` and ``hardpoint ops show NAME``."""
 
 from __future__ import annotations
 

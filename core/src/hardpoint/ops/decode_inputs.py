@@ -56,7 +56,7 @@ def _cases(generator: torch.Generator, dtype: torch.dtype, device: torch.device)
 
 
 def allocate_step(groups: int, rows: int, width: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What the op writes to, full of zeros: see there."""
+    """The tensors that the op writes to, full of zeros: see there."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)

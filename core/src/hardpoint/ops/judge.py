@@ -38,7 +38,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What one result should be, on the host: the reference's in the kernel's own dtype, and the truth in float64.
+    """One expected result, on the host: the reference's in the kernel's own dtype, and the truth in float64.
 
     ``or_else`` is another answer that is as right: the error model is applied to each, and the better counts.
     """
@@ -51,7 +51,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the outputs of a call, and the state that it changes, should be."""
+    """The expected outputs of a call, and the expected state that it changes."""
 
     outputs: tuple[Expectation, ...]
     state: tuple[Expectation, ...] = ()
@@ -177,13 +177,13 @@ def op_inputs(op: CustomOp[..., Any], case: Case) -> list[Input]:
 
 
 def op_state(op: CustomOp[..., Any], inputs: Sequence[Input]) -> list[torch.Tensor]:
-    """Those of ``inputs`` that the op mutates, without the null pages that nobody reads."""
+    """The ``inputs`` that the op mutates, without the null pages, which nobody reads."""
     skip = op.errors.ignore_null_page
     return [i.tensor[1:] if i.parameter in skip else i.tensor for i in inputs if i.parameter in op.mutates]
 
 
 def op_expected(op: CustomOp[..., Any], case: Case) -> Expected:
-    """What the op makes of ``case``: its reference on the host, in the case's own dtype and in float64."""
+    """The expected results of ``case``: by the reference on the host, in the case's own dtype and in float64."""
     outputs, own_state = _reference(op, op.reference, _map(case, torch.Tensor.cpu))
     own, true, true_state = op_read(op, case)(outputs), outputs, own_state
     if not op.errors.exact:

@@ -1,4 +1,4 @@
-"""What was drawn, kept for the next step: it reads tokens that the host need not know yet."""
+"""Sampled tokens, kept on the device for the next step: it reads tokens that the host need not know yet."""
 
 from __future__ import annotations
 

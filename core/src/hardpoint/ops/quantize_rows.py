@@ -33,7 +33,7 @@ _FOR_ALL_SPECS, _EXTREME = "random", ("small", "large")
 
 
 def rounded_cases(cases: CaseGenerator) -> CaseGenerator:
-    """Those of ``cases`` whose first input is a matrix, with ``spec``: all of them to int8, the usual to others too."""
+    """The ``cases`` whose first input is a matrix, with ``spec``: all of them to int8, the usual to others too."""
 
     def generate(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         for case in cases(generator, dtype, device):

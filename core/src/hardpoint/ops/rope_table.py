@@ -25,7 +25,7 @@ _PARAMETERS: dict[RopeKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
     ),
 }
-"""What each kind needs, and what it may have."""
+"""The keys that each kind needs, and the keys that it may have."""
 
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim")
 """Zero leaves these out, as in Transformers."""

@@ -1,4 +1,4 @@
-"""What the routing ops have in common: scores, the choice of experts by them, and the weights of those chosen.
+"""Parts that the routing ops share: scores, the choice of experts by them, and the weights of the chosen ones.
 
 Axes: T tokens, E experts, K experts per token.
 """

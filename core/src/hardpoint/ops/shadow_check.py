@@ -165,7 +165,7 @@ class _Given:
 
     @property
     def nbytes(self) -> int:
-        """What copying takes."""
+        """The bytes that copying takes."""
         whole = sum(i.tensor.nbytes for i in self.unpaged)
         count = 0 if self.pages is None else len(self.pages)
         parts = [i.tensor for i in _inputs(self.op, self.arguments) if i.parameter in self.paged]
@@ -179,7 +179,7 @@ class _Given:
         return Case("shadow", (), kwargs)
 
     def state(self) -> list[torch.Tensor]:
-        """What the op has made of the inputs that it mutates, as the copy's reference sees them."""
+        """The inputs that the op has mutated, as the copy's reference sees them."""
         pages = {name: self._copied(self.arguments[name], paged=True) for name in self.paged}
         return op_state(self.op, _inputs(self.op, {**self.arguments, **pages}))
 

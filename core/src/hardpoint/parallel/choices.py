@@ -1,4 +1,4 @@
-"""What all ranks of an engine must have decided alike, as plain data that travels and compares."""
+"""Choices on which all ranks of an engine must agree, as plain data that travels and compares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Choices:
 
     @classmethod
     def of(cls, blueprint: Blueprint) -> Self:
-        """What a blueprint holds."""
+        """The choices of a blueprint."""
         table = blueprint.table
         return cls(_frozen(blueprint.plugins.identities()), _frozen(table.serving), table.digest)
 
@@ -55,7 +55,7 @@ def check_same_config(control: ControlGroup, own: EngineConfig) -> None:
 
 
 def _given(config: EngineConfig) -> dict[str, object]:
-    """What the user set. The rest follows from it, and from plugins, which are compared themselves."""
+    """The user's settings. The rest follows from them, and from plugins, which are compared themselves."""
     settings = config.model_dump()
     found: dict[str, object] = {}
     for key in config.explicit:

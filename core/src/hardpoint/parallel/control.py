@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class RankLostError(EngineError):
-    """What this rank did came to nothing since another failed: that one's error is the one to report."""
+    """This rank's work was lost because another rank failed: report that one's error."""
 
 
 class ControlGroup:
@@ -74,7 +74,7 @@ class ControlGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What every rank does for itself; go on where all have, see ``vote``. No other call of this group inside."""
+        """Run work of each rank by itself; go on once all have, see ``vote``. No other call of this group inside."""
         error: Exception | None = None
         try:
             yield

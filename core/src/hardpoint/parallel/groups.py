@@ -154,7 +154,7 @@ class Group:
             return self._served[0][1].all_to_all(x, send, receive)
 
     def _for(self, rows: int) -> Communicator:
-        """Who serves tensors of so many rows, the same number on every rank."""
+        """The communicator that serves tensors of so many rows, the same number on every rank."""
         return next(c for most, c in self._served if most is None or rows <= most)
 
     @contextmanager
@@ -201,7 +201,7 @@ class Groups:
         return cls(*(Group(name, place.members(name), place.rank) for name in GROUPS))
 
     def parallel(self, backend: str, place: Coordinates, timeout: float) -> Parallel:
-        """What layers are constructed with; ``timeout`` is that of a step, in seconds."""
+        """The groups that layers are constructed with; ``timeout`` is that of a step, in seconds."""
         patience = timeout + _PATIENCE
         return Parallel(self.tp, self.ep, self.expert_tp, self.pp, backend, place.on_one_host, patience)
 

@@ -183,7 +183,7 @@ class HarmonyReasoningParser(ReasoningParser):
             self._drop_header()
 
     def _drop_header(self) -> None:
-        """What looked like a header is content."""
+        """Treat as content the text that looked like a header."""
         header, self._header, self._header_size = "".join(self._header), [], 0
         self._is_first = False
         if self._kind == "header":

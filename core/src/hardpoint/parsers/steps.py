@@ -1,4 +1,4 @@
-"""What calls are made of: steps that each take a stretch of text as it comes, in pieces cut anywhere.
+"""Parts of parsers of calls: steps that each take a stretch of text as it comes, in pieces cut anywhere.
 
 ``feed(text, pos)`` looks at ``text`` from ``pos`` on and returns where it stopped and whether it is done: True, the
 step has its ``value`` and stopped behind it; False, the text is not what the step takes, and it stopped before the part
@@ -148,7 +148,7 @@ class QuotedText(Until):
         return end, done
 
     def take(self) -> str:
-        """What has come since the last time, without what may be the mark's beginning."""
+        """The text since the last call, without an end that may begin the mark."""
         passed = len(self._tail) - len(self.held)
         text = "".join(self._pieces) + self._tail[:passed]
         self._pieces, self._tail = [], self._tail[passed:]
@@ -156,7 +156,7 @@ class QuotedText(Until):
 
     @property
     def held(self) -> str:
-        """What has come and may be the mark's beginning."""
+        """The end of the text that may begin the mark."""
         return self._tail[len(self._tail) - begun_mark(self._tail, [self._mark]) :]
 
 
@@ -264,7 +264,7 @@ class Arguments(Brackets):
     """Nothing is held back."""
 
     def take(self) -> str:
-        """What has come since the last time."""
+        """The text since the last call."""
         text = "".join(self._pieces)
         self._pieces.clear()
         return text

@@ -62,7 +62,7 @@ class ThinkReasoningParser(ReasoningParser):
         return events
 
     def finish(self) -> list[ParserEvent]:
-        """What was held back is as it seems."""
+        """Release the text that was held back."""
         self._may_open = False
         events: list[ParserEvent] = []
         self._emit(self._held, events)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceModule(Protocol):
-    """What is used of the module that ``torch.get_device_module`` returns."""
+    """The functions in use of the module that ``torch.get_device_module`` returns."""
 
     def is_available(self) -> bool: ...
     def device_count(self) -> int: ...

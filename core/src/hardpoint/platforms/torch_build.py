@@ -1,4 +1,4 @@
-"""What the installed PyTorch was built for, learnt without importing it."""
+"""The hardware that the installed PyTorch was built for, read without importing it."""
 
 from __future__ import annotations
 

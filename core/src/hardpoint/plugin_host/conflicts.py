@@ -59,7 +59,7 @@ def _refuse_repetitions(ready: Sequence[PluginRecord]) -> None:
 
 
 def _names(record: PluginRecord) -> Iterator[str]:
-    """What only one plugin may do, by naming it, as in "it would ..."."""
+    """Claims that only one plugin may make, as in "it would ..."."""
     yield from (f"contribute {c}" for c in record.contributions)
     yield from (f"describe the device preset {d.name}" for d in (record.manifest.devices if record.manifest else ()))
 
@@ -112,7 +112,7 @@ def _refuse_cycles(ready: Sequence[PluginRecord]) -> None:
 
 @dataclass(frozen=True)
 class _Catalog:
-    """What the ready plugins offer: names by slot, and who declared each op and layer."""
+    """Contributions of the ready plugins: names by slot, and the plugin that declared each op and layer."""
 
     names: dict[tuple[str, str | None], set[str]]
     declared: dict[str, dict[str, list[PluginRecord]]]

@@ -1,4 +1,4 @@
-"""What a distribution's plugin consists of, as one hash: for the lock file and for certificates.
+"""The content of a distribution's plugin as one hash: for the lock file and for certificates.
 
 **What counts.** The top-level package of each entry point of the group ``hardpoint.plugins``: every regular file in it
 (the manifest, sources, compiled libraries, data), found by walking the folder, so that a file which was slipped in

@@ -48,7 +48,7 @@ class Culprit:
 
     @property
     def choice(self) -> str:
-        """What the flag --deny takes."""
+        """The value for the flag --deny."""
         return f"{self.slot}={self.name}"
 
     def __str__(self) -> str:
@@ -81,12 +81,12 @@ def _span(code: CodeType) -> Span:
 
 
 def call_name(slot: str, name: str, plugin: str, use: str) -> str:
-    """What a function is called around a kernel's calls so that every stack says which kernel it is."""
+    """The name of a function around a kernel's calls, by which a stack shows the kernel."""
     return f"kernel {slot}={name} of plugin {plugin} ({use})".encode("ascii", "replace").decode()[:400]
 
 
 def find_culprit(stack: str, suspects: Sequence[Suspect], *, named_alone: bool = False) -> Culprit | None:
-    """Who was running where ``stack``, a traceback or what faulthandler wrote, ends; None where nobody can be named.
+    """The kernel that ran where ``stack`` (a traceback, or faulthandler's output) ends; None where none can be named.
 
     ``named_alone``: lines prove nothing, since the device failed at some earlier call.
     """

@@ -79,7 +79,7 @@ class Hooks:
         return answers
 
     def _differences(self, module: ModuleType) -> Iterator[str]:
-        """What is wrong with the hooks of ``module``, each beside what there is."""
+        """Faults of the hooks of ``module``, each beside the valid form."""
         for name, value in vars(module).items():
             options = self._manager.parse_hookimpl_opts(module, name)
             hook = (options and options.get("specname")) or name

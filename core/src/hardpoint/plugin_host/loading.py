@@ -8,7 +8,7 @@ from hardpoint_plugin_api import API_VERSION, MANIFEST_NAME, Contribution, Plugi
 from hardpoint_plugin_api.requirements import SymbolRequirement
 
 IMPORT_ERRORS = (Exception, SystemExit)
-"""What importing somebody's module may raise without taking the process down."""
+"""Errors of importing a plugin's module that do not take the process down."""
 
 
 def load_target(contribution: Contribution, distribution: str) -> object:

@@ -79,7 +79,7 @@ class LockedPlugin:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it from others: distribution and entry value, whatever it calls itself."""
+        """Its identity: distribution and entry value, whatever it calls itself."""
         return self.distribution, self.entry
 
     @property
@@ -131,7 +131,7 @@ class LockFile:
 
     @classmethod
     def of(cls, path: Path, records: Iterable[PluginRecord]) -> LockFile:
-        """What is installed, broken plugins included as far as they have files; raises PluginLoadError for unreadable
+        """The installed plugins, broken ones included as far as they have files; raises PluginLoadError for unreadable
         ones."""
         installed = Installed()
         plugins = [LockedPlugin.of(record, installed) for record in records if record.folder is not None]

@@ -1,4 +1,4 @@
-"""What is known of one plugin, and of one thing that it offers."""
+"""Records of one plugin, and of one candidate of it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class PluginRecord:
 
     @property
     def contributions(self) -> tuple[Contribution, ...]:
-        """What its manifest declares; nothing where there is none."""
+        """The contributions of its manifest; none where there is no manifest."""
         return self.manifest.contributions if self.manifest else ()
 
     def refuse(self, reason: Reason) -> None:

@@ -1,4 +1,4 @@
-"""What makes a target that was written for the last major version of the plugin API serve this one.
+"""Adapters for targets that were written for the last major version of the plugin API.
 
 Within a major version the API only grows, so nothing has to be done. An incompatible change comes with a new major
 version and with a shim here, so that plugins of the major before go on working; the next major drops it.

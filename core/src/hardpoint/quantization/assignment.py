@@ -34,7 +34,7 @@ _CACHE_SCALES = re.compile(r".*\.(([kvq]|kv|prob)_scale|[kv]_proj\.output_scale)
 
 _FEWER = "use fewer ranks"
 _WHOLE_EXPERTS = "give ranks whole experts with --enable-expert-parallel, or "
-"""What may help where ranks cut what is quantized as one."""
+"""Remedies where ranks would divide a block that is quantized as one."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def on_device(scheme: Scheme, fp8: Fp8Format | None) -> Scheme:
 
 
 def cache_scale_factor(kv_dtype: str) -> float | None:
-    """What a checkpoint's scales of the cache, made for ``float8_e4m3fn``, are multiplied by for a cache of
+    """The factor that brings a checkpoint's scales of the cache, made for ``float8_e4m3fn``, to a cache of
     ``kv_dtype``; None where they do not serve it."""
     return {_FROM: 1.0, _TO: 2.0}.get(kv_dtype)
 

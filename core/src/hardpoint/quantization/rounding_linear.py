@@ -1,4 +1,4 @@
-"""What linear kernels share that multiply by rounded activations, and so round what comes plain.
+"""Base of linear kernels that multiply by rounded activations: they round activations that come unrounded.
 
 Axes: T tokens, N rows of the weight (out), K columns (in).
 """
@@ -45,7 +45,7 @@ class RoundingLinear(LinearKernel):
 
 
 class LibraryProduct(RoundingLinear):
-    """What a library multiplies whose operands are both rounded."""
+    """A linear kernel of a library that multiplies two rounded operands."""
 
     def apply(self, call: LinearCall) -> torch.Tensor:
         x, scales, weights = call.x, call.scales, call.weights

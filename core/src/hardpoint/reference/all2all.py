@@ -18,7 +18,7 @@ _Sent = tuple[torch.Tensor, list[int], list[int]]
 
 
 class _AmongRanks(All2All):
-    """What they share: which experts are whose."""
+    """Base of the exchanges among ranks: knows the experts of each rank."""
 
     def __init__(self, ctx: BuildContext, workload: All2AllWorkload) -> None:
         super().__init__(ctx, workload)

@@ -20,7 +20,7 @@ from hardpoint_plugin_api import Feature, QuantSpec, TokensRequirement
 
 @dataclass(frozen=True)
 class Form:
-    """What all winners of a plan share: the layout of the weight, and the spec in which inputs come (None: plain).
+    """The properties that all winners of a plan share: the weight's layout, and the spec of inputs (None: unquantized).
 
     Inputs come rounded only where all winners take them so; each of them can round for itself.
     """
@@ -108,7 +108,7 @@ def decide(
 
 
 def serving(plan: Plan, tokens: int) -> Offer:
-    """Who serves steps of so many tokens, of either phase."""
+    """The winner for steps of so many tokens, of either phase."""
     return next(e.offer for e in plan.entries if e.range.min <= tokens <= (e.range.max or tokens))
 
 
@@ -139,7 +139,7 @@ def _winners(
     """The winner of one form for each number of tokens."""
 
     def before(able: Iterable[Contender], winner: Offer, where: StepRange) -> Contender:
-        """Who of ``able`` serves a range before anything is measured: the plan's winner, or else by priority."""
+        """The candidate of ``able`` for a range before anything is measured: the plan's winner, else by priority."""
         return min(able, key=lambda c: (c.offer != winner, -priority(c.offer, where), c.name))
 
     if Feature.BATCH_INVARIANT in plan.workload.features:  # one implementation serves steps of every size
@@ -160,7 +160,7 @@ def _winners(
 def verdicts(
     decision: Decision, times: Times, versions: Mapping[str, str], context: Mapping[str, str]
 ) -> tuple[Verdict, ...]:
-    """What the tuning file says, in ranges: between two numbers that were measured, the larger one's winner serves."""
+    """The tuning file's winners, in ranges: between two measured numbers the larger one's winner serves."""
     found: list[Verdict] = []
     lowest = 1
     for tokens in sorted(decision.winners):

@@ -1,4 +1,4 @@
-"""What the selector answers with: a plan, and why every other candidate is not in it."""
+"""The selector's answer: a plan, and the reasons against every other candidate."""
 
 from __future__ import annotations
 

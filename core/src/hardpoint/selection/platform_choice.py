@@ -160,7 +160,7 @@ def _place_of(thread: threading.Thread) -> str:
 
 
 def _ask(plugins: PluginSet, offer: Offer) -> tuple[type[Platform], DeviceInfo] | Reason:
-    """What ``detect`` finds, unless the offer's own requirements exclude it."""
+    """The device that ``detect`` finds, unless the offer's own requirements exclude it."""
     answer = detect(plugins, offer)
     if isinstance(answer, Reason):
         return answer

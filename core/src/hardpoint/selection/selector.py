@@ -184,7 +184,7 @@ class Selector:
         return self._of_packages[requirement]
 
     def _dynamic_reasons(self, offer: Offer, workload: Workload) -> list[Reason]:
-        """What the target itself says after import: it cannot be loaded, or does not support the workload.
+        """Reasons of the target itself, after import: it cannot be loaded, or does not support the workload.
 
         Raises PluginError where the target of a plugin that was asked for is broken.
         """
@@ -441,7 +441,7 @@ def _priority_in(where: StepRange, offer: Offer, preferences: Sequence[Preferenc
 
 
 def _was_measured(offer: Offer, ahead: PlanEntry) -> str:
-    """What the tuning file has against ``offer``."""
+    """The tuning file's reason against ``offer``."""
     times = ahead.verdict.against(offer.contribution.name) if ahead.verdict else None
     said = f"{ahead.offer.contribution.name} was measured: "
     return said + (f"{times}; the tuning file names it" if times else "the tuning file names it")

@@ -1,4 +1,4 @@
-"""What the user asked for, as the selector needs it."""
+"""The user's choices, as the selector needs them."""
 
 from __future__ import annotations
 

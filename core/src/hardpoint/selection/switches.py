@@ -29,7 +29,7 @@ class KernelSwitches:
         self._layers.append((workload, prepare))
 
     def prepared(self, plans: Mapping[Workload, Plan]) -> list[Switch]:
-        """What has every layer go over to its plan among ``plans``; nothing has changed before those are called.
+        """Functions that switch every layer to its plan among ``plans``; nothing has changed before they are called.
 
         Raises SwitchError.
         """

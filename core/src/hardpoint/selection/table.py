@@ -27,9 +27,9 @@ class Row:
     rule: Rule
     rejected: tuple[Rejection, ...]
     certified: str | None = None
-    """What certificates say of the chosen, where they were looked at."""
+    """The certificates' standing of the chosen one, where they were read."""
     measured: str | None = None
-    """What the tuning file has of it."""
+    """The tuning file's measurement of it."""
     not_asked: str | None = None
     """Why the chosen could not be asked whether it supports the workload; the device is not here."""
     stage: int | None = None
@@ -116,7 +116,7 @@ class SelectionTable:
 
     @property
     def serving(self) -> list[list[str | None]]:
-        """Who serves what, as plain data: what ranks compare."""
+        """The choices as plain data, which ranks compare."""
         return [[r.family, r.of, r.workload, r.range, r.chosen, r.plugin, r.version] for r in self.rows]
 
     def to_json(self) -> dict[str, object]:

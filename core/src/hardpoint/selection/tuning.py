@@ -43,7 +43,7 @@ Key = tuple[str, str, str | None, str]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who was fastest in some steps. ``measured`` holds microseconds by candidate, by a step's number of tokens."""
+    """The fastest candidate in some steps. ``measured``: microseconds by candidate, by a step's number of tokens."""
 
     name: str
     tokens: TokensRequirement = _ANY
@@ -52,11 +52,11 @@ class Verdict:
     context: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def outdated(self) -> frozenset[str]:
-        """What it was measured with, and is not installed in that version."""
+        """Packages that it was measured with, and that are not installed in that version."""
         return frozenset(f"{name} {version}" for name, version in self.versions.items() if _installed(name) != version)
 
     def evidence(self) -> str | None:
-        """What was measured where this range begins, beside the next best; None where nothing was written down."""
+        """The time measured where this range begins, beside the next best; None where none was written down."""
         tokens = next((n for n in sorted(self.measured) if self.name in self.measured[n]), None)
         if tokens is None:
             return None
@@ -144,7 +144,7 @@ class TuningFile:
             raise ConfigError(f"tuning file {path}: cannot be written: {error.strerror}") from error
 
     def for_engine(self, device: DeviceInfo, path: str, context: Mapping[str, str] | None = None) -> TuningFile:
-        """What was measured on ``device``, in ``context``, with the versions that are installed.
+        """The measurements on ``device``, in ``context``, with the versions that are installed.
 
         ``context`` is the platform's; None, of an absent device, takes what was written last. Warnings say what is
         left aside, and what does not say its context.
@@ -183,7 +183,7 @@ class TuningFile:
             logger.warning("tuning file %s does not say whether it was measured with %s; %s", path, here, again)
 
     def verdicts(self, device: DeviceInfo, workload: Workload) -> tuple[Verdict, ...]:
-        """What was measured of ``workload`` on ``device``.
+        """The measurements of ``workload`` on ``device``.
 
         Where a request must be served alike in steps of every size, a verdict on some of them is none.
         """

@@ -1,4 +1,4 @@
-"""What went wrong, in each protocol's own JSON.
+"""Errors, in each protocol's own JSON.
 
 Everything that a handler raises becomes an ``ApiError`` here, and that a body: no answer of the server is without one.
 """
@@ -69,7 +69,7 @@ class ApiError(HTTPException):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of ``error``. What nobody foresaw is logged, and not described to the client."""
+    """The error that a client gets for ``error``. An unforeseen one is logged, and not described to the client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
@@ -102,7 +102,7 @@ def error_body(path: str, error: ApiError) -> dict[str, Any]:
 
 
 def error_headers(error: ApiError) -> dict[str, str]:
-    """What an error's answer says beside its body."""
+    """The headers of an error's answer."""
     if error.status == 401:
         return {"www-authenticate": "Bearer"}
     if error.status in (408, 413):  # the rest of the body is not waited for

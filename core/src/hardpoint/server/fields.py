@@ -1,4 +1,4 @@
-"""What the bodies of several endpoints have in common."""
+"""Fields that the bodies of several endpoints share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LOGPROBS = 20
 MAX_BIASES = 300
 """As in OpenAI's API."""
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 64, 64
-"""What the engine holds for every request has room for the most and longest that one request has."""
+"""Limits of one request, for which the engine has room in every slot."""
 
 BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]

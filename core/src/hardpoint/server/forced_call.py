@@ -36,7 +36,7 @@ class OneCall(ToolParser):
 
 
 class AnyCall(MarkedToolParser):
-    """The output is ``{"name": ..., "arguments": {...}}``. One that was cut off before its arguments is content."""
+    """A forced call of any tool: ``{"name": ..., "arguments": {...}}``; content, if cut off before its arguments."""
 
     openings: ClassVar[tuple[str, ...]] = ()
     bare: ClassVar[str] = "{"

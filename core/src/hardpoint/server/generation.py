@@ -1,4 +1,4 @@
-"""What every protocol asks of the engine, and what comes of it: the one place where handlers meet AsyncEngine."""
+"""Requests to the engine and their outputs, for every protocol: the one place where handlers meet AsyncEngine."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def _options(request: GenerationRequest) -> RequestOptions:
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """What comes of several streams, as it comes."""
+    """The outputs of several streams, as they come."""
     arrived: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue()
 
     async def read(number: int, stream: RequestStream) -> None:

@@ -26,7 +26,7 @@ State = Literal["loading", "ready", "restarting", "stopping", "dead"]
 
 @dataclass(frozen=True)
 class _Ways:
-    """What is particular to the model's output."""
+    """Facts about the model's output: parsers, special tokens, default parameters."""
 
     parsers: Parsers
     special_tokens: Mapping[str, int]
@@ -62,7 +62,7 @@ class EngineHost:
 
     @property
     def parsers(self) -> Parsers:
-        """What reads the model's output."""
+        """The parsers of the model's output."""
         return self._loaded_ways.parsers
 
     @property
@@ -88,7 +88,7 @@ class EngineHost:
 
     @property
     def recovery(self) -> RecoveryState:
-        """What became of the engine's failures so far."""
+        """The state of recovery from the engine's failures."""
         return RecoveryState() if self._engine is None else self._engine.recovery
 
     @property
@@ -128,7 +128,7 @@ class EngineHost:
         return self._engine
 
     def default_params(self) -> SamplingParams:
-        """What the checkpoint asks for where a request does not.
+        """The checkpoint's sampling parameters, for the fields that a request leaves out.
 
         A temperature of 1, the protocols' own default, where it asks for none: greedy is what a client says with 0.
         """

@@ -44,7 +44,7 @@ class Items:
         self._open: Item | None = None
 
     def take(self, events: Iterable[ParserEvent]) -> Iterator[Change]:
-        """What ``events`` change."""
+        """The changes that ``events`` make."""
         for event in events:
             if isinstance(event, ContentDelta):
                 yield from self._more("text", event.text)

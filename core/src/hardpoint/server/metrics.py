@@ -1,4 +1,4 @@
-"""What the server counts, beside what its engine does (engine/engine_metrics.py)."""
+"""The server's own metrics; its engine's are in engine/engine_metrics.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators ask: is it alive, is it ready, what did it count, what serves what."""
+"""Paths for operators: health, readiness, metrics, and the implementations that serve."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def version() -> JsonResponse:
 
 @router.get("/metrics")
 async def metrics(service: ServiceOf) -> Response:
-    """What Prometheus scrapes: of the server, and of its engine where that answers."""
+    """Metrics for Prometheus: the server's, and its engine's where that answers."""
     engine = service.host.loaded
     text = service.metrics.to_prometheus(
         MetricsSnapshot.total_of(await service.ask(ReadCounts())),

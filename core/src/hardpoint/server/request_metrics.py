@@ -1,4 +1,4 @@
-"""What a server counts of each request, by model, under Hardpoint's names and vLLM's."""
+"""Metrics of requests, by model, under Hardpoint's names and vLLM's."""
 
 from __future__ import annotations
 

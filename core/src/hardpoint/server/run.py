@@ -184,7 +184,7 @@ def open_store(settings: ServerSettings, maker: int = 0) -> ResponseStore | None
 
 
 def open_traces(settings: ServerSettings) -> Traces | None:
-    """What sends spans; None where nobody wants any."""
+    """The sender of spans; None where no endpoint was given."""
     if settings.otlp_traces_endpoint is None:
         return None
     from hardpoint.server.traces import Traces

@@ -1,4 +1,4 @@
-"""What every handler needs, and the one way in which handlers get it."""
+"""The state that every handler needs, and the one way in which handlers get it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Service:
     open: OpenRequests = field(default_factory=OpenRequests)
     peers: Peers = field(default_factory=Alone)
     traces: Traces | None = None
-    """What sends a span for each generation, if spans are wanted."""
+    """The sender of a span for each generation, if spans are wanted."""
     store: ResponseStore | None = None
     """The responses that are kept, if any are."""
     background: dict[tuple[str, str], asyncio.Task[None]] = field(default_factory=dict)
-    """What makes responses in the background, by owner and id."""
+    """The tasks that make responses in the background, by owner and id."""
     event_logs: dict[tuple[str, str], EventLog] = field(default_factory=dict)
     """The events of those among them that are streamed, too."""
     _logged: set[str] = field(default_factory=set)
@@ -82,7 +82,7 @@ class Service:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What clients may call the model; the first is what answers carry."""
+        """Names that clients may use for the model; answers carry the first."""
         return self.settings.served_model_names or (self.host.config.model,)
 
     @property

@@ -33,7 +33,7 @@ class TlsSettings:
     ciphers: str | None = None
 
     def context(self) -> ssl.SSLContext:
-        """What encrypts connections. Raises ConfigError, naming the flag."""
+        """The TLS context of connections. Raises ConfigError, naming the flag."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.certfile, self.keyfile)

@@ -116,7 +116,7 @@ class Message:
 
 @dataclass(slots=True)
 class CompletionUpdate:
-    """What one completion has got: its parsed ``events``, and the ``delta`` that they are of."""
+    """The news of one completion: its parsed ``events``, and the ``delta`` that they are of."""
 
     choice: int
     events: list[ParserEvent]
@@ -189,7 +189,7 @@ class Turn:
 
     @property
     def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
-        """Those of the prompt, where they were asked for."""
+        """The log-probabilities of the prompt, where they were asked for."""
         output = self._generation.outputs[0]
         return None if output is None else output.prompt_logprobs
 
@@ -200,11 +200,11 @@ class Turn:
         return [] if output is None else output.prompt_token_ids
 
     def grown(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """What Generation.grown yields, for ``take``."""
+        """The outputs of Generation.grown, for ``take``."""
         return self._generation.grown()
 
     def take(self, output: RequestOutput) -> list[CompletionUpdate]:
-        """What has come of each completion. Not a generator: this runs for every token of every stream."""
+        """The news of each completion. Not a generator: this runs for every token of every stream."""
         steps = []
         for completion in output.outputs:
             reader = self._readers[completion.index]

@@ -1,4 +1,4 @@
-"""What an engine counts, under vLLM's names, so that dashboards made for vLLM show it."""
+"""An engine's metrics under vLLM's names, so that dashboards made for vLLM show them."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Trials:
             return True
 
     def _ask(self, structure: StructuredOutput, child: subprocess.Popen[str]) -> str:
-        """What is wrong with ``structure``; the empty text if nothing is."""
+        """The error of ``structure``; the empty text if it has none."""
         assert child.stdin is not None
         assert child.stdout is not None
         answer = ""
@@ -175,6 +175,6 @@ def _serve(max_memory: int) -> None:
 
 
 def _data_bytes() -> int:
-    """What the kernel counts of this process against RLIMIT_DATA."""
+    """The bytes of this process that the kernel counts against RLIMIT_DATA."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[5]) * resource.getpagesize()

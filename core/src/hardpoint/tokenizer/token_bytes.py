@@ -25,7 +25,7 @@ class TokenBytes:
         self._marks = [mark for step in steps if (mark := _mark(step))]
 
     def of(self, token_id: int) -> bytes:
-        """Those of one token, with a space where its text has the mark of one; none for an id without a token."""
+        """The bytes of one token, with a space where its text has the mark of one; none for an id without a token."""
         if token_id in self._added:
             return self._added[token_id]
         token = self._backend.id_to_token(token_id)
@@ -53,7 +53,7 @@ def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _mark(step: dict[str, Any]) -> tuple[str, str] | None:
-    """What ``step`` replaces in a token's text, and by what."""
+    """The mark that ``step`` replaces in a token's text, and its replacement."""
     if step["type"] == "Metaspace":
         return step["replacement"], " "
     if step["type"] == "Replace" and "String" in step["pattern"]:

@@ -113,7 +113,7 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id of the beginning of a text, where the checkpoint names one."""
+        """The id of the beginning-of-text token; None where the checkpoint names none."""
         return self._named("bos_token")
 
     @property

@@ -140,7 +140,7 @@ class CpuAttention(AttentionBackend):
         )
 
     def _bias(self, queries: int, keys: int, start: int) -> torch.Tensor | None:
-        """What is added to one request's scores, float32 [T, S] or [H, T, S]; None where causality is all there is."""
+        """The bias on one request's scores, float32 [T, S] or [H, T, S]; None where there is only the causal mask."""
         all_read = self.spec.span.first(start + keys - 1) <= start
         plain = all_read and self.alibi_slopes is None and self.sinks is None
         if plain and queries in (1, keys):

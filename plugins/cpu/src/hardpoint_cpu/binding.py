@@ -73,7 +73,7 @@ def _part_of_a_node(usable: Collection[int], root: Path, rank: int, ranks: int) 
 
 
 def _nodes(usable: Collection[int], root: Path) -> list[set[int]]:
-    """What is ``usable`` of each node that has any of it."""
+    """The ``usable`` CPUs of each node that has some."""
     return [cpus for node in host.numa_nodes(root) if (cpus := set(node.cpus) & set(usable))] or [set(usable)]
 
 

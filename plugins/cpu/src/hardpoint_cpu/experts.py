@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PanelExperts(ExpertsKernel):
-    """What the kernels share: each packs and multiplies an expert's matrix as its linear kernel does."""
+    """Base of the experts kernels: each packs and multiplies an expert's matrix as its linear kernel does."""
 
     linear: ClassVar[type[PanelLinear]]
 

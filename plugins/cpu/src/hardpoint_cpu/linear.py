@@ -28,7 +28,7 @@ _MOST_INT8_COLUMNS = (2**31 - 1) // 128**2
 
 
 class PanelLinear(LinearKernel):
-    """What the kernels share."""
+    """Base of the linear kernels."""
 
     kernel: ClassVar[str]
     """The compiled kernel that multiplies; that of experts has ``experts_`` before it."""
@@ -76,7 +76,7 @@ class PanelLinear(LinearKernel):
         return out
 
     def read(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What the kernel reads of x [M, K], elements of a row one by one: itself, unless it is rounded first."""
+        """The input of the kernel for x [M, K], elements of a row one by one: itself, unless it is rounded first."""
         return (x,)
 
     @abstractmethod

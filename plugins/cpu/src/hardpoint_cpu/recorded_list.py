@@ -41,10 +41,10 @@ _ALLOCATIONS = {
 _VIEWS_IN_ALL_BUT_NAME = {_aten._unsafe_view, _aten.lift_fresh, _aten.detach_}
 _MASKABLE = {_aten.index, _aten._unsafe_index}
 _HOST_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
-"""What reads a tensor's values past the dispatcher."""
+"""Methods that read a tensor's values past the dispatcher."""
 
 _TASK_BYTES = 400
-"""What a recorded call of a kernel takes: csrc/task.h and csrc/team.h."""
+"""Bytes of a recorded call of a kernel: csrc/task.h and csrc/team.h."""
 
 
 class RecordedLists(GraphEngine):
@@ -162,7 +162,7 @@ _FromPython = _Operator | _OpaqueCall
 
 @dataclass
 class _Recording:
-    """What a replay does, in order, and what it returns. ``constants`` are tensors whose addresses lists may hold."""
+    """The calls of a replay, in order, and its result. ``constants``: tensors whose addresses lists may hold."""
 
     steps: list[CapsuleType | _FromPython]
     result: Any
@@ -263,7 +263,7 @@ class _Written:
         return written
 
     def returned(self, alias_info: Any) -> Any:
-        """What an operator returns that returns what it wrote."""
+        """The result of an operator that returns the tensor it wrote."""
         return self.by_set[next(iter(alias_info.before_set))]
 
 

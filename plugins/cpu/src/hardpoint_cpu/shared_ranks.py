@@ -33,7 +33,7 @@ MOST_RANKS = 64
 
 
 def reasons(ranks: int | None) -> list[Reason]:
-    """What ``ranks`` need that is not here."""
+    """Requirements of ``ranks`` that this machine does not meet."""
     found = []
     if not hasattr(os, "memfd_create"):
         found.append(Reason("memfd", "this system has no files without names (memfd_create, Linux 3.17)"))

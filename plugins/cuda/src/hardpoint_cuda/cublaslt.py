@@ -25,7 +25,7 @@ _MAX_WORKSPACE_BYTES = 1
 _MOST_CANDIDATES = 64
 
 WORKSPACE_BYTES = 32 << 20
-"""What NVIDIA recommends for Hopper, and torch takes."""
+"""The workspace that NVIDIA recommends for Hopper, and torch takes."""
 
 Algorithm = bytes
 """A ``cublasLtMatmulAlgo_t``, opaque: valid for the library's version and the kind of device that it comes from."""
@@ -83,7 +83,7 @@ class Product:
         self._multiply = lt.cublasLtMatmul
 
     def candidates(self, most: int = _MOST_CANDIDATES) -> list[Algorithm]:
-        """What the library suggests, its own favourite first."""
+        """Algorithms that the library suggests, its own favourite first."""
         lt, preference, found = library(), c_void_p(), c_int()
         _check(lt.cublasLtMatmulPreferenceCreate(byref(preference)))
         limit, results = c_uint64(WORKSPACE_BYTES), (_Heuristic * most)()

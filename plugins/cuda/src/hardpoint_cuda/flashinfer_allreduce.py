@@ -69,7 +69,7 @@ class FlashInferAllReduce(GroupMember):
 
     @staticmethod
     def supports(workload: OpWorkload, device: DeviceInfo) -> list[Reason]:
-        """What data cannot say, and what of FlashInfer is not here."""
+        """Conditions that the manifest cannot express, and missing parts of FlashInfer."""
         found = []
         if workload.ranks not in (None, *RANKS):
             supported = ", ".join(map(str, RANKS))

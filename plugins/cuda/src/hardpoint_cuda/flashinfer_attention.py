@@ -82,7 +82,7 @@ class FlashInferAttention(AttentionBackend):
 
     @classmethod
     def pending_build(cls, workload: AttentionWorkload, device: DeviceInfo) -> KernelBuild | None:
-        """What nvcc has to compile first, a minute or so."""
+        """The build that nvcc has to make first: a minute or so."""
         if not workload.dtype or not workload.head_size:
             return None
         return attention_build(_kernels(device, workload.dtype, workload.head_size, workload.features))

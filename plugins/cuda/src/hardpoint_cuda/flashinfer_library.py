@@ -1,4 +1,4 @@
-"""What FlashInfer needs on this machine, found without importing it, and its kernels, built or loaded at start.
+"""FlashInfer's requirements, checked without importing it, and its kernels, built or loaded at start.
 
 FlashInfer's attention kernels come one library for each dtype, head size and set of features; what ranks share is one
 more, and so is its product of 8-bit floats. A library is found ahead of time (in the package ``flashinfer-jit-cache``,
@@ -90,7 +90,7 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
         "use_logits_soft_cap use_fp16_qk_reduction",
     ),
 }
-"""What is called, by file and name, and the parameters that it was called with: one line for each form known."""
+"""Called functions, by file and name, and their parameters: one line for each known form."""
 
 COMMUNICATION_SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "comm/allreduce.py:allreduce_fusion": (
@@ -135,7 +135,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """What FlashInfer calls it; its file is ``NAME/NAME.so``."""
+        """FlashInfer's name of it; its file is ``NAME/NAME.so``."""
         short, size = _SHORT[self.dtype], self.head_size
         return (
             f"batch_prefill_with_kv_cache_dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}_dtype_idx_i32_"
@@ -145,7 +145,7 @@ class Kernel:
 
     @property
     def signatures(self) -> Mapping[str, tuple[str, ...]]:
-        """What is called around it."""
+        """The signatures of FlashInfer's functions that are called for it."""
         return SIGNATURES
 
     def generate(self) -> Any:
@@ -181,7 +181,7 @@ class Communication:
 
     @property
     def signatures(self) -> Mapping[str, tuple[str, ...]]:
-        """What is called around it."""
+        """The signatures of FlashInfer's functions that are called for it."""
         return COMMUNICATION_SIGNATURES
 
     def generate(self) -> Any:
@@ -205,7 +205,7 @@ class Product:
 
     @property
     def signatures(self) -> Mapping[str, tuple[str, ...]]:
-        """What is called around it."""
+        """The signatures of FlashInfer's functions that are called for it."""
         return PRODUCT_SIGNATURES
 
     @property
@@ -350,7 +350,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _lacking_tools() -> Iterator[str]:
-    """What of a compiler FlashInfer would not find, looking where it looks."""
+    """Parts of a compiler that FlashInfer would not find, looking where it looks."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     if not (os.environ.get("FLASHINFER_NVCC") or shutil.which("nvcc") or (Path(home) / "bin" / "nvcc").is_file()):
         yield "nvcc"

@@ -61,7 +61,7 @@ class FlashInferBlockScaledLinear(LibraryProduct):
 
     @classmethod
     def pending_build(cls, workload: LinearWorkload, device: DeviceInfo) -> KernelBuild | None:
-        """What nvcc has to compile first, some ten seconds for each size of weights."""
+        """The build that nvcc has to make first: some ten seconds for each size of weights."""
         return product_build(workload.out_features, workload.in_features)
 
     @classmethod

@@ -32,12 +32,12 @@ _DECODE_ROWS = 16
 _PREFILL_ROWS = 128
 """Rows of the largest."""
 _INDEX_BYTES = 2**20
-"""What a decode plan may take on the device: about 20 bytes for each tile, so enough for tens of thousands of rows."""
+"""Bytes of a decode plan on the device: about 20 for each tile, so enough for tens of thousands of rows."""
 
 
 @dataclass(frozen=True)
 class Paging:
-    """What a step reads, request by request: int32 arrays on the host.
+    """The pages that a step reads, request by request: int32 arrays on the host.
 
     ``starts`` [N + 1]: where a request's pages begin in the list of all; ``first`` [N]: its first block that is read;
     ``lengths`` [N]: tokens from there on; ``last`` [N]: how many of them lie in its last page.

@@ -168,7 +168,7 @@ class CudaGraphs(GraphEngine):
 
 
 Piece = torch.cuda.CUDAGraph | Callable[[], None]
-"""What is replayed, or called."""
+"""A part of a step, which is replayed or called."""
 
 
 class _Capture:
@@ -231,7 +231,7 @@ class _Capture:
                 raise
 
     def _give_up_allocation(self) -> None:
-        """What torch leaves out where CUDA refuses a capture (PyTorch issues 180395 and 190348).
+        """Clean up a refused capture, which torch omits (PyTorch issues 180395 and 190348).
 
         Otherwise its allocator takes it that a capture is under way for as long as the process lives, and returns no
         memory to the driver.

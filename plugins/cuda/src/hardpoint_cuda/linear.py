@@ -14,7 +14,7 @@ from hardpoint_plugin_api import DeviceInfo, LinearWorkload, Reason
 
 
 class LibraryProduct(TritonRoundingLinear, quantization.LibraryProduct):
-    """What a library of NVIDIA's multiplies whose operands are both rounded."""
+    """Linear kernels of NVIDIA's libraries that multiply two rounded operands."""
 
 
 class Fp8ScaledMatmul(LibraryProduct):

@@ -29,7 +29,7 @@ def path_of(device: str, version: int, directory: Path = DIRECTORY) -> Path:
 
 
 def key_of(dtype: str, n: int, k: int) -> str:
-    """What the file calls a weight's shape."""
+    """The file's key of a weight's shape."""
     return f"{dtype} {n}x{k}"
 
 

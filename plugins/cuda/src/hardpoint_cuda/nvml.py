@@ -21,7 +21,7 @@ P2P_STATUS_OK = 0
 
 
 class Nvml(Protocol):
-    """What is used of the module ``pynvml`` (distribution nvidia-ml-py). Every function raises ``NVMLError``."""
+    """Functions in use of the module ``pynvml`` (distribution nvidia-ml-py). Each raises ``NVMLError``."""
 
     NVMLError: type[Exception]
 

@@ -75,7 +75,7 @@ class PeerMemory:
 
 
 class _Driver:
-    """What is called of CUDA's driver, in the calling thread's current context."""
+    """Calls of CUDA's driver, in the calling thread's current context."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")

@@ -14,7 +14,7 @@ INTEGRATED_SLOT = "00:02.0"  # where every processor of Intel's with graphics ha
 
 @dataclass(frozen=True)
 class Model:
-    """What a PCI device id stands for: architecture as oneAPI names it, datasheet memory in all, stacks on the card."""
+    """A card by its PCI device id: architecture as oneAPI names it, datasheet memory in all, stacks on the card."""
 
     name: str
     arch: str

@@ -25,7 +25,7 @@ _TILE = 128
 _CODES = 8
 """Of 4 bits, in a word."""
 _MIDDLE = 8
-"""What an unsigned code has more than a signed one."""
+"""The offset of an unsigned code from a signed one."""
 
 
 class XpuFp8WeightLinear(LinearKernel):

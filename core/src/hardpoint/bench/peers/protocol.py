@@ -1,4 +1,4 @@
-"""What a worker answers: one JSON object a line on stdin, one on stdout. Only the standard library, as workers run in
+"""The protocol of workers: one JSON object a line on stdin, one on stdout. Only the standard library, as workers run in
 other engines' environments, by path.
 
 Requests: ``{"do": "load", "model": ..., "threads": ..., "options": {...}}``, ``{"do": "run", "prompts": [[...]],
@@ -33,7 +33,7 @@ class Worker(ABC):
         """The ``top`` likeliest next tokens with their natural log-probabilities."""
 
     def version(self) -> str:
-        """What was measured."""
+        """The measured values."""
         return ""
 
 

@@ -163,7 +163,7 @@ def _taken(call: Call, calls: int, site: Site) -> int:
 
 
 def _held(site: Site) -> int:
-    """What this process holds of a device's memory: a peak that was just reset. The host's includes others' and is 0.
+    """A device's memory that this process holds: a peak that was just reset. The host's includes others' and is 0.
 
     Not every device's allocator reports to the profiler.
     """

@@ -104,7 +104,7 @@ def _trial(probe: All2AllProbe) -> Trial:
 
 @dataclass(frozen=True)
 class _DispatchedStep:
-    """What one step dispatches, on the host, for all ranks: tokens of rank 0, of rank 1, and so on."""
+    """The tokens that one step dispatches, on the host, for all ranks: tokens of rank 0, of rank 1, and so on."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -133,7 +133,7 @@ class _DispatchedStep:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one rank got in each step, on the host, and what is wrong, by the name of the check that it is for."""
+    """The tensors that one rank got in each step, on the host, and faults by the name of their check."""
 
     results: list[torch.Tensor]
     faults: list[tuple[str, Fault]]
@@ -205,7 +205,7 @@ class All2AllProbe:
         return worst(true, orders), true
 
     def _experts_of(self, rank: int, sent: Dispatched) -> torch.Tensor:
-        """What this rank's experts make of what was dispatched to it, weighted and summed where that is theirs."""
+        """Return the output of this rank's experts for its tokens; weighted and summed where that is their task."""
         own = self._experts // self.world
         factor, offset = (f[rank * own : (rank + 1) * own].to(sent.x.device, torch.float32) for f in self._functions)
         x = sent.x.float() if sent.scales is None else sent.x.float() * sent.scales
@@ -302,7 +302,7 @@ class All2AllProbe:
         return seen
 
     def _wrong(self, made: All2All, sent: Dispatched, tokens: int) -> Iterator[str]:
-        """What is wrong with the form of what a dispatch brought."""
+        """Faults in the form of a dispatch's result."""
         own, received = self._experts // self.world, sent.x.shape[:-1].numel()
         if sent.x.shape[-1] != _HIDDEN:
             yield f"x is {list(sent.x.shape)}; rows of {_HIDDEN} were sent"

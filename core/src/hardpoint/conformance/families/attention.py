@@ -99,7 +99,7 @@ class AttentionTrials:
 
 
 def attention_trial(probe: AttentionProbe, plan: Plan, number: int) -> Trial:
-    """The checks of one situation."""
+    """Build the trial of a backend in one situation: its checks, or the reason why it is unsupported."""
     title, seed = probe.situation.title, probe.seed
     if reason := probe.subject.refuses(probe.workload):
         return Trial(title, unsupported=reason, workload=probe.workload)
@@ -127,7 +127,7 @@ def _within_limits(probe: AttentionProbe, check: Callable[[], Finding]) -> Findi
 
 
 Drawn = tuple[int, tuple[int, ...] | None, int]
-"""What a call's values depend on: seed, order of rows, layer."""
+"""The key of a call's values: seed, order of rows, layer."""
 
 
 class AttentionProbe:
@@ -178,7 +178,7 @@ class AttentionProbe:
 
     @cached_property
     def limits(self) -> StepLimits:
-        """What a step may hold with this backend on this platform."""
+        """The limits of a step with this backend on this platform."""
         return self.layers[0].step_limits().intersect(self.subject.site.platform.step_limits())
 
     def requests(self, seed: int) -> list[Request]:

@@ -51,7 +51,7 @@ def senseless(sizes_of_heads: Sequence[int]) -> Exclusions:
 
 
 def factors(subject: Subject, head_sizes: Sequence[int]) -> dict[str, Sequence[Any]]:
-    """What the backend claims, and what every backend must cope with."""
+    """Situations that the backend claims, and situations that every backend must serve."""
 
     def on_off(feature: Feature) -> Sequence[bool]:
         return (False, True) if feature in subject.features else (False,)
@@ -121,7 +121,7 @@ def admits(need: TokensRequirement, pieces: Sequence[Piece]) -> bool:
 
 @dataclass(frozen=True)
 class Situation:
-    """What one trial asks of a backend."""
+    """The situation of one trial."""
 
     spec: AttentionSpec
     batch: str

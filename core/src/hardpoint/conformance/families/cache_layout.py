@@ -211,7 +211,7 @@ def _layout(subject: Subject) -> CacheLayout:
 
 
 def _stored(x: torch.Tensor, plane: Plane, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a cache holds of ``x`` [T, K, D], less a static ``scale``: as its elements can, and the truth in float64."""
+    """The values of ``x`` [T, K, D] in a cache, without a static ``scale``: rounded to its elements, and in float64."""
     if plane.scaling == "none":
         own = x.to(dtype_of(plane.dtype))
         return own, own

@@ -53,7 +53,7 @@ _UNEVEN = {"uneven": (2, 5, 3, 1), "some-none": (0, 3, 0, 4), "last-none": (4, 1
 """Rows of each rank."""
 
 _WIDTHS = {"even": (64,), "odd": (33,), "flat": (), "deep": (3, 5)}
-"""What follows the rows."""
+"""The shape behind the rows."""
 
 _ENOUGH = 10.0
 """Seconds in which ``close``, and a collective after ``abort``, must have ended."""
@@ -168,7 +168,7 @@ class Exchange:
 
     @cached_property
     def given(self) -> list[torch.Tensor]:
-        """What each rank gives, on the host."""
+        """The input of each rank, on the host."""
         sizes = list(self.rows)
         if self.collective == "reduce_scatter":
             sizes = [sum(self.rows)] * self.world
@@ -217,7 +217,7 @@ class Exchange:
         return self.collective in ("all_reduce", "broadcast")
 
     def expected(self, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What ``rank`` must get: as adding in turn gives it, and the truth."""
+        """The expected result of ``rank``: summed in the order of ranks, and the truth."""
         if self.collective in SUMS:
             own, true = self.given[0].clone(), self.given[0].double()
             for x in self.given[1:]:
@@ -237,7 +237,7 @@ class Exchange:
         return [(x, x) for x in wanted]
 
     def judge(self, rank: int, got: Sequence[torch.Tensor], found: Comparison) -> None:
-        """Compare what ``rank`` got, on the host, with what it must get."""
+        """Compare the tensors that ``rank`` received, on the host, with the expected ones."""
         for number, (actual, (own, true)) in enumerate(zip(got, self.expected(rank), strict=True)):
             where = f"{self.collective} {list(self.rows)}, rank {rank}" + (f", {number}" if number else "")
             if self.collective in MOVES and actual.dtype == own.dtype and actual.shape == own.shape:
@@ -254,7 +254,7 @@ def banded(x: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.T
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of a trial's four calls: results of two draws, the first again, and of its inner rows."""
+    """Results of one rank for a trial's four calls: two draws, the first again, and its inner rows."""
 
     results: list[list[torch.Tensor]]
     faults: list[Fault]
@@ -506,7 +506,7 @@ def aborted(group: CommunicatorGroup, present: Sequence[str], plan: Plan) -> Fin
 
 
 def _in_vain(call: Callable[[], torch.Tensor], somebody_left: threading.Event, has_left: threading.Event) -> str | None:
-    """What is wrong with how a collective ends that waits until its own rank, or another that waits, has left."""
+    """Faults in how a collective ends that waits until its own rank, or another that waits, has left."""
     started = time.monotonic()
     try:
         result = call()

@@ -127,7 +127,7 @@ class _Cache:
 
     @property
     def title(self) -> str:
-        """What it adds to a case's name."""
+        """The suffix for a case's name."""
         return (f"/{self.layout}" if self.layout != _PLAIN else "") + (f"/kv-{self.dtype}" if self.dtype else "")
 
 
@@ -457,13 +457,13 @@ def _no_rows(call: Call) -> Finding:
 
 
 def _outputs(call: Call) -> Sequence[torch.Tensor]:
-    """What the kernel returns, without what it changes."""
+    """The tensors that the kernel returns, without the ones that it changes."""
     results = run(call)
     return results[: len(results) - len(call.state())]
 
 
 def _reordered_truth(part: Call) -> Sequence[Expectation]:
-    """What the reference makes of picked rows; nothing where it refuses them."""
+    """The expected results for picked rows; none where the reference refuses them."""
     truth = expected(part)
     return truth.outputs if truth else ()
 

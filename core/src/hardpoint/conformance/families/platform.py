@@ -198,7 +198,7 @@ def pools(subject: Subject) -> Finding:
 
 
 def _suspended(subject: Subject, tag: MemoryTag) -> str | None:
-    """What is wrong with suspending and resuming what is allocated under ``tag``."""
+    """Faults of suspending and resuming the memory allocated under ``tag``."""
     platform, device = _platform(subject), subject.site.device
     kept = torch.full((_MIB,), 9, dtype=torch.uint8, device=device)
     with platform.memory.pool(tag):

@@ -120,7 +120,7 @@ class HeldTensors:
 
 @dataclass(frozen=True)
 class Planned:
-    """What is known of a matrix before weights stream: the scheme, None where it is plain."""
+    """The scheme of a matrix before weights are read, None where it is not quantized."""
 
     scheme: Scheme | None
     held: HeldTensors
@@ -180,12 +180,12 @@ class _Probe:
     def request(
         self, held: HeldTensors, config: Mapping[str, object] | None, options: Mapping[str, str]
     ) -> MethodRequest:
-        """What the method is built with."""
+        """The arguments of the method."""
         info = self.subject.site.platform.info
         return MethodRequest(config, options, held, self.dtype, info, "config.json of the sample")
 
     def planned(self, held: HeldTensors) -> Planned:
-        """What the method says of this module in a checkpoint that holds ``held``."""
+        """The method's scheme for this module in a checkpoint that holds ``held``."""
         raise NotImplementedError
 
     @cached_property

@@ -52,7 +52,7 @@ def _draw_scales(shape: tuple[int, ...], generator: torch.Generator, dtype: torc
 
 
 def _each(per_block: torch.Tensor, n: int, k: int, rows: int, columns: int) -> torch.Tensor:
-    """What is said of blocks of n x k, said of each element [rows, columns], float32."""
+    """Values of blocks of n x k, repeated for each element [rows, columns], float32."""
     return per_block.float()[torch.arange(rows)[:, None] // n, torch.arange(columns)[None] // k]
 
 

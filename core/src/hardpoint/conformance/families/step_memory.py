@@ -17,7 +17,7 @@ from hardpoint.dtypes import dtype_name
 from hardpoint_plugin_api import NULL_PAGE, AttentionBatch, AttentionMetadata, AttentionSpec, ForwardStep
 
 Pieces = Sequence[Sequence[Piece]]
-"""What each request has in each step, requests in the same order in all of them. A piece without queries: the request
+"""The piece of each request in each step, requests in the same order in all. A piece without queries: the request
 takes no part in the step. One whose first piece does not begin its sequence has found the tokens before it in the
 cache: they are those of the first request, of which a step ended there."""
 _PADDING = 2

@@ -81,7 +81,7 @@ many requests."""
 
 @dataclass(frozen=True)
 class Request:
-    """What one request holds, on the host: its newest queries [T, H, D], all its keys and values [S, K, D]."""
+    """The tensors of one request, on the host: its newest queries [T, H, D], all its keys and values [S, K, D]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -319,7 +319,7 @@ def expectations(
     alibi_slopes: torch.Tensor | None,
     held: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> tuple[Expectation, ...]:
-    """What each request's part of the output should be: attention over keys and values as the cache's dtype holds them.
+    """The expected output of each request: attention over keys and values as the cache's dtype holds them.
 
     ``held`` says how, where it is not by rounding alone.
 
@@ -401,7 +401,7 @@ def summed_one_by_one(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def without_first_row(expectation: Expectation) -> Expectation:
-    """What is expected of all queries of a request but the first."""
+    """The expected results of all queries of a request but the first."""
     other = expectation.or_else
     return Expectation(
         expectation.label, expectation.own[1:], expectation.truth[1:], without_first_row(other) if other else None

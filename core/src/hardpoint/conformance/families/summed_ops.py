@@ -58,7 +58,7 @@ def _cases(op: CustomOp[..., Any], dtype: str, seed: int) -> Iterator[Case]:
 
 @dataclass
 class _Seen:
-    """What one rank saw of its calls: two draws, the first again, and a row of that; on the host."""
+    """Results of one rank's calls: two draws, the first again, and a row of that; on the host."""
 
     results: list[list[torch.Tensor]] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)

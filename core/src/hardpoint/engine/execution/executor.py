@@ -32,7 +32,7 @@ class Executor(Protocol):
 
     @property
     def facts(self) -> WorkerFacts:
-        """What the scheduler must know of the ranks."""
+        """Facts about the ranks that the scheduler needs."""
         ...
 
     def submit(self, step: StepInput) -> Pending:

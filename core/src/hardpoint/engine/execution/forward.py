@@ -13,7 +13,7 @@ from hardpoint_plugin_api import AttentionBatch, AttentionMetadata, ForwardStep,
 
 
 class Model(Protocol):
-    """What is run: see CausalLM."""
+    """The model that is run: see CausalLM."""
 
     def hidden(self, inputs: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """ids int64 [T], or states of the stage before, -> hidden states [T, hidden], or states to hand on."""

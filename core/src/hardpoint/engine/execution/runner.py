@@ -84,7 +84,7 @@ class StepArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class RunnerArgs:
-    """What a runner is constructed with.
+    """The parts that a runner is constructed with.
 
     ``token_buckets`` are the sizes that a step's tokens are padded to; none means no padding.
     """

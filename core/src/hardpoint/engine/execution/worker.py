@@ -255,7 +255,7 @@ def planners_of_exact_lengths(blueprint: Blueprint) -> tuple[str, ...]:
 
 
 def step_limits(blueprint: Blueprint) -> StepLimits:
-    """What the user, the platform and every attention backend allow of a step; no step is larger than all buckets."""
+    """Limits of a step by the user, the platform and every attention backend; no step is larger than all buckets."""
     config = blueprint.config
     limits = StepLimits(max_tokens=config.max_num_batched_tokens, max_requests=config.max_num_seqs)
     limits = limits.intersect(blueprint.platform.step_limits())

@@ -55,7 +55,7 @@ class Frontend:
         return cls(tokenizer_folder, tokenizer, GenerationConfig.read(folder), template)
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json asks for; greedy where it asks for nothing."""
+        """The parameters of the checkpoint's generation_config.json; greedy where it has none."""
         return self._generation.sampling_params()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -72,7 +72,7 @@ class Frontend:
         return read_tokenizer_config(self._folder) | self.tokenizer.special_tokens | template
 
     def choose_parsers(self, config: EngineConfig) -> Parsers:
-        """What reads the model's output; see choose_parsers."""
+        """Choose the parsers of the model's output; see parsers.choice.choose_parsers."""
         return choose_parsers(
             config,
             chat_template=self._template().text,

@@ -1,4 +1,4 @@
-"""What users give as a prompt, in all its forms."""
+"""Prompts of users, in all their forms."""
 
 from __future__ import annotations
 

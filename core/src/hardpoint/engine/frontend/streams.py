@@ -106,7 +106,7 @@ class RequestStream:
         return True
 
     def newest(self) -> News:
-        """What the reader should get next. Forgets the request where nothing follows."""
+        """The output that the reader gets next. Forgets the request where nothing follows."""
         assert self._conversation is not None
         if self._error is not None or self._conversation.output.finished:
             self._forget(self)

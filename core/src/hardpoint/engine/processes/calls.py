@@ -70,7 +70,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a Call: its result, or its failure. Goes to the caller, not among the reports."""
+    """The answer to a Call: its result, or its failure. Goes to the caller, not among the reports."""
 
     number: int
     result: object = None

@@ -26,7 +26,7 @@ from hardpoint.thread_waiting import brief_waits, wait_briefly
 from hardpoint_plugin_api import HardpointError
 
 GUARD = 'if __name__ == "__main__":'
-"""What a script that starts processes needs around what it does."""
+"""The guard that a script needs which starts processes."""
 
 MODULES = ("hardpoint.engine.processes.preloaded",)
 """The modules that the fork server of these processes has imported."""
@@ -83,7 +83,7 @@ class CrashReport:
         self._ours, self.theirs = multiprocessing.Pipe(duplex=False)
 
     def read(self) -> str:
-        """What the child, which has ended, has left; to be called once, after ``theirs`` was closed."""
+        """The report of the child, which has ended; to be called once, after ``theirs`` was closed."""
         parts = []
         os.set_blocking(self._ours.fileno(), False)
         with suppress(BlockingIOError):  # a process that the child forked holds the pipe open
@@ -106,7 +106,7 @@ def abort(process: BaseProcess, patience: float = 2.0) -> None:
 
 
 class Sender:
-    """What a child says, from any of its threads."""
+    """Sends a child's messages, from any of its threads."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()

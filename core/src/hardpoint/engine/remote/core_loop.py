@@ -210,7 +210,7 @@ class CoreLoop:
         self._send(Failed(numbers, Failure.of(error), replace(self._core.stats), in_step))
 
     def _delta(self, request: Request) -> Delta:
-        """What is new of ``request``; forgets it if it has ended."""
+        """The news of ``request``; forgets it if it has ended."""
         known = self._open[request.number]
         delta = request.since(known.num_reported)
         known.num_reported = len(request.token_ids)

@@ -116,7 +116,7 @@ class ProcessLink:
 
 
 def _serve(connection: Connection, send: child_process.Sender, parent: int, config: EngineConfig) -> None:
-    """What the core's process runs."""
+    """The target of the core's process."""
     commands: SimpleQueue[Command] = SimpleQueue()
     ready, closed = threading.Event(), threading.Event()
     listener = threading.Thread(target=_listen, args=(connection, commands, parent, ready, closed), daemon=True)

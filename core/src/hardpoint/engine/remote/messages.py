@@ -1,4 +1,4 @@
-"""What passes between a front end and a core that runs elsewhere. Plain, picklable, no torch."""
+"""Messages between a front end and a core that runs elsewhere. Plain, picklable, no torch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class StartFailed:
 
 @dataclass(frozen=True)
 class Advanced:
-    """What came of a step, or of commands."""
+    """Results of a step, or of commands."""
 
     deltas: tuple[Delta, ...]
     stats: EngineStats

@@ -40,7 +40,7 @@ class Quarantine:
         return tried
 
     def admit(self, numbers: Iterable[int]) -> list[int]:
-        """Those of the open requests that a new engine gets at once, in order; the others are held."""
+        """The open requests that a new engine gets at once, in order; the others are held."""
         numbers = list(numbers)
         self._held = sorted(number for number in numbers if self._failures[number] >= _DOUBTED)
         self._tried = self._held.pop() if self._held else None

@@ -1,4 +1,4 @@
-"""What is learnt from an engine's failures: whether it is built again, and of what."""
+"""Conclusions from an engine's failures: whether it is built again, and of which kernels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hardpoint_plugin_api import ConfigError, HardpointError, PluginError, Selec
 logger = logging.getLogger(__name__)
 
 FINAL = (ConfigError, PluginError, SelectionError)
-"""What building an engine raises the second time too."""
+"""Errors that building an engine raises the second time, too."""
 
 
 @dataclass(frozen=True)
 class RecoveryState:
-    """What operators see. ``restarting`` is why the engine is being built again at this moment."""
+    """The state that operators see. ``restarting`` says why the engine is being built again at this moment."""
 
     num_restarts: int = 0
     restarting: str | None = None
@@ -60,7 +60,7 @@ class Recovery:
         self.config = self.config.loading_no_adapters()
 
     def verdict(self, cause: str) -> str:
-        """What everybody is told who waited for an engine that is not built again."""
+        """The error for everybody who waited for an engine that is not built again."""
         if not self.config.restarts_engine or not self._recent:
             return cause
         return (

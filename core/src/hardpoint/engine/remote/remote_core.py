@@ -402,7 +402,7 @@ class RemoteCore(RemoteControl):
         return request
 
     def _told(self, number: int, failure: Failure) -> HardpointError:
-        """What a request is told: its own fault as it is, whatever else as the engine's failure."""
+        """The error of a request: its own fault as it is, any other as the engine's failure."""
         error = failure.original()
         if (lost := self._lost_adapters.get(self._open[number].asked.adapter_name)) is not None:
             return EngineError(lost)

@@ -39,7 +39,7 @@ class _Served:
 
 @dataclass(frozen=True)
 class _News:
-    """What a replica reports of its requests; ``ended`` where nothing follows."""
+    """A replica's report on its requests; ``ended`` where nothing follows."""
 
     replica: int
     advanced: Sequence[RequestProgress] = ()

@@ -17,7 +17,7 @@ from hardpoint_plugin_api import NULL_PAGE
 BlockHash = bytes
 
 Content = tuple[int, BlockHash]
-"""What a full block holds: the cache group whose layers computed it, and its tokens' hash."""
+"""The key of a full block: the cache group whose layers computed it, and its tokens' hash."""
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:

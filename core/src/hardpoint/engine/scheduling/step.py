@@ -1,4 +1,4 @@
-"""What passes between scheduler and runner: a step as a delta, and its result. Plain, picklable, no torch."""
+"""Messages between scheduler and runner: a step as a delta, and its result. Plain, picklable, no torch."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _read_numbers(settings: Settings, weights: bool) -> _Numbers:
 
 @dataclass(frozen=True)
 class _ModuleReader:
-    """What the checkpoint holds for one module of a group."""
+    """The checkpoint's tensors of one module of a group."""
 
     tensors: CheckpointTensors
     module: Module

@@ -82,7 +82,7 @@ class Settings:
 
 
 class Options:
-    """What the user gave as --quantization-options. ``known`` maps each key to its valid values, the default first.
+    """The options of --quantization-options. ``known`` maps each key to its valid values, the default first.
 
     An empty list of values means a positive whole number. Raises UnknownNameError and ConfigError.
     """

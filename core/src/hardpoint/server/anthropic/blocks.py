@@ -39,7 +39,7 @@ class ToolUseBlock(ProtocolModel):
 
 
 class ThinkingBlock(ProtocolModel):
-    """What the assistant said to itself."""
+    """Reasoning of the assistant."""
 
     type: Literal["thinking"]
     thinking: str
@@ -66,7 +66,7 @@ class ForeignBlock(ProtocolModel):
 
 
 class ToolResultBlock(ProtocolModel):
-    """What a call came to."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str

@@ -73,7 +73,7 @@ class JsonFormat(ProtocolModel):
 
 
 class OutputConfig(ProtocolModel):
-    """What the answer must look like; ``effort`` is given to the chat template as ``reasoning_effort``."""
+    """The form of the answer; ``effort`` is given to the chat template as ``reasoning_effort``."""
 
     format: JsonFormat | None = None
     effort: str | None = None
@@ -86,7 +86,7 @@ class Metadata(ProtocolModel):
 
 
 class Conversation(ProtocolModel):
-    """What there is to count, and to continue."""
+    """A conversation whose tokens are counted, or which is continued."""
 
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1)]
@@ -129,7 +129,7 @@ class MessagesRequest(Conversation, TreatmentFields):
     service_tier: str | None = None
 
     def to_turn(self, service: Service) -> TurnRequest:
-        """What the engine is asked. Raises ApiError and RequestError."""
+        """The request to the engine. Raises ApiError and RequestError."""
         said: Mapping[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -81,7 +81,7 @@ class ChatRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFields):
     prompt_cache_retention: str | None = None
 
     def to_turn(self, service: Service) -> TurnRequest:
-        """What the engine is asked. Raises ApiError and RequestError."""
+        """The request to the engine. Raises ApiError and RequestError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         check_stream_options(self.stream_options, self.stream)
@@ -150,7 +150,7 @@ class _Answer:
             }
 
     def _about_prompt(self, turn: Turn) -> dict[str, Any]:
-        """What of the prompt an answer shall have: once for all choices."""
+        """The parts of the prompt that an answer returns: once for all choices."""
         about: dict[str, Any] = {}
         if self._body.prompt_logprobs is not None:
             about["prompt_logprobs"] = prompt_logprobs(turn.prompt_logprobs)
@@ -235,7 +235,7 @@ class _Answer:
 
 
 def _around(head: dict[str, Any]) -> list[bytes]:
-    """What stands before a chunk's choice, and behind it."""
+    """The JSON before a chunk's choice, and behind it."""
     return data_event(head | {"choices": [_HOLE]}).split(quoted(_HOLE).encode())
 
 

@@ -69,7 +69,7 @@ class CompletionRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFiel
         return self.max_tokens == 0
 
     def to_generation(self, service: Service) -> GenerationRequest:
-        """What the engine is asked. Raises ApiError and RequestError."""
+        """The request to the engine. Raises ApiError and RequestError."""
         check_stream_options(self.stream_options, self.stream)
         check_best_of(self.best_of, self.n)
         if self.suffix:
@@ -201,7 +201,7 @@ class _Answer:
     def _logprobs(
         self, index: int, output: RequestOutput, delta: CompletionOutput, prompt: str, *, echo: bool
     ) -> dict[str, Any] | None:
-        """Those of ``delta``, whose text stands behind ``prompt``; with ``echo`` the prompt's in front of them."""
+        """The log-probabilities of ``delta``, whose text follows ``prompt``; with ``echo`` the prompt's come first."""
         if self._body.logprobs is None:
             return None
         tokenizer, prompt_ids = tokenizer_of(self._service), output.prompt_token_ids

@@ -49,7 +49,7 @@ def completion_logprobs(
     *,
     by_id: bool = False,
 ) -> dict[str, Any]:
-    """Those of a completion's tokens; None stands for a prompt's first token, which nothing precedes.
+    """Log-probabilities of a completion's tokens; None stands for a prompt's first token, which nothing precedes.
 
     ``top_logprobs`` has each token itself, and the ``num_top`` likeliest.
     """
@@ -70,7 +70,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list[dict[str, Any] | None] | None:
-    """Those of a prompt, by token id: an extension, in the form that users of vLLM know."""
+    """The log-probabilities of a prompt, by token id: an extension, in the form that users of vLLM know."""
     if positions is None:
         return None
     return [
@@ -98,7 +98,7 @@ class TextOffsets:
         self._num_chars = 0
 
     def take(self, token_ids: Sequence[int], text: str, start: int = 0) -> list[int]:
-        """Those of the next tokens; of the whole text ``text``, which stands at ``start``, is what came with them."""
+        """Offsets of the next tokens. ``text`` is the text that came with them; it stands at ``start``."""
         return [self._add(self._bytes_in(text, start, token)) for token in token_ids]
 
     def _bytes_in(self, text: str, start: int, token_id: int) -> bytes:

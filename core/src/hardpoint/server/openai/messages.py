@@ -22,7 +22,7 @@ class TextPart(ProtocolModel):
 
 
 class RefusalPart(ProtocolModel):
-    """What an assistant said instead of an answer."""
+    """A refusal of the assistant."""
 
     type: Literal["refusal"]
     refusal: str
@@ -166,7 +166,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def tool_choice(choice: str | NamedTool | None, *, has_tools: bool, parallel: bool | None) -> ToolChoice:
-    """What a request says of calls. Raises ApiError for a choice without tools."""
+    """The tool choice of a request. Raises ApiError for a choice without tools."""
     mode = choice.function.name if isinstance(choice, NamedTool) else choice
     if not has_tools and (isinstance(choice, NamedTool) or mode == "required"):
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")

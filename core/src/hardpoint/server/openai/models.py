@@ -21,7 +21,7 @@ async def models(service: ServiceOf) -> JsonResponse:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: ServiceOf) -> JsonResponse:
-    """One of them."""
+    """One model of the list."""
     return JsonResponse(_model(service, service.check_model(name)))
 
 

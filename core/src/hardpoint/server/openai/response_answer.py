@@ -154,8 +154,8 @@ class Answer:
         return self._reason != "length"
 
     def _next(self, num_turns: int) -> TurnRequest:
-        """What is asked behind calls: to call on, or to answer where the limit of calls or turns is reached. What the
-        client said must be called has been."""
+        """The request behind calls: to call on, or to answer where the limit of calls or turns is reached. The
+        calls that the client required were made."""
         asked = self._ask([self._whole_item(item, is_cut=False) for item in self._items.all[len(self._first) :]])
         is_last = num_turns >= MAX_ROUNDS or (self.max_calls is not None and len(self._calls) >= self.max_calls)
         most = self._head["max_output_tokens"]

@@ -57,7 +57,7 @@ class NamedMcpTool(ProtocolModel):
 
 
 class TextSettings(ProtocolModel):
-    """What the text must look like."""
+    """The form that the text must have."""
 
     format: TextFormatOfResponses | None = None
     verbosity: str | None = None
@@ -120,7 +120,7 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
         made: Sequence[InputItem] = (),
         offered: Mapping[str, OfferedTool] = MappingProxyType({}),
     ) -> TurnRequest:
-        """What the engine is asked, between the items ``history`` and those ``made`` since; ``offered`` are the tools
+        """The request to the engine, between the items ``history`` and those ``made`` since; ``offered`` are the tools
         of tool servers. Raises ApiError and RequestError."""
         for name, why in _REFUSED.items():
             if getattr(self, name):

@@ -24,7 +24,7 @@ class TextContent(ProtocolModel):
 
 
 class RefusalContent(ProtocolModel):
-    """What an assistant said instead of an answer."""
+    """A refusal of the assistant."""
 
     type: Literal["refusal"]
     refusal: str
@@ -69,7 +69,7 @@ class CallItem(ProtocolModel):
 
 
 class CallOutputItem(ProtocolModel):
-    """What a call came to."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -79,7 +79,7 @@ class CallOutputItem(ProtocolModel):
 
 
 class ReasoningText(ProtocolModel):
-    """What the model said to itself."""
+    """Reasoning of the model."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str

@@ -1,4 +1,4 @@
-"""What changes logits before a token is drawn. Axes: N rows, V vocabulary, K tokens with a bias."""
+"""Ops that change logits before sampling. Axes: N rows, V vocabulary, K tokens with a bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step begins with: vectors of its tokens, and the slots that they are stored at."""
+"""Inputs of a step: vectors of its tokens, and the slots that they are stored at."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def shape_rows(engine: GraphEngine, limits: StepLimits, num_drafts: int = 0) -> 
 
 
 def with_adapters(rows: tuple[ShapeRow, ...]) -> tuple[ShapeRow, ...]:
-    """``rows``, and the same of steps with LoRA adapters."""
+    """``rows``, and the same rows once more for steps with LoRA adapters."""
     return (*rows, *(replace(row, adapted=True) for row in rows))
 
 

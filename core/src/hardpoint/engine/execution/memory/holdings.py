@@ -1,4 +1,4 @@
-"""What an engine holds in memory, by tag, and how it is given back for sleep and taken again on waking up."""
+"""An engine's memory by tag, and how it is given back for sleep and taken again on waking up."""
 
 from __future__ import annotations
 

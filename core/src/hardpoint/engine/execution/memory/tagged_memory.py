@@ -1,4 +1,4 @@
-"""Who holds how much of a device's memory: weights, resources, cache, graphs.
+"""A device's memory by its holder: weights, resources, cache, graphs.
 
 Whatever torch allocates on the device within a tag's pool is counted under that tag for as long as it lives, whoever
 asked for it: core, a plugin's packing, a vendor's operator. Counting goes by storages, so it is the same on every
@@ -66,7 +66,7 @@ class TaggedMemory:
         return max(seen, self._known[tag]()) if tag in self._known else seen
 
     def report(self) -> MemoryReport:
-        """What is held now."""
+        """The bytes held now."""
         return MemoryReport({tag: self.held(tag) for tag in TAGS}, self.memory.snapshot())
 
     def _forget_dead(self) -> None:

@@ -34,7 +34,7 @@ CLOSE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What a rank is built from. ``choices`` are the parent's, which every rank must come to as well; without any,
+    """The order to build a rank. ``choices`` are the parent's, which every rank must come to as well; without any,
     all must come to the same.
 
     ``store`` is the file, in a folder of its own on this host, by which the ranks meet.
@@ -67,7 +67,7 @@ RankReport = RankReady | RankFailed | StepOutput | Answer | Logged
 def serve_rank(
     connection: Connection, spec: RankSpec, levels: dict[str, int], parent: int, crashes: Connection
 ) -> None:
-    """What the process of a rank runs, until it is told to stop or its parent is gone."""
+    """The target of a rank's process, until it is told to stop or its parent is gone."""
     from hardpoint.parallel.process_group import FileStore
 
     send = child_process.Sender(connection)

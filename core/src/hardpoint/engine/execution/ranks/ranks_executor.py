@@ -51,7 +51,7 @@ class RankLink(ABC):
 
     @property
     def sentinel(self) -> int | None:
-        """What becomes ready when the rank is gone, for where its end of the connection may outlive it."""
+        """A handle that becomes ready when the rank is gone, since its end of the connection may outlive it."""
         return None
 
     @abstractmethod
@@ -60,7 +60,7 @@ class RankLink(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """End the rank, whatever it does."""
+        """Kill the rank's process, even where it hangs."""
 
     @abstractmethod
     def obituary(self) -> str:
@@ -286,7 +286,7 @@ def _again(lost: EngineDeadError) -> EngineDeadError:
 
 
 def _received(rank: RankLink) -> RankReport | None:
-    """What a rank says, None where it is gone."""
+    """The message of a rank, None where it is gone."""
     try:
         report: RankReport = pickle.loads(rank.connection.recv_bytes())
     except (EOFError, OSError):

@@ -34,7 +34,7 @@ _LINK = "hardpoint/link"
 
 @dataclass(frozen=True)
 class Launch:
-    """What torchrun tells a process, by the variables of the environment that it documents."""
+    """A process's place as torchrun tells it, by its documented environment variables."""
 
     place: Coordinates
     address: str
@@ -46,7 +46,7 @@ class Launch:
         return cls(place, os.environ["MASTER_ADDR"])
 
     def store(self) -> Store:
-        """What all processes of the launch share; waits for rank 0's host."""
+        """The store that all processes of the launch share; waits for rank 0's host."""
         from torch.distributed.rendezvous import rendezvous
 
         found: Store = next(rendezvous("env://", self.place.rank, self.place.topology.size))[0]

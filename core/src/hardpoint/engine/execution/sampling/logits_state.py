@@ -1,4 +1,4 @@
-"""What changes a slot's logits before its token is drawn: allowed tokens, bias and bans, penalties.
+"""Changes of a slot's logits before sampling: allowed tokens, bias and bans, penalties.
 
 Each part keeps its state by slot on the device: what is as wide as the vocabulary in declared memory (``LogitsState``),
 small things of its own. Slots that need nothing hold neutral values, so a step applies a part to all its rows, or
@@ -94,7 +94,7 @@ def unpack_bits(packed: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class LogitsState:
-    """What is as wide as the vocabulary for each slot: declared with the model, counted before the cache is sized.
+    """State as wide as the vocabulary for each slot: declared with the model, counted before the cache is sized.
 
     ``forbidden`` are the tokens that allowed_token_ids leaves out, ``in_prompt`` those that the prompt holds, ``drawn``
     counts the others: in 16 bits where no sequence can be longer than they count, else in 32.

@@ -64,7 +64,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class DevicePromptLogprobs:
-    """What one step found out about prompts."""
+    """Log-probabilities of prompts that one step computed."""
 
     chunks: tuple[_Chunk, ...]
     scores: DeviceLogprobs
