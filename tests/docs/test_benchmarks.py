@@ -15,7 +15,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_tex
 
 
 def test_every_benchmark_is_there() -> None:
-    assert set(re.findall(r"^\| `([a-z0-9]+)` \|", PAGE, re.MULTILINE)) == set(find())
+    assert set(re.findall(r"^\| `([a-z][a-z0-9]*)` \|", PAGE, re.MULTILINE)) == set(find())
 
 
 def test_every_flag_exists() -> None:
