@@ -1,0 +1,62 @@
+"""MPI's calls by the store of a group, for libraries of exchanges, which pass handles with them at the start."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class StoreComm:
+    """The methods of an mpi4py communicator that DeepEP and FlashInfer call. All ranks make the same calls.
+
+    Objects are pickled: the store is the ranks' alone.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int, seconds: float) -> None:
+        """A call waits ``seconds`` for the other ranks."""
+        self._store, self._rank, self._world = store, rank, world
+        self._timeout, self._calls = timedelta(seconds=seconds), 0
+
+    def Get_rank(self) -> int:  # noqa: N802  # MPI's name
+        """This rank."""
+        return self._rank
+
+    def Get_size(self) -> int:  # noqa: N802
+        """The number of ranks."""
+        return self._world
+
+    def Split(self, color: int, key: int) -> StoreComm:  # noqa: N802
+        """The group itself: all of its ranks stay together."""
+        return self
+
+    def allgather(self, data: object) -> list[Any]:
+        """What every rank gave, in their order."""
+        self._calls += 1
+        keys = [f"allgather/{self._calls}/{rank}" for rank in range(self._world)]
+        self._store.set(keys[self._rank], pickle.dumps(data).hex())
+        self._store.wait(keys, self._timeout)
+        return [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in keys]
+
+    def bcast(self, data: object, root: int) -> Any:
+        """What ``root`` gave."""
+        return self.allgather(data)[root]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.allgather(None)
+
+
+def missing_keywords(function: Any, keywords: Sequence[str]) -> str | None:
+    """How the parameters of ``function`` differ from a call with these keywords alone; None where it can be made."""
+    import inspect
+
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    known, needed = {p.name for p in parameters}, {p.name for p in parameters if p.default is p.empty}
+    if set(keywords) <= known and needed <= set(keywords):
+        return None
+    return ", ".join(p.name for p in parameters)
