@@ -30,7 +30,7 @@ from hardpoint_cuda.flashinfer_linear import TRIED_ROWS
 FEATURES = ("window", "soft_cap")
 BACKENDS = ("fa2", "fa3")
 HEADERS = ("curand.h", "cublasLt.h", "nvrtc.h")
-"""What a compiler alone has not got, and FlashInfer includes."""
+"""Headers that FlashInfer includes and a compiler alone lacks."""
 
 DEEP_GEMM = """
 #include "tensorrt_llm/deep_gemm/compiler.cuh"

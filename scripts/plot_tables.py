@@ -51,7 +51,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn of one table: a label for each row, and its panels."""
+    """The plot of one table: a label for each row, and its panels."""
 
     labels: tuple[str, ...]
     panels: tuple[Panel, ...]

@@ -32,7 +32,7 @@ MAX_ANSWER = 600  # characters, some 130 tokens
 
 
 def render(turns: list[tuple[str, str]]) -> str:
-    """What `CHAT_TEMPLATE` makes of (role, content) pairs."""
+    """The text that `CHAT_TEMPLATE` renders for (role, content) pairs."""
     return "".join(f"{TURN_START}{role}\n{content}{TURN_END}\n" for role, content in turns)
 
 

@@ -174,7 +174,7 @@ def test_decodes_decide_what_may_be_captured_of_phases(
 
 
 def test_phases_plan_a_step_of_decodes_over_the_batchs_own_arrays() -> None:
-    """What was captured read them there."""
+    """The captured steps read them there."""
     starts, lengths, slots = (torch.arange(n, dtype=torch.int32) for n in (4, 3, 3))
     table = torch.ones(3, 2, dtype=torch.int32)
     batch = AttentionBatch(starts, lengths + 1, table, slots, (0, 1, 2, 3), (1, 2, 3), 3, graph_key=3)

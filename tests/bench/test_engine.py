@@ -41,7 +41,7 @@ def test_the_most_steps_fit() -> None:
 
 
 def test_files_are_written_before_anything_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who reads the table may close the pipe behind its first line."""
+    """A reader of the table may close the pipe behind its first line."""
 
     def fail(*_: object, **__: object) -> None:
         raise BlockingIOError

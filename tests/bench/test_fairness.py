@@ -1,4 +1,4 @@
-"""What the bench of a short request beside a long prompt measures, on a tiny engine."""
+"""The bench of a short request beside a long prompt, on a tiny engine."""
 
 from __future__ import annotations
 

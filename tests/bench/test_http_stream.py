@@ -22,7 +22,7 @@ from hardpoint.cli.main import run
 from hardpoint_plugin_api import CapacityError
 
 Answer = Callable[[str], bytes | None]
-"""What a server sends for a path; None is nothing, ever."""
+"""The answer of a server for a path; None: no answer, ever."""
 
 TOKENS = 4
 DELIVERY = json.dumps({"choices": [{"text": "a"}]})
@@ -163,7 +163,7 @@ def test_the_same_command_again_has_new_prompts(monkeypatch: pytest.MonkeyPatch)
 def test_a_peer_that_cannot_be_measured(
     error: BaseException, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was measured of the server before is said all the same."""
+    """Earlier measurements of the server are printed all the same."""
 
     def fail(*_: object) -> float:
         raise error

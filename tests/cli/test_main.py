@@ -19,7 +19,7 @@ HEAVY = ("torch", "transformers", "pydantic", "tokenizers", "numpy", "jinja2")
 
 
 def modules_after(args: Sequence[str]) -> set[str]:
-    """What a process that ran ``args`` had imported."""
+    """The modules that a process which ran ``args`` had imported."""
     code = "import sys; from hardpoint.cli.main import run; run(sys.argv[1:]); print('|'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
     return set(done.stdout.splitlines()[-1].split("|"))

@@ -75,7 +75,7 @@ INVOCATIONS: dict[str, dict[str, Any]] = {
     "M --attention-backend triton": {"attention_backend": "triton"},
     "M --enable-sleep-mode --max-seq-len-to-capture 8192": {},
 }
-"""What follows ``vllm serve``, and the settings that it means here."""
+"""Arguments of ``vllm serve``, and the settings that they mean here."""
 
 
 @pytest.mark.parametrize(("given", "expected"), INVOCATIONS.items(), ids=list(INVOCATIONS))

@@ -28,7 +28,7 @@ _SHARE_OF_OPS = 10
 
 @dataclass
 class Seen:
-    """What the checks of one contribution found."""
+    """The findings of one contribution's checks."""
 
     checks: int = 0
     alarms: list[str] = field(default_factory=list)

@@ -213,14 +213,14 @@ class StaysAfterClose(TorchDistributed):
 
 
 class DeafToAbort(Letters):
-    """What waits goes on waiting."""
+    """A call that waits goes on waiting."""
 
     def abort(self) -> None:
         pass
 
 
 class Later(torch.Tensor):
-    """What a thread still works at, as a device's queue would: asking for it on the host waits."""
+    """A result that a thread still works at, as a device's queue would: reading it on the host waits."""
 
     worker: threading.Thread
 

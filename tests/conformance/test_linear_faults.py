@@ -76,7 +76,7 @@ class AddsIntoTheBias(PlainLinear):
 
 
 class BegunEarly(PlainLinear):
-    """What it is given has not been written when it begins: results are written when the next call has begun."""
+    """The kernel begins before its inputs are written: results are written when the next call has begun."""
 
     overlapped = True
     waits = False

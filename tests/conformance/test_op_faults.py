@@ -335,7 +335,7 @@ def test_deterministic_false_is_recorded_not_skipped(site: Site) -> None:
     ],
 )
 def test_replays_of_third_parties_kernels_are_tried_as_engines_run_them(site: Site, name: str, right: bool) -> None:
-    """What writes through addresses is called again by each run, unless it says that a recorder sees it."""
+    """A kernel that writes through addresses is called again by each run, unless it says that a recorder sees it."""
     if not site.records_graphs:
         pytest.skip("no compiled kernels were built, and no steps are recorded without")
     kernel = subject(site, getattr(raw_kernels, name), "op", "rms_norm", requires=[{"dtype": ["float32"]}])

@@ -19,7 +19,7 @@ from tests.support import simulated
 
 ONE_THREAD = {"cpu": {"threads": 1}}
 _SECONDS = 120.0
-"""What anything here may take on a machine that has much else to do."""
+"""Time limit of anything here on a busy machine."""
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are found by way of /proc")
 

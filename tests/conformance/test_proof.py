@@ -1,4 +1,4 @@
-"""What counts as proof: values that were compared, for what was claimed, with the libraries that are installed."""
+"""Proof: values that were compared, for each claim, with the libraries that are installed."""
 
 from __future__ import annotations
 

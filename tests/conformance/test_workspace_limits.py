@@ -61,7 +61,7 @@ class SizedAttention(ReferenceAttention):
 
 
 def faults_of_first(tried: Subject, generator: Generator, part: str) -> list[str]:
-    """What the check ``values`` objects to in the first trial that has ``part`` in its name."""
+    """The objections of the check ``values`` in the first trial that has ``part`` in its name."""
     trial = next(trial for trial in generator.trials(tried, Plan()) if part in trial.case)
     finding = next(finding for check, finding in trial.run() if check == "values")
     assert finding.compared

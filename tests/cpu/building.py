@@ -37,7 +37,7 @@ def needs_compiler() -> None:
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """What Python prints for ``command``; fails with its errors."""
+    """Python's output for ``command``; fails with its errors."""
     done = subprocess.run(
         [sys.executable, *command], env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""What the tests of compiled kernels share."""
+"""Fixtures of the tests of compiled kernels."""
 
 from __future__ import annotations
 

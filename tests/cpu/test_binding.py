@@ -18,7 +18,7 @@ from hardpoint_plugin_api import ConfigError
 from tests.cpu.building import needs_kernels
 
 STAT = "12 (a name (with) brackets) S " + " ".join(["0"] * 35) + " {cpu} 0 0"
-"""What /proc/self/stat holds; its 39th field is the CPU."""
+"""The content of /proc/self/stat; its 39th field is the CPU."""
 
 
 def two_nodes(folder: Path, running_on: int) -> Path:

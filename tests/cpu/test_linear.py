@@ -46,7 +46,7 @@ _GROUPS, _SMALL_GROUPS = ((Scale("bfloat16", (1, columns)),) for columns in (32,
 
 @dataclass(frozen=True)
 class Context:
-    """What a linear kernel asks of its build context."""
+    """The build context as a linear kernel uses it."""
 
     dtype: torch.dtype
     torch_device: torch.device = field(default=torch.device("cpu"))

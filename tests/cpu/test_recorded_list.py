@@ -95,7 +95,7 @@ def test_memory_is_used_again_within_a_step_and_between_steps(graphs: RecordedLi
 
 
 def test_results_of_all_graphs_lie_apart(graphs: RecordedLists) -> None:
-    """Those recorded first use memory between their operators that later ones had results in while being recorded."""
+    """Earlier recorded lists use memory between their operators that held results of later ones during recording."""
     held = buffers()
     prepared = [graphs.prepare(depth, lambda x, weight, d=depth: chain(x, weight, d), held) for depth in (9, 1, 4)]
     results = [one.run() for one in prepared]

@@ -147,7 +147,7 @@ def test_a_rank_that_is_killed_ends_the_others_wait(monkeypatch: pytest.MonkeyPa
 
 
 def _descriptors() -> list[str]:
-    """Those that are open, but for the one that lists them."""
+    """The open descriptors, but for the one that lists them."""
     folder = "/proc/self/fd"
     return [name for name in os.listdir(folder) if os.path.islink(f"{folder}/{name}")]
 

@@ -31,7 +31,7 @@ _THREADS = 3
 
 @dataclass(frozen=True)
 class Context:
-    """What a linear kernel asks of its build context."""
+    """The build context as a linear kernel uses it."""
 
     dtype: torch.dtype = torch.bfloat16
     torch_device: torch.device = field(default=torch.device("cpu"))
@@ -45,7 +45,7 @@ def _threads() -> Iterator[None]:
 
 
 def both(compute: Callable[[], object]) -> tuple[Any, Any]:
-    """What ``compute`` returns on one thread and on several."""
+    """The results of ``compute`` on one thread and on several."""
     torch.set_num_threads(1)
     alone = compute()
     torch.set_num_threads(_THREADS)

@@ -1,4 +1,4 @@
-"""What FlashInfer needs, found without importing it; and that it is today what the adapter was written for."""
+"""FlashInfer's requirements, checked without importing it; and its version is the one the adapter was written for."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def pages() -> Iterator[tuple[str, str]]:
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Those of the plugin API; a text after a name counts as one, too."""
+    """The docstrings of the plugin API; a text after a name counts as one, too."""
     for path in sorted((ROOT / "plugin_api" / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -42,7 +42,7 @@ SAMPLING = [
     SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3),
     SamplingParams(temperature=0.7, top_p=0.8, seed=4, max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=2),
 ]
-"""What is looked at: these requests, alone and among others."""
+"""The requests that are compared, alone and among others."""
 
 Seen = tuple[list[int], object, object]
 

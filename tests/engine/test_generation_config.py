@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json does to default sampling, and its errors."""
+"""Effects of a checkpoint's generation_config.json on default sampling, and its errors."""
 
 from __future__ import annotations
 

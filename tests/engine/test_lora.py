@@ -142,7 +142,7 @@ def test_the_same_prompt_with_another_adapter_finds_no_cached_prefix(llama: Adap
 
 
 def test_quantized_base_weights_take_adapters(llama: Adapted) -> None:
-    """What a quantized model's own weights lose is lost with the adapter too: the merged one has other roundings."""
+    """The error of a quantized model's own weights stays with the adapter: the merged one has other roundings."""
     (prompt,) = random_prompts(1, 40, seed=9, shortest=30)
     scores = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     with lora_llm(llama.folder, quantization="int8") as llm, small_llm(llama.folder) as exact:

@@ -1,4 +1,4 @@
-"""What an engine and its plugins count, the profiles it takes, and all of that from another process."""
+"""Metrics of an engine and its plugins, its profiles, and all of that from another process."""
 
 from __future__ import annotations
 

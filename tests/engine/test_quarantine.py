@@ -51,7 +51,7 @@ class Engines:
     def __init__(self, num_requests: int) -> None:
         self.links: list[ScriptedLink] = []
         self.builds: list[EngineDeadError] = []
-        """What becomes of the next cores before they are ready."""
+        """Failures of the next cores to start, the last one first."""
         self.core = RemoteCore(self._start, CONFIG)
         self.core.wait_until_ready()
         self.requests = [self.add() for _ in range(num_requests)]
@@ -67,7 +67,7 @@ class Engines:
 
     @property
     def sent(self) -> list[int]:
-        """What the last core was told since this was asked."""
+        """The commands to the last core since this was last read."""
         sent, self.links[-1].sent = self.links[-1].sent, []
         return sent
 

@@ -1,4 +1,4 @@
-"""What is replayed is what would have been computed: plugins' kernels that no recorder sees, and faults in replays."""
+"""Replays compute the same as eager steps: plugins' kernels that no recorder sees, and faults in replays."""
 
 from __future__ import annotations
 

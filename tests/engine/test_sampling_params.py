@@ -1,4 +1,4 @@
-"""What sampling parameters do to outputs, against Transformers' logits and the parameters' definitions."""
+"""Effects of sampling parameters on outputs, against Transformers' logits and the parameters' definitions."""
 
 from __future__ import annotations
 

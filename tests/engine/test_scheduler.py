@@ -81,7 +81,7 @@ def drafting(most: int, wrong: float, seed: int = 0) -> Drafter:
 
 
 def expected_output(request: Request) -> list[int]:
-    """What ``request`` must produce, computed without any engine."""
+    """The expected tokens of ``request``, computed without any engine."""
     tokens = list(request.asked.prompt_token_ids)
     while len(tokens) < request.asked.max_total_tokens:
         tokens.append(draw(tokens))
@@ -528,7 +528,7 @@ def test_the_pool_forgets_the_least_recently_used_and_tails_first() -> None:
 
 
 def test_prompts_are_hashed_while_the_device_works() -> None:
-    """What is looked for needs the first hash that nobody knows, and no other; the rest is made before the commit."""
+    """A search needs the first hash that is not in the cache, and no other; the rest is computed before the commit."""
     limits = StepLimits(max_tokens=100, max_requests=2)
     scheduler, device = make_scheduler(60, limits), Device(limits, 60)
     scheduler.add(request := make_request(0, list(range(30)), 2))

@@ -63,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What came of a job: vector registers, bytes that did not fit them per thread, bytes of shared memory.
+    """The result of a job: vector registers, spilled bytes per thread, bytes of shared memory.
 
     ``assembly`` is PTX or AMDGCN; ``instructions`` counts its mnemonics.
     """
@@ -107,7 +107,7 @@ SHARED_KIB = {
     "gfx1100": 64,
     "gfx1201": 64,
 }
-"""What one program may have of a multiprocessor's shared memory: CUDA C++ Programming Guide, "Technical Specifications
+"""Most shared memory of one program: CUDA C++ Programming Guide, "Technical Specifications
 per Compute Capability"; LDS of a compute unit in AMD's CDNA ISA guides."""
 
 

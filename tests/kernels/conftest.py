@@ -31,7 +31,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """What numbers that are not finite make of each other is no news: numpy computes for the interpreter."""
+    """Silence numpy's warnings about numbers that are not finite: it computes for the interpreter."""
     item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
 
 

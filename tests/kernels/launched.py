@@ -68,7 +68,7 @@ _SIZES = ((1024, 2048), (136, 512))
 
 @dataclass(frozen=True)
 class Variant:
-    """What one variant of a kernel was compiled to: registers, bytes of scratch per thread, bytes of shared memory.
+    """One compiled variant of a kernel: registers, bytes of scratch per thread, bytes of shared memory.
 
     ``dots`` are rows, columns and element types of its matrix products, ``matrix`` is the number of matrix
     instructions.
@@ -86,7 +86,7 @@ class Variant:
 
 
 def target_of(device: DeviceInfo) -> GPUTarget:
-    """What Triton calls the device."""
+    """Triton's name of the device."""
     if device.arch.startswith("sm_"):
         return GPUTarget("cuda", int(device.arch[3:]), 32)
     return GPUTarget("hip", device.arch, 64 if "wave64" in device.features else 32)

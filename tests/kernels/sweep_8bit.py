@@ -107,7 +107,7 @@ def _spec(element: str) -> QuantSpec:
 
 
 def _rounding(element: str, num_rows: int) -> Iterator[tuple[str, float]]:
-    """What kernels that round rows take, each with others' numbers, so that none are in the nearest cache."""
+    """Times of kernels that round rows, each with other numbers, so that none are in the nearest cache."""
     spec = _spec(element)
 
     def rows_of(columns: int) -> list[torch.Tensor]:

@@ -99,7 +99,7 @@ _SPLIT = ((2, 3), (2, 4), (4, 3), (4, 4), (8, 2), (8, 3))
 
 
 def _cuts(num_rows: int) -> Iterator[Int4Configuration]:
-    """Those worth a try: with the registers that they take, 4 or 5 programs of 4 warps share a multiprocessor."""
+    """Tiles worth a try: with their registers, 4 or 5 programs of 4 warps share a multiprocessor."""
     least = 1 << (num_rows - 1).bit_length()
     if least <= 16:
         for block_n, (num_warps, num_stages) in itertools.product((16, 32), _SPLIT):

@@ -92,7 +92,7 @@ def _product(cut: Cut, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _chosen(num_rows: int, n: int, k: int) -> list[Cut]:
-    """What each kernel that may serve takes now."""
+    """The present tiles of each kernel that may serve."""
     cuts: list[Cut] = (
         [] if num_rows == 1 else [skinny_configuration(num_rows, n, 2, 2), gemm_configuration(num_rows, n, 2)]
     )

@@ -1,4 +1,4 @@
-"""What sweeps of kernels on an accelerator share: variants compiled beside each other, and times without a host's."""
+"""Tools for sweeps of kernels on an accelerator: variants compiled side by side, and times without the host's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHT_BYTES = 256 << 20
 """Of weights in turn: several times what caches hold."""
 
 _WORDS = 8192
-"""What a program of a plain read has."""
+"""Elements that one program reads at a time."""
 
 
 def compile_beside(build: Callable[[Any], object], variants: Sequence[Any]) -> list[bool]:

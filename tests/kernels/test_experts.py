@@ -124,7 +124,7 @@ class Layer:
             self.w |= {f"{name}.{slot}": torch.stack([one[slot] for one in each]).to(device) for slot in each[0]}
 
     def faults(self, tiling: Tiling | None = None) -> str:
-        """What is wrong with the kernel's results, in the given tiles."""
+        """Faults of the kernel's results, in the given tiles."""
         kernel = TritonGroupedExperts(self.ctx, self.workload)
         out, scratch = torch.full_like(self.x, float("nan")), torch.empty(kernel.workspace_bytes(len(self.x)) + 7)
         call = ExpertsCall(self.x, self.ids, self.weights, self.w, out, scratch.view(torch.uint8))

@@ -86,7 +86,7 @@ def test_page_indices_compiles(targets: tuple[str, ...]) -> None:
 
 
 class Compiled:
-    """What stands in for a compiled library. ``plans`` are the arguments of each plan."""
+    """A stand-in for a compiled library. ``plans`` are the arguments of each plan."""
 
     def __init__(self) -> None:
         self.plans: list[tuple[Any, ...]] = []

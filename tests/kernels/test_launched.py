@@ -36,7 +36,7 @@ NARROW = 16
 """Rows and columns from which on all targets have matrix instructions; NVIDIA's take 8."""
 
 SAMPLE = ["op.quantize_rows=triton_fp8", "op.rms_norm_quantized=triton_fp8"]
-"""What is compiled in every run of the tests, with 8-bit floats of three kinds of device."""
+"""Kernels that are compiled in every run of the tests, with 8-bit floats of three kinds of device."""
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def contributed(platform: str) -> dict[str, str]:
 
 
 def compiled(device: str, names: list[str], folder: Path, seconds: float) -> list[dict[str, Any]]:
-    """What the program says of each variant; AssertionError with the compiler's last words where it did not end."""
+    """The program's report on each variant; AssertionError with the compiler's last words where it did not end."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.launched", device, *names]
     environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DISABLE_LINE_INFO": "1"}

@@ -1,4 +1,4 @@
-"""What serving changes from step to step compiles nothing anew: numbers of tokens and requests, where arrays begin."""
+"""Nothing is compiled again for values that change between steps: numbers of tokens and requests, array offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step begins with, in Triton."""
+"""Inputs of a step, in Triton."""
 
 from __future__ import annotations
 

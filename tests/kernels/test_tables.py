@@ -144,7 +144,7 @@ def test_the_users_folder_is_asked_first(tmp_path: Path) -> None:
 
 
 def test_shipped_tables_name_their_source() -> None:
-    """What was measured says where, and the page is there."""
+    """Each measured tile names its page of measurements, and the page is there."""
     root = Path(__file__).resolve().parents[2]
     shipped = [folder for name in ("cuda", "rocm") for folder in discover().tuning_folders(name)]
     paths = [path for folder in (FOLDER, *shipped) for path in folder.glob("*.toml")]

@@ -132,7 +132,7 @@ SIZES = {
 
 
 def experts_of(matrices: dict[str, torch.Tensor], folder: str) -> Callable[..., torch.Tensor]:
-    """What Transformers' experts do, one by one, with input that is rounded in tiles of 128 before each matrix."""
+    """The output of Transformers' experts, one by one, with input rounded in tiles of 128 before each matrix."""
     rounded = fp8_inputs(128)
 
     def forward(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

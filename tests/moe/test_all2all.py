@@ -46,7 +46,7 @@ def site() -> Site:
 
 
 def among(site: Site, world: int, communicator: type[Communicator], run: Callable[[Context], T]) -> list[T]:
-    """What ``run`` returns on each of ``world`` ranks, given a context whose experts are divided among them."""
+    """The results of ``run`` on each of ``world`` ranks, given a context whose experts are divided among them."""
 
     def one(rank: int, store: Store) -> T:
         groups = alone()
@@ -125,7 +125,7 @@ def test_ranks_get_their_own_tokens_back(site: Site, all2all: type[All2All], row
 
 @pytest.mark.parametrize("all2all", [AllGatherReduceScatter, NaiveAll2All])
 def test_ranks_that_know_do_not_ask(site: Site, all2all: type[All2All]) -> None:
-    """What is expected counts for one dispatch; no numbers are exchanged for it, so that it can be recorded."""
+    """The expected counts hold for one dispatch; no numbers are exchanged for it, so that it can be recorded."""
     rows, asked = (2, 3), [0, 0]
 
     def one(ctx: Context) -> None:

@@ -348,7 +348,7 @@ def quantized_fp8(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 
 
 def loaded_experts(llm: LLM, layer: int) -> dict[str, Tensor]:
-    """What an engine's kernel says that the matrices of a layer are."""
+    """The matrices of a layer as an engine's kernel unpacks them."""
     experts = mixture_of(llm.core.blueprint.model, layer).experts
     unpacked: dict[str, Tensor] = experts.kernels[0].unpack(experts.weights)
     return unpacked

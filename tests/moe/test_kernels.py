@@ -81,7 +81,7 @@ def subject_of(site: Site, name: str) -> Subject:
 
 
 def findings(subject: Subject, rows: list[Row]) -> Iterator[Finding]:
-    """What the kit finds in each of ``rows`` that is claimed."""
+    """The kit's findings in each of ``rows`` that is claimed."""
     for row in rows:
         probe = ExpertsProbe(subject, row, SPECS)
         if subject.refuses(probe.workload) is None:

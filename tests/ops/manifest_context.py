@@ -20,7 +20,7 @@ OPS = tuple(c for c in MANIFEST.contributions if c.family == "op")
 
 @dataclass(frozen=True)
 class Offer:
-    """What the selector knows of a candidate."""
+    """The selector's view of a candidate."""
 
     contribution: Contribution
     plugin: str = "core"

@@ -76,7 +76,7 @@ FAULTS = (
 
 
 def middle_rounded(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None:
-    """What matrix units of 16 bits need."""
+    """The op with its middle rounded to x's dtype, as matrix units of 16 bits need it."""
     for row, slot in enumerate(adapters.tolist()):
         if slot >= 0:
             middle = (a[slot].double() @ x[row].double()).to(x.dtype)

@@ -61,7 +61,7 @@ def test_topk_is_its_definition(scoring: str, biased: bool, renormalize: bool, s
 
 
 def router_config(**changes: Any) -> Any:
-    """What Transformers' routers read of a config; their weight is to be the identity, so that logits are the input."""
+    """The config of Transformers' routers; their weight is to be the identity, so that logits are the input."""
     return SimpleNamespace(num_experts=32, num_local_experts=32, hidden_size=32, **changes)
 
 

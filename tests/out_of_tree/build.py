@@ -34,7 +34,7 @@ class Dist:
 
     @property
     def installed_names(self) -> set[str]:
-        """What installing it adds to a folder of packages."""
+        """Files that installing it adds to a folder of packages."""
         return {path.partition("/")[0] for path in self.files} | {self.metadata_folder}
 
     @property

@@ -51,7 +51,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
 def served(llm: LLM) -> dict[tuple[str, str | None], set[str]]:
-    """Who serves what: (family, of) -> names."""
+    """The chosen implementations: (family, of) -> names."""
     chosen: dict[tuple[str, str | None], set[str]] = {}
     for row in llm.table.rows:
         chosen.setdefault((row.family, row.of), set()).add(row.chosen)

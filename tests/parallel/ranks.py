@@ -39,7 +39,7 @@ class ThreadsExecutor(RanksExecutor):
 
     @property
     def blueprints(self) -> list[Blueprint]:
-        """What each rank was built from."""
+        """The order that each rank was built from."""
         found = [thread._rank.blueprint for thread in self.threads]
         return [blueprint for blueprint in found if blueprint is not None]
 
@@ -61,7 +61,7 @@ def ranks_in_threads(folder: Path | str, ranks: int, **settings: Any) -> Iterato
 
 
 def on_each(world: int, run: Callable[[int, Store], T]) -> list[T]:
-    """What ``run`` returns on each of ``world`` ranks, given its number and what they meet at."""
+    """The results of ``run`` on each of ``world`` ranks, given its number and their meeting place."""
     store = HashStore()
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(lambda rank: run(rank, store), range(world)))

@@ -1,4 +1,4 @@
-"""What an engine makes of given tokens, prompt and decode steps apart, held to another engine's under the error model.
+"""An engine's logits for given tokens, prompt and decode steps apart, against another engine's by the error model.
 
 Two engines that round differently need not continue a prompt alike. So each continuation is one token again and again,
 which alone is allowed; log-probabilities are the model's own all the same.

@@ -1,4 +1,4 @@
-"""Who sums over the ranks: the layer that made a partial sum, or the norm behind it, in one op with the norm.
+"""The sum over the ranks: by the layer that made a partial sum, or by the norm behind it, in one op with the norm.
 
 A plugin written into the test's folder has an op of its own, which joins the group, and layers of its own, each derived
 from core's and with a ``forward`` that expects what core's had given before there was such an op.

@@ -35,7 +35,7 @@ SIZES = {
 
 
 def sizes_read(tree: ast.AST) -> set[str]:
-    """What of SIZES a module reads: as an attribute, a name, or a key."""
+    """The names of SIZES that a module reads: as an attribute, a name, or a key."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

@@ -29,7 +29,7 @@ def parsers(tool: str = "none", reasoning: str = "none") -> Parsers:
 
 
 def read(parser: OutputParser, pieces: Sequence[str]) -> list[tuple[str, ...]]:
-    """What came of ``pieces``: content and reasoning joined, each call with its name and arguments."""
+    """The events of ``pieces``: content and reasoning joined, each call with its name and arguments."""
     events: list[ParserEvent] = []
     for piece in pieces:
         events += parser.feed(piece)

@@ -1,4 +1,4 @@
-"""What each syntax looks like, and what comes of it, however it is cut."""
+"""Examples of each syntax, and their events, however the text is cut."""
 
 # ruff: noqa: RUF001  # DeepSeek's marks have wide bars
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``hardpoint explain`` answers for devices that are not here, as text files that a reviewer reads.
+"""The output of ``hardpoint explain`` for devices that are not here, as text files that a reviewer reads.
 
 ``python -m tests.platforms.explained`` writes ``explained/DEVICE.txt`` again. A difference in review is another kernel
 on that device.

@@ -1,4 +1,4 @@
-"""What would run on twelve devices that are not here, as the files in ``explained/`` say."""
+"""Choices for twelve devices that are not here, as the files in ``explained/`` have them."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_head_multiple() -> None:
 def test_a_scalar_of_the_op(
     table: dict[str, object], told: dict[str, ScalarValue], wanted: str | None, supported: str | None
 ) -> None:
-    """What the caller does not say may come at any time, so that it is rejected, too."""
+    """A value that the caller does not give may come at any time, so that it is rejected, too."""
     reason = check(parsed("op", scalar=table), OpWorkload(of="rope", scalars=tuple(told.items())))
     assert facts(reason) == (None if supported is None else ("scalar", wanted, supported))
 

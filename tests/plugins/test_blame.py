@@ -1,4 +1,4 @@
-"""What a plugin's classes do wrong while a model is built is an error that names plugin, contribution and target."""
+"""An error of a plugin's class while a model is built names plugin, contribution and target."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPEC = AttentionSpec(4, 2, 8, 0.2, "float32", "float32", 16)
 
 
 class Block(PluggableLayer, name="blame_block"):
-    """What the replacements below replace."""
+    """The layer that the replacements below replace."""
 
     def __init__(self, ctx: Any, args: Any) -> None:
         super().__init__(ctx)

@@ -1,4 +1,4 @@
-"""What discovery finds, what it refuses before any conflict, and what asking by name makes of that."""
+"""Discovery: the plugins found, the ones refused before any conflict, and the errors of ones asked for by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What discovery must not do, seen from a process of its own; and plugins that are installed editable."""
+"""Side effects that discovery must not have, seen from a process of its own; and editable plugins."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def reason(plugins: PluginSet, name: str) -> str:
 
 
 def differences(path: Path) -> dict[str, str]:
-    """What differs, by kind."""
+    """The differences, by kind."""
     return {d.kind: f"{d.plugin}: {d.detail}" for d in LockFile.read(path).differences(discover().records)}
 
 

@@ -56,7 +56,7 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Compiled:
-    """What has no signature that Python can read."""
+    """A callable whose signature Python cannot read."""
 
     __signature__ = "none"
 

@@ -43,7 +43,7 @@ def lock() -> LockFile:
 
 
 def objection(locked: LockFile) -> str:
-    """What keeps the adapter from an engine with this lock file."""
+    """The reason that keeps the adapter from an engine with this lock file."""
     record = discover(lock=locked).record("adapter")
     return str(record.reason) if record.status == "refused" else ""
 

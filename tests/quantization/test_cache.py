@@ -25,7 +25,7 @@ TOPS = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0, "float8
 
 
 def rounded(x: torch.Tensor, dtype: str, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """What a cache makes of keys or values [T, K, D]."""
+    """Keys or values [T, K, D] as a cache holds them."""
     if scale is None:
         scale = x.abs().amax(-1, keepdim=True) / TOPS[dtype]
     scaled = (x / scale).clamp(-TOPS[dtype], TOPS[dtype])

@@ -21,7 +21,7 @@ REFUSED = {
     "gptq-8": r"in groups that are no neighbours \(act-order\)",
     "ct-w4a16-actorder": r"in groups that are no neighbours \(act-order\)",
 }
-"""What cannot be divided -> the error, which comes before weights are read."""
+"""A model that cannot be divided -> the error, which comes before weights are read."""
 QUICK = ("fp8-block", "gptq-4", "ct-w4a16")
 BY_NIGHT = {"fp8-channel", "fp8-static", "gptq-4-v2", "gptq-8-asymmetric", "ct-int8-asymmetric", "ct-fp8-block"}
 BY_NIGHT |= {"ct-w8a16", "ct-w8a16-asymmetric"}

@@ -1,4 +1,4 @@
-"""What a quantized checkpoint may lack or contradict: one clear error each, before any weight is read."""
+"""Missing and contradictory parts of a quantized checkpoint: one clear error each, before any weight is read."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_flag_that_contradicts_the_checkpoint(tmp_path: Path, no_reading: None
 
 
 def test_symmetric_weights_with_other_zero_points(tmp_path: Path) -> None:
-    """What only the tensors' bytes tell is an error as they are read, and names the tensor."""
+    """An error that only the tensors' bytes show is raised as they are read, and names the tensor."""
     write_quantized(tmp_path, BY_NAME["gptq-4"])
     change_tensors(tmp_path, lambda tensors: tensors[f"{MODULE}.qzeros"].add_(1))
     with pytest.raises(CheckpointError, match=r"up_proj.qzeros': zero points are not all 8, and the config says"):

@@ -66,7 +66,7 @@ def loaded_weights(llm: LLM, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def dtype_of(name: str) -> str:
-    """What a fixture's own model was made of."""
+    """The dtype of a fixture's own model."""
     return "float16" if name.startswith(("autoawq", "gptqmodel")) else "bfloat16"
 
 

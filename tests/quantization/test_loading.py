@@ -16,7 +16,7 @@ from tests.quantization.fixtures.base_model import CONFIG, write_tokenizer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 CONSTANT = 24 * 2**20
-"""What does not grow with the model, in bytes: 16 MiB of the file are mapped, and the tensor that is quantized."""
+"""Bytes that do not grow with the model: 16 MiB of the file are mapped, and the tensor that is quantized."""
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 """For glibc's malloc: a freed tensor goes back to the system at once. What it would rather keep for later differs from
 run to run by tens of MB, and says nothing of what loading holds."""

@@ -79,7 +79,7 @@ def test_logits_are_those_of_the_rounded_numbers(
 
 @pytest.mark.parametrize("kernel", ["emulated", "dequantized"])
 def test_either_kernel_by_name(tmp_path: Path, kernel: str) -> None:
-    """What dequantizes once, while loading, gives what dequantizes at each call does."""
+    """Dequantizing once, while loading, gives the same as dequantizing at each call."""
     write_checkpoint(tmp_path, "llama")
     ids = random_prompts(1, 20, seed=3, shortest=20)[0]
     settings = {"quantization": "int4", "quantization_options": "group_size=32"}

@@ -1,4 +1,4 @@
-"""Who serves how many tokens, by what was measured: margins, the one form that all share, ranges, noise."""
+"""Decisions by measurements: margins, the one layout that all share, ranges, noise."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def winners(decision: Decision) -> dict[int, str]:
 
 
 def follow(plan: Plan, *offers: Offer, found: tuple[Verdict, ...]) -> list[tuple[str, str]]:
-    """Who serves when the selector reads these verdicts."""
+    """The winners when the selector reads these verdicts."""
     key = (TOY.name, "linear", None, plan.workload.key())
     return served(selector(FakePlugins(offers), tuning=TuningFile({key: found})).select(plan.workload))
 
@@ -116,7 +116,7 @@ def test_another_layout_is_judged_from_what_it_prefers() -> None:
 
 
 def test_inputs_come_rounded_where_all_take_them_so() -> None:
-    """What rounds for itself is quicker where that is done for it, which one that cannot take it prevents."""
+    """A kernel that rounds its inputs is faster with rounded inputs, but not where another winner cannot take them."""
     offers = (GEMV, BEST, ANY)
     plan = select(*offers)
     rounded: dict[Offer | Contender, dict[int, float]] = {

@@ -83,7 +83,7 @@ def in_range(where: StepRange, step: Step) -> bool:
 
 
 def expected(contest: Contest) -> dict[Step, str] | None:
-    """Who serves each step, or None where nothing may. A veto is known here from the start."""
+    """The winner for each step, or None where there is none. A veto is known here from the start."""
     usable = [o for o in contest.offers if not o.contribution.platforms and o.contribution.name not in contest.vetoed]
 
     def ranked(offers: Sequence[Offer], measured: set[str]) -> list[Offer]:
@@ -113,7 +113,7 @@ def expected(contest: Contest) -> dict[Step, str] | None:
 
 
 def who_serves(plan: Plan) -> dict[Step, str]:
-    """Who serves each step; fails unless exactly one row does."""
+    """The winner for each step; fails unless it is exactly one row."""
     found = {}
     for step in STEPS:
         (found[step],) = (e.offer.contribution.name for e in plan.entries if in_range(e.range, step))

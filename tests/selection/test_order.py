@@ -1,4 +1,4 @@
-"""Who comes first: the flag, the tuning file, priority, the name; and what happens to what was asked for by name."""
+"""The order of candidates: the flag, the tuning file, priority, the name; and failures of one asked for by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target says after import: asked of winners only, believed, and survived when it is broken."""
+"""Answers of targets after import: asked of winners only, believed, and survived when broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every endpoint: errors, keys, limits, clients that leave, and what operators ask."""
+"""Rules of every endpoint: errors, keys, limits, clients that leave, and paths for operators."""
 
 from __future__ import annotations
 

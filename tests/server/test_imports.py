@@ -1,4 +1,4 @@
-"""Who does not serve pays nothing for the server."""
+"""A program that does not serve pays nothing for the server."""
 
 from __future__ import annotations
 

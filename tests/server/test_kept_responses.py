@@ -284,7 +284,7 @@ def test_a_store_of_the_form_before_is_read(tmp_path: Path) -> None:
 
 
 def test_processes_share_the_bound_of_a_store(tmp_path: Path) -> None:
-    """What one has put counts for the other, and both may write at once."""
+    """A response that one process has put counts for the other, and both may write at once."""
     stores = [ResponseStore(tmp_path / "s", 4000, 100, maker) for maker in range(2)]
 
     def fill(store: ResponseStore, first: int) -> None:

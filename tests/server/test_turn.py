@@ -1,4 +1,4 @@
-"""What is read of an output, however much of it comes at once."""
+"""Reading an output, however much of it comes at once."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ WORKLOAD = CommunicatorWorkload(dtype="float32", parallel="tp", ranks=WORLD)
 
 @dataclass(frozen=True)
 class Facts:
-    """What the communicator asks of its context."""
+    """The build context as the communicator uses it."""
 
     timeout: float = 10.0
 

@@ -98,7 +98,7 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], dict[str, str]]] = {
     "a stale address is recorded": (RecordsAnOldAddress, {"replay": "direction"}),
     "memory grows": (Grows, {"allocation": "memory-growth"}),
 }
-"""What to plant, and which checks are to object, with which code among others."""
+"""Faults to plant, and the checks that must object, with one of their codes."""
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,7 @@ ENGINE: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8}
 
 
 class Place(BaseModel, extra="forbid"):
-    """What the schema below describes."""
+    """The object that the schema below describes."""
 
     size: int = Field(ge=3, le=20)
     tags: list[str] = Field(min_length=1, max_length=2)
@@ -391,7 +391,7 @@ def test_compiled_grammars_are_kept_within_a_bound_of_bytes(llm: LLM) -> None:
 
 
 def test_an_output_goes_on_from_the_tokens_it_has(llm: LLM) -> None:
-    """What a front end does with its requests when it has built a new engine."""
+    """Send a new engine the requests, as a front end does."""
     core = llm.client
     assert isinstance(core, EngineCore)
     params = SamplingParams(max_tokens=40, temperature=0, structured=DATE)

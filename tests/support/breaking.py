@@ -47,7 +47,7 @@ WAYS = {
 
 
 POISON = (7, 7, 7)
-"""What a request's prompt begins with that an engine's process dies of."""
+"""The beginning of a prompt that kills an engine's process."""
 
 _DEADLY = f"""
 import os, signal

@@ -1,4 +1,4 @@
-"""What the FlashInfer backend is built with outside an engine."""
+"""The context of the FlashInfer backend outside an engine."""
 
 from __future__ import annotations
 

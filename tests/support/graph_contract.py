@@ -1,4 +1,4 @@
-"""What every graph engine keeps to, whether it captures, records, compiles or just calls: for a subclass per engine."""
+"""The contract of graph engines, whether they capture, record, compile or just call: for a subclass per engine."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class GraphEngineContract:
 
 
 class RecordingContract(GraphEngineContract):
-    """What engines keep to that record: those with ``max_graphs`` other than 0.
+    """The contract of engines that record: the ones with ``max_graphs`` other than 0.
 
     ``sees_waits``: whether the engine can tell that a function waits for the device.
     """

@@ -25,7 +25,7 @@ from hardpoint import fork_server
 
 ROOT = str(Path(__file__).resolve().parents[2])
 MODULES = ("hardpoint.conformance.nursery",)
-"""What processes begin with: those that try kernels, too, which such a process asks its own server for."""
+"""Modules that these processes begin with; the conformance kit's own processes need them, too."""
 
 LENGTH = 8
 """Bytes that say how long a request is."""

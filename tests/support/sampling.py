@@ -1,4 +1,4 @@
-"""What sampling parameters mean, token by token: shares no code with the sampler."""
+"""The meaning of sampling parameters, token by token: shares no code with the sampler."""
 
 from __future__ import annotations
 

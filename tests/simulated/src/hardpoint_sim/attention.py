@@ -59,7 +59,7 @@ class ColumnLayout(CacheLayout):
 
 @dataclass
 class _Buffers:
-    """What ``forward`` reads, at addresses that stay for one token: pages [N, W] and a mask [T, S], True is hidden.
+    """Metadata of ``forward``, at addresses that stay for one token: pages [N, W] and a mask [T, S], True is hidden.
 
     ``readable`` [S] says which keys any query of the step reads.
     """

@@ -1,4 +1,4 @@
-"""What ``torch.sim`` is: torch's device module for the simulated accelerator.
+"""The module ``torch.sim``: torch's device module for the simulated accelerator.
 
 Importing this module registers the device type with torch, once and for the whole process.
 """
@@ -21,7 +21,7 @@ NAME = "Simulated accelerator"
 
 @dataclass(frozen=True)
 class Properties:
-    """What torch users ask a device for."""
+    """The functions that torch's users call for a device."""
 
     name: str
     total_memory: int

@@ -18,7 +18,7 @@ Number = int | float
 Place = tuple[int, int]
 """A node of a recording, and an argument of it."""
 Piece: TypeAlias = "_C.Recording | Callable[[], None]"
-"""What is replayed, or called."""
+"""A part of a step, which is replayed or called."""
 
 
 class RecordedLists(GraphEngine):

@@ -1,4 +1,4 @@
-"""What tests may ask the simulated devices, beyond what any platform tells."""
+"""Instruments of the simulated devices, beyond the platform's interface."""
 
 from __future__ import annotations
 

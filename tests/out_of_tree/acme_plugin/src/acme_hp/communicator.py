@@ -31,7 +31,7 @@ class Mailbox(Communicator):
         self._has_left = True
 
     def abort(self) -> None:
-        """Who waits for a letter looks up in a moment, and sees it."""
+        """A rank that waits for a letter looks again in a moment, and sees it."""
         self._has_left = True
 
     def all_gather(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
