@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +14,17 @@ from torch._C._distributed_c10d import HashStore
 from hardpoint import SamplingParams
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
+from hardpoint.parallel.store_comm import StoreComm
 from hardpoint_cuda import deepep
 from hardpoint_cuda.platform import CudaPlatform, describe_arch
-from hardpoint_cuda.store_comm import StoreComm
 from hardpoint_plugin_api import All2AllWorkload, DeviceInfo, SelectionError
 from tests.parallel.ranks import ranks_in_threads
 from tests.support import deepep_stand_in
 from tests.support.checkpoints import write_checkpoint
 from tests.support.deepep_stand_in import CALLS
-from tests.support.on_host import HostModule
+from tests.support.installed_stand_in import installed
 from tests.support.on_host_settings import without_triton
+from tests.support.two_gpus import two_gpus
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[5], [6, 7, 8], [9, 3, 200, 17, 4, 4, 8, 1, 90]]
@@ -34,50 +33,14 @@ WORKLOAD = All2AllWorkload(dtype="bfloat16", parallel="ep", ranks=2, num_experts
 
 @pytest.fixture
 def deep_ep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The stand-in, installed as the distribution ``deep_ep``."""
-    folder = tmp_path / "site"
-    (folder / "deep_ep").mkdir(parents=True)
-    (folder / "deep_ep/__init__.py").write_text("from tests.support.deepep_stand_in import *\n")
-    info = folder / "deep_ep-1.2.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deep_ep\nVersion: 1.2.1\n")
-    (info / "RECORD").write_text("deep_ep/__init__.py,,\ndeep_ep-1.2.1.dist-info/METADATA,,\n")
-    monkeypatch.syspath_prepend(str(folder))
-    importlib.invalidate_caches()
     CALLS.clear()
-    yield
-    sys.modules.pop("deep_ep", None)
-
-
-class TwoGpus(HostModule):
-    """Two devices, both of them the host."""
-
-    def device_count(self) -> int:
-        return 2
+    with installed(tmp_path / "site", monkeypatch, "deep_ep", "1.2.1", {"deep_ep": "deepep_stand_in"}):
+        yield
 
 
 @pytest.fixture
 def h100s(monkeypatch: pytest.MonkeyPatch) -> DeviceInfo:
-    """Two H100s that reach each other, whose tensors are on the host."""
-    described = describe_arch("NVIDIA H100 80GB HBM3", (9, 0))
-    info: DeviceInfo = replace(
-        described,
-        torch_type="cpu",
-        count=2,
-        memory_bytes=2**30,
-        features=(described.features - {"pinned_memory"}) | {"p2p"},
-    )
-    monkeypatch.setattr(CudaPlatform, "detect", classmethod(lambda cls: info))
-    monkeypatch.setattr(CudaPlatform, "device_module", lambda self: TwoGpus())
-    monkeypatch.setattr(CudaPlatform, "is_described", lambda self, module, index: True)
-    monkeypatch.setattr(CudaPlatform, "activate", lambda self, index: _host(self))
-    monkeypatch.setattr(CudaPlatform, "collectives", "gloo")
-    return info
-
-
-def _host(platform: CudaPlatform) -> torch.device:
-    platform._memory = platform.new_memory(TwoGpus(), 0)
-    return torch.device("cpu")
+    return two_gpus(monkeypatch, CudaPlatform, describe_arch("NVIDIA H100 80GB HBM3", (9, 0)))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from hardpoint_cuda.store_comm import StoreComm, missing_keywords
+from hardpoint.parallel.store_comm import StoreComm, missing_keywords
 from hardpoint_plugin_api import (
     ActivationFormat,
     All2All,

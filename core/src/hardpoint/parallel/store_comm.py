@@ -1,7 +1,8 @@
-"""MPI's calls by the store of a group, for libraries of exchanges, which pass handles with them at the start."""
+"""What libraries of exchanges need at the start: MPI's calls by the store of a group, and checks of signatures."""
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StoreComm:
-    """The methods of an mpi4py communicator that DeepEP and FlashInfer call. All ranks make the same calls.
+    """The methods of an mpi4py communicator by which libraries pass handles. All ranks make the same calls.
 
     Objects are pickled: the store is the ranks' alone.
     """
@@ -53,8 +54,6 @@ class StoreComm:
 
 def missing_keywords(function: Any, keywords: Sequence[str]) -> str | None:
     """How the parameters of ``function`` differ from a call with these keywords alone; None where it can be made."""
-    import inspect
-
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     known, needed = {p.name for p in parameters}, {p.name for p in parameters if p.default is p.empty}
     if set(keywords) <= known and needed <= set(keywords):
