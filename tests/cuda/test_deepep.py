@@ -97,7 +97,7 @@ def test_another_deep_ep_is_refused(deep_ep: None, h100s: DeviceInfo, monkeypatc
     assert [reason.code for reason in deepep.LowLatency.supports(WORKLOAD, pcie)] == ["nvlink"]
     monkeypatch.setattr(deepep_stand_in.Buffer, "combine", lambda self, x, handles: None)
     monkeypatch.delattr(deepep_stand_in.Buffer, "low_latency_combine")
-    found = deepep.reasons()
+    found = deepep.DEEPEP.reasons()
     assert [(reason.code, reason.supported) for reason in found] == [
         ("deepep-signature", "x, handles"),
         ("deepep-function", None),

@@ -76,7 +76,7 @@ def test_another_mori_is_refused(mori: None, mi300xs: DeviceInfo, monkeypatch: p
     assert MoriAll2All.supports(WORKLOAD, mi300xs) == []
     assert [reason.code for reason in MoriAll2All.supports(replace(WORKLOAD, ranks=16), mi300xs)] == ["ranks"]
     monkeypatch.setattr(mori_stand_in.EpDispatchCombineOp, "combine", lambda self, input, weights: None)
-    (found,) = mori_all2all.reasons()
+    (found,) = mori_all2all.MORI.reasons()
     assert (found.code, found.supported) == ("mori-signature", "input, weights")
 
 

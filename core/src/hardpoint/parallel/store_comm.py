@@ -1,10 +1,8 @@
-"""What libraries of exchanges need at the start: MPI's calls by the store of a group, and checks of signatures."""
+"""What libraries of exchanges need at the start: MPI's calls, by the store of a group."""
 
 from __future__ import annotations
 
-import inspect
 import pickle
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +48,3 @@ class StoreComm:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.allgather(None)
-
-
-def missing_keywords(function: Any, keywords: Sequence[str]) -> str | None:
-    """How the parameters of ``function`` differ from a call with these keywords alone; None where it can be made."""
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-    known, needed = {p.name for p in parameters}, {p.name for p in parameters if p.default is p.empty}
-    if set(keywords) <= known and needed <= set(keywords):
-        return None
-    return ", ".join(p.name for p in parameters)

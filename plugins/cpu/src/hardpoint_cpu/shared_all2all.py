@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from hardpoint_cpu.compiled import missing
-from hardpoint_cpu.shared_ranks import RankMemory, reasons, sum_kernel
-from hardpoint_plugin_api import All2All, All2AllWorkload, DeviceInfo, Dispatched, DispatchHandle, GroupMember, Reason
+from hardpoint_cpu.shared_ranks import SharesMemory, reasons, sum_kernel
+from hardpoint_plugin_api import All2All, All2AllWorkload, DeviceInfo, Dispatched, DispatchHandle, Reason
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
     from typing_extensions import CapsuleType
 
 if missing() is None:
     from hardpoint_cpu import _native
 
 
-class SharedMemoryAll2All(All2All, GroupMember):
+class SharedMemoryAll2All(SharesMemory, All2All):
     """A token goes once to each rank that has experts of it. Sums are taken in the order of the ranks.
 
     It takes two waits for the other ranks: one in ``dispatch``, in which row counts travel beside the rows, and one in
@@ -29,29 +28,10 @@ class SharedMemoryAll2All(All2All, GroupMember):
     """
 
     capturable = False
-    _memory: RankMemory | None = None
-    _has_left = False
 
     @classmethod
     def supports(cls, workload: All2AllWorkload, device: DeviceInfo) -> list[Reason]:
         return reasons(workload.ranks)
-
-    def init(self, store: Store, rank: int, world: int, group: str) -> None:
-        self._memory = RankMemory(store, rank, world, self.ctx.parallel.timeout)
-
-    def close(self) -> None:
-        self.abort()
-
-    def abort(self) -> None:
-        self._has_left = True
-        if self._memory is not None:
-            self._memory.leave()
-
-    @property
-    def _joined(self) -> RankMemory:
-        if self._memory is None or self._has_left:
-            raise RuntimeError("this rank has left its group" if self._has_left else "this rank has joined no group")
-        return self._memory
 
     def dispatch(
         self, x: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor

@@ -18,7 +18,15 @@ import torch
 
 from hardpoint_cpu import native
 from hardpoint_cpu.compiled import missing
-from hardpoint_plugin_api import Communicator, CommunicatorWorkload, DeviceInfo, PlatformError, Reason
+from hardpoint_plugin_api import (
+    BuildContext,
+    Communicator,
+    CommunicatorWorkload,
+    DeviceInfo,
+    GroupMember,
+    PlatformError,
+    Reason,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -94,18 +102,12 @@ def _opened(store: Store, world: int, seconds: float) -> int:
     )
 
 
-class SharedMemory(Communicator):
-    """All collectives among ranks of one host. Sums are taken in the order of the ranks, in float32, rounded once.
+class SharesMemory(GroupMember):
+    """A member of a group whose ranks share memory of their own."""
 
-    Raises ValueError for rows that do not fit the tensor, TypeError for a sum in a dtype that is not claimed.
-    """
-
+    ctx: BuildContext
     _memory: RankMemory | None = None
     _has_left = False
-
-    @classmethod
-    def supports(cls, workload: CommunicatorWorkload, device: DeviceInfo) -> list[Reason]:
-        return reasons(workload.ranks)
 
     def init(self, store: Store, rank: int, world: int, group: str) -> None:
         self._memory = RankMemory(store, rank, world, self.ctx.parallel.timeout)
@@ -120,9 +122,21 @@ class SharedMemory(Communicator):
 
     @property
     def _joined(self) -> RankMemory:
+        """The memory. Raises RuntimeError before this rank joins, and once it has left."""
         if self._memory is None or self._has_left:
             raise RuntimeError("this rank has left its group" if self._has_left else "this rank has joined no group")
         return self._memory
+
+
+class SharedMemory(SharesMemory, Communicator):
+    """All collectives among ranks of one host. Sums are taken in the order of the ranks, in float32, rounded once.
+
+    Raises ValueError for rows that do not fit the tensor, TypeError for a sum in a dtype that is not claimed.
+    """
+
+    @classmethod
+    def supports(cls, workload: CommunicatorWorkload, device: DeviceInfo) -> list[Reason]:
+        return reasons(workload.ranks)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()

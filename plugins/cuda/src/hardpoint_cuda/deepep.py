@@ -1,6 +1,6 @@
 """DeepEP's all-to-alls between GPUs of one host, by its class ``Buffer``. None of this ran on hardware.
 
-Arguments are passed by name. ``SIGNATURES`` says which, as recorded from ``deep_ep/buffer.py`` of DeepEP 1.2.1
+Arguments are passed by name. ``DEEPEP`` says which, as recorded from ``deep_ep/buffer.py`` of DeepEP 1.2.1
 (github.com/deepseek-ai/DeepEP, 9af0e0d0e74f3577af1979c9b9e1ac2cad0104ee); 2.1.0 has the same in
 ``deep_ep/buffers/legacy.py``. What its kernels take is that of ``csrc/deep_ep.cpp`` and ``csrc/kernels/`` there.
 
@@ -9,48 +9,52 @@ Axes: T tokens of this rank, R rows received, K experts per token, E experts of 
 
 from __future__ import annotations
 
-import importlib
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from hardpoint.parallel.store_comm import StoreComm, missing_keywords
-from hardpoint_plugin_api import (
-    ActivationFormat,
-    All2All,
-    All2AllWorkload,
-    BuildContext,
-    DeviceInfo,
-    Dispatched,
-    DispatchHandle,
-    GroupMember,
-    Reason,
-)
+from hardpoint.experts.library_all2all import ExchangeLibrary, LibraryAll2All
+from hardpoint.parallel.store_comm import StoreComm
+from hardpoint_plugin_api import ActivationFormat, All2AllWorkload, DeviceInfo, Dispatched, DispatchHandle, Reason
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-SIGNATURES: Mapping[str, tuple[str, ...]] = {
-    "__init__": (
-        *("group", "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "num_qps_per_rank", "explicitly_destroy"),
-        "comm",
-    ),
-    "get_dispatch_config": ("num_ranks",),
-    "get_combine_config": ("num_ranks",),
-    "get_dispatch_layout": ("topk_idx", "num_experts"),
-    "dispatch": (
-        *("x", "num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank", "num_tokens_per_expert"),
-        *("topk_idx", "topk_weights"),
-    ),
-    "combine": ("x", "handle"),
-    "get_low_latency_rdma_size_hint": ("num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts"),
-    "low_latency_dispatch": ("x", "topk_idx", "num_max_dispatch_tokens_per_rank", "num_experts", "use_fp8"),
-    "low_latency_combine": ("x", "topk_idx", "topk_weights", "handle", "out"),
-    "destroy": (),
-}
-"""The arguments that are passed to each method of ``Buffer``; all others have defaults."""
+DEEPEP = ExchangeLibrary(
+    "DeepEP",
+    "deepep",
+    "install DeepEP 1.2.1 (github.com/deepseek-ai/DeepEP), built for this PyTorch",
+    {
+        "deep_ep:Buffer.__init__": (
+            *("group", "num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "num_qps_per_rank", "explicitly_destroy"),
+            "comm",
+        ),
+        "deep_ep:Buffer.get_dispatch_config": ("num_ranks",),
+        "deep_ep:Buffer.get_combine_config": ("num_ranks",),
+        "deep_ep:Buffer.get_dispatch_layout": ("topk_idx", "num_experts"),
+        "deep_ep:Buffer.dispatch": (
+            *("x", "num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank", "num_tokens_per_expert"),
+            *("topk_idx", "topk_weights"),
+        ),
+        "deep_ep:Buffer.combine": ("x", "handle"),
+        "deep_ep:Buffer.get_low_latency_rdma_size_hint": (
+            "num_max_dispatch_tokens_per_rank",
+            "hidden",
+            "num_ranks",
+            "num_experts",
+        ),
+        "deep_ep:Buffer.low_latency_dispatch": (
+            "x",
+            "topk_idx",
+            "num_max_dispatch_tokens_per_rank",
+            "num_experts",
+            "use_fp8",
+        ),
+        "deep_ep:Buffer.low_latency_combine": ("x", "topk_idx", "topk_weights", "handle", "out"),
+        "deep_ep:Buffer.destroy": (),
+    },
+)
 
 RANKS = (2, 4, 8)
 """Of one host: SWITCH_RANKS in csrc/kernels/launch.cuh."""
@@ -65,36 +69,8 @@ _VECTOR = 16
 """Bytes that a row is a multiple of."""
 
 
-def reasons() -> list[Reason]:
-    """Why DeepEP cannot be called as recorded: every method that differs."""
-    fix = "install DeepEP 1.2.1 (github.com/deepseek-ai/DeepEP), built for this PyTorch"
-    try:
-        buffer = importlib.import_module("deep_ep").Buffer
-    except Exception as error:  # it loads compiled code
-        return [Reason("deepep-import", f"DeepEP cannot be imported: {error}", fix=fix)]
-    found = []
-    for name, keywords in SIGNATURES.items():
-        if (method := getattr(buffer, name, None)) is None:
-            found.append(Reason("deepep-function", f"this DeepEP's Buffer has no {name}", fix=fix))
-        elif (takes := missing_keywords(method, keywords)) is not None:
-            message = f"Buffer.{name} of this DeepEP takes other arguments"
-            found.append(Reason("deepep-signature", message, ", ".join(keywords), takes, fix))
-    return found
-
-
-class _DeepEP(All2All, GroupMember):
+class _DeepEP(LibraryAll2All):
     """A buffer for each shape of experts, which the layers of that shape share."""
-
-    capturable = False
-
-    def __init__(self, ctx: BuildContext, workload: All2AllWorkload) -> None:
-        super().__init__(ctx, workload)
-        assert workload.ranks is not None
-        assert workload.num_experts is not None
-        assert workload.hidden_size is not None
-        self._ranks, self._experts, self._hidden = workload.ranks, workload.num_experts, workload.hidden_size
-        self._most_tokens = -(-ctx.limits.max_tokens // workload.ranks)
-        self._made: Any = None
 
     @classmethod
     def supports(cls, workload: All2AllWorkload, device: DeviceInfo) -> list[Reason]:
@@ -104,10 +80,10 @@ class _DeepEP(All2All, GroupMember):
             found.append(Reason("ranks", "groups of other sizes only", wanted=str(workload.ranks), supported=supported))
         if "PCIE" in device.name.upper():
             found.append(Reason("nvlink", "GPUs without NVLink between all of them", wanted=device.name))
-        return [*found, *reasons()]
+        return [*found, *DEEPEP.reasons()]
 
     def init(self, store: Store, rank: int, world: int, group: str) -> None:
-        kind = importlib.import_module("deep_ep").Buffer
+        kind = DEEPEP.find("deep_ep:Buffer")
         comm = StoreComm(store, rank, world, self.ctx.parallel.timeout)
         self._made = kind(group=None, comm=comm, explicitly_destroy=True, **self._sizes(kind))
 
@@ -119,15 +95,6 @@ class _DeepEP(All2All, GroupMember):
         made, self._made = self._made, None
         if made is not None:
             made.destroy()
-
-    def abort(self) -> None:
-        self._made = None
-
-    @property
-    def _buffer(self) -> Any:
-        if self._made is None:
-            raise RuntimeError("this rank has left its group")
-        return self._made
 
 
 class HighThroughput(_DeepEP):
@@ -161,10 +128,10 @@ class HighThroughput(_DeepEP):
                 )
             given = (given.view(torch.float8_e4m3fn), scales.flatten(1).contiguous())
         wanted = ids.long().contiguous()
-        of_rank, of_rdma_rank, of_expert, in_rank, _ = self._buffer.get_dispatch_layout(
+        of_rank, of_rdma_rank, of_expert, in_rank, _ = self._object.get_dispatch_layout(
             topk_idx=wanted, num_experts=self._experts
         )
-        came, came_ids, came_weights, _, handle, _ = self._buffer.dispatch(
+        came, came_ids, came_weights, _, handle, _ = self._object.dispatch(
             x=given,
             num_tokens_per_rank=of_rank,
             num_tokens_per_rdma_rank=of_rdma_rank,
@@ -179,7 +146,7 @@ class HighThroughput(_DeepEP):
         return Dispatched(came, came_scales, came_ids.int(), came_weights, None, DispatchHandle(handle))
 
     def combine(self, y: torch.Tensor, handle: object, out: torch.Tensor) -> None:
-        sums, _, _ = self._buffer.combine(x=y.contiguous(), handle=cast("DispatchHandle[Any]", handle).take())
+        sums, _, _ = self._object.combine(x=y.contiguous(), handle=cast("DispatchHandle[Any]", handle).take())
         out.copy_(sums)
 
 
@@ -211,12 +178,11 @@ class LowLatency(_DeepEP):
             num_ranks=self._ranks,
             num_experts=self._experts,
         )
-        own = self._experts // self._ranks
-        return {"num_rdma_bytes": size, "low_latency_mode": True, "num_qps_per_rank": own}
+        return {"num_rdma_bytes": size, "low_latency_mode": True, "num_qps_per_rank": self._own}
 
     def most_rows(self, tokens: int) -> int:
         """Batches are of one size in every step."""
-        return self._experts // self._ranks * self._most_tokens * self._ranks
+        return self._experts * self._most_tokens
 
     def dispatch(
         self, x: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor
@@ -227,7 +193,7 @@ class LowLatency(_DeepEP):
                 "another --all2all-backend"
             )
         wanted = ids.long().contiguous()
-        came, counts, handle, _, _ = self._buffer.low_latency_dispatch(
+        came, counts, handle, _, _ = self._object.low_latency_dispatch(
             x=x.contiguous(),
             topk_idx=wanted,
             num_max_dispatch_tokens_per_rank=self._most_tokens,
@@ -239,4 +205,4 @@ class LowLatency(_DeepEP):
 
     def combine(self, y: torch.Tensor, handle: object, out: torch.Tensor) -> None:
         taken, wanted, weights = cast("DispatchHandle[tuple[Any, torch.Tensor, torch.Tensor]]", handle).take()
-        self._buffer.low_latency_combine(x=y.contiguous(), topk_idx=wanted, topk_weights=weights, handle=taken, out=out)
+        self._object.low_latency_combine(x=y.contiguous(), topk_idx=wanted, topk_weights=weights, handle=taken, out=out)

@@ -1,6 +1,6 @@
 """FlashInfer's all-to-all between GPUs of one host that write to each other's memory. None of this ran on hardware.
 
-Arguments are passed by name. ``SIGNATURES`` says which, as recorded from ``flashinfer/comm/trtllm_moe_alltoall.py``,
+Arguments are passed by name. ``FLASHINFER`` says which, as recorded from ``flashinfer/comm/trtllm_moe_alltoall.py``,
 ``mapping.py`` and ``mnnvl.py`` of FlashInfer 0.6.18 (github.com/flashinfer-ai/flashinfer, fb28d7242).
 
 Axes: N ranks, T tokens of this rank, M the most tokens of a rank, K experts per token, H hidden. What is received has
@@ -9,23 +9,14 @@ N x M rows; those that mean nothing have no expert.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hardpoint.parallel.store_comm import StoreComm, missing_keywords
-from hardpoint_plugin_api import (
-    All2All,
-    All2AllWorkload,
-    BuildContext,
-    DeviceInfo,
-    Dispatched,
-    DispatchHandle,
-    GroupMember,
-    Reason,
-)
+from hardpoint.experts.library_all2all import ExchangeLibrary, LibraryAll2All
+from hardpoint.parallel.store_comm import StoreComm
+from hardpoint_plugin_api import All2AllWorkload, DeviceInfo, Dispatched, DispatchHandle, Reason
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -33,83 +24,55 @@ if TYPE_CHECKING:
 _EXCHANGE = "flashinfer.comm.trtllm_moe_alltoall:MoeAlltoAll"
 _MAPPING = "flashinfer.comm.mapping:Mapping"
 _CONFIG = "flashinfer.comm.mnnvl:MnnvlConfig"
-SIGNATURES: Mapping[str, tuple[str, ...]] = {
-    f"{_EXCHANGE}.__init__": (
-        *("mapping", "max_num_tokens", "top_k", "num_experts", "workspace_size_per_rank", "mnnvl_config"),
-    ),
-    f"{_EXCHANGE}.get_moe_workspace_size_per_rank": (
-        *("ep_size", "top_k", "max_num_tokens", "hidden_size", "extra_payload_bytes_per_token"),
-    ),
-    f"{_EXCHANGE}.dispatch": (
-        *("token_selected_experts", "input_payloads", "runtime_max_tokens_per_rank", "invalid_token_expert_id"),
-        "expert_id_payload_index",
-    ),
-    f"{_EXCHANGE}.combine": ("payload", "runtime_max_tokens_per_rank"),
-    f"{_MAPPING}.__init__": ("world_size", "rank", "gpus_per_node", "tp_size", "moe_tp_size", "moe_ep_size"),
-    f"{_CONFIG}.__init__": ("comm_backend",),
-}
-"""The arguments that are passed to each function; all others have defaults."""
+FLASHINFER = ExchangeLibrary(
+    "FlashInfer",
+    "flashinfer",
+    "pip install 'flashinfer-python>=0.6.18,<0.7'",
+    {
+        f"{_EXCHANGE}.__init__": (
+            *("mapping", "max_num_tokens", "top_k", "num_experts", "workspace_size_per_rank", "mnnvl_config"),
+        ),
+        f"{_EXCHANGE}.get_moe_workspace_size_per_rank": (
+            *("ep_size", "top_k", "max_num_tokens", "hidden_size", "extra_payload_bytes_per_token"),
+        ),
+        f"{_EXCHANGE}.dispatch": (
+            *("token_selected_experts", "input_payloads", "runtime_max_tokens_per_rank", "invalid_token_expert_id"),
+            "expert_id_payload_index",
+        ),
+        f"{_EXCHANGE}.combine": ("payload", "runtime_max_tokens_per_rank"),
+        f"{_MAPPING}.__init__": ("world_size", "rank", "gpus_per_node", "tp_size", "moe_tp_size", "moe_ep_size"),
+        f"{_CONFIG}.__init__": ("comm_backend",),
+    },
+)
 
 _SCALE_BYTES = 4
 _NOBODY = -1
 
 
-def reasons() -> list[Reason]:
-    """Why FlashInfer cannot be called as recorded: every function that differs."""
-    fix = "pip install 'flashinfer-python>=0.6.18,<0.7'"
-    found = []
-    for name, keywords in SIGNATURES.items():
-        try:
-            function = _find(name)
-        except Exception as error:  # it loads compiled code
-            return [Reason("flashinfer-import", f"FlashInfer's exchange cannot be imported: {error}", fix=fix)]
-        if (takes := missing_keywords(function, keywords)) is not None:
-            message = f"{name} of this FlashInfer takes other arguments"
-            found.append(Reason("flashinfer-signature", message, ", ".join(keywords), takes, fix))
-    return found
-
-
-def _find(name: str) -> Any:
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-class FlashInferAll2All(All2All, GroupMember):
+class FlashInferAll2All(LibraryAll2All):
     """A token is written once to each rank that has experts of it; sums are taken by their owner's kernel.
 
     Nobody waits for counts: all ranks have room for as many tokens as the largest has, which ``expect`` says.
     FlashInfer keeps the memory of equal sizes for the whole process.
     """
 
-    capturable = False
     _expected: Sequence[int] | None = None
-
-    def __init__(self, ctx: BuildContext, workload: All2AllWorkload) -> None:
-        super().__init__(ctx, workload)
-        assert workload.ranks is not None
-        assert workload.num_experts is not None
-        self._ranks, self._experts = workload.ranks, workload.num_experts
-        self._most_tokens = -(-ctx.limits.max_tokens // workload.ranks)
-        self._made: Any = None
 
     @classmethod
     def supports(cls, workload: All2AllWorkload, device: DeviceInfo) -> list[Reason]:
-        return reasons()
+        return FLASHINFER.reasons()
 
     def init(self, store: Store, rank: int, world: int, group: str) -> None:
-        kind, top_k, hidden = _find(_EXCHANGE), self.workload.top_k, self.workload.hidden_size
-        assert hidden is not None
+        kind, top_k = FLASHINFER.find(_EXCHANGE), self.workload.top_k
         size = kind.get_moe_workspace_size_per_rank(
             ep_size=world,
             top_k=top_k,
             max_num_tokens=self._most_tokens,
-            hidden_size=hidden,
-            extra_payload_bytes_per_token=_SCALE_BYTES * hidden,  # a scale for each element is the most that there is
+            hidden_size=self._hidden,
+            extra_payload_bytes_per_token=_SCALE_BYTES * self._hidden,  # at most a scale for each element
         )
-        mapping = _find(_MAPPING)(
+        comm = StoreComm(store, rank, world, self.ctx.parallel.timeout)
+        mapping = FLASHINFER.find(_MAPPING)(
             world_size=world, rank=rank, gpus_per_node=world, tp_size=world, moe_tp_size=1, moe_ep_size=world
         )
         self._rank = rank
@@ -119,20 +82,11 @@ class FlashInferAll2All(All2All, GroupMember):
             top_k=top_k,
             num_experts=self._experts,
             workspace_size_per_rank=size,
-            mnnvl_config=_find(_CONFIG)(comm_backend=StoreComm(store, rank, world, self.ctx.parallel.timeout)),
+            mnnvl_config=FLASHINFER.find(_CONFIG)(comm_backend=comm),
         )
 
     def close(self) -> None:
         self._made = None
-
-    def abort(self) -> None:
-        self._made = None
-
-    @property
-    def _exchange(self) -> Any:
-        if self._made is None:
-            raise RuntimeError("this rank has left its group")
-        return self._made
 
     def most_rows(self, tokens: int) -> int:
         """Where nobody says what to expect, there are rows for the most."""
@@ -147,7 +101,7 @@ class FlashInferAll2All(All2All, GroupMember):
         expected, self._expected = self._expected, None
         most = self._most_tokens if expected is None else max(1, *expected)
         given = [t.contiguous() for t in (x, ids, weights, *(() if scales is None else (scales,)))]
-        came = self._exchange.dispatch(
+        came = self._object.dispatch(
             token_selected_experts=given[1],
             input_payloads=given,
             runtime_max_tokens_per_rank=most,
@@ -155,13 +109,12 @@ class FlashInferAll2All(All2All, GroupMember):
             expert_id_payload_index=1,
         )
         rows = [part.flatten(0, 1) for part in came]
-        own = self._experts // self._ranks
-        local = rows[1] - self._rank * own
-        local = torch.where((local >= 0) & (local < own), local, _NOBODY)
+        local = rows[1] - self._rank * self._own
+        local = torch.where((local >= 0) & (local < self._own), local, _NOBODY)
         came_scales = None if scales is None else rows[3]
         return Dispatched(rows[0], came_scales, local, rows[2], None, DispatchHandle(most))
 
     def combine(self, y: torch.Tensor, handle: object, out: torch.Tensor) -> None:
         most = cast("DispatchHandle[int]", handle).take()
         payload = y.view(self._ranks, most, y.shape[-1]).contiguous()
-        out.copy_(self._exchange.combine(payload=payload, runtime_max_tokens_per_rank=most))
+        out.copy_(self._object.combine(payload=payload, runtime_max_tokens_per_rank=most))

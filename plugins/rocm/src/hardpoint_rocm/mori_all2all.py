@@ -1,6 +1,6 @@
 """MORI's all-to-all between AMD GPUs of one host. None of this ran on hardware.
 
-Arguments are passed by name. ``SIGNATURES`` says which, as recorded from ``python/mori/ops/dispatch_combine.py`` and
+Arguments are passed by name. ``MORI`` says which, as recorded from ``python/mori/ops/dispatch_combine.py`` and
 ``python/mori/shmem/api.py`` of github.com/ROCm/mori, 624002c8.
 
 Axes: T tokens of this rank, R rows received, K experts per token, H hidden.
@@ -8,41 +8,34 @@ Axes: T tokens of this rank, R rows received, K experts per token, H hidden.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hardpoint.parallel.store_comm import StoreComm, missing_keywords
-from hardpoint_plugin_api import (
-    All2All,
-    All2AllWorkload,
-    BuildContext,
-    DeviceInfo,
-    Dispatched,
-    DispatchHandle,
-    GroupMember,
-    PlatformError,
-    Reason,
-)
+from hardpoint.experts.library_all2all import ExchangeLibrary, LibraryAll2All
+from hardpoint.parallel.store_comm import StoreComm
+from hardpoint_plugin_api import All2AllWorkload, DeviceInfo, Dispatched, DispatchHandle, PlatformError, Reason
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-SIGNATURES: Mapping[str, tuple[str, ...]] = {
-    "ops:EpDispatchCombineConfig.__init__": (
-        *("data_type", "rank", "world_size", "hidden_dim", "scale_dim", "scale_type_size", "max_token_type_size"),
-        *("max_num_inp_token_per_rank", "num_experts_per_rank", "num_experts_per_token", "gpu_per_node"),
-    ),
-    "ops:EpDispatchCombineOp.__init__": ("config",),
-    "ops:EpDispatchCombineOp.dispatch": ("input", "weights", "scales", "indices"),
-    "ops:EpDispatchCombineOp.combine": ("input", "weights", "indices"),
-    "shmem:shmem_get_unique_id": (),
-    "shmem:shmem_init_attr": ("flags", "rank", "nranks", "unique_id"),
-    "shmem:shmem_finalize": (),
-}
-"""The arguments that are passed to each function below the module ``mori``; all others have defaults."""
+MORI = ExchangeLibrary(
+    "MORI",
+    "mori",
+    "install MORI (github.com/ROCm/mori) for this ROCm and PyTorch",
+    {
+        "mori.ops:EpDispatchCombineConfig.__init__": (
+            *("data_type", "rank", "world_size", "hidden_dim", "scale_dim", "scale_type_size", "max_token_type_size"),
+            *("max_num_inp_token_per_rank", "num_experts_per_rank", "num_experts_per_token", "gpu_per_node"),
+        ),
+        "mori.ops:EpDispatchCombineOp.__init__": ("config",),
+        "mori.ops:EpDispatchCombineOp.dispatch": ("input", "weights", "scales", "indices"),
+        "mori.ops:EpDispatchCombineOp.combine": ("input", "weights", "indices"),
+        "mori.shmem:shmem_get_unique_id": (),
+        "mori.shmem:shmem_init_attr": ("flags", "rank", "nranks", "unique_id"),
+        "mori.shmem:shmem_finalize": (),
+    },
+)
 
 MOST_RANKS = 8
 
@@ -50,45 +43,12 @@ _users: dict[tuple[int, int], int] = {}
 """How many exchanges use MORI's memory, by (ranks, rank): a process joins once, whatever the number of shapes."""
 
 
-def reasons() -> list[Reason]:
-    """Why MORI cannot be called as recorded: every function that differs."""
-    fix = "install MORI (github.com/ROCm/mori) for this ROCm and PyTorch"
-    found = []
-    for name, keywords in SIGNATURES.items():
-        try:
-            function = _find(name)
-        except Exception as error:  # it loads compiled code
-            return [Reason("mori-import", f"MORI cannot be imported: {error}", fix=fix)]
-        if (takes := missing_keywords(function, keywords)) is not None:
-            message = f"{name} of this MORI takes other arguments"
-            found.append(Reason("mori-signature", message, ", ".join(keywords), takes, fix))
-    return found
-
-
-def _find(name: str) -> Any:
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(f"mori.{module}")
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-class MoriAll2All(All2All, GroupMember):
+class MoriAll2All(LibraryAll2All):
     """A token goes once to each rank that has experts of it. The host waits for how many came."""
-
-    capturable = False
-
-    def __init__(self, ctx: BuildContext, workload: All2AllWorkload) -> None:
-        super().__init__(ctx, workload)
-        assert workload.ranks is not None
-        assert workload.num_experts is not None
-        self._own = workload.num_experts // workload.ranks
-        self._most_tokens = -(-ctx.limits.max_tokens // workload.ranks)
-        self._made: Any = None
 
     @classmethod
     def supports(cls, workload: All2AllWorkload, device: DeviceInfo) -> list[Reason]:
-        found = reasons()
+        found = MORI.reasons()
         if workload.ranks is not None and workload.ranks > MOST_RANKS:
             most = f"up to {MOST_RANKS}"
             found.insert(0, Reason("ranks", "smaller groups only", wanted=str(workload.ranks), supported=most))
@@ -98,17 +58,17 @@ class MoriAll2All(All2All, GroupMember):
         comm = StoreComm(store, rank, world, self.ctx.parallel.timeout)
         self._place = (world, rank)
         if not _users.get(self._place):
-            unique_id = comm.bcast(_find("shmem:shmem_get_unique_id")() if rank == 0 else None, 0)
-            flags = _find("shmem:MORI_SHMEM_INIT_WITH_UNIQUEID")
-            status = _find("shmem:shmem_init_attr")(flags=flags, rank=rank, nranks=world, unique_id=unique_id)
+            unique_id = comm.bcast(MORI.find("mori.shmem:shmem_get_unique_id")() if rank == 0 else None, 0)
+            flags = MORI.find("mori.shmem:MORI_SHMEM_INIT_WITH_UNIQUEID")
+            status = MORI.find("mori.shmem:shmem_init_attr")(flags=flags, rank=rank, nranks=world, unique_id=unique_id)
             if status:
                 raise PlatformError(f"MORI cannot set up the memory that GPUs share: shmem_init_attr returns {status}")
         _users[self._place] = _users.get(self._place, 0) + 1
-        config = _find("ops:EpDispatchCombineConfig")(
+        config = MORI.find("mori.ops:EpDispatchCombineConfig")(
             data_type=self.ctx.dtype,
             rank=rank,
             world_size=world,
-            hidden_dim=self.workload.hidden_size,
+            hidden_dim=self._hidden,
             scale_dim=0,
             scale_type_size=0,
             max_token_type_size=self.ctx.dtype.itemsize,
@@ -117,7 +77,7 @@ class MoriAll2All(All2All, GroupMember):
             num_experts_per_token=self.workload.top_k,
             gpu_per_node=world,
         )
-        self._rank, self._made = rank, _find("ops:EpDispatchCombineOp")(config=config)
+        self._rank, self._made = rank, MORI.find("mori.ops:EpDispatchCombineOp")(config=config)
         # MORI zeroes what ranks write to, and waits for the others by torch.distributed alone, which is not set up.
         torch.zeros(1, device=self.ctx.torch_device).cpu()
         comm.barrier()
@@ -128,16 +88,7 @@ class MoriAll2All(All2All, GroupMember):
         self._made = None
         _users[self._place] -= 1
         if not _users[self._place]:
-            _find("shmem:shmem_finalize")()
-
-    def abort(self) -> None:
-        self._made = None
-
-    @property
-    def _op(self) -> Any:
-        if self._made is None:
-            raise RuntimeError("this rank has left its group")
-        return self._made
+            MORI.find("mori.shmem:shmem_finalize")()
 
     def dispatch(
         self, x: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor
@@ -148,7 +99,7 @@ class MoriAll2All(All2All, GroupMember):
                 "--all2all-backend"
             )
         wanted = ids.int().contiguous()
-        came, came_weights, _, came_ids, total = self._op.dispatch(
+        came, came_weights, _, came_ids, total = self._object.dispatch(
             input=x.contiguous(), weights=weights.contiguous(), scales=None, indices=wanted
         )
         rows = int(total.item())
@@ -158,5 +109,5 @@ class MoriAll2All(All2All, GroupMember):
 
     def combine(self, y: torch.Tensor, handle: object, out: torch.Tensor) -> None:
         wanted = cast("DispatchHandle[torch.Tensor]", handle).take()
-        sums, _ = self._op.combine(input=y.contiguous(), weights=None, indices=wanted)
+        sums, _ = self._object.combine(input=y.contiguous(), weights=None, indices=wanted)
         out.copy_(sums[: out.shape[0]])
