@@ -27,7 +27,6 @@ from hardpoint_plugin_api import (
     LatentCall,
     LatentStoreCall,
     LatentWorkload,
-    PlatformError,
     Reason,
     Region,
 )
@@ -140,11 +139,11 @@ class AiterLatentAttention(LatentBackend):
         """See LatentBackend."""
         planned = call.metadata
         assert isinstance(planned, LatentMetadata)
-        tokens, per_page = _as_tokens(call.cache["rows"])
+        rows = call.cache["rows"]
         for name, part in (("mla.mla_decode_fwd", planned.decodes), ("mla.mla_prefill_fwd", planned.prompts)):
             if part is None:
                 continue
-            out = call.out[part.rows]
+            out, (tokens, places) = call.out[part.rows], _tokens_read(rows, part)
             heads_adjacent = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
             function(name)(
                 q=torch.cat((call.q_latent[part.rows], call.q_rope[part.rows]), dim=-1),
@@ -152,7 +151,7 @@ class AiterLatentAttention(LatentBackend):
                 o=heads_adjacent,
                 qo_indptr=part.batch.query_start,
                 kv_indptr=part.token_start,
-                kv_indices=part.page * per_page + part.offset,
+                kv_indices=places,
                 kv_last_page_lens=part.last,
                 max_seqlen_q=part.most_queries,
                 sm_scale=self.spec.scale,
@@ -161,17 +160,16 @@ class AiterLatentAttention(LatentBackend):
                 out.copy_(heads_adjacent)
 
 
-def _as_tokens(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """``rows`` [pages, B, n] as [tokens, 1, 1, n], and how many tokens lie from one page to the next.
+def _tokens_read(rows: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [tokens, 1, 1, n] of the cache ``rows`` [pages, B, n], and the places (int32 [S]) of those that are read.
 
-    Raises PlatformError where that is no whole number.
+    Where pages are padded, as those of layers are that share memory with larger pages, no number of tokens may fit
+    between two of them: then what is read is copied first.
     """
-    pages, _, size = rows.shape
+    pages, block, size = rows.shape
     if rows.stride(0) % size:
-        raise PlatformError(
-            "the cache's pages are padded to the size of other layers' pages, which AITER cannot read; choose another "
-            "--use attention.latent=NAME"
-        )
+        copied = rows[part.page.long(), part.offset.long()].view(-1, 1, 1, size)
+        return copied, torch.arange(len(copied), dtype=torch.int32, device=rows.device)
     per_page = rows.stride(0) // size
-    last = (pages - 1) * per_page + rows.shape[1]
-    return rows.as_strided((last, 1, 1, size), (size, size, size, 1)), per_page
+    tokens = rows.as_strided(((pages - 1) * per_page + block, 1, 1, size), (size, size, size, 1))
+    return tokens, part.page * per_page + part.offset

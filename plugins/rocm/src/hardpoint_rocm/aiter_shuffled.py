@@ -122,8 +122,8 @@ class _DenseScales:
 
 @dataclass(frozen=True)
 class _Continued:
-    """A request with tokens from earlier steps: its rows among the step's, its pages (int64), and for flash attention
-    where its queries and keys begin, and how many there are."""
+    """A request whose keys are read from the cache: its rows among the step's, its pages (int64), and for flash
+    attention where its queries and keys begin, and how many there are."""
 
     rows: slice
     pages: torch.Tensor
@@ -133,8 +133,8 @@ class _Continued:
 
 @dataclass
 class ShuffledMetadata(AttentionMetadata):
-    """``decodes``: with adjacent rows of the block table, which names ``pages`` (int64). ``prompts``: all that begin in
-    this step, or none; each of ``continued`` otherwise.
+    """``decodes``: with adjacent rows of the block table, which names ``pages`` (int64). ``prompts``: all other
+    requests, where they begin in this step and the cache holds their numbers as they are; else each of ``continued``.
     """
 
     decodes: AttentionBatch | None = None
@@ -147,8 +147,8 @@ class ShuffledMetadata(AttentionMetadata):
 class AiterShuffledAttention(AttentionBackend):
     """Decodes by ``pa_fwd_asm``, prompts by flash attention.
 
-    Keys and values of earlier steps are brought into order for the latter, one request at a time: copies are as large
-    as the longest request.
+    What the latter reads from the cache is brought into order first, one request at a time: copies are as large as the
+    longest request. So are all prompts over 8-bit elements.
     """
 
     layout: ClassVar[ShuffledLayout] = ShuffledLayout()
@@ -183,7 +183,7 @@ class AiterShuffledAttention(AttentionBackend):
             planned.pages = planned.decodes.block_table.flatten().long()
         if split < batch.num_requests:
             prompts = sub_batch(batch, split, batch.num_requests)
-            if is_whole(prompts):
+            if is_whole(prompts) and self.spec.kv_dtype == self.spec.dtype:  # else keys are what the cache holds
                 planned.prompts = prompts
             else:
                 planned.continued = [self._continued(batch, i) for i in range(split, batch.num_requests)]

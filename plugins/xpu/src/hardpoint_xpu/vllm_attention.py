@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
+import torch
+
 from hardpoint.attention.phases import sub_batch
 from hardpoint.ops.store_kv import store_kv
 from hardpoint_plugin_api import (
@@ -24,7 +26,6 @@ from hardpoint_plugin_api import (
     CacheLayout,
     DeviceInfo,
     PlainLayout,
-    PlatformError,
     Reason,
     StoreCall,
 )
@@ -73,26 +74,34 @@ class XpuFlashAttention(AttentionBackend):
         return FlashMetadata(batch, parts=parts)
 
     def forward(self, call: AttentionCall) -> None:
-        """See AttentionBackend. Raises PlatformError for pages whose size the kernels cannot count in tokens."""
+        """See AttentionBackend."""
         assert isinstance(call.metadata, FlashMetadata)
-        keys = call.cache["k"]
-        if keys.stride(0) % keys.stride(1):
-            raise PlatformError(
-                "the cache's pages are padded to the size of other layers' pages, which vllm-xpu-kernels cannot read; "
-                "choose another --attention-backend"
-            )
         for rows, batch, queries in call.metadata.parts:
+            k, v, table = _pages(call.cache["k"], call.cache["v"], batch)
             flash_attention()(
                 q=call.q[rows],
-                k=keys,
-                v=call.cache["v"],
+                k=k,
+                v=v,
                 max_seqlen_q=queries,
                 cu_seqlens_q=batch.query_start,
                 max_seqlen_k=max(batch.seq_lens_host),
                 seqused_k=batch.seq_lens,
                 softmax_scale=self.spec.scale,
                 causal=True,
-                block_table=batch.block_table,
+                block_table=table,
                 out=call.out[rows],
                 is_mix_batch=False,
             )
+
+
+def _pages(k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pages of keys and values [P, B, K, D], and the table of them, int32.
+
+    The kernels count the distance of pages in tokens. Where pages are padded, as those of layers are that share memory
+    with larger pages, that may be no whole number: then the pages that ``batch`` reads are copied first.
+    """
+    if k.stride(0) % k.stride(1) == 0:
+        return k, v, batch.block_table
+    table = batch.block_table[:, : -(-max(batch.seq_lens_host) // k.shape[1])]
+    ids = table.flatten().long()
+    return k[ids], v[ids], torch.arange(len(ids), dtype=torch.int32, device=k.device).view(table.shape)

@@ -110,12 +110,12 @@ class XpuInt4Linear(LinearKernel):
         int32 [G, N/8], or int8 [1], what stands for zero in all groups."""
         codes = weights["weight"] ^ (self._middle * 0x11)
         packed = {
-            "weight": codes.contiguous().view(torch.int32),
+            "weight": _words(codes),
             "weight_scale": weights["weight_scale"].t().contiguous(),
         }
         if self.spec.zero_point:
             zeros = weights["weight_zero_point"].to(torch.int16).t() + self._middle
-            packed["weight_zero_point"] = pack_nibbles(zeros.contiguous()).view(torch.int32)
+            packed["weight_zero_point"] = _words(pack_nibbles(zeros))
         else:
             packed["weight_zero_point"] = codes.new_tensor([self._middle], dtype=torch.int8)
         return packed
@@ -157,6 +157,11 @@ class XpuInt4Linear(LinearKernel):
             g_idx=None,
         )
         return y.view(*call.x.shape[:-1], weight.shape[0])
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [R, 4 * n] as int32 [R, n]. A matrix of one row may have any stride, which views of it would mind."""
+    return codes.reshape(-1).view(torch.int32).view(codes.shape[0], -1)
 
 
 def weight_scale(weights: dict[str, torch.Tensor]) -> torch.Tensor:

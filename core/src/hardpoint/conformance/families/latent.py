@@ -45,6 +45,7 @@ from hardpoint_plugin_api import (
     LatentCall,
     LatentSpec,
     LatentStoreCall,
+    LatentWorkload,
     Phase,
     Region,
     Span,
@@ -79,10 +80,11 @@ class LatentTrials:
             "rope_size": _claimed(subject, "rope_size", _ROPE_SIZES),
         }
         yield from layout_trials(subject, plan, block_sizes(subject), CacheKind(sizes, _spec, _title, LatentStoreCall))
+        heads = [n for n in _HEADS if subject.refuses(LatentWorkload(num_heads=n)) is None] or _HEADS
         factors = {
             "dtype": subject.dtypes(),
             "kv_dtype": cache_dtypes(subject),
-            "heads": _HEADS,
+            "heads": heads,
             **sizes,
             "block_size": block_sizes(subject),
             "batch": batch_names(subject),
@@ -96,9 +98,9 @@ class LatentTrials:
         senseless: Exclusions = {
             ("batch", "values"): _has_no_point,
             ("values", "top_k"): lambda values, top_k: values == "nan" and top_k > 0,  # few queries would read it
-            ("batch", "heads"): lambda batch, heads: batch in LONG and heads > _HEADS[0],
+            ("batch", "heads"): lambda batch, number: batch in LONG and number > heads[0],
             ("batch", "latent_size"): lambda batch, size: batch in LONG and size > smallest,
-            ("heads", "latent_size"): lambda heads, size: heads > _HEADS[0] and heads * size > _MOST_ELEMENTS_OF_LONG,
+            ("heads", "latent_size"): lambda number, size: number > heads[0] and number * size > _MOST_ELEMENTS_OF_LONG,
         }
         adapted = replace(subject, target=as_causal(subject.target))
         situations = map(LatentSituation.of, plan.combinations(factors, senseless))
