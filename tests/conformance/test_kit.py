@@ -397,7 +397,16 @@ def test_the_command_reports_and_writes_a_certificate(
     assert hardpoint([*arguments, "--name", "tried_right", "--all"]) == 0
     out = capsys.readouterr().out
     assert "certifies nothing" in out
+    assert "No certificate is kept" not in out, "a part of a run makes none"
     assert "float32/random values passed" in " ".join(out.split())
+
+
+def test_a_run_says_how_its_certificate_is_kept(tried_plugin: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["conform", "tried", "--name", "tried_right", "--setting", "cpu.threads=1", "--in-process"]
+    assert hardpoint(command) == 0
+    hint, conclusion = capsys.readouterr().out.splitlines()[-2:]
+    assert "--json hardpoint-certificates/tried.json keeps one" in hint
+    assert conclusion.endswith("none failed")
 
 
 def test_shards_on_the_command_line(tried_plugin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
