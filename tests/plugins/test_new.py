@@ -203,6 +203,13 @@ def test_a_part_of_its_kernels_cases_conforms(environment: Environment, installe
     conform(environment, installed(language), NAMES[language], CASES)
 
 
+@pytest.mark.nightly
+def test_all_cases_of_an_interpreted_kernel_conform(environment: Environment, installed: Installed) -> None:
+    """In every dtype that the manifest claims: the interpreter's own errors in bfloat16 are not the author's."""
+    command = f"TRITON_INTERPRET=1 hardpoint conform {NAMES['triton']} --platform cpu --family op"
+    assert "checks passed, none failed" in check(environment, installed("triton"), command)
+
+
 @pytest.mark.parametrize("language", [pytest.param("torch", marks=pytest.mark.nightly), "cpp", TRITON])
 def test_it_generates_what_an_engine_without_it_does(
     environment: Environment, installed: Installed, language: str
