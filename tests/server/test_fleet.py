@@ -122,6 +122,14 @@ def test_a_stream_of_the_background_is_everyones(fleet: RunningServer) -> None:
     assert [event["sequence_number"] for event in events] == list(range(2, len(events) + 2))
     assert events[-1]["type"] == "response.incomplete"
     assert fleet.get(path).text == text
+    with open_stream("POST", f"{fleet.url}/v1/responses", json=body | {"max_output_tokens": 1900}, **KEY) as stream:
+        first = next(line for line in stream.iter_lines() if line.startswith("data: "))
+    path = f"/v1/responses/{json.loads(first[6:])['response']['id']}"
+    with ThreadPoolExecutor(6) as threads:
+        followed = [threads.submit(fleet.get, f"{path}?stream=true") for _ in range(6)]
+        assert fleet.ask("DELETE", path).status_code == 200
+        assert {answer.result().status_code for answer in followed} <= {200, 404}
+    assert "Traceback" not in "".join(fleet.log)
 
 
 def test_a_process_that_is_killed(fleet: RunningServer) -> None:

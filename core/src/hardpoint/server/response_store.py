@@ -32,7 +32,8 @@ CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN UPDATE tota
 """
 _BUSY_SECONDS = 30.0
 """How long another process may hold the file."""
-_OPEN = ("queued", "in_progress")
+OPEN = ("queued", "in_progress")
+"""Statuses of a response that is being made."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class StoredResponse:
     @property
     def is_open(self) -> bool:
         """True while it is being made in the background."""
-        return self.response["status"] in _OPEN
+        return self.response["status"] in OPEN
 
 
 class MissingResponseError(LookupError):
@@ -99,7 +100,7 @@ class ResponseStore:
             )
             for owner, key, text in chosen.fetchall():
                 response = json.loads(text)
-                if response["status"] in _OPEN:
+                if response["status"] in OPEN:
                     text = json.dumps(response | {"status": "failed", "error": error})
                     self._db.execute("UPDATE responses SET response=? WHERE owner=? AND id=?", (text, owner, key))
 

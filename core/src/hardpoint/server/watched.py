@@ -75,13 +75,14 @@ class EventStream(Watched):
 
     async def answer(self, scope: Scope, send: Send) -> None:
         started = False
+        start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
         send_event: Send = scope.get(SEND, send)  # what stands between looks at beginnings alone, and costs per token
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
                     if not started:
                         started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                        await send(start)
                     await send_event({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
             if not started:
@@ -89,6 +90,8 @@ class EventStream(Watched):
                 return
             body = error_body(self._path, as_api_error(error))
             await send({"type": "http.response.body", "body": self._failed(body), "more_body": True})
+        if not started:  # there are no events
+            await send(start)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

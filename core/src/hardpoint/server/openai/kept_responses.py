@@ -16,7 +16,7 @@ from hardpoint.server.event_log import EventLog
 from hardpoint.server.gate import OWNER
 from hardpoint.server.openai.responses_input import InputItem, as_items
 from hardpoint.server.peers import EndResponse, ReadEvents
-from hardpoint.server.response_store import MissingResponseError, ResponseStore, StoredResponse
+from hardpoint.server.response_store import OPEN, MissingResponseError, ResponseStore, StoredResponse
 from hardpoint.server.service import Service, ServiceOf
 from hardpoint.server.watched import EventStream, named_event
 
@@ -160,14 +160,17 @@ async def retrieve(
 async def _events(
     service: Service, store: ResponseStore, owner: str, response_id: str, begin: int
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a response from number ``begin`` on, wherever it is made or was made."""
+    """The events of a response from number ``begin`` on, whichever process makes it. They end where it is deleted."""
     while True:
         if (log := service.event_logs.get((owner, response_id))) is not None:
             async for written in log.follow(begin):
                 yield written
             return
-        is_open = (await asyncio.to_thread(store.get, owner, response_id)).is_open
-        if not is_open:
+        try:
+            response = (await asyncio.to_thread(store.get, owner, response_id)).response
+        except MissingResponseError:
+            return
+        if response["status"] not in OPEN:
             break
         answers = await service.ask(ReadEvents(owner, response_id, begin))
         events = next((answer for answer in answers if answer is not None), None)
@@ -176,11 +179,11 @@ async def _events(
             yield "".join(events).encode()
         elif events is None:  # it ends at this moment, or the process that makes it does not answer
             await asyncio.sleep(_PAUSE_SECONDS)
-    kept = await asyncio.to_thread(store.events, owner, response_id) or []
-    if not kept:  # the process that made it has ended
-        response = (await asyncio.to_thread(store.get, owner, response_id)).response
-        kept = [""] * begin + [last_event(response, begin).decode()]
-    yield "".join(kept[begin:]).encode()
+    kept = await asyncio.to_thread(store.events, owner, response_id)
+    if kept:
+        yield "".join(kept[begin:]).encode()
+    else:  # the process that made it has ended
+        yield last_event(response, begin)
 
 
 def last_event(response: dict[str, Any], number: int) -> bytes:
