@@ -272,7 +272,7 @@ def test_its_experts_pass_the_kit(acme: Path) -> None:
 def test_its_communicator_by_flag(acme: Path, tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path, "llama", vocab_size=261)
     with ranks_in_threads(tmp_path, 2) as llm:
-        assert served(llm)["communicator", None] == {"torch_distributed"}
+        assert served(llm)["communicator", None] == {"cpu_shared_memory"}
     with ranks_in_threads(tmp_path, 2, communicator="acme_mailbox") as llm:
         assert served(llm)["communicator", None] == {"acme_mailbox"}
         prompts = random_prompts(4, 30, seed=9)
