@@ -136,6 +136,36 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "rms_norm_eps": 1e-5},
     ),
+    "gemma": ("gemma", {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 20, "sliding_window": 9, "attn_logit_softcapping": 2.0}),
+    "gemma3": (
+        "gemma3",
+        {"num_hidden_layers": 4, "sliding_window_pattern": 3, "sliding_window": 9, "tie_word_embeddings": True}
+        | {"query_pre_attn_scalar": 20},
+    ),
+    "gemma3-scaled": (
+        "gemma3",
+        {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "final_logit_softcapping": 3.0},
+    ),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {"attention_bias": False, "num_key_value_heads": 4}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_bias": True}
+        | {"attention_multiplier": 0.0625, "tie_word_embeddings": True},
+    ),
+    "ministral": (
+        "ministral",
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-window-partial": (
+        "phi3",
+        {"sliding_window": 13, "rope_parameters": ROPES["default"] | {"partial_rotary_factor": 0.75}},
+    ),
+    "seed-oss": ("seed_oss", {}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "glm4-moe": ("glm4_moe", GLM4_MOE),
     "glm4-moe-groups-biases": (
         "glm4_moe",
@@ -193,6 +223,21 @@ def test_what_a_config_leaves_out(family: str, tmp_path: Path) -> None:
     theirs = getattr(model.config, "sliding_window", None)
     kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * len(found)
     assert found == [theirs if kind == "sliding_attention" else None for kind in kinds]
+
+
+def test_a_gemma_3_of_before_transformers_5(tmp_path: Path) -> None:
+    """As models on the hub have it: two keys for theta, scaling for layers without a window, no ``layer_types``."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    write_checkpoint(tmp_path, "gemma3", num_hidden_layers=4, sliding_window=9, tie_word_embeddings=True)
+    path = tmp_path / "config.json"
+    left_out = ("rope_parameters", "layer_types", "tie_word_embeddings")
+    config = {key: value for key, value in json.loads(path.read_text()).items() if key not in left_out}
+    config |= {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "rope_scaling": scaling}
+    path.write_text(json.dumps(config | {"sliding_window_pattern": 2}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    (prompt,) = random_prompts(1, 90, seed=1, shortest=90)
+    with small_llm(tmp_path, max_model_len=256) as llm:
+        assert (prompt_logits(llm, prompt) - reference_logits(model, prompt)).abs().max() < LOGIT_TOLERANCE
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])

@@ -34,6 +34,10 @@ DENSE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", 2, DEEPSEEK_V3),
     "sparse-latents": ("deepseek_v32", 2, DEEPSEEK_V32),
     "glm4-moe": ("glm4_moe", 2, GLM4_MOE),
+    "gate-and-up-in-one-tensor": ("glm4", 2, {}),
+    "qkv-in-one-tensor": ("phi3", 2, {}),
+    "multiplied": ("granite", 2, {"residual_multiplier": 0.3, "logits_scaling": 2.0, "embedding_multiplier": 3.0}),
+    "windows-and-norms-of-results": ("gemma2", 2, {"sliding_window": 20, "vocab_size": 261}),
 }
 
 EXPERTS: dict[str, dict[str, Any]] = {

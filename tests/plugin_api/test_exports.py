@@ -9,9 +9,9 @@ from pathlib import Path
 import hardpoint_plugin_api
 
 PUBLIC = """
-API_VERSION ActivationFormat All2All All2AllWorkload ApiVersion AttentionArgs AttentionBackend AttentionBatch
-AttentionCall AttentionMetadata AttentionSpec AttentionWorkload BatchedExpertsCall BatchedExpertsKernel BlockArgs
-BuildContext CacheLayout CacheScales CacheSpec CacheUser CacheUsers CapacityError CaptureGrade CapturedGraph
+API_VERSION ActivationFormat AdjustedArgs All2All All2AllWorkload ApiVersion AttentionArgs AttentionBackend
+AttentionBatch AttentionCall AttentionMetadata AttentionSpec AttentionWorkload BatchedExpertsCall BatchedExpertsKernel
+BlockArgs BuildContext CacheLayout CacheScales CacheSpec CacheUser CacheUsers CapacityError CaptureGrade CapturedGraph
 CheckContext CheckpointError CheckpointTensors Collectives Communicator CommunicatorWorkload ConfigChange ConfigError
 ConfigKey ConfigValue ContentDelta Contribution Counter DeviceInfo Dim DispatchHandle Dispatched DraftCall Drafter
 DrafterArgs DrafterWorkload ENTRY_POINT_GROUP EagerGraphEngine Element ElementWorkload EmbeddingArgs EngineDeadError

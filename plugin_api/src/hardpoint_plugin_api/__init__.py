@@ -70,6 +70,7 @@ from hardpoint_plugin_api.families import FAMILIES, Family, Stability
 from hardpoint_plugin_api.hooks import ConfigChange, EngineInfo, HookSpecs, hookimpl
 from hardpoint_plugin_api.latent import LatentBackend, LatentCall, LatentSpec, LatentStoreCall
 from hardpoint_plugin_api.layers import (
+    AdjustedArgs,
     AttentionArgs,
     BlockArgs,
     EmbeddingArgs,
@@ -175,6 +176,7 @@ __all__ = [
     "AttentionWorkload",
     "BatchedExpertsCall",
     "BatchedExpertsKernel",
+    "AdjustedArgs",
     "BlockArgs",
     "BuildContext",
     "CacheLayout",

@@ -286,6 +286,21 @@ class MoEArgs:
 
 
 @dataclass(frozen=True)
+class AdjustedArgs:
+    """A sub-layer whose result is changed before it is added to the residual stream: normed, and then multiplied.
+
+    ``inner`` is called as ``forward(x, step)``, [T, hidden] -> [T, hidden]. ``norm``: of its result, as in Gemma 2
+    (arXiv:2408.00118); None: it is not normed. ``multiplier``: as Granite's ``residual_multiplier``.
+    """
+
+    layer: ClassVar[str] = "adjusted"
+
+    inner: LayerArgs
+    norm: NormArgs | None = None
+    multiplier: float = 1.0
+
+
+@dataclass(frozen=True)
 class BlockArgs:
     """A pre-norm decoder block: (x, residual) -> (x, residual).
 

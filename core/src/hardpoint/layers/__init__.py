@@ -1,5 +1,6 @@
 """Pluggable layers: what models are built from, and what a plugin may replace by name."""
 
+from hardpoint.layers.adjusted import Adjusted
 from hardpoint.layers.attention import Attention
 from hardpoint.layers.base import PluggableLayer, build_layer
 from hardpoint.layers.causal_lm import CausalLM, CausalLMArgs, DecoderStack, ModelFacts
@@ -14,6 +15,7 @@ from hardpoint.layers.norm import Norm
 from hardpoint.layers.sparse_indexer import SparseIndexer
 
 __all__ = [
+    "Adjusted",
     "Attention",
     "CausalLM",
     "CausalLMArgs",

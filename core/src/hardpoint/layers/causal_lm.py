@@ -67,7 +67,9 @@ class CausalLMArgs:
     """A decoder-only model, as a family makes it of a checkpoint's config.
 
     ``weight_names`` has the slot of each tensor of the checkpoint, None for one that may be there and is not needed;
-    ``MODULE.*`` means all tensors within a module.
+    ``MODULE.*`` means all tensors within a module. Embeddings are multiplied by ``embedding_multiplier``, rounded to
+    the model's dtype. Logits are multiplied by ``logits_multiplier``; with a ``logits_soft_cap`` c they become
+    ``c * tanh(logits / c)`` (Gemma 2, arXiv:2408.00118).
     """
 
     embedding: EmbeddingArgs
@@ -76,6 +78,9 @@ class CausalLMArgs:
     tied: bool
     weight_names: Mapping[str, str | None]
     facts: ModelFacts
+    embedding_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    logits_soft_cap: float | None = None
 
     def build(self, ctx: Context) -> CausalLM:
         """Construct the model, without weights."""
@@ -106,6 +111,8 @@ class CausalLM(nn.Module):
         if is_last:
             self.norm = Norm(ctx.child("norm"), args.norm)
             sum_later(ctx.child("norm"), self.stack, self.norm)
+        self._embedding_multiplier = float(torch.tensor(args.embedding_multiplier, dtype=ctx.dtype))
+        self._logits_multiplier, self._logits_soft_cap = args.logits_multiplier, args.logits_soft_cap
         self._begin = self._embedded if is_first else _received
         self._end = self._normed if is_last else _handed_on
         names = _without_other_stages(args.weight_names, frozenset(self._modules), blocks)
@@ -122,7 +129,8 @@ class CausalLM(nn.Module):
         return self._end(*self.stack(x, step, *residual))
 
     def _embedded(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.embedding(ids),)
+        x: torch.Tensor = self.embedding(ids)
+        return (x if self._embedding_multiplier == 1.0 else x * self._embedding_multiplier,)
 
     def _normed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         hidden: torch.Tensor = self.norm(x, residual)[0]
@@ -131,6 +139,10 @@ class CausalLM(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden] -> [N, vocab], for the rows that are wanted only."""
         logits: torch.Tensor = self.head(hidden)
+        if self._logits_multiplier != 1.0:
+            logits = logits * self._logits_multiplier
+        if self._logits_soft_cap is not None:
+            logits = torch.tanh(logits / self._logits_soft_cap) * self._logits_soft_cap
         return logits
 
 

@@ -97,6 +97,7 @@ def check_weights(model: nn.Module, names: WeightNames, files: SafetensorsFiles)
     plan.check_headers(files)
 
 
+_PLUS_ONE = "plus_one"
 _ORDERS = frozenset({"interleaved", "transposed"})
 """How a tensor may hold a whole stack in another order than the slot: see WeightNames."""
 
@@ -107,6 +108,7 @@ class _Target:
     slot: str
     part: str | None
     orders: frozenset[str] = frozenset()
+    plus_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ def _find(address: str, layers: dict[str, PluggableLayer], slots: dict[tuple[str
             orders = frozenset(part.split(","))
             if orders <= _ORDERS and slots[layer, slot].stack:
                 return _Target(layer, slot, None, orders)
+            if part == _PLUS_ONE and not slots[layer, slot].parts:
+                return _Target(layer, slot, None, plus_one=True)
             return _Target(layer, slot, part or None)
     raise CheckpointError(
         f"no layer has a slot for {address!r}; the replacement of a layer above it must declare one under a dotted name"
@@ -341,6 +345,7 @@ class _Filling:
         if any((target.layer, target.slot, piece) not in self._left for piece in pieces):
             raise CheckpointError(f"{self._title}: tensor {name!r} is there twice")
         filled = self._allocated(target)[slot.part_index(target.part)]
+        tensor = tensor.float() + 1 if target.plus_one else tensor
         if is_cut:
             filled.copy_(tensor)
         else:

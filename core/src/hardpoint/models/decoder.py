@@ -14,6 +14,7 @@ from hardpoint.layers import CausalLMArgs, ModelFacts
 from hardpoint.ops.activation import activation_of_hf
 from hardpoint.ops.rope_table import extended_length, rope_args
 from hardpoint_plugin_api import (
+    AdjustedArgs,
     AttentionArgs,
     BlockArgs,
     CheckpointError,
@@ -59,9 +60,12 @@ class Block:
         return {name: prefix + slot for prefix, part in parts for name, slot in part.names.items()}
 
 
-def decoder(config: HFConfig, blocks: Sequence[Block]) -> CausalLMArgs:
-    """The model around ``blocks``: embedding, a last norm like theirs, head (tied where the config says so)."""
-    tied = config.flag("tie_word_embeddings", False)
+def decoder(config: HFConfig, blocks: Sequence[Block], *, default_tied: bool = False) -> CausalLMArgs:
+    """The model around ``blocks``: embedding, a last norm like theirs, head (tied where the config says so).
+
+    ``default_tied`` is the family's own, for configs that leave it out.
+    """
+    tied = config.flag("tie_word_embeddings", default_tied)
     names: dict[str, str | None] = {"model.norm.weight": "norm.weight"}
     for i, block in enumerate(blocks):
         for name, slot in block.names.items():
@@ -116,6 +120,7 @@ class AttentionVariations(TypedDict, total=False):
     qk_norm_eps: float | None
     window: int | None
     sinks: bool
+    soft_cap: float | None
 
 
 def attention(
@@ -123,12 +128,16 @@ def attention(
     *,
     default_theta: float = 10_000.0,
     default_rotary: float = 1.0,
+    layer_type: str | None = None,
+    interleaved: bool = False,
+    scale: float | None = None,
     **variations: Unpack[AttentionVariations],
 ) -> Sublayer[AttentionArgs]:
     """Grouped-query attention with rotary embedding.
 
     ``default_theta``, and ``default_rotary`` (the share of a head that rotates), are the family's own, for configs that
-    leave them out.
+    leave them out. ``layer_type`` chooses among rotary embeddings, and ``interleaved`` is how they pair elements: see
+    rope_args. ``scale`` None: one over the root of the head size.
     """
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", heads)
@@ -146,6 +155,8 @@ def attention(
         head_size,
         default_theta=default_theta,
         default_rotary=default_rotary,
+        layer_type=layer_type,
+        interleaved=interleaved,
         file=str(config.path),
     )
     args = AttentionArgs(
@@ -153,7 +164,7 @@ def attention(
         num_heads=heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        scale=head_size**-0.5,
+        scale=head_size**-0.5 if scale is None else scale,
         rope=rope,
         **variations,
     )
@@ -166,25 +177,43 @@ def attention(
     return Sublayer(args, names)
 
 
-def norms(config: HFConfig, default_eps: float = 1e-6) -> Sublayer[NormArgs]:
-    """The norms of the residual stream."""
+def norms(
+    config: HFConfig, default_eps: float = 1e-6, *, feed_forward: str = "post_attention_layernorm"
+) -> Sublayer[NormArgs]:
+    """The norms of the residual stream. ``feed_forward``: the module of the one before the feed-forward."""
     args = NormArgs(config.integer("hidden_size"), config.number("rms_norm_eps", default_eps))
-    names = {
-        "input_layernorm.weight": "mixer_norm.weight",
-        "post_attention_layernorm.weight": "feed_forward_norm.weight",
-    }
+    names = {"input_layernorm.weight": "mixer_norm.weight", f"{feed_forward}.weight": "feed_forward_norm.weight"}
     return Sublayer(args, names)
 
 
-def mlp(config: HFConfig, bias: bool = False) -> Sublayer[MLPArgs]:
-    """A gated feed-forward."""
+def adjusted(
+    inner: Sublayer[LayerArgs], *, norm: NormArgs | None = None, module: str = "", multiplier: float = 1.0
+) -> Sublayer[LayerArgs]:
+    """``inner`` with a ``norm`` of its result, whose weight ``module`` has in the checkpoint, or with a multiplier."""
+    names = {name: f"inner.{slot}" for name, slot in inner.names.items()}
+    if norm is not None:
+        names[f"{module}.weight"] = "norm.weight"
+    return Sublayer(AdjustedArgs(inner.args, norm, multiplier), names)
+
+
+def mlp(
+    config: HFConfig,
+    bias: bool = False,
+    *,
+    activation: str = "hidden_act",
+    default_activation: str = "silu",
+    fused: bool = False,
+) -> Sublayer[MLPArgs]:
+    """A gated feed-forward. ``activation``: the key of its activation; ``fused``: gate and up are one tensor."""
     args = MLPArgs(
         hidden_size=config.integer("hidden_size"),
         intermediate_size=config.integer("intermediate_size"),
-        activation=activation_of_hf(str(config.get("hidden_act", "silu")), f"It stands in {config.path}."),
+        activation=activation_of_hf(str(config.get(activation, default_activation)), f"It stands in {config.path}."),
         bias=bias,
     )
     modules = {"mlp.gate_proj": "gate_up[gate]", "mlp.up_proj": "gate_up[up]", "mlp.down_proj": "down"}
+    if fused:
+        modules = {"mlp.gate_up_proj": "gate_up", "mlp.down_proj": "down"}
     return Sublayer(args, linear_names(modules, bias=bias))
 
 
@@ -197,19 +226,27 @@ def windows(config: HFConfig) -> tuple[int | None, ...]:
     """The sliding window of each layer, from ``layer_types`` or, before that key, ``max_window_layers``."""
     layers = num_layers(config)
     window = sliding_window(config) if config.flag("use_sliding_window", False) else None
-    kinds = config.get("layer_types")
-    if kinds is None:
+    if config.get("layer_types") is None:
         first = config.get("max_window_layers", layers)
         if type(first) is not int or first < 0:
             raise CheckpointError(
                 f"{config.path}: 'max_window_layers' must be a whole number, 0 or more, got {first!r}"
             )
         return tuple(window if i >= first else None for i in range(layers))
+    kinds = layer_types(config, ())
+    if window is None and "sliding_attention" in kinds:
+        window = config.integer("sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def layer_types(config: HFConfig, default: Sequence[str]) -> tuple[str, ...]:
+    """``full_attention`` or ``sliding_attention`` for each layer; ``default`` where the config leaves it out."""
+    layers, kinds = num_layers(config), config.get("layer_types")
+    if kinds is None:
+        return tuple(default)
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _LAYER_TYPES for kind in kinds):
         raise CheckpointError(
             f"{config.path}: 'layer_types' must name {layers} layers, each full_attention or sliding_attention; "
             f"got {kinds}"
         )
-    if window is None and "sliding_attention" in kinds:
-        window = config.integer("sliding_window")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(kinds)

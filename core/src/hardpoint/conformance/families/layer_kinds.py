@@ -16,6 +16,7 @@ from hardpoint.conformance.families.step_memory import Pieces
 from hardpoint.conformance.families.steps import Piece
 from hardpoint.layers.base import PluggableLayer
 from hardpoint_plugin_api import (
+    AdjustedArgs,
     AttentionArgs,
     BlockArgs,
     EmbeddingArgs,
@@ -257,6 +258,17 @@ KINDS: dict[str, LayerKind] = {
             "odd": LinearAttentionArgs(33, 5, (0.0, 0.8, 0.99)),
         },
         _hidden,
+        step_by_step,
+        tokens=(NUM_STEP_TOKENS,),
+        pieces=STEPS,
+    ),
+    "adjusted": LayerKind(
+        {
+            "normed": AdjustedArgs(_MLP, _NORM),
+            "multiplied": AdjustedArgs(_ATTENTION, multiplier=0.22),
+            "both-odd": AdjustedArgs(MLPArgs(33, 57), NormArgs(33, 1e-5), 1.5),
+        },
+        lambda args, tokens, generator: _hidden(args.inner, tokens, generator),
         step_by_step,
         tokens=(NUM_STEP_TOKENS,),
         pieces=STEPS,

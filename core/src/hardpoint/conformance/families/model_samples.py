@@ -111,7 +111,8 @@ def transformers_samples(architecture: str) -> tuple[ModelSample, ...]:
 
     # Several model types may share a class: the first with a config that makes it is the class's own.
     kinds = [kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture]
-    own = [kind for kind in kinds if kind in CONFIG_MAPPING and _title(CONFIG_MAPPING[kind]) == _stem(architecture)]
+    titles = (_stem(architecture), f"{_stem(architecture)}text")  # the latter where a model of images has the name
+    own = [kind for kind in kinds if kind in CONFIG_MAPPING and _title(CONFIG_MAPPING[kind]) in titles]
     if not own:
         return ()
     known = CONFIG_MAPPING[own[0]]().to_dict().keys() | {"head_dim"}

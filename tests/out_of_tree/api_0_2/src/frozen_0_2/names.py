@@ -12,6 +12,7 @@ from hardpoint_plugin_api import (
     NO_DRAFT,
     NULL_PAGE,
     ActivationFormat,
+    AdjustedArgs,
     All2All,
     All2AllWorkload,
     ApiVersion,
@@ -184,6 +185,7 @@ from hardpoint_plugin_api import (
 
 NAMES = {
     "ActivationFormat": ActivationFormat,
+    "AdjustedArgs": AdjustedArgs,
     "All2All": All2All,
     "All2AllWorkload": All2AllWorkload,
     "API_VERSION": API_VERSION,
