@@ -298,7 +298,8 @@ def test_ranks_replay_together(plain: tuple[Path, PreTrainedModel], monkeypatch:
         monkeypatch.setattr(TorchDistributed, name, recordable(getattr(TorchDistributed, name)))
     folder, model = plain
     prompts = random_prompts(3, 30, seed=2)
-    with ranks_in_threads(folder, 2, wait_for_graphs=True, **RECORDABLE) as llm:
+    gloo = {"communicator": "torch_distributed"}
+    with ranks_in_threads(folder, 2, wait_for_graphs=True, **gloo, **RECORDABLE) as llm:
         for prompt, drawn in zip(prompts, generate(llm, prompts), strict=True):
             check_tokens_equal(model, prompt, drawn)
         assert counted(llm)["graph_replays_total"] == 23
@@ -314,7 +315,7 @@ def test_communicators_that_cannot_be_captured(
     with caplog.at_level(logging.INFO, "hardpoint"), ranks_in_threads(plain[0], 2, **RECORDABLE) as llm:
         generate(llm, [[1, 2, 3]])
         assert counted(llm)["not_capturable"] == llm.stats.num_steps
-    assert "allows no collectives between ranks; communicator torch_distributed cannot be captured" in caplog.text
+    assert "allows no collectives between ranks; communicator cpu_shared_memory cannot be captured" in caplog.text
 
 
 def test_the_cache_leaves_room_for_graphs(

@@ -213,6 +213,7 @@ def test_ranks_find_it_together(
         monkeypatch.setattr(TorchDistributed, name, recordable(getattr(TorchDistributed, name)))
     # The recorder sees torch's operators alone.
     others: dict[str, Any] = {"linear_backend": "torch", "attention_backend": "reference", "deny": (UNSEEN,)}
+    others["communicator"] = "torch_distributed"
     folder, model = dense
     with ranks_in_threads(folder, 2, custom_ops=["none", "+rms_norm"], **others, **SETTINGS) as llm:
         check(llm, model)

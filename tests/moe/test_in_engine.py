@@ -147,6 +147,7 @@ def test_explain_says_why_not_the_others(
     }
     assert reasons["all2all"] == {
         "local_batches": ["comes-after"],
+        "cpu_shared_memory": ["parallel"],
         **{name: ["parallel"] for name in ("replicated", "allgather_reducescatter", "all_to_all", "naive")},
     }
 

@@ -174,7 +174,11 @@ def test_a_communicator_that_cannot_send(tmp_path: Path, monkeypatch: pytest.Mon
     write_checkpoint(tmp_path, "qwen3")
     monkeypatch.setattr(TorchDistributed, "recv", Communicator.recv)
     with pytest.raises(PluginLoadError, match=r"torch_distributed.* needs send and recv to serve pipeline stages"):
-        draw(EngineConfig.create(model=str(tmp_path), **SMALL, pipeline_parallel_size=2))
+        draw(
+            EngineConfig.create(
+                model=str(tmp_path), **SMALL, pipeline_parallel_size=2, communicator="torch_distributed"
+            )
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 1])

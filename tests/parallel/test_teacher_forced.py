@@ -76,7 +76,7 @@ def test_two_ranks_that_replay(
     common |= {"attention_backend": "reference", "experts_backend": "grouped"}
     with small_llm(tmp_path, enforce_eager=True, **common) as llm:
         one = scores(llm)
-    with ranks_in_threads(tmp_path, 2, **common, **settings) as llm:
+    with ranks_in_threads(tmp_path, 2, **common, **settings, communicator="torch_distributed") as llm:
         two = scores(llm)
         assert llm.metrics.value("hardpoint_graph_replays_total") >= NUM_DECODED - 1
     check_alike(two, one, true_scores(model, torch.bfloat16), torch.bfloat16)

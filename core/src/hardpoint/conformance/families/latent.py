@@ -16,6 +16,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -45,7 +46,6 @@ from hardpoint_plugin_api import (
     LatentCall,
     LatentSpec,
     LatentStoreCall,
-    LatentWorkload,
     Phase,
     Region,
     Span,
@@ -80,7 +80,7 @@ class LatentTrials:
             "rope_size": _claimed(subject, "rope_size", _ROPE_SIZES),
         }
         yield from layout_trials(subject, plan, block_sizes(subject), CacheKind(sizes, _spec, _title, LatentStoreCall))
-        heads = [n for n in _HEADS if subject.refuses(LatentWorkload(num_heads=n)) is None] or _HEADS
+        heads = [number for number in _HEADS if _takes(subject, number, sizes)] or _HEADS
         factors = {
             "dtype": subject.dtypes(),
             "kv_dtype": cache_dtypes(subject),
@@ -111,6 +111,14 @@ class LatentTrials:
 
 def _claimed(subject: Subject, key: str, some: Sequence[int]) -> Sequence[int]:
     return tuple(map(int, subject.claimed(key) or some))
+
+
+def _takes(subject: Subject, heads: int, sizes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether the backend serves so many heads, in any of the dtypes and sizes that it claims."""
+    factors = {**sizes, "kv_dtype": cache_dtypes(subject), "block_size": block_sizes(subject)}
+    rows = (dict(zip(factors, values, strict=True)) for values in product(*factors.values()))
+    specs = (_spec({**row, "heads": heads}, dtype) for row in rows for dtype in subject.dtypes())
+    return any(subject.refuses(spec.workload()) is None for spec in specs)
 
 
 def _has_no_point(batch: str, values: str) -> bool:
