@@ -286,6 +286,7 @@ class Runner:
         fixed = buffers.step
         return StepArrays(fixed["ids"], fixed["positions"], metadata, fixed, staged.get("adapters"))
 
+    @torch.inference_mode()  # as the copies began: a platform may finish them on the tensors of then
     def collect(self, ticket: Ticket) -> StepOutput:
         """Wait for the tokens of ``ticket``, and for what was asked about them."""
         tokens, drafts = ticket.drawn()
