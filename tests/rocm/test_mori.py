@@ -100,6 +100,6 @@ def test_the_stand_in_refuses_what_the_real_one_does() -> None:
             made.dispatch(*wrong)
     came, _, _, _, total = made.dispatch(x, weights, None, ids)
     assert (total.tolist(), came[3].isnan().all().item()) == ([3], True)
-    with pytest.raises(ValueError, match="those that were dispatched"):
+    with pytest.raises(ValueError, match="not the dispatched ones"):
         made.combine(came, None, ids[:2])
     assert made.combine(came, None, ids)[0][:3].tolist() == x.tolist()

@@ -22,7 +22,7 @@ _GENERATORS: tuple[Generator, ...] = (AttentionTrials(), LatentTrials(), LinearT
 
 
 def faults(platform: str, name: str, every: int, cases: str = "*") -> Iterator[str]:
-    """What the kit finds of the contribution ``name``, in each ``every``-th of its trials at level quick that match.
+    """The kit's findings on the contribution ``name``, in each ``every``-th of its trials at level quick that match.
 
     Raises AssertionError where no trial compared a value.
     """

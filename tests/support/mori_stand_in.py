@@ -132,7 +132,7 @@ class EpDispatchCombineOp:
     ) -> tuple[torch.Tensor, None]:
         CALLS["combine"] += 1
         if indices.dtype != torch.int32 or len(indices) != self._tokens:
-            raise ValueError("indices are those that were dispatched")
+            raise ValueError("indices are not the dispatched ones")
         if not input.is_contiguous():
             raise RuntimeError("addresses are taken of contiguous tensors")
         out = torch.full((self._config.max_num_inp_token_per_rank, input.shape[1]), torch.nan, dtype=input.dtype)

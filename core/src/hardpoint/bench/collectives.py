@@ -110,7 +110,10 @@ def _sizes(text: str) -> list[int]:
 @click.option("--platform", default=None, help="Kind of device. Default: an accelerator if one is found, else cpu.")
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(2, 64), help="Ranks on this host.")
 @click.option(
-    "--communicator", default=None, metavar="NAME", help="What to measure. Default: what an engine would use."
+    "--communicator",
+    default=None,
+    metavar="NAME",
+    help="Communicator to measure. Default: the one that an engine would use.",
 )
 @click.option("--sizes", default="1k,64k,1m,16m", show_default=True, help="Bytes of the tensors.")
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(_DTYPES))
@@ -154,7 +157,10 @@ def _measure_collectives(at: BenchRank, names: list[str], sizes: list[int], roun
 @click.option("--platform", default=None, help="Kind of device. Default: an accelerator if one is found, else cpu.")
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(2, 64), help="Ranks on this host.")
 @click.option(
-    "--all2all-backend", default=None, metavar="NAME", help="What to measure. Default: the first that moves tokens."
+    "--all2all-backend",
+    default=None,
+    metavar="NAME",
+    help="All-to-all to measure. Default: the first that moves tokens.",
 )
 @click.option("--tokens", default="1,64,1024", show_default=True, help="Tokens of each rank.")
 @click.option("--experts", default=128, show_default=True, type=click.IntRange(min=2), help="Experts of all ranks.")

@@ -1,4 +1,4 @@
-"""What all-to-alls by a library share: a look at the library's signatures, and the object that ranks make of it.
+"""The common part of all-to-alls by a library: the check of its signatures, and the object that ranks make of it.
 
 Arguments are passed to libraries by name. A plugin records which, from the library's public sources, and refuses a
 library that takes others.
@@ -27,7 +27,7 @@ class ExchangeLibrary:
     signatures: Mapping[str, Sequence[str]]
 
     def find(self, name: str) -> Any:
-        """What stands under ``module:path`` in the library. Raises what importing it raises, and AttributeError."""
+        """The object at ``module:path`` in the library. Raises AttributeError, and whatever its import raises."""
         module, _, path = name.partition(":")
         found: Any = importlib.import_module(module)
         for part in path.split("."):

@@ -1,4 +1,4 @@
-"""What libraries of exchanges need at the start: MPI's calls, by the store of a group."""
+"""The calls of MPI that libraries of exchanges need at their start, served by the store of a group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StoreComm:
         return self
 
     def allgather(self, data: object) -> list[Any]:
-        """What every rank gave, in their order."""
+        """Return the values of all ranks, in the order of the ranks."""
         self._calls += 1
         keys = [f"allgather/{self._calls}/{rank}" for rank in range(self._world)]
         self._store.set(keys[self._rank], pickle.dumps(data).hex())
@@ -42,7 +42,7 @@ class StoreComm:
         return [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in keys]
 
     def bcast(self, data: object, root: int) -> Any:
-        """What ``root`` gave."""
+        """Return the value of rank ``root``."""
         return self.allgather(data)[root]
 
     def barrier(self) -> None:

@@ -15,6 +15,11 @@ from typing import Any
 
 from hardpoint_plugin_api import PlatformError, Reason
 
+_MLA = (
+    *("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens"),
+    *("max_seqlen_q", "sm_scale"),
+)
+
 SIGNATURES = {
     # aiter/ops/rmsnorm.py, 0bc300f740e8ac412deb6bc68c23f7a9e582413c
     "rms_norm": ("input", "weight", "epsilon"),
@@ -41,32 +46,8 @@ SIGNATURES = {
         *("Q", "K", "V", "block_tables", "context_lens", "block_tables_stride0", "K_QScale", "V_QScale", "out_"),
     ),
     # aiter/mla.py, 41d6c5271acee849f3968b722d825c9d167ac12f
-    "mla.mla_decode_fwd": (
-        *(
-            "q",
-            "kv_buffer",
-            "o",
-            "qo_indptr",
-            "kv_indptr",
-            "kv_indices",
-            "kv_last_page_lens",
-            "max_seqlen_q",
-            "sm_scale",
-        ),
-    ),
-    "mla.mla_prefill_fwd": (
-        *(
-            "q",
-            "kv_buffer",
-            "o",
-            "qo_indptr",
-            "kv_indptr",
-            "kv_indices",
-            "kv_last_page_lens",
-            "max_seqlen_q",
-            "sm_scale",
-        ),
-    ),
+    "mla.mla_decode_fwd": _MLA,
+    "mla.mla_prefill_fwd": _MLA,
     # aiter/fused_moe.py, d78f4797ba4e16927d83f5ede412767dd5430f5a
     "fused_moe.fused_moe": (
         *("hidden_states", "w1", "w2", "topk_weight", "topk_ids", "activation", "quant_type", "w1_scale", "w2_scale"),
