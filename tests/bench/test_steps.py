@@ -50,9 +50,28 @@ def test_of_two_ranks(family: str, changes: dict[str, Any], settings: dict[str, 
     assert not result.roofline
 
 
-def test_kernels_are_those_of_one_rank(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave out --core-process and --tensor-parallel-size"):
-        steps(config(tmp_path, tensor_parallel_size=2), kernels=3, **LENGTHS)
+@pytest.mark.nightly
+def test_of_two_replicas(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3")
+    result = steps(config(tmp_path, data_parallel_size=2), kernels=0, **LENGTHS)
+    assert [row.name for row in result.rows] == ["decode, 1 x 8", "decode, 2 x 8", "prefill, 2 x 8", "load"]
+    assert all(row.value for row in result.rows)
+    assert not result.roofline
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({"data_parallel_size": 2}, "--data-parallel-size"),
+        ({"core_process": True}, "--core-process"),
+    ],
+    ids=str,
+)
+def test_kernels_are_those_of_one_rank(settings: dict[str, Any], flags: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"leave out {flags}, or measure it with: hardpoint bench steps without"):
+        steps(config(tmp_path, **settings), kernels=3, **LENGTHS)
 
 
 def test_prompts_of_several_lengths(tmp_path: Path) -> None:

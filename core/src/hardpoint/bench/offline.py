@@ -146,15 +146,21 @@ _LARGEST_READ = 2**30
 """Bytes: the cache leaves little memory beside it."""
 
 
-def check_here(config: EngineConfig, *, several_ranks: bool = False) -> None:
-    """Raise ConfigError for an engine whose core is elsewhere, and for one of several ranks unless these will do."""
-    topology = config.topology
-    if config.core_process or topology.data > 1 or (topology.size > 1 and not several_ranks):
-        one_rank, flag = ("", "") if several_ranks else (" of one rank", " and --tensor-parallel-size")
-        flag = f", --data-parallel-size{flag}" if topology.data > 1 else flag
+def runs_here(config: EngineConfig) -> bool:
+    """Whether the engine's core is in this process, and has the only rank."""
+    return not config.wants_core_process(default=False) and config.topology.local_size == 1
+
+
+def check_here(config: EngineConfig, elsewhere: str = "hardpoint bench serve") -> None:
+    """Raise ConfigError for an engine that does not run here; ``elsewhere`` is the command that measures it."""
+    if not runs_here(config):
+        topology = config.topology
+        flags = {"--core-process": config.core_process, "--on-engine-failure restart": config.restarts_engine}
+        for axis in ("data", "pipeline", "tensor"):
+            flags[f"--{axis}-parallel-size"] = getattr(topology, axis) > 1
+        given = " and ".join(flag for flag, is_given in flags.items() if is_given)
         raise ConfigError(
-            f"this measures an engine{one_rank} in this process; leave out --core-process{flag}, or measure it with: "
-            "hardpoint bench serve"
+            f"this measures an engine of one rank in this process; leave out {given}, or measure it with: {elsewhere}"
         )
 
 

@@ -14,7 +14,7 @@ import click
 from hardpoint import LLM, SamplingParams
 from hardpoint.bench.busy_time import BusyTime, device_intervals
 from hardpoint.bench.lengths import Lengths, SyntheticRequest
-from hardpoint.bench.offline import ROOFLINE, alphabet, check_at_once, check_here, generate, read_seconds
+from hardpoint.bench.offline import ROOFLINE, alphabet, check_at_once, check_here, generate, read_seconds, runs_here
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
 from hardpoint.config import EngineConfig
 from hardpoint.terminal.progress import progress_bar
@@ -80,9 +80,11 @@ def steps(
     with all tokens and one with a single token, so that it holds all that the engine does for a token. The prefill rate
     is prompt tokens over the time of a run with one token. Rates are medians; one run before each is not counted. With
     --kernels, further steps are profiled: the time that kernels take of one, in all and by name, and the time between
-    kernels. Several ranks have processes of their own, and so neither a roofline nor --kernels.
+    kernels. An engine of several ranks or replicas, or with --core-process, runs in processes of its own: it has
+    neither a roofline nor --kernels. Replicas share the requests of each size.
     """
-    check_here(config, several_ranks=not kernels)
+    if kernels:
+        check_here(config, "hardpoint bench steps without --kernels")
     sizes = {"decode": _numbers(decodes, "--decode"), "prefill": _numbers(prefills, "--prefill")}
     for kind, numbers in sizes.items():
         check_at_once(config, max(numbers, default=0), f"--{kind}")
@@ -93,7 +95,7 @@ def steps(
         return inputs.draw(size, random.Random(0))
 
     with LLM.from_config(config) as llm, progress_bar("sizes", sum(map(len, sizes.values()))) as advance:
-        has_roofline = config.topology.size == 1
+        has_roofline = runs_here(config)
         tokens = alphabet(llm)
 
         def requests(size: int, length: int) -> list[SyntheticRequest]:
