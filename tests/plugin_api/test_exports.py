@@ -28,7 +28,7 @@ SelectionError ShardPlan ShardSlice Span SparseIndexerArgs SpecPattern Stability
 StoreCall StoredTensor
 StructureKind StructuredOutput TableElement TensorInfo TokensRequirement ToolCallDelta ToolCallEnd ToolCallStart
 ToolParser ToolParserWorkload UnknownNameError WeightSlot Workload check_api decode_elements dequantize expert_matrix
-hookimpl nearest parse_manifest parse_requirement read_manifest scale_slot weight_slots write_rounded
+hookimpl minimum_slot nearest parse_manifest parse_requirement read_manifest scale_slot weight_slots write_rounded
 """
 """A name that disappears from here breaks a plugin somewhere; one that is added stays for good."""
 

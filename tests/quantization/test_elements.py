@@ -115,8 +115,31 @@ def test_every_spec_can_be_quantized_to(element: Element, levels: str) -> None:
         assert float((error / limit).max()) <= 1, spec
         if levels == "rows":  # scales of other formats have roundings of their own
             assert float((error / limit).max()) > 0.45, spec
-            coarse = {**slots, "weight_scale": slots["weight_scale"] * 1.1}
+            coarse = {**slots, "weight_scale": slots["weight_scale"] * (1.1 if element.bits > 3 else 2)}
             assert ((dequantize(coarse, spec, torch.float64) - weight).abs() > limit).any(), spec
+
+
+@pytest.mark.parametrize(
+    ("element", "levels", "step"),
+    [
+        ("uint4", [Scale("uint8", (1, 16)), Scale("float16", (1, 32))], 1 / 15),
+        ("uint2", [Scale("uint8", (1, 16)), Scale("float16", (1, 64))], 1 / 3),
+        ("uint5", [Scale("float16", (1, 32))], 1 / 31),
+    ],
+)
+def test_minima_shift_each_block(element: str, levels: list[Scale], step: float) -> None:
+    """GGUF's K-quants: the least number of a block is its minimum, to half a step of each level's own rounding."""
+    spec = QuantSpec(element, scales=tuple(levels), minimum=True)
+    slots = quantize_weight(WEIGHT, spec)
+    wanted = weight_slots(Scheme(spec, QuantSpec("float32")), [("", 41)], 64)
+    assert {n: (s.shape, s.dtype) for n, s in wanted.items()} == {
+        n: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for n, x in slots.items()
+    }
+    blocks = WEIGHT.unflatten(1, (-1, levels[0].block[1]))
+    span = blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True).clamp(max=0)
+    error = (dequantize(slots, spec, torch.float64).unflatten(1, blocks.shape[1:]) - blocks).abs()
+    assert float((error / (span * step)).max()) <= 0.65
+    assert torch.equal(dequantize(slots, spec, torch.float32, slice(3, 9)), dequantize(slots, spec, torch.float32)[3:9])
 
 
 @pytest.mark.parametrize(

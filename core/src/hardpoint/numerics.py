@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import pad
 
 from hardpoint.dtypes import dtype_of
-from hardpoint_plugin_api import QuantSpec, Scale, decode_elements, scale_slot
+from hardpoint_plugin_api import QuantSpec, Scale, decode_elements, minimum_slot, scale_slot
 from hardpoint_plugin_api.elements import BUILT_IN
 
 _E8M0 = "float8_e8m0fnu"
@@ -126,6 +126,9 @@ def quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Te
         raise ValueError(f"{spec}: two elements share a byte, so that K must be even, got {weight.shape[1]}")
     if spec.permuted:
         return _quantize_permuted(weight, spec)
+    if spec.minimum:
+        minima, offset = _minima(weight.float(), spec)
+        return {**quantize_weight(weight.float() - offset, replace(spec, minimum=False)), **minima}
     if len(spec.scales) > 1:
         level, last = len(spec.scales) - 1, spec.scales[-1]
         scale = _outer_scale(weight, spec)
@@ -153,6 +156,31 @@ def _quantize_permuted(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch
     return slots
 
 
+def _minima(weight: torch.Tensor, spec: QuantSpec) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The slots with minima of ``weight`` [N, K], and the number for each element that they make, [N, K] float32.
+
+    A block's least number, where it is negative, becomes the least element. One level holds it as it is; of several the
+    last holds the least of its blocks over the largest number of the levels before it.
+    """
+    inner = spec.scales[0]
+    blocks = _blocks(weight, *_whole(inner.block, weight.shape))
+    least, slots = blocks.amin((1, 3)).clamp(max=0.0), {}
+    offset = _spread(least, inner, weight.shape)
+    outer = torch.ones_like(weight)
+    for level in range(len(spec.scales) - 1, 0, -1):
+        scale = spec.scales[level]
+        most = _blocks((offset / outer).abs(), *_whole(scale.block, weight.shape)).amax((1, 3))
+        tops = math.prod(_top(one.format) for one in spec.scales[:level])
+        slots[minimum_slot(level)] = -_or_one(_rounded(divided(most, tops), scale.format))
+        outer *= _spread(slots[minimum_slot(level)].float(), scale, weight.shape)
+    of_block = _blocks(offset / outer, *_whole(inner.block, weight.shape)).amax((1, 3))
+    if len(spec.scales) == 1:
+        of_block = least
+    slots[minimum_slot(0)] = _rounded(of_block, inner.format)
+    outer *= _spread(slots[minimum_slot(0)].float(), inner, weight.shape)
+    return slots, outer
+
+
 def _outer_scale(weight: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """The last level's scales, with which the levels before it reach as far as their formats do."""
     last = spec.scales[-1]
@@ -167,9 +195,19 @@ def _outer_scale(weight: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
 
 
 def _top(format_: str) -> float:
-    """The largest inner scale under an outer one: the largest number of an 8-bit format with a mantissa; else 1."""
+    """The largest inner scale under an outer one: the largest number of an 8-bit format with a mantissa, or of whole
+    numbers; else 1.
+    """
     dtype = dtype_of(format_)
+    if not dtype.is_floating_point:
+        return float(torch.iinfo(dtype).max)
     return torch.finfo(dtype).max if dtype.itemsize == 1 and format_ != _E8M0 else 1.0
+
+
+def _rounded(numbers: torch.Tensor, format_: str) -> torch.Tensor:
+    """Float32 ``numbers`` in the format of scales: whole ones to the nearest."""
+    dtype = dtype_of(format_)
+    return (numbers if dtype.is_floating_point else numbers.round()).to(dtype)
 
 
 def _spread(per_block: torch.Tensor, scale: Scale, shape: torch.Size) -> torch.Tensor:
@@ -269,7 +307,7 @@ def _scale(amax: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
         scale = torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127))
         return torch.where(amax > 0, scale, 1.0) + 0 * amax  # NaN stays NaN
     scale = divided(amax, top)
-    return _or_one(scale if format_ == "float32" else scale.to(dtype_of(format_)).float())
+    return _or_one(scale if format_ == "float32" else _rounded(scale, format_).float())
 
 
 def _rounded_up(scale: torch.Tensor, format_: str) -> torch.Tensor:

@@ -37,7 +37,7 @@ from hardpoint_plugin_api.context import (
     Scope,
 )
 from hardpoint_plugin_api.contributions import Contribution, Form, Preference
-from hardpoint_plugin_api.dequantization import decode_elements, dequantize, scale_slot
+from hardpoint_plugin_api.dequantization import decode_elements, dequantize, minimum_slot, scale_slot
 from hardpoint_plugin_api.device import DeviceInfo, Fp8Format, MemorySnapshot, NumaNode
 from hardpoint_plugin_api.drafter import NO_DRAFT, DraftCall, Drafter, DrafterArgs
 from hardpoint_plugin_api.elements import Element, TableElement
@@ -333,6 +333,7 @@ __all__ = [
     "dequantize",
     "expert_matrix",
     "hookimpl",
+    "minimum_slot",
     "nearest",
     "parse_manifest",
     "parse_requirement",

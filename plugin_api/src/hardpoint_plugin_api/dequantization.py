@@ -20,6 +20,11 @@ def scale_slot(level: int, of: str = "weight") -> str:
     return f"{of}_scale" + (f"_{level + 1}" if level else "")
 
 
+def minimum_slot(level: int) -> str:
+    """The name of the slot with the minima of ``level`` (from 0): ``weight_min``, ``weight_min_2``, ..."""
+    return "weight_min" + (f"_{level + 1}" if level else "")
+
+
 def decode_elements(stored: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> torch.Tensor:
     """The elements of ``spec`` as numbers: [..., K / per_byte] as stored -> [..., K] in ``dtype``, before any scale.
 
@@ -43,8 +48,8 @@ def dequantize(
 ) -> torch.Tensor:
     """Return ``rows`` (a slice, or int64 ids [R]; None: all) of the matrix, [R, K] in ``dtype``.
 
-    ``w = (q - zero_point) * scale_1 * scale_2 * ...`` is computed in float32, or in ``dtype`` where that is wider. A
-    plain matrix may be returned as it is stored.
+    ``w = (q - zero_point) * scale_1 * scale_2 * ... + min_1 * min_2 * ...`` is computed in float32, or in ``dtype``
+    where that is wider. A plain matrix may be returned as it is stored.
     """
     import torch
 
@@ -55,15 +60,21 @@ def dequantize(
         return values.to(dtype)
     groups = weights.get("weight_group_index")
 
-    def aligned(per_block: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Tensor]:
-        return _aligned(values, _of_rows(per_block, scale, stored.shape[0], rows).to(wide), scale.block[1], groups)
+    def aligned(of: torch.Tensor, per_block: torch.Tensor, scale: Scale) -> tuple[torch.Tensor, torch.Tensor]:
+        return _aligned(of, _of_rows(per_block, scale, stored.shape[0], rows).to(wide), scale.block[1], groups)
 
     if spec.zero_point:
-        view, zero_point = aligned(weights["weight_zero_point"], spec.scales[0])
+        view, zero_point = aligned(values, weights["weight_zero_point"], spec.scales[0])
         view.sub_(zero_point)
     for level, scale in enumerate(spec.scales):
-        view, factor = aligned(weights[scale_slot(level)], scale)
+        view, factor = aligned(values, weights[scale_slot(level)], scale)
         view.mul_(factor)
+    if spec.minimum:
+        minima = torch.ones_like(values)
+        for level, scale in enumerate(spec.scales):
+            view, factor = aligned(minima, weights[minimum_slot(level)], scale)
+            view.mul_(factor)
+        values.add_(minima)
     return values.to(dtype)
 
 

@@ -143,7 +143,8 @@ class _Integer(Element):
         import torch
 
         if self.bits < _MOST_BITS and self.storage == "int8":
-            return (((codes & 0xF) ^ 8).to(torch.int8) - 8).to(dtype)
+            sign = 1 << (self.bits - 1)
+            return (((codes & (2 * sign - 1)) ^ sign).to(torch.int8) - sign).to(dtype)
         return _stored_as(self.storage, codes).to(dtype)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -197,12 +198,16 @@ def _stored_as(storage: str, codes: torch.Tensor) -> torch.Tensor:
 
 INT8, UINT8 = _Integer("int8", 8, "int8"), _Integer("uint8", 8, "uint8")
 INT4, UINT4 = _Integer("int4", 4, "int8"), _Integer("uint4", 4, "uint8")
+UINT2, INT3 = _Integer("uint2", 2, "uint8"), _Integer("int3", 3, "int8")
+INT5, UINT5, INT6 = _Integer("int5", 5, "int8"), _Integer("uint5", 5, "uint8"), _Integer("int6", 6, "int8")
 FLOAT8_E4M3FN = _TorchFloat("float8_e4m3fn", 8, "float8_e4m3fn", limit=448.0)
 FLOAT8_E4M3FNUZ = _TorchFloat("float8_e4m3fnuz", 8, "float8_e4m3fnuz", limit=224.0)
 """Reaches 240. Rounding stops at 224, half of 448: with a scale of ``float8_e4m3fn``, doubled, both saturate alike."""
 FLOAT8_E5M2 = _TorchFloat("float8_e5m2", 8, "float8_e5m2", limit=57344.0)
 FLOAT8_E5M2FNUZ = _TorchFloat("float8_e5m2fnuz", 8, "float8_e5m2fnuz", limit=57344.0)
 FLOAT4_E2M1 = _E2M1("float4_e2m1", 4)
+IQ4_NL = TableElement("iq4_nl", 4, table=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+"""The code book of GGUF's types IQ4_NL and IQ4_XS (ggml's ``kvalues_iq4nl``)."""
 
 BUILT_IN: Final[dict[str, Element]] = {
     element.name: element
@@ -211,6 +216,12 @@ BUILT_IN: Final[dict[str, Element]] = {
         UINT8,
         INT4,
         UINT4,
+        UINT2,
+        INT3,
+        INT5,
+        UINT5,
+        INT6,
+        IQ4_NL,
         FLOAT8_E4M3FN,
         FLOAT8_E4M3FNUZ,
         FLOAT8_E5M2,

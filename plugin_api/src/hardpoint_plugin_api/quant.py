@@ -1,13 +1,13 @@
 """Numeric specs: the meaning of the numbers in a tensor, independent of the program that wrote them.
 
-A quantized value is ``w = (q - zero_point) * scale_1 * scale_2 * ...``; two 4-bit elements share a byte, the first in
-the low bits.
+A quantized value is ``w = (q - zero_point) * scale_1 * scale_2 * ... + min_1 * min_2 * ...``; two 4-bit elements share
+a byte, the first in the low bits. Minima are there only with the flag ``min``, one for each scale, in its format.
 
 A spec is written ``ELEMENT@FORMAT:BLOCK@FORMAT:BLOCK+FLAG+FLAG``, one ``@FORMAT:BLOCK`` for each level of scales:
 ``int4@bfloat16:1x128+asym``, ``float8_e4m3fn@float32:128x128``, ``int8@float32:row+dynamic``. BLOCK is ``all`` (one
 scale for the whole tensor), ``row`` (one for each output channel, or token) or ROWSxCOLUMNS. Flags: ``asym`` (there is
-a zero point), ``dynamic`` (scales are computed per call), ``permuted`` (columns of a group are not neighbours). A pair
-is written ``WEIGHT/ACTIVATION``.
+a zero point), ``dynamic`` (scales are computed per call), ``permuted`` (columns of a group are not neighbours), ``min``
+(there are minima: GGUF's ``Q4_K`` is ``uint4@uint8:1x32@float16:1x256+min``). A pair is written ``WEIGHT/ACTIVATION``.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ class Scale:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How one operand is stored: element, packing, levels of scales, zero point.
+    """How one operand is stored: element, packing, levels of scales, zero point, minima.
 
     ``element``: a torch dtype's name for a plain spec, else an element's name; names of built-in elements suffice,
     others are given by ``QuantSpec.of``, which sets ``definition``. ``packing``: ``none``, or ``nibbles`` for two
     elements per byte along a row, the first in the low bits, as elements of up to four bits are stored. ``static``:
     scales come with the checkpoint (always so for weights) instead of being computed per call. ``permuted``: the group
-    of each column is looked up (GPTQ's ``desc_act``). Specs that are written alike are equal.
+    of each column is looked up (GPTQ's ``desc_act``). ``minimum``: each level of scales has minima beside it, whose
+    product is added. Specs that are written alike are equal.
     """
 
     element: str
@@ -62,6 +63,7 @@ class QuantSpec:
     zero_point: bool = False
     static: bool = True
     permuted: bool = False
+    minimum: bool = False
     definition: Element | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -79,10 +81,11 @@ class QuantSpec:
         zero_point: bool = False,
         static: bool = True,
         permuted: bool = False,
+        minimum: bool = False,
     ) -> QuantSpec:
         """Return the spec of ``element`` (built in, or a plugin's) with at least one level of ``scales``."""
         levels = tuple(scales)
-        return cls(element.name, element.packing, levels, zero_point, static, permuted, definition=element)
+        return cls(element.name, element.packing, levels, zero_point, static, permuted, minimum, definition=element)
 
     @property
     def number_format(self) -> Element:
@@ -115,6 +118,7 @@ class QuantSpec:
 
     def __str__(self) -> str:
         flags = [("asym", self.zero_point), ("dynamic", not self.static), ("permuted", self.permuted)]
+        flags.append(("min", self.minimum))
         scales = "".join(f"@{scale}" for scale in self.scales)
         return self.element + scales + "".join(f"+{name}" for name, on in flags if on)
 

@@ -11,6 +11,7 @@ The slots of a matrix [out, in] with weight spec ``w``:
 | weight              | [out, in / w.per_byte]          | w.storage                 | always                 |
 | weight_scale        | w.scales[0].shape(out, in)      | w.scales[0].format        | one level or more      |
 | weight_scale_2, ... | w.scales[1].shape(out, in), ... | w.scales[1].format, ...   | two levels or more     |
+| weight_min, ...     | as weight_scale, ...            | as weight_scale, ...      | w.minimum              |
 | weight_zero_point   | as weight_scale                 | uint8, or int8 if signed  | w.zero_point           |
 | weight_group_index  | [in]: each column's group       | int32                     | w.permuted             |
 | input_scale         | [1]                             | float32                   | static activations     |
@@ -28,7 +29,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
-from hardpoint_plugin_api.dequantization import scale_slot
+from hardpoint_plugin_api.dequantization import minimum_slot, scale_slot
 from hardpoint_plugin_api.device import DeviceInfo
 from hardpoint_plugin_api.layers import WeightSlot
 from hardpoint_plugin_api.quant import QuantSpec
@@ -222,7 +223,8 @@ def weight_slots(
     for level, scale in enumerate(weight.scales):
         per = scale.block[0]
         by_parts = None if per == -1 else lambda n, per=per: -(-n // per)
-        slots[scale_slot(level)] = slot(scale.shape(rows, columns), scale.format, by_parts)
+        for name in (scale_slot(level), *((minimum_slot(level),) if weight.minimum else ())):
+            slots[name] = slot(scale.shape(rows, columns), scale.format, by_parts)
         if level == 0 and weight.zero_point:
             slots["weight_zero_point"] = slot(scale.shape(rows, columns), weight.zero_point_dtype, by_parts)
     each = (len(parts),)

@@ -243,6 +243,7 @@ def parsed(text: str, plugins: PluginSet) -> QuantSpec:
         zero_point="asym" in parts.flags,
         static="dynamic" not in parts.flags,
         permuted="permuted" in parts.flags,
+        minimum="min" in parts.flags,
     )
 
 
