@@ -15,8 +15,9 @@ BlockArgs BuildContext CacheLayout CacheScales CacheSpec CacheUser CacheUsers Ca
 CheckContext CheckpointError CheckpointTensors Collectives Communicator CommunicatorWorkload ConfigChange ConfigError
 ConfigKey ConfigValue ContentDelta Contribution Counter DeviceInfo Dim DispatchHandle Dispatched DraftCall Drafter
 DrafterArgs DrafterWorkload ENTRY_POINT_GROUP EagerGraphEngine Element ElementWorkload EmbeddingArgs EngineDeadError
-EngineError EngineInfo EngineLimits ExpertsCall ExpertsKernel ExpertsWorkload FAMILIES Family Feature Form ForwardStep
-Fp8Format Gauge GraphEngine GroupMember HardpointError Histogram HookSpecs LatentBackend LatentCall LatentSpec
+EngineError EngineInfo EngineLimits ExpertStack ExpertsCall ExpertsKernel ExpertsWorkload FAMILIES Family Feature Form
+ForwardStep Fp8Format Gauge GraphEngine GroupMember HardpointError Histogram HookSpecs LatentBackend LatentCall
+LatentSpec
 LatentStoreCall LatentWorkload Latest LayerArgs LayerWorkload LinearArgs LinearAttentionArgs LinearCall LinearKernel
 LinearWorkload MANIFEST_NAME MANIFEST_SCHEMA MLAArgs MLPArgs Manifest ManifestError Memory MemorySnapshot MemoryTag
 MethodRequest Metrics MoEArgs ModelWorkload Module NO_DEVICE NO_DRAFT NULL_PAGE Namesake NormArgs NumaNode

@@ -98,7 +98,7 @@ CONFIGS = [
     (
         {"quant_method": "fp8_online"},
         UnknownNameError,
-        r"'fp8_online'; .*nown: awq, compressed-tensors, fp8, gptq, quark\.",
+        r"'fp8_online'; .*nown: awq, compressed-tensors, fp8, gptq, mxfp4, quark\.",
     ),
     (
         {"quant_method": "fp8", "activation_scheme": "none"},
@@ -219,5 +219,15 @@ def test_elements_that_nothing_can_read(
 
 def test_experts_that_stand_in_one_tensor(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "gpt_oss", num_local_experts=4, num_experts_per_tok=2)
-    with pytest.raises(CheckpointError, match=r"hold all experts in one tensor, .*run it without quantization"):
-        small_llm(tmp_path, quantization="int8")
+    change_config(tmp_path, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
+    message = r"hold all experts in one tensor, .* 'fp8' reads one matrix at a time; run it without quantization"
+    with pytest.raises(CheckpointError, match=message):
+        small_llm(tmp_path)
+
+
+@pytest.mark.parametrize(("method", "group"), [("mxfp4", 32), ("nvfp4", 16)])
+def test_columns_that_groups_do_not_divide(tmp_path: Path, method: str, group: int) -> None:
+    write_checkpoint(tmp_path, "llama", intermediate_size=72)
+    message = rf"--quantization {method}: groups of {group} do not divide the 72 columns of .*down_proj'; take "
+    with pytest.raises(ConfigError, match=message):
+        small_llm(tmp_path, quantization=method)

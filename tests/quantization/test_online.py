@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,36 @@ def int4(group: int, symmetric: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     return rounded
 
 
+def powers(top: int, element: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rounded to ``element``, whose largest power of two is 2^top, with a power of two for 32 columns (OCP MX 1.0)."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        groups = x.unflatten(-1, (-1, 32))
+        scale = 2 ** (groups.abs().amax(-1, keepdim=True).log2().floor() - top)
+        numbers: torch.Tensor = nearest(groups / scale, element) * scale
+        return numbers.flatten(-2)
+
+    return rounded
+
+
+def nearest(x: torch.Tensor, element: str) -> torch.Tensor:
+    """The nearest numbers of e4m3, or of e2m1."""
+    if element == "e4m3":
+        return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([-values.flip(0), values])
+    return values[(x[..., None] - values).abs().argmin(-1)]
+
+
+def nvfp4(weight: torch.Tensor) -> torch.Tensor:
+    """Rounded to e2m1, with scales of e4m3 for 16 columns and one scale for all."""
+    outer = weight.abs().max() / (6 * 448)
+    groups = (weight / outer).unflatten(-1, (-1, 16))
+    scale = (groups.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float()
+    numbers: torch.Tensor = nearest(groups / scale, "e2m1") * scale * outer
+    return numbers.flatten(-2)
+
+
 ONLINE = [
     ("fp8", "", e4m3(1, 0), fp8_inputs()),
     ("fp8", "scales=tensor", e4m3(0, 0), fp8_inputs()),
@@ -54,6 +85,10 @@ ONLINE = [
     ("int4", "group_size=16,symmetric=true", int4(16, True), None),
     ("int4", "group_size=32,lm_head=true", int4(32, False), None),
     ("fp8", "lm_head=true", e4m3(1, 0), fp8_inputs()),
+    ("mxfp8", "", powers(8, "e4m3"), None),
+    ("mxfp8", "activations=dynamic", powers(8, "e4m3"), powers(8, "e4m3")),
+    ("mxfp4", "", powers(2, "e2m1"), None),
+    ("nvfp4", "", nvfp4, None),
 ]
 
 
@@ -97,3 +132,25 @@ def test_batch_invariance(tmp_path: Path) -> None:
     settings = {"quantization": "int4", "quantization_options": "group_size=32", "batch_invariant": True}
     with small_llm(tmp_path, **settings) as llm:
         assert torch.equal(prompt_logits(llm, ids), prompt_logits(llm, ids, chunk=7))
+
+
+@pytest.mark.parametrize("method", ["int4", "nvfp4"])
+def test_experts_that_stand_in_one_tensor(tmp_path: Path, method: str) -> None:
+    """Each expert's matrix is rounded by itself, gate and up as one, whatever the order of rows and columns."""
+    sizes: dict[str, Any] = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+    }
+    model = write_checkpoint(tmp_path, "gpt_oss", sliding_window=9, **sizes)
+    rounded = {"int4": int4(32, False), "nvfp4": nvfp4}[method]
+    round_weights(model, rounded, None)
+    for name, stack in model.named_parameters():
+        if name.endswith("_proj") and ".experts." in name:
+            stack.data = torch.stack([rounded(matrix.t()).t() for matrix in stack.data])
+    ids = random_prompts(1, 40, seed=5, shortest=24)[0]
+    options = "group_size=32" if method == "int4" else ""
+    with small_llm(tmp_path, quantization=method, quantization_options=options) as llm:
+        got, expected = prompt_logits(llm, ids), reference_logits(model, ids)
+    assert (got - expected).abs().max() < 2e-4

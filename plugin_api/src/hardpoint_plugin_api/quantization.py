@@ -71,12 +71,30 @@ class CheckpointTensors(Protocol):
 
 
 @dataclass(frozen=True)
+class ExpertStack:
+    """One matrix of all experts of a layer, which a checkpoint holds in one tensor.
+
+    ``tensor`` is the tensor's name within the module where it is not quantized, ``count`` the number of experts.
+    ``parts``: how many matrices of as many rows share the rows (2: gate and up). ``interleaved``: their rows alternate
+    (gate, up, gate, up, ...), else one matrix follows the other. ``transposed``: the tensor that is not quantized is
+    [experts, in, out].
+    """
+
+    tensor: str
+    count: int
+    parts: int = 1
+    interleaved: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class Module:
     """One matrix of a checkpoint. ``name`` is its module's name there, without the tensor's own name.
 
     ``kind``: ``linear`` (expert matrices included), ``lm_head`` for an output head that is not tied to the embedding,
     or ``router`` for the router of a mixture of experts and the gate of a shared expert. ``expert``: the number of the
-    routed expert that the matrix belongs to, else None. All experts of a layer must have one scheme.
+    routed expert that the matrix belongs to, else None. All experts of a layer must have one scheme. ``stack``: set
+    where the matrix stands for all experts, see ``QuantizationMethod.reads_stacks``.
     """
 
     name: str
@@ -84,24 +102,25 @@ class Module:
     in_features: int
     kind: Literal["linear", "lm_head", "router"] = "linear"
     expert: int | None = None
+    stack: ExpertStack | None = None
 
 
 @dataclass(frozen=True)
 class Dim:
     """One axis of a stored tensor: an index of it stands for ``per`` rows ("out") or columns ("in") of the matrix.
 
-    ``axis`` None is an axis of size ``per`` whatever the matrix. From this follow a tensor's shape, and which slice
-    of it a rank needs that has a slice of the matrix.
+    ``axis`` "expert" is the axis of a stack's experts; None is an axis of size ``per`` whatever the matrix. From this
+    follow a tensor's shape, and which slice of it a rank needs that has a slice of the matrix.
     """
 
-    axis: Literal["out", "in"] | None
+    axis: Literal["out", "in", "expert"] | None
     per: int = 1
 
-    def size(self, out_features: int, in_features: int) -> int:
-        """The number of indices for a matrix [out_features, in_features]."""
+    def size(self, out_features: int, in_features: int, experts: int = 1) -> int:
+        """The number of indices for a matrix [out_features, in_features], or ``experts`` of them."""
         if self.axis is None:
             return self.per
-        return -(-(out_features if self.axis == "out" else in_features) // self.per)
+        return -(-{"out": out_features, "in": in_features, "expert": experts}[self.axis] // self.per)
 
 
 @dataclass(frozen=True)
@@ -111,7 +130,8 @@ class StoredTensor:
     ``read`` takes the tensor as stored, on any device and with any strides; with several ranks, a slice of it. It
     returns the slots that it fills: none for a tensor that is only checked (CheckpointError), several for a matrix that
     is quantized while it loads. The results may share its memory; it is not changed. A slot with fewer rows than its
-    part is broadcast.
+    part is broadcast. Of a module with a ``stack``, slots have an axis of experts in front, and rows in the order of
+    the checkpoint.
     """
 
     name: str
@@ -120,9 +140,9 @@ class StoredTensor:
     fills: tuple[str, ...]
     read: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = field(compare=False)
 
-    def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """Return the tensor's shape for a matrix [out_features, in_features]."""
-        return tuple(dim.size(out_features, in_features) for dim in self.dims)
+    def shape(self, out_features: int, in_features: int, experts: int = 1) -> tuple[int, ...]:
+        """Return the tensor's shape for a matrix [out_features, in_features], or a stack of ``experts`` of them."""
+        return tuple(dim.size(out_features, in_features, experts) for dim in self.dims)
 
 
 @dataclass(frozen=True)
@@ -175,9 +195,14 @@ class MethodRequest:
 
 
 class QuantizationMethod(ABC):
-    """A quantization method. ``online``: it quantizes the weights of unquantized checkpoints, while they load."""
+    """A quantization method. ``online``: it quantizes the weights of unquantized checkpoints, while they load.
+
+    ``reads_stacks``: ``scheme`` is asked for modules with a ``stack``, too. Without it, models whose checkpoints hold
+    all experts of a layer in one tensor are refused.
+    """
 
     online: ClassVar[bool] = False
+    reads_stacks: ClassVar[bool] = False
 
     @classmethod
     def supports(cls, workload: QuantizationWorkload, device: DeviceInfo) -> list[Reason]:

@@ -14,7 +14,8 @@ from hardpoint_plugin_api import Module, ShardPlan, StoredTensor
 class Reading:
     """A tensor that is read by a quantization scheme, for one module. ``places``: the address of each slot it fills.
 
-    ``rows`` and ``columns`` say how ranks divide the module's matrix: what is read is this rank's piece.
+    ``rows``, ``columns`` and ``experts`` say how ranks divide the module's matrix, or its stack: what is read is this
+    rank's piece. ``rows`` are those of one part of a stack.
     """
 
     stored: StoredTensor
@@ -22,10 +23,17 @@ class Reading:
     places: Mapping[str, str]
     rows: ShardPlan | None = None
     columns: ShardPlan | None = None
+    experts: ShardPlan | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the stored tensor."""
+        module = self.module
+        return self.stored.shape(module.out_features, module.in_features, module.stack.count if module.stack else 1)
 
     def cut(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """This rank's piece of the stored tensor, on ``device``, with zeros for what is padding."""
-        piece = tensor[self.window].to(device)
+        piece = self._own(tensor).to(device)
         if self.rows is None or not self.rows.has_padding:
             return piece
         sizes = tuple(
@@ -36,12 +44,24 @@ class Reading:
         whole[tuple(map(slice, piece.shape))] = piece
         return whole
 
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The window of ``tensor``; of rows that parts share, that of each part. A view, unless parts lie apart."""
+        stack, axes = self.module.stack, [axis for axis, dim in enumerate(self.stored.dims) if dim.axis == "out"]
+        if stack is None or stack.parts == 1 or self.rows is None or not axes:
+            return tensor[self.window]
+        (axis,) = axes
+        window = list(self.window)
+        window.insert(axis + 1 if stack.interleaved else axis, slice(None))
+        sizes = (-1, stack.parts) if stack.interleaved else (stack.parts, -1)
+        apart: torch.Tensor = tensor.unflatten(axis, sizes)
+        return apart[tuple(window)].flatten(axis, axis + 1)
+
     @property
     def window(self) -> tuple[slice, ...]:
         """Where this rank's piece lies in the stored tensor. It is one block, which plans of several slices are not."""
         found = []
         for dim in self.stored.dims:
-            plan = {"out": self.rows, "in": self.columns, None: None}[dim.axis]
+            plan = {"out": self.rows, "in": self.columns, "expert": self.experts, None: None}[dim.axis]
             pieces = plan.blocks(dim.per).own if plan else None
             if pieces is None:
                 found.append(slice(None))

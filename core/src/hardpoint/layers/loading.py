@@ -228,8 +228,7 @@ class _Plan:
     def stored_shape(self, place: _Place) -> tuple[int, ...]:
         """The shape in a checkpoint of the tensor that goes there."""
         if place.reading is not None:
-            module = place.reading.module
-            return place.reading.stored.shape(module.out_features, module.in_features)
+            return place.reading.shape
         (target,) = place.targets.values()
         shape = self.slots[target.layer, target.slot].stored_shape(target.part)
         return (*shape[:-2], shape[-1], shape[-2]) if "transposed" in target.orders else shape
@@ -280,7 +279,7 @@ def _in_order(
         yield number, matrix
         return
     for place, (block, _) in enumerate(slot.parts):
-        yield f"{number}.{block}", matrix[place :: len(slot.parts)]
+        yield f"{number}.{block}", matrix[place :: len(slot.parts)] if matrix.shape[0] > 1 else matrix
 
 
 def copy_shard(tensor: torch.Tensor, filled: torch.Tensor, slot: WeightSlot, part: str | None = None) -> None:
@@ -337,8 +336,9 @@ class _Filling:
         """
         slot = self._slots[target.layer, target.slot]
         if slot.stack and target.part is None:
-            for number in slot.stack:
-                for place, one in _in_order(tensor[number], str(number), slot, target.orders):
+            for index, number in enumerate(slot.stack):
+                matrix = tensor[index if is_cut else number]
+                for place, one in _in_order(matrix, str(number), slot, target.orders):
                     self._copy(name, one, replace(target, part=place), is_cut=is_cut)
             return
         pieces = slot.pieces(target.part)

@@ -39,6 +39,7 @@ from hardpoint_plugin_api import (
     MLPArgs,
     MoEArgs,
     RankGroup,
+    ShardPlan,
     WeightSlot,
     weight_slots,
 )
@@ -136,9 +137,9 @@ class Experts(PluggableLayer):
             "w13": LinearArgs(args.hidden_size, rows, row_shards=(shard,) * len(rows) if shard else ()),
             "w2": LinearArgs(width, (("down", args.hidden_size),), column_shard=shard),
         }
-        everyone = range(self._total)  # a checkpoint's tensors of other ranks' experts must be known to be skipped
+        experts = ShardPlan.even(self._total, ep.size, ep.rank)
         self._matrices = {
-            name: (matrix, ctx.quantization.experts(f"{ctx.path}.{name}", matrix, everyone, self.dtype))
+            name: (matrix, ctx.quantization.experts(f"{ctx.path}.{name}", matrix, experts, self.dtype))
             for name, matrix in matrices.items()
         }
         pair, other = (scheme.pair for _, scheme in self._matrices.values())

@@ -6,7 +6,7 @@ Layers ask it while they are constructed. Once all have, it knows which of the c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from hardpoint.checkpoint.reading import Reading, WeightNames
@@ -20,6 +20,7 @@ from hardpoint_plugin_api import (
     CheckpointTensors,
     ConfigError,
     Dim,
+    ExpertStack,
     Fp8Format,
     LinearArgs,
     Module,
@@ -31,6 +32,9 @@ from hardpoint_plugin_api import (
 
 _CACHE_SCALES = re.compile(r".*\.(([kvq]|kv|prob)_scale|[kv]_proj\.output_scale)$")
 """Scales for attention, which nobody needs whose cache is not quantized by them; the second form is of early 2024."""
+
+_INTERLEAVED = "interleaved"
+"""The order of a stack's rows in place of a part; see WeightNames."""
 
 _FEWER = "use fewer ranks"
 _WHOLE_EXPERTS = "give ranks whole experts with --enable-expert-parallel, or "
@@ -52,7 +56,8 @@ class Quantization:
 
     ``fp8`` is the device's 8-bit float, to which schemes are converted.
     ``_modules`` are the checkpoint's modules by layer path and part; ``_schemes`` what was answered, ``_apart`` the
-    paths of layers whose parts have a matrix each; ``_shards`` how ranks divide rows and columns.
+    paths of layers whose parts have a matrix each; ``_shards`` how ranks divide rows and columns, and ``_stacks`` how
+    they divide the experts of a stack that one tensor holds.
     """
 
     method: Method | None = None
@@ -62,6 +67,7 @@ class Quantization:
     _apart: set[str] = field(default_factory=set)
     _shards: dict[tuple[str, str | None], tuple[ShardPlan | None, ShardPlan | None]] = field(default_factory=dict)
     _cache_scales: dict[str, tuple[CacheScales, float]] = field(default_factory=dict)
+    _stacks: dict[str, ShardPlan | None] = field(default_factory=dict)
 
     def for_model(self, names: Mapping[str, str | None]) -> Quantization:
         """The same method for a model whose tensors have these ``names``, plain weights assumed (see load_weights)."""
@@ -71,7 +77,7 @@ class Quantization:
                 path, slot, part = split_address(address)
                 if slot == "weight":
                     modules[path, part] = name.removesuffix(".weight")
-        return replace(self, _modules=modules, _schemes={}, _apart=set(), _shards={}, _cache_scales={})
+        return replace(self, _modules=modules, _schemes={}, _apart=set(), _shards={}, _cache_scales={}, _stacks={})
 
     def linear(self, path: str, args: LinearArgs, dtype: str) -> Scheme | None:
         """The scheme of the layer at ``path``; None where its parts must have a matrix each, at ``path.PART``."""
@@ -87,22 +93,23 @@ class Quantization:
             check_shards(path, whole, args)
         return whole
 
-    def experts(self, path: str, args: LinearArgs, numbers: Iterable[int], dtype: str) -> Scheme:
-        """The scheme of a stack of matrices at ``path``, one of ``args`` for each of the experts ``numbers``.
+    def experts(self, path: str, args: LinearArgs, experts: ShardPlan, dtype: str) -> Scheme:
+        """The scheme of a stack of matrices at ``path``, one of ``args`` for each of the ``experts``, as ranks have
+        them.
 
         Its parts are ``N.PART``, or ``N`` where a matrix has one. Raises CheckpointError where experts are quantized
-        unlike each other, since kernels take all of them at once, and where no part has a tensor of its own.
+        unlike each other, since kernels take all of them at once, and where one tensor holds them all and the method
+        does not read such.
         """
+        numbers = range(experts.full)  # a checkpoint's tensors of other ranks' experts must be known to be skipped
+        stack = self._stack_key(path, args) if self.method is not None else None
+        if stack is not None:
+            return self._stack(stack, args, experts, dtype)
         shards = args.row_shards or (None,) * len(args.parts)
         first: Scheme | None = None
         for number in numbers:
             names = [f"{number}.{part}" if len(args.parts) > 1 else str(number) for part, _ in args.parts]
             keys = [(path, name) for name in names]
-            if self.method is not None and not any(key in self._modules for key in keys):
-                raise CheckpointError(
-                    f"layer {path!r}: this model's checkpoints hold all experts in one tensor, and quantization "
-                    "methods read one matrix at a time; run it without quantization"
-                )
             parts = zip(keys, args.parts, strict=True)
             schemes = [self._scheme(key, rows, args, dtype, number) for key, (_, rows) in parts]
             whole = merge_schemes(schemes, [rows for _, rows in args.own_parts])
@@ -126,6 +133,38 @@ class Quantization:
         check_shards(path, first, args, _WHOLE_EXPERTS)
         return by_row(first)
 
+    def _stack_key(self, path: str, args: LinearArgs) -> tuple[str, str | None] | None:
+        """The key of the tensor that holds all experts at ``path``; None where each has tensors of its own."""
+        part = args.parts[0][0]
+        if (path, f"0.{part}" if len(args.parts) > 1 else "0") in self._modules:
+            return None
+        return next((key for key in self._modules if key[0] == path), None)
+
+    def _stack(self, key: tuple[str, str | None], args: LinearArgs, experts: ShardPlan, dtype: str) -> Scheme:
+        """The scheme of experts whose matrices one tensor holds."""
+        assert self.method is not None
+        if not self.method.reader.reads_stacks:
+            raise CheckpointError(
+                f"layer {key[0]!r}: this model's checkpoints hold all experts in one tensor, and quantization method "
+                f"{self.method.offer.contribution.name!r} reads one matrix at a time; run it without quantization"
+            )
+        orders, (name, _, tensor) = frozenset((key[1] or "").split(",")), self._modules[key].rpartition(".")
+        rows = {n for _, n in args.parts}
+        assert len(rows) == 1, "gate and up are of one size"
+        stack = ExpertStack(
+            tensor,
+            experts.full,
+            len(args.parts),
+            interleaved="interleaved" in orders,
+            transposed="transposed" in orders,
+        )
+        module = Module(name, len(args.parts) * rows.pop(), args.in_features, stack=stack)
+        scheme = self._asked(key, module, dtype)
+        self._shards[key] = (args.row_shards or (None,))[0], args.column_shard
+        self._stacks[key[0]] = experts
+        check_shards(key[0], scheme, args, _WHOLE_EXPERTS)
+        return by_row(scheme)
+
     def _scheme(
         self, key: tuple[str, str | None], rows: int, args: LinearArgs, dtype: str, expert: int | None = None
     ) -> Scheme:
@@ -139,7 +178,11 @@ class Quantization:
             with blame(self.method.offer):
                 self.method.reader.leave_tied_head()
             return Scheme.plain(dtype)
-        module = Module(name, rows, args.in_features, args.kind, expert)
+        return self._asked(key, Module(name, rows, args.in_features, args.kind, expert), dtype)
+
+    def _asked(self, key: tuple[str, str | None], module: Module, dtype: str) -> Scheme:
+        """The method's answer for ``module``, kept under ``key``."""
+        assert self.method is not None
         with blame(self.method.offer):
             scheme: object = self.method.reader.scheme(module)
         if scheme is None:
@@ -173,18 +216,20 @@ class Quantization:
                 found[name] = None
                 continue
             path, slot, part = split_address(address)
-            known = self._schemes.get((path, part))
+            known, shards = self._schemes.get((path, part)), self._shards.get((path, part), (None, None))
             if path in self._apart and part is not None:
                 path, part = f"{path}.{part}", None
-                known = self._schemes.get((path, None))
+                known, shards = self._schemes.get((path, None)), self._shards.get((path, None), (None, None))
             if known is None or slot != "weight":
                 found[name] = join_address(path, slot, part)
                 continue
             module, scheme = known
+            if module.stack is not None:
+                part = _INTERLEAVED if module.stack.interleaved else None
             for stored in scheme.stored:
                 places = {fill: join_address(path, fill, part) for fill in stored.fills}
-                shards = self._shards.get((path, part), (None, None))
-                found.setdefault(f"{module.name}.{stored.name}", Reading(stored, module, places, *shards))
+                reading = Reading(stored, module, places, *shards, self._stacks.get(path))
+                found.setdefault(f"{module.name}.{stored.name}", reading)
         for path, (scales, factor) in self._cache_scales.items():
             for name, slot in ((scales.k, "k_scale"), (scales.v, "v_scale")):
                 found[name] = _cache_scale(name, len(self.method.tensors.info(name).shape), path, slot, factor)

@@ -7,9 +7,14 @@ Embeddings stay as they are, and so does the output head, unless ``lm_head=true`
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
+import torch
+
 from hardpoint.numerics import quantize_weight
+from hardpoint.quantization.methods.block_floats import MXFP4, MXFP8, NVFP4
 from hardpoint.quantization.methods.settings import Options
 from hardpoint_plugin_api import (
     ConfigError,
@@ -21,6 +26,7 @@ from hardpoint_plugin_api import (
     Scale,
     Scheme,
     StoredTensor,
+    scale_slot,
 )
 
 _PLAIN = ("float32", "float16", "bfloat16", "float64")
@@ -34,6 +40,7 @@ class OnlineMethod(QuantizationMethod):
     """The common part: everything but the specs. ``known`` are the options and their values, see Options."""
 
     online = True
+    reads_stacks = True
     known: ClassVar[dict[str, tuple[str, ...]]] = {"lm_head": _SWITCH}
 
     def __init__(self, request: MethodRequest) -> None:
@@ -57,11 +64,25 @@ class OnlineMethod(QuantizationMethod):
         if module.kind not in self._kinds:
             return None
         weight, activation = self.specs(module)
-        fills = ("weight", "weight_scale", *(("weight_zero_point",) if weight.zero_point else ()))
-        source = StoredTensor(
-            "weight", (Dim("out"), Dim("in")), _PLAIN, fills, lambda tensor: quantize_weight(tensor, weight)
-        )
-        return Scheme(weight, activation, (source,))
+        scales = (scale_slot(level) for level in range(len(weight.scales)))
+        fills = ("weight", *scales, *(("weight_zero_point",) if weight.zero_point else ()))
+        return Scheme(weight, activation, (_source(module, weight, fills),))
+
+
+def _source(module: Module, weight: QuantSpec, fills: tuple[str, ...]) -> StoredTensor:
+    """The plain tensor of a module, quantized as it is read; all experts of a stack one after the other."""
+    stack = module.stack
+    if stack is None:
+        dims = Dim("out"), Dim("in")
+        return StoredTensor("weight", dims, _PLAIN, fills, lambda tensor: quantize_weight(tensor, weight))
+
+    def read(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        matrices = tensor.transpose(1, 2) if stack.transposed else tensor
+        experts = [quantize_weight(matrix, weight) for matrix in matrices]
+        return {slot: torch.stack([expert[slot] for expert in experts]) for slot in fills}
+
+    axes = (Dim("expert"), Dim("in"), Dim("out")) if stack.transposed else (Dim("expert"), Dim("out"), Dim("in"))
+    return StoredTensor(stack.tensor, axes, _PLAIN, fills, read)
 
 
 class Fp8Online(OnlineMethod):
@@ -111,3 +132,42 @@ class Int4Online(OnlineMethod):
         symmetric = self.options.text("symmetric") == "true"
         scales = (Scale(self.request.dtype, (1, size)),)
         return QuantSpec("int4" if symmetric else "uint4", scales=scales, zero_point=not symmetric), self.plain
+
+
+class BlockFloatOnline(OnlineMethod):
+    """Floats of 8 or 4 bits with 8-bit scales for short groups of columns: ``weight``, and ``activations`` = none or
+    dynamic, which rounds them to the same format."""
+
+    name: ClassVar[str]
+    weight: ClassVar[QuantSpec]
+    known: ClassVar = {"activations": ("none", "dynamic"), **OnlineMethod.known}
+
+    def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
+        group = self.weight.scales[0].block[1]
+        if module.in_features % group:
+            raise ConfigError(
+                f"--quantization {self.name}: groups of {group} do not divide the {module.in_features} columns of "
+                f"{module.name!r}; take --quantization int4, whose groups can be smaller, or fp8"
+            )
+        if self.options.text("activations") == "none":
+            return self.weight, self.plain
+        return self.weight, replace(self.weight, scales=self.weight.scales[:1], static=False)
+
+
+class Mxfp8Online(BlockFloatOnline):
+    """8-bit floats, a power of two for 32 columns."""
+
+    name, weight = "mxfp8", MXFP8
+
+
+class Mxfp4Online(BlockFloatOnline):
+    """4-bit floats, a power of two for 32 columns."""
+
+    name, weight = "mxfp4", MXFP4
+
+
+class Nvfp4Online(BlockFloatOnline):
+    """4-bit floats, an 8-bit float for 16 columns, one scale more for the matrix. Activations, where they are rounded,
+    have no such outer scale: without calibration nobody knows it."""
+
+    name, weight = "nvfp4", NVFP4
