@@ -319,6 +319,98 @@ def ct_numbers(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, An
     return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
 
 
+# floats with 8-bit scales
+
+
+def nearest(x: torch.Tensor, element: str) -> torch.Tensor:
+    """The nearest numbers of e4m3, or of e2m1: of two, the one with the even code."""
+    if element == "e4m3":
+        return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    middles = (values[1:] + values[:-1]) / 2
+    code = (x.abs()[..., None] > middles).sum(-1)
+    tie = (x.abs()[..., None] == middles).any(-1)
+    return values[code + (tie & (code % 2 == 1)).int()] * x.sign()
+
+
+def powers(top: int, element: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rounded to ``element``, whose largest power of two is 2^top, with a power of two for 32 columns (OCP MX 1.0)."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        groups = x.unflatten(-1, (-1, 32))
+        scale = mx_scale(groups, top)
+        return (nearest(groups / scale, element) * scale).flatten(-2)
+
+    return rounded
+
+
+def mx_scale(groups: torch.Tensor, top: int) -> torch.Tensor:
+    """The powers of two [..., 1] of ``groups`` [..., 32]."""
+    scale: torch.Tensor = 2 ** (groups.abs().amax(-1, keepdim=True).log2().floor() - top)
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def e2m1_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers of e2m1 [out, in] as bytes [out, in / 2], the first in the low bits."""
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    codes = torch.tensor([values.index(abs(x)) for x in numbers.flatten().tolist()]).view(numbers.shape)
+    codes = codes + 8 * numbers.signbit()
+    return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+
+
+def mx(name_: str, top: int, element: str) -> Callable[[str, torch.Tensor], Stored]:
+    """Elements under ``name_``, and exponents with 127 added under ``weight_scale``."""
+
+    def write(name: str, weight: torch.Tensor) -> Stored:
+        groups = weight.unflatten(-1, (-1, 32))
+        scale = mx_scale(groups, top)
+        numbers = nearest(groups / scale, element)
+        stored = numbers.flatten(-2)
+        elements = e2m1_bytes(stored) if element == "e2m1" else stored.to(torch.float8_e4m3fn)
+        exponents = (scale.log2() + 127).to(torch.uint8)[..., 0]
+        return {name_: elements, "weight_scale": exponents}, (numbers * scale).flatten(-2)
+
+    return write
+
+
+def nvfp4(outer: str, names: tuple[str, str, str], divides: bool) -> Callable[[str, torch.Tensor], Stored]:
+    """Elements, scales of e4m3 for 16 columns, and one float32 that multiplies or ``divides``, under ``names``.
+
+    ``outer`` is the name of such a float32 for activations, with 1 / 32 in it ("": none).
+    """
+
+    def write(name: str, weight: torch.Tensor) -> Stored:
+        factor = weight.abs().max() / (6 * 448)
+        groups = (weight / factor).unflatten(-1, (-1, 16))
+        scale = (groups.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn)
+        numbers = nearest(groups / scale.float(), "e2m1")
+        outers = torch.tensor([float(factor), 1 / 32])
+        outers = 1 / outers if divides else outers
+        stored = {names[0]: e2m1_bytes(numbers.flatten(-2)), names[1]: scale[..., 0], names[2]: outers[:1]}
+        stored |= {outer: outers[1:]} if outer else {}
+        return stored, (numbers * scale.float()).flatten(-2) * factor
+
+    return write
+
+
+def nvfp4_inputs(x: torch.Tensor) -> torch.Tensor:
+    """Round activations to e2m1 with scales of e4m3 for 16 of a token's, beneath 1 / 32."""
+    groups = (x * 32).unflatten(-1, (-1, 16))
+    scale = (groups.abs().amax(-1, keepdim=True) / 6).to(torch.float8_e4m3fn).float()
+    scale = torch.where(scale == 0, 1.0, scale)
+    return (nearest(groups / scale, "e2m1") * scale).flatten(-2) / 32
+
+
+_CT_NVFP4 = ("weight_packed", "weight_scale", "weight_global_scale")
+
+
+def ct_four_bits_in_bytes(name: str, weight: torch.Tensor) -> Stored:
+    """Format int-quantized with 4 bits."""
+    scale = weight.abs().amax(1, keepdim=True) / 7
+    q = (weight / scale).round()
+    return {"weight": q.to(torch.int8), "weight_scale": scale}, q * scale
+
+
 _FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
@@ -399,6 +491,52 @@ FORMATS = [
         ),
         ct_fp8_block(32, 16),
         fp8_inputs(16),
+    ),
+    Format(
+        "ct-w4a8",
+        ct_config("int-quantized", ct_numbers(4, "int", "channel"), ct_numbers(8, "int", "token", dynamic=True)),
+        ct_four_bits_in_bytes,
+        int8_inputs,
+    ),
+    Format(
+        "ct-nvfp4",
+        ct_config(
+            "nvfp4-pack-quantized",
+            ct_numbers(4, "float", "tensor_group", group_size=16),
+            ct_numbers(4, "float", "tensor_group", group_size=16, dynamic="local"),
+        ),
+        nvfp4("input_global_scale", _CT_NVFP4, divides=True),
+        nvfp4_inputs,
+    ),
+    Format(
+        "ct-nvfp4a16",
+        ct_config("nvfp4-pack-quantized", ct_numbers(4, "float", "tensor_group", group_size=16), None),
+        nvfp4("", _CT_NVFP4, divides=True),
+    ),
+    Format(
+        "ct-mxfp4",
+        ct_config(
+            "mxfp4-pack-quantized",
+            ct_numbers(4, "float", "group", group_size=32),
+            ct_numbers(4, "float", "group", group_size=32, dynamic=True),
+        ),
+        mx("weight_packed", 2, "e2m1"),
+        powers(2, "e2m1"),
+    ),
+    Format(
+        "ct-mxfp4a16",
+        ct_config("mxfp4-pack-quantized", ct_numbers(4, "float", "group", group_size=32), None),
+        mx("weight_packed", 2, "e2m1"),
+    ),
+    Format(
+        "ct-mxfp8",
+        ct_config(
+            "mxfp8-quantized",
+            ct_numbers(8, "float", "group", group_size=32),
+            ct_numbers(8, "float", "group", group_size=32, dynamic=True, scale_dtype="torch.uint8"),
+        ),
+        mx("weight", 8, "e4m3"),
+        powers(8, "e4m3"),
     ),
     _packed("ct-w4a16", 16, 4, True),
     _packed("ct-w4a16-asymmetric", 32, 4, False),

@@ -76,6 +76,10 @@ TENSORS = [
     ("ct-w4a16", shape("weight_scale", 96, 2), r"weight_scale' has shape \[96, 2\], the model expects \[96, 4\]"),
     ("ct-w4a16", drop("weight_packed"), r"missing tensors: model.layers.1.mlp.up_proj.weight_packed"),
     ("ct-w4a16-actorder", drop("weight_g_idx"), r"weight_g_idx' is missing, and actorder is set"),
+    ("ct-nvfp4", drop("weight_global_scale"), r"missing tensors: model.layers.1.mlp.up_proj.weight_global_scale"),
+    ("ct-nvfp4", drop("input_global_scale"), r"input_global_scale' is missing, and activations have 4 bits"),
+    ("ct-nvfp4", shape("weight_packed", 96, 31), r"weight_packed' has shape \[96, 31\], the model expects \[96, 32\]"),
+    ("ct-mxfp4", shape("weight_scale", 96, 4), r"weight_scale' has shape \[96, 4\], the model expects \[96, 2\]"),
 ]
 
 
@@ -114,9 +118,28 @@ CONFIGS = [
     ({"quant_method": "gptq"}, CheckpointError, r"'bits' is missing"),
     ({"quant_method": "awq", "bits": 4, "version": "marlin"}, CheckpointError, r"'version' must be one of gemm"),
     (
+        ct_config("marlin-24", ct_numbers(4, "int", "channel"), None),
+        CheckpointError,
+        r"group_0: weights: the format 'marlin-24' is not supported; supported: pack-quantized",
+    ),
+    (
         ct_config("nvfp4-pack-quantized", ct_numbers(4, "int", "channel"), None),
         CheckpointError,
-        r"group_0: weights: the format 'nvfp4-pack-quantized' is not supported; supported: pack-quantized",
+        r"group_0: weights: 'type' must be one of float, got 'int'",
+    ),
+    (
+        ct_config("mxfp4-pack-quantized", ct_numbers(4, "float", "group", group_size=16), None),
+        CheckpointError,
+        r"group_0: weights: 'group_size' must be one of 32, got 16",
+    ),
+    (
+        ct_config(
+            "nvfp4-pack-quantized",
+            ct_numbers(4, "float", "tensor_group", group_size=16),
+            ct_numbers(4, "float", "tensor_group", group_size=16, dynamic=True),
+        ),
+        CheckpointError,
+        r"input_activations: 'dynamic' does not go with strategy 'tensor_group' of activations, got True",
     ),
     (
         ct_config(
@@ -231,3 +254,12 @@ def test_columns_that_groups_do_not_divide(tmp_path: Path, method: str, group: i
     message = rf"--quantization {method}: groups of {group} do not divide the 72 columns of .*down_proj'; take "
     with pytest.raises(ConfigError, match=message):
         small_llm(tmp_path, quantization=method)
+
+
+def test_experts_with_columns_that_groups_do_not_divide(tmp_path: Path) -> None:
+    """Two values share a byte, and 32 a scale: an odd size is refused, not padded."""
+    write_checkpoint(tmp_path, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=33)
+    numbers = ct_numbers(4, "float", "group", group_size=32)
+    change_config(tmp_path, quantization_config=ct_config("mxfp4-pack-quantized", numbers, None))
+    with pytest.raises(CheckpointError, match=r"down_proj' has 33 columns, which groups of 32 do not divide"):
+        small_llm(tmp_path)

@@ -36,6 +36,8 @@ NOT_READ_BY_TRANSFORMERS = {
     "torchao-fp8": "torchao's own tensors, exported; of this form Transformers has kernels for GPUs alone",
     "torchao-int8": "torchao's own tensors, exported",
 }
+ROUNDED_INPUTS = ("fp8", "fp8-block", "fp8-static", "mxfp4", "mxfp8", "nvfp4", "w4a8", "w8a8", "w8a8-static")
+"""Ends the names of fixtures whose activations are rounded."""
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def dtype_of(name: str) -> str:
 
 def test_every_tool_has_its_fixtures() -> None:
     assert {tool for tool in TOOLS if any(name.startswith(tool) for name in NAMES)} == TOOLS
-    assert sum(file.stat().st_size for file in FIXTURES.rglob("*") if file.is_file()) < 1_000_000
+    assert sum(file.stat().st_size for file in FIXTURES.rglob("*") if file.is_file()) < 1_500_000
 
 
 @pytest.mark.parametrize("folder", NAMES, indirect=True)
@@ -89,7 +91,8 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
     expected = load_file(FIXTURES / folder.name / "logits.safetensors")["logits"]
     with small_llm(folder, dtype=dtype_of(folder.name)) as llm:
         got = prompt_logits(llm, calibration()[0].tolist())
-    if "fp8" in folder.name or "w8a8" in folder.name:  # Transformers may leave activations as they are
-        assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.99
+    if folder.name.endswith(ROUNDED_INPUTS):  # Transformers may leave activations as they are, or round to a neighbour
+        least = 0.8 if folder.name.endswith("fp4") else 0.99
+        assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > least
     else:
         assert (got - expected).abs().max() < 0.03, "beyond what 16-bit activations make of logits of about 2"

@@ -69,6 +69,43 @@ def test_frozen_weights_may_be_compressed(tmp_path: Path) -> None:
         small_llm(tmp_path)
 
 
+FOUR_BIT_FLOATS = {
+    "mxfp4": ct_config("mxfp4-pack-quantized", ct_numbers(4, "float", "group", group_size=32), None),
+    "nvfp4": ct_config("nvfp4-pack-quantized", ct_numbers(4, "float", "tensor_group", group_size=16), None),
+}
+
+
+@pytest.mark.parametrize("form", FOUR_BIT_FLOATS)
+def test_experts_in_four_bit_floats(tmp_path: Path, form: str) -> None:
+    """Each matrix of each expert has scales of its own; routers have none."""
+    model = write_checkpoint(tmp_path, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    write = {f.name: f.write for f in FORMATS}[f"ct-{form}a16"]
+    numbers = {}
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            stored, numbers[name] = write(name, tensors.pop(name))
+            tensors.update({name.replace("weight", key, 1): value for key, value in stored.items()})
+
+    change_tensors(tmp_path, quantize)
+    change_config(tmp_path, quantization_config=FOUR_BIT_FLOATS[form])
+    weights = dict(model.named_parameters())
+    for name, weight in weights.items():
+        expert = name.replace("gate_up_proj", "{}.{}_proj.weight").replace(
+            "experts.down_proj", "experts.{}.{}_proj.weight"
+        )
+        if ".experts." in name:
+            parts = ("gate", "up") if "gate_up" in name else ("down",)
+            stack = [torch.cat([numbers[expert.format(e, part)] for part in parts]) for e in range(4)]
+            weight.data = torch.stack(stack)
+        elif name in numbers:
+            weight.data = numbers[name]
+    ids = random_prompts(1, 40, seed=5, shortest=24)[0]
+    with small_llm(tmp_path) as llm:
+        got, expected = prompt_logits(llm, ids), reference_logits(model, ids)
+    assert (got - expected).abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize("ignore", [["lm_head"], ["lm_head", "re:.*mlp.gate$"]], ids=str)
 def test_a_router_that_nobody_quantized(tmp_path: Path, ignore: list[str]) -> None:
     """llmcompressor under Transformers 5 does not list routers in ``ignore``."""

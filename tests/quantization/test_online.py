@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.quantization.formats import by_blocks, fp8_inputs, int8_inputs, integers, round_weights
+from tests.quantization.formats import by_blocks, fp8_inputs, int8_inputs, integers, nearest, powers, round_weights
 from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 
@@ -42,27 +42,6 @@ def int4(group: int, symmetric: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         return numbers
 
     return rounded
-
-
-def powers(top: int, element: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Rounded to ``element``, whose largest power of two is 2^top, with a power of two for 32 columns (OCP MX 1.0)."""
-
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        groups = x.unflatten(-1, (-1, 32))
-        scale = 2 ** (groups.abs().amax(-1, keepdim=True).log2().floor() - top)
-        numbers: torch.Tensor = nearest(groups / scale, element) * scale
-        return numbers.flatten(-2)
-
-    return rounded
-
-
-def nearest(x: torch.Tensor, element: str) -> torch.Tensor:
-    """The nearest numbers of e4m3, or of e2m1."""
-    if element == "e4m3":
-        return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = torch.cat([-values.flip(0), values])
-    return values[(x[..., None] - values).abs().argmin(-1)]
 
 
 def nvfp4(weight: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,17 @@ NVFP4", arXiv:2509.25149, section 2).
 
 from __future__ import annotations
 
-from hardpoint_plugin_api import CheckpointError, Module, QuantSpec, Scale
+import torch
+
+from hardpoint_plugin_api import (
+    CheckpointError,
+    CheckpointTensors,
+    Dim,
+    Module,
+    QuantSpec,
+    Scale,
+    StoredTensor,
+)
 
 MX_GROUP, NV_GROUP = 32, 16
 """Columns that share a scale."""
@@ -25,3 +35,36 @@ def check_columns(where: str, module: Module, group: int) -> None:
             f"{where}: {module.name!r} has {module.in_features} columns, which groups of {group} do not divide; store "
             "this module as it is"
         )
+
+
+def stored_elements(name: str, spec: QuantSpec) -> StoredTensor:
+    """The tensor ``name`` of elements as a spec has them: two of 4 bits a byte, the first in the low bits."""
+    dims = Dim("out"), Dim("in", spec.per_byte)
+    return StoredTensor(name, dims, (spec.storage,), ("weight",), lambda stored: {"weight": stored})
+
+
+def stored_group_scales(name: str, spec: QuantSpec) -> StoredTensor:
+    """The tensor ``name`` of the first level's scales [out, in / group]; exponents may be stored as plain bytes."""
+    scale = spec.scales[0]
+    dtype = getattr(torch, scale.format)
+    dtypes = (scale.format, "uint8") if dtype == torch.float8_e8m0fnu else (scale.format,)
+    dims = Dim("out"), Dim("in", scale.block[1])
+    return StoredTensor(name, dims, dtypes, ("weight_scale",), lambda x: {"weight_scale": x.contiguous().view(dtype)})
+
+
+def outer_scale(
+    tensors: CheckpointTensors, module: Module, name: str, slot: str, *, divides: bool = False
+) -> StoredTensor:
+    """The tensor ``name`` of one number, of whatever rank, that fills ``slot``; its reciprocal where it ``divides``.
+
+    Weights' scales are [1, 1], those of activations [1].
+    """
+    full = f"{module.name}.{name}"
+    rank = len(tensors.info(full).shape) if full in tensors.names else 1
+    shape = (1, 1) if slot.startswith("weight") else (1,)
+
+    def read(stored: torch.Tensor) -> dict[str, torch.Tensor]:
+        value = stored.float().reshape(shape)
+        return {slot: value.reciprocal() if divides else value}
+
+    return StoredTensor(name, (Dim(None),) * rank, ("float32",), (slot,), read)
