@@ -401,6 +401,17 @@ def nvfp4_inputs(x: torch.Tensor) -> torch.Tensor:
     return (nearest(groups / scale, "e2m1") * scale).flatten(-2) / 32
 
 
+def fp8_vector(name: str, weight: torch.Tensor) -> Stored:
+    """Model Optimizer's: the scales of channels are one axis."""
+    stored, numbers = fp8_channel(name, weight)
+    return stored | {"weight_scale": stored["weight_scale"][:, 0]}, numbers
+
+
+def _modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], "config_groups": {}} | more
+
+
+_MODELOPT_NVFP4 = ("weight", "weight_scale", "weight_scale_2")
 _CT_NVFP4 = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
@@ -538,6 +549,10 @@ FORMATS = [
         mx("weight", 8, "e4m3"),
         powers(8, "e4m3"),
     ),
+    Format("modelopt-fp8", _modelopt("FP8"), static(fp8_tensor, "input_scale", 0.01), fp8_inputs(scale=0.01)),
+    Format("modelopt-fp8-channel", _modelopt("FP8_PER_CHANNEL_PER_TOKEN"), fp8_vector, fp8_inputs()),
+    Format("modelopt-nvfp4", _modelopt("NVFP4"), nvfp4("input_scale", _MODELOPT_NVFP4, divides=False), nvfp4_inputs),
+    Format("modelopt-mxfp8", _modelopt("MXFP8"), mx("weight", 8, "e4m3"), powers(8, "e4m3")),
     _packed("ct-w4a16", 16, 4, True),
     _packed("ct-w4a16-asymmetric", 32, 4, False),
     _packed("ct-w4a16-actorder", 16, 4, True, "group"),

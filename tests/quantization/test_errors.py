@@ -76,6 +76,11 @@ TENSORS = [
     ("ct-w4a16", shape("weight_scale", 96, 2), r"weight_scale' has shape \[96, 2\], the model expects \[96, 4\]"),
     ("ct-w4a16", drop("weight_packed"), r"missing tensors: model.layers.1.mlp.up_proj.weight_packed"),
     ("ct-w4a16-actorder", drop("weight_g_idx"), r"weight_g_idx' is missing, and actorder is set"),
+    ("modelopt-fp8", drop("input_scale"), r"input_scale' is missing, and quant_algo is FP8"),
+    ("modelopt-nvfp4", drop("input_scale"), r"input_scale' is missing, and quant_algo is NVFP4"),
+    ("modelopt-nvfp4", drop("weight_scale_2"), r"missing tensors: model.layers.1.mlp.up_proj.weight_scale_2"),
+    ("modelopt-mxfp8", shape("weight_scale", 192), r"weight_scale' has shape \[192\], expected two axes: rows, and"),
+    ("modelopt-mxfp8", shape("weight_scale", 96, 3), r"weight_scale' has shape \[96, 3\], the model expects \[96, 2\]"),
     ("ct-nvfp4", drop("weight_global_scale"), r"missing tensors: model.layers.1.mlp.up_proj.weight_global_scale"),
     ("ct-nvfp4", drop("input_global_scale"), r"input_global_scale' is missing, and activations have 4 bits"),
     ("ct-nvfp4", shape("weight_packed", 96, 31), r"weight_packed' has shape \[96, 31\], the model expects \[96, 32\]"),
@@ -102,7 +107,7 @@ CONFIGS = [
     (
         {"quant_method": "fp8_online"},
         UnknownNameError,
-        r"'fp8_online'; .*nown: awq, compressed-tensors, fp8, gptq, mxfp4, quark\.",
+        r"'fp8_online'; .*nown: awq, compressed-tensors, fp8, gptq, modelopt, .*mxfp4, quark\.",
     ),
     (
         {"quant_method": "fp8", "activation_scheme": "none"},
@@ -113,6 +118,17 @@ CONFIGS = [
         {"quant_method": "fp8", "weight_block_size": [128]},
         CheckpointError,
         r"'weight_block_size' must be a list of two",
+    ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        CheckpointError,
+        r"'quant_algo' must be one of FP8, .*, got 'W4A8_AWQ'",
+    ),
+    ({"quant_method": "modelopt"}, CheckpointError, r"'quant_algo' is missing"),
+    (
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+        CheckpointError,
+        r"'quantized_layers' must say how each module is quantized",
     ),
     ({"quant_method": "gptq", "bits": 3}, CheckpointError, r"'bits' must be one of 4, 8, got 3"),
     ({"quant_method": "gptq"}, CheckpointError, r"'bits' is missing"),

@@ -18,7 +18,7 @@ from tests.quantization.fixtures.base_model import FIXTURES, MODULES, calibratio
 from tests.support.engines import prompt_logits, small_llm
 
 NAMES = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir())
-TOOLS = {"autoawq", "compressed-tensors", "gptqmodel", "llmcompressor", "torchao"}
+TOOLS = {"autoawq", "compressed-tensors", "gptqmodel", "llmcompressor", "modelopt", "torchao"}
 LAYERS = {
     "q_proj": "qkv",
     "k_proj": "qkv",
@@ -33,6 +33,7 @@ LAYERS = {
 NOT_READ_BY_TRANSFORMERS = {
     "compressed-tensors-w4a16-asymmetric": "5.23 does not unpack the zero points of compressed-tensors 0.20",
     "gptqmodel-4-desc-act": "it takes a kernel of torch that has no groups of 16",
+    **dict.fromkeys((name for name in NAMES if name.startswith("modelopt")), "it has no reader of this method"),
     "torchao-fp8": "torchao's own tensors, exported; of this form Transformers has kernels for GPUs alone",
     "torchao-int8": "torchao's own tensors, exported",
 }

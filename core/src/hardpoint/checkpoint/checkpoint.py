@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hardpoint.checkpoint.hf_config import HFConfig
+from hardpoint.checkpoint.json_object import read_json
 from hardpoint_plugin_api import CheckpointError
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -16,6 +17,19 @@ _FREE_KEYS = frozenset(
     | {"use_cache"}
 )
 """Keys of a config.json that no model is built from."""
+
+
+OWN_FILE = "hf_quant_config.json"
+
+
+def _own_file(path: Path) -> Mapping[str, Any] | None:
+    """The config in ``path``, with the method that it is for; None where there is no such file."""
+    if not path.is_file():
+        return None
+    data = read_json(path)
+    if not isinstance(data.get("quantization"), Mapping):
+        raise CheckpointError(f"{path}: 'quantization' must be an object, got {data.get('quantization')!r:.80}")
+    return {**data["quantization"], "quant_method": "modelopt"}
 
 
 @dataclass(frozen=True)
@@ -62,8 +76,13 @@ class Checkpoint:
 
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:
-        """How the weights were quantized, as the tool that did it wrote it down; None where they were not."""
+        """How the weights were quantized, as the tool that did it wrote it down; None where they were not.
+
+        Model Optimizer before version 0.29 wrote a file of its own instead.
+        """
         stored = self.config.get("quantization_config")
+        if stored is None:
+            stored = _own_file(self.folder / OWN_FILE)
         if stored is None:
             return None
         method = stored.get("quant_method") if isinstance(stored, Mapping) else None

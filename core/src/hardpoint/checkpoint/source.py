@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
+from hardpoint.checkpoint.checkpoint import OWN_FILE
 from hardpoint_plugin_api import CheckpointError
 
 DEMO = "demo"
@@ -45,7 +46,7 @@ def resolve_config(model: str, revision: str | None = None, download_dir: str | 
 
     Raises what ``resolve_model`` does, which needs more of a hub id.
     """
-    return _with_config(model, revision, download_dir, ("config.json",))
+    return _with_config(model, revision, download_dir, ("config.json", OWN_FILE))
 
 
 def is_hub_id(name: str) -> bool:

@@ -36,6 +36,8 @@ def method_name(config: EngineConfig, checkpoint: Checkpoint, plugins: PluginSet
     stored, wanted = checkpoint.quantization_method, config.quantization
     every = {str(offer.contribution.of) for offer in plugins.offers("quantization")}
     name = stored or wanted
+    if stored and wanted in every and not _is_online(wanted) and wanted.startswith(f"{stored}_"):
+        return wanted  # a reader of some of that method's checkpoints
     if stored and wanted not in (None, stored):
         raise ConfigError(
             f"--quantization {wanted} contradicts {checkpoint.config_path}, by which the weights are quantized by "

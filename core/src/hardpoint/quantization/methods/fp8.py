@@ -130,9 +130,9 @@ def single_value(tensors: CheckpointTensors, name: str) -> float:
 def stored_cache_scales(tensors: CheckpointTensors, attention: str) -> CacheScales | None:
     """``k_scale`` and ``v_scale`` beside an attention module's projections, where both are there.
 
-    compressed-tensors before August 2024 had them as the projections' own ``output_scale``.
+    Model Optimizer has them within the projections, compressed-tensors before August 2024 as their ``output_scale``.
     """
-    for name in ("{}_scale", "{}_proj.output_scale"):
+    for name in ("{0}_scale", "{0}_proj.{0}_scale", "{}_proj.output_scale"):
         k, v = (f"{attention}.{name.format(part)}" for part in "kv")
         if {k, v} <= tensors.names:
             return CacheScales(k, v)
