@@ -48,6 +48,9 @@ CONTRIBUTIONS = {
         family="attention", of='of = "causal"\n', kernel="BuiltAttention", requires='{ dtype = ["float32"] }'
     ),
     "linear": MANIFEST.format(family="linear", of="", kernel="BuiltLinear", requires='{ spec = ["float32/float32"] }'),
+    "op": MANIFEST.format(
+        family="op", of='of = "rms_norm"\nform = "factory"\n', kernel="BuiltNorm", requires='{ dtype = ["float32"] }'
+    ),
 }
 
 
@@ -223,6 +226,24 @@ def test_weights_in_another_layout_wait_for_the_next_start(
         "kernels were built that serve from the next start on: SwitchError: linear: built has its weight"
     )
     with small_llm(folder, dtype="float32") as llm:
+        check(llm, model)
+        assert serves(llm)
+
+
+@pytest.mark.parametrize("builds", ["op"], indirect=True)
+def test_ops_wait_for_the_next_start(
+    checkpoint: tuple[Path, PreTrainedModel], builds: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, model = checkpoint
+    settings = PLAIN | {"custom_ops": ["all"]}
+    caplog.set_level(logging.INFO, "hardpoint")
+    with small_llm(folder, **settings) as llm:
+        go(builds)
+        until(lambda: has_ended(llm))
+        check(llm, model)
+        assert not serves(llm)
+    assert "op rms_norm: built of plugin built serves from the next start on" in caplog.text
+    with small_llm(folder, **settings) as llm:
         check(llm, model)
         assert serves(llm)
 

@@ -7,6 +7,7 @@ import os
 import torch
 from hp_built.library import counted, library, pending  # type: ignore[import-not-found]  # installed by tests
 
+from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.reference.attention import ReferenceAttention
 from hardpoint.reference.linear import PlainLinear
 from hardpoint_plugin_api import (
@@ -18,6 +19,7 @@ from hardpoint_plugin_api import (
     KernelBuild,
     LinearCall,
     LinearWorkload,
+    OpWorkload,
 )
 
 
@@ -55,3 +57,18 @@ class BuiltLinear(PlainLinear):
     def apply(self, call: LinearCall) -> torch.Tensor:
         counted()
         return super().apply(call)
+
+
+class BuiltNorm:
+    """The reference of rms_norm."""
+
+    @classmethod
+    def pending_build(cls, workload: OpWorkload, device: DeviceInfo) -> KernelBuild | None:
+        found: KernelBuild | None = pending()
+        return found
+
+    def __init__(self, ctx: BuildContext, workload: OpWorkload, parts: object) -> None:
+        library(os.environ["HP_BUILD_FOLDER"])
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+        return rms_norm.reference(x, weight, eps=eps)

@@ -284,13 +284,18 @@ class EngineCore:
         """Go over to kernels that were built in the meantime: on all ranks, or at the next start."""
         if self.admission.asleep or not self._builds.take_ready():
             return
+        ctx = self.blueprint.ctx
+        switchable, postponed = ctx.switches.workloads, ctx.selector.all_postponed
+        for offer in {offer for workload in postponed.keys() - switchable for offer in postponed[workload]}:
+            logger.info("%s of plugin %s serves from the next start on", offer.contribution, offer.plugin)
+        if not postponed.keys() & switchable:
+            return
         told = [why for why in self.executor.control(PrepareKernels()) if why is not None]
         self.executor.control(SwitchKernels(not told))
         if told:
             logger.warning("kernels were built that serve from the next start on: %s", told[0])
             return
-        selector = self.blueprint.ctx.selector
-        selector.adopt(selector.decided_again())  # of ranks that have processes of their own
+        ctx.selector.adopt(ctx.selector.decided_again(switchable))  # of ranks that have processes of their own
         self.table = self.blueprint.table
         self.captures.again()
         logger.info("the kernels that were built serve from now on: selection table %s", self.table.digest)

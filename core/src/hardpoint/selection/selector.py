@@ -89,16 +89,21 @@ class Selector:
         return self._postponed.get(workload, {})
 
     @property
+    def all_postponed(self) -> Mapping[Workload, Mapping[Offer, KernelBuild]]:
+        """The same of every workload whose plan passes over a candidate."""
+        return self._postponed
+
+    @property
     def builds(self) -> Sequence[tuple[Offer, KernelBuild]]:
         """All that is to be built for the plans made so far."""
         return tuple(item for found in self._postponed.values() for item in found.items())
 
-    def decided_again(self) -> dict[Workload, Plan]:
-        """Plans, by the builds that are left now, for the workloads whose plans pass over one. ``adopt`` keeps them.
+    def decided_again(self, workloads: Collection[Workload]) -> dict[Workload, Plan]:
+        """Plans, by the builds that are left now, for those of ``workloads`` whose plans pass over one.
 
-        Raises SelectionError.
+        ``adopt`` keeps them. Raises SelectionError.
         """
-        return {workload: self._decided(workload) for workload in list(self._postponed)}
+        return {workload: self._decided(workload) for workload in list(self._postponed) if workload in workloads}
 
     def adopt(self, plans: Mapping[Workload, Plan]) -> None:
         """Answer with these plans from now on."""

@@ -28,6 +28,11 @@ class KernelSwitches:
         """Note a layer that was built by the plan for ``workload``."""
         self._layers.append((workload, prepare))
 
+    @property
+    def workloads(self) -> frozenset[Workload]:
+        """The workloads of these layers. Kernels of other workloads, such as ops, serve from the next start on."""
+        return frozenset(workload for workload, _ in self._layers)
+
     def prepared(self, plans: Mapping[Workload, Plan]) -> list[Switch]:
         """Functions that switch every layer to its plan among ``plans``; nothing has changed before they are called.
 

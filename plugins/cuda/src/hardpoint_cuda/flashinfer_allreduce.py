@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hardpoint_cuda.flashinfer_builds import communication_build
 from hardpoint_cuda.flashinfer_library import COMMUNICATION, module, reasons
 from hardpoint_cuda.peer_memory import PeerMemory
-from hardpoint_plugin_api import BuildContext, DeviceInfo, GroupMember, OpWorkload, Reason
+from hardpoint_plugin_api import BuildContext, DeviceInfo, GroupMember, KernelBuild, OpWorkload, Reason
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -79,6 +80,11 @@ class FlashInferAllReduce(GroupMember):
                 Reason("hidden-size", "rows do not divide among whole warps", wanted=str(workload.hidden_size))
             )
         return found + reasons(frozenset({COMMUNICATION}))
+
+    @classmethod
+    def pending_build(cls, workload: OpWorkload, device: DeviceInfo) -> KernelBuild | None:
+        """The build that nvcc has to make first, which takes minutes."""
+        return communication_build()
 
     def init(self, store: Store, rank: int, world: int, group: str) -> None:
         COMMUNICATION.load()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import importlib_metadata
 
-from hardpoint_cuda.flashinfer_library import DISTRIBUTION, PRODUCT, Kernel, Library, is_ahead_of_time
+from hardpoint_cuda.flashinfer_library import COMMUNICATION, DISTRIBUTION, PRODUCT, Kernel, Library, is_ahead_of_time
 from hardpoint_plugin_api import KernelBuild, Reason
 from hardpoint_plugin_api.distributions import locate_module
 
@@ -32,6 +32,13 @@ def attention_build(kernels: Sequence[Kernel]) -> KernelBuild | None:
         return None
     title = "FlashInfer's " + " and ".join(kernel.name for kernel in missing)
     return KernelBuild(title, f"{_HERE}:build_attention", tuple(json.dumps(asdict(kernel)) for kernel in missing))
+
+
+def communication_build() -> KernelBuild | None:
+    """The build of the library of what ranks share, where it is nowhere yet."""
+    if is_built(COMMUNICATION):
+        return None
+    return KernelBuild(f"FlashInfer's {COMMUNICATION.name}", f"{_HERE}:build_communication")
 
 
 def product_build(n: int | None, k: int | None) -> KernelBuild | None:
@@ -59,6 +66,11 @@ def build_attention(*kernels: str) -> None:
     """Build attention kernels, given as JSON; in a child process."""
     for text in kernels:
         Kernel(**json.loads(text)).generate().build(verbose=False)
+
+
+def build_communication() -> None:
+    """Build the library of what ranks share; in a child process."""
+    COMMUNICATION.generate().build(verbose=False)
 
 
 def build_product(n: str, k: str) -> None:

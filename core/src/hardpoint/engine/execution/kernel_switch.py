@@ -43,7 +43,7 @@ class PreparedSwitch:
 
         Raises SwitchError where a layer cannot go over, and the errors of selection and construction.
         """
-        plans = ctx.selector.decided_again()
+        plans = ctx.selector.decided_again(ctx.switches.workloads)
         with ctx.resources.extended():
             switches = ctx.switches.prepared(plans)
         return cls(plans, switches)
