@@ -16,6 +16,8 @@ from tests.support.checkpoints import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
+    GATED_DELTA,
+    GATED_DELTA_MOE,
     GLM4_MOE,
     check_tokens_equal,
     random_prompts,
@@ -166,6 +168,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed-oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "qwen3-next": ("qwen3_next", GATED_DELTA_MOE),
+    "qwen3-next-dense-biases": (
+        "qwen3_next",
+        GATED_DELTA_MOE
+        | {"mlp_only_layers": [1], "attention_bias": True, "norm_topk_prob": False, "linear_conv_kernel_dim": 3}
+        | {"layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"]},
+    ),
+    "qwen3-5": ("qwen3_5", GATED_DELTA),
+    "qwen3-5-tied-one-key-head": (
+        "qwen3_5",
+        GATED_DELTA | {"tie_word_embeddings": True, "linear_num_key_heads": 1, "linear_value_head_dim": 9},
+    ),
+    "qwen3-5-moe": ("qwen3_5_moe", GATED_DELTA_MOE | {"linear_num_key_heads": 4}),
     "glm4-moe": ("glm4_moe", GLM4_MOE),
     "glm4-moe-groups-biases": (
         "glm4_moe",

@@ -351,12 +351,22 @@ USES: dict[str, Callable[[Inputs], Use]] = {
 """How each op is used, by its name and what else there is to say."""
 
 INDEX_KEYS: dict[str, Any] = {"layout": "plain", "head_size": 16}
+RECURRENCE: dict[str, Any] = {
+    "head_size": 16,
+    "scalars": {"scale": 0.25, "delta_rule": True, "normalize": True, "channel_decay": False},
+}
 REFUSED: dict[str, dict[str, Any]] = {
+    "causal_conv": {"activation": "silu"},
+    "gated_rms_norm": {"activation": "silu", "scalars": {"eps": 1e-6, "gate_first": False}},
     "index_scores": INDEX_KEYS,
+    "linear_recurrence_chunks": RECURRENCE,
+    "linear_recurrence_step": RECURRENCE,
+    "recurrence_gates": {},
     "store_index_keys": INDEX_KEYS,
     "topk_positions": {"dtype": "float32", "scalars": {"top_k": 4}},
 }
-"""Ops that no implementation offers in batch-invariant mode, which sparse attention lacks, and what binds them."""
+"""Ops that no implementation offers in batch-invariant mode, which sparse attention and states lack, and what binds
+them."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

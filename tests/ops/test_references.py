@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hardpoint.ops import get, names
 from hardpoint.ops.act_and_mul import act_and_mul
 from hardpoint.ops.activation import ACTIVATIONS, activation, activation_of_hf
 from hardpoint.ops.add_rms_norm import add_rms_norm
+from hardpoint.ops.linear_recurrence import linear_recurrence_chunks, linear_recurrence_step
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.ops.rotary_embedding import rotary_embedding
@@ -175,3 +177,22 @@ def test_qk_norm_rope_store_is_its_parts_in_turn(normed: bool, rotated: bool) ->
     torch.testing.assert_close(got, (q, k))
     torch.testing.assert_close(cache["k"].flatten(0, 1)[slots.long()], k)
     torch.testing.assert_close(cache["v"].flatten(0, 1)[slots.long()], v)
+
+
+def test_prompts_in_chunks_are_tokens_one_after_the_other() -> None:
+    step: Callable[..., torch.Tensor] = linear_recurrence_step.reference
+    in_chunks: Callable[..., torch.Tensor] = linear_recurrence_chunks.reference
+    for case in cases(linear_recurrence_chunks, torch.float64):
+        *inputs, states, pages, starts, lengths = (x.double() if x.is_floating_point() else x for x in case.args)
+        kwargs = dict(case.kwargs)
+        first = kwargs.pop("starts")
+        expected, out = states.clone(), torch.zeros_like(inputs[2])
+        counts = starts[1:] - starts[:-1]
+        for token in range(int(counts.max()) if len(counts) else 0):
+            those = (counts > token).nonzero()[:, 0]
+            rows = starts[those].long() + token
+            at = lengths[those] - counts[those] + token + 1
+            out[rows] = step(*(x[rows] for x in inputs), expected, pages[those], at, **kwargs)
+        actual = in_chunks(*inputs, states, pages, starts, lengths, starts=first, **kwargs)
+        torch.testing.assert_close(actual, out, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(states, expected, rtol=1e-9, atol=1e-9, equal_nan=True)

@@ -28,8 +28,11 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -61,6 +64,9 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "smollm3": SmolLM3Config,
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5": Qwen3_5TextConfig,
+    "qwen3_5_moe": Qwen3_5MoeTextConfig,
 }
 
 DEEPSEEK_V2: dict[str, Any] = {
@@ -89,6 +95,23 @@ DEEPSEEK_V3: dict[str, Any] = DEEPSEEK_V2 | {
 DEEPSEEK_V32: dict[str, Any] = DEEPSEEK_V3 | {"index_topk": 16, "index_head_dim": 24, "index_n_heads": 15}
 """The same of DeepSeek-V3.2, with lists shorter than prompts. With few heads, many scores would be zero, and
 Transformers leaves open which of equal scores are chosen."""
+
+GATED_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,  # the last has attention
+    "head_dim": 32,  # of which a quarter rotates
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+"""The same of Qwen's hybrids of gated delta nets and attention."""
+
+GATED_DELTA_MOE: dict[str, Any] = GATED_DELTA | {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 
 GLM4_MOE: dict[str, Any] = {
     "n_routed_experts": 8,

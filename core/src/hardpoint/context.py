@@ -16,6 +16,7 @@ import torch
 
 from hardpoint.adapters.candidates import AdaptedOffer
 from hardpoint.cache_users import ModelCaches
+from hardpoint.checkpoint.reading import Address
 from hardpoint.config import EngineConfig
 from hardpoint.kernel_calls import KernelCalls
 from hardpoint.metrics import EngineMetrics, PluginMetrics
@@ -79,7 +80,7 @@ class Context:
         """The same context, one path element deeper."""
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
-    def for_model(self, names: Mapping[str, str | None]) -> Context:
+    def for_model(self, names: Mapping[str, Address | None]) -> Context:
         """The same context for a model whose tensors have these names in checkpoints; see Quantization.for_model."""
         return replace(self, quantization=self.quantization.for_model(names))
 

@@ -111,7 +111,8 @@ class EmbeddingArgs:
 class AttentionArgs:
     """Self-attention of a decoder: projections, optional per-head norm of q and k, rotary embedding, cache.
 
-    ``window``, ``chunk``, ``soft_cap``, ``sinks`` and ``alibi`` are as in AttentionSpec.
+    ``window``, ``chunk``, ``soft_cap``, ``sinks`` and ``alibi`` are as in AttentionSpec. ``output_gate``: each element
+    of each head's result is multiplied by the sigmoid of one more linear output (arXiv:2505.06708).
     """
 
     layer: ClassVar[str] = "attention"
@@ -130,6 +131,7 @@ class AttentionArgs:
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    output_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,31 @@ class LinearAttentionArgs:
     def num_heads(self) -> int:
         """The number of heads, the same for queries, keys and values."""
         return len(self.decays)
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetArgs:
+    """A gated delta net (arXiv:2412.06464), as Qwen3-Next and Qwen3.5 have it.
+
+    Queries and keys of ``num_key_heads`` heads [``key_size``] and values of ``num_heads`` heads [``value_size``] pass a
+    causal convolution of each channel over ``conv_width`` tokens, with ``activation``. Queries and keys are divided by
+    their length, queries also by the root of ``key_size``. Each head has a state [value_size, key_size], zero before
+    the first token: it is multiplied by ``exp(-exp(rate) * softplus(a + step_bias))``, then ``sigmoid(b) * (v - S k)
+    k^T`` is added, and the result is ``S q``. ``a`` and ``b`` are linear in the hidden state. A key head serves
+    ``num_heads / num_key_heads`` heads that lie one after the other. Each head's result is normed (``norm_eps``), and
+    multiplied by ``silu(z)``, where z is linear in the hidden state, before the last projection.
+    """
+
+    layer: ClassVar[str] = "gated_delta_net"
+
+    hidden_size: int
+    num_heads: int
+    num_key_heads: int
+    key_size: int
+    value_size: int
+    conv_width: int
+    norm_eps: float = 1e-6
+    activation: str = "silu"
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def peers(
     if twice := next((text for text in engines if engines.count(text) > 1), None):
         raise ConfigError(f"--engine {twice} is given twice; results go by that name, so give it once")
     folder = Path(model).expanduser().resolve()
-    vocabulary = min(HFConfig.read(folder).integer("vocab_size"), _VOCABULARY)
+    vocabulary = min(HFConfig.read(folder).text.integer("vocab_size"), _VOCABULARY)
     with ExitStack() as running:
         workers = [running.enter_context(closing(Worker(entrant, threads))) for entrant in entrants]
         contest = Contest(workers, quiet, vocabulary)

@@ -67,8 +67,9 @@ class Checkpoint:
 
         float64 is a name like the others, but platforms without it (all of ours) run such a checkpoint in float32.
         """
-        key = "torch_dtype" if self.config.data.get("dtype") is None else "dtype"
-        value = self.config.get(key, "float32")
+        config = self.config.text
+        key = "torch_dtype" if config.data.get("dtype") is None else "dtype"
+        value = config.get(key, "float32")
         name = value.removeprefix("torch.") if isinstance(value, str) else None
         if name not in _DTYPES:
             raise CheckpointError(f"{self.config_path}: {key!r} must be one of {', '.join(_DTYPES)}, got {value!r}")

@@ -34,6 +34,16 @@ class HFConfig:
         """The file, for messages."""
         return self.folder / "config.json"
 
+    @property
+    def text(self) -> HFConfig:
+        """The settings of the language model, of a checkpoint that has other parts beside it: its ``text_config``, over
+        the settings of all parts. Whether embeddings are tied is a setting of all."""
+        inner = self.data.get("text_config")
+        if not isinstance(inner, Mapping):
+            return self
+        tied = {key: value for key, value in self.data.items() if key == "tie_word_embeddings"}
+        return HFConfig(self.folder, {**self.data, **inner, **tied})
+
     def integer(self, key: str, default: int | None = _REQUIRED) -> int:
         """A positive whole number; null counts as missing."""
         value = self.get(key, default)

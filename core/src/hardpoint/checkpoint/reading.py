@@ -73,7 +73,41 @@ class Reading:
         return tuple(found)
 
 
-WeightNames = Mapping[str, str | Reading | None]
+@dataclass(frozen=True)
+class Grouped:
+    """The place of a tensor whose rows come in ``groups`` of equal size, each with rows of several slots in turn.
+
+    ``parts`` are the address of each slot, and its rows in a group. Qwen3-Next's projections have a group for each key
+    head.
+    """
+
+    groups: int
+    parts: tuple[tuple[str, int], ...]
+
+    def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What goes to each address: rows of the first group, then those of the second, and so on."""
+        sizes = [rows for _, rows in self.parts]
+        pieces = tensor.unflatten(0, (self.groups, sum(sizes))).split(sizes, dim=1)
+        return {address: piece.flatten(0, 1) for (address, _), piece in zip(self.parts, pieces, strict=True)}
+
+
+Address = str | Grouped
+"""Where a plain tensor goes: ``"layer.path.slot"``, ``"layer.path.slot[part]"``, or to several slots."""
+
+
+def under(prefix: str, address: Address) -> Address:
+    """``address`` within the layer whose path is ``prefix``, which ends with a dot."""
+    if isinstance(address, str):
+        return prefix + address
+    return Grouped(address.groups, tuple((prefix + slot, rows) for slot, rows in address.parts))
+
+
+def first_slot(address: Address) -> str:
+    """The address of the slot, or the first of the slots: all are in one block."""
+    return address if isinstance(address, str) else address.parts[0][0]
+
+
+WeightNames = Mapping[str, Address | Reading | None]
 """For each tensor of a checkpoint, by name: the slot that it is copied to (``"layer.path.slot"``, or
 ``"layer.path.slot[part]"``), how it is read, or None where it may be there but is not needed. The name ``module.*``
 with None stands for all tensors of a module.

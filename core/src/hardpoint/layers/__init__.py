@@ -6,6 +6,7 @@ from hardpoint.layers.base import PluggableLayer, build_layer
 from hardpoint.layers.causal_lm import CausalLM, CausalLMArgs, DecoderStack, ModelFacts
 from hardpoint.layers.decoder_block import DecoderBlock
 from hardpoint.layers.embedding import Embedding, LMHead
+from hardpoint.layers.gated_delta_net import GatedDeltaNet
 from hardpoint.layers.linear import Linear
 from hardpoint.layers.linear_attention import LinearAttention
 from hardpoint.layers.mla import MLA
@@ -23,6 +24,7 @@ __all__ = [
     "DecoderStack",
     "Embedding",
     "Experts",
+    "GatedDeltaNet",
     "LMHead",
     "Linear",
     "LinearAttention",

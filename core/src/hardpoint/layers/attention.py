@@ -14,6 +14,7 @@ from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.linear import Linear
+from hardpoint.ops.activation import activation
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rope_table import rope_table
 from hardpoint.parallel.shards import HeadShards
@@ -39,15 +40,14 @@ class Attention(PluggableLayer, name="attention"):
         q_size, kv_size = args.num_heads * args.head_size, args.num_kv_heads * args.head_size
         self._group, self._returns_partial_sums = ctx.parallel.tp, False
         self._heads = heads = HeadShards.of(args.num_heads, args.num_kv_heads, ctx.parallel.tp)
-        self.qkv = Linear(
-            ctx.child("qkv"),
-            LinearArgs(
-                args.hidden_size,
-                (("q", q_size), ("k", kv_size), ("v", kv_size)),
-                args.qkv_bias,
-                row_shards=heads.rows(args.head_size),
-            ),
-        )
+        parts: tuple[tuple[str, int], ...] = (("q", q_size), ("k", kv_size), ("v", kv_size))
+        shards = heads.rows(args.head_size)
+        self._widths = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+        if args.output_gate:
+            parts, shards = (*parts, ("gate", q_size)), (*shards, *shards[:1])
+            self._widths.append(heads.num_heads)
+            self._sigmoid = activation.bind(ctx, activation="sigmoid")
+        self.qkv = Linear(ctx.child("qkv"), LinearArgs(args.hidden_size, parts, args.qkv_bias, row_shards=shards))
         self.input_spec = self.qkv.input_spec
         self.out = Linear(
             ctx.child("out"),
@@ -113,8 +113,7 @@ class Attention(PluggableLayer, name="attention"):
         """[T, hidden] -> [T, hidden]. Writes this step's keys and values to the layer's cache."""
         size = self.args.head_size
         qkv = self.qkv(x, step).view(x.shape[0], -1, size)
-        heads = self._heads
-        q, k, v = qkv.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
+        q, k, v, *gate = qkv.split(self._widths, dim=1)
         q, k = self._qk_norm_rope_store(
             q,
             k,
@@ -134,7 +133,10 @@ class Attention(PluggableLayer, name="attention"):
             lambda cache, plan, q, k, v, out: attend(AttentionCall(q, k, v, cache, plan, out)),
             *(q, k, v, attended),
         )
-        y: torch.Tensor = self.out(attended.view(x.shape[0], -1), step)
+        mixed = attended.view(x.shape[0], -1)
+        for elements in gate:
+            mixed = mixed * self._sigmoid(elements.reshape(mixed.shape), activation="sigmoid")
+        y: torch.Tensor = self.out(mixed, step)
         return y if self._returns_partial_sums else self._group.all_reduce(y)
 
 

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from hardpoint.checkpoint.reading import Address, Grouped, first_slot
 from hardpoint.context import Context
 from hardpoint.layers.base import PluggableLayer, sum_later
 from hardpoint.layers.decoder_block import DecoderBlock
@@ -76,7 +77,7 @@ class CausalLMArgs:
     blocks: tuple[BlockArgs, ...]
     norm: NormArgs
     tied: bool
-    weight_names: Mapping[str, str | None]
+    weight_names: Mapping[str, Address | None]
     facts: ModelFacts
     embedding_multiplier: float = 1.0
     logits_multiplier: float = 1.0
@@ -117,10 +118,11 @@ class CausalLM(nn.Module):
         self._end = self._normed if is_last else _handed_on
         names = _without_other_stages(args.weight_names, frozenset(self._modules), blocks)
         self.weight_names = ctx.quantization.weight_names(names)
+        modules = {name for name, address in args.weight_names.items() if isinstance(address, str)}
         self.module_names = {
-            name.removesuffix(".weight"): names[name]
-            for name, address in args.weight_names.items()
-            if address is not None and name.endswith(".weight")
+            name.removesuffix(".weight"): place
+            for name, place in names.items()
+            if name in modules and name.endswith(".weight") and not isinstance(place, Grouped)
         }
 
     def hidden(self, inputs: torch.Tensor, step: ForwardStep) -> torch.Tensor:
@@ -156,12 +158,12 @@ def _handed_on(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
 
 
 def _without_other_stages(
-    names: Mapping[str, str | None], modules: frozenset[str], blocks: range
-) -> dict[str, str | None]:
+    names: Mapping[str, Address | None], modules: frozenset[str], blocks: range
+) -> dict[str, Address | None]:
     """``names`` with None for all tensors of modules that are not in this stage, however these are quantized."""
-    found: dict[str, str | None] = {}
+    found: dict[str, Address | None] = {}
     for name, address in names.items():
-        root, _, rest = (address or "").partition(".")
+        root, _, rest = first_slot(address or "").partition(".")
         number = rest.removeprefix("blocks.").partition(".")[0]
         if address is None or (int(number) in blocks if root == "stack" else root in modules):
             found[name] = address

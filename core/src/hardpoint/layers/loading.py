@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hardpoint.checkpoint.reading import Reading, WeightNames
+from hardpoint.checkpoint.reading import Grouped, Reading, WeightNames
 from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.layers.base import PluggableLayer, walk
@@ -113,10 +113,21 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Place:
-    """The destination of a tensor: it is copied to one target, or ``reading`` makes tensors for several, by slot."""
+    """The destination of a tensor: it is copied to one target; or ``reading`` makes tensors for several, by slot; or
+    it is split as ``grouped`` says, by address."""
 
     targets: Mapping[str, _Target]
     reading: Reading | None = None
+    grouped: Grouped | None = None
+
+    @classmethod
+    def of(cls, place: str | Grouped | Reading, find: Callable[[str], _Target]) -> _Place:
+        """The destination that ``place`` means, with targets that ``find`` finds."""
+        if isinstance(place, Reading):
+            return cls({slot: find(address) for slot, address in place.places.items()}, place)
+        if isinstance(place, Grouped):
+            return cls({address: find(address) for address, _ in place.parts}, grouped=place)
+        return cls({"": find(place)})
 
 
 def _find(address: str, layers: dict[str, PluggableLayer], slots: dict[tuple[str, str], WeightSlot]) -> _Target:
@@ -155,10 +166,9 @@ class _Plan:
         for tensor, place in names.items():
             if place is None:
                 continue
-            addresses = place.places if isinstance(place, Reading) else {"": place}
-            found = {slot: _find(address, layers, slots) for slot, address in addresses.items()}
-            if not any(slots[target.layer, target.slot].is_elsewhere(target.part) for target in found.values()):
-                places[tensor] = _Place(found, place if isinstance(place, Reading) else None)
+            found = _Place.of(place, lambda address: _find(address, layers, slots))
+            if not any(slots[t.layer, t.slot].is_elsewhere(t.part) for t in found.targets.values()):
+                places[tensor] = found
         return cls(layers, slots, places, set(names) - set(places))
 
     def check_names(self, source: TensorSource) -> None:
@@ -229,8 +239,11 @@ class _Plan:
         """The shape in a checkpoint of the tensor that goes there."""
         if place.reading is not None:
             return place.reading.shape
-        (target,) = place.targets.values()
+        target, *others = place.targets.values()
         shape = self.slots[target.layer, target.slot].stored_shape(target.part)
+        if place.grouped is not None:
+            rows = sum(self.slots[t.layer, t.slot].stored_shape(t.part)[0] for t in others)
+            return (shape[0] + rows, *shape[1:])
         return (*shape[:-2], shape[-1], shape[-2]) if "transposed" in target.orders else shape
 
     def check(self, name: str, tensor: TensorInfo, place: _Place, title: str) -> None:
@@ -239,7 +252,7 @@ class _Plan:
         if reading is not None:
             dtypes: tuple[str, ...] = reading.stored.dtypes
         else:
-            (target,) = place.targets.values()
+            target = next(iter(place.targets.values()))
             slot = self.slots[target.layer, target.slot]
             dtypes = (slot.dtype, *(_PLAIN if slot.dtype in _PLAIN else ()))
         if tensor.shape != wanted:
@@ -317,8 +330,9 @@ class _Filling:
         """
         self._plan.check(name, TensorInfo(tuple(tensor.shape), dtype_name(tensor.dtype)), place, self._title)
         if place.reading is None:
-            (target,) = place.targets.values()
-            self._copy(name, tensor, target)
+            pieces = {"": tensor} if place.grouped is None else place.grouped.split(tensor)
+            for address, piece in pieces.items():
+                self._copy(name, piece, place.targets[address])
             return
         for target in place.targets.values():
             self._allocated(target)

@@ -6,10 +6,11 @@ A family makes each sub-layer's arguments together with the names of its tensors
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 from hardpoint.checkpoint.hf_config import HFConfig
+from hardpoint.checkpoint.reading import Address, Grouped, under
 from hardpoint.layers import CausalLMArgs, ModelFacts
 from hardpoint.ops.activation import activation_of_hf
 from hardpoint.ops.rope_table import extended_length, rope_args
@@ -26,6 +27,7 @@ from hardpoint_plugin_api import (
 
 _Args = TypeVar("_Args", covariant=True)
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_STORED_LESS_ONE = ("layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weight")
 _WINDOW = 4096
 
 
@@ -37,7 +39,7 @@ class Sublayer(Generic[_Args]):
     """
 
     args: _Args
-    names: Mapping[str, str]
+    names: Mapping[str, Address]
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,10 @@ class Block:
         return BlockArgs(self.mixer.args, self.feed_forward.args, self.norms.args)
 
     @property
-    def names(self) -> dict[str, str]:
+    def names(self) -> dict[str, Address]:
         """Name within a layer of the checkpoint -> slot within the block."""
         parts = (("mixer.", self.mixer), ("feed_forward.", self.feed_forward), ("", self.norms))
-        return {name: prefix + slot for prefix, part in parts for name, slot in part.names.items()}
+        return {name: under(prefix, slot) for prefix, part in parts for name, slot in part.names.items()}
 
 
 def decoder(config: HFConfig, blocks: Sequence[Block], *, default_tied: bool = False) -> CausalLMArgs:
@@ -66,10 +68,10 @@ def decoder(config: HFConfig, blocks: Sequence[Block], *, default_tied: bool = F
     ``default_tied`` is the family's own, for configs that leave it out.
     """
     tied = config.flag("tie_word_embeddings", default_tied)
-    names: dict[str, str | None] = {"model.norm.weight": "norm.weight"}
+    names: dict[str, Address | None] = {"model.norm.weight": "norm.weight"}
     for i, block in enumerate(blocks):
         for name, slot in block.names.items():
-            names[f"model.layers.{i}.{name}"] = f"stack.blocks.{i}.{slot}"
+            names[f"model.layers.{i}.{name}"] = under(f"stack.blocks.{i}.", slot)
     if tied:
         names |= {"model.embed_tokens.weight": "head.linear.weight", "lm_head.weight": None}
     else:
@@ -82,6 +84,24 @@ def decoder(config: HFConfig, blocks: Sequence[Block], *, default_tied: bool = F
         weight_names=names,
         facts=facts(config),
     )
+
+
+def zero_centred(model: CausalLMArgs) -> CausalLMArgs:
+    """``model`` where the weights of norms are stored less one: those of blocks, of queries and keys, and the last."""
+    names = {
+        name: f"{slot}[plus_one]" if isinstance(slot, str) and name.endswith(_STORED_LESS_ONE) else slot
+        for name, slot in model.weight_names.items()
+    }
+    return replace(model, weight_names=names)
+
+
+def language_model(model: CausalLMArgs) -> CausalLMArgs:
+    """``model`` as the language model of a checkpoint that also has a vision tower, whose tensors are left out."""
+    names = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: slot
+        for name, slot in model.weight_names.items()
+    }
+    return replace(model, weight_names={**names, "model.visual.*": None})
 
 
 def facts(config: HFConfig) -> ModelFacts:
@@ -121,6 +141,7 @@ class AttentionVariations(TypedDict, total=False):
     window: int | None
     sinks: bool
     soft_cap: float | None
+    output_gate: bool
 
 
 def attention(
@@ -168,7 +189,14 @@ def attention(
         rope=rope,
         **variations,
     )
-    names = linear_names({f"self_attn.{x}_proj": f"qkv[{x}]" for x in "qkv"}, bias=args.qkv_bias)
+    names: dict[str, Address] = {
+        **linear_names({f"self_attn.{x}_proj": f"qkv[{x}]" for x in "qkv"}, bias=args.qkv_bias)
+    }
+    if args.output_gate:  # each head's query, then its gate
+        names |= {
+            name: Grouped(heads, ((slot, head_size), (slot.replace("[q]", "[gate]"), head_size)))
+            for name, slot in linear_names({"self_attn.q_proj": "qkv[q]"}, bias=args.qkv_bias).items()
+        }
     names |= linear_names({"self_attn.o_proj": "out"}, bias=args.out_bias)
     if args.qk_norm_eps is not None:
         names |= {"self_attn.q_norm.weight": "q_norm", "self_attn.k_norm.weight": "k_norm"}
@@ -190,7 +218,7 @@ def adjusted(
     inner: Sublayer[LayerArgs], *, norm: NormArgs | None = None, module: str = "", multiplier: float = 1.0
 ) -> Sublayer[LayerArgs]:
     """``inner`` with a ``norm`` of its result, whose weight ``module`` has in the checkpoint, or with a multiplier."""
-    names = {name: f"inner.{slot}" for name, slot in inner.names.items()}
+    names = {name: under("inner.", slot) for name, slot in inner.names.items()}
     if norm is not None:
         names[f"{module}.weight"] = "norm.weight"
     return Sublayer(AdjustedArgs(inner.args, norm, multiplier), names)

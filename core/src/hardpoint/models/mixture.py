@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TypedDict, Unpack
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.models.decoder import num_layers
+from hardpoint.models.decoder import Sublayer, linear_names, num_layers
 from hardpoint.ops.activation import activation_of_hf
 from hardpoint_plugin_api import CheckpointError, MoEArgs, RouterArgs
 
@@ -44,6 +44,30 @@ def sparse_layers(config: HFConfig) -> tuple[bool, ...]:
     """Which layers are mixtures of experts: every ``decoder_sparse_step``-th, but for ``mlp_only_layers``."""
     step, dense = config.integer("decoder_sparse_step", 1), config.numbers("mlp_only_layers")
     return tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers(config)))
+
+
+MATRICES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+"""What most families call an expert's matrices."""
+_GATED_SHARED = {
+    "mlp.gate": "router",
+    "mlp.shared_expert.gate_proj": "shared.gate_up[gate]",
+    "mlp.shared_expert.up_proj": "shared.gate_up[up]",
+    "mlp.shared_expert.down_proj": "shared.down",
+    "mlp.shared_expert_gate": "shared_gate",
+}
+
+
+def mixture_with_shared_expert(config: HFConfig, *, renormalize: bool) -> Sublayer[MoEArgs]:
+    """Experts, and beside them a gated one that every token goes to, as Qwen2-MoE names their tensors."""
+    args = moe_args(
+        config,
+        "moe_intermediate_size",
+        renormalize=renormalize,
+        shared_size=config.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    experts = expert_names(args.router.num_experts, "mlp.experts", MATRICES)
+    return Sublayer(args, linear_names(_GATED_SHARED) | experts)
 
 
 def expert_names(experts: int, folder: str, matrices: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from hardpoint.checkpoint.reading import Reading, WeightNames
+from hardpoint.checkpoint.reading import Address, Reading, WeightNames
 from hardpoint.plugin_host import Offer
 from hardpoint.plugin_host.blame import blame, misbehaved
 from hardpoint.quantization.device_formats import cache_scale_factor, on_device
@@ -69,11 +69,11 @@ class Quantization:
     _cache_scales: dict[str, tuple[CacheScales, float]] = field(default_factory=dict)
     _stacks: dict[str, ShardPlan | None] = field(default_factory=dict)
 
-    def for_model(self, names: Mapping[str, str | None]) -> Quantization:
+    def for_model(self, names: Mapping[str, Address | None]) -> Quantization:
         """The same method for a model whose tensors have these ``names``, plain weights assumed (see load_weights)."""
         modules = {}
         for name, address in names.items():
-            if address is not None:
+            if isinstance(address, str):
                 path, slot, part = split_address(address)
                 if slot == "weight":
                     modules[path, part] = name.removesuffix(".weight")
@@ -206,14 +206,14 @@ class Quantization:
             self._cache_scales[path] = scales, factor
         return scales is not None
 
-    def weight_names(self, names: Mapping[str, str | None]) -> WeightNames:
+    def weight_names(self, names: Mapping[str, Address | None]) -> WeightNames:
         """``names`` with quantized weights' own tensors in place of plain ones."""
         if self.method is None:
             return dict(names)
-        found: dict[str, str | Reading | None] = {}
+        found: dict[str, Address | Reading | None] = {}
         for name, address in names.items():
-            if address is None:
-                found[name] = None
+            if not isinstance(address, str):
+                found[name] = address
                 continue
             path, slot, part = split_address(address)
             known, shards = self._schemes.get((path, part)), self._shards.get((path, part), (None, None))

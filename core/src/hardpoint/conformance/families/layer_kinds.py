@@ -21,6 +21,7 @@ from hardpoint_plugin_api import (
     BlockArgs,
     EmbeddingArgs,
     ForwardStep,
+    GatedDeltaNetArgs,
     LinearArgs,
     LinearAttentionArgs,
     MLAArgs,
@@ -222,6 +223,7 @@ KINDS: dict[str, LayerKind] = {
             "sinks-capped": replace(_ATTENTION, sinks=True, soft_cap=2.0),
             "alibi": replace(_ATTENTION, alibi=True, rope=None),
             "interleaved-partial": replace(_ATTENTION, rope=replace(_ROPE, rotary_dim=16, interleaved=True)),
+            "gated-bias": replace(_ATTENTION, output_gate=True, qkv_bias=True),
         },
         _hidden,
         step_by_step,
@@ -256,6 +258,17 @@ KINDS: dict[str, LayerKind] = {
         {
             "plain": LinearAttentionArgs(64, 16, (0.5, 0.9, 0.97, 1.0), 0.25),
             "odd": LinearAttentionArgs(33, 5, (0.0, 0.8, 0.99)),
+        },
+        _hidden,
+        step_by_step,
+        tokens=(NUM_STEP_TOKENS,),
+        pieces=STEPS,
+    ),
+    "gated_delta_net": LayerKind(
+        {
+            "plain": GatedDeltaNetArgs(64, 4, 2, 16, 24, 4),
+            "one-key-head": GatedDeltaNetArgs(64, 6, 1, 32, 16, 2, norm_eps=1e-5, activation="gelu"),
+            "odd": GatedDeltaNetArgs(33, 3, 3, 5, 7, 6),
         },
         _hidden,
         step_by_step,

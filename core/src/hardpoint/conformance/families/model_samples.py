@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -73,6 +73,17 @@ _LATENT: dict[str, Any] = {
     "head_dim": 8,
 }
 """The same of latent attention, where heads share no keys, and a head's dimension is that of the part that rotates."""
+_HYBRID: dict[str, Any] = {
+    "head_dim": 32,  # of which a quarter rotates
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+"""The same of gated delta nets beside attention."""
+_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+"""Config keys of a tiny vision tower, which text does not use."""
 _VARIATIONS: dict[str, Mapping[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -88,14 +99,15 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     Weights are larger than the initialisation's, so that attention is far from uniform and a wrong mask or position
     shows. Correction biases of routers, zero in a new model, change many choices.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model: PreTrainedModel = cast(Any, kind).from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.add_(torch.rand_like(parameter) - 0.5)  # around one, stored less one where it is zero
             else:
                 parameter.normal_(0, 0.08 if parameter.ndim >= 2 else 0.5)
         for name, buffer in model.named_buffers():
@@ -107,31 +119,39 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 def transformers_samples(architecture: str) -> tuple[ModelSample, ...]:
     """Samples of an architecture that Transformers has; none of another."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
+    has_images = architecture.endswith("ForConditionalGeneration")
+    kinds = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if has_images:
+        kinds = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     # Several model types may share a class: the first with a config that makes it is the class's own.
-    kinds = [kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture]
-    titles = (_stem(architecture), f"{_stem(architecture)}text")  # the latter where a model of images has the name
-    own = [kind for kind in kinds if kind in CONFIG_MAPPING and _title(CONFIG_MAPPING[kind]) in titles]
+    stem = architecture.removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM").lower()
+    titles = (stem,) if has_images else (stem, f"{stem}text")  # the latter where a model of images has the name
+    named = [kind for kind, name in kinds.items() if name == architecture and kind in CONFIG_MAPPING]
+    configs = {kind: CONFIG_MAPPING[kind]() for kind in named if _title(CONFIG_MAPPING[kind]) in titles}
+    own = [kind for kind, config in configs.items() if hasattr(config, "vision_config") == has_images]
     if not own:
         return ()
-    known = CONFIG_MAPPING[own[0]]().to_dict().keys() | {"head_dim"}
+    config = configs[own[0]]
+    known = (config.text_config if has_images else config).to_dict().keys() | {"head_dim"}
     samples = []
     for name, changes in _VARIATIONS.items():
         if not changes or next(iter(changes)) in known:
             latent = _LATENT if "kv_lora_rank" in known else {}
-            keys = TINY | _MIXTURE | latent | dict(changes)
+            hybrid = _HYBRID if "linear_num_value_heads" in known else {}
+            keys = TINY | _MIXTURE | latent | hybrid | dict(changes)
             keys = {k: v for k, v in keys.items() if k in known or k in TINY}
+            if has_images:
+                vision = _VISION | {"out_hidden_size": TINY["hidden_size"]}
+                tied = keys["tie_word_embeddings"]
+                keys = {"text_config": keys, "vision_config": vision, "tie_word_embeddings": tied}
             samples.append(ModelSample(name, partial(_write, own[0], keys), may_be_refused=bool(changes)))
     return tuple(samples)
 
 
 def _title(config: type) -> str:
     return config.__name__.removesuffix("Config").lower()
-
-
-def _stem(architecture: str) -> str:
-    return architecture.removesuffix("ForCausalLM").lower()
 
 
 def _write(kind: str, keys: Mapping[str, Any], folder: Path, seed: int) -> Reference:

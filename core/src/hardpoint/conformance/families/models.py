@@ -39,8 +39,8 @@ ERRORS = ErrorModel(scale="row", finest=2.0**-20)
 _DTYPE = "float32"
 _PROMPT, _GREEDY = 41, 8
 _CUTS = ((41,), (16, 16, 9), (1, 7, 8, 24, 1), (33, *(1,) * 8))
-_BATCH = ((19, 5, 16, 1), (1, 1, 1, 1), (2, 2, 2, 2))
-"""Tokens of each request in each step."""
+_BATCH = ((1, 19, 5, 16), (1, 1, 1, 1), (2, 2, 2, 2))
+"""Tokens of each request in each step, decodes first."""
 
 
 class ModelTrials:
@@ -113,7 +113,7 @@ class ModelProbe:
             folder = Path(name)
             reference = self.sample.write(folder, self.seed % 2**31)
             config, ctx = HFConfig.read(folder), site.context(_DTYPE, batch_invariant=batch_invariant)
-            opened = _Opened(reference, config.integer("vocab_size"), ctx)
+            opened = _Opened(reference, config.text.integer("vocab_size"), ctx)
             try:
                 model: object = ChosenModel.of(self.subject.offer, self.subject.target, config).build(ctx)
                 if isinstance(model, CausalLM):

@@ -127,6 +127,8 @@ class StepMemory:
         starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
         blocks = tables.blocks[[i for i, _ in own]]
         blocks = torch.cat([blocks, blocks.new_full((requests, blocks.shape[1]), NULL_PAGE)])
+        num_decodes = sum(count == 1 for count in queries)
+        assert queries[:num_decodes] == [1] * num_decodes, "decodes come first: see AttentionBatch"
         slots = [tables.slots(i, p.total - p.query, p.total, block) for i, p in own]
         slots.append(torch.full((padding,), NULL_PAGE * block, dtype=torch.int32))
         positions = [torch.arange(p.total - p.query, p.total) for _, p in own]
@@ -137,7 +139,7 @@ class StepMemory:
             slot_mapping=torch.cat(slots).to(self.device),
             query_start_host=tuple(starts.tolist()),
             seq_lens_host=tuple(lengths),
-            num_decodes=sum(count == 1 for count in queries),
+            num_decodes=num_decodes,
         )
         return batch, torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)]).to(self.device)
 
