@@ -52,6 +52,7 @@ def tokens(llm: LLM, params: list[SamplingParams] | SamplingParams | None = None
     [
         pytest.param("qwen3", {}, 1, 2, {"async_scheduling": False}, marks=pytest.mark.nightly),
         ("qwen3", {"tie_word_embeddings": True}, 1, 3, {"async_scheduling": False}),
+        pytest.param("qwen3", {}, 1, 3, {"async_scheduling": True}, marks=pytest.mark.nightly),
         pytest.param(
             "llama",
             {"num_hidden_layers": 4, "vocab_size": 261, "tie_word_embeddings": True},
@@ -71,7 +72,7 @@ def tokens(llm: LLM, params: list[SamplingParams] | SamplingParams | None = None
         ),
         ("deepseek_v2", DEEPSEEK_V2, 1, 2, {}),
     ],
-    ids=["untied", "tied-3-stages", "tied-tp2-pp2", "experts-ep2-pp2", "windows", "latents"],
+    ids=["untied", "tied-3-stages", "3-stages-ahead", "tied-tp2-pp2", "experts-ep2-pp2", "windows", "latents"],
 )
 def test_stages_draw_the_tokens_of_one(
     family: str, changes: dict[str, Any], ranks: int, stages: int, settings: dict[str, Any], tmp_path: Path
@@ -179,6 +180,30 @@ def test_a_communicator_that_cannot_send(tmp_path: Path, monkeypatch: pytest.Mon
                 model=str(tmp_path), **SMALL, pipeline_parallel_size=2, communicator="torch_distributed"
             )
         )
+
+
+def test_the_first_stage_gets_tokens_when_a_step_continues_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting for the last stage's tokens after each step would have one stage work at a time."""
+    write_checkpoint(tmp_path, "qwen3")
+    received: list[int] = []
+    real = TorchDistributed.recv
+
+    def recv(communicator: TorchDistributed, x: torch.Tensor, source: int) -> None:
+        if source == 1:
+            received.append(x.shape[0])
+        real(communicator, x, source)
+
+    monkeypatch.setattr(TorchDistributed, "recv", recv)
+    settings: dict[str, Any] = {"communicator": "torch_distributed", "max_num_batched_tokens": 32, "max_num_seqs": 6}
+    with ranks_in_threads(tmp_path, 1, pipeline_parallel_size=2, **settings) as llm:
+        steps = llm.stats.num_steps
+        llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        assert llm.stats.num_steps - steps > 2
+        assert not received
+        llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+        assert sum(received) >= len(PROMPTS)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

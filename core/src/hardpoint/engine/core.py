@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """One model on one device, a CoreClient. Built by ``start``; ``close`` frees what it holds.
 
-    ``_ahead`` steps are submitted beyond the one that is waited for: 1 lets host and device overlap.
+    ``_ahead`` steps are submitted beyond the one that is waited for: 1 lets host and device overlap, and one
+    fewer than there are pipeline stages lets all of these work at once.
     """
 
     blueprint: Blueprint
@@ -113,7 +114,8 @@ class EngineCore:
         logger.info("selection table %s on %s", table.digest, ctx.device.name)
         executor = start_executor(blueprint, model)
         facts = executor.facts
-        has_stages = config.topology.pipeline > 1
+        num_stages = config.topology.pipeline
+        has_stages = num_stages > 1
         ahead = (ctx.device.accelerator or has_stages) if config.async_scheduling is None else config.async_scheduling
         exact = planners_of_exact_lengths(blueprint)
         if has_stages:  # drafts and lengths on the device are the last stage's
@@ -141,7 +143,16 @@ class EngineCore:
         metrics = StepMetrics(ctx.engine_metrics)
         adapters = AdapterSlots(config.num_adapters)
         core = cls(
-            blueprint, table, executor, scheduler, admission, adapters, stats, metrics, int(ahead), _denied=denied
+            blueprint,
+            table,
+            executor,
+            scheduler,
+            admission,
+            adapters,
+            stats,
+            metrics,
+            max(1, num_stages - 1) * ahead,
+            _denied=denied,
         )
         try:
             for name, path in config.lora_paths.items():

@@ -143,6 +143,7 @@ class Runner:
         A pipeline stage that does not draw hands on the tokens' states instead; its ticket has no tokens.
         """
         new = self._take_new(step)
+        self._stage.take_drawn(step, self._sampler.last_token)
         shape = self._graphs.find(step, self._prompts.wants(step), self._has_adapters and self._adapts(step))
         arrays, count = self._plan(step, shape, new), step.num_tokens
         fixed = self._graphs.buffers(shape).step if shape.mode != "eager" else {}
@@ -160,7 +161,7 @@ class Runner:
             )
         else:
             ticket = self._sample(step, end, result, arrays)
-        self._stage.share_drawn(step, arrays.staged, self._sampler.last_token)
+        self._stage.note_drawn(step, arrays.staged)
         return ticket
 
     def _sample(self, step: StepInput, end: End, result: torch.Tensor, arrays: StepArrays) -> Ticket:

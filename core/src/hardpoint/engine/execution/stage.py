@@ -1,7 +1,8 @@
 """The pipeline stage of a rank, as its runner sees it: where a step's inputs come from, and where its results go.
 
 A step passes through the stages in order. Each hands on the *states* of the step's tokens (see CausalLM); the last one
-draws, and tells the first one, which reads drawn tokens as ids of later steps.
+draws. The first one reads drawn tokens as ids of later steps. It gets them when a step continues their requests; until
+then it computes steps of other requests while the last one draws.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class Stage:
         """Give the next stage the first ``num_tokens`` of ``states`` [2, T, hidden]."""
         raise NotImplementedError("there is no next stage")
 
-    def share_drawn(self, step: StepInput, staged: Mapping[str, torch.Tensor], last_token: torch.Tensor) -> None:
-        """Have the first stage know what the last one drew in ``step``: write it to ``last_token``, int64 by slot.
+    def take_drawn(self, step: StepInput, last_token: torch.Tensor) -> None:
+        """Before ``step``: have the first stage know the tokens that it continues, in ``last_token``, int64 by slot."""
 
-        ``staged`` are the step's arrays, see Runner.
-        """
+    def note_drawn(self, step: StepInput, staged: Mapping[str, torch.Tensor]) -> None:
+        """After ``step``, whose arrays are ``staged`` (see Runner): remember which slots' tokens it draws."""
 
 
 class PipelineStage(Stage):
@@ -55,6 +56,10 @@ class PipelineStage(Stage):
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         self.inputs = "states" if group.rank else "ids"
         self.draws = group.rank == self._last
+        self._undelivered: set[int] = set()
+        """Slots whose newest token the last stage drew and the first has not got."""
+        self._newest: tuple[set[int], torch.Tensor] | None = None
+        """Those of the last step that drew, and the same on the device, int64."""
 
     def buffers(self, tokens: int) -> dict[str, torch.Tensor]:
         """The fixed buffer ``states`` [2, ``tokens``, hidden] that captured steps read. The first stage has none."""
@@ -74,18 +79,32 @@ class PipelineStage(Stage):
         for part in states:
             self._group.send(part[:num_tokens], self._group.rank + 1)
 
-    def share_drawn(self, step: StepInput, staged: Mapping[str, torch.Tensor], last_token: torch.Tensor) -> None:
-        """See Stage. The first stage waits for the last; the step has gone through all of them then."""
-        if not any(share.samples for share in step.scheduled):
+    def take_drawn(self, step: StepInput, last_token: torch.Tensor) -> None:
+        """See Stage. The first stage waits until the last one has drawn."""
+        self._undelivered.difference_update(step.freed)
+        if not any(share.slot in self._undelivered for share in step.scheduled):
+            return
+        if self._newest is not None and self._newest[0] == self._undelivered:
+            slots = self._newest[1]
+        else:
+            slots = torch.tensor(sorted(self._undelivered), device=self._device)
+        self._undelivered.clear()
+        if self.draws:
+            self._group.send(last_token[slots], 0)
+        else:
+            drawn = last_token.new_empty(slots.shape)
+            self._group.recv(drawn, self._last)
+            last_token[slots] = drawn
+
+    def note_drawn(self, step: StepInput, staged: Mapping[str, torch.Tensor]) -> None:
+        """See Stage. Stages between the first and the last one have nothing to remember."""
+        drawing = {share.slot for share in step.scheduled if share.samples}
+        if not drawing or 0 < self._group.rank < self._last:
             return
         # A decode step, all of whose requests sample, has slots alone, behind which padding stands.
         slots = staged["sample_slots"] if "sample_slots" in staged else staged["slots"][: len(step.scheduled)]
-        if self.draws:
-            self._group.send(last_token[slots], 0)
-        elif not self._group.rank:
-            drawn = torch.empty_like(slots)
-            self._group.recv(drawn, self._last)
-            last_token[slots] = drawn
+        self._newest = drawing, slots.to(torch.int64, copy=True)  # a later step overwrites the step's arrays
+        self._undelivered |= drawing
 
     def _states(self, tokens: int) -> torch.Tensor:
         return torch.zeros(2, tokens, self._hidden_size, dtype=self._dtype, device=self._device)
