@@ -226,6 +226,14 @@ class QuantizationMethod(ABC):
         Raises ConfigError where the user's options ask for it.
         """
 
+    def embedding(self, module: Module, *, tied: bool) -> Scheme | None:
+        """Return the scheme of the embedding [vocabulary, hidden]; None where the checkpoint holds plain numbers.
+
+        ``tied``: it is the output head, too. Else its rows are looked up and nothing more, and the weight of the scheme
+        must be plain: what is stored becomes numbers of the model's dtype while it loads.
+        """
+        return None
+
     def cache_scales(self, attention: str) -> CacheScales | None:
         """Return the KV cache scales of the attention module ``attention``; None where the checkpoint has none."""
         return None

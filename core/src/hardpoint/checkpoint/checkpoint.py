@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from hardpoint.checkpoint.formats import open_files
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.checkpoint.json_object import read_json
 from hardpoint_plugin_api import CheckpointError
@@ -34,13 +35,16 @@ def _own_file(path: Path) -> Mapping[str, Any] | None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder in Hugging Face's format. ``config`` is for the model's family, which knows its keys."""
+    """A folder in Hugging Face's format, or a file that stands for one (see formats.py).
+
+    ``config`` is for the model's family, which knows its keys.
+    """
 
     config: HFConfig
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
-        """Read ``folder``/config.json; raises CheckpointError if it is missing or malformed."""
+        """Read the config of the checkpoint at ``folder``; raises CheckpointError if it is missing or malformed."""
         return cls(HFConfig.read(folder))
 
     @property
@@ -101,13 +105,14 @@ class Checkpoint:
 
     def check_same_settings(self, folder: Path) -> None:
         """Raise CheckpointError unless the checkpoint in ``folder`` is of a model with the same settings."""
-        if not (folder / "config.json").is_file():
+        files = open_files(folder)
+        if not files.has("config.json"):
             raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
         here, there = self.config.data, HFConfig.read(folder).data
         unlike = [key for key in sorted({*here, *there} - _FREE_KEYS) if here.get(key) != there.get(key)]
         if unlike:
             facts = ", ".join(f"{key} is {there.get(key)!r} and not {here.get(key)!r}" for key in unlike)
             raise CheckpointError(
-                f"{folder}/config.json is of another model than the one that runs: {facts}; weights are updated from a "
-                "checkpoint with the same settings, for another one build a new engine"
+                f"{files.path('config.json')} is of another model than the one that runs: {facts}; weights are updated "
+                "from a checkpoint with the same settings, for another one build a new engine"
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hardpoint.checkpoint.json_object import read_json
+from hardpoint.checkpoint.formats import open_files
 from hardpoint_plugin_api import CheckpointError
 
 _REQUIRED: Any = object()
@@ -16,23 +16,31 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class HFConfig:
-    """The settings of one checkpoint; ``data`` is the file as it stands."""
+    """The settings of the checkpoint at ``folder``; ``data`` is the file as it stands.
+
+    ``file`` holds the settings where that is not the folder's config.json.
+    """
 
     folder: Path
     data: Mapping[str, Any]
+    file: Path | None = None
 
     @classmethod
     def read(cls, folder: Path) -> HFConfig:
-        """Read ``folder``/config.json; raises CheckpointError if it is missing or malformed."""
-        path = folder / "config.json"
-        if not path.is_file():
+        """Read the config.json of the checkpoint at ``folder``, which may be a single file.
+
+        Raises CheckpointError if it is missing or malformed.
+        """
+        files = open_files(folder)
+        path = files.path("config.json")
+        if not files.has("config.json"):
             raise CheckpointError(f"{path}: is missing; give the folder of a Hugging Face checkpoint")
-        return cls(folder, read_json(path))
+        return cls(folder, files.read_json("config.json"), path)
 
     @property
     def path(self) -> Path:
         """The file, for messages."""
-        return self.folder / "config.json"
+        return self.file or self.folder / "config.json"
 
     @property
     def text(self) -> HFConfig:

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hardpoint.checkpoint.json_object import read_json
+from hardpoint.checkpoint.tensor_files import TensorFiles
 from hardpoint_plugin_api import CheckpointError, TensorInfo
 
 _DTYPES = {
@@ -34,7 +35,7 @@ _MAPPED_BYTES = 1 << 24
 """A file is opened anew after as many bytes, so that those read before no longer count as memory in use."""
 
 
-class SafetensorsFiles:
+class SafetensorsFiles(TensorFiles):
     """Names of all tensors and the file of each, as CheckpointTensors. Reading maps one file at a time."""
 
     def __init__(self, folder: Path, stem: str = "model") -> None:

@@ -1,4 +1,4 @@
-"""Where a model is: a local folder, the embedded demo model, or a hub id."""
+"""Where a model is: a local folder or GGUF file, the embedded demo model, or a hub id."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from hardpoint.checkpoint.checkpoint import OWN_FILE
+from hardpoint.checkpoint.formats import is_checkpoint_file, open_files
+from hardpoint.checkpoint.gguf.choice import choose_file, file_patterns, gguf_files
 from hardpoint_plugin_api import CheckpointError
 
 DEMO = "demo"
@@ -20,7 +22,7 @@ _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "spiece.model
 """Files to download of a repository, as patterns."""
 
 _REMEDIES: dict[Kind, str] = {
-    "model": "give the folder of a Hugging Face checkpoint, or a hub id such as Qwen/Qwen3-0.6B",
+    "model": "give the folder of a Hugging Face checkpoint, a GGUF file, or a hub id such as Qwen/Qwen3-0.6B",
     "tokenizer": "give a folder with a tokenizer.json, or a hub id such as Qwen/Qwen3-0.6B",
     "adapter": "give the folder of a LoRA adapter as PEFT saves it, or its hub id",
 }
@@ -33,8 +35,10 @@ def demo_model() -> Path:
 
 
 def resolve_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """Return the local folder of ``model``: ``"demo"``, a folder with a config.json, or a hub id (downloaded once).
+    """Return the local folder or file of ``model``: ``"demo"``, a folder with a config.json, a GGUF file, or a hub id
+    (downloaded once).
 
+    Of a folder, or a hub's repository, with several GGUF files ``FOLDER:Q4_K_M`` means the one with that in its name.
     ``download_dir`` is the folder for downloads, None for the hub's own cache. Raises CheckpointError for a path that
     does not exist or holds no model, and for a hub id that cannot be had.
     """
@@ -42,7 +46,7 @@ def resolve_model(model: str, revision: str | None = None, download_dir: str | N
 
 
 def resolve_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """Return a folder with the config.json of ``model``; of a hub id only this file is downloaded.
+    """Return a folder with the config.json of ``model``, or its GGUF file; of a hub id only this file is downloaded.
 
     Raises what ``resolve_model`` does, which needs more of a hub id.
     """
@@ -55,15 +59,32 @@ def is_hub_id(name: str) -> bool:
 
 
 def _with_config(model: str, revision: str | None, download_dir: str | None, files: Sequence[str]) -> Path:
-    folder = demo_model() if model == DEMO else _resolve("model", model, revision, download_dir, files)
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
-    return folder
+    name, quant = split_quant(model)
+    files = file_patterns(quant) if quant else files
+    found = demo_model() if model == DEMO else _resolve("model", name, revision, download_dir, files)
+    if found.is_dir() and (quant or not open_files(found).has("config.json")) and gguf_files(found):
+        return choose_file(found, quant)
+    if not open_files(found).has("config.json"):
+        raise CheckpointError(f"{found} holds no config.json; give the folder of a Hugging Face checkpoint")
+    return found
+
+
+def split_quant(model: str) -> tuple[str, str | None]:
+    """``"FOLDER:Q4_K_M"`` -> the folder or hub id, and a part of a file's name; None where none is asked for."""
+    name, colon, quant = model.rpartition(":")
+    if not colon or not quant or "/" in quant or os.path.exists(os.path.expanduser(model)):
+        return model, None
+    return name, quant
 
 
 def resolve_tokenizer(model: str, download_dir: str | None = None) -> Path:
-    """Return the local folder of a tokenizer, by the same names as ``resolve_model``; it needs no config.json."""
-    return demo_model() if model == DEMO else _resolve("tokenizer", model, None, download_dir)
+    """Return the local folder or file of a tokenizer, by the names of ``resolve_model``; it needs no config.json."""
+    name, quant = split_quant(model)
+    if quant:
+        return resolve_model(model, None, download_dir)
+    found = demo_model() if model == DEMO else _resolve("tokenizer", name, None, download_dir)
+    others = gguf_files(found) if found.is_dir() and not any(found.glob("*token*")) else []
+    return choose_file(found, None) if others else found
 
 
 def resolve_adapter(name: str) -> Path:
@@ -84,6 +105,8 @@ def _resolve(
     except (OSError, RuntimeError, ValueError) as error:  # such as a name that is too long, and ~nobody
         raise CheckpointError(f"{kind} path {name!r:.200} cannot be looked up: {error}; {_REMEDIES[kind]}") from error
     if is_folder:
+        return folder
+    if is_file and kind != "adapter" and is_checkpoint_file(folder):
         return folder
     if is_file:
         raise CheckpointError(f"{kind} path {folder} is a file; {_REMEDIES[kind]}")

@@ -60,7 +60,7 @@ class EngineConfig(EngineSettings):
                 flag = written(setting_of(str(FAMILIES[key].flag)), choice, origins)
                 use = written(f"use.{key}", config.use[key], origins)
                 raise ConfigError(f"{flag} and {use} contradict each other; keep one")
-        local = config.model == "demo" or os.path.isdir(os.path.expanduser(config.model))
+        local = config.model == "demo" or os.path.exists(os.path.expanduser(config.model))
         if config.hub_revision is not None and local:
             revision = written("hub_revision", config.hub_revision, origins)
             raise ConfigError(f"{revision}: a revision applies to hub ids, and the model {config.model!r} is local")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hardpoint.checkpoint.checkpoint import Checkpoint
+from hardpoint.checkpoint.formats import open_files
 from hardpoint.checkpoint.random_weights import NoTensors
-from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.config import EngineConfig
 from hardpoint.config.removed import removed_quantization
 from hardpoint.context import Context
@@ -96,7 +96,7 @@ def choose_quantization(ctx: Context, checkpoint: Checkpoint, name: str | None) 
 def _tensors(ctx: Context, checkpoint: Checkpoint) -> CheckpointTensors:
     folder = checkpoint.folder
     if ctx.config.load_format != "random":
-        return SafetensorsFiles(folder)
+        return open_files(folder).tensors()
     if checkpoint.quantization_config is not None:
         raise CheckpointError(
             f"{folder}: no random weights can be made for this config.json: its weights are quantized; remove "

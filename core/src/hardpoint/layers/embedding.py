@@ -54,6 +54,8 @@ class Embedding(PluggableLayer, name="embedding"):
         self._lookup = None if tied_to else embedding_lookup.bind(ctx)
         self._group = ctx.parallel.tp
         self._shard = getattr(tied_to, "shard", None) if tied_to else vocab_shard(args.vocab_size, ctx.parallel.tp)
+        if not tied_to:
+            ctx.quantization.embedding(ctx.path, args.vocab_size, args.hidden_size, self.dtype, self._shard)
 
     def declare(self) -> dict[str, WeightSlot]:
         if self._tied_to:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hardpoint.checkpoint.reading import Grouped, Reading, WeightNames
-from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
+from hardpoint.checkpoint.tensor_files import TensorFiles
 from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.layers.base import PluggableLayer, walk
 from hardpoint_plugin_api import CheckpointError, TensorInfo, WeightSlot
@@ -58,11 +58,11 @@ def load_weights(model: nn.Module, names: WeightNames, source: TensorSource, dev
 
     ``names`` says where each expected tensor of the checkpoint goes; where several fill the same, one suffices. Raises
     CheckpointError, naming the tensors, for missing or extra ones, for wrong shapes (both shown), and for dtypes that a
-    copy would change the meaning of; where ``source`` is a folder, before any weights are read.
+    copy would change the meaning of; where ``source`` are files, before any weights are read.
     """
     plan = _Plan.of(model, names)
     plan.check_names(source)
-    if isinstance(source, SafetensorsFiles):
+    if isinstance(source, TensorFiles):
         plan.check_headers(source)
     filling = _Filling(plan, device, source.title)
     for name, tensor in source:
@@ -90,7 +90,7 @@ def load_made_weights(
     filling.finish()
 
 
-def check_weights(model: nn.Module, names: WeightNames, files: SafetensorsFiles) -> None:
+def check_weights(model: nn.Module, names: WeightNames, files: TensorFiles) -> None:
     """Raise what ``load_weights`` would, without reading a tensor's bytes or touching the model."""
     plan = _Plan.of(model, names)
     plan.check_names(files)
@@ -229,7 +229,7 @@ class _Plan:
             raise CheckpointError(f"{source.title}: tensors that the model has no place for: {name}")
         return self.places.get(name)
 
-    def check_headers(self, files: SafetensorsFiles) -> None:
+    def check_headers(self, files: TensorFiles) -> None:
         """Raise CheckpointError for the first tensor whose header is wrong."""
         for name, place in self.places.items():
             if name in files.names:

@@ -6,7 +6,7 @@ Layers ask it while they are constructed. Once all have, it knows which of the c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from hardpoint.checkpoint.reading import Address, Reading, WeightNames
@@ -177,18 +177,39 @@ class Quantization:
         if args.kind == "embedding":
             with blame(self.method.offer):
                 self.method.reader.leave_tied_head()
-            return Scheme.plain(dtype)
+            module = Module(name, rows, args.in_features)
+            return self._asked(key, module, dtype, lambda reader: reader.embedding(module, tied=True))
         return self._asked(key, Module(name, rows, args.in_features, args.kind, expert), dtype)
 
-    def _asked(self, key: tuple[str, str | None], module: Module, dtype: str) -> Scheme:
-        """The method's answer for ``module``, kept under ``key``."""
+    def embedding(self, path: str, rows: int, columns: int, dtype: str, shard: ShardPlan | None) -> None:
+        """Note how the checkpoint stores the embedding at ``path``, whose weight becomes numbers of ``dtype``.
+
+        Raises ConfigError where ``shard``, the plan of its rows, cuts what is stored as one.
+        """
+        name = self._modules.get((path, None))
+        if self.method is None or name is None:
+            return
+        module = Module(name, rows, columns)
+        scheme = self._asked((path, None), module, dtype, lambda reader: reader.embedding(module, tied=False))
+        if not scheme.weight.is_plain:
+            raise misbehaved(self.method.offer, f"must make plain numbers of {name!r}, got {scheme.weight}")
+        self._shards[path, None] = shard, None
+
+    def _asked(
+        self,
+        key: tuple[str, str | None],
+        module: Module,
+        dtype: str,
+        ask: Callable[[QuantizationMethod], Scheme | None] | None = None,
+    ) -> Scheme:
+        """The method's answer for ``module``, kept under ``key``; plain numbers of ``dtype`` where it has none."""
         assert self.method is not None
         with blame(self.method.offer):
-            scheme: object = self.method.reader.scheme(module)
+            scheme: object = ask(self.method.reader) if ask else self.method.reader.scheme(module)
         if scheme is None:
             return Scheme.plain(dtype)
         if not isinstance(scheme, Scheme):
-            raise misbehaved(self.method.offer, f"must return a Scheme or None from scheme(), got {scheme!r:.80}")
+            raise misbehaved(self.method.offer, f"must return a Scheme or None, got {scheme!r:.80}")
         self._schemes[key] = module, scheme = module, on_device(scheme, self.fp8)
         return scheme
 

@@ -17,7 +17,7 @@ import jinja2.nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hardpoint.checkpoint.json_object import read_json
+from hardpoint.checkpoint.formats import open_files
 from hardpoint_plugin_api import CheckpointError, ConfigError, RequestError, UnknownNameError
 
 Message = Mapping[str, Any]
@@ -49,17 +49,18 @@ class ChatTemplate:
 
         A checkpoint without any makes an object whose ``render`` refuses. Raises CheckpointError for unreadable files.
         """
-        named = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-        if (default := folder / "chat_template.jinja").is_file():
-            named["default"] = default
+        files = open_files(folder)
+        named = {Path(name).stem: name for name in files.matching("additional_chat_templates/*.jinja")}
+        if files.has("chat_template.jinja"):
+            named["default"] = "chat_template.jinja"
         if named:
-            return cls({name: file.read_text(encoding="utf-8") for name, file in named.items()}, special_tokens)
+            return cls({name: str(files.read_text(file)) for name, file in named.items()}, special_tokens)
         for name in ("tokenizer_config.json", "chat_template.json"):
-            found = read_json(folder / name).get("chat_template")
+            found = files.read_json(name).get("chat_template")
             if isinstance(found, str):
                 return cls({"default": found}, special_tokens)
             if found:
-                return cls(_named(found, folder / name), special_tokens)
+                return cls(_named(found, files.path(name)), special_tokens)
         return cls({}, special_tokens)
 
     @classmethod

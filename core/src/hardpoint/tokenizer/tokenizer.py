@@ -14,7 +14,8 @@ from typing import Any
 import tokenizers
 from tokenizers.models import BPE
 
-from hardpoint.checkpoint.json_object import read_json
+from hardpoint.checkpoint.files import CheckpointFiles
+from hardpoint.checkpoint.formats import open_files
 from hardpoint.tokenizer.token_bytes import TokenBytes
 from hardpoint_plugin_api import CheckpointError, RequestError
 
@@ -48,11 +49,12 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Load the tokenizer of the checkpoint in ``folder``. Raises CheckpointError, naming the file at fault."""
-        file = folder / "tokenizer.json"
-        if not file.is_file():
+        files = open_files(folder)
+        file, text = files.path("tokenizer.json"), files.read_text("tokenizer.json")
+        if text is None:
             return _through_transformers(folder)
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{file} is not a tokenizer that this tokenizers library reads: {error}") from error
         config = read_tokenizer_config(folder)
@@ -151,18 +153,20 @@ def _byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """``tokenizer_config.json``, completed by the older ``special_tokens_map.json`` as Transformers does."""
-    config = _read_config(folder / "tokenizer_config.json")
+    files = open_files(folder)
+    config = _read_config(files, "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        config |= _read_config(folder / "special_tokens_map.json")
+        config |= _read_config(files, "special_tokens_map.json")
     return config
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def _read_config(files: CheckpointFiles, file_name: str) -> dict[str, Any]:
     """One of the two files; null counts as missing. Raises CheckpointError, naming file and key, for what is malformed.
 
     Other names that end in ``_token`` may be flags (``add_bos_token``), so that only tokens among them are looked at.
     """
-    config = {name: value for name, value in read_json(file).items() if value is not None}
+    file = files.path(file_name)
+    config = {name: value for name, value in files.read_json(file_name).items() if value is not None}
 
     def check(is_valid: bool, name: str, wanted: str) -> None:
         if not is_valid:
@@ -238,7 +242,8 @@ def _added_token(value: str | Mapping[str, Any]) -> tokenizers.AddedToken:
 
 def check_tokenizer_files(folder: Path) -> list[str]:
     """The names of the tokenizer's files in ``folder``. Raises CheckpointError where there are none."""
-    found = [name for name in ("tokenizer.json", *_OLDER) if (folder / name).is_file()]
+    files = open_files(folder)
+    found = [name for name in ("tokenizer.json", *_OLDER) if files.has(name)]
     if not found:
         raise CheckpointError(
             f"{folder}: tokenizer.json is missing, and so are the older files ({', '.join(_OLDER)}); "

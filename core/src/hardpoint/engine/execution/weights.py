@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from hardpoint.checkpoint.checkpoint import Checkpoint
+from hardpoint.checkpoint.formats import open_files
 from hardpoint.checkpoint.random_weights import RandomWeights
-from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM
 from hardpoint.layers.loading import GivenTensors, check_weights, load_made_weights, load_weights
@@ -33,7 +33,7 @@ class ModelWeights:
         assert self._folder is not None
         names = self._model.weight_names
         if self._seed is None:
-            load_weights(self._model, names, SafetensorsFiles(self._folder), self._device)
+            load_weights(self._model, names, open_files(self._folder).tensors(), self._device)
         else:
             random = RandomWeights(self._device, self._dtype, self._seed)
             load_made_weights(self._model, names, random.make, self._device, title=f"random weights for {self._folder}")
@@ -61,7 +61,7 @@ class ModelWeights:
     def check(self, folder: Path) -> None:
         """Raise CheckpointError for a checkpoint of another shape or with other settings; touches nothing."""
         self._checkpoint.check_same_settings(folder)
-        check_weights(self._model, self._model.weight_names, SafetensorsFiles(folder))
+        check_weights(self._model, self._model.weight_names, open_files(folder).tensors())
 
     def update(self, source: Path | Tensors) -> None:
         """Replace the weights by a checkpoint's, or by tensors: all of a checkpoint's, by its names, in any order.

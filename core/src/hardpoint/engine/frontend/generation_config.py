@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hardpoint.checkpoint.json_object import read_json
+from hardpoint.checkpoint.formats import open_files
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint_plugin_api import CheckpointError, RequestError
 
@@ -28,9 +28,10 @@ class GenerationConfig:
     def read(cls, folder: Path) -> GenerationConfig:
         """Read the file of ``folder`` where there is one; CheckpointError, naming file and key, if it is malformed."""
         data: dict[str, Any] = {}
+        files = open_files(folder)
         for name in ("config.json", "generation_config.json"):
-            found = read_json(folder / name)
-            _check(found, folder / name)
+            found = files.read_json(name)
+            _check(found, files.path(name))
             data |= found
         names = _ALWAYS | ({name: name for name in _DRAWING} if data.get("do_sample") else {})
         sampling = {ours: data[name] for name, ours in names.items() if data.get(name) is not None}

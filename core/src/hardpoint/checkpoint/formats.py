@@ -1,0 +1,22 @@
+"""Which format a checkpoint has: its location tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hardpoint.checkpoint.files import CheckpointFiles, Folder
+from hardpoint.checkpoint.gguf.files import open_gguf
+
+_FORMATS: dict[str, Callable[[Path], CheckpointFiles]] = {".gguf": open_gguf}
+"""Formats of a single file, by the ending of its name. Any other location is a folder."""
+
+
+def open_files(location: Path) -> CheckpointFiles:
+    """The files of the checkpoint at ``location``. Raises CheckpointError for a damaged file."""
+    return _FORMATS.get(location.suffix.lower(), Folder)(location)
+
+
+def is_checkpoint_file(path: Path) -> bool:
+    """Whether a file of this name is a checkpoint by itself."""
+    return path.suffix.lower() in _FORMATS

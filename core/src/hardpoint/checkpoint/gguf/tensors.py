@@ -1,0 +1,129 @@
+"""A GGUF file's tensors by the names, and with the meaning, that Hugging Face's checkpoints give them.
+
+Plain numbers are ``MODULE.weight``. A tensor of blocks is ``MODULE.TYPE`` (``model.layers.0.mlp.down_proj.Q6_K``):
+uint8 [rows, blocks of a row, bytes of a block].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hardpoint.checkpoint.gguf.architectures import OUTER, ROPE_FACTORS, Architecture
+from hardpoint.checkpoint.gguf.container import Container, StoredBytes
+from hardpoint.checkpoint.tensor_files import TensorFiles
+from hardpoint_plugin_api import CheckpointError, TensorInfo
+
+_ROTATED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+"""Modules whose rows llama.cpp may hold in its own order -> the metadata key with the number of their heads."""
+_ONE_ROW = ("ffn_gate_inp_shexp",)
+"""Matrices of one row, which GGUF holds without that axis."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a tensor comes from. ``expert``: its place in a tensor of all experts. ``heads``: rows are permuted."""
+
+    stored: StoredBytes
+    expert: int | None = None
+    heads: int | None = None
+    minus_one: bool = False
+    one_row: bool = False
+
+    @property
+    def info(self) -> TensorInfo:
+        shape = self.stored.mapped_shape[0 if self.expert is None else 1 :]
+        return TensorInfo((1, *shape) if self.one_row else shape, self.stored.dtype)
+
+    def view(self, mapped: torch.Tensor) -> torch.Tensor:
+        """The tensor, given the whole that it is a part of; a copy where its rows or numbers change."""
+        tensor = mapped if self.expert is None else mapped[self.expert]
+        if self.heads is not None:
+            tensor = _in_halves(tensor, self.heads)
+        if self.minus_one:
+            tensor = tensor.float() - 1
+        return tensor[None] if self.one_row else tensor
+
+
+def _in_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head from pairs of neighbours (0, 1, 2, ...) to halves (0, 2, 4, ..., 1, 3, ...)."""
+    pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+class GgufTensors(TensorFiles):
+    """The tensors of one model. Each is mapped when it is asked for."""
+
+    def __init__(self, container: Container, architecture: Architecture) -> None:
+        """Name all tensors. Raises CheckpointError for rows that the number of heads does not divide."""
+        self._container, self._architecture = container, architecture
+        self._prefix = f"{container.metadata['general.architecture']}."
+        self._sources: dict[str, _Source] = {}
+        for stored in container.tensors.values():
+            if stored.name not in ROPE_FACTORS:
+                self._sources.update(self._named(stored))
+
+    @property
+    def title(self) -> str:
+        return str(self._container.file)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._sources)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        mapped: tuple[StoredBytes, torch.Tensor] | None = None
+        for name, source in self._sources.items():
+            if mapped is None or mapped[0] is not source.stored:
+                mapped = None  # unmapped before the next is
+                mapped = source.stored, source.stored.mapped()
+            yield name, source.view(mapped[1])
+
+    def info(self, name: str) -> TensorInfo:
+        return self._sources[name].info
+
+    def read(self, name: str) -> torch.Tensor:
+        source = self._sources[name]
+        return source.view(source.stored.mapped()).clone()
+
+    def _named(self, stored: StoredBytes) -> Iterator[tuple[str, _Source]]:
+        """The tensors that ``stored`` holds, by their names; a name that is not known stays as it is."""
+        gguf_module, _, last = stored.name.rpartition(".")
+        block, _, inner = gguf_module.removeprefix("blk.").partition(".")
+        in_block = gguf_module.startswith("blk.") and block.isdecimal()
+        module = self._architecture.modules.get(inner) if in_block else OUTER.get(gguf_module)
+        if module is None:
+            yield stored.name, _Source(stored)
+            return
+        if in_block:
+            module = f"model.layers.{block}.{module}"
+        name = f"{module}.{stored.kind.name if stored.kind.dtype is None else last}"
+        if "*" in name:
+            for expert in range(stored.shape[0]):
+                yield name.replace("*", str(expert)), _Source(stored, expert)
+            return
+        is_norm = module.endswith("norm")
+        yield (
+            name,
+            _Source(
+                stored,
+                heads=self._heads(stored, inner),
+                minus_one=is_norm and self._architecture.norms_plus_one,
+                one_row=inner in _ONE_ROW and len(stored.shape) == 1,
+            ),
+        )
+
+    def _heads(self, stored: StoredBytes, inner: str) -> int | None:
+        if not self._architecture.permuted or inner not in _ROTATED:
+            return None
+        metadata = self._container.metadata
+        default = metadata.get(f"{self._prefix}attention.head_count")
+        heads = metadata.get(self._prefix + _ROTATED[inner], default)
+        if type(heads) is not int or heads < 1 or stored.shape[0] % (2 * heads):
+            raise CheckpointError(
+                f"{stored.file}: {self._prefix}{_ROTATED[inner]} is {heads!r}, and tensor {stored.name!r} has "
+                f"{stored.shape[0]} rows, which are no such number of heads of even size"
+            )
+        return heads

@@ -1,0 +1,39 @@
+"""A checkpoint's tensors in files, whatever the files' format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hardpoint_plugin_api import TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TensorFiles(ABC):
+    """CheckpointTensors that are also read from end to end. Headers are known without reading any tensor."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """Where they are, for messages."""
+
+    @property
+    @abstractmethod
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor in the files' order; each is a view of a mapped file, to be dropped when the next is asked
+        for."""
+
+    @abstractmethod
+    def info(self, name: str) -> TensorInfo:
+        """Shape and dtype of a tensor, by its file's header; KeyError where there is none of that name."""
+
+    @abstractmethod
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, copied. Raises CheckpointError for a file that is damaged or gone since."""

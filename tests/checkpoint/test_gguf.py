@@ -1,0 +1,247 @@
+"""GGUF files that llama.cpp's tools wrote (``tests/quantization/fixtures/with_gguf.py``), and damaged ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hardpoint import SamplingParams
+from hardpoint.checkpoint.formats import open_files
+from hardpoint.checkpoint.gguf.container import Container
+from hardpoint.checkpoint.gguf.types import BLOCKS
+from hardpoint.checkpoint.source import resolve_model
+from hardpoint.dtypes import dtype_name
+from hardpoint.quantization.methods.gguf import SPECS
+from hardpoint.tokenizer import ChatTemplate, Tokenizer
+from hardpoint_plugin_api import (
+    CheckpointError,
+    QuantSpec,
+    Scheme,
+    UnknownNameError,
+    dequantize,
+    weight_slots,
+)
+from tests.support.engines import prompt_logits, small_llm
+
+FIXTURES = Path(__file__).parents[1] / "quantization" / "fixtures" / "gguf"
+MODELS = sorted(file.stem for file in FIXTURES.glob("*.safetensors") if file.stem != "types")
+VOCABULARIES: dict[str, dict[str, list[int]]] = json.loads((FIXTURES / "vocabularies.json").read_text())
+QUANTIZED = "llama-Q4_K_M"
+
+
+@pytest.fixture
+def copy(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file of the fixtures that a test may damage."""
+    return Path(shutil.copy(FIXTURES / f"{request.param}.gguf", tmp_path / "model.gguf"))
+
+
+# Numbers
+
+
+def test_every_type_means_what_gguf_py_says() -> None:
+    """To the bit: matrices that ggml quantized, and random bytes, which have every scale and sign."""
+    expected = load_file(FIXTURES / "types.safetensors")
+    container = Container.read(FIXTURES / "types.gguf")
+    assert SPECS.keys() == BLOCKS.keys() <= expected.keys()
+    for name, numbers in expected.items():
+        stored = container.tensors[f"{name}.weight"].mapped()
+        kind = name.removesuffix(".random")
+        if kind in SPECS:
+            spec, slots = SPECS[kind].spec, SPECS[kind].slots(stored)
+            wanted = weight_slots(Scheme(spec, QuantSpec("float32")), [("", 2)], 512)
+            assert {n: (s.shape, s.dtype) for n, s in wanted.items()} == {
+                n: (tuple(x.shape), dtype_name(x.dtype)) for n, x in slots.items()
+            }, kind
+            got = dequantize(slots, spec, torch.float32)
+        else:
+            got = stored.float()
+        assert torch.equal(got, numbers), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    """With the numbers that the file means; plain ones in float32, of an architecture each."""
+    expected = load_file(FIXTURES / f"{name}.safetensors")
+    with small_llm(FIXTURES / f"{name}.gguf", dtype="float32", skip_tokenizer_init=True) as llm:
+        got = prompt_logits(llm, expected["prompt"].tolist())
+    error = float((got - expected["logits"]).abs().max() / expected["logits"].abs().max())
+    assert error < 2e-5, error
+
+
+def test_greedy_tokens_are_those_of_transformers() -> None:
+    """Teacher-forced: each drawn token is the likeliest by the logits that Transformers has for the prompt."""
+    expected = load_file(FIXTURES / f"{QUANTIZED}.safetensors")
+    prompt = expected["prompt"].tolist()
+    with small_llm(FIXTURES / f"{QUANTIZED}.gguf", dtype="float32", skip_tokenizer_init=True) as llm:
+        prompts: list[Any] = [{"prompt_token_ids": prompt[:n]} for n in (1, 7, 20, 40)]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    drawn = [output.outputs[0].token_ids[0] for output in outputs]
+    assert drawn == [int(expected["logits"][n - 1].argmax()) for n in (1, 7, 20, 40)]
+
+
+def test_matrices_stay_in_their_blocks() -> None:
+    """Only the embedding that is no head becomes plain numbers; modules of one type are merged."""
+    with small_llm(FIXTURES / f"{QUANTIZED}.gguf", skip_tokenizer_init=True) as llm:
+        modules: dict[str, Any] = dict(llm.core.blueprint.model.named_modules())
+        assert modules["embedding"].weights["weight"].dtype == torch.bfloat16
+    specs = {p: str(m.scheme.weight) for p, m in modules.items() if getattr(m, "scheme", None) is not None}
+    assert specs["head.linear"] == "int6@int8:1x16@float16:1x256"
+    assert specs["stack.blocks.0.feed_forward.gate_up"] == "uint4@uint8:1x32@float16:1x256+min"
+    with small_llm(FIXTURES / "qwen3-tied-Q4_0.gguf", skip_tokenizer_init=True) as llm:
+        head: Any = dict(llm.core.blueprint.model.named_modules())["head.linear"]
+    assert not head.scheme.weight.is_plain
+
+
+# Vocabularies
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_tokens_are_the_source_tokenizers(name: str) -> None:
+    """Those of llama.cpp, or of sentencepiece itself; and back again to the text."""
+    tokenizer = Tokenizer.load(FIXTURES / f"vocabulary-{name}.gguf")
+    for text, ids in VOCABULARIES[name].items():
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+        plain = text if name != "qwen2" and name != "qwen35" else None  # these normalize
+        if plain is not None and "<" not in text:
+            assert tokenizer.decode(ids) == plain
+
+
+def test_special_tokens_and_the_template_are_the_files() -> None:
+    file = FIXTURES / "vocabulary-llama-bpe.gguf"
+    tokenizer = Tokenizer.load(file)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 2)
+    assert tokenizer.encode("hi")[0] == 0  # llama-bpe adds the beginning where the file does not say
+    assert Tokenizer.load(FIXTURES / "vocabulary-qwen2.gguf").encode("hi")[0] != 0
+    template = ChatTemplate.load(file, tokenizer.special_tokens)
+    text = template.render([{"role": "user", "content": "hi"}])
+    assert text == "<|im_start|>hi<|im_end|>"
+    assert tokenizer.encode(text, add_special_tokens=False)[0] == tokenizer.added_tokens["<|im_start|>"]
+    assert tokenizer.decode(tokenizer.encode(f"{text}<tool>")) == "hi<tool>"  # the user's own token is no special one
+    assert open_files(file).read_json("generation_config.json") == {"eos_token_id": [2]}
+
+
+# Choosing among files
+
+
+def test_a_folder_with_several_needs_a_name(tmp_path: Path) -> None:
+    for quant in ("Q4_K_M", "Q4_K_S", "Q8_0"):
+        shutil.copy(FIXTURES / f"{QUANTIZED}.gguf", tmp_path / f"tiny-{quant}.gguf")
+    (tmp_path / "mmproj-tiny.gguf").touch()
+    assert resolve_model(f"{tmp_path}:q4_k_m").name == "tiny-Q4_K_M.gguf"
+    with pytest.raises(CheckpointError, match=r"several GGUF files: tiny-Q4_K_M\.gguf, .*:Q4_K_M"):
+        resolve_model(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"no GGUF file with 'Q5_K' in its name; there are tiny-Q4_K_M\.gguf"):
+        resolve_model(f"{tmp_path}:Q5_K")
+    for file in ("tiny-Q4_K_S.gguf", "tiny-Q8_0.gguf"):
+        (tmp_path / file).unlink()
+    assert resolve_model(str(tmp_path)).name == "tiny-Q4_K_M.gguf"
+
+
+def test_a_split_model_is_read_from_all_its_parts(tmp_path: Path) -> None:
+    """Its second part has tensors alone."""
+    whole = Container.read(FIXTURES / "qwen3.gguf")
+    names = list(whole.tensors)
+    parts = [tmp_path / f"m-{n:05}-of-00002.gguf" for n in (1, 2)]
+    _write(parts[0], dict(whole.metadata), {name: whole.tensors[name] for name in names[:9]})
+    _write(parts[1], {}, {name: whole.tensors[name] for name in names[9:]})
+    assert resolve_model(str(tmp_path)) == parts[0]
+    found = dict(open_files(parts[1]).tensors())
+    for name, tensor in open_files(FIXTURES / "qwen3.gguf").tensors():
+        assert torch.equal(found.pop(name), tensor)
+    assert not found
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=r"parts of the model are missing: m-00002-of-00002\.gguf"):
+        open_files(parts[0])
+
+
+# Damage
+
+
+@pytest.mark.parametrize("copy", ["qwen3"], indirect=True)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"GGML" + data[4:], r"is no GGUF file: it begins with b'GGML'"),
+        (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "it has version 1; GGUF of versions 2 and 3"),
+        (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "it is big-endian"),
+        (lambda data: data[:-64], "damaged or truncated GGUF file: tensor .* ends at byte"),
+        (lambda data: data[:900], "damaged or truncated GGUF file"),
+        (lambda data: b"", "cannot be read: cannot mmap an empty file"),
+        (lambda data: data.replace(b"qwen3", b"qwem3"), "unknown GGUF architecture 'qwem3'.*did you mean 'qwen3'"),
+        (
+            lambda data: data.replace(b"blk.0.ffn_up.weight", b"blk.0.ffn_xx.weight"),
+            r"missing tensors: model\.layers\.0\.mlp\.up_proj\.weight.*no place for: blk\.0\.ffn_xx\.weight",
+        ),
+    ],
+)
+def test_damage_is_named(copy: Path, damage: Any, message: str) -> None:
+    copy.write_bytes(damage(copy.read_bytes()))
+    with (
+        pytest.raises((CheckpointError, UnknownNameError), match=message) as raised,
+        small_llm(copy, skip_tokenizer_init=True),
+    ):
+        pass
+    assert str(copy) in str(raised.value)
+
+
+def test_types_and_vocabularies_that_are_not_read_are_named(tmp_path: Path) -> None:
+    metadata = dict(Container.read(FIXTURES / "qwen3.gguf").metadata)
+    file = tmp_path / "m.gguf"
+    _write(file, metadata, {}, unread=("blk.0.ffn_up.weight", 16))
+    with pytest.raises(
+        CheckpointError, match=r"'blk\.0\.ffn_up\.weight' has type IQ2_XXS, which is not read; read are"
+    ):
+        open_files(file)
+    words = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": [1]}
+    _write(file, metadata | words | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen3000"}, {})
+    with pytest.raises(UnknownNameError, match=r"GGUF pre-tokenizer 'qwen3000'.*--tokenizer"):
+        Tokenizer.load(file)
+    _write(file, metadata | words | {"tokenizer.ggml.model": "t5"}, {})
+    with pytest.raises(UnknownNameError, match=r"GGUF tokenizer 't5'; known: gpt2, llama.*--tokenizer"):
+        Tokenizer.load(file)
+    _write(file, metadata, {})
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        Tokenizer.load(file)
+
+
+def _write(
+    file: Path, metadata: dict[str, Any], tensors: dict[str, Any], unread: tuple[str, int] | None = None
+) -> None:
+    """A GGUF file, version 3, by its specification."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value.encode())) + value.encode()
+
+    def value(x: Any) -> tuple[int, bytes]:
+        if isinstance(x, bool):
+            return 7, struct.pack("<?", x)
+        if isinstance(x, int):
+            return 4, struct.pack("<I", x)
+        if isinstance(x, float):
+            return 6, struct.pack("<f", x)
+        if isinstance(x, str):
+            return 8, text(x)
+        inner = [value(item) for item in x]
+        return 9, struct.pack("<IQ", inner[0][0], len(inner)) + b"".join(content for _, content in inner)
+
+    kinds = {"F32": 0, "F16": 1}
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors) + (unread is not None), len(metadata))
+    for key, item in metadata.items():
+        kind, content = value(item)
+        head += text(key) + struct.pack("<I", kind) + content
+    data = b""
+    for name, stored in tensors.items():
+        shape = stored.shape[::-1]
+        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kinds[stored.kind.name], len(data))
+        data += stored.mapped().numpy().tobytes()
+        data += b"\0" * (-len(data) % 32)
+    if unread is not None:
+        head += text(unread[0]) + struct.pack("<IQIQ", 1, 256, unread[1], 0)
+    file.write_bytes(head + b"\0" * (-len(head) % 32) + data)
