@@ -11,6 +11,7 @@ import click
 
 from hardpoint.bench.peers.contest import Contest, Entrant, Load, Score, Worker
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
+from hardpoint.checkpoint.formats import open_files
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint_plugin_api import ConfigError, HardpointError
 
@@ -90,18 +91,18 @@ def peers(
     quiet: float,
     tolerance: float,
 ) -> BenchResult:
-    """Run the engines in turns on MODEL, a folder, and compare their rates.
+    """Run the engines in turns on MODEL, a folder or a GGUF file, and compare their rates.
 
     Every engine is a process of its own; before anything is measured they must agree on what comes next. A run counts
     where other processes used little of the machine; the note says how many of an engine's runs did. The peer of the
     first engine is the best of the others; that of another engine is the first.
     """
-    if not (Path(model).expanduser() / "config.json").is_file():
+    folder = Path(model).expanduser().resolve()
+    if not folder.exists() or not open_files(folder).has("config.json"):
         raise ConfigError(f"{model!r} is no folder with a checkpoint: other engines need the files, give their folder")
     entrants = [Entrant.parse(text) for text in engines]
     if twice := next((text for text in engines if engines.count(text) > 1), None):
         raise ConfigError(f"--engine {twice} is given twice; results go by that name, so give it once")
-    folder = Path(model).expanduser().resolve()
     vocabulary = min(HFConfig.read(folder).text.integer("vocab_size"), _VOCABULARY)
     with ExitStack() as running:
         workers = [running.enter_context(closing(Worker(entrant, threads))) for entrant in entrants]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from protocol import Worker, serve  # beside this file: workers run by path
@@ -14,9 +14,9 @@ class HardpointWorker(Worker):
 
     def load(self, model: str, threads: int, options: dict[str, Any]) -> None:
         from hardpoint import LLM
+        from hardpoint.checkpoint.hf_config import HFConfig
 
-        with open(f"{model}/config.json", encoding="utf-8") as file:
-            longest = min(2048, json.load(file)["max_position_embeddings"])
+        longest = min(2048, HFConfig.read(Path(model)).text.integer("max_position_embeddings"))
         settings = {"platform": "cpu", "plugin_config": {"cpu": {"threads": threads}}, "max_model_len": longest}
         settings |= {"wait_for_kernels": True, "wait_for_graphs": True}
         self._llm = LLM(model=model, enable_prefix_caching=False, max_num_seqs=64, **(settings | options))

@@ -1,7 +1,8 @@
-"""llama.cpp through the low-level interface of llama-cpp-python, on a GGUF file made of the checkpoint.
+"""llama.cpp through the low-level interface of llama-cpp-python, on a GGUF file, or on one made of the checkpoint.
 
-Options: ``type`` = BF16 (default), Q8_0 or Q4_0. The file is written beside the checkpoint's folder, once, with the
-tensor names and keys of llama.cpp's own conversion (its ``gguf-py/gguf/constants.py``); Qwen3 alone.
+Options for a checkpoint: ``type`` = BF16 (default), Q8_0, Q4_0 or Q4_K_M. The file is written beside the checkpoint's
+folder, once, with the tensor names and keys of llama.cpp's own conversion (its ``gguf-py/gguf/constants.py``); Qwen3
+alone.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class LlamaCppWorker(Worker):
 
 
 def _gguf(folder: Path, kind: str, threads: int) -> Path:
-    """The checkpoint as a GGUF file of type ``kind``."""
+    """The checkpoint as a GGUF file of type ``kind``; itself where it is one."""
+    if folder.suffix == ".gguf":
+        return folder
     file = folder.with_name(f"{folder.name}.{kind}.gguf")
     if file.exists():
         return file
@@ -117,10 +120,7 @@ def _gguf(folder: Path, kind: str, threads: int) -> Path:
 
     source = _gguf(folder, "BF16", threads)
     params = lib.llama_model_quantize_default_params()
-    params.nthread, params.ftype = (
-        threads,
-        {"Q8_0": lib.LLAMA_FTYPE_MOSTLY_Q8_0, "Q4_0": lib.LLAMA_FTYPE_MOSTLY_Q4_0}[kind],
-    )
+    params.nthread, params.ftype = threads, getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind}")
     if lib.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(params)):
         raise RuntimeError(f"llama.cpp cannot quantize {source} to {kind}")
     return file

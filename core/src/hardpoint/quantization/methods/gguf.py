@@ -36,7 +36,7 @@ class Gguf(QuantizationMethod):
     """Reads every type of ``BLOCKS``. A module whose weight is plain is not quantized. Activations stay as they are."""
 
     def __init__(self, request: MethodRequest) -> None:
-        self._tensors, self._dtype = request.tensors, request.dtype
+        self._tensors, self.dtype = request.tensors, request.dtype
 
     def scheme(self, module: Module) -> Scheme | None:
         name = next((name for name in BLOCKS if f"{module.name}.{name}" in self._tensors.names), None)
@@ -46,18 +46,18 @@ class Gguf(QuantizationMethod):
         dims = (Dim("out"), Dim("in", kind.columns), Dim(None, kind.size))
         fills = tuple(SPECS[name].slots(torch.zeros(1, 1, kind.size, dtype=torch.uint8)))
         stored = StoredTensor(name, dims, ("uint8",), fills, SPECS[name].slots)
-        return Scheme(spec, QuantSpec(self._dtype), (stored,))
+        return Scheme(spec, QuantSpec(self.dtype), (stored,))
 
     def embedding(self, module: Module, *, tied: bool) -> Scheme | None:
         scheme = self.scheme(module)
         if scheme is None or tied:
             return scheme
-        (stored,), spec, dtype = scheme.stored, scheme.weight, dtype_of(self._dtype)
+        (stored,), spec, dtype = scheme.stored, scheme.weight, dtype_of(self.dtype)
 
         def numbers(blocks: torch.Tensor) -> Mapping[str, torch.Tensor]:
             return _by_pieces(blocks, lambda some: {"weight": dequantize(stored.read(some), spec, dtype)})
 
-        return replace(Scheme.plain(self._dtype), stored=(replace(stored, fills=("weight",), read=numbers),))
+        return replace(Scheme.plain(self.dtype), stored=(replace(stored, fills=("weight",), read=numbers),))
 
 
 @dataclass(frozen=True)
