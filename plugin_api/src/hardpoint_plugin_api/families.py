@@ -9,6 +9,9 @@ from hardpoint_plugin_api import requests
 
 Stability = Literal["stable", "provisional"]
 
+ANY = "*"
+"""The ``of`` of a contribution that implements whatever its family has names for."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -110,7 +113,15 @@ _ALL = (
         stepwise="size",
         numeric=True,
     ),
-    Family("model", requests.ModelWorkload, "provisional", "a model architecture", True, numeric=True),
+    Family(
+        "model",
+        requests.ModelWorkload,
+        "provisional",
+        "a model architecture",
+        True,
+        flag="--model-impl",
+        numeric=True,
+    ),
     Family(
         "drafter",
         requests.DrafterWorkload,

@@ -424,6 +424,8 @@ class WeightSlot:
 
     def part_index(self, part: str | None) -> tuple[int | slice, ...]:
         """Return the index of ``part`` (None: the whole) in the tensor. Raises KeyError for an unknown part."""
+        if not self.shape:
+            return ()
         if not self.stack or part is None:
             start, rows = (0, self.shape[0]) if part is None else self.part_rows(part)
             return (slice(start, start + rows),)

@@ -114,5 +114,5 @@ with None stands for all tensors of a module.
 
 In place of a part, a slot that is a stack may have the order of the tensor that holds it whole: ``[interleaved]``, with
 rows of the slot's parts in turn (gate, up, gate, up, ...); ``[transposed]``, each matrix by columns; or both,
-``[interleaved,transposed]``. A slot without parts may have ``[plus_one]``: one is added to each number, in float32, as
-Gemma stores the weights of norms."""
+``[interleaved,transposed]``. A slot without parts may have ``[transposed]``, for a matrix that is stored by columns, as
+GPT-2 does it, or ``[plus_one]``: one is added to each number, in float32, as Gemma stores the weights of norms."""

@@ -64,6 +64,7 @@ def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: b
         print_json(table)
         return
     rows: Any = table["rows"]
+    notes: Any = table["notes"]
     if show_all:
         print_table(
             ["for", "uses", "tokens", "chosen", "certified", "rule", "not chosen, and why"],
@@ -78,6 +79,8 @@ def explain(config: EngineConfig, device: str | None, show_all: bool, as_json: b
     else:
         for line in _summary(rows, _width()):
             click.echo(line)
+    for note in notes:
+        click.echo(note)
     click.echo(f"selection digest {table['digest']}")
 
 

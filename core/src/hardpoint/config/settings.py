@@ -18,6 +18,7 @@ from hardpoint.config.types import (
     Index,
     LoadFormat,
     LoraModules,
+    ModelImpl,
     Names,
     NumSeqs,
     NumTokens,
@@ -90,6 +91,13 @@ class EngineSettings(BaseModel):
     hub_revision: Text | None = setting(Group.MODEL, None, "Branch, tag or commit of a model from the hub.")
     load_format: LoadFormat = setting(
         Group.MODEL, "auto", "auto: load the checkpoint's weights. random: make random weights, to measure speed."
+    )
+    model_impl: ModelImpl = setting(
+        Group.MODEL,
+        None,
+        "Code of the model. transformers: Transformers' own, with Hardpoint's layers in it. Default: Hardpoint's own, "
+        "or else Transformers' (auto).",
+        "NAME",
     )
     dtype: AnyDtype = setting(
         Group.MODEL, "auto", "Data type of weights and activations. auto: the checkpoint's, if the device supports it."

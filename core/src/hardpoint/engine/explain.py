@@ -31,4 +31,5 @@ def _table(blueprint: Blueprint) -> SelectionTable:
 
     selector = blueprint.ctx.selector
     not_asked = selector.not_asked if isinstance(selector, AbsentDeviceSelector) else {}
-    return SelectionTable([blueprint.choice.plan, *selector.plans], certified, not_asked)
+    plans = [blueprint.choice.plan, *selector.plans]
+    return SelectionTable(plans, certified, not_asked, blueprint.model.notes)

@@ -95,8 +95,10 @@ class CausalLM(nn.Module):
     *states* of T tokens, [2, T, hidden]: the last block's result, and the residual to add it to.
     ``weight_names`` are those of the arguments, quantization considered, without weights of other stages.
     ``module_names`` has the address of each module's weight, as ``weight_names`` has it of a tensor without
-    quantization; None for a module of another stage.
+    quantization; None for a module of another stage. ``notes``: lines about how it was built, for ``explain``.
     """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, ctx: Context, args: CausalLMArgs) -> None:
         super().__init__()

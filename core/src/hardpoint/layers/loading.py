@@ -99,7 +99,7 @@ def check_weights(model: nn.Module, names: WeightNames, files: TensorFiles) -> N
 
 _PLUS_ONE = "plus_one"
 _ORDERS = frozenset({"interleaved", "transposed"})
-"""How a tensor may hold a whole stack in another order than the slot: see WeightNames."""
+"""How a tensor may hold a whole stack, or a matrix, in another order than the slot: see WeightNames."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,8 @@ def _find(address: str, layers: dict[str, PluggableLayer], slots: dict[tuple[str
         if (layer, slot) in slots:
             orders = frozenset(part.split(","))
             if orders <= _ORDERS and slots[layer, slot].stack:
+                return _Target(layer, slot, None, orders)
+            if part == "transposed" and not slots[layer, slot].parts:
                 return _Target(layer, slot, None, orders)
             if part == _PLUS_ONE and not slots[layer, slot].parts:
                 return _Target(layer, slot, None, plus_one=True)
@@ -353,12 +355,13 @@ class _Filling:
             for index, number in enumerate(slot.stack):
                 matrix = tensor[index if is_cut else number]
                 for place, one in _in_order(matrix, str(number), slot, target.orders):
-                    self._copy(name, one, replace(target, part=place), is_cut=is_cut)
+                    self._copy(name, one, replace(target, part=place, orders=frozenset()), is_cut=is_cut)
             return
         pieces = slot.pieces(target.part)
         if any((target.layer, target.slot, piece) not in self._left for piece in pieces):
             raise CheckpointError(f"{self._title}: tensor {name!r} is there twice")
         filled = self._allocated(target)[slot.part_index(target.part)]
+        tensor = tensor.t() if "transposed" in target.orders else tensor
         tensor = tensor.float() + 1 if target.plus_one else tensor
         if is_cut:
             filled.copy_(tensor)

@@ -10,11 +10,13 @@ from hardpoint.checkpoint.checkpoint import Checkpoint
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM, ModelFacts
+from hardpoint.models.transformers_code.architectures import known_architectures
 from hardpoint.parallel.topology import Topology
 from hardpoint.plugin_host import Offer, PluginSet
 from hardpoint.plugin_host.blame import blame, misbehaved
 from hardpoint.selection import Plan
 from hardpoint_plugin_api import Feature, ModelWorkload, UnknownNameError
+from hardpoint_plugin_api.families import ANY
 
 
 class ModelArgs(Protocol):
@@ -63,8 +65,12 @@ def known_architecture(checkpoint: Checkpoint, plugins: PluginSet) -> str:
     """The architecture of ``checkpoint``. Raises UnknownNameError for one that no plugin has, and CheckpointError."""
     architecture = checkpoint.architecture
     known = {str(offer.contribution.of) for offer in plugins.offers("model")}
+    if architecture not in known and ANY in known:
+        known |= known_architectures()
     if architecture not in known:
-        raise UnknownNameError("model architecture", architecture, known, f"It stands in {checkpoint.config_path}.")
+        raise UnknownNameError(
+            "model architecture", architecture, known - {ANY}, f"It stands in {checkpoint.config_path}."
+        )
     return architecture
 
 

@@ -27,6 +27,7 @@ from hardpoint_plugin_api import (
     Reason,
     UnknownNameError,
 )
+from hardpoint_plugin_api.families import ANY
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +82,12 @@ class PluginSet:
                 raise record.error()
 
     def offers(self, family: str, of: str | None = None) -> list[Offer]:
-        """Return the contributions of usable plugins to ``family`` (to one op, layer or model, if ``of`` is given)."""
+        """Return the contributions of usable plugins to ``family`` (to one op, layer or model, if ``of`` is given).
+
+        A contribution whose ``of`` is ANY is among those to each.
+        """
         found = self._by_family.get(family, ())
-        return [o for record, o in found if record.is_usable and of in (None, o.contribution.of)]
+        return [o for record, o in found if record.is_usable and (of is None or o.contribution.of in (of, ANY))]
 
     def offers_of(self, record: PluginRecord) -> list[Offer]:
         """Return the contributions of one plugin, none where it is not usable."""

@@ -70,6 +70,7 @@ class SelectionTable:
     """Every plan of one engine.
 
     ``certified`` says what certificates show of an offer, ``not_asked`` why its ``supports`` could not be called.
+    ``notes`` are the model's own on how it was built.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class SelectionTable:
         plans: Iterable[Plan],
         certified: Callable[[Offer], str] | None = None,
         not_asked: Mapping[Offer, str] = MappingProxyType({}),
+        notes: Sequence[str] = (),
     ) -> None:
+        self.notes = tuple(notes)
         self.rows: tuple[Row, ...] = tuple(
             Row(
                 family=plan.workload.family,
@@ -102,7 +105,7 @@ class SelectionTable:
         """The rows of all pipeline stages, given each stage's table."""
         if len(tables) == 1:
             return tables[0]
-        whole = cls(())
+        whole = cls((), notes=list(dict.fromkeys(note for table in tables for note in table.notes)))
         whole.rows = tuple(replace(row, stage=stage) for stage, table in enumerate(tables) for row in table.rows)
         return whole
 
@@ -121,4 +124,4 @@ class SelectionTable:
 
     def to_json(self) -> dict[str, object]:
         """The whole table as plain data."""
-        return {"digest": self.digest, "rows": [row.to_json() for row in self.rows]}
+        return {"digest": self.digest, "rows": [row.to_json() for row in self.rows], "notes": list(self.notes)}

@@ -398,7 +398,7 @@ class _Recorder(TorchDispatchMode):
         meta_kwargs.pop("pin_memory", None)
         try:
             result = func(*meta_args, **meta_kwargs)
-        except NotImplementedError as error:
+        except RuntimeError as error:  # NotImplementedError among them; some have no rule for a dtype that they run in
             raise _refusal(self._key, func, f"does not tell the shape of its results: {error}") from error
         for value in _Written.of(func, args, kwargs).by_set.values():
             for x in tree_leaves(value):

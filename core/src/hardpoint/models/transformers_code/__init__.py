@@ -1,0 +1,1 @@
+"""Any decoder that Transformers has, by Transformers' own code: its parts replaced by layers, its attention by ours."""

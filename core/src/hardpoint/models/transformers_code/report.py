@@ -1,0 +1,31 @@
+"""The modules of a model that runs by Transformers' code: which layers took their place, and which stay."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+@dataclass
+class Report:
+    """``replaced`` counts modules by the layer that took their place. ``kept``: classes that stay, with the reason."""
+
+    title: str
+    replaced: Counter[str] = field(default_factory=Counter)
+    kept: dict[str, tuple[list[str], str]] = field(default_factory=dict)
+
+    def keep(self, kind: str, path: str, reason: str) -> None:
+        """Note a module that stays as it is."""
+        self.kept.setdefault(kind, ([], reason))[0].append(_NUMBER.sub(".*", path))
+
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        counts = ", ".join(f"{count} {name}" for name, count in self.replaced.items())
+        yield f"{self.title} runs by Transformers' own code; Hardpoint's layers in it: {counts}"
+        for kind, (paths, reason) in self.kept.items():
+            where = ", ".join(dict.fromkeys(paths))
+            yield f"{len(paths)} {kind} stay as they are ({where}): {reason}"
