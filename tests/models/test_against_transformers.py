@@ -13,12 +13,14 @@ from transformers import AutoModelForCausalLM
 from hardpoint import SamplingParams
 from hardpoint_plugin_api import ConfigError, Span
 from tests.support.checkpoints import (
+    BAMBA,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
     GATED_DELTA,
     GATED_DELTA_MOE,
     GLM4_MOE,
+    NEMOTRON_H,
     check_tokens_equal,
     random_prompts,
     reference_logits,
@@ -181,6 +183,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         GATED_DELTA | {"tie_word_embeddings": True, "linear_num_key_heads": 1, "linear_value_head_dim": 9},
     ),
     "qwen3-5-moe": ("qwen3_5_moe", GATED_DELTA_MOE | {"linear_num_key_heads": 4}),
+    "bamba": ("bamba", BAMBA),
+    "bamba-biases-one-group": (
+        "bamba",
+        BAMBA
+        | {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_n_groups": 1, "attention_bias": True}
+        | {"mlp_bias": True, "mamba_d_conv": 2, "time_step_limit": (0.1, float("inf")), "tie_word_embeddings": True},
+    ),
+    "nemotron-h": ("nemotron_h", NEMOTRON_H),
+    "nemotron-h-biases-groups": (
+        "nemotron_h",
+        NEMOTRON_H
+        | {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.3, "conv_kernel": 3}
+        | {"layers_block_type": ["mlp", "linear_attention", "full_attention", "linear_attention"]},
+    ),
     "glm4-moe": ("glm4_moe", GLM4_MOE),
     "glm4-moe-groups-biases": (
         "glm4_moe",

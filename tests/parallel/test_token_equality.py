@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 from hardpoint import LLM, SamplingParams
 from tests.parallel.ranks import ThreadsExecutor, ranks_in_threads
 from tests.support.checkpoints import (
+    BAMBA,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
     GATED_DELTA,
     GATED_DELTA_MOE,
     GLM4_MOE,
+    NEMOTRON_H,
     check_tokens_equal,
     random_prompts,
     write_checkpoint,
@@ -42,6 +44,8 @@ DENSE: dict[str, tuple[str, int, dict[str, Any]]] = {
         4,
         GATED_DELTA | {"linear_num_value_heads": 8, "num_key_value_heads": 4, "attention_bias": True},
     ),
+    "mamba": ("bamba", 2, BAMBA),
+    "one-sub-layer-blocks": ("nemotron_h", 2, NEMOTRON_H),
     "gate-and-up-in-one-tensor": ("glm4", 2, {}),
     "qkv-in-one-tensor": ("phi3", 2, {}),
     "multiplied": ("granite", 2, {"residual_multiplier": 0.3, "logits_scaling": 2.0, "embedding_multiplier": 3.0}),

@@ -18,8 +18,8 @@ DrafterArgs DrafterWorkload ENTRY_POINT_GROUP EagerGraphEngine Element ElementWo
 EngineError EngineInfo EngineLimits ExpertStack ExpertsCall ExpertsKernel ExpertsWorkload FAMILIES Family Feature Form
 ForwardStep Fp8Format GatedDeltaNetArgs Gauge GraphEngine GroupMember HardpointError Histogram HookSpecs LatentBackend
 LatentCall LatentSpec LatentStoreCall LatentWorkload Latest LayerArgs LayerWorkload LinearArgs LinearAttentionArgs
-LinearCall LinearKernel LinearWorkload MANIFEST_NAME MANIFEST_SCHEMA MLAArgs MLPArgs Manifest ManifestError Memory
-MemorySnapshot MemoryTag MethodRequest Metrics MoEArgs ModelWorkload Module NO_DEVICE NO_DRAFT NULL_PAGE Namesake
+LinearCall LinearKernel LinearWorkload MANIFEST_NAME MANIFEST_SCHEMA MLAArgs MLPArgs Mamba2Args Manifest ManifestError
+Memory MemorySnapshot MemoryTag MethodRequest Metrics MoEArgs ModelWorkload Module NO_DEVICE NO_DRAFT NULL_PAGE Namesake
 NormArgs NumaNode KernelBuild OpWorkload Parallel ParserArgs ParserEvent Phase PlainLayout Plane Platform PlatformError
 PlatformWorkload PluginConflictError PluginError PluginLoadError Preference QuantSpec QuantizationMethod
 QuantizationWorkload Quantized RankGroup Reason ReasoningDelta ReasoningParser ReasoningParserWorkload Region Request

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    BambaConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
@@ -23,6 +24,7 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -41,6 +43,7 @@ from hardpoint.conformance.families.model_samples import TINY, random_model
 from hardpoint.structured.bytes import byte_tokenizer
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "bamba": BambaConfig,
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
     "deepseek_v32": DeepseekV32Config,
@@ -56,6 +59,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "ministral": MinistralConfig,
     "mistral": MistralConfig,
+    "nemotron_h": NemotronHConfig,
     "phi3": Phi3Config,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
@@ -112,6 +116,27 @@ GATED_DELTA_MOE: dict[str, Any] = GATED_DELTA | {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+
+BAMBA: dict[str, Any] = {
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 24,
+    "mamba_n_groups": 2,
+}
+"""The same of a hybrid of Mamba-2 and attention."""
+
+NEMOTRON_H: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+}
+"""The same of Nemotron-H, whose layers are one mixer or feed-forward each."""
 
 GLM4_MOE: dict[str, Any] = {
     "n_routed_experts": 8,

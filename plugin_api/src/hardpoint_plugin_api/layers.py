@@ -181,6 +181,35 @@ class GatedDeltaNetArgs:
 
 
 @dataclass(frozen=True)
+class Mamba2Args:
+    """A Mamba-2 mixer (arXiv:2405.21060), as in Bamba and Nemotron-H.
+
+    Inputs x of ``num_heads`` heads [``head_size``], and B and C of ``num_groups`` groups [``state_size``], pass a
+    causal convolution of each channel over ``conv_width`` tokens, with ``activation``. Each head has a state
+    [head_size, state_size], zero before the first token, and a step ``max(min_step, softplus(dt + step_bias))``, where
+    dt is linear in the hidden state. The state is multiplied by ``exp(-exp(rate) * step)``, then ``step * x B^T`` is
+    added; the result is ``S C + skip * x``. A group serves ``num_heads / num_groups`` heads that lie one after the
+    other. Results are multiplied by ``silu(z)``, where z is linear in the hidden state, and each group's are normed
+    (``norm_eps``) before the last projection. ``bias``: both projections have one; ``conv_bias``: the convolution has
+    one.
+    """
+
+    layer: ClassVar[str] = "mamba2"
+
+    hidden_size: int
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+    norm_eps: float = 1e-5
+    activation: str = "silu"
+    bias: bool = False
+    conv_bias: bool = True
+    min_step: float = 0.0
+
+
+@dataclass(frozen=True)
 class SparseIndexerArgs:
     """The indexer of sparse attention (DeepSeek-V3.2, arXiv:2512.02556): which positions each query reads.
 
@@ -333,11 +362,11 @@ class BlockArgs:
 
     ``mixer`` combines the tokens of a sequence, as attention does. ``feed_forward`` transforms each token by itself, as
     an MLP or a mixture of experts does. Both are called as ``forward(x, step)``, [T, hidden] -> [T, hidden], and
-    ``norm`` is applied before each.
+    ``norm`` is applied before each. Without a ``feed_forward`` the block has one sub-layer, the mixer, of either kind.
     """
 
     mixer: LayerArgs
-    feed_forward: LayerArgs
+    feed_forward: LayerArgs | None
     norm: NormArgs
 
 

@@ -9,6 +9,7 @@ from hardpoint.layers.embedding import Embedding, LMHead
 from hardpoint.layers.gated_delta_net import GatedDeltaNet
 from hardpoint.layers.linear import Linear
 from hardpoint.layers.linear_attention import LinearAttention
+from hardpoint.layers.mamba2 import Mamba2
 from hardpoint.layers.mla import MLA
 from hardpoint.layers.mlp import MLP
 from hardpoint.layers.moe import Experts, MoE
@@ -30,6 +31,7 @@ __all__ = [
     "LinearAttention",
     "MLA",
     "MLP",
+    "Mamba2",
     "MoE",
     "ModelFacts",
     "Norm",

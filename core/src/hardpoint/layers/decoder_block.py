@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import cast
 
 import torch
 
@@ -17,30 +19,36 @@ class DecoderBlock(PluggableLayer, name="decoder_block"):
 
     def __init__(self, ctx: Context, args: BlockArgs) -> None:
         super().__init__(ctx)
-        mixer = build_layer(ctx.child("mixer"), args.mixer)  # layers that read come before what writes for them
-        feed_forward = build_layer(ctx.child("feed_forward"), args.feed_forward)
-        self.mixer_norm = Norm(ctx.child("mixer_norm"), replace(args.norm, spec=mixer.input_spec))
-        self.mixer = mixer
-        self.feed_forward_norm = Norm(ctx.child("feed_forward_norm"), replace(args.norm, spec=feed_forward.input_spec))
-        self.feed_forward = feed_forward
+        named = {"mixer": args.mixer, "feed_forward": args.feed_forward}
+        # Layers that read come before what writes for them.
+        layers = {name: build_layer(ctx.child(name), of) for name, of in named.items() if of is not None}
+        for name, layer in layers.items():
+            norm = Norm(ctx.child(f"{name}_norm"), replace(args.norm, spec=layer.input_spec))
+            self.add_module(f"{name}_norm", norm)
+            self.add_module(name, layer)
+        self._names = [(f"{name}_norm", name) for name in layers]
         if type(self).forward is DecoderBlock.forward:  # another may read what the mixer returns
-            sum_later(ctx.child("feed_forward_norm"), mixer, self.feed_forward_norm)
+            for (_, writer), (reader, _) in pairwise(self._names):
+                sum_later(ctx.child(reader), self._layer(writer), self._layer(reader))
+
+    def _layer(self, name: str) -> PluggableLayer:
+        return cast(PluggableLayer, getattr(self, name))
 
     def return_partial_sums(self) -> bool:
-        return self.feed_forward.return_partial_sums()
+        return self._layer(self._names[-1][1]).return_partial_sums()
 
     @property
     def takes_partial_sums(self) -> bool:
-        return self.mixer_norm.takes_partial_sums
+        return self._layer("mixer_norm").takes_partial_sums
 
     def take_partial_sums(self, ctx: Context) -> None:
-        self.mixer_norm.take_partial_sums(ctx.child("mixer_norm"))
+        self._layer("mixer_norm").take_partial_sums(ctx.child("mixer_norm"))
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: ForwardStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual [T, hidden] -> x, residual. The first block gets no residual; the sum of both is the stream."""
-        x, residual = self.mixer_norm(x, residual)
-        x = self.mixer(x, step)
-        x, residual = self.feed_forward_norm(x, residual)
-        return self.feed_forward(x, step), residual
+        for norm, layer in self._names:
+            x, residual = self._layer(norm)(x, residual)
+            x = self._layer(layer)(x, step)
+        return x, cast(torch.Tensor, residual)

@@ -13,8 +13,7 @@ from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.linear import Linear
-from hardpoint.layers.states import Recurrence, StateMetadata, add_states
-from hardpoint.ops.causal_conv import causal_conv
+from hardpoint.layers.states import Recurrence, ShortConvolution, StateMetadata, add_states
 from hardpoint.ops.gated_rms_norm import gated_rms_norm
 from hardpoint.ops.recurrence_gates import recurrence_gates
 from hardpoint.parallel.shards import HeadShards, widened
@@ -53,7 +52,7 @@ class GatedDeltaNet(PluggableLayer, name="gated_delta_net"):
             Plane("conv", (args.conv_width - 1, sum(self._widths)), self.dtype),
             Plane("state", (heads.num_heads, args.value_size, args.key_size), "float32"),
         )
-        self._conv = causal_conv.bind(ctx, activation=args.activation)
+        self._conv = ShortConvolution(ctx, args.activation)
         self._gates = recurrence_gates.bind(ctx)
         self._recurrence = Recurrence(ctx, args.key_size, scale=args.key_size**-0.5, delta_rule=True, normalize=True)
         self._norm_scalars: dict[str, Any] = {"eps": args.norm_eps, "gate_first": False}
@@ -92,17 +91,7 @@ class GatedDeltaNet(PluggableLayer, name="gated_delta_net"):
         out: torch.Tensor,
     ) -> None:
         """Write the results of inputs qkv [T, 2 K D + H V] to ``out`` [T, H, V]; mutates ``cache``."""
-        weight, batch = self.weights["conv"].squeeze(1), plan.batch
-        mixed = self._conv(
-            qkv,
-            weight,
-            None,
-            cache["conv"],
-            plan.state_pages,
-            batch.query_start,
-            batch.seq_lens,
-            activation=self.args.activation,
-        )
+        mixed = self._conv.advance(qkv, self.weights["conv"], None, cache["conv"], plan)
         q, k, v = mixed.split(self._widths, dim=1)
         q, k = (x.unflatten(1, (-1, self.args.key_size)) for x in (q, k))
         inputs = q, k, v.unflatten(1, (-1, self.args.value_size)), decay, beta

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from hardpoint.context import Context
+from hardpoint.ops.causal_conv import causal_conv
 from hardpoint.ops.linear_recurrence import linear_recurrence_chunks, linear_recurrence_step
 from hardpoint_plugin_api import (
     AttentionBatch,
@@ -61,6 +62,26 @@ def add_states(ctx: Context, *planes: Plane) -> int:
     """Declare a cache of one state for each sequence, of these planes. Returns the user's number."""
     spec = CacheSpec(planes, Latest())
     return ctx.cache_users.add(CacheUser(ctx.path, spec, PlainLayout(), StatePlanner(ctx), StatePlanner))
+
+
+class ShortConvolution:
+    """A causal convolution of each channel, whose last inputs are kept from step to step."""
+
+    def __init__(self, ctx: Context, activation: str) -> None:
+        self._activation = activation
+        self._conv = causal_conv.bind(ctx, activation=activation)
+
+    def advance(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        plan: StateMetadata,
+    ) -> torch.Tensor:
+        """The results of x [T, C] by a weight stored as [C, 1, W]. Mutates ``states``."""
+        arrays = plan.state_pages, plan.batch.query_start, plan.batch.seq_lens
+        return self._conv(x, weight.squeeze(1), bias, states, *arrays, activation=self._activation)
 
 
 class Recurrence:

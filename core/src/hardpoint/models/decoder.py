@@ -44,22 +44,24 @@ class Sublayer(Generic[_Args]):
 
 @dataclass(frozen=True)
 class Block:
-    """One block. ``norms`` name both of its norms: the slots mixer_norm.weight and feed_forward_norm.weight."""
+    """One block. ``norms`` name its norms: the slots mixer_norm.weight and, with a feed-forward,
+    feed_forward_norm.weight."""
 
     mixer: Sublayer[LayerArgs]
-    feed_forward: Sublayer[LayerArgs]
+    feed_forward: Sublayer[LayerArgs] | None
     norms: Sublayer[NormArgs]
 
     @property
     def args(self) -> BlockArgs:
         """Arguments of the layer."""
-        return BlockArgs(self.mixer.args, self.feed_forward.args, self.norms.args)
+        feed_forward = None if self.feed_forward is None else self.feed_forward.args
+        return BlockArgs(self.mixer.args, feed_forward, self.norms.args)
 
     @property
     def names(self) -> dict[str, Address]:
         """Name within a layer of the checkpoint -> slot within the block."""
         parts = (("mixer.", self.mixer), ("feed_forward.", self.feed_forward), ("", self.norms))
-        return {name: under(prefix, slot) for prefix, part in parts for name, slot in part.names.items()}
+        return {name: under(prefix, slot) for prefix, part in parts if part for name, slot in part.names.items()}
 
 
 def decoder(config: HFConfig, blocks: Sequence[Block], *, default_tied: bool = False) -> CausalLMArgs:
@@ -86,6 +88,18 @@ def decoder(config: HFConfig, blocks: Sequence[Block], *, default_tied: bool = F
     )
 
 
+def renamed(model: CausalLMArgs, modules: Mapping[str, str]) -> CausalLMArgs:
+    """``model`` with other names of ``modules``, which begin names of tensors: {"model.norm.": "model.last_norm."}."""
+
+    def name_of(name: str) -> str:
+        for ours, theirs in modules.items():
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+    return replace(model, weight_names={name_of(name): slot for name, slot in model.weight_names.items()})
+
+
 def zero_centred(model: CausalLMArgs) -> CausalLMArgs:
     """``model`` where the weights of norms are stored less one: those of blocks, of queries and keys, and the last."""
     names = {
@@ -97,11 +111,8 @@ def zero_centred(model: CausalLMArgs) -> CausalLMArgs:
 
 def language_model(model: CausalLMArgs) -> CausalLMArgs:
     """``model`` as the language model of a checkpoint that also has a vision tower, whose tensors are left out."""
-    names = {
-        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: slot
-        for name, slot in model.weight_names.items()
-    }
-    return replace(model, weight_names={**names, "model.visual.*": None})
+    model = renamed(model, {"model.": "model.language_model."})
+    return replace(model, weight_names={**model.weight_names, "model.visual.*": None})
 
 
 def facts(config: HFConfig) -> ModelFacts:

@@ -24,6 +24,7 @@ from hardpoint_plugin_api import (
     GatedDeltaNetArgs,
     LinearArgs,
     LinearAttentionArgs,
+    Mamba2Args,
     MLAArgs,
     MLPArgs,
     MoEArgs,
@@ -275,6 +276,17 @@ KINDS: dict[str, LayerKind] = {
         tokens=(NUM_STEP_TOKENS,),
         pieces=STEPS,
     ),
+    "mamba2": LayerKind(
+        {
+            "plain": Mamba2Args(64, 8, 16, 2, 24, 4, bias=True),
+            "one-group-clamped": Mamba2Args(64, 6, 32, 1, 16, 2, conv_bias=False, min_step=0.5),
+            "odd": Mamba2Args(33, 3, 7, 3, 5, 6, norm_eps=1e-6),
+        },
+        _hidden,
+        step_by_step,
+        tokens=(NUM_STEP_TOKENS,),
+        pieces=STEPS,
+    ),
     "adjusted": LayerKind(
         {
             "normed": AdjustedArgs(_MLP, _NORM),
@@ -287,7 +299,11 @@ KINDS: dict[str, LayerKind] = {
         pieces=STEPS,
     ),
     "decoder_block": LayerKind(
-        {"plain": BlockArgs(_ATTENTION, _MLP, _NORM), "window": BlockArgs(replace(_ATTENTION, window=6), _MLP, _NORM)},
+        {
+            "plain": BlockArgs(_ATTENTION, _MLP, _NORM),
+            "window": BlockArgs(replace(_ATTENTION, window=6), _MLP, _NORM),
+            "one": BlockArgs(_ATTENTION, None, _NORM),
+        },
         _stream,
         _block_step_by_step,
         tokens=(NUM_STEP_TOKENS,),

@@ -82,6 +82,20 @@ _HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 """The same of gated delta nets beside attention."""
+_MAMBA: dict[str, Any] = {
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 24,
+    "mamba_n_groups": 2,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "moe_shared_expert_intermediate_size": 48,
+}
+"""The same of Mamba-2 beside attention, as different families call it."""
 _VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 """Config keys of a tiny vision tower, which text does not use."""
 _VARIATIONS: dict[str, Mapping[str, Any]] = {
@@ -140,7 +154,7 @@ def transformers_samples(architecture: str) -> tuple[ModelSample, ...]:
         if not changes or next(iter(changes)) in known:
             latent = _LATENT if "kv_lora_rank" in known else {}
             hybrid = _HYBRID if "linear_num_value_heads" in known else {}
-            keys = TINY | _MIXTURE | latent | hybrid | dict(changes)
+            keys = TINY | _MIXTURE | latent | hybrid | _MAMBA | dict(changes)
             keys = {k: v for k, v in keys.items() if k in known or k in TINY}
             if has_images:
                 vision = _VISION | {"out_hidden_size": TINY["hidden_size"]}

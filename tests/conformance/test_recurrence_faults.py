@@ -1,4 +1,4 @@
-"""Faults planted in gated delta nets: in the ops of the layer, and in the layer. Each is caught by the cases of level
+"""Faults planted in gated delta nets and Mamba-2: in their ops, and in the layers. Each is caught by the cases of level
 quick."""
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from hardpoint.conformance.families.layers import LayerTrials
 from hardpoint.conformance.families.ops import OpTrials
 from hardpoint.conformance.site import Site
+from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.gated_delta_net import GatedDeltaNet
+from hardpoint.layers.mamba2 import Mamba2
 from hardpoint.layers.states import StateMetadata
 from hardpoint.ops import get
 from hardpoint.ops.causal_conv import causal_conv
@@ -200,7 +202,7 @@ def test_the_references_pass(site: Site, every: int, name: str) -> None:
     assert caught is None, str(caught)
 
 
-# The layer.
+# The layers.
 
 
 class ReadsTheGateOfAnotherHead(GatedDeltaNet):
@@ -255,25 +257,63 @@ class TakesPromptsForDecodes(GatedDeltaNet):
         super()._advance(cache, plan, *tensors)
 
 
+class SkipsNothing(Mamba2):
+    """Inputs are not added to results."""
+
+    def _advance(self, cache: dict[str, Tensor], plan: StateMetadata, *tensors: Tensor) -> None:
+        skip = self.weights["skip"]
+        self.weights["skip"] = torch.zeros_like(skip)
+        super()._advance(cache, plan, *tensors)
+        self.weights["skip"] = skip
+
+
+class SwapsInputAndOutput(Mamba2):
+    """B and C are taken for one another."""
+
+    def bind(self) -> None:
+        super().bind()
+        given = self._recurrence.advance
+
+        def advance(inputs: tuple[Tensor, ...], *rest: Any) -> None:
+            c, b, *others = inputs
+            given((b, c, *others), *rest)
+
+        self._recurrence.advance = advance  # type: ignore[method-assign, assignment]
+
+
+class StepsMayBeSmall(Mamba2):
+    """The least step is ignored."""
+
+    def bind(self) -> None:
+        super().bind()
+        given = self._gates
+        self._gates = lambda a, b, rate, bias, *, low: given(a, b, rate, bias, low=0.0)
+
+
 LAYERS = (
     ReadsTheGateOfAnotherHead,
     SwapsBetaAndDecay,
     StatesOfTheFirstBlock,
     ForgetsTheConvolution,
     TakesPromptsForDecodes,
+    SkipsNothing,
+    SwapsInputAndOutput,
+    StepsMayBeSmall,
 )
 CLAIMS = [{"dtype": ["float32"]}]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_faults_of_the_layer(site: Site, layer: type[GatedDeltaNet]) -> None:
-    tried = subject(site, layer, "layer", "gated_delta_net", "default", requires=CLAIMS)
+def test_faults_of_layers(site: Site, layer: type[PluggableLayer]) -> None:
+    of = "mamba2" if issubclass(layer, Mamba2) else "gated_delta_net"
+    tried = subject(site, layer, "layer", of, "default", requires=CLAIMS)
     caught = first_failure(tried, LayerTrials(), "*/tokens-*")
     assert caught, f"{layer.__name__} was not caught"
     assert caught.check == "values", str(caught)
 
 
-def test_a_healthy_layer_passes(site: Site) -> None:
-    tried = subject(site, GatedDeltaNet, "layer", "gated_delta_net", "default", requires=CLAIMS)
+@pytest.mark.parametrize("layer", [GatedDeltaNet, Mamba2])
+def test_healthy_layers_pass(site: Site, layer: type[PluggableLayer]) -> None:
+    tried = subject(site, layer, "layer", layer.pluggable_name, "default", requires=CLAIMS)
     caught = first_failure(tried, LayerTrials())
     assert caught is None, str(caught)
