@@ -19,9 +19,11 @@ from hardpoint.dtypes import dtype_of
 from hardpoint_cuda.flashinfer_builds import attention_build, build_attention, product_build
 from hardpoint_cuda.flashinfer_library import (
     COMMUNICATION_SIGNATURES,
+    LATENT_SIGNATURES,
     PRODUCT,
     SIGNATURES,
     Kernel,
+    LatentKernel,
     reasons,
     signature_differences,
 )
@@ -34,7 +36,7 @@ KERNELS = [
     Kernel("fa2", "bfloat16", 128, window=False, soft_cap=False),
     Kernel("fa3", "float16", 64, window=True, soft_cap=True),
 ]
-EVERY_SIGNATURE = {**SIGNATURES, **COMMUNICATION_SIGNATURES}
+EVERY_SIGNATURE = {**SIGNATURES, **COMMUNICATION_SIGNATURES, **LATENT_SIGNATURES}
 STARS: dict[object, int] = {inspect.Parameter.VAR_POSITIONAL: 1, inspect.Parameter.VAR_KEYWORD: 2}
 
 
@@ -200,6 +202,14 @@ def test_kernels_are_called_what_flashinfer_calls_them(kernel: Kernel) -> None:
     dtype, size = dtype_of(kernel.dtype), kernel.head_size
     wanted = (dtype, dtype, dtype, torch.int32, size, size, 0, kernel.window, kernel.soft_cap, False)
     assert kernel.name == modules.get_batch_prefill_uri(kernel.backend, *wanted)
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_kernels_of_latents_are_called_what_flashinfer_calls_them(backend: str) -> None:
+    modules = importlib.import_module("flashinfer.jit.attention.modules")
+    wanted = (*[torch.bfloat16] * 3, torch.int32, 512, 64, False)
+    assert LatentKernel(backend, "bfloat16", 512, 64).name == modules.get_batch_mla_uri(backend, *wanted)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hardpoint_cuda import flashinfer_plan
-from hardpoint_cuda.flashinfer_plan import _Turn
+from hardpoint_cuda.flashinfer_plan import PinnedTurn
 
 DEVICE = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def event(monkeypatch: pytest.MonkeyPatch) -> Late:
 
 
 def test_what_is_still_read_is_waited_for(event: Late) -> None:
-    turn = _Turn(DEVICE)
+    turn = PinnedTurn(DEVICE)
     _, event.memory = turn.fill(np.array([1, 2], np.int32), np.array([3], np.int32))
     assert event.seen == [], "nothing was submitted yet"
     turn.close()
@@ -54,7 +54,7 @@ def test_what_is_still_read_is_waited_for(event: Late) -> None:
 
 
 def test_what_was_read_is_not_waited_for(event: Late) -> None:
-    turn = _Turn(DEVICE)
+    turn = PinnedTurn(DEVICE)
     turn.fill(np.array([1], np.int32))
     turn.close()
     event.pending = False
@@ -63,7 +63,7 @@ def test_what_was_read_is_not_waited_for(event: Late) -> None:
 
 
 def test_a_plan_that_failed_leaves_copies_that_are_waited_for(event: Late) -> None:
-    turn = _Turn(DEVICE)
+    turn = PinnedTurn(DEVICE)
     _, event.memory = turn.fill(np.array([1], np.int32))
     turn.fill(np.array([2], np.int32))  # never closed
     assert event.seen == [[1]]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -22,10 +21,10 @@ from hardpoint.reference.attention import ReferenceAttention, attend
 from hardpoint_cuda import flashinfer_library, flashinfer_plan
 from hardpoint_cuda.flashinfer_attention import FlashInferAttention, FlashInferMetadata
 from hardpoint_cuda.flashinfer_plan import Paging, decode_tiles
-from hardpoint_plugin_api import AttentionBatch, AttentionCall, AttentionSpec, BuildContext, CapacityError, Span
+from hardpoint_plugin_api import AttentionCall, AttentionSpec, BuildContext, CapacityError, Span
 from tests.kernels.compiling import PAIRS_OF_TARGETS, Job, compile_kernels
 from tests.support.attention import MIXED, Piece, run_backend
-from tests.support.flashinfer import WithDevice, backend_class, needs_flashinfer
+from tests.support.flashinfer import Event, WithDevice, backend_class, decode_batch, needs_flashinfer
 
 SPEC = AttentionSpec(4, 2, 64, 0.2, "bfloat16", "bfloat16", 16)
 STEPS: dict[str, tuple[Piece, ...]] = {
@@ -117,13 +116,6 @@ class Compiled:
             out[rows] = attend(q[rows], k, v, spec)
 
 
-class Event:
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
 class HostTorch:
     """Torch for FlashInfer's wrappers on a machine without a device."""
 
@@ -148,7 +140,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
         )
     monkeypatch.setattr(flashinfer_library.Kernel, "load", lambda kernel: None)
     monkeypatch.setattr(flashinfer_plan, "_pinned", lambda size: torch.empty(size, dtype=torch.int32))
-    monkeypatch.setattr(flashinfer_plan, "_alias", lambda memory: memory)
+    monkeypatch.setattr(flashinfer_plan, "alias", lambda memory: memory)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     h200 = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
@@ -166,20 +158,6 @@ def test_steps_through_the_wrappers(compiled: dict[str, Compiled], step: str, ch
     decodes = any(piece.query == 1 for piece in STEPS[step])
     prefills = any(piece.query > 1 for piece in STEPS[step])
     assert set(compiled) == ({"fa2"} if decodes else set()) | ({"fa3"} if prefills else set())
-
-
-def decode_batch(lengths: Sequence[int], table: torch.Tensor) -> AttentionBatch:
-    n = len(lengths)
-    return AttentionBatch(
-        query_start=torch.arange(n + 1, dtype=torch.int32),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        block_table=table,
-        slot_mapping=torch.zeros(n, dtype=torch.int32),
-        query_start_host=tuple(range(n + 1)),
-        seq_lens_host=tuple(lengths),
-        num_decodes=n,
-        graph_key=n,
-    )
 
 
 @needs_flashinfer
@@ -246,12 +224,12 @@ def test_a_sleeping_engine_gets_its_workspace_back(compiled: dict[str, Compiled]
 
 @pytest.mark.parametrize("where", ["offset", "apart", "far", "wide heads"])
 def test_queries_that_kernels_cannot_read_are_copied(where: str) -> None:
-    from hardpoint_cuda.flashinfer_attention import _readable
+    from hardpoint_cuda.flashinfer_attention import readable
 
     plain = torch.arange(3 * 2 * 64, dtype=torch.bfloat16).view(3, 2, 64)
-    assert _readable(plain) is plain
+    assert readable(plain) is plain
     qkv = torch.zeros(3, 4, 64, dtype=torch.bfloat16)
-    assert _readable(qkv[:, :2]).data_ptr() == qkv.data_ptr(), "a part of a merged projection is read in place"
+    assert readable(qkv[:, :2]).data_ptr() == qkv.data_ptr(), "a part of a merged projection is read in place"
     storage = torch.zeros(2000, dtype=torch.bfloat16)
     shape, strides, offset = {
         "offset": ((3, 2, 64), (128, 64, 1), 1),
@@ -260,7 +238,7 @@ def test_queries_that_kernels_cannot_read_are_copied(where: str) -> None:
         "wide heads": ((3, 2, 64), (128, 64, 2), 0),
     }[where]
     x = storage.as_strided(shape, strides, offset)
-    copy = _readable(x)
+    copy = readable(x)
     assert copy.is_contiguous()
     assert torch.equal(copy, x)
     assert copy.data_ptr() != x.data_ptr()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
+import torch
 
 from hardpoint.resources import EngineResources
 from hardpoint_cuda.platform import describe_arch
-from hardpoint_plugin_api import AttentionBackend, AttentionSpec, BuildContext, DeviceInfo
+from hardpoint_plugin_api import AttentionBackend, AttentionBatch, AttentionSpec, BuildContext, DeviceInfo
 
 needs_flashinfer = pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed"
@@ -23,6 +25,7 @@ class WithDevice:
 
     resources: EngineResources = field(default_factory=EngineResources)
     workspace_mib: int = 32
+    tuning_folders: tuple[str, ...] = ()
     device: DeviceInfo = field(default_factory=lambda: describe_arch("H200", (9, 0)))
 
     def plugin_config(self, plugin: str) -> dict[str, int]:
@@ -45,3 +48,27 @@ def needs_kernels(spec: AttentionSpec, device: DeviceInfo) -> None:
 
     if found := FlashInferAttention.supports(spec.workload(), device):
         pytest.skip(str(found[0]))
+
+
+class Event:
+    """torch.cuda.Event on a machine without a device."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def decode_batch(lengths: Sequence[int], table: torch.Tensor) -> AttentionBatch:
+    """A captured step of one token for each request."""
+    n = len(lengths)
+    return AttentionBatch(
+        query_start=torch.arange(n + 1, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.zeros(n, dtype=torch.int32),
+        query_start_host=tuple(range(n + 1)),
+        seq_lens_host=tuple(lengths),
+        num_decodes=n,
+        graph_key=n,
+    )

@@ -115,7 +115,7 @@ class FlashInferAttention(AttentionBackend):
         assert isinstance(call.metadata, FlashInferMetadata)
         for wrapper, rows in call.metadata.parts:
             wrapper.run(
-                q=_readable(call.q[rows]),
+                q=readable(call.q[rows]),
                 paged_kv_cache=(call.cache["k"], call.cache["v"]),
                 out=call.out[rows],
                 enable_pdl=self._dependent_launch,
@@ -134,7 +134,7 @@ def _arch_number(device: DeviceInfo) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _readable(q: torch.Tensor) -> torch.Tensor:
+def readable(q: torch.Tensor) -> torch.Tensor:
     """``q`` [T, H, D], or a copy where the kernels cannot read it: 16 bytes at a time, by 32-bit offsets."""
     aligned = q.data_ptr() % _ALIGNMENT == 0 and all(s * q.element_size() % _ALIGNMENT == 0 for s in q.stride()[:2])
     if aligned and q.stride(2) == 1 and q.shape[0] * q.stride(0) < 2**31:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 
 import importlib_metadata
 
-from hardpoint_cuda.flashinfer_library import COMMUNICATION, DISTRIBUTION, PRODUCT, Kernel, Library, is_ahead_of_time
+from hardpoint_cuda.flashinfer_library import (
+    COMMUNICATION,
+    DISTRIBUTION,
+    PRODUCT,
+    Kernel,
+    LatentKernel,
+    Library,
+    is_ahead_of_time,
+)
 from hardpoint_plugin_api import KernelBuild, Reason
 from hardpoint_plugin_api.distributions import locate_module
 
@@ -32,6 +40,13 @@ def attention_build(kernels: Sequence[Kernel]) -> KernelBuild | None:
         return None
     title = "FlashInfer's " + " and ".join(kernel.name for kernel in missing)
     return KernelBuild(title, f"{_HERE}:build_attention", tuple(json.dumps(asdict(kernel)) for kernel in missing))
+
+
+def latent_build(kernel: LatentKernel) -> KernelBuild | None:
+    """The build of ``kernel``, where it is nowhere yet."""
+    if is_built(kernel):
+        return None
+    return KernelBuild(f"FlashInfer's {kernel.name}", f"{_HERE}:build_latent", (json.dumps(asdict(kernel)),))
 
 
 def communication_build() -> KernelBuild | None:
@@ -66,6 +81,11 @@ def build_attention(*kernels: str) -> None:
     """Build attention kernels, given as JSON; in a child process."""
     for text in kernels:
         Kernel(**json.loads(text)).generate().build(verbose=False)
+
+
+def build_latent(kernel: str) -> None:
+    """Build a kernel of latent attention, given as JSON; in a child process."""
+    LatentKernel(**json.loads(kernel)).generate().build(verbose=False)
 
 
 def build_communication() -> None:

@@ -120,6 +120,24 @@ PRODUCT_SIGNATURES: Mapping[str, tuple[str, ...]] = {
 }
 """The same for the product of 8-bit floats: FlashInfer's function, and what of it is called here in its place."""
 
+LATENT_SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    "mla/_core.py:BatchMLAPagedAttentionWrapper.__init__": (
+        "self float_workspace_buffer use_cuda_graph qo_indptr kv_indptr kv_indices kv_len_arr backend",
+    ),
+    "mla/_core.py:BatchMLAPagedAttentionWrapper.plan": (
+        "self qo_indptr kv_indptr kv_indices kv_len_arr num_heads head_dim_ckv head_dim_kpe page_size causal sm_scale "
+        "q_data_type kv_data_type use_profiler",
+    ),
+    "mla/_core.py:BatchMLAPagedAttentionWrapper.run": (
+        "self q_nope q_pe ckv_cache kpe_cache out lse return_lse profiler_buffer kv_len page_table "
+        "return_lse_base_on_e o_scale ckv_scale kpe_scale",
+    ),
+    "jit/attention/modules.py:gen_batch_mla_module": (
+        "backend dtype_q dtype_kv dtype_o dtype_idx head_dim_ckv head_dim_kpe use_profiler",
+    ),
+}
+"""The same for latent attention."""
+
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 
@@ -170,6 +188,48 @@ class Kernel:
 
         Raises PlatformError with the end of what the compiler says.
         """
+        _load(self)
+
+
+@dataclass(frozen=True)
+class LatentKernel:
+    """One library of latent attention: ``backend`` as of Kernel."""
+
+    backend: str
+    dtype: str
+    latent_size: int
+    rope_size: int
+
+    @property
+    def name(self) -> str:
+        """FlashInfer's name of it."""
+        short = _SHORT[self.dtype]
+        return (
+            f"batch_mla_attention_dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}_dtype_idx_i32_head_dim_ckv_"
+            f"{self.latent_size}_head_dim_kpe_{self.rope_size}_profiler_False{'_sm90' if self.backend == 'fa3' else ''}"
+        )
+
+    @property
+    def signatures(self) -> Mapping[str, tuple[str, ...]]:
+        """The signatures of FlashInfer's functions that are called for it."""
+        return LATENT_SIGNATURES
+
+    def generate(self) -> Any:
+        """FlashInfer's own description of it."""
+        dtype = dtype_of(self.dtype)
+        return module("flashinfer.jit").gen_batch_mla_module(
+            backend=self.backend,
+            dtype_q=dtype,
+            dtype_kv=dtype,
+            dtype_o=dtype,
+            dtype_idx=torch.int32,
+            head_dim_ckv=self.latent_size,
+            head_dim_kpe=self.rope_size,
+            use_profiler=False,
+        )
+
+    def load(self) -> None:
+        """Build it where it is not built yet, and load it. Raises PlatformError."""
         _load(self)
 
 
@@ -249,7 +309,7 @@ _DEEP_GEMM_FOLDER = "TRTLLM_DG_CACHE_DIR"
 
 COMMUNICATION = Communication()
 PRODUCT = Product()
-Library = Kernel | Communication | Product
+Library = Kernel | LatentKernel | Communication | Product
 
 
 def reasons(kernels: frozenset[Library]) -> list[Reason]:

@@ -83,7 +83,7 @@ def partial_bytes(spec: AttentionSpec, tiles: int, rows: int) -> int:
     return spec.num_heads * tiles * rows * 4 * (spec.head_size + 1) + 32
 
 
-class _Turn:
+class PinnedTurn:
     """One set of pinned memory. It is filled again only when the device has read what it held."""
 
     def __init__(self, device: torch.device) -> None:
@@ -137,8 +137,8 @@ class StepPlanner:
     def __init__(self, spec: AttentionSpec, prefill: Kernel, workspace: torch.Tensor) -> None:
         self.address, self._nbytes = workspace.data_ptr(), workspace.numel()
         self._spec, self._device = spec, workspace.device
-        self._workspace = _alias(workspace)
-        self._turns = [_Turn(self._device) for _ in range(2)]
+        self._workspace = alias(workspace)
+        self._turns = [PinnedTurn(self._device) for _ in range(2)]
         self._turn = 0
         self._decode_module, self._prefill_module = module("flashinfer.decode"), module("flashinfer.prefill")
         self._group = spec.num_heads // spec.num_kv_heads
@@ -252,7 +252,7 @@ class StepPlanner:
     def _paging(self, batch: AttentionBatch) -> Paging:
         return Paging.of(batch.query_start_host, batch.seq_lens_host, self._spec.span, self._spec.block_size)
 
-    def _next_turn(self) -> _Turn:
+    def _next_turn(self) -> PinnedTurn:
         self._turn = 1 - self._turn
         return self._turns[self._turn]
 
@@ -311,6 +311,6 @@ class _Address:
         }
 
 
-def _alias(memory: torch.Tensor) -> torch.Tensor:
+def alias(memory: torch.Tensor) -> torch.Tensor:
     """The same memory, uint8, without holding on to it: resources are given back when the engine sleeps."""
     return torch.as_tensor(_Address(memory), device=memory.device)
