@@ -21,6 +21,9 @@ from hardpoint_cpu.linear import (
     Int4PanelLinear,
     Int8PanelLinear,
     Int8WeightPanelLinear,
+    Mxfp4PanelLinear,
+    NibblePanelLinear,
+    Nvfp4PanelLinear,
     PanelLinear,
     PlainPanelLinear,
 )
@@ -42,6 +45,8 @@ needs_kernels()
 _ROWS = (1, 3, 5, 7, 13, 200)
 _INT8 = QuantSpec("int8", scales=(Scale("float32", (1, -1)),))
 _GROUPS, _SMALL_GROUPS = ((Scale("bfloat16", (1, columns)),) for columns in (32, 8))
+_MX = (Scale("float8_e8m0fnu", (1, 32)),)
+_NV = (Scale("float8_e4m3fn", (1, 16)), Scale("float32", (-1, -1)))
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ def _pairs(dtype: torch.dtype) -> dict[str, tuple[type[PanelLinear], tuple[Quant
         "uint4-asym": (Int4PanelLinear, (QuantSpec("uint4", scales=_GROUPS, zero_point=True), plain)),
         "int4": (Int4PanelLinear, (QuantSpec("int4", scales=_GROUPS), plain)),
         "int4-small-groups": (Int4PanelLinear, (QuantSpec("int4", scales=_SMALL_GROUPS), plain)),
+        "mxfp4": (Mxfp4PanelLinear, (QuantSpec("float4_e2m1", scales=_MX), plain)),
+        "nvfp4": (Nvfp4PanelLinear, (QuantSpec("float4_e2m1", scales=_NV), plain)),
         "uint4-rows": (Int4PanelLinear, (QuantSpec("uint4", scales=(Scale("float32", (1, -1)),)), plain)),
     }
 
@@ -87,7 +94,7 @@ def test_multiplies_as_its_spec_says(level: str, name: str, dtype: torch.dtype) 
     kind, pair = _pairs(dtype)[name]
     generator = torch.Generator().manual_seed(0)
     shapes = [(40, 64), (70, 1312)]  # a panel that is not full; more columns than one block has
-    if kind is not Int4PanelLinear:
+    if not issubclass(kind, NibblePanelLinear):
         shapes.append((20, 66))  # columns that are no multiple of 4
     for n, k in shapes:
         slots = _slots(n, k, pair[0], dtype, generator)
@@ -154,6 +161,8 @@ _EXPERTS = {
     "plain": ("cpu_native", "plain"),
     "int8": ("cpu_native_int8", "int8-dynamic"),
     "int4": ("cpu_native_int4", "uint4-groups"),
+    "mxfp4": ("cpu_native_mxfp4", "mxfp4"),
+    "nvfp4": ("cpu_native_nvfp4", "nvfp4"),
 }
 
 
@@ -173,10 +182,9 @@ def _experts(site: Site, name: str, **row: str) -> ExpertsProbe:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_are_what_the_reference_makes(site: Site, level: str, name: str, dtype: torch.dtype) -> None:
     common = {"dtype": dtype_name(dtype), "activation": "silu_and_mul", "mixture": "8x2", "widths": "even"}
-    common["bias"] = "no-bias"
     tried = 0
-    for batch in ("one", "few", "many"):
-        probe = _experts(site, name, batch=batch, absent="some-elsewhere", **common)
+    for batch, bias in (("one", "bias"), ("few", "no-bias"), ("many", "bias")):
+        probe = _experts(site, name, batch=batch, bias=bias, absent="some-elsewhere", **common)
         if probe.subject.refuses(probe.workload) is None:
             finding = Finding.of(judge_call(probe.call(3)))
             assert not finding.faults, finding

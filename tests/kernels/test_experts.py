@@ -57,6 +57,8 @@ ROWS: list[Row] = [
     ROW | {"spec": "int8-dynamic", "dtype": "bfloat16"},
     ROW | {"spec": "fp8-tiles", "dtype": "bfloat16", "widths": "wide"},
     ROW | {"spec": "uint4-groups", "dtype": "float16", "absent": "here"},
+    ROW | {"spec": "mxfp4", "dtype": "float16", "widths": "wide", "bias": "bias"},
+    ROW | {"batch": "many", "mixture": "60x4", "activation": "relu2", "bias": "bias"},
 ]
 MIXTRAL, QWEN3 = LayerShape(8, 14336, 4096, 2, "bfloat16"), LayerShape(128, 768, 2048, 2, "bfloat16")
 SMALL = ExpertsWorkload(
@@ -201,6 +203,7 @@ QUANTIZED = {
     "int8 groups": (scaled("int8", 1, 32), BFLOAT16),
     "int4 rows": (scaled("int4", 1, -1), BFLOAT16),
     "int4 groups": (scaled("int4", 1, 32), BFLOAT16),
+    "mxfp4": (QuantSpec("float4_e2m1", scales=(Scale("float8_e8m0fnu", (1, 32)),)), BFLOAT16),
 }
 
 
@@ -216,6 +219,7 @@ def test_what_it_cannot_multiply_is_refused(site: Site) -> None:
     for specs, dtype, wanted in (
         ((scaled("uint4", 1, 2), BFLOAT16), "bfloat16", "2"),
         ((scaled("int4", 1, 16), BFLOAT16), "bfloat16", "16"),
+        ((scaled("float4_e2m1", 1, 16), BFLOAT16), "bfloat16", "16"),
         ((scaled(FP8, 1, 16), rounded), "bfloat16", "16"),
         ((scaled("int8", 1, 48), BFLOAT16), "bfloat16", "48"),
         ((scaled(FP8, 1, -1), rounded), "float32", "float32"),
@@ -381,8 +385,8 @@ def tile_job(target: str, tiling: Tiling, *, gated: bool, lanes: int = 0, **form
     constexprs: dict[str, Any] = {
         "ACTIVATION": "silu" if gated else None,
         "GATED": gated,
-        **dict.fromkeys(("x_scale", "weight_scale", "zero_point")),
-        **dict.fromkeys(("SCALE_ROWS", "GROUP", "X_GROUP", "NIBBLES", "FLIP"), 0),
+        **dict.fromkeys(("x_scale", "weight_scale", "zero_point", "bias")),
+        **dict.fromkeys(("SCALE_ROWS", "GROUP", "X_GROUP", "NIBBLES", "FLIP", "E2M1"), 0),
         "LISTED_IN_PLACE": lanes,
         "DESCRIBED": chosen.described,
         "WHOLE_DEPTH": True,
@@ -440,6 +444,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8 rows": {"weight": "*i8", "weight_scale": "*fp32", "SCALE_ROWS": 1},
     "int8 rows, rounded": {"weight": "*i8", "weight_scale": "*fp32", "SCALE_ROWS": 1, "x": "*i8", "x_scale": "*fp32"},
     "uint4 groups": FP8_TILES | {"weight": "*u8", "zero_point": "*u8", "SCALE_ROWS": 1, "NIBBLES": True},
+    "mxfp4": {
+        "weight": "*u8",
+        "weight_scale": "*u8",
+        "bias": "*bf16",
+        "SCALE_ROWS": 1,
+        "GROUP": 32,
+        "NIBBLES": True,
+        "E2M1": True,
+        "DEPTH": 32,
+    },
 }
 
 

@@ -45,13 +45,26 @@ class _Case:
         if zero_point:
             points = torch.randint(0, 16, groups, generator=generator)
             self.slots["weight_zero_point"] = (points - 8).to(torch.int8) if element == "int4" else points.byte()
+        if element == "float4_e2m1":
+            spec = self._with_byte_scales(spec, groups, generator)
         self.plain = dequantize(self.slots, spec, torch.float64)
         workload = LinearWorkload(dtype=dtype, in_features=k, out_features=n, spec=(spec, QuantSpec(dtype)))
         self.kernel = TritonInt4Linear(site.context(dtype), workload)
         self.packed = self.kernel.prepack(self.slots)
 
+    def _with_byte_scales(self, spec: QuantSpec, groups: tuple[int, int], generator: torch.Generator) -> QuantSpec:
+        """Scales of e8m0 for 32 columns; of e4m3 for 16, and of float32 for rows. Halves of whole numbers."""
+        powers = torch.randint(0, 3, groups, generator=generator)
+        if spec.scales[0].block[1] == 32:
+            self.slots["weight_scale"] = (powers + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+            return replace(spec, scales=(Scale("float8_e8m0fnu", (1, 32)),))
+        self.slots["weight_scale"] = (powers + 1).float().to(torch.float8_e4m3fn)
+        self.slots["weight_scale_2"] = 2.0 ** torch.randint(-1, 2, (groups[0], 1), generator=generator).float()
+        return replace(spec, scales=(Scale("float8_e4m3fn", (1, 16)), Scale("float32", (1, -1))))
+
     def check(self, x: torch.Tensor, bias: torch.Tensor | None, cut: Int4Configuration | None) -> None:
-        got = int4_matmul(x, self.packed, bias, self.kernel.group, self.kernel.flip, cut)
+        e2m1 = self.kernel.spec.element == "float4_e2m1"
+        got = int4_matmul(x, self.packed, bias, self.kernel.group, self.kernel.flip, cut, e2m1=e2m1)
         wanted = x.double() @ self.plain.T + (0 if bias is None else bias.double())
         torch.testing.assert_close(got, wanted.to(self.dtype), rtol=0, atol=0, equal_nan=True)
 
@@ -67,6 +80,11 @@ _WEIGHTS = pytest.mark.parametrize(
         (33, 288, 32, "uint4", True, "float32"),
     ],
 )
+_FLOATS = [
+    pytest.param(n, k, group, "float4_e2m1", False, dtype, cut, id=f"{group}-{dtype}-{name}")
+    for n, k, group, dtype in ((40, 1024, 32, "float16"), (33, 224, 16, "float16"), (17, 288, 32, "float32"))
+    for name, cut in _CUTS.items()
+]
 
 
 def _whole(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -84,6 +102,17 @@ def test_cuts(
     case.check(x[:, :k], _whole(n, dtype=case.dtype), cut)
     if cut.pieces == 1:
         case.check(x[:3, ::2], None, cut)
+
+
+@pytest.mark.parametrize(("n", "k", "group", "element", "zero_point", "dtype", "cut"), _FLOATS)
+def test_four_bit_floats(
+    site: Site, n: int, k: int, group: int, element: str, zero_point: bool, dtype: str, cut: Int4Configuration
+) -> None:
+    case = _Case(site, dtype, n, k, group, element, zero_point)
+    assert torch.equal(case.kernel.unpack(case.packed).double(), case.plain)
+    ids = torch.tensor([n - 1, 0, 3])
+    assert torch.equal(case.kernel.rows(case.packed, ids).double(), case.plain[ids])
+    case.check(_whole(5, k, dtype=case.dtype), _whole(n, dtype=case.dtype), cut)
 
 
 @_WEIGHTS

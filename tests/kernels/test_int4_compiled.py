@@ -20,19 +20,25 @@ def _job(
     group: int = 128,
     zero_point: bool = False,
     whole: bool = True,
+    e2m1: bool = False,
 ) -> Job:
-    pointers = {"x_ptr": f"*{element}", "words_ptr": "*i32", "scale_ptr": "*bf16", "out_ptr": f"*{element}"}
-    absent = dict.fromkeys(("bias_ptr", "zero_point_ptr"))
+    scales = "*u8" if e2m1 else "*bf16"
+    pointers = {"x_ptr": f"*{element}", "words_ptr": "*i32", "scale_ptr": scales, "out_ptr": f"*{element}"}
+    absent = dict.fromkeys(("bias_ptr", "zero_point_ptr", "outer_ptr"))
     if zero_point:
         pointers["zero_point_ptr"] = f"*{element}"
         del absent["zero_point_ptr"]
+    if group == 16:
+        pointers["outer_ptr"] = "*fp32"
+        del absent["outer_ptr"]
     constexprs = {
         **absent,
         "x_stride_k": 1,
         "GROUP": group,
         "ZERO_POINT": 8,
-        "STEP": _STEPS[element],
-        "TILE": 128 if group == 32 else 256,
+        "STEP": 1.0 if e2m1 else _STEPS[element],
+        "E2M1": e2m1,
+        "TILE": 128 if group <= 32 else 256,
         "WHOLE": whole,
         "EVEN": whole,
         "SPLIT": cut.num_warps if cut.split else 1,
@@ -71,6 +77,13 @@ def test_codes_go_from_memory_to_matrix_units(n: int) -> None:
         else:
             assert compiled.count("wgmma.mma_async"), compiled.assembly
             assert not compiled.count("st.shared"), compiled.assembly
+
+
+@pytest.mark.parametrize("group", [32, 16], ids=["mxfp4", "nvfp4"])
+def test_four_bit_floats_compile(group: int) -> None:
+    cuts = [int4_configuration(num_rows, 4096, 2) for num_rows in (1, 16, 300)]
+    for compiled in compile_kernels([_job("sm_90", cut, group=group, e2m1=True) for cut in cuts]):
+        _fits(compiled)
 
 
 def test_sizes_that_are_no_whole_number_of_blocks() -> None:

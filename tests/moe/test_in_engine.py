@@ -143,6 +143,8 @@ def test_explain_says_why_not_the_others(
         "batched": ["format"],
         "cpu_native_int8": ["spec"],
         "cpu_native_int4": ["spec"],
+        "cpu_native_mxfp4": ["spec"],
+        "cpu_native_nvfp4": ["spec"],
         **experts,
     }
     assert reasons["all2all"] == {

@@ -20,6 +20,11 @@ SPECS: dict[str, Pair] = {
         QuantSpec("float8_e4m3fn", scales=(Scale("float32", (1, 128)),), static=False),
     ),
     "int8-groups": (QuantSpec("int8", scales=(Scale("float32", (1, 32)),)), None),
+    "mxfp4": (QuantSpec("float4_e2m1", scales=(Scale("float8_e8m0fnu", (1, 32)),)), None),
+    "nvfp4": (
+        QuantSpec("float4_e2m1", scales=(Scale("float8_e4m3fn", (1, 16)), Scale("float32", (1, -1)))),
+        None,
+    ),
     "uint4-groups": (QuantSpec("uint4", scales=(Scale("float32", (1, 32)),), zero_point=True), None),
     "uint4-pairs": (QuantSpec("uint4", scales=(Scale("float32", (1, 2)),), zero_point=True), None),
 }

@@ -23,6 +23,7 @@ from hardpoint.ops.act_and_mul import act_and_mul
 from hardpoint.ops.add_rms_norm import add_rms_norm
 from hardpoint.ops.draw import Draw
 from hardpoint.plugin_host.blame import construct
+from hardpoint.quantization.methods.block_floats import MXFP4, NVFP4
 from hardpoint.resources import EngineResources
 from hardpoint_plugin_api import (
     AttentionBatch,
@@ -62,6 +63,8 @@ _SPECS = {
     "int8, int8 activations": (_INT8, replace(_INT8, static=False)),
     "int8": (_INT8, _PLAIN),
     "int4 in groups of 64": (_INT4, _PLAIN),
+    "mxfp4": (MXFP4, _PLAIN),
+    "nvfp4": (NVFP4, _PLAIN),
 }
 
 

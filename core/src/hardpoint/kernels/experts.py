@@ -55,6 +55,7 @@ class _Form:
     group: int = 0
     nibbles: bool = False
     flip: int = 0
+    e2m1: bool = False
     rounding: QuantSpec | None = None
     x_group: int = 0
 
@@ -71,6 +72,7 @@ class _Form:
             group,
             weight.packing == "nibbles",
             8 if weight.element == "int4" else 0,
+            weight.element == "float4_e2m1",
             None if activation.is_plain else activation,
             0 if activation.is_plain else max(activation.scales[0].block[1], 0),
         )
@@ -119,7 +121,7 @@ class TritonGroupedExperts(ExpertsKernel):
             return []
         groups = [scale.block[1] for spec in workload.spec for scale in spec.scales]
         # Of 16 columns that 4 bits make, Triton's matrix products come out wrong (3.6, on an H200).
-        least = 16 if workload.spec[1].is_plain and not workload.spec[0].element.endswith("int4") else 32
+        least = 16 if workload.spec[1].is_plain and workload.spec[0].packing == "none" else 32
         reasons = [
             Reason("group", "groups of columns", wanted=str(group), supported=f"powers of two from {least} on")
             for group in groups
@@ -176,8 +178,9 @@ class TritonGroupedExperts(ExpertsKernel):
                 source,
                 x_scale,
                 self._description(weight, shape.columns, round_depth) if described else weight,
-                w.get(f"{name}.weight_scale"),
+                _as_read(w.get(f"{name}.weight_scale")),
                 w.get(f"{name}.weight_zero_point"),
+                w.get(f"{name}.bias"),
                 target,
                 ids,
                 listed,
@@ -192,6 +195,7 @@ class TritonGroupedExperts(ExpertsKernel):
                 form.x_group,
                 form.nibbles,
                 form.flip,
+                form.e2m1,
                 listed_size,
                 described,
                 depth % round_depth == 0,
@@ -229,6 +233,11 @@ class TritonGroupedExperts(ExpertsKernel):
 
 def _launch(grid: tuple[int], num_warps: int, x: torch.Tensor, arguments: tuple[Any, ...], num_stages: int) -> None:
     expert_tiles[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **begun(x))
+
+
+def _as_read(scales: torch.Tensor | None) -> torch.Tensor | None:
+    """Scales as a kernel reads them: e8m0 as bytes."""
+    return scales.view(torch.uint8) if scales is not None and scales.dtype == torch.float8_e8m0fnu else scales
 
 
 def _can_be_described(weight: torch.Tensor) -> bool:

@@ -95,6 +95,7 @@ def expert_tiles(
     weight,
     weight_scale,
     zero_point,
+    bias,
     out,
     ids,
     listed,
@@ -109,6 +110,7 @@ def expert_tiles(
     X_GROUP: tl.constexpr,
     NIBBLES: tl.constexpr,
     FLIP: tl.constexpr,
+    E2M1: tl.constexpr,
     LISTED_IN_PLACE: tl.constexpr,
     DESCRIBED: tl.constexpr,
     WHOLE_DEPTH: tl.constexpr,
@@ -124,9 +126,10 @@ def expert_tiles(
     holds a tile's pairs, and as many lanes as hold all pairs where there is no list. With ``HALF_ROWS`` an expert's
     last tile is half as high where that is enough: at two tiles an expert, whole ones would waste a quarter.
 
-    Pointers to scales and zero points are None where there are none. A scale of weights is for SCALE_ROWS rows and
-    GROUP columns, one of x for a row and X_GROUP columns; 0 is all of them. ``NIBBLES``: two columns are in a byte, as
-    codes of which FLIP is the bit that is a sign, if any.
+    Pointers to scales, zero points and biases are None where there are none. A scale of weights is for SCALE_ROWS rows
+    and GROUP columns, one of x for a row and X_GROUP columns; 0 is all of them. Scales in bytes are e8m0. ``NIBBLES``:
+    two columns are in a byte, as codes of e2m1 with ``E2M1``, else of integers of which FLIP is the bit that is a sign,
+    if any. A bias is [E, rows of weight], added before the activation.
 
     With ``DESCRIBED`` weight is a tensor descriptor, of blocks of COLUMNS of all experts' rows. Such blocks may reach
     into the next expert's rows, and nothing of that is stored.
@@ -164,6 +167,7 @@ def expert_tiles(
             weight,
             weight_scale,
             zero_point,
+            bias,
             out,
             tl.load(mine + tl.arange(0, ROWS // 2)),
             expert,
@@ -179,6 +183,7 @@ def expert_tiles(
             X_GROUP,
             NIBBLES,
             FLIP,
+            E2M1,
             DESCRIBED,
             WHOLE_DEPTH,
             ROWS // 2,
@@ -192,6 +197,7 @@ def expert_tiles(
             weight,
             weight_scale,
             zero_point,
+            bias,
             out,
             pairs,
             expert,
@@ -207,6 +213,7 @@ def expert_tiles(
             X_GROUP,
             NIBBLES,
             FLIP,
+            E2M1,
             DESCRIBED,
             WHOLE_DEPTH,
             ROWS,
@@ -222,6 +229,7 @@ def _multiply(
     weight,
     weight_scale,
     zero_point,
+    bias,
     out,
     pairs,
     expert,
@@ -237,6 +245,7 @@ def _multiply(
     X_GROUP: tl.constexpr,
     NIBBLES: tl.constexpr,
     FLIP: tl.constexpr,
+    E2M1: tl.constexpr,
     DESCRIBED: tl.constexpr,
     WHOLE_DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -282,19 +291,23 @@ def _multiply(
             of_x = tl.load(x_scale + sources.to(tl.int64) * tl.cdiv(depth, X_GROUP) + start // X_GROUP)
             factor = of_x[:, None]
         b = _stored(weight, w_at, first_row, start // per_byte, is_stored, DESCRIBED, WHOLE_DEPTH)
-        b = _numbers(b, zero_point, scale_at + group, a.dtype, NIBBLES, FLIP, COLUMNS, DEPTH)
+        b = _numbers(b, zero_point, scale_at + group, a.dtype, NIBBLES, FLIP, E2M1, COLUMNS, DEPTH)
         total = _add_products(total, a, b, factor, weight_scale, scale_at + group, BY_ROUND)
         if GATED:
             c = _stored(weight, up_at, first_row + columns, start // per_byte, is_stored, DESCRIBED, WHOLE_DEPTH)
-            c = _numbers(c, zero_point, up_scale_at + group, a.dtype, NIBBLES, FLIP, COLUMNS, DEPTH)
+            c = _numbers(c, zero_point, up_scale_at + group, a.dtype, NIBBLES, FLIP, E2M1, COLUMNS, DEPTH)
             up = _add_products(up, a, c, factor, weight_scale, up_scale_at + group, BY_ROUND)
     if weight_scale is not None and GROUP == 0 and not BY_ROUND:
-        total = total.to(tl.float32) * tl.load(weight_scale + scale_at).to(tl.float32)[None, :]
-        up = up.to(tl.float32) * tl.load(weight_scale + up_scale_at).to(tl.float32)[None, :] if GATED else up
+        total = total.to(tl.float32) * _scale(weight_scale + scale_at)[None, :]
+        up = up.to(tl.float32) * _scale(weight_scale + up_scale_at)[None, :] if GATED else up
     if IS_ROUNDED and X_GROUP == 0:
         of_row = tl.load(x_scale + sources)[:, None]
         total = total * of_row
         up = up * of_row if GATED else up
+    if bias is not None:
+        bias_at = bias + expert.to(tl.int64) * height + row
+        total = total.to(tl.float32) + tl.load(bias_at).to(tl.float32)[None, :]
+        up = up.to(tl.float32) + tl.load(bias_at + columns).to(tl.float32)[None, :] if GATED else up
     dtype = out.dtype.element_ty
     result = total.to(dtype)
     if GATED:
@@ -325,11 +338,14 @@ def _numbers(
     dtype: tl.constexpr,
     NIBBLES: tl.constexpr,
     FLIP: tl.constexpr,
+    E2M1: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """The values of a block's elements, before any scale, [COLUMNS, DEPTH] in ``dtype``."""
-    if NIBBLES:
+    if E2M1:
+        numbers = tl.join(_e2m1(stored, dtype), _e2m1(stored >> 4, dtype)).reshape(COLUMNS, DEPTH)
+    elif NIBBLES:
         codes = tl.join(stored & 0xF, stored >> 4).reshape(COLUMNS, DEPTH)
         numbers = ((codes ^ FLIP).to(tl.int32) - FLIP).to(tl.float32)
     else:
@@ -340,11 +356,40 @@ def _numbers(
 
 
 @triton.jit
+def _e2m1(codes, dtype: tl.constexpr):
+    """The values in ``dtype`` of codes in the low four bits of bytes.
+
+    Exponent and mantissa, where those of a number of 16 bits end, are one that is smaller by a power of two.
+    """
+    wide = codes.to(tl.uint16)
+    if dtype == tl.bfloat16:
+        bits = ((wide & 7) << 6) | ((wide & 8) << 12)
+        numbers = bits.to(tl.bfloat16, bitcast=True) * tl.full(codes.shape, 2.0**126, tl.bfloat16)
+    else:
+        bits = ((wide & 7) << 9) | ((wide & 8) << 12)
+        numbers = (bits.to(tl.float16, bitcast=True) * tl.full(codes.shape, 2.0**14, tl.float16)).to(dtype)
+    return numbers
+
+
+@triton.jit
+def _scale(ptrs):
+    """Scales as float32; bytes are exponents with 127 added, of which 0 is subnormal and 255 NaN."""
+    found = tl.load(ptrs)
+    if found.dtype == tl.uint8:
+        bits = found.to(tl.uint32) << 23
+        bits = tl.where((found == 0) | (found == 255), bits | 0x00400000, bits)
+        scales = bits.to(tl.float32, bitcast=True)
+    else:
+        scales = found.to(tl.float32)
+    return scales
+
+
+@triton.jit
 def _add_products(sums, a, b, factor, weight_scale, scale_at, BY_ROUND: tl.constexpr):
     """Sums [ROWS, COLUMNS] with another round's products added, times their scales where those are the round's."""
     if BY_ROUND:
         products = tl.dot(a, b.T, input_precision="ieee").to(tl.float32)
-        products *= tl.load(weight_scale + scale_at).to(tl.float32)[None, :]
+        products *= _scale(weight_scale + scale_at)[None, :]
         if factor is not None:
             products *= factor
         found = sums + products

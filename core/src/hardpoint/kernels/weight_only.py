@@ -10,6 +10,8 @@ quarter of the tile. So a product's step takes one place of the words, and a gro
 A pair becomes two numbers without a conversion: masked, each half is a number below the smallest normal one, in which
 the code counts units of the last place, or sixteens of them. One multiply-add makes it ``(code - zero point) * step``,
 exactly, and the step goes into the result. A group's product is scaled in float32. For float32, codes are converted.
+Codes of e2m1 become numbers by their bits. Groups of 16 columns, shorter than a step, are scaled before the product,
+which is exact for scales of e4m3.
 
 Zero points of groups are stored as what that multiply-add adds, ``-zero point * step``, for each quarter of a tile.
 
@@ -27,8 +29,28 @@ from torch.nn.functional import pad
 
 from hardpoint.kernels.int4_tuning import Int4Configuration, Int4Table, int4_configuration, int4_table
 from hardpoint.kernels.launch import begun, in_stages_that_fit
+from hardpoint.kernels.weight_only_numbers import (
+    code_numbers,
+    exchanged_columns,
+    exchanged_words,
+    quarters,
+    read_where,
+    scale_of,
+    scales_of,
+    with_short_groups,
+    zero_points_of,
+)
 from hardpoint.numerics import pack_nibbles
-from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearCall, LinearKernel, LinearWorkload, Reason, dequantize
+from hardpoint_plugin_api import (
+    BuildContext,
+    DeviceInfo,
+    LinearCall,
+    LinearKernel,
+    LinearWorkload,
+    Reason,
+    Scale,
+    dequantize,
+)
 
 _LARGEST_TILE = 256
 _TILE_ROWS = tl.constexpr(16)
@@ -40,7 +62,7 @@ _SUMS = 1024
 
 
 class TritonInt4Linear(LinearKernel):
-    """4-bit weights for any number of rows of activations."""
+    """4-bit integers, or e2m1 with scales of a byte, for any number of rows of activations."""
 
     layout = "triton_int4_tiles"
 
@@ -49,7 +71,9 @@ class TritonInt4Linear(LinearKernel):
         """Refuse groups that are no whole number of places in a tile, or of tiles, or end within the last group."""
         assert workload.spec is not None
         group, columns = workload.spec[0].scales[0].block[1], workload.in_features or 0
-        fits = group == -1 or (columns % group == 0 and (group in (32, 64, 128) or group % _LARGEST_TILE == 0))
+        short = (16,) if workload.spec[0].element == "float4_e2m1" else ()
+        groups = (*short, 32, 64, 128)
+        fits = group == -1 or (columns % group == 0 and (group in groups or group % _LARGEST_TILE == 0))
         supported = f"32, 64, 128 or multiples of {_LARGEST_TILE}, that divide the columns"
         wanted = f"{group} of {columns}"
         return [] if fits else [Reason("group", "groups of columns", wanted=wanted, supported=supported)]
@@ -64,6 +88,7 @@ class TritonInt4Linear(LinearKernel):
         self.tile = _tile(self.group)
         self._groups = self.columns // self.group if self.group else 1
         self.flip = 8 if self.spec.element == "int4" else 0
+        self._is_e2m1 = self.spec.element == "float4_e2m1"
         self._cuts = int4_table(ctx)
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -81,12 +106,18 @@ class TritonInt4Linear(LinearKernel):
         words = octets.permute(0, 1, 3, 4, 2).flatten(2).contiguous().view(torch.int32)
         packed = {
             "weight": words.unflatten(0, (-1, _TILE_ROWS.value)).transpose(1, 2).contiguous(),
-            "weight_scale": self._scales_by_tiles(weights["weight_scale"]),
+            "weight_scale": self._scales_by_tiles(self._scales(weights["weight_scale"])),
         }
+        if len(self.spec.scales) == 2:
+            packed["weight_scale_2"] = weights["weight_scale_2"].float().expand(len(stored), 1)[:, 0].contiguous()
         if self.spec.zero_point:
             zero_points = weights["weight_zero_point"].short() + self.flip
             packed["weight_zero_point"] = self._zero_points_by_quarters(zero_points)
         return packed
+
+    def _scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """As they are read: those of a byte as bytes."""
+        return scales.view(torch.uint8) if scales.itemsize == 1 else scales
 
     def _scales_by_tiles(self, scales: torch.Tensor) -> torch.Tensor:
         """Of [N, G], [T, N, scales]."""
@@ -105,7 +136,7 @@ class TritonInt4Linear(LinearKernel):
     def apply(self, call: LinearCall) -> torch.Tensor:
         x = call.x
         rows = x.reshape(-1, x.shape[-1])
-        y = int4_matmul(rows, call.weights, call.bias, self.group, self.flip, cuts=self._cuts)
+        y = int4_matmul(rows, call.weights, call.bias, self.group, self.flip, e2m1=self._is_e2m1, cuts=self._cuts)
         return y.view(*x.shape[:-1], y.shape[1])
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -114,7 +145,8 @@ class TritonInt4Linear(LinearKernel):
 
     def rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         blocks, within = ids // _TILE_ROWS.value, ids % _TILE_ROWS.value
-        found = {name: value[:, ids] for name, value in weights.items() if name != "weight"}
+        found = {name: value[:, ids] for name, value in weights.items() if value.ndim == 3}
+        found |= {name: value[ids] for name, value in weights.items() if value.ndim == 1}
         return self._numbers(found | {"weight": weights["weight"][blocks, :, within]})
 
     def _numbers(self, packed: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -125,11 +157,17 @@ class TritonInt4Linear(LinearKernel):
             "weight": pack_nibbles(pad(codes, (0, self.columns % 2)) ^ self.flip),
             "weight_scale": packed["weight_scale"].transpose(0, 1).flatten(1)[:, : self._groups],
         }
+        spec = self.spec
+        if self._is_e2m1:
+            slots["weight_scale"] = slots["weight_scale"].contiguous().view(getattr(torch, spec.scales[0].format))
+        if "weight_scale_2" in packed:
+            slots["weight_scale_2"] = packed["weight_scale_2"][:, None]
+            spec = replace(spec, scales=(spec.scales[0], Scale("float32", (1, -1))))
         if self.spec.zero_point:
             quarters = packed["weight_zero_point"].transpose(0, 1).flatten(1) / -_STEP[self.ctx.dtype]
             first_of_group = quarters[:, :: 4 * self.group // self.tile or quarters.shape[1]]
             slots["weight_zero_point"] = first_of_group[:, : self._groups].short() - self.flip
-        return dequantize(slots, self.spec, self.ctx.dtype)[:, : self.columns]
+        return dequantize(slots, spec, self.ctx.dtype)[:, : self.columns]
 
 
 class DequantizedInt4Linear(TritonInt4Linear):
@@ -150,12 +188,15 @@ def int4_matmul(
     group: int,
     zero_point: int,
     configuration: Int4Configuration | None = None,
+    *,
+    e2m1: bool = False,
     cuts: Int4Table | None = None,
 ) -> torch.Tensor:
     """``x`` [M, K] times packed ``weights``, plus ``bias`` [N]: a new [M, N].
 
     ``group`` 0 is a scale for each row; ``zero_point``, 0 or 8, is for all, where the weights have none of their own.
-    A device whose multiprocessors have less shared memory than a cut takes has fewer blocks of columns on their way.
+    With ``e2m1`` codes are that element's, with scales of a byte. A device whose multiprocessors have less shared
+    memory than a cut takes has fewer blocks of columns on their way.
     ``cuts`` is a device's table, by default core's.
     """
     num_rows, n = x.shape[0], weights["weight_scale"].shape[1]
@@ -165,9 +206,9 @@ def int4_matmul(
 
     def product(num_stages: int) -> torch.Tensor:
         fitting = cut if num_stages == cut.num_stages else replace(cut, num_stages=num_stages)
-        return _product(x, weights, bias, group, zero_point, fitting)
+        return _product(x, weights, bias, group, zero_point, e2m1, fitting)
 
-    kind = cut, group, x.dtype, "weight_zero_point" in weights, x.device
+    kind = cut, group, x.dtype, "weight_zero_point" in weights, e2m1, x.device
     return in_stages_that_fit(kind, cut.num_stages, product)
 
 
@@ -177,6 +218,7 @@ def _product(
     bias: torch.Tensor | None,
     group: int,
     zero_point: int,
+    e2m1: bool,
     cut: Int4Configuration,
 ) -> torch.Tensor:
     """``int4_matmul`` of at least one row, in one cut. Raises OutOfResources, with nothing launched."""
@@ -192,6 +234,7 @@ def _product(
         weights["weight"],
         weights["weight_scale"],
         weights.get("weight_zero_point"),
+        weights.get("weight_scale_2"),
         bias if cut.pieces == 1 else None,
         found,
         num_rows,
@@ -202,7 +245,8 @@ def _product(
         x.stride(1),
         GROUP=group,
         ZERO_POINT=zero_point,
-        STEP=_STEP[x.dtype],
+        STEP=1.0 if e2m1 else _STEP[x.dtype],
+        E2M1=e2m1,
         TILE=tile,
         WHOLE=k % (tile * split * cut.pieces) == 0,
         EVEN=n % cut.block_n == 0,
@@ -249,117 +293,12 @@ def int4_dequantize(
 
 def _tile(group: int) -> int:
     """The columns of a tile, a quarter of which has one scale."""
-    return 128 if group == 32 else _LARGEST_TILE
+    return 128 if group in (16, 32) else _LARGEST_TILE
 
 
 def _parts(group: int, tile: int) -> int:
     """The groups that a tile has, whole ones, or 1."""
     return tile // group if 0 < group <= tile else 1
-
-
-@triton.jit
-def _halves(pairs, dtype: tl.constexpr):
-    """The lower and the upper half of 32 bits, side by side in a new last axis."""
-    lower, upper = pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)
-    return tl.join(lower.to(dtype, bitcast=True), upper.to(dtype, bitcast=True))
-
-
-@triton.jit
-def _numbers(words, place: tl.constexpr, added, STEP: tl.constexpr, shape: tl.constexpr, dtype: tl.constexpr):
-    """Of the codes at ``place`` (0 to 3) of words: ``code * STEP + added``, in ``shape``, twice as long."""
-    if dtype == tl.float32:
-        codes = tl.join((words >> (4 * place)) & 0xF, (words >> (4 * place + 16)) & 0xF)
-        return codes.reshape(shape).to(tl.float32) * STEP + added
-    else:  # noqa: RET505  # Triton reads on after a return
-        # Odd places become sixteens of the smallest number where they are: two places share a shift.
-        pairs = (words if place < 2 else words >> 8) & (0x00F000F0 if place % 2 else 0x000F000F)
-        smallest: tl.constexpr = (2.0**-133 if dtype == tl.bfloat16 else 2.0**-24) * (16 if place % 2 else 1)
-        # Compilers make one instruction of both; with tl.fma, they would not work on pairs where zero points are added.
-        return _halves(pairs, dtype).reshape(shape) * tl.full(shape, STEP / smallest, dtype) + added
-
-
-@triton.jit
-def _zero_points_of(ptr, tile, n, N, there):
-    """A tuple: of each quarter of a tile, what is added to the codes of rows ``n``.
-
-    One read for the four, of as many elements as there are lanes: of fewer, Triton makes several copies by some lanes.
-    """
-    first = tl.expand_dims((tile.to(tl.int64) * N + n) * 4, -1)
-    return _quarters(_read(ptr + first + tl.arange(0, 4), None if there is None else tl.expand_dims(there, -1)))
-
-
-@triton.jit
-def _quarters(x):
-    """A tuple: of x [..., 4], each of four."""
-    even, odd = tl.split(x.reshape(x.shape[:-1] + (2, 2)))  # noqa: RUF005  # as Triton reads it
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
-
-
-@triton.jit
-def _scales_of(ptr, tile, n, N, there, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """A tuple: the scales of a tile's groups, for rows ``n``, as many in each as 64 bits hold; see ``_scale``.
-
-    ``there`` None: the tiles are.
-    """
-    parts: tl.constexpr = TILE // GROUP if GROUP != 0 and GROUP <= TILE else 1
-    together: tl.constexpr = parts if ptr.dtype.element_ty.primitive_bitwidth == 16 else 1
-    if GROUP == 0:
-        record = tile * 0
-    elif GROUP > TILE:
-        record = tile // (GROUP // TILE)
-    else:
-        record = tile
-    first = (record.to(tl.int64) * N + n) * (parts // together)
-    if together > 1:
-        ptr = ptr.to(tl.pointer_type(tl.int64 if together == 4 else tl.int32))
-    found = ()
-    for number in tl.static_range(parts // together):
-        found = found + (_read(ptr + first + number, there),)  # type: ignore[assignment]  # noqa: RUF005  # as Triton reads it
-    return found
-
-
-@triton.jit
-def _read(ptrs, there):
-    """The elements that ``there`` marks, zeros elsewhere; all where ``there`` is None."""
-    if there is None:
-        return tl.load(ptrs)
-    else:  # noqa: RET505  # Triton reads on after a return
-        return tl.load(ptrs, mask=there, other=0)
-
-
-@triton.jit
-def _scale(scales, part: tl.constexpr, parts: tl.constexpr, dtype: tl.constexpr):
-    """Of what ``_scales_of`` found, a group's, as float32."""
-    together: tl.constexpr = parts if dtype.primitive_bitwidth == 16 else 1
-    found = scales[part // together]
-    if together > 1:
-        found = (found >> (part * 16)).to(tl.int16).to(dtype, bitcast=True)
-    return found.to(tl.float32)
-
-
-@triton.jit
-def _exchanged(x):
-    """x's columns [S, C, M] in another order, in which ``_exchanged_words`` has the weight's, too.
-
-    Of every 16 columns that they multiply at a time, matrix units take two pairs from each of four lanes, whose lie
-    apart. So exchanged, all of a lane's columns lie side by side in memory, in the order in which they are taken.
-    """
-    split: tl.constexpr = x.shape[0]
-    steps: tl.constexpr = x.shape[1] // 32
-    rows: tl.constexpr = x.shape[2]
-    lanes = x.reshape(split, 4, steps, 2, 2, 2, rows)
-    return lanes.permute(0, 2, 4, 1, 3, 5, 6).reshape(x.shape)
-
-
-@triton.jit
-def _exchanged_words(words):
-    """Words [S, N, C / 2] of the columns that ``_exchanged`` has."""
-    split: tl.constexpr = words.shape[0]
-    rows: tl.constexpr = words.shape[1]
-    steps: tl.constexpr = words.shape[2] // 16
-    return words.reshape(split, rows, 4, steps, 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(words.shape)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -368,6 +307,7 @@ def _int4_matmul(
     words_ptr,
     scale_ptr,
     zero_point_ptr,
+    outer_ptr,
     bias_ptr,
     out_ptr,
     num_rows,
@@ -379,6 +319,7 @@ def _int4_matmul(
     GROUP: tl.constexpr,
     ZERO_POINT: tl.constexpr,
     STEP: tl.constexpr,
+    E2M1: tl.constexpr,
     TILE: tl.constexpr,
     WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
@@ -395,7 +336,8 @@ def _int4_matmul(
     SPLIT is the number of warps, where each has a tile of columns of its own, or 1. A program's second number says
     which of PIECES of the columns it has, its third, where TILES_TOGETHER is 1, which row of tiles. WHOLE says that
     each of these has a whole number of what it takes at a time, EVEN that N is a whole number of BLOCK_N. In place of
-    rows beyond the last, the last one is read again. STAGES is the configuration's; the loop itself is told of it, as
+    rows beyond the last, the last one is read again. ``outer_ptr``, where it is not None, has a factor for each row of
+    the weight. STAGES is the configuration's; the loop itself is told of it, as
     Triton otherwise reads nothing ahead but what products take: no scales and no zero points.
     """
     if BEGIN is not None:
@@ -403,7 +345,8 @@ def _int4_matmul(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     words_of_tile: tl.constexpr = TILE // 8
     step_columns: tl.constexpr = TILE // 4
-    parts: tl.constexpr = 1 if GROUP == 0 or GROUP > TILE else TILE // GROUP
+    SHORT: tl.constexpr = GROUP == 16
+    parts: tl.constexpr = 1 if GROUP == 0 or GROUP > TILE or SHORT else TILE // GROUP
     if TILES_TOGETHER > 1:
         tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
         stripe = tl.program_id(0) // (TILES_TOGETHER * tiles_n)
@@ -438,26 +381,26 @@ def _int4_matmul(
     words_ptrs = words_ptr + tile_words + (row % _TILE_ROWS * words_of_tile + word)
     x_ptrs = x_ptr + m.to(tl.int64) * x_stride_m + ((start + own) * TILE + column).to(tl.int64) * x_stride_k
     if GROUP == 0:
-        scales = _scales_of(scale_ptr, start + own, n, N, None, GROUP, TILE)
+        scales = scales_of(scale_ptr, start + own, n, N, None, GROUP, TILE)
     if zero_point_ptr is None:
         added = tl.full(shape, -ZERO_POINT * STEP, dtype)
     for first in tl.range(start, end, SPLIT, num_stages=STAGES):
         tile = first + own
         ahead = None if WHOLE else tile < T
         if GROUP != 0:
-            scales = _scales_of(scale_ptr, tile, n, N, ahead, GROUP, TILE)
+            scales = scales_of(scale_ptr, tile, n, N, ahead, GROUP, TILE)
         if zero_point_ptr is not None:
-            zero_points = _zero_points_of(zero_point_ptr, tile, n, N, ahead)
-        words = _read(words_ptrs, ahead).to(tl.uint32, bitcast=True)
+            zero_points = zero_points_of(zero_point_ptr, tile, n, N, ahead)
+        words = read_where(words_ptrs, ahead).to(tl.uint32, bitcast=True)
         if SPLIT > 1:
-            words = _exchanged_words(words)
+            words = exchanged_words(words)
             xs = tl.load(x_ptrs) if WHOLE else tl.load(x_ptrs, mask=tile * TILE + column < K, other=0.0)
-            xs = _quarters(xs.reshape(SPLIT, 4, step_columns, BLOCK_M).permute(0, 2, 3, 1))
+            xs = quarters(xs.reshape(SPLIT, 4, step_columns, BLOCK_M).permute(0, 2, 3, 1))
         for part in tl.static_range(parts):
             product = tl.zeros_like(sums)
             for place in tl.static_range(part * (4 // parts), (part + 1) * (4 // parts)):
                 if SPLIT > 1:
-                    x = _exchanged(xs[place])
+                    x = exchanged_columns(xs[place])
                 elif WHOLE:
                     x = tl.load(x_ptrs + place * step_columns * x_stride_k)
                 else:
@@ -465,13 +408,19 @@ def _int4_matmul(
                     x = tl.load(x_ptrs + place * step_columns * x_stride_k, mask=there, other=0.0)
                 if zero_point_ptr is not None:
                     added = tl.broadcast_to(zero_points[place], shape)
-                weight = _numbers(words, place, added, STEP, shape, dtype)
+                weight = code_numbers(words, place, added, STEP, E2M1, shape, dtype)
+                if SHORT:
+                    weight = with_short_groups(weight, scales, place, SPLIT)
                 product = tl.dot(weight, x, product, input_precision="ieee")
-            scale = _scale(scales, part, parts, scale_ptr.dtype.element_ty)
-            sums += product * scale
+            if SHORT:
+                sums += product
+            else:
+                sums += product * scale_of(scales, part, parts, scale_ptr.dtype.element_ty)
         x_ptrs += SPLIT * TILE * x_stride_k
         words_ptrs += SPLIT * _TILE_ROWS * words_of_tile
     y = (sums if SPLIT == 1 else tl.sum(sums, 0)) * (1 / STEP)
+    if outer_ptr is not None:
+        y = y * tl.load(outer_ptr + out_n, mask=out_n < N, other=0.0)
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + out_n, mask=out_n < N, other=0.0).to(tl.float32)
     there = (out_n < N) & (out_m < num_rows)
@@ -507,16 +456,16 @@ def _int4_dequantize(
     first = (tl.program_id(0).to(tl.int64) * T + tile) * (_TILE_ROWS * words_of_tile)
     word = row * words_of_tile + tl.arange(0, words_of_tile)[None, :]
     words = tl.load(words_ptr + first + word).to(tl.uint32, bitcast=True)
-    scales = _scales_of(scale_ptr, tile, n, N, n < N, GROUP, TILE)
+    scales = scales_of(scale_ptr, tile, n, N, n < N, GROUP, TILE)
     added = tl.full(shape, -ZERO_POINT * STEP, dtype)
     if zero_point_ptr is not None:
-        zero_points = _zero_points_of(zero_point_ptr, tile, n, N, n < N)
+        zero_points = zero_points_of(zero_point_ptr, tile, n, N, n < N)
     for part in tl.static_range(parts):
         for place in tl.static_range(part * (4 // parts), (part + 1) * (4 // parts)):
             if zero_point_ptr is not None:
                 added = tl.broadcast_to(zero_points[place], shape)
-            weight = _numbers(words, place, added, STEP, shape, dtype).to(tl.float32)
-            weight = weight * (_scale(scales, part, parts, scale_ptr.dtype.element_ty) * (1 / STEP))
+            weight = code_numbers(words, place, added, STEP, False, shape, dtype).to(tl.float32)
+            weight = weight * (scale_of(scales, part, parts, scale_ptr.dtype.element_ty) * (1 / STEP))
             k = tile * TILE + place * step_columns + tl.arange(0, step_columns)[None, :]
             tl.store(out_ptr + n.to(tl.int64) * K + k, weight.to(dtype), mask=(n < N) & (k < K))
 

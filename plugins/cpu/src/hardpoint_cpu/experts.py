@@ -12,7 +12,14 @@ import torch
 
 from hardpoint.experts.middle import bound_middle, is_gated
 from hardpoint_cpu import native
-from hardpoint_cpu.linear import Int4PanelLinear, Int8PanelLinear, PanelLinear, PlainPanelLinear
+from hardpoint_cpu.linear import (
+    Int4PanelLinear,
+    Int8PanelLinear,
+    Mxfp4PanelLinear,
+    Nvfp4PanelLinear,
+    PanelLinear,
+    PlainPanelLinear,
+)
 from hardpoint_plugin_api import (
     BuildContext,
     DeviceInfo,
@@ -55,13 +62,14 @@ class PanelExperts(ExpertsKernel):
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         packed: dict[str, list[torch.Tensor]] = {}
+        biases = {slot: weights.pop(slot).contiguous() for slot in list(weights) if slot.endswith(".bias")}
         for name in MATRICES:
             for expert in range(self._experts):
                 for slot, value in self._of[name].prepack(expert_matrix(weights, name, expert)).items():
                     packed.setdefault(f"{name}.{slot}", []).append(value)
             for slot in [slot for slot in weights if slot.startswith(f"{name}.")]:
                 del weights[slot]
-        return {slot: torch.stack(packed.pop(slot)) for slot in list(packed)}
+        return {slot: torch.stack(packed.pop(slot)) for slot in list(packed)} | biases
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
@@ -95,7 +103,8 @@ class PanelExperts(ExpertsKernel):
         out = x.new_empty(routed[2], matrix.n)
         slots = {slot.removeprefix(f"{name}."): value for slot, value in w.items() if slot.startswith(f"{name}.")}
         read = matrix.read(x)
-        addresses = (*map(native.address, read), *matrix.parts(slots), out.data_ptr())
+        bias = native.address(slots.get("bias"))
+        addresses = (*map(native.address, read), *matrix.parts(slots), bias, out.data_ptr())
         native.run(self._number, *addresses, *routed, top_k, matrix.n, matrix.k, *matrix.manner(read[0]))
         return out
 
@@ -116,6 +125,18 @@ class Int4Experts(PanelExperts):
     """4-bit elements in groups of columns; activations as they are."""
 
     linear = Int4PanelLinear
+
+
+class Mxfp4Experts(PanelExperts):
+    """e2m1 with a power of two for 32 columns; activations as they are."""
+
+    linear = Mxfp4PanelLinear
+
+
+class Nvfp4Experts(PanelExperts):
+    """e2m1 with scales of e4m3 for 16 columns, and of float32 for each row; activations as they are."""
+
+    linear = Nvfp4PanelLinear
 
 
 def _matrices(workload: ExpertsWorkload) -> dict[str, LinearWorkload]:

@@ -174,10 +174,11 @@ class Int8PanelLinear(Int8WeightPanelLinear):
         return ()
 
 
-class Int4PanelLinear(PanelLinear):
-    """4-bit elements in groups of columns, with or without zero points; activations as they are."""
+class NibblePanelLinear(PanelLinear):
+    """Base of those of 4-bit elements in groups of columns; activations as they are."""
 
-    layout, kernel, look_up = "panels_int4", "linear_int4", "unpack_int4"
+    flip: int = 0
+    """What is added to a code, modulo 16, where it is packed."""
 
     @classmethod
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
@@ -191,39 +192,23 @@ class Int4PanelLinear(PanelLinear):
         return [Reason("group", "groups of columns", wanted=f"{group} of {columns}", supported=supported)]
 
     def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
-        assert workload.spec is not None
-        self._spec = workload.spec[0]
-        same = self._spec.scales[0].format == str(ctx.dtype).removeprefix("torch.")
-        self._scale_dtype = ctx.dtype if same else torch.float32
         super().__init__(ctx, workload)
-        self.group = self.k if self._spec.scales[0].block[1] == -1 else self._spec.scales[0].block[1]
+        assert workload.spec is not None
+        block = workload.spec[0].scales[0].block
+        self.group = self.k if block[1] == -1 else block[1]
 
-    def number(self, name: str) -> int:
-        """The number of a kernel that there is for pairs of dtypes: of activations, and of scales."""
-        return native.number_for(f"{name}_{str(self.ctx.dtype).removeprefix('torch.')}", self._scale_dtype)
+    def packed(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` [N, K / 2] in panels."""
+        stored = native.rows(weight)
+        packed = stored.new_empty(self._padded() * self.k // 2)
+        addresses = stored.data_ptr(), packed.data_ptr()
+        native.run(native.kernel_number("pack_int4"), *addresses, self.n, self.k, stored.stride(0), self.flip)
+        return packed
 
-    def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        weight, signed = native.rows(weights["weight"]), self._spec.element == "int4"
-        packed = weight.new_empty(self._padded() * self.k // 2)
-        flip = 8 if signed else 0
-        addresses = weight.data_ptr(), packed.data_ptr()
-        native.run(native.kernel_number("pack_int4"), *addresses, self.n, self.k, weight.stride(0), flip)
-        prepared = {"weight": packed, "weight_scale": self._by_panel(weights["weight_scale"].to(self._scale_dtype))}
-        if self._spec.zero_point:
-            zeros = (weights["weight_zero_point"].int() + flip).to(torch.uint8)
-            prepared["weight_zero_point"] = self._by_panel(zeros)
-        elif not signed:
-            prepared["weight_zero_point"] = torch.zeros_like(prepared["weight_scale"], dtype=torch.uint8)
-        return prepared
-
-    def _by_panel(self, x: torch.Tensor) -> torch.Tensor:
+    def by_panel(self, x: torch.Tensor) -> torch.Tensor:
         """[N, G] -> [panels, G, 16]."""
         padded = self._by_row(x.expand(self.n, -1))
         return padded.view(-1, native.PANEL_ROWS, padded.shape[1]).transpose(1, 2).contiguous()
-
-    def parts(self, weights: dict[str, torch.Tensor]) -> tuple[int, ...]:
-        zeros = weights.get("weight_zero_point")
-        return weights["weight"].data_ptr(), weights["weight_scale"].data_ptr(), native.address(zeros)
 
     def _rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor | None, count: int) -> torch.Tensor:
         out = weights["weight"].new_empty(count, self.k, dtype=self.ctx.dtype)
@@ -233,3 +218,59 @@ class Int4PanelLinear(PanelLinear):
 
     def manner(self, x: torch.Tensor) -> tuple[int, ...]:
         return self.group, *super().manner(x)
+
+
+class Int4PanelLinear(NibblePanelLinear):
+    """4-bit integers, with or without zero points."""
+
+    layout, kernel, look_up = "panels_int4", "linear_int4", "unpack_int4"
+
+    def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
+        assert workload.spec is not None
+        self._spec = workload.spec[0]
+        same = self._spec.scales[0].format == str(ctx.dtype).removeprefix("torch.")
+        self._scale_dtype = ctx.dtype if same else torch.float32
+        self.flip = 8 if self._spec.element == "int4" else 0
+        super().__init__(ctx, workload)
+
+    def number(self, name: str) -> int:
+        """The number of a kernel that there is for pairs of dtypes: of activations, and of scales."""
+        return native.number_for(f"{name}_{str(self.ctx.dtype).removeprefix('torch.')}", self._scale_dtype)
+
+    def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        scale = self.by_panel(weights["weight_scale"].to(self._scale_dtype))
+        prepared = {"weight": self.packed(weights["weight"]), "weight_scale": scale}
+        if self._spec.zero_point:
+            zeros = (weights["weight_zero_point"].int() + self.flip).to(torch.uint8)
+            prepared["weight_zero_point"] = self.by_panel(zeros)
+        elif not self.flip:
+            prepared["weight_zero_point"] = torch.zeros_like(scale, dtype=torch.uint8)
+        return prepared
+
+    def parts(self, weights: dict[str, torch.Tensor]) -> tuple[int, ...]:
+        zeros = weights.get("weight_zero_point")
+        return weights["weight"].data_ptr(), weights["weight_scale"].data_ptr(), native.address(zeros)
+
+
+class Mxfp4PanelLinear(NibblePanelLinear):
+    """e2m1 with a power of two (e8m0) for 32 columns."""
+
+    layout, kernel, look_up = "panels_mxfp4", "linear_mxfp4", "unpack_mxfp4"
+
+    def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        scale = self.by_panel(weights["weight_scale"].view(torch.uint8))
+        return {"weight": self.packed(weights["weight"]), "weight_scale": scale}
+
+    def parts(self, weights: dict[str, torch.Tensor]) -> tuple[int, ...]:
+        outer = weights.get("weight_scale_2")
+        return weights["weight"].data_ptr(), weights["weight_scale"].data_ptr(), native.address(outer)
+
+
+class Nvfp4PanelLinear(Mxfp4PanelLinear):
+    """e2m1 with scales of e4m3 for 16 columns, and of float32 for each row or the whole."""
+
+    layout, kernel, look_up = "panels_nvfp4", "linear_nvfp4", "unpack_nvfp4"
+
+    def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        outer = self._by_row(weights["weight_scale_2"].float().expand(self.n, 1)[:, 0])
+        return {**super().prepack(weights), "weight_scale_2": outer}

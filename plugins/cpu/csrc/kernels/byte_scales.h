@@ -1,0 +1,43 @@
+// Scales of one byte: e8m0, a power of two (OCP Microscaling Formats 1.0, section 5.4.1), and e4m3 (OCP 8-bit floating
+// point, 1.0), as torch's float8_e8m0fnu and float8_e4m3fn hold them.
+#pragma once
+
+#include "vector.h"
+
+namespace hardpoint::HARDPOINT_LEVEL {
+
+struct e8m0 {
+    std::uint8_t bits;
+};
+struct e4m3 {
+    std::uint8_t bits;
+};
+
+// The exponent of a float; code 0 is 2^-127, which is subnormal, and 255 NaN: both have the mantissa's top bit set.
+inline float to_float(e8m0 x) {
+    const std::uint32_t top = x.bits == 0 || x.bits == 255 ? 0x00400000u : 0;
+    return bits_as<float>(static_cast<std::uint32_t>(x.bits) << 23 | top);
+}
+
+inline Floats load(const e8m0* from) {
+    const Words codes = widen(load_raw<Bytes>(from));
+    const auto special = bits_as<Words>((codes == 0) | (codes == 255));
+    return bits_as<Floats>(codes << 23 | (special & 0x00400000u));
+}
+
+// A float16 of the same exponent and mantissa bits is 2^-8 of it. Subnormals come out right, whatever the processor
+// does with those of float.
+inline float to_float(e4m3 x) {
+    const auto magnitude = static_cast<std::uint32_t>(x.bits & 0x7f), sign = static_cast<std::uint32_t>(x.bits & 0x80);
+    if (magnitude == 0x7f) return bits_as<float>(0x7fc00000u);
+    return to_float(float16{static_cast<std::uint16_t>(sign << 8 | magnitude << 7)}) * 256.0f;
+}
+
+inline Floats load(const e4m3* from) {
+    const Words codes = widen(load_raw<Bytes>(from)), magnitudes = codes & 0x7f;
+    const Halves halves = low_halves((codes & 0x80) << 8 | magnitudes << 7);
+    const Floats numbers = load(reinterpret_cast<const float16*>(&halves)) * 256.0f;
+    return magnitudes == 0x7f ? bits_as<Floats>(Words{} + 0x7fc00000u) : numbers;
+}
+
+}  // namespace hardpoint::HARDPOINT_LEVEL
