@@ -3,7 +3,8 @@
     python3 scripts/flashinfer_kernels.py FOLDER bfloat16:128 float16:64:window:soft_cap comm fp8 fp8:4096x14336 ...
 
 Each argument is a dtype and head size, with the features that the attention kernels must have; both kernels of a Hopper
-GPU are built, unless ``fa2`` or ``fa3`` names one. ``comm`` stands for what ranks share, four minutes on two cores.
+GPU are built, unless ``fa2`` or ``fa3`` names one. ``latent:bfloat16`` stands for latent attention, ``comm`` for what
+ranks share, four minutes on two cores.
 ``fp8`` stands for the product of 8-bit floats, two minutes. It compiles more where it runs: ``fp8:NxK`` does that for a
 weight of those sizes and a GPU of 132 multiprocessors, into FOLDER/deep_gemm: TRTLLM_DG_CACHE_DIR is to name it there.
 With FLASHINFER_CUDA_ARCH_LIST=9.0a no GPU is needed; nvcc and ninja are. MAX_JOBS says how many compilers run for one.
@@ -24,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from hardpoint_cuda.flashinfer_library import COMMUNICATION, PRODUCT, Kernel, Library, module
+from hardpoint_cuda.flashinfer_library import COMMUNICATION, PRODUCT, Kernel, LatentKernel, Library, module
 from hardpoint_cuda.flashinfer_linear import TRIED_ROWS
 
 FEATURES = ("window", "soft_cap")
@@ -59,6 +60,8 @@ def kernels_of(text: str) -> list[Library]:
     """The kernels that an argument names."""
     if text in ("comm", "fp8"):
         return [COMMUNICATION if text == "comm" else PRODUCT]
+    if text.startswith("latent:"):
+        return [LatentKernel(backend, text.removeprefix("latent:"), 512, 64) for backend in BACKENDS]
     dtype, size, *words = text.split(":")
     if unknown := set(words).difference(FEATURES, BACKENDS):
         raise SystemExit(f"{text}: unknown {', '.join(sorted(unknown))}; there are {', '.join(FEATURES + BACKENDS)}")
