@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,18 @@ def words_along(values: torch.Tensor, axis: int, bits: int, order: tuple[int, ..
     return words.to(torch.int32).movedim(-1, axis)
 
 
+def threes_along(values: torch.Tensor, axis: int) -> torch.Tensor:
+    """Pack 3 bits along ``axis`` into int32: 32 elements in 96 bits of three words, the first in the lowest bits."""
+    values = values.movedim(axis, -1)
+    words = torch.zeros(*values.shape[:-1], values.shape[-1] * 3 // 32, dtype=torch.int64)
+    for element in range(values.shape[-1]):
+        for bit in range(3):
+            place = 3 * element + bit
+            words[..., place // 32] |= (values[..., element] >> bit & 1) << (place % 32)
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.to(torch.int32).movedim(-1, axis)
+
+
 # fp8
 
 
@@ -213,12 +226,10 @@ def gptq(group: int, bits: int, symmetric: bool, desc_act: bool, version: str) -
             seed = int(name.split(".")[2]) * 10 + ("mlp" in name) + 2 * ("o_proj" in name or "down_proj" in name)
             of = of[torch.randperm(columns, generator=torch.Generator().manual_seed(seed))]
         q, zeros, scales, numbers = integers(weight, size, bits, symmetric, torch.float16, of)
-        zero_words = words_along(zeros.t(), 1, bits)
-        if version == "gptq":
-            zero_words -= 0x11111111 if bits == 4 else 0x01010101
+        pack = threes_along if bits == 3 else partial(words_along, bits=bits)
         stored = {
-            "qweight": words_along(q.t(), 0, bits),
-            "qzeros": zero_words,
+            "qweight": pack(q.t(), 0),
+            "qzeros": pack((zeros.t() - int(version == "gptq")) % 2**bits, 1),
             "scales": scales.t(),
             "g_idx": of.int(),
         }
@@ -473,6 +484,8 @@ FORMATS = [
     _gptq("gptq-4-v2", 32, 4, False, version="gptq_v2"),
     _gptq("gptq-4-desc-act", 16, 4, False, desc_act=True),
     _gptq("gptq-8", 32, 8, True, desc_act=True),
+    _gptq("gptq-3", 32, 3, True),
+    _gptq("gptq-2-asymmetric", 32, 2, False),
     _gptq("gptq-8-asymmetric", -1, 8, False),
     Format("awq", {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq(32)),
     Format(

@@ -25,7 +25,7 @@ REFUSED = {
 QUICK = ("fp8-block", "gptq-4", "ct-w4a16")
 BY_NIGHT = {"fp8-channel", "fp8-static", "gptq-4-v2", "gptq-8-asymmetric", "ct-int8-asymmetric", "ct-fp8-block"}
 BY_NIGHT |= {"ct-w8a16", "ct-w8a16-asymmetric", "ct-w4a8", "ct-mxfp4", "ct-mxfp8", "ct-nvfp4a16"}
-BY_NIGHT |= {"modelopt-fp8", "modelopt-fp8-channel", "modelopt-nvfp4", "modelopt-mxfp8"}
+BY_NIGHT |= {"modelopt-fp8", "modelopt-fp8-channel", "modelopt-nvfp4", "modelopt-mxfp8", "gptq-2-asymmetric"}
 """Formats that differ from another one in what ranks do not divide: the meaning of a number, or its size."""
 DIVIDED = [pytest.param(form, id=form.name, marks=[pytest.mark.nightly] * (form.name in BY_NIGHT)) for form in FORMATS]
 STAGED = [pytest.param(form, id=form.name, marks=[pytest.mark.nightly] * (form.name not in QUICK)) for form in FORMATS]

@@ -130,7 +130,7 @@ CONFIGS = [
         CheckpointError,
         r"'quantized_layers' must say how each module is quantized",
     ),
-    ({"quant_method": "gptq", "bits": 3}, CheckpointError, r"'bits' must be one of 4, 8, got 3"),
+    ({"quant_method": "gptq", "bits": 5}, CheckpointError, r"'bits' must be one of 2, 3, 4, 8, got 5"),
     ({"quant_method": "gptq"}, CheckpointError, r"'bits' is missing"),
     ({"quant_method": "awq", "bits": 4, "version": "marlin"}, CheckpointError, r"'version' must be one of gemm"),
     (

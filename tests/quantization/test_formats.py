@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,28 @@ def test_frozen_weights_may_be_compressed(tmp_path: Path) -> None:
     change_tensors(tmp_path, lambda tensors: tensors.update({name: tensors[name].float()}))
     with pytest.raises(CheckpointError, match=r"up_proj.weight' is float32, expected float8_e4m3fn"):
         small_llm(tmp_path)
+
+
+def test_gptq_with_modules_of_their_own(tmp_path: Path) -> None:
+    """GPTQModel's ``dynamic``: the first pattern that matches counts."""
+    four, eight = (next(f for f in FORMATS if f.name == name) for name in ("gptq-4", "gptq-8-asymmetric"))
+    rules = {
+        r"-:.*\.0\.mlp\..*": {},
+        r".*\.mlp\.down_proj": {"bits": 8, "group_size": -1, "sym": False},
+        r"+:.*\.mlp\.down_proj": {"bits": 2},
+    }
+
+    def write(name: str, weight: torch.Tensor) -> Any:
+        if ".0.mlp." in name:
+            return {"weight": weight}, weight
+        return (eight if "mlp.down_proj" in name else four).write(name, weight)
+
+    model = write_quantized(tmp_path, Format("dynamic", {**four.config, "dynamic": rules}, write))
+    ids = random_prompts(1, 40, seed=5, shortest=24)[0]
+    with small_llm(tmp_path) as llm:
+        assert (prompt_logits(llm, ids) - reference_logits(model, ids)).abs().max() < TOLERANCE
+        specs = {row.workload for row in llm.table.rows if row.family == "linear"}
+    assert {spec for spec in ("uint8@", "int4@") if any(spec in row for row in specs)} == {"uint8@", "int4@"}
 
 
 FOUR_BIT_FLOATS = {

@@ -107,7 +107,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Dim:
-    """One axis of a stored tensor: an index of it stands for ``per`` rows ("out") or columns ("in") of the matrix.
+    """One axis of a stored tensor: ``count`` indices of it stand for ``per`` rows ("out") or columns ("in").
 
     ``axis`` "expert" is the axis of a stack's experts; None is an axis of size ``per`` whatever the matrix. From this
     follow a tensor's shape, and which slice of it a rank needs that has a slice of the matrix.
@@ -115,12 +115,13 @@ class Dim:
 
     axis: Literal["out", "in", "expert"] | None
     per: int = 1
+    count: int = 1
 
     def size(self, out_features: int, in_features: int, experts: int = 1) -> int:
         """The number of indices for a matrix [out_features, in_features], or ``experts`` of them."""
         if self.axis is None:
             return self.per
-        return -(-{"out": out_features, "in": in_features, "expert": experts}[self.axis] // self.per)
+        return -(-{"out": out_features, "in": in_features, "expert": experts}[self.axis] // self.per) * self.count
 
 
 @dataclass(frozen=True)

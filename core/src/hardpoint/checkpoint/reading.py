@@ -37,7 +37,7 @@ class Reading:
         if self.rows is None or not self.rows.has_padding:
             return piece
         sizes = tuple(
-            self.rows.blocks(dim.per).size if dim.axis == "out" else size
+            self.rows.blocks(dim.per).size * dim.count if dim.axis == "out" else size
             for dim, size in zip(self.stored.dims, piece.shape, strict=True)
         )
         whole = torch.zeros(sizes, dtype=piece.dtype, device=device)
@@ -69,7 +69,7 @@ class Reading:
                 found.append(slice(0, 0))
             else:
                 (piece,) = pieces
-                found.append(slice(piece.source, piece.source + piece.count))
+                found.append(slice(piece.source * dim.count, (piece.source + piece.count) * dim.count))
         return tuple(found)
 
 

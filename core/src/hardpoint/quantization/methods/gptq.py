@@ -1,10 +1,10 @@
 """``quant_method: gptq`` (Frantar et al. 2022, arXiv:2210.17323), as AutoGPTQ and GPTQModel store it.
 
-``qweight`` int32 [in * bits / 32, out], packed along in; ``scales`` [groups, out]; ``qzeros`` int32 [groups, out *
-bits / 32], packed along out; ``g_idx`` int32 [in], the group of each column, which ``desc_act`` makes other than
-columns in order. In ``checkpoint_format: gptq`` (the first version) zero points are stored less one, the words as a
-whole: 0x11111111 is to be added to them (0x01010101 for 8 bits); in ``gptq_v2`` they stand as they are. ``w = (q -
-zero) * scale``.
+``qweight`` int32 [in * bits / 32, out], packed along in, the first in the lowest bits, those of 3 bits across words;
+``scales`` [groups, out]; ``qzeros`` int32 [groups, out * bits / 32], packed along out; ``g_idx`` int32 [in], the group
+of each column, which ``desc_act`` makes other than columns in order. In ``checkpoint_format: gptq`` (the first version)
+zero points are stored less one; in ``gptq_v2`` they stand as they are. ``w = (q - zero) * scale``. ``dynamic`` gives
+modules settings of their own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from hardpoint.numerics import pack_nibbles
 from hardpoint.quantization.methods.packed import elements_of_rows, integer_spec, unpacked
 from hardpoint.quantization.methods.settings import Settings
 from hardpoint_plugin_api import (
@@ -30,47 +33,79 @@ from hardpoint_plugin_api import (
     StoredTensor,
 )
 
-_ONES = {4: 0x11111111, 8: 0x01010101}
+_BITS = (2, 3, 4, 8)
 _SCALES = ("float16", "bfloat16", "float32")
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """How a module is stored."""
+
+    bits: int
+    group: int
+    symmetric: bool
+    desc_act: bool
+
+    @classmethod
+    def read(cls, settings: Settings, others: _Numbers | None = None) -> _Numbers:
+        """From a config, or from settings of a module's own beside those of all ``others``."""
+        if others is None:
+            return cls(
+                settings.one_of("bits", _BITS),
+                settings.integer("group_size", 128),
+                settings.flag("sym", True),
+                settings.flag("desc_act", False),
+            )
+        return cls(
+            settings.one_of("bits", _BITS, others.bits),
+            settings.integer("group_size", others.group),
+            settings.flag("sym", others.symmetric),
+            settings.flag("desc_act", others.desc_act),
+        )
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether elements take a nibble each from here on, as unsigned ones with zero points."""
+        return self.bits < 4
+
+    def words(self, axis: Literal["out", "in"]) -> Dim:
+        """The axis along which elements are packed: of 3 bits, 32 in three words."""
+        return Dim(axis, 32, 3) if self.bits == 3 else Dim(axis, 32 // self.bits)
+
+
 class Gptq(QuantizationMethod):
-    """Reads 4- and 8-bit GPTQ checkpoints. A module without a ``qweight`` is not quantized."""
+    """Reads GPTQ checkpoints of 2, 3, 4 and 8 bits. A module without a ``qweight`` is not quantized."""
 
     def __init__(self, request: MethodRequest) -> None:
         assert request.config is not None
         settings = Settings(request.config, f"{request.where}: quantization_config")
-        self._bits: int = settings.one_of("bits", (4, 8))
-        self._group = settings.integer("group_size", 128)
-        self._symmetric, self._desc_act = settings.flag("sym", True), settings.flag("desc_act", False)
-        version = settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-        self._stored_less = _ONES[self._bits] if version == "gptq" else 0
-        self._overrides = _overrides(settings)
+        self._numbers = _Numbers.read(settings)
+        self._is_less = settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq"
+        self._overrides = _overrides(settings, self._numbers)
         self._tensors, self._dtype = request.tensors, request.dtype
 
     def scheme(self, module: Module) -> Scheme | None:
         names = self._tensors.names
         if f"{module.name}.qweight" not in names and f"{module.name}.weight" in names:
             return None
-        if next((pattern for pattern, changes in self._overrides if changes and re.match(pattern, module.name)), None):
-            raise CheckpointError(
-                f"{self._tensors.title}: 'dynamic' in quantization_config gives {module.name!r} settings of its own, "
-                "which is not supported"
-            )
-        bits, group = self._bits, self._group
+        own = (numbers for pattern, numbers in self._overrides if re.match(pattern, module.name))
+        numbers = next(own, self._numbers)
+        if numbers is None:
+            return None
+        bits, group = numbers.bits, numbers.group
         check_groups(self._tensors, module, group)
-        permutation = self._permutation(module)
+        permutation = self._permutation(module, numbers)
         scale = Scale(self._scale_dtype(module), (1, group))
-        spec = integer_spec(bits, self._symmetric, scale, permuted=permutation is not None)
-        per_word = 32 // bits
+        signed = numbers.symmetric and not numbers.is_narrow
+        spec = integer_spec(4 if numbers.is_narrow else bits, signed, scale, permuted=permutation is not None)
+
+        def elements(words: torch.Tensor) -> Mapping[str, torch.Tensor]:
+            if numbers.is_narrow:
+                return {"weight": pack_nibbles(unpacked(words.t(), bits))}
+            return {"weight": elements_of_rows(words.t(), bits, signed)}
+
         stored = [
-            StoredTensor(
-                "qweight",
-                (Dim("in", per_word), Dim("out")),
-                ("int32",),
-                ("weight",),
-                lambda words: {"weight": elements_of_rows(words.t(), bits, self._symmetric)},
-            ),
+            StoredTensor("qweight", (numbers.words("in"), Dim("out")), ("int32",), ("weight",), elements),
             StoredTensor(
                 "scales",
                 (Dim("in", group) if group != -1 else Dim(None), Dim("out")),
@@ -78,7 +113,7 @@ class Gptq(QuantizationMethod):
                 ("weight_scale",),
                 lambda scales: {"weight_scale": scales.t()},
             ),
-            self._zero_points(per_word),
+            self._zero_points(numbers),
         ]
         if f"{module.name}.g_idx" in names:
             stored.append(_groups(permutation is not None, module.in_features if group == -1 else group))
@@ -86,31 +121,30 @@ class Gptq(QuantizationMethod):
             stored.append(_no_bias())
         return Scheme(spec, QuantSpec(self._dtype), tuple(stored), must_agree=permutation)
 
-    def _zero_points(self, per_word: int) -> StoredTensor:
-        dims = (Dim("in", self._group) if self._group != -1 else Dim(None), Dim("out", per_word))
+    def _zero_points(self, numbers: _Numbers) -> StoredTensor:
+        dims = (Dim("in", numbers.group) if numbers.group != -1 else Dim(None), numbers.words("out"))
+        middle, mask = 1 << (numbers.bits - 1), (1 << numbers.bits) - 1
+        is_read = not numbers.symmetric or numbers.is_narrow
 
         def read(words: torch.Tensor) -> Mapping[str, torch.Tensor]:
-            zero_points = unpacked(words + self._stored_less, self._bits)  # int32 wraps, as the words were made
-            if not self._symmetric:
-                return {"weight_zero_point": zero_points.t()}
-            middle = 1 << (self._bits - 1)
-            if not bool((zero_points == middle).all()):
+            zero_points = (unpacked(words, numbers.bits) + self._is_less) & mask
+            if numbers.symmetric and not bool((zero_points == middle).all()):
                 raise CheckpointError(
                     f"zero points are not all {middle}, and the config says that weights are symmetric"
                 )
-            return {}
+            return {"weight_zero_point": zero_points.t()} if is_read else {}
 
-        return StoredTensor("qzeros", dims, ("int32",), () if self._symmetric else ("weight_zero_point",), read)
+        return StoredTensor("qzeros", dims, ("int32",), ("weight_zero_point",) if is_read else (), read)
 
-    def _permutation(self, module: Module) -> str | None:
+    def _permutation(self, module: Module, numbers: _Numbers) -> str | None:
         """A digest of the columns' groups where they are not in order."""
         name = f"{module.name}.g_idx"
-        if not self._desc_act or self._group == -1:
+        if not numbers.desc_act or numbers.group == -1:
             return None
         if name not in self._tensors.names:
             raise CheckpointError(f"{self._tensors.title}: tensor {name!r} is missing, and desc_act is set")
         groups = self._tensors.read(name)
-        if torch.equal(groups.long(), torch.arange(module.in_features) // self._group):
+        if torch.equal(groups.long(), torch.arange(module.in_features) // numbers.group):
             return None
         return hashlib.sha256(groups.numpy().tobytes()).hexdigest()
 
@@ -151,9 +185,14 @@ def _no_bias() -> StoredTensor:
     return StoredTensor("bias", (Dim("out"),), ("float16", "bfloat16", "float32"), (), read)
 
 
-def _overrides(settings: Settings) -> list[tuple[str, bool]]:
-    """GPTQModel's ``dynamic``: patterns of module names ('+:' or nothing before them: with settings of their own;
-    '-:': not quantized), and whether there are such settings."""
+def _overrides(settings: Settings, others: _Numbers) -> list[tuple[str, _Numbers | None]]:
+    """GPTQModel's ``dynamic``: patterns of module names, of which the first that matches counts. '+:' or nothing before
+    them: settings of their own, None for '-:', not quantized."""
     table = settings.table("dynamic")
-    keys = table.names if table else []
-    return [(key.removeprefix("+:").removeprefix("-:"), not key.startswith("-:")) for key in keys]
+    found: list[tuple[str, _Numbers | None]] = []
+    for key in table.names if table else ():
+        if key.startswith("-:"):
+            found.append((key.removeprefix("-:"), None))
+        elif table is not None and (own := table.table(key)) is not None:
+            found.append((key.removeprefix("+:"), _Numbers.read(own, others)))
+    return found

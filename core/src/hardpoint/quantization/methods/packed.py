@@ -30,6 +30,13 @@ def elements_of_rows(words: torch.Tensor, bits: int, symmetric: bool) -> torch.T
 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [..., n] -> uint8 [..., n * 32 / bits]."""
+    """int32 [..., n] -> uint8 [..., n * 32 / bits]. Of 3 bits, eight are in three bytes, and n is a multiple of 3."""
     stored = words.contiguous().view(torch.uint8)
-    return stored if bits == 8 else torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)
+    if bits == 8:
+        return stored
+    if bits == 3:
+        first, second, third = stored.int().unflatten(-1, (-1, 3)).unbind(-1)
+        octets = first | (second << 8) | (third << 16)
+        return torch.stack([octets >> shift & 7 for shift in range(0, 24, 3)], dim=-1).flatten(-2).to(torch.uint8)
+    mask = (1 << bits) - 1
+    return torch.stack([stored >> shift & mask for shift in range(0, 8, bits)], dim=-1).flatten(-2)
