@@ -66,7 +66,9 @@ def is_linear(module: nn.Module) -> bool:
         return False
     bias = torch.randn(3) if module.bias is not None else None
     weight, x = torch.randn(3, 5), torch.randn(2, 5)
-    tried = _with(module, weight=weight) if bias is None else _with(module, weight=weight, bias=bias)
+    tried = (
+        with_parameters(module, weight=weight) if bias is None else with_parameters(module, weight=weight, bias=bias)
+    )
     return _agrees(lambda: tried(x), functional.linear(x, weight, bias))
 
 
@@ -77,7 +79,7 @@ def embedding_multiplier(module: nn.Module) -> float | None:
     if type(module) is nn.Embedding:
         return 1.0
     weight, ids = torch.randn(4, module.embedding_dim), torch.tensor([[3, 0, 1]])
-    tried, rows = _with(module, weight=weight), functional.embedding(ids, weight)
+    tried, rows = with_parameters(module, weight=weight), functional.embedding(ids, weight)
     try:
         factor = float((tried(ids).float() / rows).median())
     except Exception:
@@ -96,7 +98,7 @@ def match_norm(module: nn.Module) -> NormMatch | None:
     for eps in numbers:
         for plus_one in (False, True):
             wanted = rms_norm.reference(x, weight + 1 if plus_one else weight, eps=eps)
-            tried = _with(module, weight=weight)
+            tried = with_parameters(module, weight=weight)
             if _agrees(lambda tried=tried: tried(x), wanted):  # type: ignore[misc]  # bound now, called at once
                 return NormMatch(size, eps, plus_one)
     return None
@@ -180,7 +182,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _with(module: nn.Module, **parameters: torch.Tensor) -> nn.Module:
+def with_parameters(module: nn.Module, **parameters: torch.Tensor) -> nn.Module:
     """A copy of ``module`` with these parameters, on the host."""
     made = copy.deepcopy(module)
     for name, value in parameters.items():

@@ -147,7 +147,7 @@ class ExpertsStandIn(_StandIn):
             return torch.empty_like(x)
         assert self.layer is not None
         k, rows = top_k_index.shape[-1], x.reshape(-1, x.shape[-1])
-        ids, weights = top_k_index.reshape(-1, k).int(), top_k_weights.reshape(-1, k).float()
+        ids, weights = top_k_index.reshape(-1, k).int(), top_k_weights.reshape(-1, k).float()  # as they are, if ours
         y: torch.Tensor = self.layer(rows, ids, weights, self.current.step)
         return self._group.all_reduce(y).view(x.shape) if self._group.size > 1 else y.view(x.shape)
 

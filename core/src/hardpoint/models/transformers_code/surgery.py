@@ -25,6 +25,7 @@ from hardpoint.models.transformers_code.matching import (
 from hardpoint.models.transformers_code.own_attention import replace_own_attention
 from hardpoint.models.transformers_code.probe import CannotRunError, Probe
 from hardpoint.models.transformers_code.report import Report
+from hardpoint.models.transformers_code.router import BIAS, Router, RouterMatch, RouterStandIn, match_router
 from hardpoint.models.transformers_code.sharding import TensorPlan
 from hardpoint.models.transformers_code.stand_ins import (
     EmbeddingStandIn,
@@ -54,11 +55,13 @@ class Surgery:
     norms: list[tuple[NormStandIn, NormMatch]] = field(default_factory=list)
     mlps: list[tuple[MLPStandIn, MLPMatch, nn.Module]] = field(default_factory=list)
     experts: list[tuple[ExpertsStandIn, nn.Module]] = field(default_factory=list)
+    routers: list[RouterStandIn] = field(default_factory=list)
     embedding: EmbeddingStandIn | None = None
     head: HeadStandIn | None = None
     names: Names = field(default_factory=dict)
     stacks: dict[str, ExpertsPlace] = field(default_factory=dict)
     _norm_kinds: dict[tuple[Any, ...], NormMatch | None] = field(default_factory=dict)
+    _router_kinds: dict[tuple[Any, ...], RouterMatch | None] = field(default_factory=dict)
     _mlp_kinds: dict[tuple[Any, ...], MLPMatch | None] = field(default_factory=dict)
 
     def replace(self, model: Any) -> None:
@@ -92,6 +95,9 @@ class Surgery:
             return self.mlps[-1][0]
         if hasattr(module, "gate_up_proj") and hasattr(module, "_apply_gate") and hasattr(module, "is_transposed"):
             return self._experts(module, path)
+        if (router := self._router(module)) is not None:
+            self.routers.append(RouterStandIn(path, current, router))
+            return self.routers[-1]
         if is_linear(module) or type(module).__name__ == "Conv1D":
             return self._linear(module, path)
         if any(True for _ in module.parameters(recurse=False)):
@@ -116,6 +122,16 @@ class Surgery:
         if key not in self._norm_kinds:
             self._norm_kinds[key] = match_norm(module)
         return self._norm_kinds[key]
+
+    def _router(self, module: nn.Module) -> RouterMatch | None:
+        weight = module._parameters.get("weight")
+        if weight is None or weight.ndim != 2 or not hasattr(module, "top_k"):
+            return None
+        numbers = tuple((n, x) for n, x in vars(module).items() if isinstance(x, float | int | str))
+        key = (type(module), weight.shape, numbers)
+        if key not in self._router_kinds:
+            self._router_kinds[key] = match_router(module)
+        return self._router_kinds[key]
 
     def _mlp(self, module: nn.Module) -> MLPMatch | None:
         children = dict(module.named_children())
@@ -161,6 +177,13 @@ class Surgery:
         for norm, match in self.norms:
             plus = "[plus_one]" if match.plus_one else ""
             self.names[f"{norm.path}.weight"] = f"{_address(root, norm.path)}.{LAYER}.weight{plus}"
+        for router in self.routers:
+            at = f"{_address(root, router.path)}.{LAYER}"
+            self.names[f"{router.path}.weight"] = f"{at}.linear.weight"
+            if router.match.args.linear_bias:
+                self.names[f"{router.path}.bias"] = f"{at}.linear.bias"
+            if router.match.args.bias:
+                self.names[f"{router.path}.{BIAS}"] = f"{at}.correction_bias"
         for mlp, found, module in self.mlps:
             at = f"{_address(root, mlp.path)}.{LAYER}"
             up = "[up]" if found.gate is not None else ""
@@ -215,6 +238,8 @@ class Surgery:
             self._build_linear(at(group[0].path), group)
         for norm, match in self.norms:
             norm.layer = Norm(at(norm.path), NormArgs(match.size, match.eps))
+        for router in self.routers:
+            router.layer = Router(at(router.path), router.match.args, router.match.hidden_size)
         for mlp, found, module in self.mlps:
             down = module.get_submodule(found.down)
             assert isinstance(down, nn.Linear)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
+from hardpoint.checkpoint.formats import open_files
 from hardpoint_plugin_api import CheckpointError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ExpertsPlace:
 def stored_names(folder: Path) -> frozenset[str] | None:
     """The names of a checkpoint's tensors; None where it has no files, as one that is only explained."""
     try:
-        return SafetensorsFiles(folder).names
+        return open_files(folder).tensors().names
     except CheckpointError:
         return None
 
