@@ -19,12 +19,15 @@ class Current:
     """Of one model. ``step``: the one that runs. ``probe``: notes calls on the meta device instead; see Probe.
 
     ``attention`` holds a layer for each call of attention in a step, in order; ``calls`` counts those made so far.
+    ``tables``: for each tensor of cosines of the step, by identity, that tensor, the table for the rotary op, and its
+    rows; see Rotation.
     """
 
     step: ForwardStep
     probe: Probe | None = None
     attention: list[Attend] = field(default_factory=list)
     calls: int = 0
+    tables: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The next call of attention in this step, see Attend.forward."""

@@ -101,9 +101,11 @@ class TransformersLM(CausalLM):
         current = self._current
         current.step, current.calls = step, 0
         positions = step.rotary_positions[None]
-        hidden: torch.Tensor = self.body(
-            input_ids=inputs[None], position_ids=positions, use_cache=False
-        ).last_hidden_state
+        try:
+            output = self.body(input_ids=inputs[None], position_ids=positions, use_cache=False)
+        finally:
+            current.tables.clear()
+        hidden: torch.Tensor = output.last_hidden_state
         return hidden[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from hardpoint.models.transformers_code.matching import (
 from hardpoint.models.transformers_code.own_attention import replace_own_attention
 from hardpoint.models.transformers_code.probe import CannotRunError, Probe
 from hardpoint.models.transformers_code.report import Report
+from hardpoint.models.transformers_code.rotary import Rotation, rotations
 from hardpoint.models.transformers_code.router import BIAS, Router, RouterMatch, RouterStandIn, match_router
 from hardpoint.models.transformers_code.sharding import TensorPlan
 from hardpoint.models.transformers_code.stand_ins import (
@@ -56,6 +57,7 @@ class Surgery:
     mlps: list[tuple[MLPStandIn, MLPMatch, nn.Module]] = field(default_factory=list)
     experts: list[tuple[ExpertsStandIn, nn.Module]] = field(default_factory=list)
     routers: list[RouterStandIn] = field(default_factory=list)
+    rotations: list[Rotation] = field(default_factory=list)
     embedding: EmbeddingStandIn | None = None
     head: HeadStandIn | None = None
     names: Names = field(default_factory=dict)
@@ -69,6 +71,7 @@ class Surgery:
         inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
         for module in model.modules():
             replace_own_attention(module)
+        self.rotations = rotations(model, self.current)
         for parent, name, path, module in list(_below(model)):
             if parent not in self._within and (stand_in := self._stand_in(module, path, inputs, outputs)) is not None:
                 setattr(parent, name, stand_in)
@@ -236,6 +239,9 @@ class Surgery:
             self.embedding.layer = Embedding(at(self.embedding.path), args, shared)
         for group in groups:
             self._build_linear(at(group[0].path), group)
+        bound = sum(rotation.bind(ctx.child("rotary")) for rotation in self.rotations)
+        if bound:
+            self.report.replaced["rotary"] = bound
         for norm, match in self.norms:
             norm.layer = Norm(at(norm.path), NormArgs(match.size, match.eps))
         for router in self.routers:
