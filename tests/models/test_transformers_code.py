@@ -56,8 +56,8 @@ def test_every_part_of_a_llama_is_replaced(tmp_path: Path) -> None:
     with small_llm(tmp_path, model_impl="transformers") as llm:
         replaced, kept = report_of(llm)
     assert not kept
-    wanted = {"embedding": 1, "linear": 12, "merged products": 3, "mlp": 3, "norm": 7, "head": 1, "attention": 3}
-    assert replaced == wanted
+    ends = {"embedding": 1, "head": 1}
+    assert replaced == ends | {"linear": 12, "merged products": 3, "mlp": 3, "norm": 7, "rotary": 3, "attention": 3}
 
 
 def test_auto_takes_our_own_code_where_there_is_some(tmp_path: Path) -> None:
