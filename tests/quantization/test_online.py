@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -53,6 +54,18 @@ def nvfp4(weight: torch.Tensor) -> torch.Tensor:
     return numbers.flatten(-2)
 
 
+def nf4(weight: torch.Tensor) -> torch.Tensor:
+    """Rounded to quantiles of the normal distribution (arXiv:2305.14314, appendix E), a scale for 32 columns."""
+    quantile = NormalDist().inv_cdf
+    above = [quantile(0.9677083 + (0.5 - 0.9677083) * i / 8) for i in range(8)]
+    below = [-quantile(0.9677083 + (0.5 - 0.9677083) * i / 7) for i in range(7)]
+    values = torch.tensor(sorted([*above, 0.0, *below])) / above[0]
+    groups = weight.unflatten(-1, (-1, 32))
+    scale = groups.abs().amax(-1, keepdim=True)
+    numbers: torch.Tensor = values[(groups / scale)[..., None].sub(values).abs().argmin(-1)] * scale
+    return numbers.flatten(-2)
+
+
 ONLINE = [
     ("fp8", "", e4m3(1, 0), fp8_inputs()),
     ("fp8", "scales=tensor", e4m3(0, 0), fp8_inputs()),
@@ -68,6 +81,7 @@ ONLINE = [
     ("mxfp8", "activations=dynamic", powers(8, "e4m3"), powers(8, "e4m3")),
     ("mxfp4", "", powers(2, "e2m1"), None),
     ("nvfp4", "", nvfp4, None),
+    ("nf4", "group_size=32", nf4, None),
 ]
 
 

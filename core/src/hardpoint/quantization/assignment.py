@@ -278,6 +278,13 @@ def check_shards(path: str, scheme: Scheme, args: LinearArgs, advice: str = "") 
             f"are no neighbours (act-order), which cannot be divided; {advice}run it on one rank"
         )
     for stored in scheme.stored:
+        axes = {dim.axis for dim in stored.dims}
+        if "weight" in stored.fills and ((args.row_shards and "out" not in axes) or (columns and "in" not in axes)):
+            ranks = len((columns or args.row_shards[0]).ranks)
+            raise ConfigError(
+                f"--tensor-parallel-size {ranks}: the weight of layer {path!r} is stored as one vector, which ranks "
+                f"cannot divide; {advice}run it on one rank"
+            )
         for dim in stored.dims:
             for plan in args.row_shards if dim.axis == "out" else (columns,) if dim.axis == "in" and columns else ():
                 try:

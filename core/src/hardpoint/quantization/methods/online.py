@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 
 from hardpoint.numerics import quantize_weight
+from hardpoint.quantization.elements import NF4
 from hardpoint.quantization.methods.block_floats import MXFP4, MXFP8, NVFP4
 from hardpoint.quantization.methods.settings import Options
 from hardpoint_plugin_api import (
@@ -152,6 +153,21 @@ class BlockFloatOnline(OnlineMethod):
         if self.options.text("activations") == "none":
             return self.weight, self.plain
         return self.weight, replace(self.weight, scales=self.weight.scales[:1], static=False)
+
+
+class Nf4Online(OnlineMethod):
+    """4-bit quantiles of the normal distribution, weights alone. Option: ``group_size`` (64)."""
+
+    known: ClassVar = {"group_size": (), **OnlineMethod.known}
+
+    def specs(self, module: Module) -> tuple[QuantSpec, QuantSpec]:
+        size = self.options.number("group_size", 64)
+        if module.in_features % size or size % 2:
+            raise ConfigError(
+                f"--quantization nf4: groups of {size} do not divide the {module.in_features} columns of "
+                f"{module.name!r}; set --quantization-options group_size=SIZE to an even divisor"
+            )
+        return QuantSpec.of(NF4, [Scale("float32", (1, size))]), self.plain
 
 
 class Mxfp8Online(BlockFloatOnline):
