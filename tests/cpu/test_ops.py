@@ -26,6 +26,13 @@ _MODULES = {
     "rope_store": ("qk_norm_rope_store", "rotary_embedding", "store_kv"),
     "logits": ("apply_logit_bias", "apply_penalties", "mask_tokens"),
     "sparse_index": ("store_index_keys", "index_scores", "topk_positions"),
+    "recurrence": (
+        "causal_conv",
+        "gated_rms_norm",
+        "linear_recurrence_chunks",
+        "linear_recurrence_step",
+        "recurrence_gates",
+    ),
     "routing": ("grouped_topk", "moe_permute", "moe_unpermute", "route_topk", "topk_sigmoid", "topk_softmax"),
     "sampling": ("argmax_tokens", "philox_uniform", "sample_tokens", "token_logprobs"),
     "step_inputs": ("decode_inputs", "embedding_lookup", "keep_tokens", "slot_mapping"),

@@ -13,6 +13,7 @@ import torch
 
 from hardpoint.attention.build import attention_backend
 from hardpoint.bench.device_timer import DeviceTimer, Run
+from hardpoint.bench.recurrences import Recurrent, recurrences
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
 from hardpoint.config import EngineConfig
 from hardpoint.context import Context
@@ -92,9 +93,9 @@ def ops(platform: str | None, only: str, rounds: int, eager: bool, sequences: in
 
     A kernel that reads more than it computes is compared with torch's sum over as many bytes, one that computes with
     torch's matmul, measured in turns with it, by the device's clock: in bfloat16, or in float32 where the device does
-    not multiply bfloat16 at speed. Shapes are those of
-    Qwen3-0.6B, for decode attention 32 query heads and 8 KV heads of 128, in pages of 16, and for experts those of
-    Qwen3-30B-A3B. Peers are torch's matmuls that do the work of 4,096 tokens' experts as that of one. Calls are
+    not multiply bfloat16 at speed. Shapes are those of Qwen3-0.6B, for decode attention 32 query heads and 8 KV heads
+    of 128, in pages of 16, for experts those of Qwen3-30B-A3B, and for delta nets, which read and write their states,
+    those of Qwen3-Next. Peers are torch's matmuls that do the work of 4,096 tokens' experts as that of one. Calls are
     prepared by the platform's graph engine and replayed, as an engine's steps are. What it cannot prepare is called
     from Python, as all is with --eager; then the host's clock counts, and so the time of its calls.
     """
@@ -176,6 +177,8 @@ def _kernels(
         yield f"experts, {tokens} tokens", partial(_experts, ctx, timer, tokens)
     yield "add_rms_norm, 4096 rows", partial(_norm, ctx)
     yield "act_and_mul, 4096 rows", partial(_activation, ctx)
+    for name, make in recurrences(ctx, _WORKING_SET):
+        yield name, partial(_recurrent, make)
 
 
 def _linear(ctx: Context, specs: tuple[QuantSpec, QuantSpec], tokens: int) -> _Work:
@@ -262,6 +265,11 @@ def _attention(ctx: Context, sequences: int, length: int) -> _Work:
     out = torch.empty_like(q)
     nbytes = sequences * length * 8 * 128 * 2 * 2
     return _Work([partial(backend.forward, AttentionCall(q, k, v, cache, metadata, out))], nbytes)
+
+
+def _recurrent(make: Callable[[], Recurrent]) -> _Work:
+    found = make()
+    return _Work(found.runs, found.nbytes, found.flops)
 
 
 def _norm(ctx: Context) -> _Work:

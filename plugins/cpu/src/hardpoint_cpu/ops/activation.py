@@ -8,8 +8,8 @@ from hardpoint_cpu import native
 from hardpoint_cpu.ops.quantize import empty_rounded
 from hardpoint_plugin_api import ConfigError, QuantSpec, UnknownNameError
 
-_NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3, "sigmoid": 4}
-_GATES = {**_NUMBERS, "swiglu_oai": 5}
+NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3, "sigmoid": 4}
+_GATES = {**NUMBERS, "swiglu_oai": 5}
 """As ``enum class Activation`` of csrc/kernels/activation.h has them."""
 
 
@@ -32,9 +32,9 @@ def act_and_mul_quantized(x: torch.Tensor, *, activation: str, spec: QuantSpec) 
 
 def activation(x: torch.Tensor, *, activation: str) -> torch.Tensor:
     """See core's op. Raises UnknownNameError."""
-    if activation not in _NUMBERS:
-        raise UnknownNameError("activation", activation, _NUMBERS)
-    return _call("activation", x, torch.empty(x.shape, dtype=x.dtype), _NUMBERS[activation])
+    if activation not in NUMBERS:
+        raise UnknownNameError("activation", activation, NUMBERS)
+    return _call("activation", x, torch.empty(x.shape, dtype=x.dtype), NUMBERS[activation])
 
 
 def _gate(op: str, x: torch.Tensor, activation: str) -> tuple[int, int]:
