@@ -74,7 +74,7 @@ def test_the_layout(heads: int) -> None:
     assert (once["k"] - k).abs().max() <= k.abs().max() / 254 * 1.01
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("fp8_e4m3", 0.4), ("int8", 0.1)])
+@pytest.mark.parametrize(("dtype", "most"), [("fp8_e4m3", 0.4), ("fp8_e5m2", 0.8), ("int8", 0.1)])
 def test_an_engine(tmp_path: Path, dtype: str, most: float) -> None:
     """Logits are near those of the whole cache, do not depend on chunks, and the cache holds far more tokens."""
     write_checkpoint(tmp_path, "qwen3", head_dim=32)

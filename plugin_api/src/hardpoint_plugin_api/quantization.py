@@ -172,10 +172,14 @@ class Scheme:
 
 @dataclass(frozen=True)
 class CacheScales:
-    """The scales of one attention layer's cache that a checkpoint holds: names of tensors of one float each."""
+    """The scales of one attention layer's cache that a checkpoint holds: names of tensors of one float each.
+
+    ``element``: that of the caches that they are for.
+    """
 
     k: str
     v: str
+    element: str = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)

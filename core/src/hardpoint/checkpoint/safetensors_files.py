@@ -89,6 +89,10 @@ class SafetensorsFiles(TensorFiles):
                     return names[done:]
         return []
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor; KeyError where there is none of that name."""
+        return self._file_of[name]
+
     def info(self, name: str) -> TensorInfo:
         """Shape and dtype of a tensor, by its file's header; KeyError where there is none of that name."""
         return self._infos[name]

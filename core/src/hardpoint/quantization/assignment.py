@@ -29,6 +29,7 @@ from hardpoint_plugin_api import (
     ShardPlan,
     StoredTensor,
 )
+from hardpoint_plugin_api.elements import BUILT_IN
 
 _CACHE_SCALES = re.compile(r".*\.(([kvq]|kv|prob)_scale|[kv]_proj\.output_scale)$")
 """Scales for attention, which nobody needs whose cache is not quantized by them; the second form is of early 2024."""
@@ -217,15 +218,16 @@ class Quantization:
         """Whether the checkpoint has scales for a cache of ``kv_dtype`` of the attention layer at ``path``, which asks
         for them."""
         module = self._modules.get((f"{path}.qkv", "q"))
-        factor = cache_scale_factor(kv_dtype)
-        if self.method is None or module is None or factor is None:
+        if self.method is None or module is None or kv_dtype not in BUILT_IN:
             return False
         attention = module.rpartition(".")[0]
         with blame(self.method.offer):
             scales = self.method.reader.cache_scales(attention)
-        if scales is not None:
-            self._cache_scales[path] = scales, factor
-        return scales is not None
+        factor = None if scales is None else cache_scale_factor(scales.element, kv_dtype)
+        if scales is None or factor is None:
+            return False
+        self._cache_scales[path] = scales, factor
+        return True
 
     def weight_names(self, names: Mapping[str, Address | None]) -> WeightNames:
         """``names`` with quantized weights' own tensors in place of plain ones."""

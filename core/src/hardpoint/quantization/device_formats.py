@@ -38,10 +38,12 @@ def on_device(scheme: Scheme, fp8: Fp8Format | None) -> Scheme:
     )
 
 
-def cache_scale_factor(kv_dtype: str) -> float | None:
-    """The factor that brings a checkpoint's scales of the cache, made for ``float8_e4m3fn``, to a cache of
-    ``kv_dtype``; None where they do not serve it."""
-    return {_FROM: 1.0, _TO: 2.0}.get(kv_dtype)
+def cache_scale_factor(element: str, kv_dtype: str) -> float | None:
+    """The factor that brings a checkpoint's scales of the cache, made for ``element``, to a cache of ``kv_dtype``; None
+    where they do not serve it."""
+    if element == kv_dtype:
+        return 1.0
+    return 2.0 if (element, kv_dtype) == (_FROM, _TO) else None
 
 
 def halved(elements: torch.Tensor) -> torch.Tensor:

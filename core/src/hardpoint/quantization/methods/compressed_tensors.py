@@ -24,6 +24,7 @@ format:
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from hardpoint.quantization.methods.compressed_tensors_config import Group, read_groups
 from hardpoint.quantization.methods.compressed_tensors_modules import ModuleReader
@@ -50,6 +51,8 @@ class CompressedTensors(QuantizationMethod):
         if transforms is not None and transforms.get("config_groups", None):
             raise transforms.wrong("config_groups", "must be empty: rotations of weights are not supported")
         self._groups = read_groups(settings)
+        cache = settings.table("kv_cache_scheme")
+        self._cache_of_integers = cache is not None and cache.get("type", "float") == "int"
         self._ignore = settings.texts("ignore")
         self._tensors, self._dtype = request.tensors, request.dtype
 
@@ -65,7 +68,8 @@ class CompressedTensors(QuantizationMethod):
         return Scheme(weight, activation, stored + more, (agree, value))
 
     def cache_scales(self, attention: str) -> CacheScales | None:
-        return stored_cache_scales(self._tensors, attention)
+        found = stored_cache_scales(self._tensors, attention)
+        return replace(found, element="int8") if found is not None and self._cache_of_integers else found
 
     def _group_of(self, module: Module) -> Group | None:
         """The group with the most specific target: a name, then a pattern, then the class."""
