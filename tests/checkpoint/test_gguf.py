@@ -17,7 +17,9 @@ from hardpoint.checkpoint.formats import open_files
 from hardpoint.checkpoint.gguf.container import Container
 from hardpoint.checkpoint.gguf.types import BLOCKS
 from hardpoint.checkpoint.source import resolve_model
+from hardpoint.config import EngineConfig
 from hardpoint.dtypes import dtype_name
+from hardpoint.engine.model_check import check_model
 from hardpoint.quantization.methods.gguf import SPECS
 from hardpoint.tokenizer import ChatTemplate, Tokenizer
 from hardpoint_plugin_api import (
@@ -125,6 +127,30 @@ def test_special_tokens_and_the_template_are_the_files() -> None:
     assert tokenizer.encode(text, add_special_tokens=False)[0] == tokenizer.added_tokens["<|im_start|>"]
     assert tokenizer.decode(tokenizer.encode(f"{text}<tool>")) == "hi<tool>"  # the user's own token is no special one
     assert open_files(file).read_json("generation_config.json") == {"eos_token_id": [2]}
+
+
+def test_one_file_is_all_that_an_engine_needs(tmp_path: Path) -> None:
+    """Text and chats, with the file's own tokenizer, template and end; a server's first look, too."""
+    words = ["<s>", "</s>", "<|im_end|>", *map(chr, range(ord("a"), ord("a") + 26)), "\u0120"]
+    words += [f"[PAD{i}]" for i in range(len(words), 64)]
+    kinds = [3] * 3 + [1] * 27 + [5] * 34
+    vocabulary = {"model": "gpt2", "pre": "gpt-2", "tokens": words, "token_type": kinds, "eos_token_id": 1}
+    metadata = dict(Container.read(FIXTURES / "qwen3.gguf").metadata)
+    metadata |= {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
+    metadata["tokenizer.chat_template"] = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    file = tmp_path / "model.gguf"
+    _write(file, metadata, dict(Container.read(FIXTURES / "qwen3.gguf").tensors))
+    check_model(EngineConfig.create(model=str(file)))
+    with small_llm(file, dtype="float32") as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=5)
+        (text,) = llm.generate(["hello world"], params)
+        (chat,) = llm.chat([{"role": "user", "content": "hello"}], params)
+        assert llm.eos_token_ids == {1, 2}
+    assert text.prompt_token_ids == [10, 7, 14, 14, 17, 29, 25, 17, 20, 14, 6]
+    assert chat.prompt_token_ids == [10, 7, 14, 14, 17, 2]
+    logits = open_files(file).tensors().names
+    assert "lm_head.weight" in logits
+    assert text.outputs[0].text == "".join(words[i] for i in text.outputs[0].token_ids if 3 <= i < 29).strip()
 
 
 # Choosing among files

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.nn
 
-from hardpoint.checkpoint.safetensors_files import SafetensorsFiles
+from hardpoint.checkpoint.formats import open_files
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
 from hardpoint.layers.base import walk
@@ -29,7 +29,7 @@ def load(folder: str, settings: dict[str, str]) -> torch.nn.Module:
     """Load a model."""
     blueprint = draw(EngineConfig.create(model=folder, platform="cpu", dtype="bfloat16", **settings))
     model = blueprint.model
-    load_weights(model, model.weight_names, SafetensorsFiles(Path(folder)), blueprint.ctx.torch_device)
+    load_weights(model, model.weight_names, open_files(Path(folder)).tensors(), blueprint.ctx.torch_device)
     return model
 
 

@@ -2,7 +2,7 @@
 
 Options for a checkpoint: ``type`` = BF16 (default), Q8_0, Q4_0 or Q4_K_M. The file is written beside the checkpoint's
 folder, once, with the tensor names and keys of llama.cpp's own conversion (its ``gguf-py/gguf/constants.py``); Qwen3
-alone.
+alone. ``repack=false`` for any model: weights stay as they lie in the file (llama.cpp's ``use_extra_bufts``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class LlamaCppWorker(Worker):
         self._silence = lib.llama_log_callback(lambda *_: None)
         lib.llama_log_set(self._silence, ctypes.c_void_p(0))
         lib.llama_backend_init()
-        self._model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
+        model_params = lib.llama_model_default_params()
+        model_params.use_extra_bufts = str(options.get("repack", "true")) == "true"
+        self._model = lib.llama_model_load_from_file(str(file).encode(), model_params)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {file}")
         params = lib.llama_context_default_params()

@@ -1,0 +1,19 @@
+#include "linear_blocks.h"
+
+#include "each_float.h"
+
+namespace hardpoint::HARDPOINT_LEVEL {
+
+static constexpr Kernel kernels[] = {
+    EACH_FLOAT("linear_nibble_blocks", LinearNibbleBlocks),
+    EACH_FLOAT("linear_six_bit_blocks", LinearSixBitBlocks),
+    EACH_FLOAT("linear_byte_blocks", LinearByteBlocks),
+    EACH_FLOAT("unpack_nibble_blocks", UnpackNibbleBlocks),
+    EACH_FLOAT("unpack_byte_blocks", UnpackByteBlocks),
+    EACH_FLOAT("round_blocks", RoundBlocks),
+    kernel<PackBlocks<15>>("pack_nibble_blocks"),
+    kernel<PackBlocks<255>>("pack_byte_blocks"),
+};
+extern const Family linear_blocks_family = family(kernels);
+
+}  // namespace hardpoint::HARDPOINT_LEVEL

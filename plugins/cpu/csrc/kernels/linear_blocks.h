@@ -1,0 +1,413 @@
+// Products with weights as GGUF stores them: whole-numbered elements in groups of 16 or 32 columns, each with a scale of
+// one or two levels, and with or without a minimum: w = (code - zero) * scale + minimum. Activations are rounded to int8
+// before, 32 columns with a scale of their own, as llama.cpp does.
+//
+// Within a group sums are exact whole numbers. With codes u >= 0, activations x = q * s, and S the sum of q over the group:
+//     sum of w * x  =  s * (scale * (sum of u * q) + (minimum - zero * scale) * S)
+// so that neither zero nor minimum costs anything for each element.
+//
+// Codes of a panel (see panels.h) come in words of four bytes for each row, 64 bytes for all 16: four columns as bytes,
+// or eight as nibbles, of which byte b has column b low and column 4 + b high.
+#pragma once
+
+#include "../task.h"
+#include "linear_int8.h"
+#include "quantize.h"
+
+namespace hardpoint::HARDPOINT_LEVEL {
+
+constexpr int kBlockGroup = 32;  // columns of activations that share a scale
+constexpr int kWordBytes = 4;
+
+// Panels in a chunk: as many bytes as of int8 where codes are nibbles.
+template <int largest>
+constexpr std::int64_t kCodePanels = largest == 15 ? 4 * kTilePanels : kBytePanels;
+
+// Rows of x that are multiplied together.
+#if defined(__AVX512F__)
+constexpr int kCodeRows = 8;
+#else
+constexpr int kCodeRows = 4;
+#endif
+
+// Columns in 64 bytes of a panel. `largest` is that of the codes: up to 15 they are nibbles.
+template <int largest>
+constexpr int kStepColumns = largest == 15 ? 8 : 4;
+template <int largest>
+inline std::int64_t code_panel_size(std::int64_t k) {
+    return k / kStepColumns<largest> * kWordBytes * kPanelRows;
+}
+
+// One operand of weights: see the top. Scales and minima [panels, columns / block, 16]; the inner ones are null where
+// there is one level, whose block is `group` then, and minima where there are none.
+struct BlockScales {
+    const std::uint8_t* inner;
+    const float16* outer;
+    const std::uint8_t* inner_minima;
+    const float16* outer_minima;
+    std::int64_t k, group, outer_columns, zero, is_signed;
+
+    Floats scale(std::int64_t panel, std::int64_t g, int j) const {
+        return level(inner, outer, is_signed, panel, g, j);
+    }
+    // What a sum of activations is multiplied by.
+    Floats offset(std::int64_t panel, std::int64_t g, int j, Floats scale) const {
+        const Floats of_zero = scale * -static_cast<float>(zero);
+        return outer_minima ? of_zero + level(inner_minima, outer_minima, false, panel, g, j) : of_zero;
+    }
+
+  private:
+    Floats level(
+        const std::uint8_t* in, const float16* out, bool with_sign, std::int64_t panel, std::int64_t g, int j
+    ) const {
+        const std::int64_t wide = k / outer_columns, at = g * group / outer_columns;
+        const Floats d = load(out + (panel * wide + at) * kPanelRows + j * kLanes);
+        if (!in) return d;
+        const std::uint8_t* from = in + (panel * (k / group) + g) * kPanelRows + j * kLanes;
+        if (with_sign) return d * load(reinterpret_cast<const std::int8_t*>(from));
+        return d * __builtin_convertvector(bits_as<Ints>(widen(load_raw<Bytes>(from))), Floats);
+    }
+};
+
+// Rounded activations: codes [M, K], scales [M, K / 32], and sums times scale over each group of the weight's columns.
+// For tiles there are the numbers that these mean as well, [M, K]; else null.
+template <typename T>
+struct BlockInput {
+    const std::int8_t* codes;
+    const float* scales;
+    const float* sums;
+    const T* numbers;
+};
+
+// Two numbers of each lane as bfloat16, the first in the lower half.
+inline Words rounded_pair(Floats first, Floats second) {
+    const auto rounded = [](Floats v) {  // scales are finite, or nothing is right
+        const auto bits = bits_as<Words>(v);
+        return bits + 0x7fff + (bits >> 16 & 1);
+    };
+    return rounded(first) >> 16 | (rounded(second) & 0xffff0000u);
+}
+
+inline Words spread(const std::int8_t* four) { return Words{} + load_raw<std::uint32_t>(four); }
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+typedef std::int16_t BlockShorts __attribute__((vector_size(HARDPOINT_VECTOR_BYTES)));
+
+// Products of bytes, unsigned by signed, in pairs: of codes up to 63 they cannot overflow.
+inline BlockShorts multiply_pairs(Words codes, Words x) {
+#if defined(__AVX512BW__)
+    return bits_as<BlockShorts>(_mm512_maddubs_epi16(bits_as<__m512i>(codes), bits_as<__m512i>(x)));
+#else
+    return bits_as<BlockShorts>(_mm256_maddubs_epi16(bits_as<__m256i>(codes), bits_as<__m256i>(x)));
+#endif
+}
+
+inline Ints add_pairs(BlockShorts v) {
+#if defined(__AVX512BW__)
+    return bits_as<Ints>(_mm512_madd_epi16(bits_as<__m512i>(v), _mm512_set1_epi16(1)));
+#else
+    return bits_as<Ints>(_mm256_madd_epi16(bits_as<__m256i>(v), _mm256_set1_epi16(1)));
+#endif
+}
+
+// Sums of products, in 16 bits as long as these hold them.
+template <int largest>
+struct CodeSums {
+    static constexpr int most = largest == 15 ? 8 : largest == 63 ? 2 : 0;  // products of a word that fit 16 bits
+    Ints wide = {};
+    BlockShorts narrow = {};
+    int count = 0;
+
+    void add(Words codes, Words x) {
+        if constexpr (most == 0) {
+            wide = multiply_bytes(wide, codes, bits_as<Ints>(x));
+        } else {
+            const BlockShorts products = multiply_pairs(codes, x);
+            narrow = count ? narrow + products : products;
+            if (++count == most) {
+                wide += add_pairs(narrow);
+                count = 0;
+            }
+        }
+    }
+    Ints total() const { return most != 0 && count ? wide + add_pairs(narrow) : wide; }
+};
+#else
+template <int largest>
+struct CodeSums {
+    Ints wide = {};
+    void add(Words codes, Words x) { wide = multiply_bytes(wide, codes, bits_as<Ints>(x)); }
+    Ints total() const { return wide; }
+};
+#endif
+
+// Columns [first, first + columns) of one panel as numbers of bfloat16, in its panel layout; whole groups.
+template <int largest>
+inline void widen_codes(
+    const std::uint8_t* panel, const BlockScales& scales, std::int64_t p, std::int64_t first, std::int64_t columns,
+    bfloat16* to
+) {
+    constexpr int step = kStepColumns<largest>;
+    for (std::int64_t c = first; c < first + columns; c += scales.group) {
+        const std::int64_t g = c / scales.group;
+        for (int j = 0; j < kVectors; ++j) {
+            const Floats scale = scales.scale(p, g, j), offset = scales.offset(p, g, j, scale);
+            for (std::int64_t s = 0; s < scales.group / step; ++s) {
+                const std::int64_t at = c / step + s;
+                const auto words = load_raw<Words>(panel + at * kWordBytes * kPanelRows + j * HARDPOINT_VECTOR_BYTES);
+                bfloat16* pairs = to + (c - first + s * step) * kPanelRows + j * 2 * kLanes;
+                unrolled<step / 2>([&](auto pair) {
+                    // Nibbles: columns 0 to 3 are the low ones of a word's bytes, 4 to 7 the high ones.
+                    constexpr int shift = pair * 2 % kWordBytes * 8 + (pair * 2 >= kWordBytes ? 4 : 0);
+                    constexpr std::uint32_t mask = largest == 15 ? 0xf : 0xff;
+                    const auto number = [&](int by) {
+                        const auto codes = bits_as<Ints>(words >> by & mask);
+                        return __builtin_convertvector(codes, Floats) * scale + offset;
+                    };
+                    const Words both = rounded_pair(number(shift), number(shift + 8));
+                    std::memcpy(pairs + pair * 2 * kPanelRows, &both, sizeof(both));
+                });
+            }
+        }
+    }
+}
+
+// x[r] times one group of columns of a part of a panel, kLanes rows: whole numbers.
+template <int largest, int group, int rows>
+[[gnu::always_inline]] inline void multiply_codes(
+    Ints (&totals)[rows], const std::int8_t* const (&x)[rows], const std::uint8_t* step
+) {
+    constexpr int columns = kStepColumns<largest>;
+    CodeSums<largest> sums[rows];
+    unrolled<group / columns>([&](auto s) {
+        const auto words = load_raw<Words>(step + s * kWordBytes * kPanelRows);
+        if constexpr (largest == 15) {
+            const Words low = words & 0x0f0f0f0fu, high = words >> 4 & 0x0f0f0f0fu;
+            unrolled<rows>([&](auto r) {
+                sums[r].add(low, spread(x[r] + s * columns));
+                sums[r].add(high, spread(x[r] + s * columns + kWordBytes));
+            });
+        } else {
+            unrolled<rows>([&](auto r) { sums[r].add(words, spread(x[r] + s * columns)); });
+        }
+    });
+    unrolled<rows>([&](auto r) { totals[r] = sums[r].total(); });
+}
+
+template <int largest>
+struct CodeWeight {
+    const std::uint8_t* codes;
+    BlockScales scales;
+
+    // `finish(i, 16 sums, column)` takes the results of row i. Its bits depend on how many rows there are only where x
+    // has numbers, which tiles multiply.
+    template <typename T, typename Finish>
+    void multiply(const Block& block, const BlockInput<T>& x, const Finish& finish) const {
+        if constexpr (std::is_same_v<T, bfloat16>) {
+            if (x.numbers) return multiply_numbers(block, x, finish);
+        }
+        const std::int64_t tiles = ceil_div(block.rows, kCodeRows);
+        for (std::int64_t p = block.first_panel; p < block.first_panel + block.panels; ++p) {
+            for (std::int64_t i = 0; i < tiles; ++i) {
+                const std::int64_t first = block.rows * i / tiles, count = block.rows * (i + 1) / tiles - first;
+                with_constant<kCodeRows>(count, [&](auto rows) {
+                    if (scales.group == kBlockGroup) {
+                        multiply_panel<kBlockGroup, rows>(block.first_row + first, p, x, finish);
+                    } else {
+                        multiply_panel<kBlockGroup / 2, rows>(block.first_row + first, p, x, finish);
+                    }
+                });
+            }
+        }
+    }
+
+  private:
+    // The weight becomes bfloat16, once for a block of rows.
+    template <typename Finish>
+    void multiply_numbers(const Block& block, const BlockInput<bfloat16>& x, const Finish& finish) const {
+        const std::int64_t k = scales.k, step = std::min(k, kBlockColumns), stride = step * kPanelRows;
+        bfloat16* wide = scratch<bfloat16>(block.panels * stride);
+        const auto give = [&](std::int64_t first, std::int64_t columns) {
+            for (std::int64_t p = block.first_panel; p < block.first_panel + block.panels; ++p) {
+                const std::uint8_t* panel = codes + p * code_panel_size<largest>(k);
+                widen_codes<largest>(panel, scales, p, first, columns, wide + (p - block.first_panel) * stride);
+            }
+            return Panels<bfloat16>{wide, stride};
+        };
+        const auto row = [&](std::int64_t i) { return x.numbers + i * k; };
+        multiply_block<bfloat16>(block, k, step, false, give, row, finish);
+    }
+
+    template <int group, int rows, typename T, typename Finish>
+    void multiply_panel(std::int64_t first_row, std::int64_t p, const BlockInput<T>& x, const Finish& finish) const {
+        const std::int64_t k = scales.k, groups = k / group, step = code_panel_size<largest>(k) / groups;
+        const std::uint8_t* panel = codes + p * code_panel_size<largest>(k);
+        Sums sums[rows];
+        unrolled<rows>([&](auto r) { sums[r] = Sums{}; });
+        for (std::int64_t g = 0; g < groups; ++g, panel += step) {
+            const std::int8_t* from[rows];
+            unrolled<rows>([&](auto r) { from[r] = x.codes + (first_row + r) * k + g * group; });
+            for (std::int64_t at = 0; at < step; at += 64) fetch<kFetchAheadInOrder>(panel + at);
+            unrolled<kVectors>([&](auto j) {
+                Ints totals[rows];
+                multiply_codes<largest, group, rows>(totals, from, panel + j * HARDPOINT_VECTOR_BYTES);
+                const Floats scale = scales.scale(p, g, j), offset = scales.offset(p, g, j, scale);
+                unrolled<rows>([&](auto r) {
+                    const std::int64_t row = first_row + r;
+                    const float x_scale = x.scales[row * (k / kBlockGroup) + g * group / kBlockGroup];
+                    sums[r].v[j] += scale * x_scale * __builtin_convertvector(totals[r], Floats);
+                    sums[r].v[j] += offset * x.sums[row * groups + g];
+                });
+            });
+        }
+        unrolled<rows>([&](auto r) { finish(first_row + r, sums[r], p * kPanelRows); });
+    }
+};
+
+// out [M, N] = x [M, K] @ w.T + bias; x as RoundBlocks leaves it, of the same `group`.
+template <typename T, int largest>
+struct LinearBlocks {
+    static constexpr char signature[] = "pppppppppppiiiiiii";
+    const std::int8_t* x_codes;
+    const float *x_scales, *x_sums;
+    const T* x_numbers;
+    const std::uint8_t* codes;
+    const std::uint8_t* inner;
+    const float16* outer;
+    const std::uint8_t* inner_minima;
+    const float16* outer_minima;
+    const T* bias;
+    T* out;
+    std::int64_t m, n, k, group, outer_columns, zero, is_signed;
+
+    std::int64_t chunks() const { return Cut(m, n, kCodePanels<largest>).chunks(); }
+    void run(std::int64_t chunk) const {
+        const auto finish = [&](std::int64_t i, const Sums& sums, std::int64_t column) {
+            store_results(out + i * n + column, sums, bias ? bias + column : nullptr, n - column);
+        };
+        const BlockScales scales{inner, outer, inner_minima, outer_minima, k, group, outer_columns, zero, is_signed};
+        for_each_block(Cut(m, n, kCodePanels<largest>), chunk, [&](const Block& block) {
+            const BlockInput<T> x{x_codes, x_scales, x_sums, x_numbers};
+            CodeWeight<largest>{codes, scales}.multiply(block, x, finish);
+        });
+    }
+};
+
+template <typename T>
+struct LinearNibbleBlocks : LinearBlocks<T, 15> {};
+template <typename T>
+struct LinearSixBitBlocks : LinearBlocks<T, 63> {};
+template <typename T>
+struct LinearByteBlocks : LinearBlocks<T, 255> {};
+
+// x [M, K] -> codes int8 [M, K], scales float32 [M, K / 32], and sums times scale over `group` columns, [M, K / group];
+// unless `numbers` is null, what codes and scales mean, [M, K].
+template <typename T>
+struct RoundBlocks {
+    static constexpr char signature[] = "pppppiiii";
+    const T* x;
+    std::int8_t* codes;
+    float *scales, *sums;
+    T* numbers;
+    std::int64_t m, k, group, x_stride;
+
+    std::int64_t blocks() const { return k / kBlockGroup; }
+    std::int64_t chunks() const { return ceil_div(m * blocks(), kElementsPerChunk / kBlockGroup); }
+    void run(std::int64_t chunk) const {
+        const Rows mine(chunk, kElementsPerChunk / kBlockGroup, m * blocks());
+        for (auto i = mine.first; i < mine.last; ++i) {
+            std::int8_t* to = codes + i * kBlockGroup;
+            quantize_row(x + i / blocks() * x_stride + i % blocks() * kBlockGroup, to, scales + i, kBlockGroup);
+            for (std::int64_t first = 0; first < kBlockGroup; first += group) {
+                int sum = 0;
+                for (std::int64_t c = 0; c < group; ++c) sum += to[first + c];
+                sums[(i * kBlockGroup + first) / group] = scales[i] * static_cast<float>(sum);
+            }
+            for (int c = 0; numbers && c < kBlockGroup; c += kLanes) {
+                store(numbers + i * kBlockGroup + c, load(to + c) * scales[i]);
+            }
+        }
+    }
+};
+
+// Elements [N, K / 2], two nibbles a byte, the low one first, or [N, K] -> words; `flip` is added to each (to nibbles by
+// exclusive or), which makes codes of signed elements.
+template <int largest>
+struct PackBlocks {
+    static constexpr char signature[] = "ppiiii";
+    const std::uint8_t* weight;
+    std::uint8_t* packed;
+    std::int64_t n, k, stride, flip;
+
+    std::int64_t chunks() const { return num_panels(n); }
+    void run(std::int64_t panel) const {
+        constexpr int columns = kStepColumns<largest>;
+        for (int row = 0; row < kPanelRows; ++row) {
+            const std::int64_t r = panel * kPanelRows + row;
+            std::uint8_t* to = packed + panel * code_panel_size<largest>(k) + kWordBytes * row;
+            for (std::int64_t c = 0; c < k; c += columns, to += kWordBytes * kPanelRows) {
+                std::uint8_t word[kWordBytes] = {};
+                for (int i = 0; r < n && i < columns; ++i) {
+                    const std::uint8_t code = element(r, c + i);
+                    word[i % kWordBytes] |= static_cast<std::uint8_t>(code << (i / kWordBytes * 4));
+                }
+                std::memcpy(to, word, sizeof(word));
+            }
+        }
+    }
+
+  private:
+    std::uint8_t element(std::int64_t row, std::int64_t column) const {
+        if constexpr (largest != 15) return static_cast<std::uint8_t>(weight[row * stride + column] + flip);
+        const std::int64_t mask = flip ? 2 * flip - 1 : 0xf;
+        return static_cast<std::uint8_t>((weight[row * stride + column / 2] >> (column % 2 * 4) ^ flip) & mask);
+    }
+};
+
+// out [count, K]: rows `ids` (int64; all in order where it is null) as numbers.
+template <typename T, int largest>
+struct UnpackBlocks {
+    static constexpr char signature[] = "pppppppiiiiii";
+    const std::uint8_t* codes;
+    const std::uint8_t* inner;
+    const float16* outer;
+    const std::uint8_t* inner_minima;
+    const float16* outer_minima;
+    const std::int64_t* ids;
+    T* out;
+    std::int64_t count, k, group, outer_columns, zero, is_signed;
+
+    std::int64_t chunks() const { return ceil_div(count, rows_per_chunk(k)); }
+    void run(std::int64_t chunk) const {
+        const BlockScales scales{inner, outer, inner_minima, outer_minima, k, group, outer_columns, 0, is_signed};
+        const Rows mine(chunk, rows_per_chunk(k), count);
+        for (auto i = mine.first; i < mine.last; ++i) {
+            const std::int64_t row = ids ? ids[i] : i, panel = row / kPanelRows;
+            const int within = static_cast<int>(row % kPanelRows), j = within / kLanes, lane = within % kLanes;
+            for (std::int64_t g = 0; g < k / group; ++g) {
+                const Floats each = scales.scale(panel, g, j);
+                const float scale = each[lane], minimum = scales.offset(panel, g, j, each)[lane];
+                for (std::int64_t c = g * group; c < (g + 1) * group; ++c) {
+                    const int number = code(panel, within, c) - static_cast<int>(zero);
+                    out[i * k + c] = round_to<T>(static_cast<float>(number) * scale + minimum);
+                }
+            }
+        }
+    }
+
+  private:
+    int code(std::int64_t panel, int row, std::int64_t column) const {
+        constexpr int columns = kStepColumns<largest>;
+        const int i = static_cast<int>(column % columns);
+        const std::int64_t word = column / columns * kPanelRows + row;
+        const std::uint8_t byte = codes[panel * code_panel_size<largest>(k) + word * kWordBytes + i % kWordBytes];
+        return largest == 15 ? byte >> (i / kWordBytes * 4) & 0xf : byte;
+    }
+};
+
+template <typename T>
+struct UnpackNibbleBlocks : UnpackBlocks<T, 15> {};
+template <typename T>
+struct UnpackByteBlocks : UnpackBlocks<T, 255> {};
+
+}  // namespace hardpoint::HARDPOINT_LEVEL

@@ -1,0 +1,111 @@
+"""Linear kernels over what GGUF files hold, in panels of their own (csrc/kernels/linear_blocks.h).
+
+Elements of up to four bits stay nibbles, others are bytes. Activations are rounded to int8, 32 columns with a scale.
+Axes: M rows of x, N rows of the weight (out), K columns (in), G groups of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hardpoint_cpu import native
+from hardpoint_cpu.linear import PanelLinear
+from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearWorkload, QuantSpec, Reason
+
+_COLUMNS = 32
+"""Of activations that share a scale."""
+_GROUPS = (16, 32)
+_MOST_ROWS = 32
+"""Of activations that vector registers multiply where there are tiles."""
+
+
+class _Codes(NamedTuple):
+    """How an element becomes a code of 0 and more: what is added, and the kernels for codes so large."""
+
+    zero: int
+    kernel: str
+    packing: str
+
+
+_CODES = {
+    "uint2": _Codes(0, "linear_nibble_blocks", "nibble_blocks"),
+    "int3": _Codes(4, "linear_nibble_blocks", "nibble_blocks"),
+    "int4": _Codes(8, "linear_nibble_blocks", "nibble_blocks"),
+    "uint4": _Codes(0, "linear_nibble_blocks", "nibble_blocks"),
+    "int5": _Codes(16, "linear_six_bit_blocks", "byte_blocks"),
+    "uint5": _Codes(0, "linear_six_bit_blocks", "byte_blocks"),
+    "int6": _Codes(32, "linear_six_bit_blocks", "byte_blocks"),
+    "int8": _Codes(128, "linear_byte_blocks", "byte_blocks"),
+}
+
+
+class BlockPanelLinear(PanelLinear):
+    """Whole numbers in groups of columns, with scales of one or two levels and minima; int8 activations."""
+
+    layout = "panels_blocks"
+
+    @classmethod
+    def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse columns that their blocks do not divide, and groups of other sizes than 16 and 32."""
+        assert workload.spec is not None
+        blocks = [scale.block[1] for scale in workload.spec[0].scales]
+        columns = workload.in_features or 0
+        if columns % max(_COLUMNS, *blocks) == 0 and blocks[0] in _GROUPS:
+            return []
+        supported = f"a multiple of {max(_COLUMNS, *blocks)}, in groups of {' or '.join(map(str, _GROUPS))}"
+        return [Reason("group", "groups of columns", wanted=f"{blocks[0]} of {columns}", supported=supported)]
+
+    def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
+        assert workload.spec is not None
+        self._spec: QuantSpec = workload.spec[0]
+        self._codes = _CODES[self._spec.element]
+        self.kernel, self.look_up = self._codes.kernel, f"unpack_{self._codes.packing}"  # type: ignore[misc]  # by spec
+        super().__init__(ctx, workload)
+        self._group = self._spec.scales[0].block[1]
+        outer, is_signed = self._spec.scales[-1].block[1], self._spec.scales[0].format == "int8"
+        self._numbers = self._group, outer, self._codes.zero, int(is_signed)
+        self._round = self.number("round_blocks")
+        self._tiled = ctx.dtype == torch.bfloat16 and native.level() == "amx" and not self.alike
+
+    def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        stored = native.rows(weights["weight"]).view(torch.uint8)
+        packed = stored.new_empty(self._padded() * self.k // self._spec.per_byte)
+        pack = native.kernel_number(f"pack_{self._codes.packing}")
+        native.run(pack, stored.data_ptr(), packed.data_ptr(), self.n, self.k, stored.stride(0), self._codes.zero)
+        scales = {name: self._by_panel(value) for name, value in weights.items() if name != "weight"}
+        return {"weight": packed, **scales}
+
+    def _by_panel(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, G] -> [panels, G, 16]."""
+        padded = self._by_row(x)
+        return padded.view(-1, native.PANEL_ROWS, padded.shape[1]).transpose(1, 2).contiguous()
+
+    def read(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        rows, columns = x.shape
+        codes = torch.empty((rows, columns), dtype=torch.int8)
+        scales = torch.empty((rows, columns // _COLUMNS), dtype=torch.float32)
+        sums = torch.empty((rows, columns // self._group), dtype=torch.float32)
+        numbers = x.new_empty(x.shape if self._tiled and rows > _MOST_ROWS else 0)  # none: the null pointer
+        if rows:
+            addresses = x.data_ptr(), codes.data_ptr(), scales.data_ptr(), sums.data_ptr(), native.address(numbers)
+            native.run(self._round, *addresses, rows, columns, self._group, x.stride(0))
+        return codes, scales, sums, numbers
+
+    def parts(self, weights: dict[str, torch.Tensor]) -> tuple[int, ...]:
+        levels = len(self._spec.scales)
+        scales = [weights.get(f"weight_{of}{'_2' if level else ''}") for of in ("scale", "min") for level in (0, 1)]
+        if levels == 1:  # the one level is the outer
+            scales = [None, scales[0], None, scales[2]]
+        return weights["weight"].data_ptr(), *map(native.address, scales)
+
+    def manner(self, x: torch.Tensor) -> tuple[int, ...]:
+        return self._numbers
+
+    def _rows(self, weights: dict[str, torch.Tensor], ids: torch.Tensor | None, count: int) -> torch.Tensor:
+        out = weights["weight"].new_empty(count, self.k, dtype=self.ctx.dtype)
+        addresses = *self.parts(weights), native.address(ids), out.data_ptr()
+        native.run(self._look_up, *addresses, count, self.k, *self._numbers)
+        return out
