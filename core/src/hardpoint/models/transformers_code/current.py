@@ -20,13 +20,15 @@ class Current:
 
     ``attention`` holds a layer for each call of attention in a step, in order; ``calls`` counts those made so far.
     ``tables``: for each tensor of cosines of the step, by identity, that tensor, the table for the rotary op, and its
-    rows; see Rotation.
+    rows; see Rotation. ``products``: those of shared linear layers that are not asked for in full yet, and by how many
+    parts; see SharedProduct.
     """
 
     step: ForwardStep
     probe: Probe | None = None
     attention: list[Attend] = field(default_factory=list)
     calls: int = 0
+    products: dict[object, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
     tables: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

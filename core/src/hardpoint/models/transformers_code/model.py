@@ -105,6 +105,7 @@ class TransformersLM(CausalLM):
             output = self.body(input_ids=inputs[None], position_ids=positions, use_cache=False)
         finally:
             current.tables.clear()
+            current.products.clear()
         hidden: torch.Tensor = output.last_hidden_state
         return hidden[0]
 

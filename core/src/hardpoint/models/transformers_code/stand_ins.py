@@ -79,18 +79,15 @@ class SharedProduct:
         for name, rows in sizes:
             self._places[name] = slice(start, start + rows)
             start += rows
-        self._product: torch.Tensor | None = None
-        self._left: set[str] = set()
 
     def part(self, x: torch.Tensor, name: str, current: Current) -> torch.Tensor:
         """The part ``name`` of the product with x [..., in]. It is kept until every part was asked for."""
-        if self._product is None:
-            self._product = self._layer(x.reshape(-1, x.shape[-1]), current.step)
-            self._left = set(self._places)
-        y = self._product[:, self._places[name]]
-        self._left.remove(name)
-        if not self._left:
-            self._product = None
+        product, left = current.products.pop(self, (None, len(self._places)))
+        if product is None:
+            product = self._layer(x.reshape(-1, x.shape[-1]), current.step)
+        if left > 1:
+            current.products[self] = product, left - 1
+        y = product[:, self._places[name]]
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
