@@ -42,6 +42,13 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64},
 }
 
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.05 * i for i in range(8)],
+    "long_factor": [1.5 + 0.5 * i for i in range(8)],
+}
+
 MIXTRAL = {"num_local_experts": 4}
 QWEN2_MOE = {
     "num_experts": 6,
@@ -168,6 +175,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {"sliding_window": 13, "rope_parameters": ROPES["default"] | {"partial_rotary_factor": 0.75}},
     ),
+    "phi3-longrope-short": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 300}),
+    "phi3-longrope-long": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
     "seed-oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "qwen3-next": ("qwen3_next", GATED_DELTA_MOE),

@@ -27,6 +27,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "deepseek_v3": {},
     "bloom": {},
+    "phi3": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [1.5 + 0.5 * i for i in range(8)],
+        },
+        "original_max_position_embeddings": 12,
+    },
 }
 
 

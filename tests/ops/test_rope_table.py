@@ -34,6 +34,12 @@ SCALED: dict[str, dict[str, Any]] = {
     "yarn_untruncated": {"rope_type": "yarn", **YARN, "truncate": False},
     "yarn_implied_factor": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 512},
     "yarn_no_original": {"rope_type": "yarn", "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 512,
+        "short_factor": [1.0 + 0.01 * i for i in range(32)],
+        "long_factor": [1.5 + 0.5 * i for i in range(32)],
+    },
 }
 
 
@@ -66,7 +72,7 @@ def test_tables_equal_transformers(name: str) -> None:
     assert table.dtype == torch.float32
     assert torch.equal(table, expected_table(LlamaRotaryEmbedding(config), 2048))
     if args.kind != "default":
-        frequencies, factor = ROPE_INIT_FUNCTIONS[args.kind](config, CPU)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[args.kind](config, CPU, seq_len=2048)
         assert torch.equal(table[1, :32], frequencies.cos() * factor)
 
 
@@ -118,7 +124,11 @@ def test_parameters_per_type_of_layer() -> None:
     ("config", "message"),
     [
         ({"rope_scaling": {"rope_type": "yarm"}}, "did you mean 'yarn'.*known: default, linear, llama3, yarn"),
-        ({"rope_scaling": {"type": "longrope"}}, "unknown rope type 'longrope'"),
+        ({"rope_scaling": {"type": "dynamic"}}, "unknown rope type 'dynamic'"),
+        (
+            {"rope_scaling": {"type": "su", "factor": 4, "short_factor": [1.0]}, "max_position_embeddings": 64},
+            "'short_factor' must list 32 finite numbers",
+        ),
         ({"rope_scaling": {"type": ["yarn"]}}, r"unknown rope type \['yarn'\]"),
         ({"rope_scaling": {"type": ""}}, "unknown rope type ''"),
         ({"rope_scaling": {"type": "linear"}}, "'factor' must be a finite number above 0, got None"),

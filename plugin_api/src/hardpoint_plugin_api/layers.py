@@ -12,7 +12,7 @@ from hardpoint_plugin_api.quant import QuantSpec
 from hardpoint_plugin_api.requests import Feature
 from hardpoint_plugin_api.sharding import ShardPlan, joined
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Scoring = Literal["softmax", "sigmoid"]
 
 
@@ -32,7 +32,8 @@ class RopeArgs:
 
     ``rotary_dim`` leading elements of a head are rotated.
     ``interleaved`` pairs (2i, 2i+1) instead of (i, i+d/2).
-    ``scaling`` holds the numeric parameters of ``kind`` as they stand in a Hugging Face config.
+    ``scaling`` holds the numeric parameters of ``kind`` as they stand in a Hugging Face config; number N of a list has
+    the name ``list.N``.
     """
 
     rotary_dim: int

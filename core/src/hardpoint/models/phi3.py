@@ -1,4 +1,4 @@
-"""Phi-3 (arXiv:2404.14219) and Phi-4 (arXiv:2412.08905), without the rotary embedding ``longrope``."""
+"""Phi-3 (arXiv:2404.14219) and Phi-4 (arXiv:2412.08905)."""
 
 from __future__ import annotations
 

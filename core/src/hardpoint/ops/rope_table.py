@@ -24,19 +24,27 @@ _PARAMETERS: dict[RopeKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "original_max_position_embeddings"),
         ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
     ),
+    "longrope": (("factor", "original_max_position_embeddings"), ("attention_factor",)),
 }
 """The keys that each kind needs, and the keys that it may have."""
 
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim")
 """Zero leaves these out, as in Transformers."""
 
+_LISTS = ("short_factor", "long_factor")
+"""Of longrope: a divisor for each frequency."""
+
+_NUM_POSITIONS = "num_positions"
+
 
 def rope_table(args: RopeArgs, num_positions: int, device: torch.device) -> torch.Tensor:
     """The cosines and sines of positions 0 .. num_positions - 1: float32 [num_positions, R], R/2 cosines first.
 
-    Both carry the attention factor of kinds that have one.
+    Both carry the attention factor of kinds that have one. The table of longrope has the long factors where it is
+    longer than the original context, and the short ones elsewhere: for all its positions, as keys stay in the cache.
     """
-    frequencies, attention_factor = _KINDS[args.kind](args, dict(args.scaling))
+    scaling = dict(args.scaling) | {_NUM_POSITIONS: float(num_positions)}
+    frequencies, attention_factor = _KINDS[args.kind](args, scaling)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
     return (torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor).to(device)
 
@@ -85,7 +93,7 @@ def rope_args(
         theta=read.number("rope_theta", default_theta, above=1.0 if kind == "yarn" else 0.0),  # yarn divides by its log
         kind=kind,
         interleaved=interleaved,
-        scaling=read.scaling(kind),
+        scaling=read.scaling(kind) + (read.lists(rotary_dim // 2) if kind == "longrope" else ()),
     )
 
 
@@ -99,7 +107,8 @@ def extended_length(hf_config: Mapping[str, Any], file: str = "config.json") -> 
 
 
 def _kind(found: Mapping[str, Any]) -> Any:
-    return next((found[key] for key in ("rope_type", "type") if found.get(key) is not None), "default")
+    kind = next((found[key] for key in ("rope_type", "type") if found.get(key) is not None), "default")
+    return "longrope" if kind == "su" else kind  # its name in the first configs of Phi-3
 
 
 def _objects(config: Mapping[str, Any], keys: tuple[str, ...], file: str) -> Mapping[str, Any]:
@@ -144,7 +153,7 @@ class _Reader:
         values = {}
         for key in required:
             default = length if key == "original_max_position_embeddings" else None
-            if kind == "yarn" and key == "factor" and self.found.get(key) is None:
+            if kind in ("yarn", "longrope") and key == "factor" and self.found.get(key) is None:
                 default = self.number("max_position_embeddings") / self.number(required[1])
             values[key] = self.number(key, default)
         for key in optional:
@@ -156,6 +165,22 @@ class _Reader:
                 f"got {values['high_freq_factor']:g} and {values['low_freq_factor']:g}"
             )
         return tuple(values.items())
+
+    def lists(self, count: int) -> tuple[tuple[str, float], ...]:
+        """The numbers of longrope's lists, ``count`` in each."""
+        values: list[tuple[str, float]] = []
+        for key in _LISTS:
+            found = self.find(key)
+            if not isinstance(found, list) or len(found) != count or not all(_is_positive(x) for x in found):
+                raise CheckpointError(
+                    f"{self.file}: rope parameter {key!r} must list {count} finite numbers above 0, got {found!r:.80}"
+                )
+            values += [(f"{key}.{number}", float(x)) for number, x in enumerate(found)]
+        return tuple(values)
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max  # type: ignore[operator]  # a number
 
 
 Scaling = Mapping[str, float]
@@ -209,6 +234,15 @@ def _yarn(args: RopeArgs, scaling: Scaling) -> Frequencies:
     return frequencies, scaling.get("attention_factor", _yarn_attention_factor(factor, scaling))
 
 
+def _longrope(args: RopeArgs, scaling: Scaling) -> Frequencies:
+    """LongRoPE: Ding et al. 2024, arXiv:2402.13753."""
+    factor, context = scaling["factor"], scaling["original_max_position_embeddings"]
+    name = "long_factor" if scaling[_NUM_POSITIONS] > context else "short_factor"
+    stretch = torch.tensor([scaling[f"{name}.{number}"] for number in range(args.rotary_dim // 2)])
+    grown = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
+    return 1.0 / (stretch * _wave(args)), scaling.get("attention_factor", grown)
+
+
 def _yarn_attention_factor(factor: float, scaling: Scaling) -> float:
     """The paper's recommendation, 0.1 ln(factor) + 1; or the ratio of two such, with the config's own weights."""
 
@@ -231,4 +265,5 @@ _KINDS: dict[RopeKind, Callable[[RopeArgs, Scaling], Frequencies]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

@@ -62,7 +62,7 @@ class TransformersLM(CausalLM):
         register()
         self.report = Report(args.architecture)
         self._current = current = Current(ForwardStep.empty(ctx.torch_device))
-        opened = Opened.of(args.architecture, args.config, ctx.dtype, args.folder)
+        opened = Opened.of(args.architecture, args.config, ctx.dtype, args.folder, ctx.max_model_len)
         conversion, stored = Conversion(opened.model, opened.keys), stored_names(args.folder)
         plan = TensorPlan(opened.model.tp_plan, ctx.parallel.tp, args.folder)
         surgery = Surgery(current, plan, self.report)

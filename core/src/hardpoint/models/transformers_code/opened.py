@@ -15,6 +15,7 @@ from hardpoint.models.transformers_code.architectures import model_class, skelet
 from hardpoint.models.transformers_code.attention import CURRENT
 from hardpoint.models.transformers_code.current import Current
 from hardpoint.models.transformers_code.probe import CannotRunError, Probe
+from hardpoint.models.transformers_code.rotary_lengths import fix_rotary_lengths
 from hardpoint.models.transformers_code.stand_ins import Given
 
 
@@ -42,9 +43,10 @@ class Opened:
     tied: bool
 
     @classmethod
-    def of(cls, architecture: str, config: Any, dtype: torch.dtype, folder: Path) -> Opened:
+    def of(cls, architecture: str, config: Any, dtype: torch.dtype, folder: Path, max_positions: int) -> Opened:
         """Raises CheckpointError where the model cannot be constructed, CannotRunError for one of another build."""
         model: Any = skeleton(model_class(architecture, folder), copy.deepcopy(config), dtype, folder)
+        fix_rotary_lengths(model, max_positions)
         prefix = model.base_model_prefix
         if not prefix or not isinstance(getattr(model, prefix, None), nn.Module):
             raise CannotRunError("its head is not apart from its body")

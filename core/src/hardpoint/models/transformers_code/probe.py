@@ -34,6 +34,9 @@ _IGNORED = frozenset(
 _SCANS = ("convolution", "cumsum", "cumprod", "logcumsumexp", "roll", "unfold", "flip")
 """Operators that mix tokens where they go along the axis of tokens."""
 
+_FACTORIES = ("new_", "empty", "zeros", "ones", "full")
+"""Operators whose results hold nothing of the tensors that they are given."""
+
 
 class CannotRunError(CheckpointError):
     """The code of a model cannot be run over the tokens of many requests at once; the message says why."""
@@ -180,7 +183,16 @@ class _TokenAxis(TorchDispatchMode):
             raise CannotRunError(f"its code mixes tokens outside of attention ({name}): it keeps a state")
         if name in ("slice", "select") and _drops_tokens(args, result):
             raise CannotRunError(f"its code treats some tokens unlike others ({name})")
+        if not name.startswith(_FACTORIES) and _joins_tokens(args, result):
+            raise CannotRunError(f"its code computes one value of all tokens ({name})")
         return result
+
+
+def _joins_tokens(args: tuple[Any, ...], result: Any) -> bool:
+    """Whether a result is one of all tokens, such as their maximum."""
+    given = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor) and TOKENS in x.shape]
+    made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+    return bool(given) and any(x.numel() % TOKENS for x in made)
 
 
 def _drops_tokens(args: tuple[Any, ...], result: torch.Tensor) -> bool:
