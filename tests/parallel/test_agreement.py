@@ -148,7 +148,10 @@ def test_a_rank_that_fails_in_a_step(folder: Path, monkeypatch: pytest.MonkeyPat
     ("settings", "said"),
     [
         ({"tensor_parallel_size": 3}, "number of attention heads of 4 does not divide among 3 ranks; take one of 1, 2"),
-        ({"tensor_parallel_size": 2, "executor": "inproc"}, "inproc' runs one rank.*use --executor mp or torchrun"),
+        (
+            {"tensor_parallel_size": 2, "executor": "inproc"},
+            "inproc' runs one rank.*use --executor mp, ray or torchrun",
+        ),
         ({"tensor_parallel_size": 4, "expert_parallel_size": 3}, "expert_parallel_size.* must divide the number of"),
         (
             {"expert_parallel_size": 1, "tensor_parallel_size": 2, "enable_expert_parallel": True},

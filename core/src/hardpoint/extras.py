@@ -12,6 +12,7 @@ EXTRAS = {
     "conform": {"covertable": "covertable"},
     "plot": {"matplotlib": "matplotlib"},
     "mcp": {"mcp": "mcp"},
+    "ray": {"ray": "ray"},
     "otlp": {
         "opentelemetry-sdk": "opentelemetry.sdk",
         "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",

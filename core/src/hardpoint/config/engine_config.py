@@ -99,7 +99,7 @@ class EngineConfig(EngineSettings):
         if self.executor == "inproc" and self.topology.size > 1:
             wanted = written("executor", self.executor, origins)
             raise ConfigError(
-                f"{wanted} runs one rank, and {self.topology} asks for several; use --executor mp or torchrun"
+                f"{wanted} runs one rank, and {self.topology} asks for several; use --executor mp, ray or torchrun"
             )
 
     def _check_replicas(self, origins: Mapping[str, str]) -> None:

@@ -225,8 +225,9 @@ class EngineSettings(BaseModel):
     executor: ExecutorKind | None = setting(
         Group.PARALLELISM,
         None,
-        "inproc: one rank, in the engine's process. mp: a process for each rank, on this host. torchrun: ranks are "
-        "started by torchrun. Default: inproc for one rank, mp for several.",
+        "inproc: one rank, in the engine's process. mp: a process for each rank, on this host. ray: an actor of a "
+        "Ray cluster for each rank. torchrun: ranks are started by torchrun. Default: inproc for one rank, mp for "
+        "several.",
     )
 
     attention_backend: Text | None = setting(

@@ -19,7 +19,7 @@ KVDtype = Literal[
     "auto", "float32", "float16", "bfloat16", "fp8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "int8"
 ]
 
-ExecutorKind = Literal["inproc", "mp", "torchrun"]
+ExecutorKind = Literal["inproc", "mp", "ray", "torchrun"]
 OnFailure = Literal["fail", "restart"]
 
 _DTYPE_ALIASES = {"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"}

@@ -429,6 +429,10 @@ def start_executor(blueprint: Blueprint, model: Model | None = None) -> Executor
         from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
 
         return MultiprocessExecutor(blueprint)
+    if kind == "ray":
+        from hardpoint.engine.execution.ranks.ray_executor import RayExecutor
+
+        return RayExecutor(blueprint)
     if kind == "torchrun":
         from hardpoint.engine.execution.ranks.torchrun_executor import TorchrunExecutor
 

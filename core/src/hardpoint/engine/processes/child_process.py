@@ -139,6 +139,11 @@ def settle_in(send: Sender, levels: dict[str, int], crashes: Connection) -> None
     os.set_blocking(crashes.fileno(), False)  # a parent that does not read must not keep it from ending
     _crash_pipes.append(crashes)
     faulthandler.enable(crashes.fileno())
+    log_by(send, levels)
+
+
+def log_by(send: Sender, levels: dict[str, int]) -> None:
+    """Have the parent log what this process logs, at ``levels``, see ``log_levels``."""
     logging.root.handlers = [_Forward(send)]
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)

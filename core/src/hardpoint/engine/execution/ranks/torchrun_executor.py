@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import threading
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError, Pipe
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Listener
 from typing import TYPE_CHECKING, Self
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.execution.ranks.rank_process import Rank, RankFailed, RankSpec, end_with_parent
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
+from hardpoint.engine.execution.ranks.sockets import shut
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.calls import Stop
 from hardpoint.parallel.process_group import LOOPBACK, PrefixStore, Store
@@ -137,7 +137,7 @@ class ThreadRank(RankLink):
 
     def _run(self) -> None:
         self._rank.run(lambda: self._store, child_process.Sender(self._theirs))
-        _shut(self._theirs)
+        shut(self._theirs)
 
     def _listen(self) -> None:
         child_process.listen(self._theirs, os.getppid(), self._rank.commands.put)  # type: ignore[arg-type]  # commands
@@ -168,17 +168,8 @@ class TorchrunPeer(RankLink):
     def end(self) -> None:
         """See RankLink."""
         if not self.connection.closed:
-            _shut(self.connection)
+            shut(self.connection)
 
     def obituary(self) -> str:
         """See RankLink."""
         return f"rank {self.number}'s process has ended: torchrun's report, and what it wrote to stderr, say why"
-
-
-def _shut(connection: Connection) -> None:
-    """End a connection for both sides. Closing it would do so only once no thread waits to read from it."""
-    try:
-        with socket.socket(fileno=os.dup(connection.fileno())) as same:
-            same.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # the other side was faster

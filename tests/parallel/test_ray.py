@@ -1,0 +1,129 @@
+"""Ranks in actors of a Ray cluster: two nodes on this host, which are killed in the middle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardpoint import LLM, SamplingParams
+from hardpoint.config import EngineConfig
+from hardpoint.engine.blueprint import draw
+from hardpoint.engine.execution.ranks.ray_executor import Spot, places_of
+from hardpoint_plugin_api import ConfigError, EngineDeadError, EngineError
+from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.engines import SMALL
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+needs_ray = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("nodes", "own", "wanted"),
+    [
+        ("aa", False, [(0, 0, 2, True), (1, 1, 2, True)]),
+        ("aba", False, [(0, 0, 2, False), (2, 1, 2, False), (1, 0, 1, False)]),
+        ("aba", True, [(0, 0, 1, False), (2, 0, 1, False), (1, 0, 1, False)]),
+    ],
+    ids=["one host", "two hosts", "devices of their own"],
+)
+def test_ranks_of_a_host_have_successive_numbers(
+    nodes: str, own: bool, wanted: list[tuple[int, int, int, bool]], tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, "qwen3", num_hidden_layers=3)
+    blueprint = draw(EngineConfig.create(model=str(tmp_path), **SMALL, pipeline_parallel_size=len(nodes)))
+    places = places_of(blueprint, [Spot(node, own) for node in nodes])
+    found = [(index, place.local_rank, place.local_ranks, place.on_one_host) for index, place in places]
+    assert found == wanted
+    assert [place.rank for _, place in places] == list(range(len(nodes)))
+
+
+def test_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, "qwen3")
+    monkeypatch.setattr("hardpoint.extras._is_there", lambda module: False)
+    with pytest.raises(ConfigError, match=r"--executor ray needs ray, not installed here: pip install"):
+        LLM(str(tmp_path), **SMALL, tensor_parallel_size=2, executor="ray")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A cluster of two nodes with two processors each."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    found.second = found.add_node(num_cpus=2)
+    ray.init(address=found.address)
+    yield found
+    ray.shutdown()
+    found.shutdown()
+
+
+def on_ray(folder: Path, **settings: Any) -> LLM:
+    return LLM(str(folder), **(SMALL | settings), executor="ray")
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("family", "changes", "settings"),
+    [
+        ("qwen3", {}, {"tensor_parallel_size": 2}),
+        ("qwen3", {"num_hidden_layers": 4}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+        ("qwen3_moe", MIXTURE, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    ],
+    ids=["tp2", "tp2-pp2", "ep2"],
+)
+def test_tokens_are_those_of_one_rank(
+    cluster: Any, family: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model, prompts = write_checkpoint(tmp_path, family, **changes), random_prompts(4, 30, seed=2)
+    with on_ray(tmp_path, **settings) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+            check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+
+
+@needs_ray
+def test_a_core_in_another_process_has_the_ranks(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (prompt,) = write_checkpoint(tmp_path, "qwen3"), random_prompts(1, 30, seed=3)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    with on_ray(tmp_path, tensor_parallel_size=2, core_process=True) as llm:
+        (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    check_tokens_equal(model, prompt, output.outputs[0].token_ids)
+
+
+@needs_ray
+def test_the_example_of_batch_inference() -> None:
+    pytest.importorskip("pyarrow")
+    example = Path(__file__).parents[2] / "examples" / "ray_data.py"
+    own = os.environ | {"RAY_ADDRESS": "local"}  # beside the tests' cluster
+    command = [sys.executable, str(example)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=own)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 16
+
+
+@needs_ray
+def test_more_ranks_than_there_is_room_for(cluster: Any, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3", num_hidden_layers=5)
+    with pytest.raises(EngineError, match=r"no room for 5 ranks of {'CPU': 1.0} each within 5 seconds; free are"):
+        on_ray(tmp_path, pipeline_parallel_size=5, core_start_timeout=5)
+
+
+@needs_ray
+def test_a_node_that_is_killed_ends_the_engine(cluster: Any, tmp_path: Path) -> None:
+    """The last test, since a node is gone."""
+    write_checkpoint(tmp_path, "qwen3", num_hidden_layers=4)
+    with on_ray(tmp_path, pipeline_parallel_size=4) as llm:  # two ranks on each node
+        stream = llm.stream([1], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+        next(stream)
+        threading.Thread(target=cluster.remove_node, args=(cluster.second, False)).start()
+        with pytest.raises(EngineDeadError, match=r"the Ray actor of rank \d is gone: "):
+            for _ in stream:
+                pass
