@@ -15,6 +15,7 @@ from hardpoint.conformance.families.ops import OpTrials
 from hardpoint.conformance.site import Site
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.gated_delta_net import GatedDeltaNet
+from hardpoint.layers.kimi_delta import KimiDeltaAttention
 from hardpoint.layers.mamba2 import Mamba2
 from hardpoint.layers.states import StateMetadata
 from hardpoint.ops import get
@@ -312,7 +313,7 @@ def test_faults_of_layers(site: Site, layer: type[PluggableLayer]) -> None:
     assert caught.check == "values", str(caught)
 
 
-@pytest.mark.parametrize("layer", [GatedDeltaNet, Mamba2])
+@pytest.mark.parametrize("layer", [GatedDeltaNet, KimiDeltaAttention, Mamba2])
 def test_healthy_layers_pass(site: Site, layer: type[PluggableLayer]) -> None:
     tried = subject(site, layer, "layer", layer.pluggable_name, "default", requires=CLAIMS)
     caught = first_failure(tried, LayerTrials())

@@ -20,6 +20,7 @@ from tests.support.checkpoints import (
     GATED_DELTA,
     GATED_DELTA_MOE,
     GLM4_MOE,
+    KIMI_LINEAR,
     NEMOTRON_H,
     check_tokens_equal,
     random_prompts,
@@ -198,6 +199,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         BAMBA
         | {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_n_groups": 1, "attention_bias": True}
         | {"mlp_bias": True, "mamba_d_conv": 2, "time_step_limit": (0.1, float("inf")), "tie_word_embeddings": True},
+    ),
+    "kimi-linear": ("kimi_linear", KIMI_LINEAR),
+    "kimi-linear-groups": (
+        "kimi_linear",
+        KIMI_LINEAR
+        | {"num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2}
+        | {"linear_conv_kernel_dim": 3, "linear_head_dim": 20},
     ),
     "nemotron-h": ("nemotron_h", NEMOTRON_H),
     "nemotron-h-biases-groups": (

@@ -20,6 +20,7 @@ from transformers import (
     GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
+    KimiLinearConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -56,6 +57,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "glm_moe_dsa": GlmMoeDsaConfig,
     "gpt_oss": GptOssConfig,
     "granite": GraniteConfig,
+    "kimi_linear": KimiLinearConfig,
     "llama": LlamaConfig,
     "ministral": MinistralConfig,
     "mistral": MistralConfig,
@@ -116,6 +118,22 @@ GATED_DELTA_MOE: dict[str, Any] = GATED_DELTA | {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+
+KIMI_LINEAR: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
+"""The same of Kimi Linear."""
 
 BAMBA: dict[str, Any] = {
     "attn_layer_indices": [1],

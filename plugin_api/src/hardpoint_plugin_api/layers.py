@@ -182,6 +182,26 @@ class GatedDeltaNetArgs:
 
 
 @dataclass(frozen=True)
+class KimiDeltaAttentionArgs:
+    """Kimi Delta Attention (arXiv:2510.26692): a gated delta net in which each channel of a key has a decay.
+
+    As GatedDeltaNetArgs, with ``num_heads`` heads of queries, keys and values [``head_size``]. Column c of a head's
+    state is multiplied by ``exp(-exp(rate) * softplus(a_c + step_bias_c))``. ``a`` and the gate z are computed from
+    vectors of ``gate_rank`` elements that are linear in the hidden state; results are multiplied by ``sigmoid(z)``.
+    """
+
+    layer: ClassVar[str] = "kimi_delta_attention"
+
+    hidden_size: int
+    num_heads: int
+    head_size: int
+    gate_rank: int
+    conv_width: int
+    norm_eps: float = 1e-5
+    activation: str = "silu"
+
+
+@dataclass(frozen=True)
 class Mamba2Args:
     """A Mamba-2 mixer (arXiv:2405.21060), as in Bamba and Nemotron-H.
 
@@ -240,7 +260,7 @@ class MLAArgs:
     ``value_size``. A query has ``nope_size`` elements for that key, and ``rope_size`` rotated elements for the shared
     one. ``scale`` multiplies scores. Queries are computed from a normed vector of ``query_rank`` elements, or from the
     hidden state where that is None. ``bias``: the projections from and to hidden states have one. ``norm_eps`` is that
-    of both norms. ``rope.rotary_dim`` equals ``rope_size``.
+    of both norms. ``rope.rotary_dim`` equals ``rope_size``; without a ``rope`` nothing is rotated.
 
     ``top_k``: each query reads at most that many positions, those that ``indexer`` chooses; without an ``indexer``,
     those that the nearest earlier layer's chose. None: each query reads all positions up to its own.
@@ -255,7 +275,7 @@ class MLAArgs:
     nope_size: int
     value_size: int
     scale: float
-    rope: RopeArgs
+    rope: RopeArgs | None
     query_rank: int | None = None
     bias: bool = False
     norm_eps: float = 1e-6

@@ -7,6 +7,7 @@ from hardpoint.layers.causal_lm import CausalLM, CausalLMArgs, DecoderStack, Mod
 from hardpoint.layers.decoder_block import DecoderBlock
 from hardpoint.layers.embedding import Embedding, LMHead
 from hardpoint.layers.gated_delta_net import GatedDeltaNet
+from hardpoint.layers.kimi_delta import KimiDeltaAttention
 from hardpoint.layers.linear import Linear
 from hardpoint.layers.linear_attention import LinearAttention
 from hardpoint.layers.mamba2 import Mamba2
@@ -26,6 +27,7 @@ __all__ = [
     "Embedding",
     "Experts",
     "GatedDeltaNet",
+    "KimiDeltaAttention",
     "LMHead",
     "Linear",
     "LinearAttention",

@@ -90,8 +90,9 @@ class MLA(PluggableLayer, name="mla"):
         )
         self.index, self.backend = latent_backend(ctx, spec)
         self._rms_norm = rms_norm.bind(ctx, scalars={"eps": args.norm_eps})
-        turns = {"interleaved": args.rope.interleaved}
-        self._rotary_embedding = rotary_embedding.bind(ctx, head_size=args.rope_size, scalars=turns)
+        if args.rope is not None:
+            turns = {"interleaved": args.rope.interleaved}
+            self._rotary_embedding = rotary_embedding.bind(ctx, head_size=args.rope_size, scalars=turns)
         self._shared = ctx.shared
         self._cos_sin: torch.Tensor | None = None
 
@@ -102,8 +103,22 @@ class MLA(PluggableLayer, name="mla"):
         return slots
 
     def bind(self) -> None:
-        rope = replace(self.args.rope, interleaved=True)  # the table is the same for either kind of pairs
-        self._cos_sin = self._shared(rope, lambda: rope_table(rope, self._num_positions, self._device))
+        if self.args.rope is not None:
+            rope = replace(self.args.rope, interleaved=True)  # the table is the same for either kind of pairs
+            self._cos_sin = self._shared(rope, lambda: rope_table(rope, self._num_positions, self._device))
+
+    def _rotated(
+        self, queries: torch.Tensor, key: torch.Tensor, step: ForwardStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, H, R] and the key that all heads share [T, R], rotated where the layer rotates them."""
+        if self.args.rope is None:
+            return queries.contiguous(), key.contiguous()
+        assert self._cos_sin is not None, "bind comes before forward"
+        positions, interleaved = step.rotary_positions, self.args.rope.interleaved
+        queries, keys = self._rotary_embedding(
+            queries, key.unsqueeze(1), positions, self._cos_sin, interleaved=interleaved
+        )
+        return queries, keys.squeeze(1)
 
     def return_partial_sums(self) -> bool:
         self._returns_partial_sums = True
@@ -111,7 +126,6 @@ class MLA(PluggableLayer, name="mla"):
 
     def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. Writes this step's latents and rotated keys to the layer's cache."""
-        assert self._cos_sin is not None, "bind comes before forward"
         args, eps = self.args, self.args.norm_eps
         down: torch.Tensor = self.down(x, step)
         lists, hidden = self._lists and self._lists.of_step(down.shape[0]), x
@@ -123,10 +137,7 @@ class MLA(PluggableLayer, name="mla"):
                 self.indexer(hidden, x, step, lists)
         queries = self.q(x, step).view(down.shape[0], self._num_heads, -1)
         q_nope, q_rope = queries.split([args.nope_size, args.rope_size], dim=-1)
-        q_rope, rotated = self._rotary_embedding(
-            q_rope, rope_key.unsqueeze(1), step.rotary_positions, self._cos_sin, interleaved=args.rope.interleaved
-        )
-        rope_key = rotated.squeeze(1)
+        q_rope, rope_key = self._rotated(q_rope, rope_key, step)
         slots = step.metadata[self.index].batch.slot_mapping
         self.backend.store(LatentStoreCall(latent, rope_key, step.caches[self.index], slots))
         q_latent = torch.bmm(q_nope.transpose(0, 1), self.kv_up.weights["keys"]).transpose(0, 1)

@@ -77,6 +77,7 @@ def sparse_latent_attention(config: HFConfig, defaults: Mapping[str, Any], *, in
     dense = latent_attention(config)
     args, top_k = dense.args, config.integer("index_topk", 2048)
     assert args.query_rank is not None
+    assert args.rope is not None
     indexer = SparseIndexerArgs(
         hidden_size=args.hidden_size,
         query_rank=args.query_rank,

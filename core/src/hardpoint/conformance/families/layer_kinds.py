@@ -22,6 +22,7 @@ from hardpoint_plugin_api import (
     EmbeddingArgs,
     ForwardStep,
     GatedDeltaNetArgs,
+    KimiDeltaAttentionArgs,
     LinearArgs,
     LinearAttentionArgs,
     Mamba2Args,
@@ -235,6 +236,7 @@ KINDS: dict[str, LayerKind] = {
         {
             "plain": _MLA,
             "uncompressed-bias": replace(_MLA, query_rank=None, bias=True),
+            "without-positions": replace(_MLA, rope=None),
             "odd": MLAArgs(33, 3, 20, 6, 5, 7, 0.3, rope=replace(_ROPE, rotary_dim=6), query_rank=9),
             "sparse": replace(_MLA, top_k=6, indexer=_INDEXER),
         },
@@ -270,6 +272,16 @@ KINDS: dict[str, LayerKind] = {
             "plain": GatedDeltaNetArgs(64, 4, 2, 16, 24, 4),
             "one-key-head": GatedDeltaNetArgs(64, 6, 1, 32, 16, 2, norm_eps=1e-5, activation="gelu"),
             "odd": GatedDeltaNetArgs(33, 3, 3, 5, 7, 6),
+        },
+        _hidden,
+        step_by_step,
+        tokens=(NUM_STEP_TOKENS,),
+        pieces=STEPS,
+    ),
+    "kimi_delta_attention": LayerKind(
+        {
+            "plain": KimiDeltaAttentionArgs(64, 4, 16, 24, 4),
+            "odd": KimiDeltaAttentionArgs(33, 3, 7, 5, 3, norm_eps=1e-6, activation="gelu"),
         },
         _hidden,
         step_by_step,

@@ -55,6 +55,7 @@ _MIXTURE: dict[str, Any] = {
     "num_local_experts": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
     "n_routed_experts": 8,
@@ -79,6 +80,8 @@ _HYBRID: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 """The same of gated delta nets beside attention."""
@@ -153,7 +156,7 @@ def transformers_samples(architecture: str) -> tuple[ModelSample, ...]:
     for name, changes in _VARIATIONS.items():
         if not changes or next(iter(changes)) in known:
             latent = _LATENT if "kv_lora_rank" in known else {}
-            hybrid = _HYBRID if "linear_num_value_heads" in known else {}
+            hybrid = _HYBRID if known & {"linear_num_value_heads", "linear_num_heads"} else {}
             keys = TINY | _MIXTURE | latent | hybrid | _MAMBA | dict(changes)
             keys = {k: v for k, v in keys.items() if k in known or k in TINY}
             if has_images:
