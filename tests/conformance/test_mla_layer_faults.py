@@ -23,9 +23,11 @@ class Healthy(MLA):
 
     def __init__(self, ctx: Context, args: MLAArgs) -> None:
         super().__init__(ctx, args)
-        self._turn, self._norm = self._rotary_embedding, self._rms_norm
+        self._norm = self._rms_norm
         self._rms_norm = self.norm
-        self._rotary_embedding = self.rotate
+        if args.rope is not None:
+            self._turn = self._rotary_embedding
+            self._rotary_embedding = self.rotate
 
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False
