@@ -255,6 +255,19 @@ def awq(group: int) -> Callable[[str, torch.Tensor], Stored]:
     return write
 
 
+def awq_gemv(group: int) -> Callable[[str, torch.Tensor], Stored]:
+    """AutoAWQ's tensors, version gemv: rows in order, the groups' in words of which four belong together."""
+
+    def write(name: str, weight: torch.Tensor) -> Stored:
+        of = torch.arange(weight.shape[1]) // group
+        q, zeros, scales, numbers = integers(weight, group, 4, False, torch.float16, of)
+        padded = [torch.nn.functional.pad(x, (0, -x.shape[1] % 32)) for x in (zeros, scales)]
+        stored = {"qweight": words_along(q, 1, 4), "qzeros": words_along(padded[0], 1, 4), "scales": padded[1]}
+        return stored, numbers
+
+    return write
+
+
 # compressed-tensors
 
 
@@ -488,6 +501,17 @@ FORMATS = [
     _gptq("gptq-2-asymmetric", 32, 2, False),
     _gptq("gptq-8-asymmetric", -1, 8, False),
     Format("awq", {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, awq(32)),
+    Format(
+        "awq-gemv",
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemv"},
+        awq_gemv(32),
+    ),
+    Format(
+        "fp8-act-scale",
+        _FP8_CONFIG | {"activation_scheme": "static"},
+        static(fp8_tensor, "act_scale", 0.01),
+        fp8_inputs(scale=0.01),
+    ),
     Format(
         "ct-int8",
         ct_config("int-quantized", ct_numbers(8, "int", "channel"), ct_numbers(8, "int", "token", dynamic=True)),

@@ -69,6 +69,6 @@ def test_neither_4_nor_8_bits(tmp_path: Path) -> None:
 
 def test_ranks_cannot_divide_a_vector(tmp_path: Path) -> None:
     fixture("nf4", tmp_path)
-    message = r"--tensor-parallel-size 2: the weight of layer .* is stored as one vector, which ranks cannot divide"
+    message = r"--tensor-parallel-size 2: layer .* is stored in a form that ranks cannot divide \(its 'weight' is one"
     with pytest.raises(ConfigError, match=message), ranks_in_threads(tmp_path, 2):
         pass

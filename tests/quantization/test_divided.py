@@ -19,13 +19,21 @@ REFUSED = {
     "fp8-block-apart": "quantized in blocks of 128, and ranks would have 32 of its 64 rows each",
     "gptq-4-desc-act": r"in groups that are no neighbours \(act-order\), which cannot be divided",
     "gptq-8": r"in groups that are no neighbours \(act-order\)",
+    "awq-gemv": r"in a form that ranks cannot divide \(its 'scales' is one piece\)",
     "ct-w4a16-actorder": r"in groups that are no neighbours \(act-order\)",
 }
 """A model that cannot be divided -> the error, which comes before weights are read."""
 QUICK = ("fp8-block", "gptq-4", "ct-w4a16")
 BY_NIGHT = {"fp8-channel", "fp8-static", "gptq-4-v2", "gptq-8-asymmetric", "ct-int8-asymmetric", "ct-fp8-block"}
 BY_NIGHT |= {"ct-w8a16", "ct-w8a16-asymmetric", "ct-w4a8", "ct-mxfp4", "ct-mxfp8", "ct-nvfp4a16"}
-BY_NIGHT |= {"modelopt-fp8", "modelopt-fp8-channel", "modelopt-nvfp4", "modelopt-mxfp8", "gptq-2-asymmetric"}
+BY_NIGHT |= {
+    "modelopt-fp8",
+    "modelopt-fp8-channel",
+    "modelopt-nvfp4",
+    "modelopt-mxfp8",
+    "gptq-2-asymmetric",
+    "fp8-act-scale",
+}
 """Formats that differ from another one in what ranks do not divide: the meaning of a number, or its size."""
 DIVIDED = [pytest.param(form, id=form.name, marks=[pytest.mark.nightly] * (form.name in BY_NIGHT)) for form in FORMATS]
 STAGED = [pytest.param(form, id=form.name, marks=[pytest.mark.nightly] * (form.name not in QUICK)) for form in FORMATS]

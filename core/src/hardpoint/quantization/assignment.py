@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from hardpoint.checkpoint.reading import Address, Reading, WeightNames
 from hardpoint.plugin_host import Offer
@@ -280,12 +281,11 @@ def check_shards(path: str, scheme: Scheme, args: LinearArgs, advice: str = "") 
             f"are no neighbours (act-order), which cannot be divided; {advice}run it on one rank"
         )
     for stored in scheme.stored:
-        axes = {dim.axis for dim in stored.dims}
-        if "weight" in stored.fills and ((args.row_shards and "out" not in axes) or (columns and "in" not in axes)):
+        if (args.row_shards and _lacks(stored, scheme, "out")) or (columns and _lacks(stored, scheme, "in")):
             ranks = len((columns or args.row_shards[0]).ranks)
             raise ConfigError(
-                f"--tensor-parallel-size {ranks}: the weight of layer {path!r} is stored as one vector, which ranks "
-                f"cannot divide; {advice}run it on one rank"
+                f"--tensor-parallel-size {ranks}: layer {path!r} is stored in a form that ranks cannot divide (its "
+                f"{stored.name!r} is one piece); {advice}run it on one rank"
             )
         for dim in stored.dims:
             for plan in args.row_shards if dim.axis == "out" else (columns,) if dim.axis == "in" and columns else ():
@@ -294,6 +294,14 @@ def check_shards(path: str, scheme: Scheme, args: LinearArgs, advice: str = "") 
                 except ValueError:
                     what = "rows" if dim.axis == "out" else "columns"
                     raise _cut(path, dim.per, plan, what, advice + _FEWER) from None
+
+
+def _lacks(stored: StoredTensor, scheme: Scheme, axis: Literal["out", "in"]) -> bool:
+    """Whether a tensor whose slots differ along ``axis`` of the matrix has no such axis itself. Where several rows have
+    one scale, it may be of a merged matrix, and then is one number."""
+    groups = axis == "in" and any(scale.block[1] != -1 for scale in scheme.weight.scales[:1])
+    differs = "weight" in stored.fills or (groups and "weight_scale" in stored.fills)
+    return differs and all(dim.axis != axis for dim in stored.dims)
 
 
 def _cut(path: str, block: int, plan: ShardPlan, what: str, advice: str) -> ConfigError:

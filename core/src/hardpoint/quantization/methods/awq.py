@@ -1,11 +1,16 @@
-"""``quant_method: awq``, version ``gemm`` (Lin et al. 2023, arXiv:2306.00978), as AutoAWQ stores it.
+"""``quant_method: awq`` (Lin et al. 2023, arXiv:2306.00978), as AutoAWQ stores it.
 
-``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [groups, out / 8], packed along out: the nibbles of a word, lowest
-first, are columns 0, 2, 4, 6, 1, 3, 5, 7 of eight. ``scales`` [groups, out]. ``w = (q - zero) * scale``.
+Version ``gemm``: ``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [groups, out / 8], packed along out: the nibbles
+of a word, lowest first, are columns 0, 2, 4, 6, 1, 3, 5, 7 of eight. ``scales`` [groups, out]. ``w = (q - zero) *
+scale``.
+
+Version ``gemv``: ``qweight`` int32 [out, in / 8], nibbles in order; ``qzeros`` int32 [out, words] and ``scales``
+[out, 8 * words] of the groups, in as many words as whole steps of the library's kernel take, zeros behind the last.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -37,7 +42,7 @@ class Awq(QuantizationMethod):
         assert request.config is not None
         settings = Settings(request.config, f"{request.where}: quantization_config")
         settings.one_of("w_bit" if "w_bit" in settings.names else "bits", (4,))
-        settings.one_of("version", ("gemm", "GEMM"), "gemm")
+        self._version = settings.one_of("version", ("gemm", "GEMM", "gemv", "GEMV"), "gemm").lower()
         settings.one_of("zero_point", (True,), True)
         key = "q_group_size" if "q_group_size" in settings.names else "group_size"
         self._group = settings.integer(key, 128)
@@ -52,6 +57,8 @@ class Awq(QuantizationMethod):
         scales = f"{module.name}.scales"
         dtype = self._tensors.info(scales).dtype if scales in names else "float16"
         spec = integer_spec(4, False, Scale(dtype, (1, self._group)))
+        if self._version == "gemv":
+            return Scheme(spec, QuantSpec(self._dtype), self._by_rows(module))
         stored = (
             StoredTensor(
                 "qweight",
@@ -70,6 +77,36 @@ class Awq(QuantizationMethod):
             StoredTensor("scales", (groups, Dim("out")), _SCALES, ("weight_scale",), _scales),
         )
         return Scheme(spec, QuantSpec(self._dtype), stored)
+
+    def _by_rows(self, module: Module) -> tuple[StoredTensor, ...]:
+        """The tensors of version gemv."""
+        size = module.in_features if self._group == -1 else self._group
+        count = module.in_features // size
+        together = {64: 2, 32: 4}.get(size, 1)
+        words = math.ceil(count / (8 * together)) * together
+        return (
+            StoredTensor(
+                "qweight",
+                (Dim("out"), Dim("in", 8)),
+                ("int32",),
+                ("weight",),
+                lambda stored: {"weight": stored.contiguous().view(torch.uint8)},
+            ),
+            StoredTensor(
+                "qzeros",
+                (Dim("out"), Dim(None, words)),
+                ("int32",),
+                ("weight_zero_point",),
+                lambda stored: {"weight_zero_point": unpacked(stored, 4)[:, :count]},
+            ),
+            StoredTensor(
+                "scales",
+                (Dim("out"), Dim(None, 8 * words)),
+                _SCALES,
+                ("weight_scale",),
+                lambda stored: {"weight_scale": stored[:, :count]},
+            ),
+        )
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:

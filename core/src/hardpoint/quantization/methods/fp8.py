@@ -2,7 +2,8 @@
 
 Two tools' conventions, told apart by what is stored (read in their sources, November 2026):
 
-* AutoFP8: ``weight_scale`` of one number, or one for each channel; ``input_scale`` where activations are static.
+* AutoFP8: ``weight_scale`` of one number, or one for each channel; ``input_scale`` where activations are static,
+  ``act_scale`` before June 2024.
 * DeepSeek's, as Transformers writes it: ``weight_scale_inv`` for each tile of ``weight_block_size`` (despite its name
   it multiplies), or one number where that is null; ``activation_scale`` where activations are static.
 
@@ -30,6 +31,7 @@ from hardpoint_plugin_api import (
 
 _ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
 _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+_INPUT_SCALES = ("input_scale", "act_scale", "activation_scale")
 _OUT, _IN = Dim("out"), Dim("in")
 
 
@@ -58,7 +60,7 @@ class Fp8(QuantizationMethod):
             k = scale.block[1]
             activation = QuantSpec(element, scales=(Scale("float32", (1, k)),), static=False)
             return Scheme(QuantSpec(element, scales=(scale,)), activation, tuple(stored))
-        name = stored_under(tensors, module, ("input_scale", "activation_scale"), "activation_scheme is static")
+        name = stored_under(tensors, module, _INPUT_SCALES, "activation_scheme is static")
         stored.append(single(tensors, module, name, "input_scale"))
         activation = QuantSpec(element, scales=(Scale("float32", (-1, -1)),))
         value = single_value(tensors, f"{module.name}.{name}")
