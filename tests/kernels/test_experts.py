@@ -58,6 +58,8 @@ ROWS: list[Row] = [
     ROW | {"spec": "fp8-tiles", "dtype": "bfloat16", "widths": "wide"},
     ROW | {"spec": "uint4-groups", "dtype": "float16", "absent": "here"},
     ROW | {"spec": "mxfp4", "dtype": "float16", "widths": "wide", "bias": "bias"},
+    ROW | {"spec": "nvfp4", "dtype": "float16"},
+    ROW | {"spec": "nvfp4", "batch": "many", "activation": "relu2", "bias": "bias"},
     ROW | {"batch": "many", "mixture": "60x4", "activation": "relu2", "bias": "bias"},
 ]
 MIXTRAL, QWEN3 = LayerShape(8, 14336, 4096, 2, "bfloat16"), LayerShape(128, 768, 2048, 2, "bfloat16")
@@ -385,8 +387,8 @@ def tile_job(target: str, tiling: Tiling, *, gated: bool, lanes: int = 0, **form
     constexprs: dict[str, Any] = {
         "ACTIVATION": "silu" if gated else None,
         "GATED": gated,
-        **dict.fromkeys(("x_scale", "weight_scale", "zero_point", "bias")),
-        **dict.fromkeys(("SCALE_ROWS", "GROUP", "X_GROUP", "NIBBLES", "FLIP", "E2M1"), 0),
+        **dict.fromkeys(("x_scale", "weight_scale", "zero_point", "outer", "bias")),
+        **dict.fromkeys(("SCALE_ROWS", "GROUP", "SHORT", "X_GROUP", "NIBBLES", "FLIP", "E2M1"), 0),
         "LISTED_IN_PLACE": lanes,
         "DESCRIBED": chosen.described,
         "WHOLE_DEPTH": True,
@@ -453,6 +455,16 @@ FORMS: dict[str, dict[str, Any]] = {
         "NIBBLES": True,
         "E2M1": True,
         "DEPTH": 32,
+    },
+    "nvfp4": {
+        "weight": "*u8",
+        "weight_scale": "*u8",
+        "outer": "*fp32",
+        "SCALE_ROWS": 1,
+        "SHORT": 16,
+        "NIBBLES": True,
+        "E2M1": True,
+        "DEPTH": 64,
     },
 }
 

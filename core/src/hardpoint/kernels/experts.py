@@ -44,6 +44,8 @@ _COUNTS_AT_ONCE = 8192
 _LEAST_HALVED = 128
 """Rows of tiles of which half as many are still worth the whole width of a matrix unit."""
 _ALIGNMENT = 256
+_DEPTH_OF_SHORT_GROUPS = 64
+"""Columns of a round whose groups are scaled one by one: of 128, the compiler for sm_90 spilled registers."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class _Form:
     element: str
     scale_rows: int = 0
     group: int = 0
+    short: int = 0
     nibbles: bool = False
     flip: int = 0
     e2m1: bool = False
@@ -66,10 +69,12 @@ class _Form:
             return cls(str(workload.dtype))
         weight, activation = workload.spec
         rows, group = (max(size, 0) for size in weight.scales[0].block)
+        short = group if len(weight.scales) == 2 else 0
         return cls(
             weight.element,
             rows,
-            group,
+            0 if short else group,
+            short,
             weight.packing == "nibbles",
             8 if weight.element == "int4" else 0,
             weight.element == "float4_e2m1",
@@ -84,7 +89,8 @@ class _Form:
 
     def depth(self, wanted: int) -> int:
         """How far one round goes, which a group's end must end, too."""
-        return min(wanted, self.group or wanted, self.x_group or wanted)
+        short = _DEPTH_OF_SHORT_GROUPS if self.short else wanted
+        return min(wanted, self.group or wanted, self.x_group or wanted, short)
 
 
 class TritonGroupedExperts(ExpertsKernel):
@@ -119,7 +125,7 @@ class TritonGroupedExperts(ExpertsKernel):
             return [Reason("activation", "activation not supported", wanted=workload.activation, supported=supported)]
         if workload.spec is None:
             return []
-        groups = [scale.block[1] for spec in workload.spec for scale in spec.scales]
+        groups = [scale.block[1] for spec in workload.spec for scale in spec.scales if len(spec.scales) == 1]
         # Of 16 columns that 4 bits make, Triton's matrix products come out wrong (3.6, on an H200).
         least = 16 if workload.spec[1].is_plain and workload.spec[0].packing == "none" else 32
         reasons = [
@@ -180,6 +186,7 @@ class TritonGroupedExperts(ExpertsKernel):
                 self._description(weight, shape.columns, round_depth) if described else weight,
                 _as_read(w.get(f"{name}.weight_scale")),
                 w.get(f"{name}.weight_zero_point"),
+                w.get(f"{name}.weight_scale_2"),
                 w.get(f"{name}.bias"),
                 target,
                 ids,
@@ -192,6 +199,7 @@ class TritonGroupedExperts(ExpertsKernel):
                 is_first and self._gated,
                 form.scale_rows,
                 form.group,
+                form.short,
                 form.x_group,
                 form.nibbles,
                 form.flip,
@@ -236,8 +244,8 @@ def _launch(grid: tuple[int], num_warps: int, x: torch.Tensor, arguments: tuple[
 
 
 def _as_read(scales: torch.Tensor | None) -> torch.Tensor | None:
-    """Scales as a kernel reads them: e8m0 as bytes."""
-    return scales.view(torch.uint8) if scales is not None and scales.dtype == torch.float8_e8m0fnu else scales
+    """Scales as a kernel reads them: those of a byte as bytes."""
+    return scales.view(torch.uint8) if scales is not None and scales.itemsize == 1 else scales
 
 
 def _can_be_described(weight: torch.Tensor) -> bool:

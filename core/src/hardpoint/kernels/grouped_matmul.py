@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from hardpoint.kernels.activation import activate, gated
+from hardpoint.kernels.weight_only_numbers import byte_scale
 
 
 @triton.jit(do_not_specialize=["num_pairs", "size"])
@@ -95,6 +96,7 @@ def expert_tiles(
     weight,
     weight_scale,
     zero_point,
+    outer,
     bias,
     out,
     ids,
@@ -107,6 +109,7 @@ def expert_tiles(
     GATED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    SHORT: tl.constexpr,
     X_GROUP: tl.constexpr,
     NIBBLES: tl.constexpr,
     FLIP: tl.constexpr,
@@ -127,7 +130,8 @@ def expert_tiles(
     last tile is half as high where that is enough: at two tiles an expert, whole ones would waste a quarter.
 
     Pointers to scales, zero points and biases are None where there are none. A scale of weights is for SCALE_ROWS rows
-    and GROUP columns, one of x for a row and X_GROUP columns; 0 is all of them. Scales in bytes are e8m0. ``NIBBLES``:
+    and GROUP columns, one of x for a row and X_GROUP columns; 0 is all of them. Scales in bytes are e8m0; with
+    ``SHORT`` they are e4m3 for as many columns, and ``outer`` has a factor for each row beside them. ``NIBBLES``:
     two columns are in a byte, as codes of e2m1 with ``E2M1``, else of integers of which FLIP is the bit that is a sign,
     if any. A bias is [E, rows of weight], added before the activation.
 
@@ -167,6 +171,7 @@ def expert_tiles(
             weight,
             weight_scale,
             zero_point,
+            outer,
             bias,
             out,
             tl.load(mine + tl.arange(0, ROWS // 2)),
@@ -180,6 +185,7 @@ def expert_tiles(
             GATED,
             SCALE_ROWS,
             GROUP,
+            SHORT,
             X_GROUP,
             NIBBLES,
             FLIP,
@@ -197,6 +203,7 @@ def expert_tiles(
             weight,
             weight_scale,
             zero_point,
+            outer,
             bias,
             out,
             pairs,
@@ -210,6 +217,7 @@ def expert_tiles(
             GATED,
             SCALE_ROWS,
             GROUP,
+            SHORT,
             X_GROUP,
             NIBBLES,
             FLIP,
@@ -229,6 +237,7 @@ def _multiply(
     weight,
     weight_scale,
     zero_point,
+    outer,
     bias,
     out,
     pairs,
@@ -242,6 +251,7 @@ def _multiply(
     GATED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    SHORT: tl.constexpr,
     X_GROUP: tl.constexpr,
     NIBBLES: tl.constexpr,
     FLIP: tl.constexpr,
@@ -268,7 +278,8 @@ def _multiply(
     else:
         w_at = weight + (expert.to(tl.int64) * height + row)[:, None] * (depth // per_byte) + stored[None, :]
         up_at = w_at + columns * (depth // per_byte)
-    groups = tl.cdiv(depth, GROUP) if GROUP else 1
+    COLUMNS_OF_SCALE: tl.constexpr = SHORT + GROUP  # one of them is 0
+    groups = tl.cdiv(depth, COLUMNS_OF_SCALE) if COLUMNS_OF_SCALE else 1
     scales = expert.to(tl.int64) * (tl.cdiv(height, SCALE_ROWS) if SCALE_ROWS else 1) * groups
     scale_at = scales + (row // SCALE_ROWS * groups if SCALE_ROWS else row * 0)
     up_scale_at = scales + ((row + columns) // SCALE_ROWS * groups if SCALE_ROWS else row * 0)
@@ -292,12 +303,22 @@ def _multiply(
             factor = of_x[:, None]
         b = _stored(weight, w_at, first_row, start // per_byte, is_stored, DESCRIBED, WHOLE_DEPTH)
         b = _numbers(b, zero_point, scale_at + group, a.dtype, NIBBLES, FLIP, E2M1, COLUMNS, DEPTH)
+        if SHORT:
+            short = start // SHORT + tl.arange(0, DEPTH // SHORT)[None, :]
+            b = _in_short_groups(b, weight_scale + scale_at[:, None] + short, short < groups, SHORT, COLUMNS, DEPTH)
         total = _add_products(total, a, b, factor, weight_scale, scale_at + group, BY_ROUND)
         if GATED:
             c = _stored(weight, up_at, first_row + columns, start // per_byte, is_stored, DESCRIBED, WHOLE_DEPTH)
             c = _numbers(c, zero_point, up_scale_at + group, a.dtype, NIBBLES, FLIP, E2M1, COLUMNS, DEPTH)
+            if SHORT:
+                short_at = weight_scale + up_scale_at[:, None] + short
+                c = _in_short_groups(c, short_at, short < groups, SHORT, COLUMNS, DEPTH)
             up = _add_products(up, a, c, factor, weight_scale, up_scale_at + group, BY_ROUND)
-    if weight_scale is not None and GROUP == 0 and not BY_ROUND:
+    if outer is not None:
+        outer_at = outer + expert.to(tl.int64) * height + row
+        total = total * tl.load(outer_at)[None, :]
+        up = up * tl.load(outer_at + columns)[None, :] if GATED else up
+    elif weight_scale is not None and GROUP == 0 and not BY_ROUND:
         total = total.to(tl.float32) * _scale(weight_scale + scale_at)[None, :]
         up = up.to(tl.float32) * _scale(weight_scale + up_scale_at)[None, :] if GATED else up
     if IS_ROUNDED and X_GROUP == 0:
@@ -372,16 +393,18 @@ def _e2m1(codes, dtype: tl.constexpr):
 
 
 @triton.jit
+def _in_short_groups(numbers, ptrs, there, SHORT: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """Numbers [COLUMNS, DEPTH] times the scales of e4m3 at ``ptrs`` [COLUMNS, DEPTH / SHORT]: exact for e2m1."""
+    scales = byte_scale(tl.load(ptrs, mask=there, other=0), False).to(numbers.dtype)
+    apart = numbers.reshape(COLUMNS, DEPTH // SHORT, SHORT) * tl.expand_dims(scales, 2)
+    return apart.reshape(COLUMNS, DEPTH)
+
+
+@triton.jit
 def _scale(ptrs):
-    """Scales as float32; bytes are exponents with 127 added, of which 0 is subnormal and 255 NaN."""
+    """Scales as float32; bytes are e8m0."""
     found = tl.load(ptrs)
-    if found.dtype == tl.uint8:
-        bits = found.to(tl.uint32) << 23
-        bits = tl.where((found == 0) | (found == 255), bits | 0x00400000, bits)
-        scales = bits.to(tl.float32, bitcast=True)
-    else:
-        scales = found.to(tl.float32)
-    return scales
+    return byte_scale(found, True) if found.dtype == tl.uint8 else found.to(tl.float32)
 
 
 @triton.jit
