@@ -127,7 +127,7 @@ class BuildKernels(build_ext):
         return self._known({name: level for name, level in levels.items() if name in wanted})
 
     def _known(self, levels: dict[str, Level]) -> dict[str, Level]:
-        """Those that the compiler knows, with what they need."""
+        """The levels that the compiler knows, with what they need."""
         known = {name: level for name, level in levels.items() if self._knows(level.flags)}
         return {name: level for name, level in known.items() if not level.others or level.others in known}
 

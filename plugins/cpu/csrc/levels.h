@@ -7,7 +7,7 @@
 
 namespace hardpoint {
 
-// What one level can do on this CPU. Every level has the same kernels, under the same numbers.
+// The kernels of one level on this CPU. Every level has the same kernels, under the same numbers.
 struct Level {
     const char* name;
     std::vector<Kernel> kernels;

@@ -83,7 +83,7 @@ struct SharedRanks::Word {
 };
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 
-// What a rank calls, so that others see that they call the same.
+// The call of a rank, so that others see that they call the same.
 struct SharedRanks::Call {
     enum Kind : std::int64_t { kMeet, kAllReduce, kAllGather, kReduceScatter, kAllToAll, kBroadcast };
     std::int64_t kind, size;

@@ -28,7 +28,7 @@ using Sizes = std::vector<std::int64_t>;
 
 class SharedRanks {
   public:
-    // What the memory of so many ranks takes. It must be zeros when they meet.
+    // Bytes of the memory of so many ranks. It must be zeros when they meet.
     static std::size_t bytes(int world);
 
     // Map the file `descriptor`, which all ranks have opened. Waits are given up after so many seconds.

@@ -85,7 +85,7 @@ class Grouped:
     parts: tuple[tuple[str, int], ...]
 
     def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What goes to each address: rows of the first group, then those of the second, and so on."""
+        """The part for each address: rows of the first group, then of the second, and so on."""
         sizes = [rows for _, rows in self.parts]
         pieces = tensor.unflatten(0, (self.groups, sum(sizes))).split(sizes, dim=1)
         return {address: piece.flatten(0, 1) for (address, _), piece in zip(self.parts, pieces, strict=True)}

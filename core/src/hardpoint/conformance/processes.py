@@ -168,7 +168,7 @@ class TrialProcess:
     def _tail(self) -> str:
         self._printed.seek(0)
         lines = [line for line in self._printed.read().splitlines() if line.strip()]
-        # What faulthandler writes begins with the frame that matters and ends with a list of every loaded module.
+        # The text of faulthandler begins with the frame that matters and ends with a list of every loaded module.
         fatal = next((i for i, line in enumerate(lines) if line.startswith(_FATAL)), None)
         shown = lines[-_TAIL:] if fatal is None else lines[max(0, fatal - _TAIL // 4) :][:_TAIL]
         return "\n".join(shown)

@@ -190,7 +190,7 @@ class Tuner:
         """The seconds that ``run`` takes, recorded by the platform's graph engine."""
         run()
         replay: Callable[[], object] = run
-        # What cannot be recorded is called.
+        # Work that cannot be recorded is called.
         with suppress(PlatformError):
             replay = self._platform.graph_engine().prepare("tune", run, {}).run
         return min(self._timed(replay) for _ in range(_RUNS))

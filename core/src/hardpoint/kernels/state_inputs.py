@@ -1,4 +1,4 @@
-"""What surrounds a linear recurrence, in Triton: its short convolution, its gates and the norm of its result.
+"""The ops around a linear recurrence, in Triton: its short convolution, its gates and the norm of its result.
 
 Axes: T tokens, N requests, H heads, D key size, C channels, W width of the convolution, G groups.
 """

@@ -1,4 +1,4 @@
-"""What products with 4-bit weights (weight_only.py) make of words and scales, in registers.
+"""Decoding of words and scales in registers, for products with 4-bit weights (weight_only.py).
 
 Axes: N rows of the weight, S warps with columns of their own, W words of a tile's row.
 """

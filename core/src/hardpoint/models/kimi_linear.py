@@ -22,7 +22,7 @@ _OTHER_KEYS = {
     "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
 }
-"""What other families call these keys."""
+"""The names of these keys in other families."""
 _DEFAULTS = {"routed_scaling_factor": 2.446, "n_group": 1, "topk_group": 1}
 _MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 

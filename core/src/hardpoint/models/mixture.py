@@ -47,7 +47,7 @@ def sparse_layers(config: HFConfig) -> tuple[bool, ...]:
 
 
 MATRICES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-"""What most families call an expert's matrices."""
+"""The names of an expert's matrices in most families."""
 _GATED_SHARED = {
     "mlp.gate": "router",
     "mlp.shared_expert.gate_proj": "shared.gate_up[gate]",

@@ -54,7 +54,7 @@ def nemotron_h(config: HFConfig) -> CausalLMArgs:
 
 
 def _kinds(config: HFConfig) -> tuple[str, ...]:
-    """What each layer is, one of the values of _LETTERS."""
+    """The kind of each layer, one of the values of _LETTERS."""
     pattern, types = config.get("hybrid_override_pattern"), config.get("layers_block_type")
     if types is None and isinstance(pattern, str):
         types = [_LETTERS.get(letter, letter) for letter in pattern]

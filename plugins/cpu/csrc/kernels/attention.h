@@ -182,7 +182,7 @@ inline float lanes_largest(Floats v) {  // NaN does not count
 #endif
 }
 
-// What is subtracted from scores before their exponentials. Where all so far are -inf that weighs them nothing.
+// The number subtracted from scores before their exponentials. Where all so far are -inf that weighs them nothing.
 inline float origin_of(float largest) { return largest == -__builtin_inff() ? 0.0f : largest; }
 
 // Near zero by the series, whose relative error stays small there; else by the exponential.
@@ -198,7 +198,7 @@ inline Floats hyperbolic_tangent(Floats x) {
     return square < 0.16f ? series : other;
 }
 
-// What a dot product becomes before the softmax: scaled, capped, less the slope times the distance of the key.
+// A dot product as it enters the softmax: scaled, capped, less the slope times the distance of the key.
 struct ScoreRule {
     float scale, soft_cap, slope;
 
@@ -218,7 +218,7 @@ struct ScoreRule {
     }
 };
 
-// What a row's sum of weighted values is multiplied by at last. `most` is its largest score, `total` the sum of
+// The last factor of a row's sum of weighted values. `most` is its largest score, `total` the sum of
 // e^(score
 // - most); a sink joins the latter.
 inline float normalizer(const Attention& a, std::int64_t head, float most, float total) {

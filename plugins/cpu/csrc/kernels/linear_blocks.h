@@ -50,7 +50,7 @@ struct BlockScales {
     Floats scale(std::int64_t panel, std::int64_t g, int j) const {
         return level(inner, outer, is_signed, panel, g, j);
     }
-    // What a sum of activations is multiplied by.
+    // The factor of a sum of activations.
     Floats offset(std::int64_t panel, std::int64_t g, int j, Floats scale) const {
         const Floats of_zero = scale * -static_cast<float>(zero);
         return outer_minima ? of_zero + level(inner_minima, outer_minima, false, panel, g, j) : of_zero;

@@ -1,4 +1,4 @@
-// What changes logits before a token is drawn.
+// Changes of logits before a token is drawn.
 #pragma once
 
 #include "../task.h"

@@ -34,7 +34,7 @@ struct NibbleGroup {
     const std::uint8_t* zeros;  // [16], or null: all kNibbleZero
 
     Floats scale(int j) const { return load(scales + j * kLanes); }
-    // What is taken off the value of a code.
+    // The number taken off the value of a code.
     Floats zero(int j) const {
         if (!zeros) return Floats{};
         return __builtin_convertvector(bits_as<Ints>(widen(load_raw<Bytes>(zeros + j * kLanes))), Floats) - kNibbleZero;
@@ -129,7 +129,7 @@ inline void multiply_steps(
     }
 }
 
-// What multiply_steps reads of x: bfloat16 where there is an instruction for its products, else floats.
+// The elements of x that multiply_steps reads: bfloat16 where there is an instruction for its products, else floats.
 #if defined(__AVX512BF16__)
 template <typename T>
 using NibbleInput = std::conditional_t<std::is_same_v<T, bfloat16>, bfloat16, float>;

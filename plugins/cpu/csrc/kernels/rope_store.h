@@ -1,4 +1,4 @@
-// What stands between the query-key-value projection and attention: head norms, rotation, the write to the cache.
+// The ops between the query-key-value projection and attention: head norms, rotation, the write to the cache.
 #pragma once
 
 #include "../task.h"

@@ -24,7 +24,7 @@ namespace hardpoint::HARDPOINT_LEVEL::tiles {
 
 constexpr int kRows = 16, kRowBytes = 64;
 
-// What each tile's shape is: tiles in use have rows and bytes in each row.
+// Shapes of tiles: tiles in use have rows and bytes in each row.
 struct alignas(64) Shapes {
     std::uint8_t palette = 1;
     std::uint8_t start_row = 0;

@@ -178,7 +178,7 @@ class NibblePanelLinear(PanelLinear):
     """Base of those of 4-bit elements in groups of columns; activations as they are."""
 
     flip: int = 0
-    """What is added to a code, modulo 16, where it is packed."""
+    """The number that is added to a code, modulo 16, where it is packed."""
 
     @classmethod
     def supports(cls, workload: LinearWorkload, device: DeviceInfo) -> list[Reason]:

@@ -26,7 +26,7 @@ _OVERLAPS = 90
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
-# What is also seen on a host without any driver.
+# Also seen on a host without any driver.
 _CODES_WITHOUT_DRIVER = {"nvml-binding-missing", "nvml-missing", "driver-not-loaded"}
 
 

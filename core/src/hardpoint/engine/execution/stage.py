@@ -59,7 +59,7 @@ class PipelineStage(Stage):
         self._undelivered: set[int] = set()
         """Slots whose newest token the last stage drew and the first has not got."""
         self._newest: tuple[set[int], torch.Tensor] | None = None
-        """Those of the last step that drew, and the same on the device, int64."""
+        """The slots of the last step that drew: on the host, and on the device as int64."""
 
     def buffers(self, tokens: int) -> dict[str, torch.Tensor]:
         """The fixed buffer ``states`` [2, ``tokens``, hidden] that captured steps read. The first stage has none."""

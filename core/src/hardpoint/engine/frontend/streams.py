@@ -77,7 +77,7 @@ class RequestStream:
     ) -> None:
         self.close()
 
-    # What follows is for the engine and its threads.
+    # The rest is for the engine and its threads.
 
     @property
     def is_closed(self) -> bool:

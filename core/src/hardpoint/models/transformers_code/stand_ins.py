@@ -233,5 +233,5 @@ class Given(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Whatever was put into ``output``."""
+        """Return ``output``, whatever the arguments."""
         return self.output

@@ -97,7 +97,7 @@ class BitsAndBytes(QuantizationMethod):
 
 
 class _State:
-    """What stands beside a matrix of 4 bits: the ``size`` of blocks, and how their scales are stored."""
+    """The state beside a matrix of 4 bits: the ``size`` of blocks, and how their scales are stored."""
 
     nested: tuple[str, ...] = ()
 

@@ -81,7 +81,7 @@ def serve_rank(
         send(message)
 
     rank.run(lambda: FileStore(spec.store, -1), report)
-    # What holds anything was closed. Taking torch's modules apart would take a second more.
+    # All that holds resources was closed. Taking torch's modules apart would take a second more.
     logging.shutdown()
     sys.stderr.flush()
     sys.stdout.flush()
