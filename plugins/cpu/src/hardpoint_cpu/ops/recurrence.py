@@ -41,11 +41,10 @@ def causal_conv(
     _check("causal_conv", pages, seq_lens, query_start)
     out = torch.empty(tokens, channels, dtype=x.dtype)
     if out.numel():
-        rows = native.rows(x)
-        bias = None if bias is None else bias.contiguous()
+        rows, weight, bias = native.rows(x), weight.contiguous(), None if bias is None else bias.contiguous()
         native.run(
             native.number_for("causal_conv", x.dtype),
-            *(rows.data_ptr(), rows.stride(0), weight.contiguous().data_ptr(), native.address(bias)),
+            *(rows.data_ptr(), rows.stride(0), weight.data_ptr(), native.address(bias)),
             *(states.data_ptr(), states.stride(0), pages.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr()),
             *(tokens, pages.shape[0], channels, width, _number(activation), out.data_ptr()),
         )
@@ -109,10 +108,11 @@ def recurrence_gates(a: Tensor, b: Tensor | None, rate: Tensor, bias: Tensor, *,
     decay, beta = torch.empty(a.shape, dtype=torch.float32), torch.empty(tokens, heads, dtype=torch.float32)
     if decay.numel():
         rows, b = native.rows(a.flatten(1)), None if b is None else native.rows(b)
+        rate, bias = rate.contiguous(), bias.contiguous()
         native.run(
             native.number_for("recurrence_gates", a.dtype),
             *(rows.data_ptr(), rows.stride(0), native.address(b), 0 if b is None else b.stride(0)),
-            *(rate.contiguous().data_ptr(), bias.contiguous().data_ptr(), decay.data_ptr(), beta.data_ptr()),
+            *(rate.data_ptr(), bias.data_ptr(), decay.data_ptr(), beta.data_ptr()),
             *(tokens, heads, decay.numel() // beta.numel(), low),
         )
     return decay, beta
@@ -128,10 +128,10 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, activ
         raise misfit("gated_rms_norm", "weight", weight, x.dtype, (groups, size))
     out = torch.empty(x.shape, dtype=x.dtype)
     if out.numel():
-        x, gates = x.contiguous(), native.rows(gate.flatten(1))
+        x, gates, weight = x.contiguous(), native.rows(gate.flatten(1)), weight.contiguous()
         native.run(
             native.number_for("gated_rms_norm", x.dtype),
-            *(x.data_ptr(), gates.data_ptr(), gates.stride(0), weight.contiguous().data_ptr(), out.data_ptr()),
+            *(x.data_ptr(), gates.data_ptr(), gates.stride(0), weight.data_ptr(), out.data_ptr()),
             *(tokens, groups, size, weight.shape[0] == 1, _number(activation), gate_first, eps),
         )
     return out
