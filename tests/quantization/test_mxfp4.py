@@ -86,6 +86,17 @@ def test_a_layer_whose_experts_are_left_as_they_are(tmp_path: Path) -> None:
     assert sum("float4_e2m1" in spec for spec in specs) == 1
 
 
+def test_random_weights_are_quantized_while_they_are_made(tmp_path: Path) -> None:
+    """As gpt-oss is stored, experts alone: what measurements of its shape take."""
+    write_checkpoint(tmp_path, "gpt_oss", sliding_window=9, **SIZES)
+    settings = {"load_format": "random", "quantization": "mxfp4", "quantization_options": "layers=experts"}
+    with small_llm(tmp_path, **settings) as llm:
+        specs = {(row.family, "float4_e2m1" in row.workload) for row in llm.table.rows}
+        assert prompt_logits(llm, random_prompts(1, 40, seed=5, shortest=24)[0]).isfinite().all()
+    assert ("experts", True) in specs
+    assert ("linear", True) not in specs
+
+
 FIRST = "model.layers.0.mlp.experts."
 
 

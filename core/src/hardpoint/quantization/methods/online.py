@@ -1,7 +1,8 @@
 """Methods that quantize a checkpoint of plain weights while it loads, tensor by tensor.
 
 A weight is rounded to nearest as it is read, so that at no time there is more of it in memory than the one tensor.
-Embeddings stay as they are, and so does the output head, unless ``lm_head=true`` asks for it.
+Embeddings stay as they are, and so does the output head, unless ``lm_head=true`` asks for it. With ``layers=experts``
+all but the experts of mixtures stays as it is.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class OnlineMethod(QuantizationMethod):
 
     online = True
     reads_stacks = True
-    known: ClassVar[dict[str, tuple[str, ...]]] = {"lm_head": _SWITCH}
+    known: ClassVar[dict[str, tuple[str, ...]]] = {"lm_head": _SWITCH, "layers": ("all", "experts")}
 
     def __init__(self, request: MethodRequest) -> None:
         self.options = Options(request.options, self.known)
@@ -63,6 +64,8 @@ class OnlineMethod(QuantizationMethod):
 
     def scheme(self, module: Module) -> Scheme | None:
         if module.kind not in self._kinds:
+            return None
+        if self.options.text("layers") == "experts" and module.expert is None and module.stack is None:
             return None
         weight, activation = self.specs(module)
         scales = (scale_slot(level) for level in range(len(weight.scales)))
