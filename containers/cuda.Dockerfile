@@ -18,8 +18,10 @@ RUN sed -e "s/^torch==.*/torch==${TORCH}/" -e "s/^triton==.*/triton==${TRITON}/"
 COPY plugin_api plugin_api
 COPY core core
 COPY plugins/cuda plugins/cuda
+ARG EXTRAS=conform,serve
+ARG RAY=""
 RUN /opt/hardpoint/bin/pip install --no-cache-dir --constraint pins.txt \
-        ./plugin_api './core[conform,serve]' ./plugins/cuda
+        ./plugin_api "./core[${EXTRAS}]" ./plugins/cuda ${RAY:+"${RAY}"}
 
 FROM ${BASE}
 # Triton compiles a small C program for each kernel when it first runs. Any compiler of this release will do, and Debian

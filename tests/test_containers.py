@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml  # type: ignore[import-untyped]  # it has no types of its own
 
 from hardpoint.cli.serve import serve
 
@@ -71,3 +72,19 @@ def test_versions_are_pinned(file: Path) -> None:
     installs = [part for word, rest in found if word == "RUN" for part in rest.split("&&") if "pip install" in part]
     assert installs
     assert all("--constraint" in part or "torch==" in part for part in installs)
+
+
+def test_the_job_of_kuberay_serves_on_all_gpus_that_it_asks_for() -> None:
+    job = yaml.safe_load((ROOT / "containers" / "kuberay.yaml").read_text(encoding="utf-8"))
+    name, command, _, *flags = job["spec"]["entrypoint"].split()
+    assert (name, command) == ("hardpoint", "serve")
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert given.keys() <= {flag for param in serve.get_params(click.Context(serve)) for flag in param.opts}
+    assert given["--executor"] == "ray"
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = [(1, cluster["headGroupSpec"]), *((group["replicas"], group) for group in cluster["workerGroupSpecs"])]
+    gpus = 0
+    for replicas, group in groups:
+        (container,) = group["template"]["spec"]["containers"]
+        gpus += replicas * int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert int(given["--pipeline-parallel-size"]) * int(given["--tensor-parallel-size"]) == gpus
