@@ -79,6 +79,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "window_size": 9,
     },
+    "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 0},
+    "llama4_text": {"attention_chunk_size": 16, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2},
     "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "n_groups": 1},
     "modernbert-decoder": {"pad_token_id": 1, "bos_token_id": 1},
     "zaya": {"num_experts_per_tok": 1},
@@ -97,9 +99,9 @@ def causal_kinds() -> dict[str, str]:
     """The model types that have a causal language model of their own, and its class."""
     found: dict[str, str] = {}
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if kind in CONFIG_MAPPING and name not in found.values():
-            found[kind] = name
-    return found
+        if kind in CONFIG_MAPPING and (name not in found or kind.endswith("_text")):  # the latter: of that part alone
+            found[name] = kind
+    return {kind: name for name, kind in found.items()}
 
 
 def write_tiny(folder: Path, kind: str, **changes: Any) -> PreTrainedModel:

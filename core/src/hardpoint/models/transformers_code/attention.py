@@ -65,10 +65,10 @@ class Attend(PluggableLayer):
         size, value = self.seen.head_size, self.seen.value_size
         if value < size:
             v = functional.pad(v, (0, size - value))
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = _heads_in_rows(q), _heads_in_rows(k), _heads_in_rows(v)
         slots = step.metadata[self.index].batch.slot_mapping
         self.backend.store(StoreCall(k, v, step.caches[self.index], slots))
-        attended = torch.empty_like(q)
+        attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         attend = self.backend.forward
         step.interrupt(
             self.index,
@@ -76,6 +76,11 @@ class Attend(PluggableLayer):
             *(q, k, v, attended),
         )
         return attended if value == size else attended[..., :value]
+
+
+def _heads_in_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D], copied unless a token's heads lie one behind the other, as in a merged projection's output."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def attend(

@@ -47,9 +47,7 @@ class Opened:
         """Raises CheckpointError where the model cannot be constructed, CannotRunError for one of another build."""
         model: Any = skeleton(model_class(architecture, folder), copy.deepcopy(config), dtype, folder)
         fix_rotary_lengths(model, max_positions)
-        prefix = model.base_model_prefix
-        if not prefix or not isinstance(getattr(model, prefix, None), nn.Module):
-            raise CannotRunError("its head is not apart from its body")
+        prefix = _body_of(model)
         inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
         if getattr(model.config, "is_encoder_decoder", False):
             raise CannotRunError("it has an encoder")
@@ -82,6 +80,19 @@ class Opened:
     def whole(self, seen: Seen) -> nn.Module:
         """The tensors of both halves, by the names that they had before."""
         return _Whole(seen.body, self.model, self.prefix)
+
+
+def _body_of(model: Any) -> str:
+    """The name of the body in ``model``: the one of its class, or that of the one model within it."""
+    from transformers import PreTrainedModel
+
+    named = model.base_model_prefix
+    inner = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+    if named and isinstance(getattr(model, named, None), nn.Module):
+        return str(named)
+    if len(inner) != 1:
+        raise CannotRunError("its head is not apart from its body")
+    return str(inner[0])
 
 
 def _ties(config: Any) -> bool:

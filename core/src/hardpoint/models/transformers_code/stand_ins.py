@@ -27,6 +27,12 @@ class _StandIn(nn.Module):
         self.path, self.current = path, current
         self.layer = None
 
+    def like(self, weight: torch.Tensor) -> torch.Tensor:
+        """A tensor of the shape and dtype of ``weight``, for code that asks for these or for its device; no memory."""
+        if self.current.probe is not None:
+            return weight
+        return torch.empty((), dtype=weight.dtype, device=self.current.step.positions.device).expand(weight.shape)
+
 
 class LinearStandIn(_StandIn):
     """A linear layer, or a part of one that several share: the first of them to be called multiplies for all.
@@ -46,9 +52,9 @@ class LinearStandIn(_StandIn):
 
     @property
     def weight(self) -> torch.Tensor:
-        """A tensor of the weight's shape and dtype on the meta device, for code that asks for these."""
+        """See ``like``."""
         weight: torch.Tensor = self.source_weight  # type: ignore[assignment]
-        return weight
+        return self.like(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out], as on this rank."""
@@ -102,8 +108,8 @@ class NormStandIn(_StandIn):
 
     @property
     def weight(self) -> torch.Tensor:
-        """A tensor of the weight's shape and dtype on the meta device."""
-        return self.source_weight
+        """See ``like``."""
+        return self.like(self.source_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n] -> [..., n]."""
@@ -181,8 +187,8 @@ class EmbeddingStandIn(_StandIn):
 
     @property
     def weight(self) -> torch.Tensor:
-        """A tensor of the weight's shape and dtype on the meta device."""
-        return self.source_weight
+        """See ``like``."""
+        return self.like(self.source_weight)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[1, T] -> [1, T, hidden]."""
@@ -205,8 +211,8 @@ class HeadStandIn(_StandIn):
 
     @property
     def weight(self) -> torch.Tensor:
-        """A tensor of the weight's shape and dtype on the meta device."""
-        return self.source_weight
+        """See ``like``."""
+        return self.like(self.source_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> [..., vocab]."""
