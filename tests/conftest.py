@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 # Before torch is loaded, here and in every process that a test starts: threads of OpenMP that wait for work leave the
 # core to others. Several processes share few cores here, and threads that spin made some tests 40 times as slow.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Hundreds of child processes import core. Where bytecode may not stand beside the sources, it is kept elsewhere.
+# Hundreds of child processes import core, and rewriting the asserts of all tests takes ten seconds. Where bytecode may
+# not stand beside the sources, it is kept elsewhere.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    os.environ["PYTHONPYCACHEPREFIX"] = str(Path.home() / ".cache" / "hardpoint-tests" / "bytecode")
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path.home() / ".cache" / "hardpoint-tests" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 import pytest
 
