@@ -20,6 +20,7 @@ from tests.support.checkpoints import (
     GATED_DELTA,
     GATED_DELTA_MOE,
     GLM4_MOE,
+    GRANITE_HYBRID,
     KIMI_LINEAR,
     NEMOTRON_H,
     check_tokens_equal,
@@ -199,6 +200,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         BAMBA
         | {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_n_groups": 1, "attention_bias": True}
         | {"mlp_bias": True, "mamba_d_conv": 2, "time_step_limit": (0.1, float("inf")), "tie_word_embeddings": True},
+    ),
+    "granite-hybrid": ("granitemoehybrid", GRANITE_HYBRID),
+    "granite-hybrid-dense-rotated": (
+        "granitemoehybrid",
+        GRANITE_HYBRID
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True, "mamba_n_groups": 2}
+        | {"tie_word_embeddings": True, "mamba_proj_bias": True},
     ),
     "kimi-linear": ("kimi_linear", KIMI_LINEAR),
     "kimi-linear-groups": (

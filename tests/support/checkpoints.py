@@ -20,6 +20,7 @@ from transformers import (
     GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     KimiLinearConfig,
     LlamaConfig,
     MinistralConfig,
@@ -57,6 +58,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "glm_moe_dsa": GlmMoeDsaConfig,
     "gpt_oss": GptOssConfig,
     "granite": GraniteConfig,
+    "granitemoehybrid": GraniteMoeHybridConfig,
     "kimi_linear": KimiLinearConfig,
     "llama": LlamaConfig,
     "ministral": MinistralConfig,
@@ -142,6 +144,20 @@ BAMBA: dict[str, Any] = {
     "mamba_n_groups": 2,
 }
 """The same of a hybrid of Mamba-2 and attention."""
+
+GRANITE_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "shared_intermediate_size": 48,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "embedding_multiplier": 4.0,
+    "logits_scaling": 2.0,
+}
+"""The same of Granite's hybrids."""
 
 NEMOTRON_H: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp"],

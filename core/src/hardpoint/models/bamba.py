@@ -1,4 +1,4 @@
-"""Bamba (IBM, Princeton, CMU and UIUC 2024), and Granite 4's hybrids of Mamba-2 and attention (IBM 2025)."""
+"""Bamba (IBM, Princeton, CMU and UIUC 2024): Mamba-2 with attention in a few layers."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def kimi_linear(config: HFConfig) -> CausalLMArgs:
 
 
 def _with_known_keys(config: HFConfig) -> HFConfig:
-    """``config`` with the keys of other families, and those of ``linear_attn_config`` as Transformers calls them."""
+    """``config`` with the keys of other families, and those of ``linear_attn_config`` as Transformers calls them. As
+    there, output heads have a weight of their own."""
     linear = config.get("linear_attn_config", {})
     if not isinstance(linear, Mapping):
         raise CheckpointError(f"{config.path}: 'linear_attn_config' must be an object, got {linear!r:.80}")
@@ -53,7 +54,7 @@ def _with_known_keys(config: HFConfig) -> HFConfig:
     ):
         if theirs in linear:
             known[ours] = linear[theirs]
-    return HFConfig(config.folder, {"q_lora_rank": None, **config.data, **known})
+    return HFConfig(config.folder, {"q_lora_rank": None, **config.data, **known, "tie_word_embeddings": False})
 
 
 def _kinds(config: HFConfig) -> tuple[str, ...]:

@@ -97,6 +97,7 @@ _MAMBA: dict[str, Any] = {
     "ssm_state_size": 16,
     "n_groups": 2,
     "moe_shared_expert_intermediate_size": 48,
+    "shared_intermediate_size": 48,
 }
 """The same of Mamba-2 beside attention, as different families call it."""
 _VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
@@ -156,7 +157,7 @@ def transformers_samples(architecture: str) -> tuple[ModelSample, ...]:
     for name, changes in _VARIATIONS.items():
         if not changes or next(iter(changes)) in known:
             latent = _LATENT if "kv_lora_rank" in known else {}
-            hybrid = _HYBRID if known & {"linear_num_value_heads", "linear_num_heads"} else {}
+            hybrid = _HYBRID if known & {"linear_num_value_heads", "linear_num_heads", "mamba_n_heads"} else {}
             keys = TINY | _MIXTURE | latent | hybrid | _MAMBA | dict(changes)
             keys = {k: v for k, v in keys.items() if k in known or k in TINY}
             if has_images:
