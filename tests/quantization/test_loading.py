@@ -20,7 +20,8 @@ CONSTANT = 24 * 2**20
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 """For glibc's malloc: a freed tensor goes back to the system at once. What it would rather keep for later differs from
 run to run by tens of MB, and says nothing of what loading holds."""
-METHODS = ("fp8", "int8", "int4")
+METHODS = ("fp8", "int8", "int4", "mxfp8", "mxfp4", "nvfp4", "nf4")
+BY_DAY = ("int8", "int4")
 
 
 def write_model(folder: Path, hidden: int, intermediate: int, layers: int) -> Path:
@@ -58,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(method, marks=pytest.mark.nightly) if method == "fp8" else method for method in METHODS]
+    "method", [pytest.param(method, marks=() if method in BY_DAY else pytest.mark.nightly) for method in METHODS]
 )
 def test_never_both_copies(tmp_path: Path, model: Path, method: str) -> None:
     held, peak = load(tmp_path, model, f"quantization={method}")

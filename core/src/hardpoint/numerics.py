@@ -117,9 +117,9 @@ def quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Te
 
     ``weight_group_index`` is [K]: columns of alike magnitude share a group. Of several levels of scales the last is
     fitted first, and the others to what it leaves. A block at the edge may be smaller than the others. Of one level of
-    scales, a few rows are worked on at a time, on the weight's device. Raises UnknownNameError for an element that the
-    spec does not define, ValueError for zero points of elements that are no whole numbers, for an odd K of packed
-    elements, and for column groups of unlike sizes.
+    scales, and of one number for all beside scales of rows, a few rows are worked on at a time, on the weight's device.
+    Raises UnknownNameError for an element that the spec does not define, ValueError for zero points of elements that
+    are no whole numbers, for an odd K of packed elements, and for column groups of unlike sizes.
     """
     spec.number_format  # noqa: B018  # raises what there is to say of the element
     if weight.shape[1] % spec.per_byte:
@@ -133,11 +133,25 @@ def quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Te
         level, last = len(spec.scales) - 1, spec.scales[-1]
         scale = _outer_scale(weight, spec)
         rest = replace(spec, scales=spec.scales[:-1])
+        if last.block == (-1, -1) and all(inner.block[0] == 1 for inner in rest.scales):
+            return {**_quantize_rows_apart(weight, scale.float(), rest), scale_slot(level): scale}
         return {
             **quantize_weight(weight.float() / _spread(scale.float(), last, weight.shape), rest),
             scale_slot(level): scale,
         }
     return _quantize_level(weight, spec)
+
+
+def _quantize_rows_apart(weight: torch.Tensor, outer: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
+    """``quantize_weight`` of ``weight`` over ``outer`` [1, 1], a few rows at a time, since none shares a scale."""
+    rows, columns = weight.shape
+    height, slots = max(1, _CHUNK // columns), dict[str, torch.Tensor]()
+    for start in range(0, rows, height):
+        for name, value in quantize_weight(weight[start : start + height].float() / outer, spec).items():
+            if name not in slots:
+                slots[name] = value.new_empty(rows, value.shape[1])
+            slots[name][start : start + value.shape[0]] = value
+    return slots
 
 
 def _quantize_permuted(weight: torch.Tensor, spec: QuantSpec) -> dict[str, torch.Tensor]:
@@ -183,13 +197,16 @@ def _minima(weight: torch.Tensor, spec: QuantSpec) -> tuple[dict[str, torch.Tens
 
 def _outer_scale(weight: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """The last level's scales, with which the levels before it reach as far as their formats do."""
-    last = spec.scales[-1]
-    blocks, element = _blocks(weight, *_whole(last.block, weight.shape)), spec.number_format
-    if spec.zero_point:
-        extent = blocks.amax((1, 3)).clamp(min=0.0) - blocks.amin((1, 3)).clamp(max=0.0)
-        span = element.values[-1] - element.values[0]
+    last, element = spec.scales[-1], spec.number_format
+    if last.block == (-1, -1):  # no copy of the weight
+        top, bottom = weight.amax().float().view(1, 1), weight.amin().float().view(1, 1)
     else:
-        extent, span = blocks.abs().amax((1, 3)), element.largest
+        blocks = _blocks(weight, *_whole(last.block, weight.shape))
+        top, bottom = blocks.amax((1, 3)), blocks.amin((1, 3))
+    if spec.zero_point:
+        extent, span = top.clamp(min=0.0) - bottom.clamp(max=0.0), element.values[-1] - element.values[0]
+    else:
+        extent, span = torch.maximum(top, -bottom), element.largest
     scale = divided(extent, span * math.prod(_top(scale.format) for scale in spec.scales[:-1]))
     return _or_one(scale.to(dtype_of(last.format)).float()).to(dtype_of(last.format))
 

@@ -115,7 +115,7 @@ class TableElement(Element):
         import torch
 
         codes, bounds = self._ascending
-        places = torch.bucketize(x.contiguous(), torch.tensor(bounds, device=x.device))
+        places = torch.bucketize(x.contiguous(), torch.tensor(bounds, device=x.device), out_int32=True)
         return torch.tensor(codes, dtype=torch.uint8, device=x.device)[places]
 
     @cached_property
@@ -185,8 +185,8 @@ class _E2M1(Element):
         # A tie goes to the even code: down at the first midpoint, up at the second, and so on.
         bounds = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
         bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros(()))
-        codes = torch.bucketize(x.abs().contiguous(), bounds.to(x.device))
-        return (codes | (x.signbit().long() << 3)).to(torch.uint8)
+        codes = torch.bucketize(x.abs().contiguous(), bounds.to(x.device), out_int32=True).to(torch.uint8)
+        return codes | (x.signbit().to(torch.uint8) << 3)
 
 
 def _stored_as(storage: str, codes: torch.Tensor) -> torch.Tensor:
