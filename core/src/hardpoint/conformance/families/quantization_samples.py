@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hardpoint.conformance.families.gguf_samples import q4_0, q4_k, q6_k, q8_0, write_blocks
+
 Written = tuple[dict[str, torch.Tensor], torch.Tensor]
 """The tensors of one module by their names behind its own, and the weight [N, K] that they mean, float32."""
 
@@ -169,6 +171,7 @@ def _ct_int8(symmetric: bool) -> Callable[[int, int, torch.Generator], Written]:
     return write
 
 
+_GGUF, _WIDE, _NARROW = {"quant_method": "gguf"}, ((32, 256), (5, 512)), ((96, 64), (5, 96))
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 _PER_TOKEN = {"strategy": "token", "dynamic": True}
 _RAGGED = ((96, 64), (72, 80))
@@ -187,6 +190,12 @@ SAMPLES: Mapping[str, Sequence[Sample]] = {
         _gptq(4, 16, False, desc_act=True),
         _gptq(8, 32, True),
         _gptq(8, -1, False),
+    ),
+    "gguf": (
+        Sample("Q4_0", _GGUF, write_blocks("Q4_0", 32, q4_0), _NARROW),
+        Sample("Q8_0", _GGUF, write_blocks("Q8_0", 32, q8_0), _NARROW),
+        Sample("Q4_K", _GGUF, write_blocks("Q4_K", 256, q4_k), _WIDE),
+        Sample("Q6_K", _GGUF, write_blocks("Q6_K", 256, q6_k), _WIDE),
     ),
     "awq": (
         Sample(
