@@ -18,7 +18,7 @@ from hardpoint_plugin_api import BuildContext, DeviceInfo, LinearWorkload, Quant
 _COLUMNS = 32
 """Of activations that share a scale."""
 _GROUPS = (16, 32)
-_MOST_ROWS = 32
+_MOST_ROWS = 16
 """Of activations that vector registers multiply where there are tiles."""
 
 
@@ -57,6 +57,11 @@ class BlockPanelLinear(PanelLinear):
             return []
         supported = f"a multiple of {max(_COLUMNS, *blocks)}, in groups of {' or '.join(map(str, _GROUPS))}"
         return [Reason("group", "groups of columns", wanted=f"{blocks[0]} of {columns}", supported=supported)]
+
+    @classmethod
+    def trial_sizes(cls, device: DeviceInfo) -> Sequence[tuple[int, int, int]]:
+        """Columns that blocks of every size divide; tokens for vector registers, and for tiles."""
+        return (3, 40, 256), (1, 72, 512), (13, 130, 1024), (70, 48, 512)
 
     def __init__(self, ctx: BuildContext, workload: LinearWorkload) -> None:
         assert workload.spec is not None
