@@ -113,7 +113,8 @@ class AttentionArgs:
     """Self-attention of a decoder: projections, optional per-head norm of q and k, rotary embedding, cache.
 
     ``window``, ``chunk``, ``soft_cap``, ``sinks`` and ``alibi`` are as in AttentionSpec. ``output_gate``: each element
-    of each head's result is multiplied by the sigmoid of one more linear output (arXiv:2505.06708).
+    of each head's result is multiplied by the sigmoid of a gate (arXiv:2505.06708). The projection of queries then has
+    2 ``head_size`` rows for each head: its query, and its gate.
     """
 
     layer: ClassVar[str] = "attention"

@@ -17,7 +17,7 @@ from hardpoint.layers.linear import Linear
 from hardpoint.ops.activation import activation
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rope_table import rope_table
-from hardpoint.parallel.shards import HeadShards
+from hardpoint.parallel.shards import HeadShards, widened
 from hardpoint_plugin_api import (
     AttentionArgs,
     AttentionCall,
@@ -40,13 +40,13 @@ class Attention(PluggableLayer, name="attention"):
         q_size, kv_size = args.num_heads * args.head_size, args.num_kv_heads * args.head_size
         self._group, self._returns_partial_sums = ctx.parallel.tp, False
         self._heads = heads = HeadShards.of(args.num_heads, args.num_kv_heads, ctx.parallel.tp)
-        parts: tuple[tuple[str, int], ...] = (("q", q_size), ("k", kv_size), ("v", kv_size))
-        shards = heads.rows(args.head_size)
-        self._widths = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+        own = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
+        parts, shards = (("q", q_size), ("k", kv_size), ("v", kv_size)), heads.rows(args.head_size)
         if args.output_gate:
-            parts, shards = (*parts, ("gate", q_size)), (*shards, *shards[:1])
-            self._widths.append(heads.num_heads)
+            own, parts = (2 * own[0], *own[1:]), (("q", 2 * q_size), *parts[1:])
+            shards = shards and (widened(shards[0], 2), *shards[1:])
             self._sigmoid = activation.bind(ctx, activation="sigmoid")
+        self._widths = list(own)
         self.qkv = Linear(ctx.child("qkv"), LinearArgs(args.hidden_size, parts, args.qkv_bias, row_shards=shards))
         self.input_spec = self.qkv.input_spec
         self.out = Linear(
@@ -109,11 +109,19 @@ class Attention(PluggableLayer, name="attention"):
         self._returns_partial_sums = True
         return True
 
+    def _ungated(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries [T, H, D] and their gates alike, of [T, 2 H, D] where there are gates: a head's query is first."""
+        if not self.args.output_gate:
+            return q, None
+        q, gate = q.unflatten(1, (-1, 2)).unbind(2)
+        return q.contiguous(), gate
+
     def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. Writes this step's keys and values to the layer's cache."""
         size = self.args.head_size
         qkv = self.qkv(x, step).view(x.shape[0], -1, size)
-        q, k, v, *gate = qkv.split(self._widths, dim=1)
+        q, k, v = qkv.split(self._widths, dim=1)
+        q, gate = self._ungated(q)
         q, k = self._qk_norm_rope_store(
             q,
             k,
@@ -134,8 +142,8 @@ class Attention(PluggableLayer, name="attention"):
             *(q, k, v, attended),
         )
         mixed = attended.view(x.shape[0], -1)
-        for elements in gate:
-            mixed = mixed * self._sigmoid(elements.reshape(mixed.shape), activation="sigmoid")
+        if gate is not None:
+            mixed = mixed * self._sigmoid(gate.reshape(mixed.shape), activation="sigmoid")
         y: torch.Tensor = self.out(mixed, step)
         return y if self._returns_partial_sums else self._group.all_reduce(y)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.checkpoint.reading import Address, Grouped, under
+from hardpoint.checkpoint.reading import Address, under
 from hardpoint.layers import CausalLMArgs, ModelFacts
 from hardpoint.ops.activation import activation_of_hf
 from hardpoint.ops.rope_table import extended_length, rope_args
@@ -203,11 +203,6 @@ def attention(
     names: dict[str, Address] = {
         **linear_names({f"self_attn.{x}_proj": f"qkv[{x}]" for x in "qkv"}, bias=args.qkv_bias)
     }
-    if args.output_gate:  # each head's query, then its gate
-        names |= {
-            name: Grouped(heads, ((slot, head_size), (slot.replace("[q]", "[gate]"), head_size)))
-            for name, slot in linear_names({"self_attn.q_proj": "qkv[q]"}, bias=args.qkv_bias).items()
-        }
     names |= linear_names({"self_attn.o_proj": "out"}, bias=args.out_bias)
     if args.qk_norm_eps is not None:
         names |= {"self_attn.q_norm.weight": "q_norm", "self_attn.k_norm.weight": "k_norm"}

@@ -84,6 +84,8 @@ class Quantization:
     def linear(self, path: str, args: LinearArgs, dtype: str) -> Scheme | None:
         """The scheme of the layer at ``path``; None where its parts must have a matrix each, at ``path.PART``."""
         named = len(args.parts) > 1
+        if named and self.method is not None and (path, None) in self._modules:
+            return self._of_one_tensor(path, args, dtype)
         keys = [(path, part if named else None) for part, _ in args.parts]
         schemes = [self._scheme(key, rows, args, dtype) for key, (_, rows) in zip(keys, args.parts, strict=True)]
         whole = merge_schemes(schemes, [rows for _, rows in args.own_parts])
@@ -93,6 +95,30 @@ class Quantization:
             shards = args.row_shards or (None,) * len(keys)
             self._shards.update({key: (rows, args.column_shard) for key, rows in zip(keys, shards, strict=True)})
             check_shards(path, whole, args)
+        return whole
+
+    def _of_one_tensor(self, path: str, args: LinearArgs, dtype: str) -> Scheme:
+        """The scheme of a layer whose parts are one module of the checkpoint.
+
+        Raises ConfigError where ranks divide each part of it, and CheckpointError where a block of rows reaches from
+        one part into the next.
+        """
+        scheme = self._scheme((path, None), args.out_features, args, dtype)
+        if scheme.weight.is_plain:
+            return scheme
+        if args.row_shards:
+            names = ", ".join(name for name, _ in args.parts)
+            raise ConfigError(
+                f"--tensor-parallel-size: the checkpoint has {names} of layer {path!r} in one quantized tensor, and "
+                "each rank would need a piece of each; run it on one rank, or a checkpoint that is not quantized"
+            )
+        whole = merge_schemes([scheme] * len(args.parts), [rows for _, rows in args.parts])
+        if whole is None:
+            raise CheckpointError(
+                f"layer {path!r}: the scales of its tensor have blocks of rows that reach from one of its parts "
+                f"({', '.join(f'{name} {rows}' for name, rows in args.parts)} rows) into the next"
+            )
+        self._shards[path, None] = None, args.column_shard
         return whole
 
     def experts(self, path: str, args: LinearArgs, experts: ShardPlan, dtype: str) -> Scheme:
