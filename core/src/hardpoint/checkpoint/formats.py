@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hardpoint.checkpoint.files import CheckpointFiles, Folder
 from hardpoint.checkpoint.gguf.files import open_gguf
+from hardpoint.checkpoint.mistral_files import MistralFiles, is_mistral_folder
 
 _FORMATS: dict[str, Callable[[Path], CheckpointFiles]] = {".gguf": open_gguf}
 """Formats of a single file, by the ending of its name. Any other location is a folder."""
@@ -14,6 +15,8 @@ _FORMATS: dict[str, Callable[[Path], CheckpointFiles]] = {".gguf": open_gguf}
 
 def open_files(location: Path) -> CheckpointFiles:
     """The files of the checkpoint at ``location``. Raises CheckpointError for a damaged file."""
+    if is_mistral_folder(location):
+        return MistralFiles(location)
     return _FORMATS.get(location.suffix.lower(), Folder)(location)
 
 
