@@ -14,12 +14,15 @@ from hardpoint.config import EngineConfig
 
 def test_goals_on_a_part_of_the_text() -> None:
     settings = {"text": None, "dtype": "bfloat16", "platform": "cpu", "cache_dtypes": ("int8",)}
-    rows = {r.name: r for r in quality("demo", ("int8", "int4"), tokens=1024, **settings).rows}  # type: ignore[arg-type]  # click's own options
+    methods = ("int8", "int4", "mxfp8", "mxfp4", "nvfp4")
+    rows = {r.name: r for r in quality("demo", methods, tokens=1024, **settings).rows}  # type: ignore[arg-type]  # click's own options
     plain = rows["bfloat16"].value
     assert 2 < plain < 5
-    assert abs(rows["int8"].value / plain - 1) < 0.005
+    for name in ("int8", "mxfp8"):
+        assert abs(rows[name].value / plain - 1) < 0.005
     assert abs(rows["cache int8"].value / plain - 1) < 0.005
-    assert abs(rows["int4"].value / plain - 1) < 0.03
+    for name in ("int4", "mxfp4", "nvfp4"):
+        assert abs(rows[name].value / plain - 1) < 0.03
     assert rows["int4"].peer == plain
     assert rows["bfloat16"].note == "1,022 tokens scored"
 
