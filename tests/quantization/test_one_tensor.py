@@ -1,4 +1,4 @@
-"""Layers whose parts are one quantized tensor of the checkpoint: Phi-3's projections, and those of gated delta nets."""
+"""Layers whose parts are one quantized tensor of the checkpoint: Phi-3's, and those of layers with a state."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 from hardpoint_plugin_api import CheckpointError, ConfigError
 from tests.quantization.formats import FORMATS, write_quantized
-from tests.support.checkpoints import GATED_DELTA, random_prompts, reference_logits
+from tests.support.checkpoints import BAMBA, GATED_DELTA, random_prompts, reference_logits
 from tests.support.engines import prompt_logits, small_llm
 
 BY_NAME = {form.name: form for form in FORMATS}
+MAMBA: dict[str, Any] = BAMBA | {"mamba_d_state": 32}
 HYBRID: dict[str, Any] = GATED_DELTA | {"linear_value_head_dim": 16}
 
 
@@ -26,6 +27,12 @@ def test_parts_of_one_tensor(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize("form", ["fp8-block", "ct-fp8", "modelopt-nvfp4"])
 def test_gated_delta_nets(tmp_path: Path, form: str) -> None:
     model = write_quantized(tmp_path, BY_NAME[form], "qwen3_5", **HYBRID)
+    check(tmp_path, model)
+
+
+@pytest.mark.parametrize("form", ["fp8-tensor", "gptq-4"])
+def test_mamba(tmp_path: Path, form: str) -> None:
+    model = write_quantized(tmp_path, BY_NAME[form], "bamba", **MAMBA)
     check(tmp_path, model)
 
 

@@ -17,7 +17,16 @@ from hardpoint.layers.states import Recurrence, ShortConvolution, StateMetadata,
 from hardpoint.ops.gated_rms_norm import gated_rms_norm
 from hardpoint.ops.recurrence_gates import recurrence_gates
 from hardpoint.parallel.shards import HeadShards, widened
-from hardpoint_plugin_api import ConfigError, ForwardStep, LinearArgs, Mamba2Args, Plane, ShardPlan, WeightSlot
+from hardpoint_plugin_api import (
+    ConfigError,
+    ForwardStep,
+    LinearArgs,
+    Mamba2Args,
+    Plane,
+    Quantized,
+    ShardPlan,
+    WeightSlot,
+)
 
 
 class Mamba2(PluggableLayer, name="mamba2"):
@@ -40,17 +49,16 @@ class Mamba2(PluggableLayer, name="mamba2"):
         self._heads = heads = HeadShards.of(args.num_heads, args.num_groups, ctx.parallel.tp)
         width, states = args.num_heads * args.head_size, args.num_groups * args.state_size
         self._shards = _shards(heads, args.head_size, args.state_size)
-        parts, hidden = (("x", width), ("B", states), ("C", states)), args.hidden_size
-        self.xbc = Linear(ctx.child("xbc"), LinearArgs(hidden, parts, args.bias, row_shards=self._shards))
-        self.z = Linear(ctx.child("z"), LinearArgs(hidden, (("z", width),), args.bias, row_shards=self._shards[:1]))
-        self._by_head = () if heads.query is None else (heads.query,)
-        steps = LinearArgs(hidden, (("dt", args.num_heads),), args.bias, row_shards=self._by_head)
-        self.dt = Linear(ctx.child("dt"), steps)
+        hidden, self._by_head = args.hidden_size, () if heads.query is None else (heads.query,)
+        parts = (("z", width), ("x", width), ("B", states), ("C", states), ("dt", args.num_heads))
+        shards = (*self._shards[:1], *self._shards, *self._by_head)
+        self.inputs = Linear(ctx.child("inputs"), LinearArgs(hidden, parts, args.bias, row_shards=shards))
+        self.input_spec = self.inputs.input_spec
         self.out = Linear(
             ctx.child("out"),
             LinearArgs(width, (("out", hidden),), args.bias, column_shard=heads.columns(args.head_size)),
         )
-        self._parts = self.xbc.args.own_parts
+        self._parts = self.inputs.args.own_parts[1:4]
         self._widths = [rows for _, rows in self._parts]
         self.index = add_states(
             ctx,
@@ -76,15 +84,14 @@ class Mamba2(PluggableLayer, name="mamba2"):
         self._returns_partial_sums = True
         return True
 
-    def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. Advances the states of the step's requests."""
-        xbc, z, weights = self.xbc(x, step), self.z(x, step), self.weights
-        decay, steps = self._gates(
-            self.dt(x, step), None, weights["rate"], weights["step_bias"], low=self.args.min_step
-        )
-        mixed = xbc.new_empty(x.shape[0], self._heads.num_heads, self.args.head_size)
+        channels, heads, weights = sum(self._widths), self._heads.num_heads, self.weights
+        z, xbc, dt = self.inputs(x, step).split([self._widths[0], channels, heads], dim=1)
+        decay, steps = self._gates(dt, None, weights["rate"], weights["step_bias"], low=self.args.min_step)
+        mixed = xbc.new_empty(len(xbc), heads, self.args.head_size)
         step.interrupt(self.index, self._advance, xbc, decay, steps, mixed)
-        groups = x.shape[0], self._heads.num_kv_heads, -1
+        groups = len(xbc), self._heads.num_kv_heads, self._widths[0] // self._heads.num_kv_heads
         norm = weights["norm"].view(self._heads.num_kv_heads, -1)
         y = self._norm(mixed.view(groups), z.view(groups), norm, activation="silu", **self._norm_scalars)
         y = self.out(y.flatten(1), step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.checkpoint.reading import Address, Grouped
+from hardpoint.checkpoint.reading import Address
 from hardpoint.models.decoder import Sublayer, linear_names
 from hardpoint.ops.activation import activation_of_hf
 from hardpoint_plugin_api import CheckpointError, Mamba2Args
@@ -13,26 +13,16 @@ from hardpoint_plugin_api import CheckpointError, Mamba2Args
 
 def mamba2(args: Mamba2Args, module: str) -> Sublayer[Mamba2Args]:
     """The mixer; ``module`` is its name in a layer of the checkpoint. One tensor projects to all that it needs."""
-    width, states = args.num_heads * args.head_size, args.num_groups * args.state_size
     names: dict[str, Address] = {
         "A_log": "rate",
         "D": "skip",
         "dt_bias": "step_bias",
         "conv1d.weight": "conv",
         "norm.weight": "norm",
-        **linear_names({"out_proj": "out"}, bias=args.bias),
+        **linear_names({"in_proj": "inputs", "out_proj": "out"}, bias=args.bias),
     }
     if args.conv_bias:
         names["conv1d.bias"] = "conv_bias"
-    for tensor in ("weight", "bias") if args.bias else ("weight",):
-        parts = (
-            (f"z.{tensor}", width),
-            (f"xbc.{tensor}[x]", width),
-            (f"xbc.{tensor}[B]", states),
-            (f"xbc.{tensor}[C]", states),
-            (f"dt.{tensor}", args.num_heads),
-        )
-        names[f"in_proj.{tensor}"] = Grouped(1, parts)
     return Sublayer(args, {f"{module}.{name}": slot for name, slot in names.items()})
 
 
