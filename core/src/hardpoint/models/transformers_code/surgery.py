@@ -62,6 +62,8 @@ class Surgery:
     head: HeadStandIn | None = None
     names: Names = field(default_factory=dict)
     stacks: dict[str, ExpertsPlace] = field(default_factory=dict)
+    _within: set[nn.Module] = field(default_factory=set)
+    """Modules that were replaced, and those within them."""
     _norm_kinds: dict[tuple[Any, ...], NormMatch | None] = field(default_factory=dict)
     _router_kinds: dict[tuple[Any, ...], RouterMatch | None] = field(default_factory=dict)
     _mlp_kinds: dict[tuple[Any, ...], MLPMatch | None] = field(default_factory=dict)
@@ -77,8 +79,6 @@ class Surgery:
                 setattr(parent, name, stand_in)
                 self._within |= set(module.modules())
                 self.report.replaced[type(stand_in).__name__.removesuffix("StandIn").lower()] += 1
-
-    _within: set[nn.Module] = field(default_factory=set)
 
     def _stand_in(self, module: nn.Module, path: str, inputs: nn.Module, outputs: nn.Module | None) -> nn.Module | None:
         current = self.current
