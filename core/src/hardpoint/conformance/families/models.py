@@ -33,10 +33,13 @@ from hardpoint.models.family import ChosenModel
 from hardpoint.ops.comparison import Comparison
 from hardpoint.ops.error_model import ErrorModel, compare
 from hardpoint_plugin_api import ConfigError, Contribution, Feature, HardpointError, ModelWorkload
+from hardpoint_plugin_api.families import ANY
 
 ERRORS = ErrorModel(scale="row", finest=2.0**-20)
 """Transformers computes norms, routing and rotary angles in float32, also in float64 models: no truth is finer."""
 _DTYPE = "float32"
+_OF_ANY = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "Cohere2ForCausalLM")
+"""Architectures by which an implementation of any is tried: a plain one, a mixture, and one with other norms."""
 _PROMPT, _GREEDY = 41, 8
 _CUTS = ((41,), (16, 16, 9), (1, 7, 8, 24, 1), (33, *(1,) * 8))
 _BATCH = ((1, 19, 5, 16), (1, 1, 1, 1), (2, 2, 2, 2))
@@ -77,7 +80,10 @@ class ModelTrials:
 
     def _of(self, architecture: str) -> Sequence[ModelSample]:
         if self._samples is None:
-            return transformers_samples(architecture)
+            if architecture != ANY:
+                return transformers_samples(architecture)
+            samples = ((name, sample) for name in _OF_ANY for sample in transformers_samples(name))
+            return tuple(replace(sample, name=f"{name}/{sample.name}") for name, sample in samples)
         return self._samples.get(architecture, ())
 
 
