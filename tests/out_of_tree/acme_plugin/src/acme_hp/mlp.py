@@ -29,5 +29,5 @@ class AcmeMLP(PluggableLayer):
 
     def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
-        gate, up = linear(x, self.weights["gate_up.weight"]).chunk(2, dim=-1)
+        gate, up = linear(x.contiguous(), self.weights["gate_up.weight"]).chunk(2, dim=-1)
         return linear(silu(gate) * up, self.weights["down.weight"])
