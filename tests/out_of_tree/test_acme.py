@@ -238,10 +238,8 @@ def test_its_experts_and_its_exchange_by_flag(acme: Path, tmp_path: Path) -> Non
 def test_its_experts_with_biases_by_flag(acme: Path, tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path, "gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=9)
     with small_llm(tmp_path) as llm:
-        assert served(llm)["experts", None] == {"grouped"}
+        assert served(llm)["experts", None] == {"cpu_native"}
     assert check_engine(tmp_path, model, experts_backend="acme_experts")["experts", None] == {"acme_experts"}
-    with pytest.raises(SelectionError, match="cpu_native: expert_bias not supported"):
-        small_llm(tmp_path, experts_backend="cpu_native")
 
 
 def test_why_its_experts_do_not_serve(acme: Path, tmp_path: Path) -> None:

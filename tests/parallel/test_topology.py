@@ -15,6 +15,7 @@ READERS = {
     "core/src/hardpoint/parallel/topology.py",
     "core/src/hardpoint/config/settings.py",
     "core/src/hardpoint/config/engine_config.py",  # whose fields they are, and who makes the topology of them
+    "plugins/cuda/src/hardpoint_cuda/plugin.py",  # which wishes for smaller steps where there are stages
 }
 SIZES = {
     "tensor_parallel_size",

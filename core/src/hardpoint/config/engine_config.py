@@ -189,6 +189,17 @@ class EngineConfig(EngineSettings):
         """This config with one more entry on the deny list."""
         return self._changed({"deny": (*self.deny, choice)})
 
+    def on_one_rank(self) -> Self:
+        """This config for an engine of one rank and one replica, in this process."""
+        sizes = {f"{axis}_parallel_size": 1 for axis in ("tensor", "pipeline", "data")}
+        places = {
+            "expert_parallel_size": None,
+            "enable_expert_parallel": False,
+            "executor": None,
+            "core_process": False,
+        }
+        return self._changed({**sizes, **places})
+
     def with_block_size(self, block_size: int) -> Self:
         """This config with --block-size."""
         return self._changed({"block_size": block_size})

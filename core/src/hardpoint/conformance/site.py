@@ -284,9 +284,10 @@ def op_of(plugins: PluginSet, name: str) -> CustomOp[..., Any]:
 def owner_of(plugins: PluginSet, family: str, of: str | None) -> str:
     """The plugin that brought an op, layer, model or checkpoint format into being; core for families without.
 
-    Ops and layers have a contribution that declares them; of others it is core, or the first in the plugins' order.
+    Ops and layers have a contribution that declares them; of others it is core, or the first in the plugins' order. An
+    implementation of any model brings none of them into being.
     """
     declaring = _REFERENCES.get(family)
-    offers = plugins.offers(family, of) if of else ()
+    offers = [offer for offer in plugins.offers(family, of) if offer.contribution.of == of] if of else []
     owners = [offer.plugin for offer in offers if declaring in (None, offer.contribution.name)]
     return CORE if CORE in owners or not owners else owners[0]

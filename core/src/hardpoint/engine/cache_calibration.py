@@ -58,14 +58,7 @@ def measure(config: EngineConfig, text: str, windows: int) -> tuple[dict[str, La
     Raises ConfigError for a text without tokens, CheckpointError for layers whose scales have no name: those whose
     projections are stored as one, and those without keys and values of their own (latents).
     """
-    alone = config.model_copy(
-        update={
-            "kv_cache_dtype": "auto",
-            "enforce_eager": True,
-            "tensor_parallel_size": 1,
-            "pipeline_parallel_size": 1,
-        }
-    )
+    alone = config.on_one_rank().model_copy(update={"kv_cache_dtype": "auto", "enforce_eager": True})
     with LLM.from_config(alone) as llm:
         ids = llm.tokenizer.encode(text)[: windows * WINDOW]
         if not ids:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -43,6 +43,7 @@ from hardpoint_plugin_api import (
 
 _ONLINE = "_online"
 _NAME = "model.layers.0.mlp.up_proj"
+_EXPERT_NAME = "model.layers.0.mlp.experts.0.up_proj"
 _PLAIN = ("float32", "float16", "bfloat16", "float64")
 _WEIGHTS = ((96, 64), (33, 192), (256, 128), (5, 384), (640, 64))
 _ODD = ((8, 96), (8, 100))
@@ -196,7 +197,7 @@ class _Probe:
     def held(self, **changes: torch.Tensor | None) -> HeldTensors:
         """The checkpoint, with some tensors replaced, or (None) taken away."""
         tensors = {**self.drawn[0], **changes}
-        return HeldTensors({f"{_NAME}.{name}": x.clone() for name, x in tensors.items() if x is not None})
+        return HeldTensors({f"{self.module.name}.{name}": x.clone() for name, x in tensors.items() if x is not None})
 
     def scheme(self) -> Finding:
         """``scheme``: there is one; nothing is missing, left over or misdeclared; no weight was read for it."""
@@ -206,8 +207,10 @@ class _Probe:
         except HardpointError as error:
             return Finding.failed("refused", "scheme", f"a right checkpoint is refused: {error}")
         if not isinstance(planned.scheme, Scheme):
-            return Finding.failed("scheme", "scheme", f"must be a Scheme for {_NAME!r}, got {planned.scheme!r:.80}")
-        weights = {f"{_NAME}.{tensor.name}" for tensor in planned.scheme.stored if "weight" in tensor.fills}
+            return Finding.failed(
+                "scheme", "scheme", f"must be a Scheme for {self.module.name!r}, got {planned.scheme!r:.80}"
+            )
+        weights = {f"{self.module.name}.{tensor.name}" for tensor in planned.scheme.stored if "weight" in tensor.fills}
         if bad := sorted(weights.intersection(held.was_read)):
             return Finding.failed("reads-weights", "scheme", f"reads {', '.join(bad)} before weights stream")
         weight, activation = planned.scheme.pair
@@ -394,6 +397,8 @@ class OnlineProbe(_Probe):
     ) -> None:
         super().__init__(subject, plan, title, shape, dtype)
         self._options = options
+        if options.get("layers") == "experts":
+            self.module = replace(self.module, name=_EXPERT_NAME, expert=0)
 
     @cached_property
     def drawn(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -454,8 +459,9 @@ class OnlineProbe(_Probe):
         method: QuantizationMethod = self.subject.target(self.request(held, None, self._options))
         rows, columns = self.module.out_features, self.module.in_features
         head, router = Module(_NAME, rows, columns, "lm_head"), Module(_NAME, rows, columns, "router")
-        wanted = ((head, self._options.get("lm_head") == "true"), (router, False))
-        wrong = [module.kind for module, is_asked in wanted if (method.scheme(module) is not None) != is_asked]
+        is_asked = self._options.get("lm_head") == "true" and self._options.get("layers") != "experts"
+        wanted = ((head, is_asked), (router, False))
+        wrong = [module.kind for module, expected in wanted if (method.scheme(module) is not None) != expected]
         rule = "must be left as it is, unless it is a head and lm_head=true, which must be quantized"
         return Finding.failed("kinds", ", ".join(wrong), rule) if wrong else Finding()
 
