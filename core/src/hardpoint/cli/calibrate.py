@@ -28,7 +28,7 @@ def calibrate(config: EngineConfig, data: Path, output: Path, windows: int) -> N
     """
     from hardpoint.checkpoint.checkpoint import Checkpoint
     from hardpoint.checkpoint.source import resolve_model
-    from hardpoint.engine.cache_calibration import measure, write
+    from hardpoint.cli.cache_calibration import measure, write
 
     element = _ELEMENTS.get(config.kv_cache_dtype)
     if element is None:

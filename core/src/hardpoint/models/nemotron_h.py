@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3 Nano (NVIDIA 2025, arXiv:2504.03624): each layer is one Mamba-2 mixer, attention without
+"""Nemotron-H and Nemotron 3 Nano (arXiv:2504.03624): each layer is one Mamba-2 mixer, attention without
 rotation, a feed-forward, or a mixture of experts."""
 
 from __future__ import annotations
