@@ -101,6 +101,7 @@ def test_a_child_has_what_its_parent_has(
     assert capfd.readouterr().out == "printed by the child\n" * 3
 
 
+@pytest.mark.nightly
 def test_equal_environments_share_a_server_and_its_childrens_children_do(
     monkeypatch: pytest.MonkeyPatch, servers: dict[fork_server._Key, fork_server._Server]
 ) -> None:

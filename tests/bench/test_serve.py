@@ -97,7 +97,7 @@ def process_of(*command: str) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sig", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGKILL])
 def test_a_server_of_its_own_ends_with_the_benchmark(sig: signal.Signals) -> None:
     """Whatever ends that: nothing is left that holds a device's memory."""
     with process_of(sys.executable, "-m", "hardpoint.cli", "bench", "serve", *SMALL, "--duration", "600") as process:

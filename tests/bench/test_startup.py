@@ -14,6 +14,7 @@ from hardpoint_plugin_api import HardpointError
 from tests.support.engines import SMALL
 
 
+@pytest.mark.nightly
 def test_stages_of_a_start_with_settings(tmp_path: Path) -> None:
     result = startup(EngineConfig.create(model="demo", **SMALL), repeat=1, distributions=5)
     values = {row.name: row.value for row in result.rows}

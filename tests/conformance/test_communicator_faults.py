@@ -334,6 +334,7 @@ def test_what_hangs_is_caught(site: Site, kind: type[Communicator], cases: str, 
     assert "did not come back" in str(caught)
 
 
+@pytest.mark.nightly
 def test_it_was_not_the_letters(site: Site) -> None:
     caught = tried(site, Letters, "*")
     assert caught is None, str(caught)
@@ -344,7 +345,7 @@ def test_what_waits_in_a_queue_need_not_raise(site: Site) -> None:
     assert caught is None, str(caught)
 
 
-@pytest.mark.parametrize("kind", [TorchDistributed, GatherAndSum])
+@pytest.mark.parametrize("kind", [TorchDistributed, pytest.param(GatherAndSum, marks=pytest.mark.nightly)])
 def test_a_healthy_communicator_passes(site: Site, kind: type[Communicator]) -> None:
     caught = tried(site, kind, "*")
     assert caught is None, str(caught)

@@ -172,7 +172,7 @@ def test_a_healthy_model_passes(site: Site) -> None:
         assert caught is None, str(caught)
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.nightly)], ids=["part", "whole"])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.nightly)], ids=["part", "whole"])
 def test_all_of_cores_models_pass_and_are_proved(site: Site, every: int) -> None:
     for offer in site.plugins.offers("model"):
         generator = generator_for(site.plugins, offer)

@@ -80,7 +80,7 @@ def check(device: str, variants: list[dict[str, Any]]) -> None:
         assert one["matrix"] > 0 or not any(map(needs_matrix_units, one["dots"])), one
 
 
-@pytest.mark.parametrize("device", ["h100", "mi300x", "rx9070xt"])
+@pytest.mark.parametrize("device", ["h100", "mi300x", pytest.param("rx9070xt", marks=pytest.mark.nightly)])
 def test_a_sample(tmp_path: Path, device: str) -> None:
     found = compiled(device, ["--few", *SAMPLE], tmp_path, 200)
     platform = PLATFORM[discover().devices()[device].arch[:2]]

@@ -21,7 +21,7 @@ GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 """For glibc's malloc: a freed tensor goes back to the system at once. What it would rather keep for later differs from
 run to run by tens of MB, and says nothing of what loading holds."""
 METHODS = ("fp8", "int8", "int4", "mxfp8", "mxfp4", "nvfp4", "nf4")
-BY_DAY = ("int8", "int4")
+BY_DAY = ("int4",)
 
 
 def write_model(folder: Path, hidden: int, intermediate: int, layers: int) -> Path:

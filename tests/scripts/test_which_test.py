@@ -49,6 +49,7 @@ def test_the_nearest_tests_cover(which_test: ModuleType, tmp_path: Path) -> None
     assert [p.name for p in which_test.naming(tmp_path / "core/src/shop/lonely.py", tmp_path)] == ["test_words.py"]
 
 
+@pytest.mark.nightly
 def test_on_this_repository(which_test: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert which_test.main([str(ROOT / "core/src/hardpoint/engine/scheduling/scheduler.py")]) == 0
     assert "tests/engine/test_scheduler.py" in capsys.readouterr().out.splitlines()

@@ -143,7 +143,7 @@ def is_ready(server: RunningServer) -> bool:
         return False
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, None])
+@pytest.mark.parametrize("second", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), None])
 def test_what_is_cut_off_is_told_so(second: signal.Signals | None) -> None:
     with running_server("--shutdown-deadline", "0.2" if second is None else "600", program=True) as server:
         stream, post = Stream(server), Post(server)
