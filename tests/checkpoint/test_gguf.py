@@ -106,7 +106,7 @@ def test_matrices_stay_in_their_blocks() -> None:
 
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_tokens_are_the_source_tokenizers(name: str) -> None:
-    """Those of llama.cpp, or of sentencepiece itself; and back again to the text."""
+    """Token ids equal those of llama.cpp, or of sentencepiece itself, and decode to the text."""
     tokenizer = Tokenizer.load(FIXTURES / f"vocabulary-{name}.gguf")
     for text, ids in VOCABULARIES[name].items():
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text

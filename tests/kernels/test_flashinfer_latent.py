@@ -97,7 +97,7 @@ class Wrapper:
         kpe_scale: float | None = None,
     ) -> torch.Tensor:
         if (q_nope.dtype, ckv_cache.dtype) != self.types or (q_pe.dtype, kpe_cache.dtype) != self.types:
-            raise ValueError("the dtypes are not those that were planned")
+            raise ValueError("queries and cache have other dtypes than the plan")
         assert ckv_cache.shape[1:] == (self.page_size, SPEC.latent_size)
         assert kpe_cache.shape[1:] == (self.page_size, SPEC.rope_size)
         assert out is not None

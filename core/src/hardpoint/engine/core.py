@@ -296,10 +296,10 @@ class EngineCore:
         if self.admission.asleep or not self._builds.take_ready():
             return
         ctx = self.blueprint.ctx
-        switchable, postponed = ctx.switches.workloads, ctx.selector.all_postponed
-        for offer in {offer for workload in postponed.keys() - switchable for offer in postponed[workload]}:
+        switchable = ctx.switches.workloads
+        for offer in ctx.selector.built_apart_from(switchable):
             logger.info("%s of plugin %s serves from the next start on", offer.contribution, offer.plugin)
-        if not postponed.keys() & switchable:
+        if not ctx.selector.postponed_among(switchable):
             return
         told = [why for why in self.executor.control(PrepareKernels()) if why is not None]
         self.executor.control(SwitchKernels(not told))

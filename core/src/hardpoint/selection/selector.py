@@ -88,10 +88,20 @@ class Selector:
         """The candidates that the plan for ``workload`` passes over until they are built."""
         return self._postponed.get(workload, {})
 
-    @property
-    def all_postponed(self) -> Mapping[Workload, Mapping[Offer, KernelBuild]]:
-        """The same of every workload whose plan passes over a candidate."""
-        return self._postponed
+    def postponed_among(self, workloads: Collection[Workload]) -> bool:
+        """Whether the plan for any of ``workloads`` passes over a candidate until it is built."""
+        return any(workload in workloads for workload in self._postponed)
+
+    def built_apart_from(self, workloads: Collection[Workload]) -> list[Offer]:
+        """The candidates of other workloads than these that were passed over and are built now, each once.
+
+        Raises SelectionError.
+        """
+        before = {workload: set(found) for workload, found in self._postponed.items() if workload not in workloads}
+        self.decided_again(before)
+        return list(
+            dict.fromkeys(o for workload, found in before.items() for o in found - self.postponed(workload).keys())
+        )
 
     @property
     def builds(self) -> Sequence[tuple[Offer, KernelBuild]]:

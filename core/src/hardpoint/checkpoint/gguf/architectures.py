@@ -1,4 +1,4 @@
-"""What GGUF's architectures are called in Hugging Face's format: classes, config keys, tensors.
+"""The names of GGUF's architectures in Hugging Face's format: classes, config keys, tensors.
 
 Names: ``gguf-py/gguf/constants.py`` of https://github.com/ggml-org/llama.cpp; what its conversion changes of a
 checkpoint: ``conversion/*.py`` there.

@@ -1,4 +1,4 @@
-"""What ``compressed-tensors`` stores for one module, by the format of its group; see compressed_tensors.py."""
+"""The tensors that ``compressed-tensors`` stores for one module, by its group's format; see compressed_tensors.py."""
 
 from __future__ import annotations
 
