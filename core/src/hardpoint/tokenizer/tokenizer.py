@@ -244,6 +244,8 @@ def check_tokenizer_files(folder: Path) -> list[str]:
     """The names of the tokenizer's files in ``folder``. Raises CheckpointError where there are none."""
     files = open_files(folder)
     found = [name for name in ("tokenizer.json", *_OLDER) if files.has(name)]
+    if not found and folder.is_file():
+        raise CheckpointError(f"{folder} holds no tokenizer; name a folder that has the model's: --tokenizer FOLDER")
     if not found:
         raise CheckpointError(
             f"{folder}: tokenizer.json is missing, and so are the older files ({', '.join(_OLDER)}); "
