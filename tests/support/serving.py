@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -47,6 +48,16 @@ class RunningServer:
     def num_descriptors(self) -> int:
         """How many files, pipes and sockets its process has open."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    @property
+    def sockets(self) -> set[str]:
+        """Its process's open sockets, each by a name that no later socket has."""
+        folder = Path(f"/proc/{self.process.pid}/fd")
+        names = set()
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):  # closed since the folder was listed
+                names.add(os.readlink(path))
+        return {name for name in names if name.startswith("socket:")}
 
     @property
     def engine_pids(self) -> list[int]:
