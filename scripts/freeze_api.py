@@ -5,7 +5,7 @@
 
 A draft is no promise: 0.1 is one until it is released, and freezing it again is no break.
 
-Writes ``names.py`` of the plugin in tests/out_of_tree/api_MAJOR_MINOR too. What else is new there is written by hand:
+Writes ``names.py`` of the plugin in tests/out_of_tree/api_MAJOR_MINOR too. Other new parts are written by hand:
 tests/out_of_tree/test_frozen.py says what is missing. For a new version copy the newest of these folders and rename its
 package; the folders of released versions stay as they are.
 """

@@ -48,7 +48,7 @@ def drawn(spec: AttentionSpec, queries: int, length: int, generator: torch.Gener
 def step(backend: AttentionBackend, requests: Sequence[Request], generator: torch.Generator) -> list[torch.Tensor]:
     """Outputs of one step over ``requests``, decodes first, on permuted pages.
 
-    What no query reads is NaN: pages that the span has left behind, and the rest of the last one.
+    Positions that no query reads are NaN: pages that the span has left behind, and the rest of the last one.
     """
     spec, block = backend.spec, backend.spec.block_size
     widths = [-(-r.k.shape[0] // block) for r in requests]

@@ -99,7 +99,7 @@ def process_of(*command: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("sig", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGKILL])
 def test_a_server_of_its_own_ends_with_the_benchmark(sig: signal.Signals) -> None:
-    """Whatever ends that: nothing is left that holds a device's memory."""
+    """However the bench ends, no process is left that holds a device's memory."""
     with process_of(sys.executable, "-m", "hardpoint.cli", "bench", "serve", *SMALL, "--duration", "600") as process:
         until(lambda: len(sample_processes(process.pid)) == 3, 60)
         started = set(sample_processes(process.pid)) - {process.pid}

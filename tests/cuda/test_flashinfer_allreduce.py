@@ -1,7 +1,7 @@
 """FlashInfer's all-reduce fusion without GPUs: which groups and rows it takes, and how its memory is laid out.
 
-What needs CUDA is replaced: the handles (ranks are threads, so addresses do) and the kernel, by one on the host that
-finds its way by the same table of addresses.
+Two parts that need CUDA are replaced: the handles, by addresses (ranks are threads), and the kernel, by one on the host
+that reads the same table of addresses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a page of the documentation as its reader would: block by block, in a folder and an environment of its own.
 
-What a block does follows from the words behind its three backticks:
+The words behind a block's three backticks say how it is run:
 
 * ``bash``: commands, each of which must succeed. The folder that they end in is where the next block begins.
 * ``console``: commands behind ``$``, and under each what it prints; ``...`` stands for anything. They succeed, or, with

@@ -1,4 +1,7 @@
-"""The words that the documentation avoids: a table of the page of terms lists them, with the field's own."""
+"""The words that the documentation avoids: a table of the page of terms lists them, with the field's own.
+
+And pronouns in place of a sentence's subject, in the code's texts too.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TERMS = ROOT / "docs" / "what_each_engine_calls_this.md"
 CHANGES = ROOT / "docs" / "changes_in_api_0_2.md"
 """Names the old names."""
+PRONOUN = re.compile(r"\b(?:What|Who|Whoever|Whatever|Whichever|Those)\b")
 
 
 def private_words() -> list[str]:
@@ -28,6 +32,24 @@ def pages() -> Iterator[tuple[str, str]]:
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         if path not in (TERMS, CHANGES):
             yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+
+
+def guides() -> Iterator[tuple[str, str]]:
+    """All pages that users read, a paragraph each."""
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")]:
+        for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
+            yield str(path.relative_to(ROOT)), paragraph
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """Texts in the code of the packages and of the tests (docstrings, help, errors) that may have such a sentence."""
+    for folder in ("plugin_api/src", "core/src", "plugins", "tests", "scripts", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            source = path.read_text(encoding="utf-8")
+            if PRONOUN.search(source) and "build" not in path.relative_to(ROOT).parts and path != Path(__file__):
+                for node in ast.walk(ast.parse(source)):
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                        yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
@@ -54,6 +76,12 @@ def private_words_in(texts: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{where}: {hit[0]}" for where, text in texts for hit in pattern.finditer(" ".join(text.split()))]
 
 
+def vague_subjects_in(texts: Iterable[tuple[str, str]]) -> list[str]:
+    """Sentences, questions apart, that begin with a pronoun in place of a noun."""
+    pattern = re.compile(rf"(?:^|(?<=[.!:;])\s){PRONOUN.pattern}[^.?!]*+(?!\?)")
+    return [f"{where}: {hit[0]}" for where, text in texts for hit in pattern.finditer(" ".join(text.split()))]
+
+
 def test_pages_avoid_private_words() -> None:
     assert private_words_in(pages()) == []
 
@@ -64,6 +92,23 @@ def test_docstrings_of_the_plugin_api_avoid_private_words() -> None:
 
 def test_help_texts_avoid_private_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert private_words_in(helps(capsys)) == []
+
+
+def test_sentences_have_nouns_for_subjects() -> None:
+    assert vague_subjects_in(guides()) == []
+    assert vague_subjects_in(sources()) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["It runs. What is left\nends.", "Those of a step.", "Kept: who asks, gets. Whoever asks."]
+)
+def test_a_vague_subject_is_found(text: str) -> None:
+    assert len(vague_subjects_in([("here", text)])) == 1
+
+
+@pytest.mark.parametrize("text", ["It runs. What is left?", "It holds what is left.", "The layers: those of a step."])
+def test_other_sentences_may_have_pronouns(text: str) -> None:
+    assert vague_subjects_in([("here", text)]) == []
 
 
 def test_a_private_word_is_found() -> None:

@@ -49,7 +49,7 @@ def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[AsyncEngine
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """In an event loop of its own: an engine serves one after the other. What hangs fails."""
+    """In an event loop of its own: an engine serves one after the other. A hang fails."""
     return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 

@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def variants(*names: str) -> list[Any]:
     """An op's name, a dtype and a device, as parameters; the accelerator's are marked.
 
-    What other dtypes interpret beside bfloat16 is the same code: they are left to the long sweeps.
+    Other dtypes than bfloat16 interpret the same code: they are left to the long sweeps.
     """
     found = []
     for name, dtype in product(names, DTYPES):

@@ -161,7 +161,7 @@ def _skinny_cuts(num_rows: int) -> Iterator[SkinnyConfiguration]:
 def _turned_cuts(num_rows: int) -> Iterator[GemmConfiguration]:
     """64 rows of the weight, or of its parts, times all of x: as many programs as there are multiprocessors, or more.
 
-    What is on its way fits a multiprocessor once, or up to four times.
+    The loads in flight fit a multiprocessor once, or up to four times.
     """
     rows = _power(num_rows)
     for parts in (1, 2, 4, 8):

@@ -130,7 +130,7 @@ class TestCudaGraphs(RecordingContract):
     def test_memory_is_returned_after_a_refused_step(
         self, platform: CudaPlatform, graphs: GraphEngine, device: torch.device
     ) -> None:
-        """Whatever torch thinks of the capture that was broken off; and graphs from before share their memory on."""
+        """A capture that was broken off changes nothing: earlier graphs go on sharing their memory."""
         x = torch.ones(4, device=device)
         before = graphs.prepare("before", lambda x: x + 1, {"x": x})
         with pytest.raises(PlatformError, match="'waiting'"):

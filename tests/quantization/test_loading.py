@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak is rea
 CONSTANT = 24 * 2**20
 """Bytes that do not grow with the model: 16 MiB of the file are mapped, and the tensor that is quantized."""
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-"""For glibc's malloc: a freed tensor goes back to the system at once. What it would rather keep for later differs from
-run to run by tens of MB, and says nothing of what loading holds."""
+"""For glibc's malloc: a freed tensor goes back to the system at once. Memory that malloc keeps for later differs from
+run to run by tens of MB, and is no memory of loading's."""
 METHODS = ("fp8", "int8", "int4", "mxfp8", "mxfp4", "nvfp4", "nf4")
 BY_DAY = ("int4",)
 

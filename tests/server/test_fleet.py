@@ -111,7 +111,7 @@ def test_kept_responses_are_everyones(fleet: RunningServer) -> None:
 
 
 def test_a_stream_of_the_background_is_everyones(fleet: RunningServer) -> None:
-    """Whichever process is asked has the events that the client has not seen, as they are made."""
+    """Each process has the events that the client has not seen, as they are made."""
     body = {"input": "Sing.", "max_output_tokens": 600, "background": True, "stream": True, "ignore_eos": True}
     with open_stream("POST", f"{fleet.url}/v1/responses", json=body, **KEY) as stream:
         first = next(line for line in stream.iter_lines() if line.startswith("data: "))

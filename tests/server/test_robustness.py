@@ -1,4 +1,4 @@
-"""Whatever is sent: no answer is a 5xx, and the server is as well afterwards as it was before."""
+"""No request gets a 5xx, and none leaves the server in another state than before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messag
 
 @pytest.fixture(scope="module")
 def short_server() -> Iterator[RunningServer]:
-    """Whatever is asked of it, it answers with few tokens."""
+    """A server that answers each request with few tokens."""
     with running_server("--max-model-len", "64", "--body-timeout", "5") as server:
         yield server
 

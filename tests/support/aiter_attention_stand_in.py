@@ -1,13 +1,12 @@
 """AITER's attention as far as it is called: it computes by core's reference, and refuses what the real one would.
 
 Parameters and defaults: aiter/ops/mha.py at 222170e1f9b6e7ad04ea8ecec24326e71ec67d72, aiter/ops/attention.py at
-41042f7a85d5d13adce546973031ed280f18e0fc, of github.com/ROCm/aiter. Checks: the same files,
-csrc/cpp_itfs/pa/pa_v1.py at 044f906a8d56f8d1577081f0aab730fcf659b9bd and pa_kernels.cuh at
-d59af8886f31e3e32fa220e900a06a3521cb6afe, csrc/py_itfs_ck/mha_batch_prefill_kernels.cu at
-2a46a69c83b8114a52afb85b8592516e1192215c, csrc/py_itfs_ck/mha_varlen_fwd_kernels.cu at
-eb3b3dbd7e0f79d1d53517abb9a86fdf2b904a5a, csrc/py_itfs_cu/asm_pa.cu at a40c487b3c01dc03fd3872d65b1f7404f669471f with
-hsa/gfx942/pa/pa_asm.csv. Pages of batch prefill: those of op_tests/test_batch_prefill.py. What the kernels take for
-granted of strides is checked, too.
+41042f7a85d5d13adce546973031ed280f18e0fc, of github.com/ROCm/aiter. Checks: the same files, csrc/cpp_itfs/pa/pa_v1.py at
+044f906a8d56f8d1577081f0aab730fcf659b9bd and pa_kernels.cuh at d59af8886f31e3e32fa220e900a06a3521cb6afe,
+csrc/py_itfs_ck/mha_batch_prefill_kernels.cu at 2a46a69c83b8114a52afb85b8592516e1192215c,
+csrc/py_itfs_ck/mha_varlen_fwd_kernels.cu at eb3b3dbd7e0f79d1d53517abb9a86fdf2b904a5a, csrc/py_itfs_cu/asm_pa.cu at
+a40c487b3c01dc03fd3872d65b1f7404f669471f with hsa/gfx942/pa/pa_asm.csv. Pages of batch prefill: those of
+op_tests/test_batch_prefill.py. The kernels' assumptions about strides are checked, too.
 """
 
 from __future__ import annotations

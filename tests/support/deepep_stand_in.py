@@ -1,7 +1,6 @@
 """DeepEP's Buffer as deep_ep/buffer.py of 1.2.1 has it, computing on the host: ranks exchange through ``comm``.
 
-What the real one refuses (the assertions of csrc/deep_ep.cpp) raises RuntimeError, as there. Rows that mean nothing
-are NaN.
+Calls that the real one refuses (the assertions of csrc/deep_ep.cpp) raise RuntimeError, as there. Unused rows are NaN.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FlashInfer's MoeAlltoAll as 0.6.18 has it, computing on the host: ranks exchange through ``comm_backend``.
 
-What the real one refuses (its assertions, and those of csrc/trtllm_moe_alltoall.cu) raises. Rows that mean nothing are
-NaN, or expert 0.
+Calls that the real one refuses (its assertions, and those of csrc/trtllm_moe_alltoall.cu) raise. Unused rows are NaN,
+or expert 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A graph engine for tests in this process: torch's operators as they were called, called again on the same tensors.
 
-What a replay writes goes to where the recorded call wrote it, so code that recorded is wrong as soon as it depends on
-addresses, host values or weights of another step. And an attention backend whose decodes can be recorded.
+A replay writes where the recorded call wrote, so recorded code is wrong as soon as it depends on addresses, host values
+or weights of another step. And an attention backend whose decodes can be recorded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls of plugins' kernels while a step is prepared: which of them a graph engine records, and which each run repeats.
 
-A graph engine may know torch's operators and its own plugin's kernels alone. Whatever else a kernel does, such as a
-call into C++ with addresses, leaves no trace in what such an engine records. So a call of a kernel that another plugin
+A graph engine may know torch's operators and its own plugin's kernels alone. Other work of a kernel, such as a call
+into C++ with addresses, leaves no trace in such an engine's recording. So a call of a kernel that another plugin
 brought passes through here. Outside of preparation it is the call and nothing else. While a step is prepared it is
 recorded through, or stands in the step as an *opaque call*: each run calls the kernel again, on the same tensors.
 """

@@ -21,8 +21,8 @@ class _Declared:
 class EngineResources:
     """Declared while the model is built, counted before the block pool is sized, allocated before the first step.
 
-    What is for collectives comes first, in the order in which it was declared, before any group of ranks is joined, and
-    stays while the engine sleeps: other ranks may hold its address. The addresses of the rest stay until the engine
+    Memory for collectives comes first, in the order of its declarations, before any group of ranks is joined. It stays
+    while the engine sleeps, since other ranks may hold its address. The addresses of the rest stay until the engine
     sleeps: ``drop`` gives the memory back and ``restore`` takes it again, elsewhere.
     """
 
@@ -65,7 +65,7 @@ class EngineResources:
     def extended(self) -> Iterator[None]:
         """Let kernels that take others' place declare more within the block, and allocate it at the block's end.
 
-        What grows gets another address. Raises CapacityError for collectives.
+        A buffer that grows gets another address. Raises CapacityError for collectives.
         """
         device, self._device = self._device, None
         try:
@@ -89,7 +89,7 @@ class EngineResources:
         raise CapacityError(f"resource {key!r} is not allocated; declare it when the layer is built")
 
     def drop(self) -> None:
-        """Give the memory back. Whoever kept a tensor of it holds on to that much."""
+        """Give the memory back. A tensor of it that is still held keeps its memory."""
         self._memory.clear()
 
     def restore(self) -> None:

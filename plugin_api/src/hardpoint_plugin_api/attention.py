@@ -225,8 +225,8 @@ class StepPlanner:
         the metadata of one step, and replayed for later steps of equal key and equal ``token``, whose own metadata is
         dropped. So everything that the work reads on the device must lie in the batch's arrays, or in buffers that
         ``plan`` allocates once and rewrites each time. Everything that it takes from the host (host arrays, numbers of
-        launches and of splits, choice of kernel) must follow from key and token. What else must vary, such as a grid's
-        size, belongs into the token, rounded up so that few tokens occur.
+        launches and of splits, choice of kernel) must follow from key and token. Other values that must vary, such as a
+        grid's size, belong into the token, rounded up so that few tokens occur.
         """
         return AttentionMetadata(batch)
 

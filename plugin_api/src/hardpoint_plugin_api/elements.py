@@ -61,7 +61,7 @@ class Element(ABC):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Return the codes [...], in ``storage``, of the values nearest to float32 ``x`` [...]; changes nothing.
 
-        Either neighbour of a midpoint is right. What lies outside the range of ``values`` gets the nearest end of it.
+        Either neighbour of a midpoint is right. A value outside the range of ``values`` gets the nearest end of it.
         """
 
     @property

@@ -53,7 +53,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "help": "One sentence for --help.",
     },
     "device": {
-        "name": "What users type: explain --device NAME; required.",
+        "name": "The name for explain --device NAME; required.",
         "platform": "The platform it is a device of; by default the one that the plugin contributes.",
         "arch": "The architecture family, as requirements match it; required.",
         "memory_gib": "Memory per device in GiB; 0 by default.",
@@ -68,7 +68,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "family": "The family that it is a contribution to; required.",
         "of": "Which op, layer or architecture it implements; required where the family has such, else not allowed. Of "
         "attention it may be left out, and is causal then.",
-        "name": "What users type, unique per family and of; required.",
+        "name": "The name for flags and listings, unique per family and of; required.",
         "target": '"package.module:attribute", imported when the contribution comes first for a workload (a '
         "platform: to look for devices); required.",
         "platforms": "Names of the platforms it is for; none means any.",
@@ -107,7 +107,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
     "namesake": {
         "package": "The package that is not meant; required.",
         "meant": "The one that is, which has the same import name or nearly the same package name; required.",
-        "summary": "What the other one is, as in: an asyncio helper.",
+        "summary": "A description of the other one, such as: an asyncio helper.",
     },
 }
 """Every key of each table, with its meaning. Nothing else is accepted."""

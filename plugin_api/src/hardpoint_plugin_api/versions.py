@@ -3,8 +3,8 @@
 0.x until the CUDA plugin is complete. From ``0.2`` on, everything within a major version is additive, so a plugin that
 needs ``0.2`` runs on ``0.7``; a host of major N also loads plugins of major N-1, through core's shims.
 
-What each version promises is frozen as data in ``api/MAJOR.MINOR.json``: ``hardpoint plugins api-diff`` prints
-what came since, and a test refuses a change that would break a plugin of a frozen version.
+The names of each version are frozen as data in ``api/MAJOR.MINOR.json``: ``hardpoint plugins api-diff`` prints later
+additions, and a test refuses a change that would break a plugin of a frozen version.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class _Phased(StepPlanner, Generic[_Backend]):
     def _divide(self, entries: Sequence[tuple[StepRange, _Backend]]) -> None:
         self._entries, self._first = entries, entries[0][1]
         decodes = [backend.capture for where, backend in entries if where.phase in (None, "decode")]
-        # What may be captured beyond single tokens would be the prefills' to say as well.
+        # Captures beyond single tokens would depend on the prefills' backends as well.
         self.capture = min(CaptureGrade.SINGLE_TOKEN, *decodes)  # type: ignore[misc]  # known only here
         self.exact_lengths = any(backend.exact_lengths for _, backend in entries)  # type: ignore[misc]  # as well
 

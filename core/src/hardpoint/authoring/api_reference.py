@@ -23,9 +23,9 @@ from hardpoint_plugin_api.requests import FEATURE_SINCE
 from hardpoint_plugin_api.requirements import VOCABULARY, applies
 
 _TITLES = {
-    "contributions": "What a plugin offers",
+    "contributions": "A plugin's contributions",
     "families": "Families",
-    "requests": "What is asked of a family",
+    "requests": "Requests to a family",
     "requirements": "Requirements",
     "reasons": "Reasons",
     "context": "The build context",
@@ -55,7 +55,7 @@ def render() -> str:
     entries = describe_api().entries
     parts = [
         f"# The contract: reference of plugin API {API_VERSION}",
-        "What a plugin may rely on, and what is asked of it. Written by `hardpoint plugins api-reference`, which "
+        "The promises between core and a plugin. Written by `hardpoint plugins api-reference`, which "
         "prints it for the installed version; `hardpoint plugins api-diff` prints what changed since an earlier one. "
         "The tutorial is `docs/write_a_plugin.md`.",
         "Within a major version the API only grows. A host of major N loads plugins of majors N and N-1.",
@@ -102,7 +102,7 @@ def _manifest() -> Iterator[str]:
 def _requirements() -> Iterator[str]:
     yield "## Requirements"
     yield (
-        "What stands in a contribution's `requires`: tables of one key each, all of which must hold. A value is a text "
+        "The entries of a contribution's `requires`: tables of one key each, all of which must hold. A value is a text "
         "or a number, or a list of them. A contribution that claims no `feature` has none."
     )
     everywhere = list(FAMILIES.values())
@@ -149,9 +149,9 @@ def _hooks(entries: Mapping[str, Entry]) -> Iterator[str]:
 def _ops(entries: Mapping[str, Entry]) -> Iterator[str]:
     yield "## Ops"
     yield (
-        "A pure function over tensors and keyword-only scalars. What is not named under *mutates* is left alone; an "
-        "output may share memory with an input only where *may alias* says so. A `scalar` requirement may name what "
-        "stands under *static*. `hardpoint ops show NAME` prints the reference too."
+        "A pure function over tensors and keyword-only scalars. It changes no arguments beside those under *mutates*; "
+        "an output may share memory with an input only where *may alias* says so. A `scalar` requirement may name the "
+        "arguments under *static*. `hardpoint ops show NAME` prints the reference too."
     )
     for op in describe_all():
         yield f"### `{op.name}`"

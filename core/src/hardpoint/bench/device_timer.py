@@ -66,9 +66,10 @@ class DeviceTimer:
         """Seconds of each of ``runs``: medians over rounds in which all have their turns, so that drift favours none.
 
         Each was called before, so that nothing is compiled any more, and is called for some milliseconds in a turn.
-        There are at least three rounds, and more as long as all take little time. What took more than ``hopeless``
-        times as long as the best in each of two turns has no further ones: in one of them the host may have been late.
-        The first call, which finds how many make a turn, counts as a turn where it took as long as all of them may.
+        There are at least three rounds, and more as long as all take little time. A run that took more than
+        ``hopeless`` times as long as the best in two turns gets no further turn; two are needed, since the host may
+        have been late in one. The first call, which finds how many make a turn, counts as a turn where it took as long
+        as all of them may.
         """
         once = [self._host_seconds([run]) for run in runs]
         turns = [[run] * max(1, min(_MOST_CALLS, int(_TURN / own))) for run, own in zip(runs, once, strict=True)]

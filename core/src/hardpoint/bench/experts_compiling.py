@@ -47,7 +47,8 @@ class CompilingProcesses:
             self._pool.shutdown(cancel_futures=True)
 
     def __call__(self, tokens: int, tilings: Sequence[Tiling]) -> None:
-        """Compile ``tilings`` for steps of ``tokens``. What fails does so again where it is measured."""
+        """Compile ``tilings`` for steps of ``tokens``. A tiling that cannot be compiled raises nothing here; its
+        measurement raises the error."""
         if self._pool is None or len(tilings) < 2:
             return
         try:

@@ -175,10 +175,10 @@ class LinearTuner:
         """Measure all candidates for ``plan.workload`` with each number of tokens; ``advance`` is called after each.
 
         ``tokens`` ascend. A candidate that takes many times the best's time with many of them is not tried with more;
-        nor is it with few of them, where a call would take long. What serves now is always measured.
+        nor is it with few of them, where a call would take long. The kernel that serves now is always measured.
 
-        The weight is packed once for each layout, and copied until caches cannot hold all. What cannot be built or
-        run is left out with a warning; raises its error where it is what serves now.
+        The weight is packed once for each layout, and copied until caches cannot hold all. A candidate that cannot be
+        built or run is left out with a warning. Raises the error of the kernel that serves now.
         """
         workload = plan.workload
         assert isinstance(workload, LinearWorkload)

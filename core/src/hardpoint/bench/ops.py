@@ -96,8 +96,8 @@ def ops(platform: str | None, only: str, rounds: int, eager: bool, sequences: in
     not multiply bfloat16 at speed. Shapes are those of Qwen3-0.6B, for decode attention 32 query heads and 8 KV heads
     of 128, in pages of 16, for experts those of Qwen3-30B-A3B, and for delta nets, which read and write their states,
     those of Qwen3-Next. Peers are torch's matmuls that do the work of 4,096 tokens' experts as that of one. Calls are
-    prepared by the platform's graph engine and replayed, as an engine's steps are. What it cannot prepare is called
-    from Python, as all is with --eager; then the host's clock counts, and so the time of its calls.
+    prepared by the platform's graph engine and replayed, as an engine's steps are. Kernels that it cannot prepare are
+    called from Python, as all are with --eager; their times are by the host's clock and include the calls.
     """
     settings = {"platform": platform} if platform else {}
     blueprint = draw(EngineConfig.create(model="demo", dtype=_DTYPE, **settings))

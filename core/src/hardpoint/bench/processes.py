@@ -36,8 +36,8 @@ def sample_processes(pid: int) -> dict[int, ProcessSample]:
     """The server ``pid`` and every process below it, by pid, as Linux tells (proc(5)).
 
     The first is called "server". So are those that answer HTTP for it, with a number; the others are called "engine",
-    "engine 2" and so on. What ends meanwhile is left out. Raises ConfigError where there is no process ``pid`` or no
-    /proc.
+    "engine 2" and so on. Processes that end meanwhile are left out. Raises ConfigError where there is no process
+    ``pid`` or no /proc.
     """
     try:
         found = {pid: _sample(pid, "server")}

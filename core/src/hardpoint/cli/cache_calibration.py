@@ -1,7 +1,7 @@
 """Scales for a KV cache of 8 bits, from the largest keys and values of a text, and a checkpoint that has them.
 
-What is written is what other tools write: ``ATTENTION.k_scale`` and ``ATTENTION.v_scale``, float32 [1], and
-``kv_cache_scheme`` in the config, in the terms of compressed-tensors.
+The output follows compressed-tensors: ``ATTENTION.k_scale`` and ``ATTENTION.v_scale``, float32 [1], and
+``kv_cache_scheme`` in the config.
 """
 
 from __future__ import annotations

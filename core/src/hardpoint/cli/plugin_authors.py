@@ -15,7 +15,7 @@ from hardpoint_plugin_api import ApiVersion, ConfigError
 @click.option(
     "--families",
     metavar="F,F,...",
-    help="What it offers: op, attention, layer, linear, platform, element, quantization, experts, all2all, "
+    help="Its families: op, attention, layer, linear, platform, element, quantization, experts, all2all, "
     "communicator, tool_parser, reasoning_parser.",
 )
 @click.option(
@@ -23,7 +23,7 @@ from hardpoint_plugin_api import ApiVersion, ConfigError
     metavar="LANGUAGE",
     default="torch",
     show_default=True,
-    help="What kernels are written in: torch, triton or cpp.",
+    help="Language of the kernels: torch, triton or cpp.",
 )
 @click.option("--folder", metavar="FOLDER", help="Where to write it; by default ./hardpoint-NAME.")
 def new(name: str, families: str | None, language: str, folder: str | None) -> None:

@@ -11,8 +11,9 @@ the contribution (``proof.py``).
 
 Where they are looked for: in ``certificates/`` in the plugin's own package, where an author ships them (such a file is
 no part of the content that it speaks of, or none could name its hash), and in ``hardpoint-certificates/`` in the
-working directory, beside the lock file. Who trusts an installed plugin with a process's memory may as well take its
-author's word on its results; who does not names a folder of his own with ``--certificates``: then that alone counts.
+working directory, beside the lock file. An installed plugin is trusted with a process's memory, so its author's
+certificates are trusted too. Users who want certificates of their own name a folder with ``--certificates``: then that
+folder alone counts.
 """
 
 from __future__ import annotations

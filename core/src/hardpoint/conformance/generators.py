@@ -30,7 +30,7 @@ class Generator(Protocol):
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
         """Yield the trials of what the subject claims, in an order that depends on nothing else than that and the plan.
 
-        What is claimed is tried; what is not, or what the target itself refuses, is yielded as unsupported.
+        A trial of an input that is not claimed, or that the target itself refuses, is yielded as unsupported.
         """
         ...
 

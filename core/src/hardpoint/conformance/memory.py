@@ -1,7 +1,7 @@
 """Where a kernel's tensors lie while it is tried: between guard bands, at odd offsets, far apart, in poisoned memory.
 
-Poison is the byte 0xFF: a NaN in every floating-point format, -1 in every integer. What a kernel reads beside its
-inputs then shows in its results, and what it writes there shows in the bands.
+Poison is the byte 0xFF: a NaN in every floating-point format, -1 in every integer. So a read beside an input shows in
+the results, and a write there shows in the bands.
 """
 
 from __future__ import annotations

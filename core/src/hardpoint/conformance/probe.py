@@ -18,7 +18,7 @@ class Probe(Protocol):
 
     subject: Subject
     allocates: bool
-    """Whether it may take memory in a step. What writes into outputs of its caller's may not, once it is warm."""
+    """Whether it may take memory in a step. A kernel that writes into its caller's outputs may not, once it is warm."""
 
     def call(
         self,

@@ -167,7 +167,7 @@ def in_group(
     """The results of ``act`` on each of ``world`` ranks. It gets the rank, ``make``'s result there, and the context.
 
     ``context`` makes a build context for a device; on each rank it is given a group ``tp`` of all, whose collectives
-    are the reference's. What ``make`` has it adopt joins with it.
+    are the reference's. Resources that ``make`` has the context adopt join the group with it.
     """
     store, constructed = HashStore(), threading.Barrier(world)
     joined: list[Group] = []

@@ -139,7 +139,7 @@ def serve(order: Mapping[str, Any]) -> None:
     with os.fdopen(order["questions"], encoding="utf-8") as questions:
         for line in questions:
             question = json.loads(line)
-            # What the stacks are when time runs out is the first thing that an author of a hanging kernel wants.
+            # The author of a hanging kernel wants to see first where each thread stands.
             faulthandler.dump_traceback_later(question["seconds"] * 0.9, exit=False)
             for result in bench.run(question["case"]):
                 answer(result=result.to_json())

@@ -119,7 +119,7 @@ class CoreClient(CoreControl, Protocol):
     def step(self) -> Sequence[RequestProgress]:
         """Wait for a step and return the requests that got a token or ended.
 
-        Those whose ``error`` is set were ended by a failure that the core survives. Raises EngineDeadError once the
+        A request whose ``error`` is set was ended by a failure that the core survives. Raises EngineDeadError once the
         core is gone; every request that was open has ended then.
         """
         ...

@@ -82,8 +82,8 @@ class EngineCore:
         A plugin's kernel whose replays differ from its calls is put on the deny list, and the engine is drawn and
         loaded again, with another in its place. ``model`` runs in place of the blueprint's own: for measuring the host.
 
-        Raises CheckpointError and CapacityError, and SelectionError where no other kernel can serve. What a plugin's
-        code raises bears a note that names it.
+        Raises CheckpointError and CapacityError, and SelectionError where no other kernel can serve. Errors from a
+        plugin's code bear a note that names the plugin.
         """
         denied: tuple[Culprit, ...] = ()
         while True:

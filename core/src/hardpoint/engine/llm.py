@@ -121,9 +121,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue every prompt; results are in the order of the prompts. ``use_tqdm`` shows a progress bar.
 
-        Prompts of a lower ``priority`` (one number each) run first. What is not finished ``timeout`` seconds from now
-        ends as it is, with the reason "abort". Prompts run with the adapter of ``lora_request`` (one, or one or None
-        for each prompt), which is loaded where it is not yet.
+        Prompts of a lower ``priority`` (one number each) run first. A request that is not finished ``timeout`` seconds
+        from now ends as it is, with the reason "abort". Prompts run with the adapter of ``lora_request`` (one, or one
+        or None for each prompt), which is loaded where it is not yet.
 
         Raises RequestError for a bad prompt, or CapacityError for one that can never fit, before anything runs; what
         LoadAdapter does for an adapter.

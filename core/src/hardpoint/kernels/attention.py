@@ -319,7 +319,7 @@ def _with_adjacent_elements(x: torch.Tensor) -> torch.Tensor:
 def evenly_placed(x: torch.Tensor) -> torch.Tensor:
     """``x`` [T, H, D], or a copy where its address or its rows' stride is no multiple of 16 and a copy's would be one.
 
-    Triton compiles for such multiples, and again for others, which takes seconds. What a copy costs was not measured.
+    Triton compiles for such multiples, and again for others, which takes seconds. The time of a copy was not measured.
     """
     uneven = x.stride(0) % 16 and not x.shape[1] * x.shape[2] % 16
     return x.clone(memory_format=torch.contiguous_format) if uneven or not aligned(x) else x

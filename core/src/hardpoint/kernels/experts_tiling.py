@@ -1,7 +1,7 @@
 """In what tiles the experts' matmuls run: as measured for one device and shape, or else by rule.
 
-What was measured stands in JSON files in the folders of tuning tables (tables.py), of which the first that has such a
-file counts: one for each number of experts, width, device and element of weights,
+Measured tilings stand in JSON files in the folders of tuning tables (tables.py); the first folder that has such a file
+counts: one for each number of experts, width, device and element of weights,
 ``E=128,N=768,device_name=NAME,dtype=bfloat16.json``, where N is the experts' width and NAME the device's name with
 underscores for spaces, matched exactly. Such a file is ``{"schema": 1, "tilings": {"PAIRS": {"rows": 16, "w13":
 {"columns": 64, "depth": 128, "num_warps": 4, "num_stages": 4}, "w2": {...}}, ...}}``, PAIRS being a number of pairs of

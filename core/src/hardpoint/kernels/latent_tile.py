@@ -50,9 +50,9 @@ def attend_latent(
 ):
     """Take the positions from ``begin`` to ``end`` into ``accumulated`` [M, L], ``total`` and ``highest``, both [M].
 
-    ``first_pages`` are those of the first tile. What stands behind ``end`` is never used: it may be NaN. ``MASK``:
-    "none" (all queries read all of these positions, which fill whole tiles), "end" (all read all), "causal" (each reads
-    those up to its own, ``queries_at``).
+    ``first_pages`` are those of the first tile. Values behind ``end`` are never used: they may be NaN. ``MASK``: "none"
+    (all queries read all of these positions, which fill whole tiles), "end" (all read all), "causal" (each reads those
+    up to its own, ``queries_at``).
     """
     latent_columns = tl.arange(0, BLOCK_L)
     rope_columns = tl.arange(0, BLOCK_R)

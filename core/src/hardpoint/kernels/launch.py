@@ -81,8 +81,9 @@ class Launcher:
     """Launches one kernel, and remembers what it was compiled to.
 
     At each launch Triton finds out from every argument which of a kernel's variants it needs: 10 microseconds for 7
-    arguments, 50 for 42, in a prompt's every layer. What decides it are dtypes, what is None, constexprs, the values of
-    integers that are specialised, the device, and whether pointers are aligned. A caller knows in a few numbers.
+    arguments, 50 for 42, in a prompt's every layer. The variant follows from dtypes, arguments that are None,
+    constexprs, the values of specialised integers, the device, and the alignment of pointers. A caller knows in a few
+    numbers.
     """
 
     def __init__(self, kernel: Any, num_stages: int = 1) -> None:

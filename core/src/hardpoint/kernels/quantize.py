@@ -82,7 +82,7 @@ def store_rounded(
 ):
     """Write rows ``rows`` int64 [ROWS] of the elements [T, n] and of the scales: float32 x [ROWS, BLOCK] rounded.
 
-    What lies behind a row's n columns must be zeros. GROUP 0 is the whole row.
+    Values behind a row's n columns must be zeros. GROUP 0 is the whole row.
     """
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < n)

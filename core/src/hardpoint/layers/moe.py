@@ -1,8 +1,9 @@
 """The feed-forward of a block that is a mixture of experts: router, experts, and what every token goes through.
 
-Axes: T tokens, H hidden, E experts, K experts per token. All ranks have the same tokens. What a rank's experts, or its
-slices of experts, make of them is a partial sum. An all2all that is not ``replicated`` wants tokens of each rank's own:
-there, each routes its share, the all2all brings them to their experts, and ranks gather what became of them.
+Axes: T tokens, H hidden, E experts, K experts per token. All ranks have the same tokens. The output of a rank's
+experts, or of its slices of experts, is a partial sum. An all2all that is not ``replicated`` wants tokens of each
+rank's own: there, each routes its share, the all2all brings them to their experts, and ranks gather what became of
+them.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ def language_model(model: CausalLMArgs) -> CausalLMArgs:
 
 
 def facts(config: HFConfig) -> ModelFacts:
-    """Positions by ``max_position_embeddings``. Whoever asks for more gets it where YaRN was configured for it.
+    """Positions by ``max_position_embeddings``. A larger ``max_model_len`` is accepted where YaRN was configured for
+    it.
 
     Configs may leave that key at the length that YaRN extends, as Qwen's model cards have it.
     """

@@ -45,7 +45,8 @@ GATED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     **{name: functools.partial(_gated_by, function) for name, function in ACTIVATIONS.items()},
     "swiglu_oai": _swiglu_oai,
 }
-"""By name, what becomes of a gate and of what it gates. Those of ACTIVATIONS multiply ``activation(gate)`` by it."""
+"""By name, what becomes of a gate and of what it gates. The functions of ACTIVATIONS become ``activation(gate) *
+x``."""
 
 
 def gating(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -16,8 +16,8 @@ The rule, and why it is this one:
    compared), outliers (how many elements exceed what the reference exceeds in ``outliers`` of its own), and
    accumulation (the root mean square over the whole output: sums in 16 bits; see ``_Numbers._accumulation``).
    The floor of a row's bounds falls with the number of its elements, from an element's floor to ``floor_row``.
-5. Whatever the size of the errors, all zeros fail where the truth is not zero, and NaN and infinities stand where the
-   reference or the rounded truth has them and nowhere else.
+5. Two rules hold at every size of error: all zeros fail where the truth is not zero, and NaN and infinities stand
+   exactly where the reference or the rounded truth has them.
 6. Integer outputs, and ops that only move or select data (``exact``), agree with the reference to the bit.
 7. Inputs are left alone but for what is declared: an input changes only if the op mutates it, or if an output that
    may alias it does; the memory around inputs never changes (``judge.py``).

@@ -116,8 +116,8 @@ class Verdict:
 def judge(op: CustomOp[..., Any], implementation: Callable[..., Any], case: Case, *, dtype: torch.dtype) -> Verdict:
     """Run ``implementation`` on a copy of ``case`` and hold it to the op's error model.
 
-    ``implementation`` has the reference's signature; ``dtype`` is what the case was drawn for. The case itself stays
-    as it is. What the implementation raises is not caught.
+    ``implementation`` has the reference's signature; ``dtype`` is what the case was drawn for. The case itself stays as
+    it is. Errors of the implementation are not caught.
     """
     mine = copy.deepcopy(case)
     call = Call(

@@ -76,7 +76,7 @@ def moe_permute(
 def sort_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids [T, K] of this rank's experts -> (pairs int64 [P], by place; starts [E + 1] and places [T, K] as above).
 
-    A pair has the number ``token * K + k``. Those whose id is -1 come last.
+    A pair has the number ``token * K + k``. Pairs whose id is -1 come last.
     """
     count = ids.numel()
     sorted_ids, order = ids.reshape(-1).sort(stable=True)  # here they come first

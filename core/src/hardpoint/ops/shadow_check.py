@@ -56,7 +56,7 @@ class ShadowCheck:
     def watch(self, op: CustomOp[P, R], offer: Offer, workload: OpWorkload, function: Callable[P, R]) -> Callable[P, R]:
         """``function``, bound for one use of ``op``, with some of its calls checked; never the reference's own.
 
-        What cannot be checked is returned as it is, with one warning.
+        A function that cannot be checked is returned as it is, with one warning.
         """
         if function is op.reference:
             return function

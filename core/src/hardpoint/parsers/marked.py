@@ -53,7 +53,7 @@ content, as is the text of a step that does not come to its end.
 def object_call(is_known: Callable[[str], bool] = lambda name: True) -> Block:
     """A JSON object with ``name`` and ``arguments``, in this order passed on as they come; see read_call.
 
-    What ``is_known`` knows by its name is a call.
+    A text is a call where ``is_known`` knows its name.
     """
     head = CallHead()
     text = yield head
@@ -206,7 +206,8 @@ class MarkedToolParser(ToolParser):
             self._give_up()
 
     def _give_up(self) -> None:
-        """Leave the block; what it took is content. What is no call where it could be one without a mark never is."""
+        """Leave the block; the text that it took is content. Text that is no call where a call needs no mark never
+        becomes one."""
         self._end_call()
         self._block = None
         self._is_fresh, self._is_bare = self._is_fresh and not self._is_bare, False

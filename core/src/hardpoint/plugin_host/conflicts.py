@@ -1,8 +1,8 @@
 """Which plugins cannot be registered beside the others. A plugin is registered as a whole or not at all.
 
-What a plugin gets wrong by itself, or against core, counts before what two do to each other, so that a plugin which
-is out anyway takes nobody with it. Whatever was refused may have been what another builds on: the checks that look
-for something run until nothing changes.
+Errors of one plugin by itself, or against core, count before conflicts between two plugins, so that a refused plugin
+takes no other with it. Another plugin may build on a refused one: the checks that look for a contribution run until
+nothing changes.
 """
 
 from __future__ import annotations

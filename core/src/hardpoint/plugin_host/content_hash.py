@@ -2,10 +2,9 @@
 
 **What counts.** The top-level package of each entry point of the group ``hardpoint.plugins``: every regular file in it
 (the manifest, sources, compiled libraries, data), found by walking the folder, so that a file which was slipped in
-counts too. Of an ordinary installation also every other file that it recorded beside its packages (a compiled module
-at top level, a second package); of an editable one the packages that its ``top_level.txt`` names. What counts for
-nothing: ``__pycache__``, which each machine writes itself, the ``.dist-info`` folder, and what lies outside
-``site-packages``.
+counts too. Of an ordinary installation also every other file that it recorded beside its packages (a compiled module at
+top level, a second package); of an editable one the packages that its ``top_level.txt`` names. Ignored are
+``__pycache__``, which each machine writes itself, the ``.dist-info`` folder, and what lies outside ``site-packages``.
 
 **The hash.** SHA-256 over ``hardpoint-content/1`` and then, for each file in the order of its name's bytes: the length
 of the name (8 bytes, big-endian), the name (UTF-8, relative to the folder of packages, ``/`` between the parts) and the

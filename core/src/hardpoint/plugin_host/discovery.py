@@ -1,7 +1,7 @@
 """Find the installed plugins and read their manifests. Nothing of a plugin is imported here.
 
-Order of checks: selected by config, in the lock file, manifest, API range, conflicts. What fails a check is recorded
-with its reason; it raises only where the user asked for that plugin by name.
+Order of checks: selected by config, in the lock file, manifest, API range, conflicts. A plugin that fails a check is
+recorded with the reason. Raises only where the user asked for that plugin by name.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ hash of each file (``content_hash.py`` says which count). Core is among them: it
 ``wrapped`` has the distributions that its contributions require, with versions and digests (``wrapped.py``).
 
 With ``--plugins-locked`` a plugin that is not in the file, or not as the file says, is refused before any of it is
-imported. What this does not see:
+imported. Changes that this does not see:
 
 * libraries that plugins import without naming them in ``requires``, and what libraries depend on: pin them with
   ``pip install --require-hashes``;

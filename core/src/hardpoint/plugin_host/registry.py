@@ -165,7 +165,7 @@ class PluginSet:
         """Return the target of ``offer``, imported on first use, with its plugin activated before.
 
         Raises PluginLoadError naming the plugin, the target, the cause and the fix: where it cannot be imported, and
-        where its methods cannot be called as their interface says. What failed is not tried again.
+        where its methods cannot be called as their interface says. A target that failed is not tried again.
         """
         if offer not in self._targets:
             if offer in self._failures:

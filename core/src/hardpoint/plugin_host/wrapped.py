@@ -14,7 +14,7 @@ found by ``plugins verify``.
 **Which files.** Each top-level package with an ``__init__.py`` in RECORD is walked, so that a file which was slipped in
 counts; other recorded files count by themselves (namespace packages are shared by distributions). Of an editable
 install, and of one without RECORD, the packages in ``top_level.txt``, else the one of the distribution's own name.
-Where none of these is found, the version alone counts. What a distribution itself depends on does not count.
+Where none of these is found, the version alone counts. The distribution's own dependencies do not count.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A matmul of fewer rows, or of more, may be another kernel, which adds the products up in another order: one row is a
 matrix-vector product, for example. Here rows go through torch's own matmul in tiles of one size, the last one filled up
 with whatever is there. So a row meets the same kernel each time, which makes the row's result of the row and the weight
-alone. What may still matter is the row's place in its tile: a kernel may treat its last rows apart. Whether it does is
-found out once for each weight, where it will be used, when it is loaded.
+alone. The row's place in its tile may still matter: a kernel may treat its last rows apart. Whether it does is found
+out once for each weight, where it will be used, when it is loaded.
 """
 
 from __future__ import annotations

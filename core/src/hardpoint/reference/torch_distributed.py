@@ -49,7 +49,7 @@ class TorchDistributed(Communicator):
             x = torch.cat([x, x.new_empty(most - x.shape[0], *x.shape[1:])])
         gathered = x.new_empty(self._world * most, *x.shape[1:])
         if gathered.numel():
-            # What torch.distributed's all_gather_into_tensor calls, under the only name that every version has.
+            # torch.distributed's all_gather_into_tensor calls this method, the only name of it in every version.
             self._group._allgather_base(_movable(gathered), _movable(x)).wait()
         if all(count == most for count in rows):
             return gathered

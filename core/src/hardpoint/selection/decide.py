@@ -1,8 +1,8 @@
 """From measurements to verdicts: who serves how many tokens, when all of a plan share a layout.
 
-What serves now stays unless something else takes less than a margin below 1 of its time, so that noise decides nothing.
-Winners share the form of their weights and inputs, which is chosen first, by some numbers of tokens that all count
-alike: the geometric mean of the winners' times.
+The kernel that serves now stays unless another takes less than a margin below 1 of its time, so that noise decides
+nothing. Winners share the form of their weights and inputs, which is chosen first, by some numbers of tokens that all
+count alike: the geometric mean of the winners' times.
 """
 
 from __future__ import annotations

@@ -232,9 +232,9 @@ class Selector:
 class _Contest:
     """One request being decided.
 
-    ``postpones``: candidates that must be built first are passed over, unless they are asked for by name.
-    ``rejected`` holds what data and the target itself say against a candidate. What is replaced, leaves a gap or comes
-    after another is not in there: that changes with every candidate that drops out. ``gaps`` are the offers whose
+    ``postpones``: candidates that must be built first are passed over, unless they are asked for by name. ``rejected``
+    holds what data and the target itself say against a candidate. Candidates that are replaced, leave a gap or come
+    after another are not in there: these change with every candidate that drops out. ``gaps`` are the offers whose
     layout, in the last round, had no winner for some steps.
     """
 
@@ -351,8 +351,8 @@ class _Contest:
     ) -> list[PlanEntry]:
         """The winner of each range within the layout whose winners are best; SelectionError if no layout covers all.
 
-        What was asked for by name sets the layout, as passing on to another would drop it in silence; else what was
-        measured as fastest in any steps does.
+        A contribution that was asked for by name sets the layout, since another layout would drop it in silence; else
+        the contribution that was measured as fastest in any steps sets it.
         """
         measured = {verdict.name for verdict in verdicts}
 

@@ -84,7 +84,7 @@ class ToolSession:
         return await self._do(_list_tools)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Call a tool. What goes wrong is in the result."""
+        """Call a tool. Errors are in the result."""
         try:
             result = await self._do(lambda client: client.call_tool(name, arguments))
         except MCPError as error:

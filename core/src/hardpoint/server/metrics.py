@@ -66,7 +66,9 @@ def _state(table: SelectionTable | None, recovery: RecoveryState, alive: bool) -
         "hardpoint_engine_restarts", "Times that the engine was built again.", float(recovery.num_restarts)
     )
     denied = GaugeMetricFamily(
-        "hardpoint_denied_info", "What failed, and is not used any more.", labels=["plugin", "slot", "implementation"]
+        "hardpoint_denied_info",
+        "Kernels that failed and are not used any more.",
+        labels=["plugin", "slot", "implementation"],
     )
     for culprit in recovery.denied:
         denied.add_metric([culprit.plugin, culprit.slot, culprit.name], 1)
@@ -76,7 +78,9 @@ def _state(table: SelectionTable | None, recovery: RecoveryState, alive: bool) -
     yield build
     if table is not None:
         labels = ["family", "of", "range", "chosen", "plugin"]
-        chosen = GaugeMetricFamily("hardpoint_selection_info", "Who serves what.", labels=labels)
+        chosen = GaugeMetricFamily(
+            "hardpoint_selection_info", "The kernels that serve, by range of steps.", labels=labels
+        )
         for row in {(r.family, r.of or "", r.range, r.chosen, r.plugin): None for r in table.rows}:
             chosen.add_metric(list(row), 1)
         yield chosen

@@ -40,7 +40,7 @@ class Grammars:
     ) -> None:
         """``tokenizer_json`` is the tokenizer as the ``tokenizers`` library writes it.
 
-        What is kept takes ``cache_bytes`` at most, by the most that each lexer may grow to.
+        Kept grammars take ``cache_bytes`` at most, each counted with the size to which its lexer may grow.
         """
         self.vocab_size = vocab_size
         self._json, self._eos = tokenizer_json, eos_token_id or 0

@@ -1,1 +1,1 @@
-"""Hardpoint's support for CPUs. What it offers stands in ``hardpoint.toml``."""
+"""Hardpoint's support for CPUs. Its contributions are listed in ``hardpoint.toml``."""

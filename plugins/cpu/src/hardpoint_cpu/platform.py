@@ -40,7 +40,7 @@ _MAX_THREADS_PER_CPU = 4  # far beyond it, creating threads fails inside torch's
 
 _ARCHES = {"amd64": "x86_64", "arm64": "aarch64"}
 
-# What Linux calls an instruction set in /proc/cpuinfo -> the device feature.
+# The name of an instruction set in Linux's /proc/cpuinfo -> the device feature.
 _FEATURES = {
     **{flag: flag for flag in ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni")},
     **{flag: flag for flag in ("amx_bf16", "amx_int8", "sve", "sve2", "i8mm")},

@@ -76,9 +76,10 @@ class RecordedLists(GraphEngine):
     def prepare(self, key: Hashable, fn: Callable[..., Any], inputs: Mapping[str, object]) -> RecordedList:
         """Record ``fn(**inputs)``: it is called once, computes nothing, and changes no memory.
 
-        Numbers among ``inputs`` are part of the recording; a run with others calls ``fn`` anew. What ``fn`` reads and
-        writes besides must stay where it is. Raises PlatformError for a step that asks for a tensor's values, changes
-        a tensor's shape in place, keeps tensors, or is prepared within another; ``fn``'s own errors come through.
+        Numbers among ``inputs`` are part of the recording; a run with others calls ``fn`` anew. Other tensors that
+        ``fn`` reads or writes must keep their addresses. Raises PlatformError for a step that asks for a tensor's
+        values, changes a tensor's shape in place, keeps tensors, or is prepared within another; ``fn``'s own errors
+        come through.
         """
         recorder = _Recorder(key, self._arena)
         before, self._recorder = self._recorder, recorder

@@ -2,7 +2,7 @@
 
 Arguments are passed by name. ``DEEPEP`` says which, as recorded from ``deep_ep/buffer.py`` of DeepEP 1.2.1
 (github.com/deepseek-ai/DeepEP, 9af0e0d0e74f3577af1979c9b9e1ac2cad0104ee); 2.1.0 has the same in
-``deep_ep/buffers/legacy.py``. What its kernels take is that of ``csrc/deep_ep.cpp`` and ``csrc/kernels/`` there.
+``deep_ep/buffers/legacy.py``. Limits of its kernels: ``csrc/deep_ep.cpp`` and ``csrc/kernels/`` there.
 
 Axes: T tokens of this rank, R rows received, K experts per token, E experts of this rank, M rows per expert, H hidden.
 """

@@ -3,8 +3,8 @@
 Arguments are passed by name. ``FLASHINFER`` says which, as recorded from ``flashinfer/comm/trtllm_moe_alltoall.py``,
 ``mapping.py`` and ``mnnvl.py`` of FlashInfer 0.6.18 (github.com/flashinfer-ai/flashinfer, fb28d7242).
 
-Axes: N ranks, T tokens of this rank, M the most tokens of a rank, K experts per token, H hidden. What is received has
-N x M rows; those that mean nothing have no expert.
+Axes: N ranks, T tokens of this rank, M the most tokens of a rank, K experts per token, H hidden. A received tensor has
+N x M rows; unused rows have no expert.
 """
 
 from __future__ import annotations

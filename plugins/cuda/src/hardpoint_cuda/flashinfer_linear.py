@@ -83,7 +83,7 @@ class FlashInferBlockScaledLinear(LibraryProduct):
 def by_columns(scale: torch.Tensor) -> torch.Tensor:
     """Scales [M, G] in the order in which the kernel reads them: [G, M], rows of whole 16 bytes.
 
-    FlashInfer's documentation has them as [M, G]. What fills up a row is any number: no row of x has it.
+    FlashInfer's documentation has them as [M, G]. The padding of a row may be any number: no row of x reads it.
     """
     m, groups = scale.shape
     columns = scale.new_empty(groups, -(-m // _ALIGNMENT) * _ALIGNMENT)

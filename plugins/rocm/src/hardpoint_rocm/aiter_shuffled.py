@@ -147,8 +147,8 @@ class ShuffledMetadata(AttentionMetadata):
 class AiterShuffledAttention(AttentionBackend):
     """Decodes by ``pa_fwd_asm``, prompts by flash attention.
 
-    What the latter reads from the cache is brought into order first, one request at a time: copies are as large as the
-    longest request. So are all prompts over 8-bit elements.
+    For the latter, keys and values are first copied from the cache into plain order, one request at a time: a copy is
+    as large as the longest request. The same holds for all prompts over 8-bit elements.
     """
 
     layout: ClassVar[ShuffledLayout] = ShuffledLayout()

@@ -3,7 +3,7 @@
 Read in Quark's exporter (quark/torch/export at 1d27b5582e4ecbb466fa1658e0bc91d01a5fbdd1 of github.com/amd/Quark) and in
 vLLM's reader of it. The config has numbers for all layers (``global_quant_config``), for layers by pattern
 (``layer_quant_config``), and names or patterns of layers that are not quantized (``exclude``). A layer's numbers are
-those of its ``weight`` and of its input (``input_tensors``, null: as it is). What is stored for a layer:
+those of its ``weight`` and of its input (``input_tensors``, null: as it is). The tensors of a layer:
 
 * ``fp8_e4m3``, per tensor or per channel: ``weight`` float8_e4m3fn [out, in]; ``weight_scale`` of one number, or [out];
   ``input_scale`` of one number where activations are static.

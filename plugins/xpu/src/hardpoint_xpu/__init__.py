@@ -1,1 +1,1 @@
-"""Hardpoint's support for Intel GPUs. What it offers stands in ``hardpoint.toml``."""
+"""Hardpoint's support for Intel GPUs. Its contributions are listed in ``hardpoint.toml``."""

@@ -38,7 +38,7 @@ class Worker(ABC):
 
 
 def serve(worker: Worker) -> None:
-    """Answer requests until stdin ends. What the engine prints goes to stderr."""
+    """Answer requests until stdin ends. Output of the engine goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:

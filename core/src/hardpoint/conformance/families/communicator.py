@@ -1,7 +1,7 @@
 """Trials of communicators: every collective that one has, among ranks in threads, against its definition.
 
-A sum's truth is that in float64, and its own error that of adding the ranks' values in turn, in the dtype. What moves
-data moves every bit of it, whatever the dtype: such trials send random bytes.
+A sum's truth is that in float64, and its own error that of adding the ranks' values in turn, in the dtype. Collectives
+that only move data must keep every bit in every dtype: their trials send random bytes.
 """
 
 from __future__ import annotations
@@ -463,9 +463,9 @@ def close(group: CommunicatorGroup, present: Sequence[str], plan: Plan) -> Findi
 def aborted(group: CommunicatorGroup, present: Sequence[str], plan: Plan) -> Finding:
     """``abort``: called from another thread, it ends a collective that waits for a rank in vain, or lets it time out.
 
-    Some libraries cannot interrupt what waits: then ``ctx.parallel.timeout`` ends it, and here that is short. What came
-    back before, since a device's queue waits in its place, need not raise; who waits for it comes back in time, and
-    the next call raises.
+    Some libraries cannot interrupt what waits: then ``ctx.parallel.timeout`` ends it, and here that is short. A
+    collective that returned before the abort, since the device's queue waits in its place, need not raise: a wait for
+    it returns in time, and the next call raises.
     """
     group = replace(group, timeout=_SHORT)
     released, waiting, somebody_left = threading.Event(), list[int](), threading.Event()

@@ -78,7 +78,8 @@ class ClaimedSpecs:
     def untried(self) -> Iterator[Trial]:
         """A trial for each pattern, or part of one, that cannot be tried, with the reason.
 
-        What the contribution itself refuses was asked for; what nobody here can make stays unproved.
+        A spec that the contribution itself refuses was asked for; a spec whose inputs the kit cannot make stays
+        unproved.
         """
         for pattern, reason in self.refused.items():
             yield Trial(_case(pattern), unsupported=reason, claims=(f"spec {pattern.partition(' ')[0]}",))

@@ -96,7 +96,8 @@ class Request:
 def draw_requests(
     spec: AttentionSpec, pieces: Sequence[Piece], generator: torch.Generator, values: str = "normal", shared: int = 0
 ) -> list[Request]:
-    """Draw the requests of a step. Those with a context of ``shared`` positions or more begin alike.
+    """Draw the requests of a step. Requests with a context of ``shared`` positions or more have the same first
+    ``shared`` tokens.
 
     ``values``: "normal"; "flat" (queries are zero: all keys weigh alike); "peaked" (few keys outweigh all);
     "large" (all scores are so high that an exponential would overflow); "uneven" (values of zero, large and small ones,
@@ -411,8 +412,8 @@ def without_first_row(expectation: Expectation) -> Expectation:
 def worst(truth: torch.Tensor, evaluations: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of several evaluations, row by row the one that is furthest from the truth, and along it as far as any is.
 
-    What a row's error is made of, such as one key's weight, makes it point along the true row in one, across it in
-    another.
+    The same cause, such as an error in one key's weight, may make a row's error point along the true row in one
+    evaluation and across it in another.
     """
     errors = torch.stack([x.double() - truth for x in evaluations])
     axis = torch.nn.functional.normalize(truth, dim=-1, eps=0.0).nan_to_num(0.0)

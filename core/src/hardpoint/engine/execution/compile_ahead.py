@@ -30,7 +30,7 @@ def _compiled(ctx: Context, platform: Platform, run: Callable[[], T]) -> tuple[i
     """How many kernels were compiled, and the result of ``run`` if it ran to its end.
 
     It does nothing where kernels of third parties take part: some time themselves when they are first called, and would
-    time launches that are left out. What goes wrong is left to the real run, which meets it again.
+    time launches that are left out. Errors are ignored here: the real run meets them again.
     """
     results: list[T] = []
 

@@ -28,7 +28,8 @@ class Pending(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps in the order they are submitted, on every rank. What it raises beside EngineDeadError it survives."""
+    """Runs steps in the order they are submitted, on every rank. It survives every error that it raises except
+    EngineDeadError."""
 
     @property
     def facts(self) -> WorkerFacts:

@@ -26,7 +26,7 @@ _END_SECONDS = 10.0
 
 
 class Outbox:
-    """Sends messages by ``connection`` from a thread of its own, so that no sender waits. What comes too late is
+    """Sends messages by ``connection`` from a thread of its own, so that no sender waits. Messages after its end are
     dropped."""
 
     def __init__(self, connection: Connection, name: str) -> None:

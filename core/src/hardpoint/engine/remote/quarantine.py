@@ -13,8 +13,8 @@ class Quarantine:
     """Requests, by number, that were open when an engine failed and got no token since.
 
     Where two engines in a row have failed with them, the third gets them one at a time, the newest first (before it
-    came, steps went well), each until it gets a token or ends; whom it fails with then is to blame. What is in no such
-    doubt goes on at once.
+    came, steps went well), each until it gets a token or ends; whom it fails with then is to blame. All other requests
+    go on at once.
     """
 
     def __init__(self) -> None:

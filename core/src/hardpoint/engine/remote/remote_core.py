@@ -53,7 +53,7 @@ class Link(Protocol):
     answers: Answers
 
     def send(self, command: Command) -> None:
-        """Pass ``command`` on, in order; never waits. What comes too late is dropped."""
+        """Pass ``command`` on, in order; never waits. A command after the core's end is dropped."""
         ...
 
     @property

@@ -252,7 +252,7 @@ class Replicas:
     def control(self, verb: Verb[R]) -> R:
         """Have every replica do ``verb`` and return their answers as one; see CoreControl and Verb.merged.
 
-        Raises what the first replica raised that failed. What the others did is undone, where the verb can be.
+        Raises the error of the first replica that failed; the other replicas undo the verb, where it can be undone.
         """
         with ThreadPoolExecutor(len(self._cores), "hardpoint-replica-verbs") as pool:
             asked = [

@@ -3,7 +3,7 @@
 It never needs a token's value: ``schedule`` advances counts and pages as a step is submitted, ``commit`` takes values
 when they arrive, up to a step later; a token drawn for a request that had ended meanwhile is dropped. Requests run in
 the order of their precedence; one that finds no page preempts the last of those that run, which is computed again
-later. What a structured output may go on with does depend on values: see ``needs_values``.
+later. The next tokens that a structured output allows do depend on values: see ``needs_values``.
 
 A step that verifies drafts advances by their number, which is the most that can come of it; ``commit`` takes back what
 was not drawn. Until then counts are bounds, and the device knows the lengths that they bound. Pages that were taken
@@ -154,7 +154,8 @@ class Scheduler:
         return self._prefill.is_long(request.num_to_compute - cached)
 
     def _watch_deadline(self, request: Request) -> None:
-        """Have ``expire`` find ``request``. Those that ended long before their deadlines are let go now and then."""
+        """Have ``expire`` find ``request``. Requests that ended long before their deadlines are forgotten now and
+        then."""
         deadline = request.asked.deadline
         if deadline is None or deadline == math.inf:
             return

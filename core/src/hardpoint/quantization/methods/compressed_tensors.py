@@ -1,8 +1,7 @@
 """``quant_method: compressed-tensors``: several schemes in one checkpoint, each for its targets.
 
 A config group names ``targets`` (a module's name, ``re:`` and a pattern, or a class), and the numbers of weights and
-input activations; ``ignore`` names modules in the same ways. What is stored for a module depends on the group's
-format:
+input activations; ``ignore`` names modules in the same ways. The tensors of a module depend on the group's format:
 
 * ``pack-quantized`` (4- and 8-bit integers): ``weight_packed`` int32 [out, in * bits / 32], q + 2^(bits - 1), the
   first in the lowest bits; ``weight_scale``; ``weight_shape`` [2]; asymmetric: ``weight_zero_point``, packed likewise

@@ -59,7 +59,7 @@ class MessageToolCall(ProtocolModel):
 
 
 class ChatMessage(ProtocolModel):
-    """A message of any role. What answers hold may be sent back as it came, nulls included."""
+    """A message of any role. A message of an answer may be sent back as it came, nulls included."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None

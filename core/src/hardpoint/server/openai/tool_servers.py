@@ -115,7 +115,7 @@ class ToolServers:
         return found
 
     async def call(self, label: str, name: str, arguments: str) -> ToolResult:
-        """Call a tool with ``arguments`` as the model wrote them. What goes wrong is in the result."""
+        """Call a tool with ``arguments`` as the model wrote them. Errors are in the result."""
         from hardpoint.server.mcp_client import ToolResult
 
         try:

@@ -1,6 +1,6 @@
 """Acme's collectives, of a library that is no backend of torch.distributed: ranks leave letters in the store.
 
-What a model divided by tensors needs is here; everything else raises.
+The collectives of tensor parallelism are here; all others raise.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Mailbox(Communicator):
             found = bytearray.fromhex(self._wait_for(f"{self._number}/{rank}").decode())
             part = torch.frombuffer(found, dtype=x.dtype) if found else x.new_empty(0)
             parts.append(part.view(count, *x.shape[1:]))
-        # Whoever writes the letter after the next has read this one, and so has everybody whose next letter it read.
+        # A rank that writes the letter after the next has read this one, as has each rank whose next letter it read.
         self._store.delete_key(f"{self._number - 1}/{self._rank}")
         return torch.cat(parts)
 

@@ -229,8 +229,8 @@ class Graphs:
         """Compile the kernels of all shapes that are captured ahead, see Platform.compile_ahead.
 
         ``compiled`` does it for what a function would launch. The largest shapes come first: where they need no
-        compilation on any rank, the others are taken to need none. Those of steps with prompts beside decodes, run
-        eagerly, are compiled, too.
+        compilation on any rank, the others are taken to need none. Shapes of steps with prompts beside decodes are
+        compiled too, though they run eagerly.
         """
         rows = [row for row in self._rows if row.listed]
         shapes = [row.shape(size, end) for row in rows for size in row.sizes for end in row.draws or row.ends]

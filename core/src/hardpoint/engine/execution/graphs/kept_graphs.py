@@ -25,8 +25,8 @@ class Captured:
 class KeptGraphs:
     """At most ``most`` graphs. The least recently used makes room, but for kinds that have no more than their share.
 
-    So decode steps keep their graphs, however many shapes of verified drafts come by. What one kind leaves unused,
-    others may take.
+    So decode steps keep their graphs, however many shapes of verified drafts come by. Other kinds may use the part of a
+    share that a kind leaves unused.
     """
 
     def __init__(self, most: int, shares: Mapping[Kind, int]) -> None:

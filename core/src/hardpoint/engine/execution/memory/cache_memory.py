@@ -45,7 +45,8 @@ class CacheMemory:
         self.views = [views[number] for number in range(len(users.users))]
 
     def clear(self) -> None:
-        """Fill the null page with zeros, as it is read, if without consequence. What else pages hold is undefined."""
+        """Fill the null page with zeros, as it is read, if without consequence. The contents of all other pages are
+        undefined."""
         for buffer in self._buffers:
             buffer[: buffer.numel() // self.num_pages].zero_()
 

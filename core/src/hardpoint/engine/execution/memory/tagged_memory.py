@@ -1,9 +1,9 @@
 """A device's memory by its holder: weights, resources, cache, graphs.
 
-Whatever torch allocates on the device within a tag's pool is counted under that tag for as long as it lives, whoever
-asked for it: core, a plugin's packing, a vendor's operator. Counting goes by storages, so it is the same on every
-platform, and sees what is still held after it should have been given back. What no operator returned, such as memory
-between the operators of a captured step, is told by who holds it.
+Every allocation of torch's on the device within a tag's pool counts under that tag for as long as it lives, also those
+of a plugin's packing or a vendor's operator. Counting goes by storages, so it is the same on every platform, and sees
+what is still held after it should have been given back. Memory that no operator returned, such as that between the
+operators of a captured step, is reported by its holder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TaggedMemory:
 
     @contextmanager
     def pool(self, tag: MemoryTag) -> Iterator[None]:
-        """Allocate under ``tag`` within the block. What was counted before keeps its tag."""
+        """Allocate under ``tag`` within the block. Earlier allocations keep their tags."""
         if tag in self._known:  # looking at each operator takes a third of the time that preparing a step does
             with self.memory.pool(tag):
                 yield

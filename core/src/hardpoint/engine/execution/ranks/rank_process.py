@@ -146,7 +146,7 @@ def serve(
     """Run what comes until it is Stop. Steps are collected when nothing else is to be submitted, by the rank that
     answers alone.
 
-    Calls run between steps. What a step raises is raised here; what a call raises is its answer.
+    Calls run between steps. Errors of a step are raised here; an error of a call is the call's answer.
     """
     from hardpoint.engine.execution.rank_verbs import on_rank
 

@@ -209,7 +209,7 @@ def _started(blueprint: Blueprint, actors: Sequence[Any], patience: float) -> tu
     """The ranks, which load, and the store where they meet; it must live as long, since collective libraries go back to
     it whenever two ranks first talk. Raises EngineDeadError for one that does not call within ``patience`` seconds.
 
-    Who calls must show a key that Ray alone has passed on: what comes by these sockets is unpickled.
+    A caller must show a key that is passed on through Ray alone, since messages from these sockets are unpickled.
     """
     import ray
 

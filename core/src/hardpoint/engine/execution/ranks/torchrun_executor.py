@@ -99,7 +99,7 @@ def _accepted(launch: Launch, store: Store, block_size: int | None, patience: fl
 
     They take ``block_size`` where nobody set theirs.
 
-    Who calls must show a key that is in the store alone: what comes by these sockets is unpickled.
+    A caller must show a key that is in the store alone, since messages from these sockets are unpickled.
     """
     key = secrets.token_bytes(32)
     local, world = launch.place.on_one_host, launch.place.topology.size
