@@ -77,7 +77,7 @@ class _Server(forkserver.ForkServer):
 
     @property
     def address(self) -> Any:
-        """Where it listens, once it runs."""
+        """The address of the server's socket, once it runs."""
         return self._forkserver_address
 
     @property
@@ -90,7 +90,7 @@ class _Server(forkserver.ForkServer):
         return len(connection.wait(sentinels, 0)) == len(sentinels)
 
     def stop(self) -> None:
-        """End it, which is idle."""
+        """End the server, which is idle."""
         if self._forkserver_pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._forkserver_pid, signal.SIGKILL)

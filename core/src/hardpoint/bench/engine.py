@@ -128,7 +128,7 @@ def _milliseconds(running: int, waiting: int, steps: int) -> float:
 
 
 class _ScriptedCore:
-    """Takes requests, whose tokens others append."""
+    """Takes requests; the bench appends their tokens."""
 
     def __init__(self, vocabulary: int) -> None:
         self._admission = Admission(2 * _LONG_STREAM, vocabulary, seed=0)
@@ -139,7 +139,7 @@ class _ScriptedCore:
         return RequestProgress(self._admission.admit(*args, **options))
 
     def abort(self, request: RequestProgress) -> None:
-        """It ends by itself."""
+        """Do nothing: the bench ends each request itself."""
 
 
 class _Stream:

@@ -59,7 +59,7 @@ class Lengths:
         return lengths
 
     def draw(self, count: int, generator: random.Random) -> list[int]:
-        """So many lengths."""
+        """Draw ``count`` lengths in tokens."""
         if self.mixed:
             return list(islice(cycle(self.mixed), count))
         if self.sigma is None:

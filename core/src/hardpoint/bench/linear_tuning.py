@@ -167,7 +167,7 @@ class LinearTuner:
         self._ctx, self._timer, self._most_rounds = ctx, timer, most_rounds
 
     def roofline(self) -> Roofline:
-        """Measure it."""
+        """Measure the roofline."""
         timer, rounds = self._timer, self._most_rounds
         return Roofline(timer.read_speed(rounds), timer.product_speed(rounds), timer.product)
 

@@ -125,7 +125,7 @@ class _Bench:
         self._timer, self._rounds, self._engine = timer, rounds, engine
 
     def row(self, name: str, work: _Work) -> BenchRow:
-        """Its speed and the roofline's."""
+        """A table row: the kernel's speed beside the roofline's."""
         timed = [self._prepared(work.runs), self._timer.multiply if work.flops else self._timer.read]
         if work.peer:
             timed.append(self._prepared([work.peer]))

@@ -134,7 +134,7 @@ def _bare_torch() -> _Run:
 
 
 def _command(words: Sequence[str]) -> _Run:
-    """A command of ours, to its end."""
+    """Run a ``hardpoint`` command to its end."""
     began, _, processor = _run("-m", "hardpoint.cli", *words)
     return _Run({}, time.perf_counter() - began, processor)
 

@@ -49,7 +49,7 @@ class Checkpoint:
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
+        """The folder of the checkpoint's files."""
         return self.config.folder
 
     @property

@@ -44,7 +44,7 @@ class NoTensors:
 
     @property
     def title(self) -> str:
-        """For messages."""
+        """The source's name in messages."""
         return f"random weights for {self.folder}"
 
     def info(self, name: str) -> TensorInfo:

@@ -18,7 +18,7 @@ class TensorFiles(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """Where they are, for messages."""
+        """The location of the tensors, for messages."""
 
     @property
     @abstractmethod

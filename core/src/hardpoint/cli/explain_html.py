@@ -58,7 +58,7 @@ def _section(family: str, uses: Mapping[tuple[str, str, int], Sequence[Row]]) ->
 
 
 def _ranges(rows: Iterable[Row]) -> str:
-    """The winners, each with its range of tokens."""
+    """The selected contributions, each with its range of tokens."""
     parts = []
     for row in rows:
         mark = "?" if "not_asked" in row else ""

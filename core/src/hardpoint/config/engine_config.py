@@ -254,7 +254,7 @@ class EngineConfig(EngineSettings):
 
     @property
     def executor_kind(self) -> ExecutorKind:
-        """Where ranks run."""
+        """The name of the executor, which decides where ranks run."""
         return self.executor or ("mp" if self.topology.size > 1 else "inproc")
 
     @property

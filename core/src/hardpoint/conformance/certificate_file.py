@@ -25,7 +25,7 @@ class Plugin(_Strict):
 
 
 class Measured(_Strict):
-    """An error, and how large it may be."""
+    """A measured error and its bound."""
 
     error: float
     limit: float
@@ -83,7 +83,7 @@ class WrappedLine(_Strict):
 
 
 class CertificateFile(_Strict):
-    """The whole; what else stands in it is ignored."""
+    """A whole certificate file; unknown keys are ignored."""
 
     schema_: Literal[1] = Field(alias="schema")
     kit_version: int

@@ -56,7 +56,7 @@ class Runner(Protocol):
     offer: Offer
 
     def list(self) -> Listing:
-        """Its cases."""
+        """List the contribution's cases."""
         ...
 
     def run(self, case: str) -> Iterator[Result]:
@@ -95,10 +95,10 @@ class InProcess:
         yield from self._bench.run(case)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no process runs."""
 
     def stop(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no process runs."""
 
 
 @dataclass
@@ -353,7 +353,7 @@ class _Crew:
             return None if self._stopped or not task.left else task.left.popleft()
 
     def stop(self) -> None:
-        """End it where it stands, if it has not ended."""
+        """Kill the process, unless it has ended."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

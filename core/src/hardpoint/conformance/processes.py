@@ -87,7 +87,7 @@ class Nursery:
 
 
 def _nurse(orders: socket.socket) -> None:
-    """The target of the process that starts others."""
+    """The main function of the process that starts the trials' processes."""
     os.setsid()  # an interrupt from the keyboard is for the kit alone, which ends the rest
     signal.pthread_sigmask(signal.SIG_UNBLOCK, fork_server.GROUP_SIGNALS)
     for name, value in _PATIENT.items():  # of a process that was spawned

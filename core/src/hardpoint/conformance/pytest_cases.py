@@ -162,5 +162,5 @@ class ConformanceItem(pytest.Item):
         return str(super().repr_failure(excinfo))
 
     def reportinfo(self) -> tuple[str, None, str]:
-        """Where it stands in reports: not in a file."""
+        """The case's place in reports; it has no file."""
         return "hardpoint", None, self.name

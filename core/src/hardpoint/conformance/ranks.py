@@ -197,6 +197,6 @@ def in_group(
 
 
 def abort(communicators: Sequence[Communicator | Group]) -> None:
-    """Have all leave at once, whatever comes of it."""
+    """Abort all communicators at once, each from a thread of its own."""
     for communicator in communicators:
         threading.Thread(target=communicator.abort, daemon=True).start()

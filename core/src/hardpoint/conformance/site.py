@@ -236,7 +236,7 @@ class Subject:
 
     @property
     def tokens(self) -> TokensRequirement:
-        """The steps that it is for, by its manifest."""
+        """The numbers of tokens that the manifest claims."""
         requires = self.offer.contribution.requires
         return next((r for r in requires if isinstance(r, TokensRequirement)), TokensRequirement())
 
@@ -249,7 +249,7 @@ class Subject:
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """The workload features that it claims."""
+        """The workload features that the manifest claims."""
         requires = self.offer.contribution.requires
         return frozenset(name for r in requires if isinstance(r, FeatureRequirement) for name in r.names)
 

@@ -79,7 +79,7 @@ class Blueprint:
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoint is."""
+        """The checkpoint's folder."""
         return self.checkpoint.folder
 
     @property

@@ -128,7 +128,7 @@ class LoadAdapter(Verb[tuple[Adapter, ...]]):
         return self if self.folder else replace(self, folder=str(resolve_adapter(self.path).absolute()))
 
     def undo(self) -> Verb[object] | None:
-        """Unload it."""
+        """Unload the adapter."""
         return UnloadAdapter(self.name)
 
 

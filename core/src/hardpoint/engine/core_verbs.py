@@ -128,7 +128,7 @@ def read_metrics(verb: ReadMetrics, core: EngineCore) -> MetricsSnapshot:
 @on_core.register(StartProfile)
 @on_core.register(StopProfile)
 def profile(verb: StartProfile | StopProfile, core: EngineCore) -> None:
-    """Have the ranks do it."""
+    """Start or stop the profile on every rank."""
     core.executor.control(verb)
 
 

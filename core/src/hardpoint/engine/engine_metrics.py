@@ -37,7 +37,7 @@ class StatsCollector:
     """Metrics of EngineStats and of memory by tag, read when Prometheus scrapes."""
 
     def __init__(self, stats: EngineStats, held: Callable[[], Mapping[str, int]]) -> None:
-        """``held`` says how many bytes are held by tag."""
+        """``held`` returns the bytes that are held, by tag."""
         self._stats, self._held = stats, held
 
     def collect(self) -> Iterator[Metric]:

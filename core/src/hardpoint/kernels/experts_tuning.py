@@ -111,7 +111,7 @@ class Tuner:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Of both matrices."""
+        """Bytes of both matrices of one expert."""
         return sum(w[0].nbytes for w in self._layer.weights.values())
 
     def tune(self, tokens: int, tried: Callable[[], None] = lambda: None) -> Measured:

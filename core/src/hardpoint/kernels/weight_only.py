@@ -116,17 +116,17 @@ class TritonInt4Linear(LinearKernel):
         return packed
 
     def _scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """As they are read: those of a byte as bytes."""
+        """Scales as the kernel reads them: elements of one byte as bytes."""
         return scales.view(torch.uint8) if scales.itemsize == 1 else scales
 
     def _scales_by_tiles(self, scales: torch.Tensor) -> torch.Tensor:
-        """Of [N, G], [T, N, scales]."""
+        """[N, G] -> [T, N, scales of a tile]."""
         parts = _parts(self.group, self.tile)
         records: torch.Tensor = pad(scales, (0, -scales.shape[1] % parts)).unflatten(1, (-1, parts))
         return records.transpose(0, 1).contiguous()
 
     def _zero_points_by_quarters(self, zero_points: torch.Tensor) -> torch.Tensor:
-        """Of [N, G], what is added for them, [T, N, 4]."""
+        """[N, G] -> the numbers added for the zero points, [T, N, 4]."""
         tiles = -(-self.columns // self.tile)
         quarters = zero_points.repeat_interleave(4 * self.group // self.tile or 4 * tiles, 1)
         whole = pad(quarters, (0, 4 * tiles - quarters.shape[1])).unflatten(1, (tiles, 4)).transpose(0, 1)

@@ -140,7 +140,7 @@ def linear_names(modules: Mapping[str, str], *, bias: bool = False) -> dict[str,
 
 
 def num_layers(config: HFConfig) -> int:
-    """How many blocks."""
+    """The number of blocks."""
     return config.integer("num_hidden_layers")
 
 

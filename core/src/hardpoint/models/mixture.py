@@ -12,7 +12,7 @@ from hardpoint_plugin_api import CheckpointError, MoEArgs, RouterArgs
 
 
 class ExpertsVariations(TypedDict, total=False):
-    """Where families differ; fields of MoEArgs."""
+    """The differences between families; fields of MoEArgs."""
 
     shared_size: int
     shared_gate: bool

@@ -84,7 +84,7 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        """Where outputs belong."""
+        """The device on which outputs must be."""
         return next((i.tensor.device for i in self.inputs), torch.device("cpu"))
 
 

@@ -49,12 +49,12 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return len(self.members)
 
     @property
     def rank(self) -> int:
-        """Which of them this is."""
+        """This process's rank in the group."""
         return self.members.index(self.world_rank)
 
     @property

@@ -27,7 +27,7 @@ def literal(args: ParserArgs, text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """``text`` by its characters."""
+    """``text`` as a literal of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 

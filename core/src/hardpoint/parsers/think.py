@@ -88,7 +88,7 @@ class ThinkReasoningParser(ReasoningParser):
         return rest[len(self.opening) :]
 
     def _inside(self, text: str, events: list[ParserEvent]) -> str:
-        """Take reasoning; returns what comes behind it."""
+        """Take reasoning; return the text behind it."""
         at = text.find(self.ending)
         if at < 0:
             held = begun_mark(text[-len(self.ending) :], [self.ending])
@@ -114,7 +114,7 @@ class DeepSeekR1ReasoningParser(ThinkReasoningParser):
 
     @classmethod
     def recognizes(cls, workload: ReasoningParserWorkload) -> bool:
-        """No template shows it."""
+        """False: no chat template shows these tags."""
         return False
 
 

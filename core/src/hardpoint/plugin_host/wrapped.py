@@ -83,17 +83,17 @@ class Library:
 
     @property
     def version(self) -> str:
-        """As its metadata says."""
+        """The version in the distribution's metadata."""
         return self.distribution.version or "of unknown version"
 
     @cached_property
     def editable(self) -> bool:
-        """Whether its code is a source tree."""
+        """True where the distribution's code is a source tree."""
         return editable_source(self.distribution) is not None
 
     @cached_property
     def files(self) -> Mapping[str, Path]:
-        """Its files by name, sorted."""
+        """The distribution's files by name, sorted."""
         return dict(sorted(_files(self.distribution, self.editable)))
 
     @cached_property

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LocalAll2All(All2All):
-    """Gives experts the tokens as they are."""
+    """One rank's all-to-all: every token goes to its experts on this rank."""
 
     def dispatch(
         self, x: torch.Tensor, scales: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor

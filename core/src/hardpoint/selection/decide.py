@@ -50,7 +50,7 @@ class Contender:
         return Form(self.offer.contribution.layout, self.input_spec)
 
     def serves(self, tokens: int) -> bool:
-        """Whether it is for steps of so many tokens."""
+        """True where the candidate takes steps of so many tokens."""
         return covers(tokens_of(self.offer), StepRange(tokens, tokens))
 
 

@@ -60,7 +60,7 @@ class Usage:
     reasoning_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        """Of both."""
+        """The usage of two parts together."""
         return Usage(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 

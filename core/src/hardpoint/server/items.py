@@ -56,7 +56,7 @@ class Items:
                 yield from self._more("call", event.arguments)
 
     def insert(self, value: dict[str, Any]) -> Iterator[Change]:
-        """Add something whole."""
+        """Add a whole item."""
         yield from self.finish()
         item = Item(len(self.all), "whole", value=value)
         self.all.append(item)

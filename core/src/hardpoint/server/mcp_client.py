@@ -98,7 +98,7 @@ class ToolSession:
         return ToolResult("\n".join(texts))
 
     async def close(self) -> None:
-        """End it, whatever is under way."""
+        """End the connection and its open calls."""
         self._task.cancel()
         await asyncio.wait({self._task})
 

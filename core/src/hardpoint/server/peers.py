@@ -82,7 +82,7 @@ class Alone:
     """The Peers of a server with one process."""
 
     async def ask(self, question: Question[T], service: Service) -> list[T]:
-        """Answer it here."""
+        """Answer the question in this process, the only one."""
         return [await question.answer(service)]
 
     async def all_loaded(self) -> None:

@@ -31,7 +31,7 @@ class _Histogram:
         self._sum += value * count
 
     def add_to(self, family: HistogramMetricFamily, model: str) -> None:
-        """Write it into ``family``."""
+        """Write the histogram into ``family``."""
         bounds = [*map(str, map(float, self._bounds)), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
         family.add_metric([model], buckets, self._sum)

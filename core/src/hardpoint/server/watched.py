@@ -50,7 +50,7 @@ async def _left(receive: Receive) -> None:
 
 
 class JsonAnswer(Watched):
-    """JSON that ``make`` takes its time to make."""
+    """A JSON response whose body ``make`` computes in a thread."""
 
     def __init__(self, make: Callable[[], Awaitable[Any]]) -> None:
         super().__init__()

@@ -284,7 +284,7 @@ def _kind(form: object, at: str) -> str:
 
 
 def _is_open(form: object) -> bool:
-    """Whether free text may stand at its end."""
+    """True where free text may follow its end."""
     if not isinstance(form, Mapping):
         return False
     kind, elements = form.get("type"), form.get("elements")

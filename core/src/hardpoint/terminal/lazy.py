@@ -18,7 +18,7 @@ class Lazy:
     summary: str
 
     def load(self) -> object:
-        """Import it."""
+        """Import the command."""
         module, _, attribute = self.target.partition(":")
         return getattr(import_module(module), attribute)
 

@@ -27,7 +27,7 @@ class Block:
 
     @property
     def address(self) -> int:
-        """Where the block begins."""
+        """The address of the block's first byte."""
         return self.segment.data_ptr() + self.start
 
     def bytes(self) -> torch.Tensor:

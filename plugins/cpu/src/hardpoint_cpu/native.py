@@ -66,7 +66,7 @@ def is_recording() -> bool:
 
 
 def length(tasks: CapsuleType) -> int:
-    """How many calls a list holds."""
+    """The number of calls that a list holds."""
     return _native.length(tasks)
 
 

@@ -191,7 +191,7 @@ class RecordedList:
 
     @property
     def num_lists(self) -> int:
-        """How many calls into C a run takes."""
+        """The number of calls into C that a run makes."""
         return len(self._lists)
 
     @property
@@ -201,7 +201,7 @@ class RecordedList:
 
     @property
     def num_operators(self) -> int:
-        """How many operators are called from Python."""
+        """The number of operators that a run calls from Python."""
         return sum(isinstance(step, _Operator) for step in self._recording.steps)
 
     @property

@@ -130,7 +130,7 @@ class Product:
 
 
 def prepared(algorithm: Algorithm) -> Prepared:
-    """The algorithm in memory of its own."""
+    """A copy of the algorithm's bytes."""
     return (c_uint64 * 8).from_buffer_copy(algorithm)
 
 

@@ -167,7 +167,7 @@ class Kernel:
         return SIGNATURES
 
     def generate(self) -> Any:
-        """FlashInfer's own description of it."""
+        """FlashInfer's own description of the module."""
         dtype = dtype_of(self.dtype)
         return module("flashinfer.jit").gen_batch_prefill_module(
             backend=self.backend,
@@ -202,7 +202,7 @@ class LatentKernel:
 
     @property
     def name(self) -> str:
-        """FlashInfer's name of it."""
+        """FlashInfer's name of the module."""
         short = _SHORT[self.dtype]
         return (
             f"batch_mla_attention_dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}_dtype_idx_i32_head_dim_ckv_"
@@ -215,7 +215,7 @@ class LatentKernel:
         return LATENT_SIGNATURES
 
     def generate(self) -> Any:
-        """FlashInfer's own description of it."""
+        """FlashInfer's own description of the module."""
         dtype = dtype_of(self.dtype)
         return module("flashinfer.jit").gen_batch_mla_module(
             backend=self.backend,
@@ -245,7 +245,7 @@ class Communication:
         return COMMUNICATION_SIGNATURES
 
     def generate(self) -> Any:
-        """FlashInfer's own description of it."""
+        """FlashInfer's own description of the module."""
         return module("flashinfer.jit.comm").gen_trtllm_comm_module()
 
     def load(self) -> None:
@@ -287,7 +287,7 @@ class Product:
         return shutil.which(os.environ.get("TRTLLM_DG_NVCC_COMPILER") or default)
 
     def generate(self) -> Any:
-        """FlashInfer's own description of it."""
+        """FlashInfer's own description of the module."""
         return module("flashinfer.jit.gemm").gen_fp8_blockscale_gemm_sm90_module()
 
     def load(self) -> None:

@@ -139,7 +139,7 @@ class XpuInt4Linear(LinearKernel):
         return plain
 
     def _zero_points(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[N, G], as they were loaded."""
+        """Zero points [N, G], as loaded."""
         return unpack_nibbles(weights["weight_zero_point"].view(torch.uint8)).t().to(torch.int16) - self._middle
 
     def apply(self, call: LinearCall) -> torch.Tensor:

@@ -119,7 +119,7 @@ class Worker:
         return sum(_private_bytes(pid) for pid in _family(self._process.pid))
 
     def close(self) -> None:
-        """End it."""
+        """Kill the worker."""
         self._process.kill()
         self._process.communicate()
         self._stderr.close()
@@ -227,7 +227,7 @@ def _private_bytes(pid: int) -> int:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all below it."""
+    """A process and all its descendants."""
     found = [pid]
     for parent in found:
         for children in Path(f"/proc/{parent}/task").glob("*/children"):

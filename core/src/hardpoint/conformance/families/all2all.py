@@ -66,7 +66,7 @@ class All2AllTrials:
     family = "all2all"
 
     def serves(self, contribution: Contribution) -> bool:
-        """All of them: they share one interface."""
+        """Every contribution: all share one interface."""
         return True
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:

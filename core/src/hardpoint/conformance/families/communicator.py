@@ -74,7 +74,7 @@ class CommunicatorTrials:
     family = "communicator"
 
     def serves(self, contribution: Contribution) -> bool:
-        """All of them: they share one interface."""
+        """Every contribution: all share one interface."""
         return True
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:
@@ -154,7 +154,7 @@ class Exchange:
 
     @property
     def world(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return len(self.rows)
 
     @property

@@ -28,7 +28,7 @@ class ElementTrials:
     family = "element"
 
     def serves(self, contribution: Contribution) -> bool:
-        """All: an element says by itself what it means."""
+        """Every element: each brings its own values."""
         return True
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:

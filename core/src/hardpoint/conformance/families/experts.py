@@ -77,7 +77,7 @@ class ExpertsTrials:
     family = "experts"
 
     def serves(self, contribution: Contribution) -> bool:
-        """All kernels: they share one interface."""
+        """Every kernel: all share one interface."""
         return True
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:

@@ -297,7 +297,7 @@ def _num_marks(sample: ParserSample) -> int:
 
 
 def _num_letters(text: str) -> int:
-    """How many characters are no blanks."""
+    """The number of characters that are not blanks."""
     return sum(map(len, text.split()))
 
 

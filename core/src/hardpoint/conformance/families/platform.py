@@ -74,7 +74,7 @@ class PlatformTrials:
     family = "platform"
 
     def serves(self, contribution: Contribution) -> bool:
-        """All platforms: they share one interface."""
+        """Every platform: all share one interface."""
         return True
 
     def trials(self, subject: Subject, plan: Plan) -> Iterator[Trial]:

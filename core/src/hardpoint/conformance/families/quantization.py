@@ -334,7 +334,7 @@ class StoredProbe(_Probe):
         return Planned.of(self.subject, self.request(held, self._sample.config, {}), self.module, held)
 
     def checks(self) -> list[Check]:
-        """All of them."""
+        """Every check of a checkpoint's format."""
         return [
             Check("scheme", self.scheme, decisive=True),
             Check("slots", self.slots, decisive=True),
@@ -422,7 +422,7 @@ class OnlineProbe(_Probe):
         return Reason("shape", "the method leaves a weight of this shape plain") if planned.scheme is None else None
 
     def checks(self) -> list[Check]:
-        """All of them."""
+        """Every check of an online method."""
         made: list[tuple[str, Callable[[], Finding]]] = [
             ("values", self.values),
             ("inputs", self.inputs),

@@ -77,7 +77,7 @@ class InProcessExecutor:
             return _Submitted(self._current, self._runner, self._runner.submit(step))
 
     def control(self, verb: Verb[R]) -> list[R]:
-        """Have the worker do it."""
+        """Run a verb on the worker."""
         with self._current():
             return [on_rank(verb, self.worker)]
 
@@ -88,7 +88,7 @@ class InProcessExecutor:
         """This process does not go away."""
 
     def shutdown(self, deadline: float) -> None:
-        """Drop the runner and what it holds."""
+        """Drop the runner with its weights and cache."""
         if self._runner is not None:
             self._runner = None
             with self._current():

@@ -32,7 +32,7 @@ class SwitchKernels(Verb[None]):
 
 @dataclass(frozen=True)
 class PreparedSwitch:
-    """New plans, and what has the layers use them."""
+    """New plans, and the calls that put them into the layers."""
 
     plans: dict[Workload, Plan]
     switches: list[Switch]

@@ -53,7 +53,7 @@ class ProcessLink:
 
     @property
     def lost(self) -> EngineDeadError | None:
-        """Why the core is gone, where it is."""
+        """The reason why the core is gone; None while it runs."""
         return self._lost
 
     def give_up(self, reason: str) -> None:

@@ -56,7 +56,7 @@ class RemoteControl:
     """How the checkpoint's own weights were replaced."""
 
     def control(self, verb: Verb[R]) -> R:
-        """Have the core do it; see CoreControl."""
+        """Run a verb in the core; see CoreControl."""
         check_travels(verb)
         link = self._link  # the same for both, whatever a restart does meanwhile
         number, future = link.answers.expect(functools.partial(self._note, verb))

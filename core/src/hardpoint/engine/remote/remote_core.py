@@ -58,7 +58,7 @@ class Link(Protocol):
 
     @property
     def lost(self) -> EngineDeadError | None:
-        """Why the core is gone, where it is."""
+        """The reason why the core is gone; None while it runs."""
         ...
 
     def give_up(self, reason: str) -> None:
@@ -241,7 +241,7 @@ class RemoteCore(RemoteControl):
         return self._restarting is not None or (not self._closed and self._recovery.may_restart())
 
     def close(self, deadline: float = CLOSE_SECONDS) -> None:
-        """End the core; what is open ends with it."""
+        """End the core; open requests end with it."""
         with self._opening:
             self._closed = True
             link = self._link
@@ -360,7 +360,7 @@ class RemoteCore(RemoteControl):
         return aborted
 
     def _take_aborted(self) -> list[RequestProgress]:
-        """End what was aborted while no core had it."""
+        """End the requests that were aborted while no core ran."""
         ended = []
         with self._opening:
             for request in self._aborted:
@@ -429,7 +429,7 @@ class ThreadLink:
 
     @property
     def lost(self) -> EngineDeadError | None:
-        """Why the core is gone, where it is."""
+        """The reason why the core is gone; None while it runs."""
         return self._lost
 
     def give_up(self, reason: str) -> None:

@@ -51,7 +51,7 @@ class ModuleReader:
     group: Group
 
     def weights(self) -> tuple[QuantSpec, tuple[StoredTensor, ...], Hashable]:
-        """The spec, the tensors, and what merged modules must agree in, of the weight."""
+        """The weight's spec, its tensors, and the numbers in which merged modules must agree."""
         if self.group.format == PACKED:
             return self.packed()
         if self.group.format in BY_ELEMENT:
@@ -59,7 +59,7 @@ class ModuleReader:
         return (*self.block_floats(), None)
 
     def packed(self) -> tuple[QuantSpec, tuple[StoredTensor, ...], Hashable]:
-        """The same of pack-quantized weights."""
+        """``weights`` of a pack-quantized module."""
         weights = self.group.weights
         bits, symmetric = weights.bits, weights.symmetric
         permutation = self._permutation() if weights.reordered else None
@@ -135,7 +135,7 @@ class ModuleReader:
         return spec, tuple(stored)
 
     def inputs(self, numbers: Numbers) -> tuple[QuantSpec, tuple[StoredTensor, ...], Hashable]:
-        """The same of activations."""
+        """The spec of the input activations, their tensors, and the numbers in which merged modules must agree."""
         zero_point = not numbers.symmetric
         spec = QuantSpec(
             numbers.element,

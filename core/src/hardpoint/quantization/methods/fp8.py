@@ -100,7 +100,7 @@ def column(scales: torch.Tensor) -> torch.Tensor:
 
 
 def copied(name: str, dims: tuple[Dim, ...], dtype: str, slot: str) -> StoredTensor:
-    """A tensor that is a slot as it stands."""
+    """A tensor that fills its slot unchanged."""
     return StoredTensor(name, dims, (dtype,), (slot,), lambda x: {slot: x})
 
 

@@ -47,14 +47,14 @@ class ThinkingBlock(ProtocolModel):
 
 
 class RedactedThinkingBlock(ProtocolModel):
-    """The same, unreadable: left out."""
+    """Thinking that is encrypted: left out of the prompt."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
 class ForeignBlock(ProtocolModel):
-    """Known, so that it can be refused by name."""
+    """A block of a known type that is not supported: refused by name."""
 
     type: Literal["image", "document", "search_result"]
     source: Any = None

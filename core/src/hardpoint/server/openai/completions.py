@@ -58,7 +58,7 @@ class CompletionRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFiel
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts as a list of them."""
+        """The prompts as a list."""
         if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
             return [cast("str | list[int]", self.prompt)]
         return self.prompt

@@ -12,7 +12,7 @@ from hardpoint_plugin_api import RequestError, StructuredOutput
 
 
 class TextFormat(ProtocolModel):
-    """Anything."""
+    """Text of any form."""
 
     type: Literal["text"]
 

@@ -110,7 +110,7 @@ class ResponsesRequest(SamplingFields, TreatmentFields, IgnoredFields):
 
     @property
     def tool_servers(self) -> list[McpTool]:
-        """The tool servers among its tools."""
+        """The tool servers that are named in ``tools``."""
         return [tool for tool in self.tools or () if isinstance(tool, McpTool)]
 
     def to_turn(

@@ -31,7 +31,7 @@ class RefusalContent(ProtocolModel):
 
 
 class ForeignContent(ProtocolModel):
-    """Known, so that it can be refused by name."""
+    """A part of a known type that is not supported: refused by name."""
 
     type: Literal["input_image", "input_file", "input_audio"]
     image_url: Any = None

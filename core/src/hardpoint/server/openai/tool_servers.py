@@ -31,7 +31,7 @@ class ToolFilter(ProtocolModel):
     read_only: bool | None = None
 
     def matches(self, tool: ServedTool) -> bool:
-        """Whether ``tool`` is one of them."""
+        """True where ``tool`` is allowed."""
         is_named = self.tool_names is None or tool.name in self.tool_names
         return is_named and self.read_only in (None, tool.is_read_only)
 

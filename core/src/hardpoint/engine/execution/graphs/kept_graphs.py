@@ -40,7 +40,7 @@ class KeptGraphs:
 
     @property
     def graphs(self) -> list[CapturedGraph]:
-        """All of them, the least recently used first."""
+        """All graphs, the least recently used first."""
         return [captured.graph for captured in self._graphs.values()]
 
     def has(self, shape: StepShape) -> bool:

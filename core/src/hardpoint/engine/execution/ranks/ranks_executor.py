@@ -278,7 +278,7 @@ class RanksExecutor:
 
 
 def _again(lost: EngineDeadError) -> EngineDeadError:
-    """The same error for one more to raise."""
+    """A copy of an error, for another caller to raise."""
     error = EngineDeadError(str(lost))
     for note in getattr(lost, "__notes__", ()):
         error.add_note(note)
@@ -296,13 +296,13 @@ def _received(rank: RankLink) -> RankReport | None:
 
 @dataclass(frozen=True)
 class _PendingStep:
-    """A step on its way."""
+    """A submitted step."""
 
     executor: RanksExecutor
     future: Future[StepOutput]
 
     def result(self) -> StepOutput:
-        """Wait for it, as long as a step may take."""
+        """Wait for the step's output, as long as a step may take."""
         seconds = float(self.executor.config.step_timeout)
         try:
             return self.future.result(seconds)

@@ -59,7 +59,7 @@ class RankActor:
     """The class of the actors. Its methods run in the process that Ray started for it."""
 
     def spot(self) -> Spot:
-        """Where it is."""
+        """The node and the device of the rank."""
         import ray
 
         context = ray.get_runtime_context()
