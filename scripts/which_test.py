@@ -100,12 +100,12 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         print("which_test: name a file, as in: make which-test FILE=core/src/hardpoint/engine/core.py", file=sys.stderr)
         return 2
+    if missing := [argument for argument in arguments if not Path(argument).is_file()]:
+        print(f"which_test: there is no file {', '.join(missing)}", file=sys.stderr)
+        return 2
     graph, code = ImportGraph.read(ROOT), 0
     for argument in arguments:
         path = Path(argument).resolve()
-        if not path.is_file():
-            print(f"which_test: there is no file {argument}", file=sys.stderr)
-            return 2
         found = graph.covering(path) or naming(path, ROOT)
         for test in found:
             print(test.relative_to(ROOT))
