@@ -15,6 +15,7 @@ _NAMES = {
         torch.float64,
         torch.int8,
         torch.uint8,
+        torch.int16,
         torch.int32,
         torch.int64,
         torch.float8_e4m3fn,

@@ -121,6 +121,11 @@ class EngineSettings(BaseModel):
     max_logprobs: Index | None = setting(
         Group.MODEL, None, "Most log-probabilities of a token that a request may ask for. Default: the vocabulary."
     )
+    enable_return_routed_experts: bool = setting(
+        Group.MODEL,
+        False,
+        "Keep a record of the experts that each token is routed to, for requests with return_routed_experts.",
+    )
     seed: Seed = setting(Group.MODEL, 0, "Seed of random weights, and of sampling in requests without a seed.")
 
     platform: Text | None = setting(

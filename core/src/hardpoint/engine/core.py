@@ -29,6 +29,7 @@ from hardpoint.engine.kernel_builds import KernelBuilds
 from hardpoint.engine.late_captures import LateCaptures
 from hardpoint.engine.lora import AdapterSlots
 from hardpoint.engine.requests import RequestProgress
+from hardpoint.engine.routed_experts import take_routed_experts
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import Admission
 from hardpoint.engine.scheduling.block_pool import BlockPool
@@ -284,9 +285,10 @@ class EngineCore:
             self._submitted.append((step, self.executor.submit(step)))
         self.scheduler.hash_prompts()
         advanced = expired + (self._collect(began) if self._submitted else [])
-        for request in advanced:
-            if request.finish_reason is not None:
-                self._note_end(request)
+        ended = [request for request in advanced if request.finish_reason is not None]
+        for request in ended:
+            self._note_end(request)
+        take_routed_experts(self.executor, self.blueprint.config.topology.first_ranks, ended)
         if not self.scheduler.has_unfinished:
             self._drain()
         return advanced

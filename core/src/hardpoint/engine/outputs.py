@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -40,7 +44,9 @@ class CompletionOutput:
 
     A part begins ``start`` characters into the whole text. ``text_ends``: for each of ``token_ids``, the length of the
     whole text, in characters, after that token. ``logprobs``, if asked for: an entry for each of ``token_ids``;
-    ``cumulative_logprob`` is the sum over all tokens so far.
+    ``cumulative_logprob`` is the sum over all tokens so far. ``routed_experts``, if asked for, comes with
+    ``finish_reason``: int16 [tokens, layers with experts, experts per token], the ids of the experts that the router
+    chose for every token but the last, which no step has run. An aborted completion has none.
     """
 
     index: int
@@ -52,6 +58,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     text_ends: list[int] = field(default_factory=list, repr=False)
     start: int = 0
+    routed_experts: npt.NDArray[np.int16] | None = field(default=None, repr=False, compare=False)
 
     def extend(self, more: CompletionOutput) -> None:
         """Append the part that follows this one."""
@@ -62,6 +69,7 @@ class CompletionOutput:
             self.logprobs += more.logprobs
         self.cumulative_logprob = more.cumulative_logprob
         self.finish_reason, self.stop_reason = more.finish_reason, more.stop_reason
+        self.routed_experts = more.routed_experts
 
     def finished(self) -> bool:
         """True once nothing more will come."""

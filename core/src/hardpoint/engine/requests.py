@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hardpoint.engine.outputs import FinishReason
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.step import TokenLogprobs
 from hardpoint_plugin_api import HardpointError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class AdmittedRequest:
 class Delta:
     """The tokens and the state that a request got since its last delta. ``started`` is as in RequestProgress.
 
-    ``prompt_logprobs`` come once, whole, with the first token.
+    ``prompt_logprobs`` come once, whole, with the first token; ``routed_experts`` once, with ``finish_reason``.
     """
 
     number: int
@@ -62,6 +67,7 @@ class Delta:
     started: float | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    routed_experts: npt.NDArray[np.int16] | None = None
 
 
 @dataclass(eq=False)
@@ -72,7 +78,8 @@ class RequestProgress:
     ``finish_reason`` is set once it has ended. ``error`` says why the engine ended it, where that was a failure.
 
     Where its parameters ask for them, ``logprobs`` has an entry for each drawn token and ``prompt_logprobs`` one for
-    each token of the prompt, None for the first; the latter is complete with the first drawn token.
+    each token of the prompt, None for the first; the latter is complete with the first drawn token. ``routed_experts``
+    are as in CompletionOutput.
     """
 
     asked: AdmittedRequest
@@ -86,6 +93,7 @@ class RequestProgress:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: HardpointError | None = None
+    routed_experts: npt.NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.asked.prompt_token_ids)
@@ -111,7 +119,7 @@ class RequestProgress:
             self.prompt_logprobs = list(delta.prompt_logprobs)
         self.num_cached_tokens, self.num_preemptions = delta.num_cached_tokens, delta.num_preemptions
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        self.started = delta.started
+        self.started, self.routed_experts = delta.started, delta.routed_experts
 
     def since(self, num_known: int, number: int | None = None) -> Delta:
         """The news behind the first ``num_known`` of its tokens, of which the prompt is always known. ``number``: its
@@ -127,4 +135,5 @@ class RequestProgress:
             self.started,
             tuple(self.logprobs[num_known - self.num_prompt_tokens :]),
             tuple(self.prompt_logprobs) if drew_first else (),
+            self.routed_experts,
         )

@@ -38,6 +38,10 @@ class SamplingParams:
     ``prompt_logprobs``: the same for the prompt. They are the model's own, before penalties, bias, temperature and
     truncation.
 
+    ``return_routed_experts``: return the experts that a mixture of experts chose for each token, with the end of the
+    output (``CompletionOutput.routed_experts``); the engine must have ``enable_return_routed_experts``. Not to be
+    combined with ``stop``, which is found behind the engine core: use ``stop_token_ids``.
+
     ``structured``: constrain the output to a schema, pattern or grammar. The output ends when nothing more may follow,
     regardless of ``min_tokens`` and ``ignore_eos``. An output that ``max_tokens`` or ``stop`` cuts off may be
     incomplete. Not to be combined with ``allowed_token_ids`` and ``bad_words``. ``structured_outputs`` is vLLM's way to
@@ -71,6 +75,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_routed_experts: bool = False
     structured: StructuredOutput | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     truncate_prompt_tokens: int | None = None
@@ -94,6 +99,8 @@ class SamplingParams:
                 raise RequestError(f"{name} must be {valid}, got {getattr(self, name)!r}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
+        if self.return_routed_experts and self.stop_texts:
+            raise RequestError("return_routed_experts does not go with stop texts; end the output by stop_token_ids")
         for name in ("allowed_token_ids", "bad_words") if self.structured is not None else ():
             if getattr(self, name):
                 raise RequestError(f"{name} may forbid what structured demands; leave one of them out")
@@ -217,6 +224,7 @@ _VALID: dict[str, tuple[Check, str]] = {
     "min_tokens": (_integer(0, 2**31 - 1), "from 0 to 2**31 - 1"),
     "logprobs": (_optional(_integer(-1)), "0 or more, -1 for all, or None"),
     "prompt_logprobs": (_optional(_integer(-1)), "0 or more, -1 for all, or None"),
+    "return_routed_experts": (_is_bool, "True or False"),
     "structured": (_optional(lambda value: isinstance(value, StructuredOutput)), "a StructuredOutput, or None"),
     "truncate_prompt_tokens": (
         _optional(lambda value: _integer(-1)(value) and value != 0),

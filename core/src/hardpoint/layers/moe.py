@@ -20,6 +20,7 @@ from hardpoint.experts.prepare_finalize import AnyExpertsKernel, PrepareFinalize
 from hardpoint.layers.base import PluggableLayer, checked_weights
 from hardpoint.layers.linear import Linear
 from hardpoint.layers.mlp import MLP
+from hardpoint.layers.routed_experts import RoutedExperts
 from hardpoint.ops.activation import activation
 from hardpoint.ops.route_topk import route_topk, settings
 from hardpoint.parallel.shards import even_shard
@@ -62,6 +63,7 @@ class MoE(PluggableLayer, name="moe"):
         )
         self._route = route_topk.bind(ctx, routing=args.router.routing)
         self._routing = settings(args.router)
+        self._records = [RoutedExperts(ctx, args.router.top_k)] if ctx.config.enable_return_routed_experts else []
         self.experts = Experts(ctx.child("experts"), args)
         self.shared = self.shared_gate = None
         if args.shared_size:
@@ -84,7 +86,7 @@ class MoE(PluggableLayer, name="moe"):
 
     def forward(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        y = self._routed(x, step) if self.experts.replicated else self._gathered(x, step)
+        y = self._routed(x, step, (x.shape[0],)) if self.experts.replicated else self._gathered(x, step)
         if self.experts.replicated and not self._sums:
             y = self._tp.all_reduce(y)
         if self.shared is not None:
@@ -98,14 +100,16 @@ class MoE(PluggableLayer, name="moe"):
         """The output of all ranks' experts for x [T, H], of which each rank routes a share."""
         shares = _shares(x.shape[0], self._ep.size)
         start = sum(shares[: self._ep.rank])
-        y = self._routed(x[start : start + shares[self._ep.rank]], step)
+        y = self._routed(x[start : start + shares[self._ep.rank]], step, shares)
         if y.shape[0]:  # the same on all ranks that have slices of one expert
             y = self._slices.all_reduce(y)
         return self._ep.all_gather(y, shares)
 
-    def _routed(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
-        """Run this rank's experts on x [t, H], its share of the tokens of ``step``."""
+    def _routed(self, x: torch.Tensor, step: ForwardStep, shares: Sequence[int]) -> torch.Tensor:
+        """Run this rank's experts on x [t, H], its share of the tokens of ``step``; ``shares`` are all ranks'."""
         ids, weights = self._route(self.router(x, step), self.weights.get("correction_bias"), **self._routing)
+        for record in self._records:
+            record.store(self._ep.all_gather(ids, shares) if len(shares) > 1 else ids, step)
         y: torch.Tensor = self.experts(x, ids, weights, step)
         return y
 

@@ -143,11 +143,14 @@ class TreatmentFields(ProtocolModel):
 
 class VllmFields(ProtocolModel):
     """Fields of vLLM. ``request_id`` becomes a part of the answer's id; ``return_tokens_as_token_ids`` names the tokens
-    of log-probabilities ``token_id:N``. ``add_special_tokens``: whether the prompt gets the tokenizer's."""
+    of log-probabilities ``token_id:N``. ``add_special_tokens``: whether the prompt gets the tokenizer's.
+    ``return_routed_experts`` is SGLang's.
+    """
 
     request_id: Annotated[str, Field(max_length=128, pattern="^[!-~]+$")] | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    return_routed_experts: bool | None = None
 
 
 class IgnoredFields(ProtocolModel):

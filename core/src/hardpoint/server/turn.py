@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hardpoint.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from hardpoint.engine.sampling_params import SamplingParams
@@ -29,6 +29,10 @@ from hardpoint_plugin_api import (
     ToolCallStart,
     ToolParser,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Message:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str = "stop"
     stop_reason: str | int | None = None
+    routed_experts: npt.NDArray[np.int16] | None = None
 
     def take(self, step: CompletionUpdate) -> None:
         """Add what ``step`` brings."""
@@ -102,6 +107,7 @@ class Message:
             self.logprobs = (self.logprobs or []) + step.delta.logprobs
         if step.finish_reason is not None:
             self.finish_reason, self.stop_reason = step.finish_reason, step.delta.stop_reason
+            self.routed_experts = step.delta.routed_experts
 
     def _take(self, event: ParserEvent) -> None:
         if isinstance(event, ContentDelta):

@@ -25,6 +25,7 @@ from hardpoint.engine.lora import Adapter
 from hardpoint_plugin_api import CheckpointError, MemoryTag
 
 if TYPE_CHECKING:
+    from hardpoint.engine.execution.routed_experts import HeldTokens, Routed
     from hardpoint.engine.execution.weights import Tensors
     from hardpoint.engine.execution.worker import Worker
     from hardpoint.metrics import MetricsSnapshot
@@ -73,6 +74,13 @@ class CaptureNext(Verb[int]):
     """Capture a graph that the start left out, if ``least_missed`` steps missed it. Returns how many are left."""
 
     least_missed: int = 0
+
+
+@dataclass(frozen=True)
+class ReadRoutedExperts(Verb["list[Routed | None]"]):
+    """Return the routed experts of sequences that ended, as this rank's layers recorded them; see Routed."""
+
+    held: tuple[HeldTokens, ...]
 
 
 @singledispatch
@@ -157,6 +165,13 @@ def empty_slot(verb: EmptySlot, worker: Worker) -> None:
 def capture_next(verb: CaptureNext, worker: Worker) -> int:
     """Every rank of a stage captures the same."""
     return worker.graphs.capture_next(verb.least_missed)
+
+
+@on_rank.register(ReadRoutedExperts)
+def read_routed_experts(verb: ReadRoutedExperts, worker: Worker) -> list[Routed | None]:
+    """Read the pages that the sequences held."""
+    with torch.inference_mode():
+        return [worker.routed_experts.read(held) for held in verb.held]
 
 
 @on_rank.register(ReportMemory)

@@ -18,6 +18,7 @@ from hardpoint.engine.execution.memory.cache_memory import CacheMemory, page_byt
 from hardpoint.engine.execution.memory.holdings import Holder, Holdings, is_want_of_memory
 from hardpoint.engine.execution.memory.step_memory import StepMemory
 from hardpoint.engine.execution.memory.tagged_memory import TaggedMemory
+from hardpoint.engine.execution.routed_experts import RoutedExpertsReader
 from hardpoint.engine.execution.runner import Runner, RunnerArgs
 from hardpoint.engine.execution.sampling.logits_state import LogitsState
 from hardpoint.engine.execution.sampling.sampler import Sampler
@@ -69,6 +70,7 @@ class Worker:
     facts: WorkerFacts
     weights: ModelWeights
     adapters: AdapterWeights
+    routed_experts: RoutedExpertsReader
     _info: EngineInfo
     _controls: tuple[ControlGroup, ControlGroup]
     prepared_switch: PreparedSwitch | None = None
@@ -194,7 +196,8 @@ class Worker:
         blueprint.plugins.engine_started(info)
         logger.info("memory: %s", memory.report())
         facts = WorkerFacts(cache.num_pages, geometry, limits, max_model_len)
-        return cls(blueprint, runner, graphs, holdings, facts, weights, adapters, info, (control, of_stage))
+        routed = RoutedExpertsReader(ctx.cache_users, cache.views)
+        return cls(blueprint, runner, graphs, holdings, facts, weights, adapters, routed, info, (control, of_stage))
 
     def close(self) -> None:
         """Tell the plugins, end a profile that is still taken, leave the groups, drop caches and weights."""

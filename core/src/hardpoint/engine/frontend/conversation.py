@@ -176,6 +176,7 @@ class Conversation:
             output.finish_reason = "stop" if ended == "abort" and completion.is_enough else ended
             by_user = request.stop_reason in ("deadline", *(request.asked.params.stop_token_ids or ()))
             output.stop_reason = request.stop_reason if by_user else None
+            output.routed_experts = request.routed_experts
 
     def _logprobs(self, scores: TokenLogprobs) -> PositionLogprobs:
         columns = zip(scores.token_ids, scores.logprobs, scores.ranks, strict=True)

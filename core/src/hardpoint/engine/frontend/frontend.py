@@ -115,6 +115,11 @@ class Frontend:
             count = getattr(params, name)
             if count is not None and not 0 <= count <= most:
                 raise RequestError(f"{name} must be at most {most} (--max-logprobs), got {count}")
+        if params.return_routed_experts and not core.facts.config.enable_return_routed_experts:
+            raise RequestError(
+                "return_routed_experts: this engine keeps no record of routed experts; start it with "
+                "--enable-return-routed-experts"
+            )
         if params.stop_texts and core.facts.config.skip_tokenizer_init:
             raise RequestError("stop: an engine without tokenizer makes no text; give stop_token_ids")
         if params.structured is not None:

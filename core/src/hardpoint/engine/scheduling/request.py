@@ -25,6 +25,9 @@ class Request(RequestProgress):
     counts such drafts. ``drafts`` may follow its newest known token; ``num_proposed`` counts those that the newest
     committed step proposed for it.
 
+    ``last_held`` are the pages that it gave up when it stopped running. Where a step in flight ends it, they keep its
+    content until the next step is scheduled.
+
     ``structure`` follows its output where its parameters constrain that; ``adapter`` is the loaded LoRA adapter that it
     asks for. The core sets both.
     """
@@ -37,6 +40,7 @@ class Request(RequestProgress):
     num_in_flight: int = 0
     held: HeldPages | None = None
     slot: int | None = None
+    last_held: HeldPages | None = None
     structure: StructureState | None = None
     adapter: Adapter = NO_ADAPTER
     _hashes: list[BlockHash] = field(default_factory=list)

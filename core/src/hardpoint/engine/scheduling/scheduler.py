@@ -556,4 +556,4 @@ class Scheduler:
         self._release(request, request.held.held())
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
-        request.slot, request.held = None, None
+        request.slot, request.held, request.last_held = None, None, request.held

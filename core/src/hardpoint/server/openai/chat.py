@@ -33,6 +33,7 @@ from hardpoint.server.openai.messages import (
     template_tools,
     tool_choice,
 )
+from hardpoint.server.openai.routed_experts import routed_experts
 from hardpoint.server.openai.usage import usage_body, usage_wishes
 from hardpoint.server.requests import (
     JsonRoute,
@@ -105,6 +106,7 @@ class ChatRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFields):
                 service.host.default_params(),
                 max_tokens=self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+                return_routed_experts=bool(self.return_routed_experts),
             ),
             tools,
             tool_choice(self.tool_choice, has_tools=bool(tools), parallel=self.parallel_tool_calls),
@@ -178,14 +180,18 @@ class _Answer:
                 for call in message.tool_calls
             ]
             said["content"] = message.content or None
-        choice = {
+        choice: dict[str, Any] = {
             "index": index,
             "message": said,
             "logprobs": self._logprobs(message.logprobs),
             "finish_reason": message.finish_reason,
             "stop_reason": message.stop_reason,
         }
-        return choice | ({"token_ids": message.token_ids} if self._body.return_token_ids else {})
+        if self._body.return_token_ids:
+            choice["token_ids"] = message.token_ids
+        if self._body.return_routed_experts:
+            choice["routed_experts"] = routed_experts(message.routed_experts)
+        return choice
 
     async def events(self, turn: Turn) -> AsyncGenerator[bytes, None]:
         """The stream: plain content, most of all events, is put between two texts made beforehand."""
@@ -225,6 +231,8 @@ class _Answer:
         rest: dict[str, Any] = {"finish_reason": step.finish_reason}
         if step.finish_reason is not None:
             rest["stop_reason"] = step.delta.stop_reason
+            if self._body.return_routed_experts:
+                rest["routed_experts"] = routed_experts(step.delta.routed_experts)
         rest["logprobs"] = self._logprobs(step.delta.logprobs)
         if self._body.return_token_ids:
             rest["token_ids"] = step.delta.token_ids

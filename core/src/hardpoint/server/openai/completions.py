@@ -29,6 +29,7 @@ from hardpoint.server.fields import (
 from hardpoint.server.generation import Cursor, Generation, GenerationRequest
 from hardpoint.server.openai.format import ResponseFormat
 from hardpoint.server.openai.logprobs import TextOffsets, completion_logprobs, prompt_logprobs, tokenizer_of
+from hardpoint.server.openai.routed_experts import routed_experts
 from hardpoint.server.openai.usage import usage_body, usage_wishes
 from hardpoint.server.requests import JsonRoute, check_best_of, check_stream_options, data_parallel_rank, request_id
 from hardpoint.server.service import Service, ServiceOf
@@ -79,7 +80,7 @@ class CompletionRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFiel
                 400, "max_tokens 0 is allowed with echo only; ask for at least one token", param="max_tokens"
             )
         most = _DEFAULT_MAX_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
-        own: dict[str, Any] = {"max_tokens": most}
+        own: dict[str, Any] = {"max_tokens": most, "return_routed_experts": bool(self.return_routed_experts)}
         if self.logprobs is not None:
             own["logprobs"] = self.logprobs
             if self.echo:
@@ -190,6 +191,8 @@ class _Answer:
         }
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
+            if body.return_routed_experts:
+                choice["routed_experts"] = routed_experts(delta.routed_experts)
         if body.prompt_logprobs is not None and is_first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if body.return_token_ids:
