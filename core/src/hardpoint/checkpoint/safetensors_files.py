@@ -63,6 +63,11 @@ class SafetensorsFiles(TensorFiles):
         """The names of all tensors."""
         return frozenset(self._file_of)
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files, in their order."""
+        return list(dict.fromkeys(self._file_of.values()))
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor, file by file; each is a view of the mapped file, to be dropped when the next is asked
         for."""
@@ -110,7 +115,7 @@ class SafetensorsFiles(TensorFiles):
     @cached_property
     def _infos(self) -> dict[str, TensorInfo]:
         infos = {}
-        for path in dict.fromkeys(self._file_of.values()):
+        for path in self.paths:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  # the handle is no mapping
                     header = file.get_slice(name)

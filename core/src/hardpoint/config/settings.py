@@ -90,7 +90,10 @@ class EngineSettings(BaseModel):
     )
     hub_revision: Text | None = setting(Group.MODEL, None, "Branch, tag or commit of a model from the hub.")
     load_format: LoadFormat = setting(
-        Group.MODEL, "auto", "auto: load the checkpoint's weights. random: make random weights, to measure speed."
+        Group.MODEL,
+        "auto",
+        "auto: load the checkpoint's weights. random: make random weights, to measure speed. fastsafetensors, "
+        "runai_streamer: load by that library, which must be installed.",
     )
     model_impl: ModelImpl = setting(
         Group.MODEL,

@@ -18,6 +18,7 @@ from hardpoint.checkpoint.reading import Grouped, Reading, WeightNames
 from hardpoint.checkpoint.tensor_files import TensorFiles
 from hardpoint.dtypes import dtype_name, dtype_of
 from hardpoint.layers.base import PluggableLayer, walk
+from hardpoint.layers.load_progress import LoadProgress
 from hardpoint_plugin_api import CheckpointError, TensorInfo, WeightSlot
 
 _IGNORED = re.compile(r".*(rotary_emb\.inv_freq|attention\.(masked_)?bias)$")
@@ -65,7 +66,9 @@ def load_weights(model: nn.Module, names: WeightNames, source: TensorSource, dev
     if isinstance(source, TensorFiles):
         plan.check_headers(source)
     filling = _Filling(plan, device, source.title)
+    progress = LoadProgress(source.title, None if source.names is None else len(source.names))
     for name, tensor in source:
+        progress.note(tensor.nbytes)
         if (place := plan.place(name, source)) is not None:
             filling.take(name, tensor, place)
     filling.finish()

@@ -10,6 +10,7 @@ import torch
 from hardpoint.checkpoint.checkpoint import Checkpoint
 from hardpoint.checkpoint.formats import open_files
 from hardpoint.checkpoint.random_weights import RandomWeights
+from hardpoint.checkpoint.streamed_files import streamed
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM
 from hardpoint.layers.loading import GivenTensors, check_weights, load_made_weights, load_weights
@@ -25,15 +26,17 @@ class ModelWeights:
     def __init__(self, model: CausalLM, checkpoint: Checkpoint, ctx: Context) -> None:
         self._model, self._checkpoint, self._device = model, checkpoint, ctx.torch_device
         self._seed = ctx.config.seed if ctx.config.load_format == "random" else None
-        self._dtype = ctx.dtype
+        self._dtype, self._load_format = ctx.dtype, ctx.config.load_format
         self._folder: Path | None = checkpoint.folder
 
     def load(self) -> None:
-        """Read the weights, prepare and bind the layers. Raises CheckpointError."""
+        """Read the weights, prepare and bind the layers. Raises CheckpointError, and ConfigError for a load format that
+        cannot be had."""
         assert self._folder is not None
         names = self._model.weight_names
         if self._seed is None:
-            load_weights(self._model, names, open_files(self._folder).tensors(), self._device)
+            files = streamed(open_files(self._folder).tensors(), self._load_format, str(self._device))
+            load_weights(self._model, names, files, self._device)
         else:
             random = RandomWeights(self._device, self._dtype, self._seed)
             load_made_weights(self._model, names, random.make, self._device, title=f"random weights for {self._folder}")
