@@ -93,6 +93,7 @@ class EngineConfig(EngineSettings):
         if self.enable_expert_parallel and groups is not None and groups == 1:
             wanted = written("expert_parallel_size", groups, origins)
             raise ConfigError(f"{wanted} contradicts --enable-expert-parallel; leave one of them out")
+        self._check_balancing(origins)
         if self.executor == "torchrun" and self.core_process:
             process = written("core_process", self.core_process, origins)
             raise ConfigError(f"{process} contradicts --executor torchrun, whose processes are the ranks; leave it out")
@@ -101,6 +102,25 @@ class EngineConfig(EngineSettings):
             raise ConfigError(
                 f"{wanted} runs one rank, and {self.topology} asks for several; use --executor mp, ray or torchrun"
             )
+
+    def _check_balancing(self, origins: Mapping[str, str]) -> None:
+        """Raise ConfigError where experts cannot be balanced as asked."""
+        if not self.enable_eplb:
+            for key in ("num_redundant_experts", "eplb_step_interval", "eplb_window_size"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ConfigError(f"{written(key, getattr(self, key), origins)} takes effect with --enable-eplb")
+            return
+        wanted = written("enable_eplb", self.enable_eplb, origins)
+        if self.topology.expert == 1:
+            raise ConfigError(f"{wanted} needs ranks with experts of their own; add --enable-expert-parallel")
+        if self.batch_invariant:
+            raise ConfigError(
+                f"{wanted} changes the order of sums when experts move, and --batch-invariant forbids that; keep one"
+            )
+        if self.eplb_window_size > self.eplb_step_interval:
+            window = written("eplb_window_size", self.eplb_window_size, origins)
+            interval = written("eplb_step_interval", self.eplb_step_interval, origins)
+            raise ConfigError(f"{window} must be at most {interval}")
 
     def _check_replicas(self, origins: Mapping[str, str]) -> None:
         """Raise ConfigError for replicas that do not exist, or cannot be run."""

@@ -221,6 +221,20 @@ class EngineSettings(BaseModel):
         None,
         "Divide the ranks into this many groups, each with its own experts. Ranks of a group hold slices of them.",
     )
+    enable_eplb: bool = setting(
+        Group.PARALLELISM,
+        False,
+        "Move experts between ranks while serving, so that all have about the same work.",
+    )
+    num_redundant_experts: Index = setting(
+        Group.PARALLELISM, 0, "With --enable-eplb: further copies of experts in each layer, over all ranks."
+    )
+    eplb_step_interval: Count = setting(
+        Group.PARALLELISM, 3000, "With --enable-eplb: number of steps after which experts are balanced again."
+    )
+    eplb_window_size: Count = setting(
+        Group.PARALLELISM, 1000, "With --enable-eplb: number of newest steps whose tokens count."
+    )
     all2all_backend: Text | None = setting(
         Group.PARALLELISM,
         None,

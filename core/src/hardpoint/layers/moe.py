@@ -16,6 +16,8 @@ import torch
 
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
+from hardpoint.experts.balance import place_experts
+from hardpoint.experts.placement import Placement
 from hardpoint.experts.prepare_finalize import AnyExpertsKernel, PrepareFinalize
 from hardpoint.layers.base import PluggableLayer, checked_weights
 from hardpoint.layers.linear import Linear
@@ -31,7 +33,6 @@ from hardpoint_plugin_api import (
     All2AllWorkload,
     BatchedExpertsKernel,
     CheckpointError,
-    ConfigError,
     ExpertsKernel,
     ExpertsWorkload,
     Feature,
@@ -42,6 +43,7 @@ from hardpoint_plugin_api import (
     MoEArgs,
     RankGroup,
     ShardPlan,
+    ShardSlice,
     WeightSlot,
     weight_slots,
 )
@@ -126,13 +128,8 @@ class Experts(PluggableLayer):
         self.dtype, self._resources, self._has_bias = dtype_name(ctx.dtype), ctx.resources, args.bias
         self._total, ep = args.router.num_experts, ctx.parallel.ep
         self._num_ranks = ep.size
-        if self._total % ep.size:
-            raise ConfigError(
-                f"--expert-parallel-size {ep.size}: the model's {self._total} experts do not divide among as many "
-                "groups of ranks; take a divisor of their number"
-            )
-        count = self._total // ep.size
-        self.numbers = tuple(range(ep.rank * count, (ep.rank + 1) * count))
+        placement = Placement.even(self._total, ep.size, ctx.config.num_redundant_experts)
+        count, self._rank = placement.num_slots, ep.rank
         slices = slicing_group(ctx)
         self._slice = slices.rank
         width = args.intermediate_size
@@ -142,7 +139,8 @@ class Experts(PluggableLayer):
             "w13": LinearArgs(args.hidden_size, rows, row_shards=(shard,) * len(rows) if shard else ()),
             "w2": LinearArgs(width, (("down", args.hidden_size),), column_shard=shard),
         }
-        experts = ShardPlan.even(self._total, ep.size, ep.rank)
+        held = (tuple(ShardSlice(n, i, 1) for i, n in enumerate(numbers)) for numbers in placement.ranks)
+        experts = ShardPlan(self._total, count, tuple(held), ep.rank)
         self._matrices = {
             name: (matrix, ctx.quantization.experts(f"{ctx.path}.{name}", matrix, experts, self.dtype))
             for name, matrix in matrices.items()
@@ -158,13 +156,14 @@ class Experts(PluggableLayer):
             dtype=self.dtype,
             parallel=parallel[ep.size > 1, slices.size > 1],
             ranks=ep.size,
-            num_experts=self._total,
+            num_experts=ep.size * count,
             top_k=args.router.top_k,
             hidden_size=args.hidden_size,
             features=ctx.group_features if ep.size > 1 else frozenset(),
         )
         self._all2all = _all2all(ctx, exchange)
         self.replicated = ep.size == 1 or self._all2all.replicated
+        self._placed = place_experts(ctx, placement, lambda: self.weights, partial=not self.replicated)
         workload = ExpertsWorkload(
             dtype=self.dtype,
             spec=pair,
@@ -195,6 +194,15 @@ class Experts(PluggableLayer):
                 self._scratch.append(kernel.workspace_bytes(most))
         ctx.resources.declare(_WORKSPACE, max(self._scratch))
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The experts in this rank's slots."""
+        return self._placed.placement.ranks[self._rank]
+
+    def release(self) -> None:
+        super().release()
+        self._placed.reset()
+
     def declare(self) -> dict[str, WeightSlot]:
         slots = {}
         stack_of = self._total if len(self.numbers) < self._total else 0
@@ -223,6 +231,7 @@ class Experts(PluggableLayer):
         with blame(self._offer):
             packed = self.kernels[0].prepack(weights)
         self.weights = checked_weights(self._offer, packed)
+        self._placed.check()
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """x [t, H], ids int32 and weights float32 [t, K] -> [t, H], for this rank's t of the step's tokens.
@@ -230,7 +239,7 @@ class Experts(PluggableLayer):
         Kernels are chosen by the number of the step's tokens, which ranks have in common. Where each expert is
         divided, the sum over ranks is still to be taken.
         """
-        tokens = step.num_tokens
+        tokens, ids = step.num_tokens, self._placed.physical(ids)
         place = next(i for i, most in enumerate(self._limits) if most is None or tokens <= most)
         workspace = self._resources.get(_WORKSPACE)[: self._scratch[place]]
         run, w = self._around[place].run, self.weights
