@@ -20,7 +20,7 @@ from hardpoint.config import EngineConfig
 from hardpoint.engine.control import LoadAdapter, UnloadAdapter
 from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
 from hardpoint_plugin_api import CapacityError, CheckpointError, ConfigError, EngineError, RequestError
-from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.checkpoints import GATED_DELTA_MOE, check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import SMALL, counted, small_llm
 from tests.support.lora import ATTENTION, FEED_FORWARD, write_adapter
 
@@ -387,3 +387,17 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_beginnings_that_leave_the_base_weights_alone(how: str | bool | None, tmp_path: Path, llama: Adapted) -> None:
     write_adapter(tmp_path, llama.models[""], init_lora_weights=how)
     assert LoRAFiles.open(tmp_path).modules
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_projections_that_are_stored_by_turns(tmp_path: Path, ranks: int) -> None:
+    """Qwen3-Next stores rows of q, k, v and z key head by key head: B's rows go the same way."""
+    model = write_checkpoint(tmp_path, "qwen3_next", **GATED_DELTA_MOE)
+    targets = ("in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION)
+    merged = write_adapter(tmp_path / "adapter", model, targets=targets, seed=4)
+    request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    settings = LORA if ranks == 1 else LORA | {"tensor_parallel_size": ranks}
+    with small_llm(tmp_path, kv_cache_memory="64MiB", **settings) as llm:
+        for prompt in random_prompts(2, 20, seed=7):
+            (output,) = llm.generate([prompt], GREEDY, lora_request=request)
+            check_tokens_equal(merged, prompt, output.outputs[0].token_ids)

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from hardpoint.checkpoint.reading import Address, Grouped, first_slot
+from hardpoint.checkpoint.reading import Address, first_slot
 from hardpoint.context import Context
 from hardpoint.layers.base import PluggableLayer, sum_later
 from hardpoint.layers.decoder_block import DecoderBlock
@@ -120,11 +120,11 @@ class CausalLM(nn.Module):
         self._end = self._normed if is_last else _handed_on
         names = _without_other_stages(args.weight_names, frozenset(self._modules), blocks)
         self.weight_names = ctx.quantization.weight_names(names)
-        modules = {name for name, address in args.weight_names.items() if isinstance(address, str)}
+        modules = {name for name, address in args.weight_names.items() if address is not None}
         self.module_names = {
             name.removesuffix(".weight"): place
             for name, place in names.items()
-            if name in modules and name.endswith(".weight") and not isinstance(place, Grouped)
+            if name in modules and name.endswith(".weight")
         }
 
     def hidden(self, inputs: torch.Tensor, step: ForwardStep) -> torch.Tensor:

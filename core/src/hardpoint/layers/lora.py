@@ -6,7 +6,7 @@ Axes: P parts of the layer, S slots, R rank of a slot, K elements of the input o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -17,6 +17,7 @@ from hardpoint_plugin_api import LinearArgs, WeightSlot
 
 Matrix = Literal["A", "B"]
 """The update of a weight [N, K] is ``B @ A``: A is [r, K], B is [N, r] (arXiv:2106.09685)."""
+MATRICES: tuple[Matrix, ...] = get_args(Matrix)
 
 
 class LinearAdapters:
