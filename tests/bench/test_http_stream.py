@@ -171,7 +171,7 @@ def test_a_peer_that_cannot_be_measured(
     monkeypatch.setattr(serve, "_in_process", fail)
     file = tmp_path / "result.json"
     with answering(completions([DELIVERY, USAGE])) as url:
-        monkeypatch.setattr(serve, "own_server", lambda config, num_processes: nullcontext(OwnServer(url, 0)))
+        monkeypatch.setattr(serve, "own_server", lambda *_: nullcontext(OwnServer(url, 0)))
         assert run(["bench", "serve", "--requests", "3", "--output-len", str(TOKENS), "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert result["rows"][0]["note"] == "12 in all"

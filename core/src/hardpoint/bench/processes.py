@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -98,16 +99,18 @@ class OwnServer:
 
 
 @contextmanager
-def own_server(config: EngineConfig, num_processes: int = 1) -> Iterator[OwnServer]:
+def own_server(config: EngineConfig, num_processes: int = 1, token_rate: float | None = None) -> Iterator[OwnServer]:
     """A server with ``config`` in a process of its own, on a free port of this host; it may be loading still.
-    ``num_processes`` answer HTTP.
+    ``num_processes`` answer HTTP. With ``token_rate`` a stand-in for the engine gives as many tokens a second.
 
     It ends with the context, and with this process, whatever ends that. Raises HardpointError where it does not even
     listen.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(config, num_processes, theirs, os.getpid()), name="hardpoint server")
+    process = context.Process(
+        target=_serve, args=(config, num_processes, token_rate, theirs, os.getpid()), name="hardpoint server"
+    )
     process.start()
     theirs.close()
     try:
@@ -129,7 +132,11 @@ def own_server(config: EngineConfig, num_processes: int = 1) -> Iterator[OwnServ
         ours.close()
 
 
-def _serve(config: EngineConfig, num_processes: int, connection: Connection, parent: int) -> None:
+def _serve(
+    config: EngineConfig, num_processes: int, token_rate: float | None, connection: Connection, parent: int
+) -> None:
+    from hardpoint.bench.token_source import start_token_source
+    from hardpoint.engine.frontend.frontend import start_core
     from hardpoint.engine.processes.child_process import listen
     from hardpoint.server.listening import listening
     from hardpoint.server.run import serve_at
@@ -144,6 +151,7 @@ def _serve(config: EngineConfig, num_processes: int, connection: Connection, par
         settings = ServerSettings(port=0, shutdown_deadline=0, api_server_count=num_processes)
         with listening(settings) as listener:
             connection.send(listener.getsockname()[1])
-            serve_at(listener, config, settings)
+            start = start_core if token_rate is None else partial(start_token_source, rate=token_rate)
+            serve_at(listener, config, settings, start)
     except HardpointError as error:
         connection.send(str(error))

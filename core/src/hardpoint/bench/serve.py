@@ -61,6 +61,12 @@ _CPU_GOAL = "goal at most 60 us"
     help="Processes that answer HTTP, of a server that is started here.",
 )
 @click.option(
+    "--token-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="RATE",
+    help="Start the server with a stand-in for the engine, which gives RATE tokens a second: measures HTTP alone.",
+)
+@click.option(
     "--warmup",
     default=8,
     show_default=True,
@@ -88,6 +94,7 @@ def serve(
     duration: float | None,
     request_timeout: float,
     api_server_count: int,
+    token_rate: float | None,
     warmup: int,
     input_len: str,
     output_len: str,
@@ -107,10 +114,16 @@ def serve(
         raise ConfigError(f"--url names a server that runs with its own settings; leave out {', '.join(sorted(given))}")
     if url is None and (pid is not None or api_key is not None):
         raise ConfigError("--pid and --api-key belong to a server that runs; give its --url too")
+    if url is not None and token_rate is not None:
+        raise ConfigError("--token-rate is for a server that is started here; leave out --url")
     in_flight = None if request_rate is not None else concurrency or 16
     load = Load(in_flight, request_rate, duration, data_seed)
     server: AbstractContextManager[OwnServer]
-    server = own_server(config, api_server_count) if url is None else nullcontext(OwnServer(url.rstrip("/"), pid or 0))
+    server = (
+        own_server(config, api_server_count, token_rate)
+        if url is None
+        else nullcontext(OwnServer(url.rstrip("/"), pid or 0))
+    )
     with server as running:
         if url is None:
             asyncio.run(_wait_until_ready(running, config.core_start_timeout))
@@ -129,7 +142,7 @@ def serve(
     if not summary.good:
         raise HardpointError(f"every one of {len(timings)} requests failed, the first so: {timings[0].error}")
     beside, said = None, ""
-    if peer and url is None and not duration and in_flight:
+    if peer and url is None and not duration and in_flight and token_rate is None:
         said = "the same engine in process, the same requests, as many at a time"
         try:
             beside = _in_process(config, warm, data, in_flight)

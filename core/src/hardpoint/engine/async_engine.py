@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, Unpack
 from weakref import WeakValueDictionary
 
 from hardpoint.config import EngineArgs, EngineConfig
-from hardpoint.engine.client import EngineStats, RequestOptions, ServedCore
+from hardpoint.engine.client import EngineStats, RequestOptions, ServedCore, StartCore
 from hardpoint.engine.control import (
     TAGS,
     LoadAdapter,
@@ -34,7 +34,7 @@ from hardpoint.engine.control import (
     check_tags,
     sleep_tags,
 )
-from hardpoint.engine.frontend.frontend import Frontend, connect
+from hardpoint.engine.frontend.frontend import Frontend, connect, start_core
 from hardpoint.engine.frontend.prompts import Prompt, TokensPrompt
 from hardpoint.engine.frontend.streams import Mailbox, News, RequestStream
 from hardpoint.engine.lora import Adapter, LoRARequest
@@ -71,9 +71,9 @@ Connect = Callable[[EngineConfig], tuple[Frontend, ServedCore]]
 """Finds the core of an engine, and reads the text side of its checkpoint. Raises what either raises."""
 
 
-def connect_own(config: EngineConfig) -> tuple[Frontend, ServedCore]:
+def connect_own(config: EngineConfig, start: StartCore = start_core) -> tuple[Frontend, ServedCore]:
     """Start a core for one engine alone."""
-    return connect(config, own_process=has_own_process(config))
+    return connect(config, own_process=has_own_process(config), start=start)
 
 
 def has_own_process(config: EngineConfig) -> bool:

@@ -170,3 +170,11 @@ class OwnedCore(ServedCore, Protocol):
     def adopt(self, asked: AdmittedRequest) -> RequestProgress:
         """Queue a request that another front end admitted, under a number of this one. Raises EngineDeadError."""
         ...
+
+
+class StartCore(Protocol):
+    """Starts a core, which is loading then: start_core, or what takes its place."""
+
+    def __call__(self, config: EngineConfig, *, own_process: bool) -> OwnedCore:
+        """Start it in a process of its own, or in a thread of this one."""
+        ...

@@ -21,7 +21,7 @@ from typing import cast
 
 from hardpoint.config import EngineConfig
 from hardpoint.engine.async_engine import has_own_process
-from hardpoint.engine.client import OwnedCore
+from hardpoint.engine.client import OwnedCore, StartCore
 from hardpoint.engine.frontend.frontend import serve_other_ranks, start_core
 from hardpoint.engine.processes import child_process
 from hardpoint.engine.processes.child import API_NAME, Child, hang_up
@@ -97,8 +97,11 @@ class Fleet:
     first: its event loop has to answer pings. The engine's failures are recovered from here. Lives in one event loop.
     """
 
-    def __init__(self, config: EngineConfig, settings: ServerSettings, listener: socket.socket) -> None:
+    def __init__(
+        self, config: EngineConfig, settings: ServerSettings, listener: socket.socket, start: StartCore = start_core
+    ) -> None:
         self._config, self._settings, self._listener = config, settings, listener
+        self._start_core = start
         self._open = cast("MutableSequence[int]", RawArray("q", settings.api_server_count))
         self._apis: set[_Api] = set()
         self._gatherings: dict[int, _Gathering] = {}
@@ -122,7 +125,7 @@ class Fleet:
         with ExitStack() as exits:
             self._settings = _with_shared_store(self._settings, exits)
             exits.enter_context(StopSignals(self._settings.shutdown_deadline, self._stop).handled())
-            core = start_core(self._config, own_process=has_own_process(self._config))
+            core = self._start_core(self._config, own_process=has_own_process(self._config))
             try:
                 logger.info("listening on %s", address_of(self._listener, self._settings))
                 for number in range(self._settings.api_server_count):

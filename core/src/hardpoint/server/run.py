@@ -7,11 +7,15 @@ import logging
 import socket
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from hardpoint.config import EngineConfig
+from hardpoint.engine.async_engine import connect_own
+from hardpoint.engine.client import StartCore
+from hardpoint.engine.frontend.frontend import start_core
 from hardpoint.engine.model_check import check_model
 from hardpoint.engine.processes.child_process import keep_what_was_loaded
 from hardpoint.parsers import choose_parsers
@@ -50,19 +54,21 @@ def serve(config: EngineConfig, settings: ServerSettings) -> None:
         serve_at(listener, config, settings)
 
 
-def serve_at(listener: socket.socket, config: EngineConfig, settings: ServerSettings) -> None:
-    """Serve at ``listener``, a socket that listens; see ``serve``."""
+def serve_at(
+    listener: socket.socket, config: EngineConfig, settings: ServerSettings, start: StartCore = start_core
+) -> None:
+    """Serve at ``listener``, a socket that listens; see ``serve``. ``start`` starts the engine's core."""
     if settings.api_server_count > 1:
         from hardpoint.server.fleet import Fleet
 
-        asyncio.run(Fleet(config, settings, listener).run_until_stopped())
+        asyncio.run(Fleet(config, settings, listener, start).run_until_stopped())
     else:
-        _serve_alone(listener, config, settings)
+        _serve_alone(listener, config, settings, start)
 
 
-def _serve_alone(listener: socket.socket, config: EngineConfig, settings: ServerSettings) -> None:
+def _serve_alone(listener: socket.socket, config: EngineConfig, settings: ServerSettings, start: StartCore) -> None:
     """Serve by this process, with an engine of its own."""
-    service = Service(EngineHost(config), settings)
+    service = Service(EngineHost(config, partial(connect_own, start=start)), settings)
     server = Server(service, listener, lambda: logger.info("ready: %s", ", ".join(service.model_names)))
     service.store, service.traces = open_store(settings), open_traces(settings)
     if service.store is not None:

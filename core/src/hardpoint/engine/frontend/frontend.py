@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from hardpoint.checkpoint.source import resolve_model, resolve_tokenizer
 from hardpoint.config import EngineConfig
-from hardpoint.engine.client import CoreClient, OwnedCore, RequestOptions
+from hardpoint.engine.client import CoreClient, OwnedCore, RequestOptions, StartCore
 from hardpoint.engine.frontend.conversation import Conversation
 from hardpoint.engine.frontend.generation_config import GenerationConfig
 from hardpoint.engine.frontend.prompts import Prompt, TokenizedPrompt
@@ -152,14 +152,15 @@ class Frontend:
         return self._generation.eos_token_ids | (frozenset() if own is None else {own})
 
 
-def connect(config: EngineConfig, *, own_process: bool) -> tuple[Frontend, OwnedCore]:
+def connect(config: EngineConfig, *, own_process: bool, start: StartCore | None = None) -> tuple[Frontend, OwnedCore]:
     """Start a core in a process of its own, or in a thread of this one, and read its checkpoint's text side meanwhile.
 
-    Raises what either raises, with nothing left behind. Needs no torch where the core has its own process.
+    ``start`` takes the place of start_core. Raises what either raises, with nothing left behind. Needs no torch where
+    the core has its own process.
     """
     serve_other_ranks(config)
     folder = resolve_model(config.model, config.hub_revision, config.download_dir)
-    core = start_core(config, own_process=own_process)
+    core = (start or start_core)(config, own_process=own_process)
     try:
         frontend = Frontend.load(config, folder)
         core.wait_until_ready(config.core_start_timeout if own_process else None)

@@ -10,7 +10,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection  # whose exit handler, which waits for children, runs after ours
 from queue import SimpleQueue
 from typing import cast
@@ -30,10 +30,14 @@ CLOSED = "the engine is closed"
 """The message of EngineDeadError where the caller, or the end of its program, closed the engine."""
 
 
+RunCore = Callable[[EngineConfig, SimpleQueue[Command], Callable[[Report | Answer], None]], None]
+"""Builds a core and serves commands, as run_core does. Must be picklable."""
+
+
 class ProcessLink:
     """A core in a process of this program."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, run: RunCore = run_core) -> None:
         """Start the process, which then loads. Raises HardpointError where a script's lack of a guard forbids it."""
         self.reports: SimpleQueue[Report] = SimpleQueue()
         self.answers = Answers()
@@ -42,7 +46,7 @@ class ProcessLink:
         self._ready = self._closed = False
         self._closing, self._owner = threading.Lock(), os.getpid()
         self._config = config
-        self._child = Child("hardpoint-core", _serve, config)
+        self._child = Child("hardpoint-core", _serve, config, run)
         self._reader = threading.Thread(target=self._read, name="hardpoint-core-reader", daemon=True)
         self._reader.start()
         atexit.register(self.close)
@@ -115,7 +119,7 @@ class ProcessLink:
         return f"the engine's process ({self._child.process.pid}) {how}: {hint}{remedy}"
 
 
-def _serve(connection: Connection, send: child_process.Sender, parent: int, config: EngineConfig) -> None:
+def _serve(connection: Connection, send: child_process.Sender, parent: int, config: EngineConfig, run: RunCore) -> None:
     """The target of the core's process."""
     commands: SimpleQueue[Command] = SimpleQueue()
     ready, closed = threading.Event(), threading.Event()
@@ -128,7 +132,7 @@ def _serve(connection: Connection, send: child_process.Sender, parent: int, conf
             ready.set()
         send(message)
 
-    run_core(config, commands, report)
+    run(config, commands, report)
     closed.set()
 
 
