@@ -175,6 +175,21 @@ def test_a_process_that_hangs(fleet: RunningServer) -> None:
     until(lambda: fleet.get("/ready").status_code == 200, 60)
 
 
+@pytest.mark.nightly
+def test_a_process_that_hangs_while_it_loads() -> None:
+    """It is replaced, too: the server gets ready within the time that is allowed, and not never."""
+    flags = ("--api-server-count", "2", "--core-start-timeout", "20")
+    with running_server(*flags, wait=False, program=True) as server:
+        until(lambda: len(apis(server)) == 2, 30)
+        doomed = apis(server)[0]
+        os.kill(doomed, signal.SIGSTOP)
+        until(lambda: doomed not in apis(server) and len(apis(server)) == 2, 90)
+        said = "was not ready 20 s after the engine (--core-start-timeout) and was killed: it may have been stopped"
+        assert any(said in line and f"({doomed})" in line for line in server.log)
+        until(lambda: server.get("/ready").status_code == 200, 60)
+        assert server.post("/v1/completions", SHORT).status_code == 200
+
+
 def test_an_engine_that_is_killed_is_built_again(fleet: RunningServer) -> None:
     """The streams of both processes go on, and both say so meanwhile."""
     opened = streams(fleet, 4, max_tokens=800, seed=1)

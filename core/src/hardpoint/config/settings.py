@@ -346,7 +346,9 @@ class EngineSettings(BaseModel):
         "Run scheduler and model in a process of their own. Default: for serve and AsyncEngine.",
     )
     core_start_timeout: Count = setting(
-        Group.FAILURES, 600, "Seconds that the process of --core-process may take to load the model."
+        Group.FAILURES,
+        600,
+        "Seconds that the process of --core-process may take to load the model, and others to get ready after it.",
     )
     step_timeout: Count = setting(Group.FAILURES, 300, "Seconds after which a step counts as hung: the engine fails.")
     on_engine_failure: OnFailure | None = setting(

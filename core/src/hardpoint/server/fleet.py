@@ -64,19 +64,18 @@ _END_SECONDS = 15.0
 
 @dataclass(eq=False)
 class _Api:
-    """One process. ``counts``: what it said last that it had counted. ``num_unanswered``: pings without an answer."""
+    """One process. ``counts``: what it said last that it had counted. ``num_unanswered``: pings without an answer.
+    ``why_killed``: what it did not do in time; empty for one that was not killed. ``began``: when it began to load.
+    """
 
     place: Place
     child: Child
     is_loaded: bool = False
     has_failed: Exception | None = None
     num_unanswered: int = 0
+    why_killed: str = ""
+    began: float = field(default_factory=time.monotonic)
     counts: MetricsSnapshot = field(default_factory=lambda: MetricsSnapshot(()))
-
-    @property
-    def hangs(self) -> bool:
-        """Whether it has left too many pings unanswered."""
-        return self.num_unanswered >= _NUM_PINGS
 
 
 @dataclass
@@ -109,6 +108,8 @@ class Fleet:
         self._counts_of_ended = MetricsSnapshot(())
         self._restarts: deque[float] = deque()
         self._hub: Hub | None = None
+        self._ready_at: float | None = None
+        """When the core got ready, by ``time.monotonic``."""
         self._waiting: list[Connection] = []
         """The hub's ends of the processes that it does not know yet."""
         self._created = int(time.time())
@@ -151,6 +152,7 @@ class Fleet:
             self._end(error)
             return
         child_process.keep_what_was_loaded()
+        self._ready_at = time.monotonic()
         self._hub = Hub(core, self._core_has_ended)
         for connection in self._waiting:
             self._hub.join(connection)
@@ -178,15 +180,25 @@ class Fleet:
         threading.Thread(target=self._read, args=(api,), name=f"{API_NAME}{number}-reader", daemon=True).start()
 
     async def _ping(self) -> None:
-        """Ping all processes again and again, and kill one that does not answer: ``_gone`` replaces it."""
+        """Ping all processes again and again, and kill one that does not answer, or does not get ready: ``_gone``
+        replaces it."""
         while not self._is_stopping:
             await asyncio.sleep(self._settings.api_timeout / _NUM_PINGS)
             for api in self._apis:
-                if api.hangs:
+                if why := self._overdue(api):
+                    api.why_killed = why
                     api.child.process.kill()
                 elif api.is_loaded:  # loading, its event loop may wait for long
                     api.num_unanswered += 1
                     api.child.send(Ping())
+
+    def _overdue(self, api: _Api) -> str:
+        """What a process should have done by now; empty for a process in time. One that loads waits for the core."""
+        limit, timeout = self._config.core_start_timeout, self._settings.api_timeout
+        if not api.is_loaded and self._ready_at is not None:
+            is_late = time.monotonic() > max(api.began, self._ready_at) + limit
+            return f"was not ready {limit} s after the engine (--core-start-timeout)" if is_late else ""
+        return f"did not react for {timeout:g} s" if api.num_unanswered >= _NUM_PINGS else ""
 
     def _read(self, api: _Api) -> None:
         for message in api.child.received():
@@ -263,8 +275,8 @@ class Fleet:
             if not gathering.waits_for:
                 self._answer(number)
         how, hint = child_process.how_it_ended(api.child.process.exitcode)
-        if api.hangs:
-            how, hint = f"did not react for {self._settings.api_timeout:g} s and was killed", "it may have been stopped"
+        if api.why_killed:
+            how, hint = f"{api.why_killed} and was killed", "it may have been stopped"
         pid, stack = api.child.process.pid, api.child.stack
         api.child.close()
         if self._is_stopping:
