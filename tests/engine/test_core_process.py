@@ -213,9 +213,10 @@ def test_a_core_that_does_not_get_ready(folder: Path) -> None:
 
     thread = threading.Thread(target=stop)
     thread.start()
-    with pytest.raises(EngineDeadError, match=r"not ready within 1 seconds .* raise --core-start-timeout"):
+    with pytest.raises(EngineDeadError, match=r"not ready within 1 seconds .* raise --core-start-timeout") as raised:
         small_llm(folder, core_process=True, core_start_timeout=1)
     thread.join()
+    assert f"its process ({stopped[0]}) was ended" in str(raised.value)
     assert is_gone(stopped[0])
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,28 @@ def test_a_rank_that_hangs(llm: LLM) -> None:
     assert all(map(is_gone, ranks))
     with pytest.raises(EngineDeadError, match="did not end within 5 seconds"):
         llm.generate([[1]])
+
+
+@NIGHTLY
+def test_a_rank_that_hangs_while_it_loads(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """The ranks that are not ready are named within --core-start-timeout, and all are ended."""
+    before = {child.pid for child in multiprocessing.active_children()}
+    stopped: list[int] = []
+
+    def has_stopped_it() -> bool:
+        new = [child for child in multiprocessing.active_children() if child.pid not in before]
+        stopped.extend(child.pid or 0 for child in new if child.name == "hardpoint-rank-1")
+        if stopped:
+            os.kill(stopped[0], signal.SIGSTOP)
+        return bool(stopped)
+
+    thread = threading.Thread(target=until, args=(has_stopped_it,))
+    thread.start()
+    with pytest.raises(EngineDeadError, match=r"not ready within 5 seconds: .*rank 1 .*--core-start-timeout") as raised:
+        small_llm(checkpoint[0], tensor_parallel_size=2, core_start_timeout=5)
+    thread.join()
+    assert f"rank 1 ({stopped[0]})" in str(raised.value)
+    assert is_gone(stopped[0])
 
 
 def test_a_rank_that_is_killed(checkpoint: tuple[Path, PreTrainedModel]) -> None:

@@ -111,13 +111,16 @@ class RemoteCore(RemoteControl):
         Must be called once, before everything but ``close``.
         """
         try:
-            report = self._link.reports.get(timeout=timeout)
+            more = _RANKS_FIRST_SECONDS if self._recovery.config.topology.size > 1 else 0.0
+            report = self._link.reports.get(timeout=None if timeout is None else timeout + more)
         except Empty:
+            self._link.give_up(
+                f"the engine was not ready within {timeout:g} seconds (if it was still loading, raise "
+                "--core-start-timeout)"
+            )
+            while not isinstance(report := self._link.reports.get(), Ended):
+                pass
             self._link.close(0)
-            raise EngineDeadError(
-                f"the engine was not ready within {timeout:g} seconds and was ended; if it was still loading, "
-                "raise --core-start-timeout"
-            ) from None
         if isinstance(report, StartFailed):
             self._link.close()
             raise report.failure.original()

@@ -77,6 +77,11 @@ class ProcessRank(RankLink):
         return cls(number, ours, process, crash)
 
     @property
+    def called(self) -> str:
+        """See RankLink."""
+        return f"rank {self.number} ({self.process.pid})"
+
+    @property
     def sentinel(self) -> int:
         """See RankLink."""
         return self.process.sentinel
@@ -97,4 +102,4 @@ class ProcessRank(RankLink):
     def obituary(self) -> str:
         """See RankLink."""
         how, hint = child_process.how_it_ended(self.process.exitcode)
-        return f"the process of rank {self.number} ({self.process.pid}) {how}: {hint}"
+        return f"the process of {self.called} {how}: {hint}"

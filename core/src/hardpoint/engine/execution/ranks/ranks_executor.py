@@ -50,6 +50,11 @@ class RankLink(ABC):
         self._writer.start()
 
     @property
+    def called(self) -> str:
+        """Its name in messages."""
+        return f"rank {self.number}"
+
+    @property
     def sentinel(self) -> int | None:
         """A handle that becomes ready when the rank is gone, since its end of the connection may outlive it."""
         return None
@@ -99,6 +104,7 @@ class RanksExecutor:
         self.config, self._ranks = config, ranks
         self._steps: deque[Future[StepOutput]] = deque()
         self._ready: SimpleQueue[WorkerFacts | Exception] = SimpleQueue()
+        self._loaded = set[int]()  # the ranks that are
         self._notify: Callable[[], None] = lambda: None
         self._lost: EngineDeadError | None = None
         self._stack = ""  # what the rank at fault was doing
@@ -118,10 +124,11 @@ class RanksExecutor:
                 if isinstance(found, Exception):
                     raise found
         except Empty:
+            late = ", ".join(rank.called for rank in self._ranks if rank.number not in self._loaded)
             self.shutdown(0)
             raise EngineDeadError(
-                f"not every rank was ready within {patience:g} seconds, and all were ended; if they were still "
-                "loading, raise --core-start-timeout"
+                f"not ready within {patience:g} seconds: {late}; every rank was ended. If they were still loading, "
+                "raise --core-start-timeout"
             ) from None
         except BaseException:
             self.shutdown(0)
@@ -267,6 +274,7 @@ class RanksExecutor:
         if isinstance(report, Logged):
             child_process.log_here(report.record)
         elif isinstance(report, RankReady):
+            self._loaded.add(rank.number)
             self._ready.put(report.facts)
         elif isinstance(report, Answer):
             rank.answers.take(report)
