@@ -1,16 +1,12 @@
-"""Client libraries that are not of this environment, each tried: ``python foreign_clients.py NAME URL``.
+"""Client libraries of Python, each tried: ``python foreign_clients.py NAME URL``.
 
 Run by tests/server/test_foreign_clients.py, in an environment with those libraries and without Hardpoint.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import tempfile
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
@@ -69,8 +65,8 @@ def pydantic_ai(url: str) -> None:
 def instructor(url: str) -> None:
     """A nested model by a forced call."""
     library: Any = import_module("instructor")
-    openai: Any = import_module("openai")
-    client = library.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key="none"))
+    openai_library: Any = import_module("openai")
+    client = library.from_openai(openai_library.OpenAI(base_url=f"{url}/v1", api_key="none"))
     trip = client.chat.completions.create(model="demo", response_model=Trip, messages=HELLO, **GREEDY)
     assert trip.to.name in ("Paris", "Oslo")
 
@@ -78,9 +74,9 @@ def instructor(url: str) -> None:
 def openai_agents(url: str) -> None:
     """An agent with a tool that it does not call."""
     library: Any = import_module("agents")
-    openai: Any = import_module("openai")
+    openai_library: Any = import_module("openai")
     library.set_tracing_disabled(True)
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+    client = openai_library.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
 
     def weather(city: str) -> str:
         """The weather in a city."""
@@ -95,36 +91,43 @@ def openai_agents(url: str) -> None:
     assert library.Runner.run_sync(agent, "Tell me about the sea.").final_output
 
 
-def llm(url: str) -> None:
-    """Simon Willison's command line, with and without a stream."""
-    with tempfile.TemporaryDirectory() as folder:
-        entry = f"- model_id: demo\n  model_name: demo\n  api_base: {url}/v1\n"
-        Path(folder, "extra-openai-models.yaml").write_text(entry, encoding="utf-8")
-        for flags in ((), ("--no-stream",)):
-            command = [
-                sys.executable,
-                "-m",
-                "llm",
-                "-m",
-                "demo",
-                *flags,
-                "-o",
-                "max_tokens",
-                "8",
-                "Tell me of the sea.",
-            ]
-            environment = {**os.environ, "LLM_USER_PATH": folder, "OPENAI_API_KEY": "none"}
-            done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-            assert done.stdout.strip()
+def openai(url: str) -> None:
+    """A nested model by a tool and by a schema, a stream, and a response."""
+    library: Any = import_module("openai")
+    client = library.OpenAI(base_url=f"{url}/v1", api_key="none")
+    tool = library.pydantic_function_tool(Trip)
+    asked = {"model": "demo", "messages": HELLO, **GREEDY}
+    forced = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "Trip"}}}
+    (call,) = client.chat.completions.parse(**asked, **forced).choices[0].message.tool_calls
+    assert call.function.parsed_arguments.to.name in ("Paris", "Oslo")
+    assert client.chat.completions.parse(**asked, response_format=Trip).choices[0].message.parsed
+    chunks = client.chat.completions.create(**(asked | {"max_tokens": 8}), stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert client.responses.create(model="demo", input="Tell me about the sea.", max_output_tokens=16).output_text
+
+
+def anthropic(url: str) -> None:
+    """A nested model by a forced call, a stream, and a count of tokens."""
+    library: Any = import_module("anthropic")
+    client = library.Anthropic(base_url=url, api_key="none")
+    tool = {"name": "travel", "input_schema": Trip.model_json_schema()}
+    asked = {"model": "demo", "messages": HELLO}
+    greedy = {"max_tokens": 400, "extra_body": {"temperature": 0}}
+    answer = client.messages.create(**asked, **greedy, tools=[tool], tool_choice={"type": "any"})
+    assert Trip.model_validate(next(block.input for block in answer.content if block.type == "tool_use"))
+    with client.messages.stream(**asked, max_tokens=8) as stream:
+        assert "".join(stream.text_stream)
+    assert client.messages.count_tokens(**asked).input_tokens > 5
 
 
 CLIENTS = {
+    "openai": openai,
+    "anthropic": anthropic,
     "litellm": litellm,
     "langchain-openai": langchain,
     "pydantic-ai-slim[openai]": pydantic_ai,
     "instructor": instructor,
     "openai-agents": openai_agents,
-    "llm": llm,
 }
 """The clients by what pip installs."""
 
