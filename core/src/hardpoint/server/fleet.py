@@ -193,7 +193,7 @@ class Fleet:
                     api.child.send(Ping())
 
     def _overdue(self, api: _Api) -> str:
-        """What a process should have done by now; empty for a process in time. One that loads waits for the core."""
+        """The reason to kill a process; empty where there is none. A process that loads waits for the core first."""
         limit, timeout = self._config.core_start_timeout, self._settings.api_timeout
         if not api.is_loaded and self._ready_at is not None:
             is_late = time.monotonic() > max(api.began, self._ready_at) + limit
