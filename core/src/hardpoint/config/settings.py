@@ -108,7 +108,8 @@ class EngineSettings(BaseModel):
     quantization: Text | None = setting(
         Group.MODEL,
         None,
-        "Quantize the weights while loading: fp8, int8, int4. A checkpoint that is already quantized needs no flag.",
+        "Quantize the weights while loading: fp8, int8, int4, mxfp8, mxfp4, nvfp4, nf4. A checkpoint that is already "
+        "quantized needs no flag.",
         "NAME",
     )
     quantization_options: Options = setting(Group.MODEL, (), "Options of the --quantization method.", "KEY=VALUE,...")
