@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -12,11 +13,15 @@ from tempfile import TemporaryDirectory
 from typing import Self
 
 from hardpoint.engine.blueprint import Blueprint
+from hardpoint.engine.execution.ranks.hang import describe
 from hardpoint.engine.execution.ranks.rank_process import RankSpec, serve_rank
 from hardpoint.engine.execution.ranks.ranks_executor import RankLink, RanksExecutor
 from hardpoint.engine.processes import child_process
 from hardpoint.parallel.choices import Choices
 from hardpoint_plugin_api import EngineDeadError
+
+_PATIENCE = 1.0
+"""Seconds for a process that hangs to leave its stack."""
 
 
 class MultiprocessExecutor(RanksExecutor):
@@ -61,6 +66,8 @@ class ProcessRank(RankLink):
     ) -> None:
         super().__init__(number, connection)
         self.process, self._crash = process, crash
+        self._stack: str | None = None
+        self._reading = threading.Lock()
 
     @classmethod
     def start(cls, spec: RankSpec) -> Self:
@@ -96,8 +103,16 @@ class ProcessRank(RankLink):
         self.process.join()
 
     def stack(self) -> str:
-        """Return the stack that the process left when it crashed, or an empty text. See RankLink.stack."""
-        return self._crash.read()
+        """See RankLink."""
+        with self._reading:
+            if self._stack is None:
+                self._stack = self._crash.read()
+            return self._stack
+
+    def doing(self) -> str:
+        """Have the process leave its stack and end. See RankLink."""
+        child_process.abort(self.process, _PATIENCE)
+        return describe(self.stack())
 
     def obituary(self) -> str:
         """See RankLink."""

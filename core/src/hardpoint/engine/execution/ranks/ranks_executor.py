@@ -72,10 +72,12 @@ class RankLink(ABC):
         """How it ended, when it ended by itself and said nothing."""
 
     def stack(self) -> str:
-        """Return the stack that the rank's process left when it crashed, or an empty text.
+        """Return the stack that the rank's process left when it crashed, or an empty text; after it has ended."""
+        return ""
 
-        Call it once, after the process has ended.
-        """
+    def doing(self) -> str:
+        """The work of a rank that may hang, for a sentence about it; empty where that cannot be known. It may end the
+        rank."""
         return ""
 
     def send(self, data: bytes) -> None:
@@ -109,6 +111,7 @@ class RanksExecutor:
         self._lost: EngineDeadError | None = None
         self._stack = ""  # what the rank at fault was doing
         self._closing, self._state = False, threading.Lock()
+        self._ending = threading.Lock()  # held while ranks that hang are asked what they do
         self._reader = threading.Thread(target=self._read, name="hardpoint-ranks-reader", daemon=True)
         self._reader.start()
         self._owner = os.getpid()
@@ -155,10 +158,8 @@ class RanksExecutor:
         try:
             return [cast(R, future.result(patience)) for _, _, future in expected]
         except FutureTimeoutError:
-            raise self.give_up(
-                f"{type(verb).__name__} did not end within {patience:g} seconds (--core-start-timeout), so that every "
-                "rank was ended; build a new engine"
-            ) from None
+            what = f"{type(verb).__name__} did not end within {patience:g} seconds (--core-start-timeout)"
+            raise self.give_up_hung(what) from None
 
     def check(self) -> None:
         """See Executor."""
@@ -191,6 +192,13 @@ class RanksExecutor:
         self._ready.put(lost)
         self._notify()
         return _again(lost)
+
+    def give_up_hung(self, what: str) -> EngineDeadError:
+        """As ``give_up``, after ``what`` took too long; the error says what each rank was doing."""
+        with self._ending:
+            told = [f"{rank.called} {doing}" for rank in self._ranks if (doing := rank.doing())]
+            found = "; ".join(told) or "a rank hangs, or waits for one that does"
+            return self.give_up(f"{what}, so that every rank was ended: {found}; build a new engine")
 
     def shutdown(self, deadline: float) -> None:
         """See Executor. Closing twice is once."""
@@ -225,7 +233,8 @@ class RanksExecutor:
     def _read(self) -> None:
         """Pass on what ranks say until one ends; then end the others, and say which it was."""
         reason = self._watch()
-        self.give_up("the engine is closed" if self._closing else reason)
+        with self._ending:
+            self.give_up("the engine is closed" if self._closing else reason)
 
     def _watch(self) -> str:
         """Pass on what ranks say until one fails or is gone. Returns what happened, as far as it is known then."""
@@ -315,7 +324,5 @@ class _PendingStep:
         try:
             return self.future.result(seconds)
         except FutureTimeoutError:
-            raise self.executor.give_up(
-                f"a step did not end within {seconds:g} seconds (--step-timeout), so that every rank was ended; a rank "
-                "hangs, or waits for one that does; build a new engine"
-            ) from None
+            what = f"a step did not end within {seconds:g} seconds (--step-timeout)"
+            raise self.executor.give_up_hung(what) from None

@@ -1,0 +1,34 @@
+"""The work of a rank that hangs, read from the stack that its process leaves when it is aborted."""
+
+from __future__ import annotations
+
+import re
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)$', re.MULTILINE)
+_GROUPS = "hardpoint/parallel/groups.py"
+_COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "broadcast", "send", "recv", "all_to_all"})
+_RANK = "hardpoint/engine/execution/ranks/rank_process.py"
+
+
+def describe(stack: str) -> str:
+    """Say what a rank was doing, for a sentence about it; ``stack`` is faulthandler's report of its threads.
+
+    A rank that left no stack does not even react to signals.
+    """
+    if not stack.strip():
+        return "does not react"
+    threads = [[match.groupdict() for match in _FRAME.finditer(block)] for block in re.split(r"\n\s*\n", stack)]
+    for frames in threads:
+        for number, frame in enumerate(frames):
+            if frame["file"].endswith(_GROUPS) and frame["function"] in _COLLECTIVES:
+                caller = next((each for each in frames[number:] if not each["file"].endswith(_GROUPS)), frame)
+                return f"waits in {frame['function']}, called in {_place(caller)}"
+    working = [frames for frames in threads if any(frame["file"].endswith(_RANK) for frame in frames)]
+    return f"is in {_place(working[0][0])}" if working else "is in no step"
+
+
+def _place(frame: dict[str, str]) -> str:
+    """A frame's function, file within its package, and line."""
+    _, found, rest = frame["file"].rpartition("/hardpoint/")
+    file = f"hardpoint/{rest}" if found else frame["file"].rpartition("/")[2]
+    return f"{frame['function']} ({file}:{frame['line']})"

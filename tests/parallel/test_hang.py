@@ -1,0 +1,32 @@
+"""The words for a rank that hangs, from the stacks that faulthandler writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from hardpoint.engine.execution.ranks.hang import describe
+
+RANK = '  File "/site/hardpoint/engine/execution/ranks/rank_process.py", line 151 in serve\n'
+WAITS = (
+    "Fatal Python error: Aborted\n\n"
+    'Thread 0x1 (most recent call first):\n  File "/lib/threading.py", line 331 in wait\n\n'
+    'Current thread 0x2 (most recent call first):\n  File "/site/hardpoint_cpu/shared_memory.py", line 9 in _wait\n'
+    '  File "/site/hardpoint/parallel/groups.py", line 104 in all_reduce\n'
+    '  File "/site/hardpoint/layers/linear.py", line 88 in forward\n' + RANK
+)
+COMPUTES = 'Thread 0x1 (most recent call first):\n  File "/site/acme/kernel.py", line 3 in apply\n' + RANK
+IDLE = 'Current thread 0x1 (most recent call first):\n  File "/lib/threading.py", line 331 in wait\n'
+
+
+@pytest.mark.parametrize(
+    ("stack", "said"),
+    [
+        (WAITS, "waits in all_reduce, called in forward (hardpoint/layers/linear.py:88)"),
+        (COMPUTES, "is in apply (kernel.py:3)"),
+        (IDLE, "is in no step"),
+        ("", "does not react"),
+    ],
+    ids=["waits", "computes", "idle", "stopped"],
+)
+def test_it_is_told(stack: str, said: str) -> None:
+    assert describe(stack) == said
