@@ -16,6 +16,8 @@ from hardpoint_plugin_api import ConfigError, RequestError
 from tests.support.serving import RunningServer, running_server
 
 TEMPLATE = """
+{%- for document in documents or () %}{{ document.title }}
+{% endfor -%}
 {%- for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor -%}
 assistant:
@@ -57,6 +59,29 @@ def test_reasoning_tokens_are_counted(thinking: RunningServer) -> None:
     }
     *_, last = client.chat.completions.create(**CHAT, max_tokens=7, **options)
     assert last.usage.completion_tokens_details.reasoning_tokens == last.usage.completion_tokens == 14
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_may_be_left_out(thinking: RunningServer, stream: bool) -> None:
+    """It is written and counted all the same."""
+    client = openai.OpenAI(base_url=thinking.url + "/v1", api_key="none")
+    texts = []
+    for wanted in (True, False):
+        extra = {"ignore_eos": True, "include_reasoning": wanted}
+        answer: Any = client.chat.completions.create(**CHAT, max_tokens=9, stream=stream, extra_body=extra)
+        said = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+        texts.append("".join(getattr(each, "reasoning", None) or "" for each in said))
+        assert not any(each.content for each in said)
+        assert stream or answer.usage.completion_tokens_details.reasoning_tokens == 9
+    assert texts[0]
+    assert not texts[1]
+
+
+def test_a_template_is_given_documents(thinking: RunningServer) -> None:
+    body = CHAT | {"max_tokens": 1, "documents": [{"title": "Moby Dick", "text": "Call me Ishmael."}]}
+    answer = thinking.post("/v1/chat/completions", body | {"return_token_ids": True}).json()
+    text = thinking.post("/detokenize", {"tokens": answer["prompt_token_ids"]}).json()["prompt"]
+    assert text == "Moby Dick\nuser: hello\nassistant:<think>"
 
 
 CALL = r'<tool_call>\n\{"name": "clock", "arguments": \{\}\}\n</tool_call>\n'

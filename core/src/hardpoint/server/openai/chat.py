@@ -72,6 +72,8 @@ class ChatRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    include_reasoning: bool | None = None
     reasoning_effort: str | None = None
     return_token_ids: bool | None = None
     best_of: int | None = None
@@ -99,6 +101,8 @@ class ChatRequest(SamplingFields, TreatmentFields, VllmFields, IgnoredFields):
         kwargs = checked_template_kwargs(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
             kwargs["reasoning_effort"] = self.reasoning_effort
+        if self.documents is not None:
+            kwargs["documents"] = self.documents
         adds = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         return TurnRequest(
             template_messages(self.messages),
@@ -136,6 +140,7 @@ class _Answer:
 
     def __init__(self, body: ChatRequest, model: str, service: Service, own_id: str) -> None:
         self._body, self._service = body, service
+        self._tells_reasoning = body.include_reasoning is not False
         self._head = {"id": f"chatcmpl-{own_id}", "created": int(time.time()), "model": model}
 
     async def whole(self, turn: Turn) -> dict[str, Any]:
@@ -168,7 +173,7 @@ class _Answer:
 
     def _choice(self, index: int, message: Message) -> dict[str, Any]:
         said: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
-        if message.reasoning:
+        if message.reasoning and self._tells_reasoning:
             said |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
         if message.tool_calls:
             said["tool_calls"] = [
@@ -207,6 +212,8 @@ class _Answer:
                     continue  # another choice was faster than the first, which alone scores the prompt
                 is_first, chunks = not begun, []
                 for step in turn.take(output):
+                    if not self._tells_reasoning:
+                        step.events = [event for event in step.events if not isinstance(event, ReasoningDelta)]
                     if step.choice not in begun:
                         begun.add(step.choice)
                         chunks.append(_full_chunk(step.choice, {"role": "assistant", "content": ""}))
