@@ -129,5 +129,9 @@ def test_what_cannot_be_returned(mixture: tuple[Path, PreTrainedModel], tmp_path
         llm.generate([[1, 2]], ASKS)
     with pytest.raises(RequestError, match="stop_token_ids"):
         SamplingParams(return_routed_experts=True, stop="a")
-    with pytest.raises(ConfigError, match="no mixture of experts"):
-        LLM("demo", platform="cpu", **KEEPS)
+    for stages in (1, 2):
+        with (
+            pytest.raises(ConfigError, match="no mixture of experts"),
+            ranks_in_threads("demo", 1, pipeline_parallel_size=stages, **KEEPS),
+        ):
+            pass

@@ -28,7 +28,6 @@ from hardpoint.engine.execution.runner import StepOps
 from hardpoint.engine.quantization_choice import choose_quantization, method_name
 from hardpoint.kernel_calls import KernelCalls
 from hardpoint.layers import CausalLM, ModelFacts
-from hardpoint.layers.routed_experts import recorders
 from hardpoint.metrics import EngineMetrics
 from hardpoint.models.family import choose_model
 from hardpoint.ops.call_names import CallNames
@@ -191,8 +190,6 @@ def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, r
     except Exception as error:
         name_culprit(error, plugins, _serving(plugins, selector.plans) if preset is None else ())
         raise
-    if config.enable_return_routed_experts and config.topology.pipeline == 1 and not recorders(ctx.cache_users.users):
-        raise ConfigError(f"--enable-return-routed-experts: {config.model} has no mixture of experts; leave it out")
     if here.rank == 0:
         _warn_of_unasked(config, selector)
     return Blueprint(config, checkpoint, plugins, choice, platform, ctx, facts, model, ops, groups, here)

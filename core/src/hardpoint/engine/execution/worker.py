@@ -27,6 +27,7 @@ from hardpoint.engine.execution.speculation import Speculation
 from hardpoint.engine.execution.stage import stage_of
 from hardpoint.engine.execution.weights import ModelWeights
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
+from hardpoint.layers.routed_experts import recorders
 from hardpoint.parallel.control import ControlGroup
 from hardpoint.startup_times import mark
 from hardpoint_plugin_api import (
@@ -99,11 +100,13 @@ class Worker:
             of_stage = control.of_stage(blueprint.place, store, float(config.core_start_timeout))
         with control.together():
             retentions = tuple(group.retention for group in ctx.cache_users.cache_groups())
-            own = step_limits(blueprint), retentions, ctx.block_size
+            own = step_limits(blueprint), retentions, ctx.block_size, bool(recorders(ctx.cache_users.users))
         everyone = control.exchange(own)  # stages have layers of their own
-        limits = reduce(StepLimits.intersect, (limits for limits, _, _ in everyone))
-        ctx.cache_users.share_groups(united_retentions(retentions for _, retentions, _ in everyone))
-        if len(sizes := {size for _, _, size in everyone}) > 1:
+        limits = reduce(StepLimits.intersect, (limits for limits, _, _, _ in everyone))
+        ctx.cache_users.share_groups(united_retentions(retentions for _, retentions, _, _ in everyone))
+        if config.enable_return_routed_experts and not any(records for _, _, _, records in everyone):
+            raise ConfigError(f"--enable-return-routed-experts: {config.model} has no mixture of experts; leave it out")
+        if len(sizes := {size for _, _, size, _ in everyone}) > 1:
             raise ConfigError(f"ranks chose blocks of {sorted(sizes)} tokens; set --block-size {max(sizes)}")
         assert limits.max_tokens is not None
         assert limits.max_requests is not None
