@@ -92,6 +92,8 @@ def test_a_command_line_of_vllm_runs(given: str, expected: dict[str, Any]) -> No
         ("--cpu-offload-gb 10", ["--quantization makes them smaller"]),
         ("--hf-overrides {}", ["edit config.json in a copy"]),
         ("--task embed", ["embeddings are not supported"]),
+        ("--shutdown-timeout 5 --middleware x", ["use --shutdown-deadline SECONDS", "put a proxy in front"]),
+        ("--logprobs-mode processed_logits", ["before sampling"]),
         ("--no-enable-chunked-prefill", ["raise --max-num-batched-tokens"]),
         ('--speculative-config {"method":"eagle"}', ["the method must be ngram, got 'eagle'"]),
         ("--speculative-config [", ["it is not JSON"]),
