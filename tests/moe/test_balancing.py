@@ -196,6 +196,14 @@ def test_a_kernel_that_packs_all_experts_at_once(mixture: tuple[Path, PreTrained
                 layer.check()
 
 
+def test_a_model_without_experts() -> None:
+    with (
+        pytest.raises(ConfigError, match="--enable-eplb: demo has no mixture of experts; leave it out"),
+        ranks_in_threads("demo", 2, enable_eplb=True, enable_expert_parallel=True),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -8,6 +8,7 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, Self, cast
 
 from hardpoint.cache_users import united_retentions
+from hardpoint.context import Context
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.adapter_weights import AdapterWeights
 from hardpoint.engine.execution.compile_ahead import compile_ahead, run_compiled
@@ -27,6 +28,7 @@ from hardpoint.engine.execution.speculation import Speculation
 from hardpoint.engine.execution.stage import stage_of
 from hardpoint.engine.execution.weights import ModelWeights
 from hardpoint.engine.scheduling.paged_cache import CacheGeometry
+from hardpoint.experts.balance import balanced_experts
 from hardpoint.layers.routed_experts import recorders
 from hardpoint.parallel.control import ControlGroup
 from hardpoint.startup_times import mark
@@ -100,12 +102,12 @@ class Worker:
             of_stage = control.of_stage(blueprint.place, store, float(config.core_start_timeout))
         with control.together():
             retentions = tuple(group.retention for group in ctx.cache_users.cache_groups())
-            own = step_limits(blueprint), retentions, ctx.block_size, bool(recorders(ctx.cache_users.users))
+            own = step_limits(blueprint), retentions, ctx.block_size, flags_without_experts(ctx)
         everyone = control.exchange(own)  # stages have layers of their own
         limits = reduce(StepLimits.intersect, (limits for limits, _, _, _ in everyone))
         ctx.cache_users.share_groups(united_retentions(retentions for _, retentions, _, _ in everyone))
-        if config.enable_return_routed_experts and not any(records for _, _, _, records in everyone):
-            raise ConfigError(f"--enable-return-routed-experts: {config.model} has no mixture of experts; leave it out")
+        if idle := frozenset.intersection(*(flags for _, _, _, flags in everyone)):
+            raise ConfigError(f"{', '.join(sorted(idle))}: {config.model} has no mixture of experts; leave it out")
         if len(sizes := {size for _, _, size, _ in everyone}) > 1:
             raise ConfigError(f"ranks chose blocks of {sorted(sizes)} tokens; set --block-size {max(sizes)}")
         assert limits.max_tokens is not None
@@ -211,6 +213,16 @@ class Worker:
         for control in self._controls:
             control.close()
         self.holdings.drop_all()
+
+
+def flags_without_experts(ctx: Context) -> frozenset[str]:
+    """The flags for mixtures of experts that are set, where no layer of this rank is one."""
+    config = ctx.config
+    asked = {
+        "--enable-return-routed-experts": config.enable_return_routed_experts and not recorders(ctx.cache_users.users),
+        "--enable-eplb": config.enable_eplb and not balanced_experts(ctx),
+    }
+    return frozenset(flag for flag, is_idle in asked.items() if is_idle)
 
 
 def start_speculation(blueprint: Blueprint, num_slots: int) -> Speculation | None:
