@@ -93,6 +93,13 @@ class EngineConfig(EngineSettings):
         if self.enable_expert_parallel and groups is not None and groups == 1:
             wanted = written("expert_parallel_size", groups, origins)
             raise ConfigError(f"{wanted} contradicts --enable-expert-parallel; leave one of them out")
+        if self.enable_expert_parallel and self.data_parallel_size > 1 and self.tensor_parallel_size == 1:
+            replicas = written("data_parallel_size", self.data_parallel_size, origins)
+            raise ConfigError(
+                "--enable-expert-parallel divides the experts of each replica among its ranks, and "
+                f"{replicas} x {size} gives each of the {self.data_parallel_size} replicas 1; replicas share no "
+                "experts: raise --tensor-parallel-size, or leave --enable-expert-parallel out"
+            )
         self._check_balancing(origins)
         if self.executor == "torchrun" and self.core_process:
             process = written("core_process", self.core_process, origins)
