@@ -29,12 +29,20 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PAGE_BYTES = 2 * 16 * 2 * 16 * 4
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+BY_NIGHT = {
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=[*SHAPES, *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT)])
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp(request.param)
-    family, changes = SHAPES[request.param]
+    family, changes = (SHAPES | BY_NIGHT)[request.param]
     return folder, write_checkpoint(folder, family, **changes)
 
 

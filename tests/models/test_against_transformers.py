@@ -172,6 +172,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "ministral",
         {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": (
+        "olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 9}
+        | {"rope_parameters": {"sliding_attention": ROPES["default"], "full_attention": ROPES["yarn"]}},
+    ),
     "phi3": ("phi3", {}),
     "phi3-window-partial": (
         "phi3",
@@ -256,6 +262,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
     "mixtral": MIXTRAL,
+    "olmo2": {},
+    "olmo3": {"num_hidden_layers": 4},
     "qwen2": WINDOWS | {"max_window_layers": 1},
     "qwen2_moe": QWEN2_MOE | WINDOWS | {"max_window_layers": 2},
     "qwen3": WINDOWS | {"max_window_layers": 1},

@@ -50,6 +50,8 @@ DENSE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one-sub-layer-blocks": ("nemotron_h", 2, NEMOTRON_H),
     "gate-and-up-in-one-tensor": ("glm4", 2, {}),
     "qkv-in-one-tensor": ("phi3", 2, {}),
+    "norms-across-heads": ("olmo2", 2, {}),
+    "norms-across-shared-kv-heads": ("olmo2", 4, {"num_key_value_heads": 2}),
     "multiplied": ("granite", 2, {"residual_multiplier": 0.3, "logits_scaling": 2.0, "embedding_multiplier": 3.0}),
     "windows-and-norms-of-results": ("gemma2", 2, {"sliding_window": 20, "vocab_size": 261}),
 }

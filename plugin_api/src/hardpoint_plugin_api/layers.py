@@ -114,7 +114,8 @@ class AttentionArgs:
 
     ``window``, ``chunk``, ``soft_cap``, ``sinks`` and ``alibi`` are as in AttentionSpec. ``output_gate``: each element
     of each head's result is multiplied by the sigmoid of a gate (arXiv:2505.06708). The projection of queries then has
-    2 ``head_size`` rows for each head: its query, and its gate.
+    2 ``head_size`` rows for each head: its query, and its gate. ``qk_norm_across_heads``: the elements of all query
+    heads are normed together, each with a weight of its own, and those of all keys (OLMo 2, arXiv:2501.00656).
     """
 
     layer: ClassVar[str] = "attention"
@@ -134,6 +135,7 @@ class AttentionArgs:
     sinks: bool = False
     alibi: bool = False
     output_gate: bool = False
+    qk_norm_across_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -380,16 +382,19 @@ class AdjustedArgs:
 
 @dataclass(frozen=True)
 class BlockArgs:
-    """A pre-norm decoder block: (x, residual) -> (x, residual).
+    """A decoder block: (x, residual) -> (x, residual).
 
     ``mixer`` combines the tokens of a sequence, as attention does. ``feed_forward`` transforms each token by itself, as
     an MLP or a mixture of experts does. Both are called as ``forward(x, step)``, [T, hidden] -> [T, hidden], and
     ``norm`` is applied before each. Without a ``feed_forward`` the block has one sub-layer, the mixer, of either kind.
+    Without ``pre_norm`` sub-layers read the residual stream as it is (OLMo 2, arXiv:2501.00656), and the block has no
+    weights of norms.
     """
 
     mixer: LayerArgs
     feed_forward: LayerArgs | None
     norm: NormArgs
+    pre_norm: bool = True
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.linear import Linear
+from hardpoint.layers.norm import NormAcrossHeads
 from hardpoint.ops.activation import activation
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rope_table import rope_table
@@ -30,8 +31,8 @@ from hardpoint_plugin_api import (
 
 
 class Attention(PluggableLayer, name="attention"):
-    """Slots: q_norm and k_norm [D] where heads are normed, sinks [H] where there are sinks, k_scale and v_scale [1]
-    where the checkpoint has scales for an 8-bit cache."""
+    """Slots: q_norm and k_norm [D] where heads are normed ([H D] and [K D] across heads), sinks [H] where there are
+    sinks, k_scale and v_scale [1] where the checkpoint has scales for an 8-bit cache."""
 
     def __init__(self, ctx: Context, args: AttentionArgs) -> None:
         super().__init__(ctx)
@@ -70,8 +71,10 @@ class Attention(PluggableLayer, name="attention"):
         )
         self._static_cache_scales = spec.static_cache_scales
         self.index, self.backend, layout = attention_backend(ctx, spec)
+        eps = args.qk_norm_eps or 0.0
+        self._norm_across_heads = NormAcrossHeads(ctx, eps) if args.qk_norm_across_heads else None
         self._scalars: dict[str, Any] = {
-            "eps": args.qk_norm_eps or 0.0,
+            "eps": 0.0 if args.qk_norm_across_heads else eps,
             "interleaved": args.rope is not None and args.rope.interleaved,
         }
         self._qk_norm_rope_store = qk_norm_rope_store.bind(
@@ -87,11 +90,18 @@ class Attention(PluggableLayer, name="attention"):
 
     def declare(self) -> dict[str, WeightSlot]:
         slots: dict[str, WeightSlot] = {}
-        if self.args.qk_norm_eps is not None:
+        if self.args.qk_norm_across_heads:
+            heads, size = self._heads, self.args.head_size
+            rows = heads.rows(size) or (None, None)
+            slots |= {
+                "q_norm": NormAcrossHeads.slot(heads.num_heads * size, self.dtype, rows[0]),
+                "k_norm": NormAcrossHeads.slot(heads.num_kv_heads * size, self.dtype, rows[1]),
+            }
+        elif self.args.qk_norm_eps is not None:
             slots |= {name: WeightSlot((self.args.head_size,), self.dtype) for name in ("q_norm", "k_norm")}
         if self.args.sinks:
-            heads = self._heads.query
-            slots["sinks"] = WeightSlot((self._heads.num_heads,), "float32", 0, shards=(heads,) if heads else ())
+            query = self._heads.query
+            slots["sinks"] = WeightSlot((self._heads.num_heads,), "float32", 0, shards=(query,) if query else ())
         if self._static_cache_scales:
             slots |= {name: WeightSlot((1,), "float32") for name in ("k_scale", "v_scale")}
         return slots
@@ -122,6 +132,13 @@ class Attention(PluggableLayer, name="attention"):
         qkv = self.qkv(x, step).view(x.shape[0], -1, size)
         q, k, v = qkv.split(self._widths, dim=1)
         q, gate = self._ungated(q)
+        q_norm, k_norm = self.weights.get("q_norm"), self.weights.get("k_norm")
+        if self._norm_across_heads is not None:
+            q, k = (
+                self._norm_across_heads(q, self.weights["q_norm"]),
+                self._norm_across_heads(k, self.weights["k_norm"]),
+            )
+            q_norm = k_norm = None
         q, k = self._qk_norm_rope_store(
             q,
             k,
@@ -130,8 +147,8 @@ class Attention(PluggableLayer, name="attention"):
             step.rotary_positions,
             step.caches[self.index],
             step.metadata[self.index].batch.slot_mapping,
-            self.weights.get("q_norm"),
-            self.weights.get("k_norm"),
+            q_norm,
+            k_norm,
             **self._scalars,
         )
         attended = torch.empty_like(q)

@@ -1,4 +1,4 @@
-"""One pre-norm decoder block, with the fixed contract (x, residual) -> (x, residual)."""
+"""One decoder block, with the fixed contract (x, residual) -> (x, residual)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 
 from hardpoint.context import Context
 from hardpoint.layers.base import PluggableLayer, build_layer, sum_later
-from hardpoint.layers.norm import Norm
+from hardpoint.layers.norm import Norm, ResidualSum
 from hardpoint_plugin_api import BlockArgs, ForwardStep
 
 
 class DecoderBlock(PluggableLayer, name="decoder_block"):
-    """The mixer and the feed-forward that the arguments name, each behind a norm that adds to the residual stream."""
+    """The mixer and the feed-forward that the arguments name, each behind a norm that adds to the residual stream.
+
+    Without ``pre_norm`` each is behind the sum alone.
+    """
 
     def __init__(self, ctx: Context, args: BlockArgs) -> None:
         super().__init__(ctx)
@@ -23,7 +26,12 @@ class DecoderBlock(PluggableLayer, name="decoder_block"):
         # Layers that read come before what writes for them.
         layers = {name: build_layer(ctx.child(name), of) for name, of in named.items() if of is not None}
         for name, layer in layers.items():
-            norm = Norm(ctx.child(f"{name}_norm"), replace(args.norm, spec=layer.input_spec))
+            place = ctx.child(f"{name}_norm")
+            norm = (
+                Norm(place, replace(args.norm, spec=layer.input_spec))
+                if args.pre_norm
+                else ResidualSum.as_it_stands(place)
+            )
             self.add_module(f"{name}_norm", norm)
             self.add_module(name, layer)
         self._names = [(f"{name}_norm", name) for name in layers]

@@ -1,4 +1,4 @@
-"""Root-mean-square norm of a residual stream."""
+"""Root-mean-square norms: of a residual stream, and of heads that ranks divide."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hardpoint.layers.base import PluggableLayer
 from hardpoint.ops.add_rms_norm import add_rms_norm, add_rms_norm_quantized
 from hardpoint.ops.allreduce_add_rms_norm import allreduce_add_rms_norm
 from hardpoint.ops.rms_norm import rms_norm, rms_norm_quantized
-from hardpoint_plugin_api import NormArgs, Quantized, WeightSlot
+from hardpoint_plugin_api import NormArgs, Quantized, ShardPlan, WeightSlot
 
 
 class Norm(PluggableLayer, name="norm"):
@@ -55,3 +55,36 @@ class Norm(PluggableLayer, name="norm"):
             return Quantized(*self._rms_norm_quantized(x, weight, eps=eps, spec=spec), spec), x
         data, scale, total = self._add_rms_norm_quantized(x, residual, weight, eps=eps, spec=spec)
         return Quantized(data, scale, spec), total
+
+
+class ResidualSum(PluggableLayer):
+    """Adds what the last sub-layer made to the residual, as Norm does, and norms nothing."""
+
+    traceable = True
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual [T, n] -> x + residual, twice. Without a residual, x is it."""
+        total = x if residual is None else x + residual
+        return total, total
+
+
+class NormAcrossHeads:
+    """The norm of each token's elements of all heads of the model, of which this rank has equally many as others."""
+
+    def __init__(self, ctx: Context, eps: float) -> None:
+        self._eps, self._group = eps, ctx.parallel.tp
+        self._rms_norm = rms_norm.bind(ctx, scalars={"eps": eps})
+
+    @staticmethod
+    def slot(size: int, dtype: str, shard: ShardPlan | None) -> WeightSlot:
+        """The slot of its weight, of ``size`` elements on this rank."""
+        return WeightSlot((size,), dtype, None if shard is None else 0, shards=() if shard is None else (shard,))
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [T, heads, head size], weight [heads * head size] -> like x. Heads that several ranks have count once."""
+        flat = x.flatten(1)
+        if self._group.size == 1:
+            return self._rms_norm(flat, weight, eps=self._eps).view(x.shape)
+        wide = flat.to(torch.promote_types(x.dtype, torch.float32))
+        mean = self._group.all_reduce(wide.square().mean(-1, keepdim=True)) / self._group.size
+        return (weight * (wide * torch.rsqrt(mean + self._eps)).to(x.dtype)).view(x.shape)

@@ -45,17 +45,18 @@ class Sublayer(Generic[_Args]):
 @dataclass(frozen=True)
 class Block:
     """One block. ``norms`` name its norms: the slots mixer_norm.weight and, with a feed-forward,
-    feed_forward_norm.weight."""
+    feed_forward_norm.weight. Without ``pre_norm`` it has none; ``norms`` are then named nowhere, and give epsilon."""
 
     mixer: Sublayer[LayerArgs]
     feed_forward: Sublayer[LayerArgs] | None
     norms: Sublayer[NormArgs]
+    pre_norm: bool = True
 
     @property
     def args(self) -> BlockArgs:
         """Arguments of the layer."""
         feed_forward = None if self.feed_forward is None else self.feed_forward.args
-        return BlockArgs(self.mixer.args, feed_forward, self.norms.args)
+        return BlockArgs(self.mixer.args, feed_forward, self.norms.args, self.pre_norm)
 
     @property
     def names(self) -> dict[str, Address]:
