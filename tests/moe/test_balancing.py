@@ -77,7 +77,7 @@ def test_the_busiest_of_many_ranks(num_experts: int, num_ranks: int, redundant: 
 
 
 def test_experts_with_equal_loads_stay() -> None:
-    placement = Placement.even(16, 4, 4)
+    placement = Placement.even(16, 4)
     assert placement.moves_to(placement.balanced([7.0] * 16)) == []
     assert placement.balanced([0.0] * 16) == placement
 

@@ -35,7 +35,7 @@ class Placement:
 
     @classmethod
     def even(cls, num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
-        """Experts in order of their numbers; redundant copies are of those that follow a rank's own.
+        """Neighbouring experts on each rank; redundant copies are of those that follow a rank's own, or come before.
 
         Raises ConfigError for experts or copies that do not divide among the ranks, and for more copies than a rank may
         have beside its own experts.
@@ -51,11 +51,8 @@ class Placement:
                 f"--num-redundant-experts {num_redundant}: take a multiple of the {num_ranks} groups of ranks with "
                 f"experts of their own, and at most {(num_experts - own) * num_ranks}"
             )
-        starts = range(0, num_experts, own)
-        return cls(
-            num_experts,
-            tuple(tuple(number % num_experts for number in range(start, start + own + more)) for start in starts),
-        )
+        starts = (min(rank * own, num_experts - own - more) for rank in range(num_ranks))
+        return cls(num_experts, tuple(tuple(range(start, start + own + more)) for start in starts))
 
     @property
     def num_slots(self) -> int:

@@ -139,7 +139,7 @@ class Experts(PluggableLayer):
             "w13": LinearArgs(args.hidden_size, rows, row_shards=(shard,) * len(rows) if shard else ()),
             "w2": LinearArgs(width, (("down", args.hidden_size),), column_shard=shard),
         }
-        held = (tuple(ShardSlice(n, i, 1) for i, n in enumerate(numbers)) for numbers in placement.ranks)
+        held = ((ShardSlice(numbers[0], 0, count),) for numbers in placement.ranks)  # neighbours, see Placement.even
         experts = ShardPlan(self._total, count, tuple(held), ep.rank)
         self._matrices = {
             name: (matrix, ctx.quantization.experts(f"{ctx.path}.{name}", matrix, experts, self.dtype))
