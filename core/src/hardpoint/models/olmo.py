@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656) and OLMo 3 (allenai/Olmo-3-7B-Think), in Transformers' format."""
+"""OLMo 2 (arXiv:2501.00656) and OLMo 3 (allenai/Olmo-3-7B-Instruct), in Transformers' format."""
 
 from __future__ import annotations
 
