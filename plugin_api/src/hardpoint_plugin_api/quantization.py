@@ -61,6 +61,11 @@ class CheckpointTensors(Protocol):
         """The names of all tensors."""
         ...
 
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The texts that the files carry beside their tensors, of all files together; empty where there are none."""
+        ...
+
     def info(self, name: str) -> TensorInfo:
         """Shape and dtype of a tensor; KeyError where there is none of that name."""
         ...

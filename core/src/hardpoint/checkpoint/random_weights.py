@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ class NoTensors:
 
     folder: Path
     names: frozenset[str] = frozenset()
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:

@@ -5,7 +5,7 @@ Format: https://huggingface.co/docs/safetensors; shards are listed by ``model.sa
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -62,6 +62,15 @@ class SafetensorsFiles(TensorFiles):
     def names(self) -> frozenset[str]:
         """The names of all tensors."""
         return frozenset(self._file_of)
+
+    @cached_property
+    def metadata(self) -> Mapping[str, str]:
+        """The ``__metadata__`` of all headers; of a key in several files, the last one's text."""
+        found: dict[str, str] = {}
+        for path in self.paths:
+            with safe_open(path, framework="pt") as file:
+                found |= file.metadata() or {}
+        return found
 
     @property
     def paths(self) -> list[Path]:

@@ -6,7 +6,7 @@ that need slices alone read more than by default.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,10 @@ class StreamedFiles(TensorFiles):
     @property
     def names(self) -> frozenset[str]:
         return self._files.names
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        return self._files.metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Raises CheckpointError for what the library raises."""

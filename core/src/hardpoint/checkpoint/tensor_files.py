@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from hardpoint_plugin_api import TensorInfo
@@ -24,6 +24,11 @@ class TensorFiles(ABC):
     @abstractmethod
     def names(self) -> frozenset[str]:
         """The names of all tensors."""
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The texts that the files carry beside their tensors, of all files together; empty where there are none."""
+        return {}
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -98,11 +98,14 @@ def _options(subject: Subject) -> list[dict[str, str]]:
 
 @dataclass
 class HeldTensors:
-    """A checkpoint in memory, CheckpointTensors. ``was_read`` are the names that ``read`` was asked for."""
+    """A checkpoint in memory, CheckpointTensors. ``was_read`` are the names that ``read`` was asked for.
+
+    ``metadata``: the texts beside the tensors."""
 
     tensors: dict[str, torch.Tensor]
     title: str = "the sample"
     was_read: list[str] = field(default_factory=list)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
