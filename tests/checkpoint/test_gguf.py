@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from hardpoint import SamplingParams
 from hardpoint.checkpoint.formats import open_files
+from hardpoint.checkpoint.gguf.blocks import SPECS
 from hardpoint.checkpoint.gguf.container import Container
 from hardpoint.checkpoint.gguf.types import BLOCKS
 from hardpoint.checkpoint.source import resolve_model
 from hardpoint.config import EngineConfig
 from hardpoint.dtypes import dtype_name
 from hardpoint.engine.model_check import check_model
-from hardpoint.quantization.methods.gguf import SPECS
 from hardpoint.tokenizer import ChatTemplate, Tokenizer
 from hardpoint_plugin_api import (
     CheckpointError,
@@ -30,6 +30,7 @@ from hardpoint_plugin_api import (
     dequantize,
     weight_slots,
 )
+from tests.checkpoint.gguf_writer import write_gguf
 from tests.support.engines import prompt_logits, small_llm
 
 FIXTURES = Path(__file__).parents[1] / "quantization" / "fixtures" / "gguf"
@@ -139,7 +140,7 @@ def test_one_file_is_all_that_an_engine_needs(tmp_path: Path) -> None:
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
     metadata["tokenizer.chat_template"] = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     file = tmp_path / "model.gguf"
-    _write(file, metadata, dict(Container.read(FIXTURES / "qwen3.gguf").tensors))
+    write_gguf(file, metadata, dict(Container.read(FIXTURES / "qwen3.gguf").tensors))
     check_model(EngineConfig.create(model=str(file)))
     with small_llm(file, dtype="float32") as llm:
         params = SamplingParams(temperature=0.0, max_tokens=5)
@@ -175,8 +176,8 @@ def test_a_split_model_is_read_from_all_its_parts(tmp_path: Path) -> None:
     whole = Container.read(FIXTURES / "qwen3.gguf")
     names = list(whole.tensors)
     parts = [tmp_path / f"m-{n:05}-of-00002.gguf" for n in (1, 2)]
-    _write(parts[0], dict(whole.metadata), {name: whole.tensors[name] for name in names[:9]})
-    _write(parts[1], {}, {name: whole.tensors[name] for name in names[9:]})
+    write_gguf(parts[0], dict(whole.metadata), {name: whole.tensors[name] for name in names[:9]})
+    write_gguf(parts[1], {}, {name: whole.tensors[name] for name in names[9:]})
     assert resolve_model(str(tmp_path)) == parts[0]
     found = dict(open_files(parts[1]).tensors())
     for name, tensor in open_files(FIXTURES / "qwen3.gguf").tensors():
@@ -220,54 +221,18 @@ def test_damage_is_named(copy: Path, damage: Any, message: str) -> None:
 def test_types_and_vocabularies_that_are_not_read_are_named(tmp_path: Path) -> None:
     metadata = dict(Container.read(FIXTURES / "qwen3.gguf").metadata)
     file = tmp_path / "m.gguf"
-    _write(file, metadata, {}, unread=("blk.0.ffn_up.weight", 16))
+    write_gguf(file, metadata, {}, unread=("blk.0.ffn_up.weight", 16))
     with pytest.raises(
         CheckpointError, match=r"'blk\.0\.ffn_up\.weight' has type IQ2_XXS, which is not read; read are"
     ):
         open_files(file)
     words = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": [1]}
-    _write(file, metadata | words | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen3000"}, {})
+    write_gguf(file, metadata | words | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen3000"}, {})
     with pytest.raises(UnknownNameError, match=r"GGUF pre-tokenizer 'qwen3000'.*--tokenizer"):
         Tokenizer.load(file)
-    _write(file, metadata | words | {"tokenizer.ggml.model": "t5"}, {})
+    write_gguf(file, metadata | words | {"tokenizer.ggml.model": "t5"}, {})
     with pytest.raises(UnknownNameError, match=r"GGUF tokenizer 't5'; known: gpt2, llama.*--tokenizer"):
         Tokenizer.load(file)
-    _write(file, metadata, {})
+    write_gguf(file, metadata, {})
     with pytest.raises(CheckpointError, match=r"m\.gguf holds no tokenizer; name a folder .*--tokenizer"):
         Tokenizer.load(file)
-
-
-def _write(
-    file: Path, metadata: dict[str, Any], tensors: dict[str, Any], unread: tuple[str, int] | None = None
-) -> None:
-    """A GGUF file, version 3, by its specification."""
-
-    def text(value: str) -> bytes:
-        return struct.pack("<Q", len(value.encode())) + value.encode()
-
-    def value(x: Any) -> tuple[int, bytes]:
-        if isinstance(x, bool):
-            return 7, struct.pack("<?", x)
-        if isinstance(x, int):
-            return 4, struct.pack("<I", x)
-        if isinstance(x, float):
-            return 6, struct.pack("<f", x)
-        if isinstance(x, str):
-            return 8, text(x)
-        inner = [value(item) for item in x]
-        return 9, struct.pack("<IQ", inner[0][0], len(inner)) + b"".join(content for _, content in inner)
-
-    kinds = {"F32": 0, "F16": 1}
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors) + (unread is not None), len(metadata))
-    for key, item in metadata.items():
-        kind, content = value(item)
-        head += text(key) + struct.pack("<I", kind) + content
-    data = b""
-    for name, stored in tensors.items():
-        shape = stored.shape[::-1]
-        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kinds[stored.kind.name], len(data))
-        data += stored.mapped().numpy().tobytes()
-        data += b"\0" * (-len(data) % 32)
-    if unread is not None:
-        head += text(unread[0]) + struct.pack("<IQIQ", 1, 256, unread[1], 0)
-    file.write_bytes(head + b"\0" * (-len(head) % 32) + data)

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from hardpoint.checkpoint.gguf.blocks import SPECS
 from hardpoint.dtypes import dtype_name
 from hardpoint.numerics import fake_quantize, quantize_weight
-from hardpoint.quantization.methods.gguf import SPECS
 from hardpoint_cpu.block_linear import BlockPanelLinear
 from hardpoint_plugin_api import BuildContext, Feature, LinearCall, LinearWorkload, QuantSpec, Scale, dequantize
 from tests.cpu.building import needs_kernels

@@ -244,6 +244,15 @@ class QuantizationMethod(ABC):
         """
         return None
 
+    def numbers(self, module: Module) -> Scheme | None:
+        """Return the scheme by which one matrix becomes plain numbers of the model's dtype while it loads; None where
+        the checkpoint holds such.
+
+        A method that overrides this is asked for experts of a layer whose matrices have unlike schemes, since kernels
+        run all of them at once. Without it such checkpoints are refused.
+        """
+        return None
+
     def cache_scales(self, attention: str) -> CacheScales | None:
         """Return the KV cache scales of the attention module ``attention``; None where the checkpoint has none."""
         return None

@@ -32,7 +32,6 @@ from hardpoint_plugin_api import (
     All2All,
     All2AllWorkload,
     BatchedExpertsKernel,
-    CheckpointError,
     ExpertsKernel,
     ExpertsWorkload,
     Feature,
@@ -141,16 +140,9 @@ class Experts(PluggableLayer):
         }
         held = ((ShardSlice(numbers[0], 0, count),) for numbers in placement.ranks)  # neighbours, see Placement.even
         experts = ShardPlan(self._total, count, tuple(held), ep.rank)
-        self._matrices = {
-            name: (matrix, ctx.quantization.experts(f"{ctx.path}.{name}", matrix, experts, self.dtype))
-            for name, matrix in matrices.items()
-        }
-        pair, other = (scheme.pair for _, scheme in self._matrices.values())
-        if pair != other:
-            raise CheckpointError(
-                f"layer {ctx.path!r}: the two matrices of its experts are quantized unlike each other, as "
-                f"{'/'.join(map(str, pair))} and {'/'.join(map(str, other))}, and kernels run both; quantize them alike"
-            )
+        schemes = ctx.quantization.experts(ctx.path, matrices, experts, self.dtype)
+        self._matrices = {name: (matrix, schemes[name]) for name, matrix in matrices.items()}
+        pair = schemes["w13"].pair
         parallel = {(False, False): "none", (True, False): "ep", (False, True): "tp", (True, True): "tp+ep"}
         exchange = All2AllWorkload(
             dtype=self.dtype,

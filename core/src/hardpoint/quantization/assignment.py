@@ -5,16 +5,17 @@ Layers ask it while they are constructed. Once all have, it knows which of the c
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from hardpoint.checkpoint.reading import Address, Reading, WeightNames
 from hardpoint.plugin_host import Offer
 from hardpoint.plugin_host.blame import blame, misbehaved
 from hardpoint.quantization.device_formats import cache_scale_factor, on_device
 from hardpoint.quantization.merging import by_row, merge_schemes
+from hardpoint.quantization.shard_checks import FEWER, WHOLE_EXPERTS, check_shards, cut_error
 from hardpoint_plugin_api import (
     CacheScales,
     CheckpointError,
@@ -32,15 +33,20 @@ from hardpoint_plugin_api import (
 )
 from hardpoint_plugin_api.elements import BUILT_IN
 
+logger = logging.getLogger(__name__)
+
 _CACHE_SCALES = re.compile(r".*\.(([kvq]|kv|prob)_scale|[kv]_proj\.output_scale)$")
 """Scales for attention, which nobody needs whose cache is not quantized by them; the second form is of early 2024."""
 
 _INTERLEAVED = "interleaved"
 """The order of a stack's rows in place of a part; see WeightNames."""
 
-_FEWER = "use fewer ranks"
-_WHOLE_EXPERTS = "give ranks whole experts with --enable-expert-parallel, or "
-"""Remedies where ranks would divide a block that is quantized as one."""
+_Ask = Callable[[QuantizationMethod, Module], Scheme | None]
+"""How a method is asked for the scheme of a module."""
+
+
+class _UnlikeError(CheckpointError):
+    """Experts are quantized unlike each other."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Quantization:
     ``fp8`` is the device's 8-bit float, to which schemes are converted.
     ``_modules`` are the checkpoint's modules by layer path and part; ``_schemes`` what was answered, ``_apart`` the
     paths of layers whose parts have a matrix each; ``_shards`` how ranks divide rows and columns, and ``_stacks`` how
-    they divide the experts of a stack that one tensor holds.
+    they divide the experts of a stack that one tensor holds; ``_unlike`` the layers whose experts become numbers.
     """
 
     method: Method | None = None
@@ -70,6 +76,7 @@ class Quantization:
     _shards: dict[tuple[str, str | None], tuple[ShardPlan | None, ShardPlan | None]] = field(default_factory=dict)
     _cache_scales: dict[str, tuple[CacheScales, float]] = field(default_factory=dict)
     _stacks: dict[str, ShardPlan | None] = field(default_factory=dict)
+    _unlike: set[str] = field(default_factory=set)
 
     def for_model(self, names: Mapping[str, Address | None]) -> Quantization:
         """The same method for a model whose tensors have these ``names``, plain weights assumed (see load_weights)."""
@@ -79,7 +86,9 @@ class Quantization:
                 path, slot, part = split_address(address)
                 if slot == "weight":
                     modules[path, part] = name.removesuffix(".weight")
-        return replace(self, _modules=modules, _schemes={}, _apart=set(), _shards={}, _cache_scales={}, _stacks={})
+        return replace(
+            self, _modules=modules, _schemes={}, _apart=set(), _shards={}, _cache_scales={}, _stacks={}, _unlike=set()
+        )
 
     def linear(self, path: str, args: LinearArgs, dtype: str) -> Scheme | None:
         """The scheme of the layer at ``path``; None where its parts must have a matrix each, at ``path.PART``."""
@@ -121,14 +130,48 @@ class Quantization:
         self._shards[path, None] = None, args.column_shard
         return whole
 
-    def experts(self, path: str, args: LinearArgs, experts: ShardPlan, dtype: str) -> Scheme:
-        """The scheme of a stack of matrices at ``path``, one of ``args`` for each of the ``experts``, as ranks have
-        them.
+    def experts(
+        self, path: str, matrices: Mapping[str, LinearArgs], experts: ShardPlan, dtype: str
+    ) -> dict[str, Scheme]:
+        """The schemes of stacks of matrices at ``path.NAME``, one for each of the ``experts``, as ranks have them.
 
-        Its parts are ``N.PART``, or ``N`` where a matrix has one. Raises CheckpointError where experts are quantized
-        unlike each other, since kernels take all of them at once, and where one tensor holds them all and the method
-        does not read such.
+        Their parts are ``N.PART``, or ``N`` where a matrix has one. Kernels take all of them at once, so that all have
+        one pair of specs: where they are quantized unlike each other they become plain numbers while they load, if the
+        method can make them. Raises CheckpointError where it cannot, and where one tensor holds all experts and the
+        method does not read such.
         """
+        stacks = [(name, f"{path}.{name}", args) for name, args in matrices.items()]
+        try:
+            schemes = {name: self._experts(own, args, experts, dtype, self._kept) for name, own, args in stacks}
+            first, *others = schemes.values()
+            for other in others:
+                if other.pair != first.pair:
+                    raise _UnlikeError(
+                        f"layer {path!r}: the matrices of its experts are quantized unlike each other, as "
+                        f"{'/'.join(map(str, first.pair))} and {'/'.join(map(str, other.pair))}, and kernels run all"
+                    )
+        except _UnlikeError as unlike:
+            if self.method is None or type(self.method.reader).numbers is QuantizationMethod.numbers:
+                raise
+            if not self._unlike:
+                logger.info("%s; they become numbers of %s while they load, as in further such layers", unlike, dtype)
+            self._unlike.add(path)
+            return {name: self._experts(own, args, experts, dtype, self._numbers) for name, own, args in stacks}
+        return schemes
+
+    def _kept(self, reader: QuantizationMethod, module: Module) -> Scheme | None:
+        return reader.scheme(module)
+
+    def _numbers(self, reader: QuantizationMethod, module: Module) -> Scheme | None:
+        scheme = reader.numbers(module)
+        if isinstance(scheme, Scheme) and not scheme.weight.is_plain:
+            assert self.method is not None
+            raise misbehaved(self.method.offer, f"must make plain numbers of {module.name!r}, got {scheme.weight}")
+        return scheme
+
+    def _experts(self, path: str, args: LinearArgs, experts: ShardPlan, dtype: str, ask: _Ask) -> Scheme:
+        """The scheme of one stack, as ``ask`` has the method answer. Raises _UnlikeError for experts unlike each
+        other."""
         numbers = range(experts.full)  # a checkpoint's tensors of other ranks' experts must be known to be skipped
         stack = self._stack_key(path, args) if self.method is not None else None
         if stack is not None:
@@ -139,34 +182,43 @@ class Quantization:
             names = [f"{number}.{part}" if len(args.parts) > 1 else str(number) for part, _ in args.parts]
             keys = [(path, name) for name in names]
             parts = zip(keys, args.parts, strict=True)
-            schemes = [self._scheme(key, rows, args, dtype, number) for key, (_, rows) in parts]
+            schemes = [self._scheme(key, rows, args, dtype, number, ask) for key, (_, rows) in parts]
             whole = merge_schemes(schemes, [rows for _, rows in args.own_parts])
             first = first or whole
             if whole is None and all(scheme == schemes[0] for scheme in schemes):
                 block = max(s.block[0] for s in schemes[0].weight.scales)
                 if args.row_shards and merge_schemes(schemes, [rows for _, rows in args.parts]) is not None:
-                    raise _cut(path, block, args.row_shards[0], "rows", _WHOLE_EXPERTS + _FEWER)
+                    raise cut_error(path, block, args.row_shards[0], "rows", WHOLE_EXPERTS + FEWER)
                 raise CheckpointError(
                     f"layer {path!r}: an expert's {' and '.join(part for part, _ in args.parts)} share one matrix, and "
                     f"the scales' blocks of {block} rows do not divide the {args.own_parts[0][1]} rows that each has "
                     "here; quantize these experts with other scales"
                 )
             if whole is None or first is None or whole.pair != first.pair:
-                raise CheckpointError(
+                raise _UnlikeError(
                     f"layer {path!r}: the matrices of expert {number} are quantized unlike each other, or unlike those "
                     "of the experts before it, and experts run all at once; quantize all experts of a layer alike"
                 )
             self._shards.update({key: (rows, args.column_shard) for key, rows in zip(keys, shards, strict=True)})
         assert first is not None
-        check_shards(path, first, args, _WHOLE_EXPERTS)
+        check_shards(path, first, args, WHOLE_EXPERTS)
         return by_row(first)
 
     def _stack_key(self, path: str, args: LinearArgs) -> tuple[str, str | None] | None:
-        """The key of the tensor that holds all experts at ``path``; None where each has tensors of its own."""
-        part = args.parts[0][0]
-        if (path, f"0.{part}" if len(args.parts) > 1 else "0") in self._modules:
-            return None
-        return next((key for key in self._modules if key[0] == path), None)
+        """The key of the tensor that holds all experts at ``path``; None where each has tensors of its own.
+
+        Of a model that names both, the checkpoint tells which it has; where it has neither, the first that is named.
+        """
+        first = (path, f"0.{args.parts[0][0]}" if len(args.parts) > 1 else "0")
+        named = [key for key in self._modules if key[0] == path and (key == first or not (key[1] or "")[:1].isdigit())]
+        stored = [key for key in named if self._is_stored(self._modules[key])]
+        key = next(iter(stored or named), None)
+        return None if key == first else key
+
+    def _is_stored(self, module: str) -> bool:
+        """Whether the checkpoint has a tensor of ``module``: under its name, or one that begins with it."""
+        assert self.method is not None
+        return any(name.startswith(module) for name in self.method.tensors.names)
 
     def _stack(self, key: tuple[str, str | None], args: LinearArgs, experts: ShardPlan, dtype: str) -> Scheme:
         """The scheme of experts whose matrices one tensor holds."""
@@ -190,11 +242,17 @@ class Quantization:
         scheme = self._asked(key, module, dtype)
         self._shards[key] = (args.row_shards or (None,))[0], args.column_shard
         self._stacks[key[0]] = experts
-        check_shards(key[0], scheme, args, _WHOLE_EXPERTS)
+        check_shards(key[0], scheme, args, WHOLE_EXPERTS)
         return by_row(scheme)
 
     def _scheme(
-        self, key: tuple[str, str | None], rows: int, args: LinearArgs, dtype: str, expert: int | None = None
+        self,
+        key: tuple[str, str | None],
+        rows: int,
+        args: LinearArgs,
+        dtype: str,
+        expert: int | None = None,
+        ask: _Ask | None = None,
     ) -> Scheme:
         name = self._modules.get(key)
         if name is None and key[1] is None:  # a part on its own asks again, under its own path
@@ -207,7 +265,8 @@ class Quantization:
                 self.method.reader.leave_tied_head()
             module = Module(name, rows, args.in_features)
             return self._asked(key, module, dtype, lambda reader: reader.embedding(module, tied=True))
-        return self._asked(key, Module(name, rows, args.in_features, args.kind, expert), dtype)
+        module = Module(name, rows, args.in_features, args.kind, expert)
+        return self._asked(key, module, dtype, None if ask is None else lambda reader: ask(reader, module))
 
     def embedding(self, path: str, rows: int, columns: int, dtype: str, shard: ShardPlan | None) -> None:
         """Note how the checkpoint stores the embedding at ``path``, whose weight becomes numbers of ``dtype``.
@@ -293,48 +352,6 @@ def _cache_scale(name: str, rank: int, path: str, slot: str, factor: float) -> R
     dtypes = ("float32", "bfloat16", "float16")
     stored = StoredTensor(last, (Dim(None),) * rank, dtypes, (slot,), lambda x: {slot: x.reshape(1).float() * factor})
     return Reading(stored, Module(attention, 1, 1), {slot: f"{path}.{slot}"})
-
-
-def check_shards(path: str, scheme: Scheme, args: LinearArgs, advice: str = "") -> None:
-    """Raise ConfigError where a rank's piece of a matrix cuts what is quantized as one.
-
-    ``advice`` comes before that to use fewer ranks.
-    """
-    columns = args.column_shard
-    if columns is not None and scheme.weight.permuted:
-        raise ConfigError(
-            f"--tensor-parallel-size {len(columns.ranks)}: the columns of layer {path!r} are quantized in groups that "
-            f"are no neighbours (act-order), which cannot be divided; {advice}run it on one rank"
-        )
-    for stored in scheme.stored:
-        if (args.row_shards and _lacks(stored, scheme, "out")) or (columns and _lacks(stored, scheme, "in")):
-            ranks = len((columns or args.row_shards[0]).ranks)
-            raise ConfigError(
-                f"--tensor-parallel-size {ranks}: layer {path!r} is stored in a form that ranks cannot divide (its "
-                f"{stored.name!r} is one piece); {advice}run it on one rank"
-            )
-        for dim in stored.dims:
-            for plan in args.row_shards if dim.axis == "out" else (columns,) if dim.axis == "in" and columns else ():
-                try:
-                    plan.blocks(dim.per)
-                except ValueError:
-                    what = "rows" if dim.axis == "out" else "columns"
-                    raise _cut(path, dim.per, plan, what, advice + _FEWER) from None
-
-
-def _lacks(stored: StoredTensor, scheme: Scheme, axis: Literal["out", "in"]) -> bool:
-    """Whether a tensor whose slots differ along ``axis`` of the matrix has no such axis itself. Where several rows have
-    one scale, it may be of a merged matrix, and then is one number."""
-    groups = axis == "in" and any(scale.block[1] != -1 for scale in scheme.weight.scales[:1])
-    differs = "weight" in stored.fills or (groups and "weight_scale" in stored.fills)
-    return differs and all(dim.axis != axis for dim in stored.dims)
-
-
-def _cut(path: str, block: int, plan: ShardPlan, what: str, advice: str) -> ConfigError:
-    return ConfigError(
-        f"--tensor-parallel-size {len(plan.ranks)}: layer {path!r} is quantized in blocks of {block}, and ranks would "
-        f"have {plan.size} of its {plan.full} {what} each, which cuts blocks; {advice}"
-    )
 
 
 def split_address(address: str) -> tuple[str, str, str | None]:
