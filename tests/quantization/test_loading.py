@@ -12,9 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hardpoint.checkpoint.gguf.container import Container
+from hardpoint.checkpoint.gguf.types import BLOCKS
+from tests.checkpoint.gguf_writer import Blocks, write_gguf
 from tests.quantization.fixtures.base_model import CONFIG, write_tokenizer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+FIXTURES = Path(__file__).parent / "fixtures" / "gguf"
 CONSTANT = 24 * 2**20
 """Bytes that do not grow with the model: 16 MiB of the file are mapped, and the tensor that is quantized."""
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
@@ -79,3 +83,30 @@ def test_of_a_larger_model(tmp_path: Path, larger_model: Path, settings: tuple[s
     held, peak = load(tmp_path, larger_model, *settings)
     assert held > 300e6
     assert peak < 1.2 * held
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("down", ["Q4_K", "Q6_K"])
+def test_experts_of_a_gguf_file(tmp_path: Path, down: str) -> None:
+    """Blocks of experts that stay as they are, and that become numbers since not all have one type. Nothing is packed."""
+    kinds = {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K", "ffn_down_exps": down}
+    experts, hidden, width = 64, 512, 768
+    metadata = dict(Container.read(FIXTURES / "qwen3moe.gguf").metadata)
+    for key, value in (("embedding_length", hidden), ("expert_feed_forward_length", width), ("expert_count", experts)):
+        metadata[f"qwen3moe.{key}"] = value
+    tensors: dict[str, torch.Tensor | Blocks] = {}
+    for name, content in Container.read(FIXTURES / "qwen3moe.gguf").tensors.items():
+        heads = name.endswith(("attn_k.weight", "attn_v.weight"))
+        shape = [hidden if n == 32 and not (heads and axis == 0) else n for axis, n in enumerate(content.shape)]
+        inner = name.split(".")[2] if name.startswith("blk.") else ""
+        if inner in kinds:
+            columns, kind = (width, hidden) if inner == "ffn_down_exps" else (hidden, width), BLOCKS[kinds[inner]]
+            stored = torch.ones(experts, columns[1], columns[0] // kind.columns, kind.size, dtype=torch.uint8)
+            tensors[name] = Blocks(kind.name, stored)
+        else:
+            tensors[name] = torch.ones([experts if inner == "ffn_gate_inp" and n == 3 else n for n in shape])
+    file = tmp_path / "model.gguf"
+    write_gguf(file, metadata, tensors)
+    held, peak = load(tmp_path, file, "moe_backend=reference")
+    assert held > (80e6 if down == "Q4_K" else 280e6)
+    assert peak < 1.2 * held + CONSTANT

@@ -30,9 +30,21 @@ def gpt_oss(config: HFConfig) -> CausalLMArgs:
         swiglu_alpha=config.number("swiglu_alpha", MoEArgs.swiglu_alpha),
         swiglu_limit=config.number("swiglu_limit", MoEArgs.swiglu_limit),
     )
-    feed_forward = Sublayer(experts, linear_names({"mlp.router": "router"}, bias=True) | _EXPERTS)
+    names = linear_names({"mlp.router": "router"}, bias=True) | _EXPERTS | _apart(sparse.router.num_experts)
+    feed_forward = Sublayer(experts, names)
     blocks = []
     for window in windows(config):
         mixer = attention(config, default_theta=150_000.0, qkv_bias=bias, out_bias=bias, window=window, sinks=True)
         blocks.append(Block(mixer, feed_forward, norm))
     return decoder(config, blocks)
+
+
+def _apart(experts: int) -> dict[str, str]:
+    """Names of tensors of one expert each, as they are made of files that hold gate and up apart."""
+    names = {}
+    for e in range(experts):
+        for tensor in ("weight", "bias"):
+            names[f"mlp.experts.{e}.gate_proj.{tensor}"] = f"experts.w13.{tensor}[{e}.gate]"
+            names[f"mlp.experts.{e}.up_proj.{tensor}"] = f"experts.w13.{tensor}[{e}.up]"
+            names[f"mlp.experts.{e}.down_proj.{tensor}"] = f"experts.w2.{tensor}[{e}]"
+    return names

@@ -6,10 +6,11 @@ checkpoint: ``conversion/*.py`` there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hardpoint.checkpoint.gguf.derived import deepseek2, gpt_oss
 from hardpoint_plugin_api import CheckpointError, UnknownNameError
 
 KEYS: Mapping[str, str] = {
@@ -50,6 +51,26 @@ _EXPERT_KEYS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_LATENT = {
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_DEEPSEEK = _LATENT | _NORMS | _DENSE | _EXPERTS
+_DEEPSEEK |= {f"ffn_{x}_shexp": f"mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")}
+_DEEPSEEK_KEYS = {
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 _CAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -75,6 +96,8 @@ class Architecture:
     permuted: bool = False
     norms_plus_one: bool = False
     wide_queries: int | None = None
+    bare: frozenset[str] = frozenset()
+    derive: Callable[[Mapping[str, Any], dict[str, Any]], None] | None = None
 
 
 _LLAMA = _ATTENTION | _NORMS | _DENSE
@@ -110,6 +133,32 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _EXPERT_KEYS,
         {"norm_topk_prob": True},
     ),
+    "deepseek2, experts": Architecture("DeepseekV2ForCausalLM", _DEEPSEEK, _DEEPSEEK_KEYS, derive=deepseek2),
+    "deepseek2, experts by sigmoid": Architecture(
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+        _DEEPSEEK_KEYS,
+        bare=frozenset({"exp_probs_b"}),
+        derive=deepseek2,
+    ),
+    "gpt-oss, experts": Architecture(
+        "GptOssForCausalLM",
+        _ATTENTION
+        | _EXPERTS
+        | {
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        {
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "attention.sliding_window": "sliding_window",
+        },
+        bare=frozenset({"attn_sinks"}),
+        derive=gpt_oss,
+    ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
         _NORMS
@@ -134,7 +183,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         wide_queries=62,
     ),
 }
-"""By ``general.architecture``, with ``, experts`` behind it where the model has experts."""
+"""By ``general.architecture``, with ``, experts`` behind it where the model has experts, and ``by sigmoid`` where it
+scores them so."""
+_SIGMOID = 2
+"""The number of that scoring function."""
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Modules outside of blocks."""
@@ -149,6 +201,8 @@ def architecture_of(metadata: Mapping[str, Any], file: object) -> Architecture:
     if not isinstance(name, str):
         raise CheckpointError(f"{file}: general.architecture must be a text, got {name!r:.80}; is it a model's file?")
     key = f"{name}, experts" if metadata.get(f"{name}.expert_count") else name
+    if metadata.get(f"{name}.expert_gating_func") == _SIGMOID:
+        key += " by sigmoid"
     if key not in ARCHITECTURES:
         raise UnknownNameError("GGUF architecture", key, ARCHITECTURES, f"It stands in {file}.")
     return ARCHITECTURES[key]

@@ -10,7 +10,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,11 @@ class StoredBytes:
         if self.kind.dtype is not None:
             return self.shape
         return (*self.shape[:-1], self.shape[-1] // self.kind.columns, self.kind.size)
+
+    def part(self, number: int) -> StoredBytes:
+        """The part with one index of the first axis, which is whole rows."""
+        each = self.nbytes // self.shape[0]
+        return replace(self, shape=self.shape[1:], offset=self.offset + number * each)
 
     def mapped(self) -> torch.Tensor:
         """The tensor as a private mapping of its part of the file, which lives as long as the tensor does.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from hardpoint.checkpoint.gguf.architectures import OUTER, ROPE_FACTORS, Architecture
+from hardpoint.checkpoint.gguf.blocks import SPECS
 from hardpoint.checkpoint.gguf.container import Container, StoredBytes
 from hardpoint.checkpoint.tensor_files import TensorFiles
 from hardpoint_plugin_api import CheckpointError, TensorInfo
@@ -22,29 +24,71 @@ _ONE_ROW = ("ffn_gate_inp_shexp",)
 """Matrices of one row, which GGUF holds without that axis."""
 
 
+_UP_KEYS, _UP_VALUES, _UP = "attn_k_b", "attn_v_b", "self_attn.kv_b_proj.weight"
+"""The projections of latents to keys and to values: GGUF has a tensor for each, Hugging Face one for both."""
+
+
+class _Source(Protocol):
+    """Where a tensor comes from."""
+
+    @property
+    def info(self) -> TensorInfo:
+        """Its shape and dtype."""
+        ...
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, mapped; a copy where its rows or numbers change."""
+        ...
+
+
 @dataclass(frozen=True)
-class _Source:
-    """Where a tensor comes from. ``expert``: its place in a tensor of all experts. ``heads``: rows are permuted."""
+class _Stored:
+    """A tensor of the file. ``heads``: rows are permuted. ``one_row``: the axis of rows is left out there."""
 
     stored: StoredBytes
-    expert: int | None = None
     heads: int | None = None
     minus_one: bool = False
     one_row: bool = False
 
     @property
     def info(self) -> TensorInfo:
-        shape = self.stored.mapped_shape[0 if self.expert is None else 1 :]
+        shape = self.stored.mapped_shape
         return TensorInfo((1, *shape) if self.one_row else shape, self.stored.dtype)
 
-    def view(self, mapped: torch.Tensor) -> torch.Tensor:
-        """The tensor, given the whole that it is a part of; a copy where its rows or numbers change."""
-        tensor = mapped if self.expert is None else mapped[self.expert]
+    def tensor(self) -> torch.Tensor:
+        tensor = self.stored.mapped()
         if self.heads is not None:
             tensor = _in_halves(tensor, self.heads)
         if self.minus_one:
             tensor = tensor.float() - 1
         return tensor[None] if self.one_row else tensor
+
+
+@dataclass(frozen=True)
+class _LatentUp:
+    """The matrix from latents L to keys and values of H heads: ``keys`` [H, L, keys], ``values`` [H, values, L].
+
+    Blocks of ``keys`` lie along an axis that becomes rows, so that all become plain numbers.
+    """
+
+    keys: StoredBytes
+    values: StoredBytes
+
+    @property
+    def info(self) -> TensorInfo:
+        heads, latent, size = self.keys.shape
+        return TensorInfo((heads * (size + self.values.shape[1]), latent), "float32")
+
+    def tensor(self) -> torch.Tensor:
+        return torch.cat([_numbers(self.keys).transpose(1, 2), _numbers(self.values)], dim=1).flatten(0, 1)
+
+
+def _numbers(stored: StoredBytes) -> torch.Tensor:
+    """The numbers of a tensor, float32 in its own shape."""
+    mapped = stored.mapped()
+    if stored.kind.dtype is not None:
+        return mapped.float()
+    return SPECS[stored.kind.name].numbers(mapped.flatten(0, -3), torch.float32).view(stored.shape)
 
 
 def _in_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -74,46 +118,57 @@ class GgufTensors(TensorFiles):
         return frozenset(self._sources)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        mapped: tuple[StoredBytes, torch.Tensor] | None = None
         for name, source in self._sources.items():
-            if mapped is None or mapped[0] is not source.stored:
-                mapped = None  # unmapped before the next is
-                mapped = source.stored, source.stored.mapped()
-            yield name, source.view(mapped[1])
+            yield name, source.tensor()
 
     def info(self, name: str) -> TensorInfo:
         return self._sources[name].info
 
     def read(self, name: str) -> torch.Tensor:
-        source = self._sources[name]
-        return source.view(source.stored.mapped()).clone()
+        return self._sources[name].tensor().clone()
 
     def _named(self, stored: StoredBytes) -> Iterator[tuple[str, _Source]]:
         """The tensors that ``stored`` holds, by their names; a name that is not known stays as it is."""
         gguf_module, _, last = stored.name.rpartition(".")
         block, _, inner = gguf_module.removeprefix("blk.").partition(".")
         in_block = gguf_module.startswith("blk.") and block.isdecimal()
+        if in_block and inner in (_UP_KEYS, _UP_VALUES):
+            yield from self._latent_up(block, inner)
+            return
         module = self._architecture.modules.get(inner) if in_block else OUTER.get(gguf_module)
         if module is None:
-            yield stored.name, _Source(stored)
+            yield stored.name, _Stored(stored)
             return
         if in_block:
             module = f"model.layers.{block}.{module}"
         name = f"{module}.{stored.kind.name if stored.kind.dtype is None else last}"
+        if inner in self._architecture.bare:
+            name = module
         if "*" in name:
             for expert in range(stored.shape[0]):
-                yield name.replace("*", str(expert)), _Source(stored, expert)
+                yield name.replace("*", str(expert)), _Stored(stored.part(expert))
             return
         is_norm = module.endswith("norm")
         yield (
             name,
-            _Source(
+            _Stored(
                 stored,
                 heads=self._heads(stored, inner),
                 minus_one=is_norm and self._architecture.norms_plus_one,
                 one_row=inner in _ONE_ROW and len(stored.shape) == 1,
             ),
         )
+
+    def _latent_up(self, block: str, inner: str) -> Iterator[tuple[str, _Source]]:
+        """The one tensor that both make, when the second of them comes. Raises CheckpointError for one alone."""
+        keys, values = (self._container.tensors.get(f"blk.{block}.{part}.weight") for part in (_UP_KEYS, _UP_VALUES))
+        if keys is None or values is None or len(keys.shape) != 3 or len(values.shape) != 3:
+            raise CheckpointError(
+                f"{self._container.file}: tensors {_UP_KEYS} and {_UP_VALUES} of block {block} must both be there, "
+                "with an axis of heads each; convert the model anew"
+            )
+        if inner == _UP_VALUES:
+            yield f"model.layers.{block}.{_UP}", _LatentUp(keys, values)
 
     def _heads(self, stored: StoredBytes, inner: str) -> int | None:
         if not self._architecture.permuted or inner not in _ROTATED:

@@ -1,0 +1,176 @@
+"""Mixtures of experts in GGUF files whose experts are quantized: each stack of them in one tensor of blocks.
+
+``test_gguf.py`` compares the same architectures with Transformers on numbers that are not quantized. Here experts get
+blocks that ggml quantized (``types.gguf``), and Transformers the numbers that gguf-py reads from them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hardpoint.checkpoint.formats import open_files
+from hardpoint.checkpoint.gguf.container import Container
+from hardpoint.checkpoint.gguf.types import BLOCKS
+from hardpoint_plugin_api import CheckpointError
+from tests.checkpoint.gguf_writer import Blocks, write_gguf
+from tests.support.checkpoints import reference_logits
+from tests.support.engines import prompt_logits, small_llm
+
+FIXTURES = Path(__file__).parents[1] / "quantization" / "fixtures" / "gguf"
+MODEL_TYPES = {"qwen3moe": "qwen3_moe", "qwen2moe": "qwen2_moe", "deepseek2-lite": "deepseek_v2", "gpt-oss": "gpt_oss"}
+MODEL_TYPES |= {"deepseek2": "deepseek_v3", "mixtral": "mixtral"}
+PROMPT = torch.randint(3, 64, (30,), generator=torch.Generator().manual_seed(2)).tolist()
+Tensors = dict[str, Any]
+
+
+def drawn_blocks(kind: str, shape: tuple[int, ...], seed: int) -> tuple[Blocks, torch.Tensor]:
+    """A tensor of blocks drawn from those of ``types.gguf``, and its numbers by gguf-py."""
+    stored = Container.read(FIXTURES / "types.gguf").tensors[f"{kind}.weight"].mapped().flatten(0, 1)
+    numbers = load_file(FIXTURES / "types.safetensors")[kind].view(len(stored), -1)
+    columns = BLOCKS[kind].columns
+    size = (*shape[:-1], shape[-1] // columns)
+    chosen = torch.randint(len(stored), size, generator=torch.Generator().manual_seed(seed))
+    return Blocks(kind, stored[chosen]), numbers[chosen].flatten(-2)
+
+
+def quantize(name: str, kinds: Mapping[str, str]) -> tuple[dict[str, Any], Tensors, Tensors]:
+    """A fixture's metadata, and its tensors twice: with blocks for those of ``kinds``, and with their numbers."""
+    container = Container.read(FIXTURES / f"{name}.gguf")
+    stored: Tensors = {}
+    plain: Tensors = {}
+    for seed, (tensor, content) in enumerate(container.tensors.items()):
+        kind = kinds.get(tensor.split(".")[2] if tensor.startswith("blk.") and tensor.endswith(".weight") else "")
+        stored[tensor], plain[tensor] = drawn_blocks(kind, content.shape, seed) if kind else (content, content)
+    return dict(container.metadata), stored, plain
+
+
+def transformers_logits(file: Path, folder: Path, model_type: str) -> torch.Tensor:
+    """Transformers' logits of a GGUF file without quantized tensors, under the names that core gives them."""
+    files = open_files(file)
+    config = {key: value for key, value in files.read_json("config.json").items() if key != "head_dim" or value}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type, "dtype": "float32"}))
+    tensors = {name: tensor.float().clone() for name, tensor in files.tensors()}
+    if model_type == "gpt_oss":
+        tensors = in_stacks(tensors, config["num_hidden_layers"], config["num_local_experts"])
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return reference_logits(model, PROMPT)
+
+
+def in_stacks(tensors: dict[str, torch.Tensor], layers: int, experts: int) -> dict[str, torch.Tensor]:
+    """gpt-oss's experts as its checkpoints hold them: gate and up by turns, matrices by columns."""
+    for module in (f"model.layers.{i}.mlp.experts" for i in range(layers)):
+
+        def stack(part: str, module: str = module) -> torch.Tensor:
+            return torch.stack([tensors.pop(f"{module}.{e}.{part}") for e in range(experts)])
+
+        for last, to in (("weight", ""), ("bias", "_bias")):
+            gate, up, down = (stack(f"{x}_proj.{last}") for x in ("gate", "up", "down"))
+            both = torch.stack([gate, up], dim=2).flatten(1, 2)
+            turn: Callable[[torch.Tensor], torch.Tensor] = (lambda x: x) if to else (lambda x: x.transpose(1, 2))
+            tensors[f"{module}.gate_up_proj{to}"], tensors[f"{module}.down_proj{to}"] = turn(both), turn(down)
+    return tensors
+
+
+def compare(tmp_path: Path, model_type: str, metadata: dict[str, Any], stored: Tensors, plain: Tensors) -> str:
+    """Check the engine's logits of the quantized file against Transformers' of the numbers; the experts' specs."""
+    write_gguf(tmp_path / "quantized.gguf", metadata, stored)
+    write_gguf(tmp_path / "plain.gguf", metadata, plain)
+    expected = transformers_logits(tmp_path / "plain.gguf", tmp_path / "plain", model_type)
+    with small_llm(tmp_path / "quantized.gguf", dtype="float32", skip_tokenizer_init=True) as llm:
+        got = prompt_logits(llm, PROMPT)
+        specs = " ".join(str(row.workload) for row in llm.table.rows if row.family == "experts")
+    assert float((got - expected).abs().max() / expected.abs().max()) < 2e-5
+    return specs
+
+
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "spec"),
+    [
+        ("qwen3moe", "Q8_0", "int8@float16:1x32"),
+        ("qwen2moe", "Q4_0", "int4@float16:1x32"),
+        ("deepseek2-lite", "Q5_1", "uint5@float16:1x32+min"),
+        ("deepseek2", "IQ4_NL", "iq4_nl@float16:1x32"),
+        ("gpt-oss", "MXFP4", "float4_e2m1@float8_e8m0fnu:1x32"),
+    ],
+)
+def test_experts_stay_in_their_blocks(tmp_path: Path, name: str, kind: str, spec: str) -> None:
+    specs = compare(tmp_path, MODEL_TYPES[name], *quantize(name, dict.fromkeys(EXPERTS, kind)))
+    assert spec in specs
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "down"), [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q5_K", "Q5_K"), ("Q2_K", "Q2_K", "Q3_K")]
+)
+def test_matrices_of_unlike_types_become_numbers(tmp_path: Path, gate: str, up: str, down: str) -> None:
+    """As Q4_K_M has them: in the first layer alone; the second one's stay in their blocks."""
+    metadata, _, _ = quantize("qwen3moe", {})
+    prefix = "qwen3moe"
+    metadata |= {f"{prefix}.embedding_length": 256, f"{prefix}.expert_feed_forward_length": 256}
+    stored, plain = widened(Container.read(FIXTURES / "qwen3moe.gguf"))
+    kinds = {f"blk.0.ffn_{x}_exps.weight": kind for x, kind in (("gate", gate), ("up", up), ("down", down))}
+    kinds |= {f"blk.1.{name}.weight": down for name in EXPERTS}
+    for seed, (name, kind) in enumerate(kinds.items()):
+        stored[name], plain[name] = drawn_blocks(kind, tuple(plain[name].shape), seed)
+    specs = compare(tmp_path, "qwen3_moe", metadata, stored, plain)
+    assert "spec=float32/float32" in specs
+    assert "@float16:1x256" in specs
+
+
+def widened(container: Container) -> tuple[Tensors, Tensors]:
+    """Random tensors in the shapes of a model of 256 in place of 32 columns, twice."""
+    generator = torch.Generator().manual_seed(3)
+    tensors: Tensors = {}
+    for name, content in container.tensors.items():
+        heads = name.endswith(("attn_k.weight", "attn_v.weight"))
+        shape = [256 if size == 32 and not (heads and axis == 0) else size for axis, size in enumerate(content.shape)]
+        tensors[name] = 0.1 * torch.randn(shape, generator=generator) + float(len(shape) == 1)
+    return dict(tensors), dict(tensors)
+
+
+def test_matrices_that_no_block_divides(tmp_path: Path) -> None:
+    """llama.cpp leaves those of 48 columns as they are: gate and up become numbers, too."""
+    specs = compare(tmp_path, "mixtral", *quantize("mixtral", {"ffn_gate_exps": "Q8_0", "ffn_up_exps": "Q8_0"}))
+    assert "spec=float32/float32" in specs
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0"])
+def test_latents_become_plain_numbers(tmp_path: Path, kind: str) -> None:
+    """The blocks of keys lie across what becomes rows."""
+    metadata, stored, plain = quantize("deepseek2", {})
+    for seed, name in enumerate(n for n in list(stored) if n.endswith("attn_kv_a_norm.weight")):
+        block = name.removesuffix("attn_kv_a_norm.weight")
+        for part, shape in (("attn_k_b", (4, 32, 32)), ("attn_v_b", (4, 12, 32))):
+            tensor = f"{block}{part}.weight"
+            stored[tensor], plain[tensor] = drawn_blocks(kind, shape, seed)
+        for part, columns in (("attn_kv_a_norm", ()), ("attn_kv_a_mqa", (32,))):
+            rows = 32 if part == "attn_kv_a_norm" else 40
+            wide = torch.randn(rows, *columns, generator=torch.Generator().manual_seed(seed))
+            stored[f"{block}{part}.weight"] = plain[f"{block}{part}.weight"] = wide
+        for part, rows in (("attn_q_b", 4 * 40), ("attn_q", 4 * 40)):
+            if f"{block}{part}.weight" in stored:
+                wide = 0.3 * torch.randn(rows, 20, generator=torch.Generator().manual_seed(seed))
+                stored[f"{block}{part}.weight"] = plain[f"{block}{part}.weight"] = wide
+    prefix = "deepseek2.attention"
+    metadata |= {f"{prefix}.kv_lora_rank": 32, f"{prefix}.key_length_mla": 40, f"{prefix}.key_length": 40}
+    compare(tmp_path, "deepseek_v3", metadata, stored, plain)
+
+
+def test_one_of_two_tensors_of_latents_is_missing(tmp_path: Path) -> None:
+    metadata, stored, _ = quantize("deepseek2", {})
+    stored.pop("blk.0.attn_v_b.weight")
+    write_gguf(tmp_path / "m.gguf", metadata, stored)
+    with pytest.raises(CheckpointError, match=r"tensors attn_k_b and attn_v_b of block 0 must both be there"):
+        open_files(tmp_path / "m.gguf").tensors()
