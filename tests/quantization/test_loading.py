@@ -88,7 +88,7 @@ def test_of_a_larger_model(tmp_path: Path, larger_model: Path, settings: tuple[s
 @pytest.mark.nightly
 @pytest.mark.parametrize("down", ["Q4_K", "Q6_K"])
 def test_experts_of_a_gguf_file(tmp_path: Path, down: str) -> None:
-    """Blocks of experts that stay as they are, and that become numbers since not all have one type. Nothing is packed."""
+    """Blocks of experts that stay as they are, or become numbers since not all have one type. Nothing is packed."""
     kinds = {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q4_K", "ffn_down_exps": down}
     experts, hidden, width = 64, 512, 768
     metadata = dict(Container.read(FIXTURES / "qwen3moe.gguf").metadata)
