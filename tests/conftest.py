@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is loaded, here and in every process that a test starts: threads of OpenMP that wait for work leave the
@@ -26,6 +28,17 @@ OURS = {"core", "cpu", "cuda", "rocm", "xpu", "sim"}  # sim: the simulated accel
 
 LONGEST = ("tests/engine/test_simulated_device.py", "tests/docs/test_docs.py")
 """Files whose tests start long child processes: one that began last would keep a run from ending."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without garbage collections, and keep them off what is there then: a million objects that all stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
