@@ -93,6 +93,11 @@ def soil_allocator(like: Iterable[torch.Tensor]) -> None:
 class PoisonedAllocations(TorchDispatchMode):
     """While it is on, memory that torch hands out uninitialised is full of poison."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's own hook: otherwise a first call imports its compiler, which takes a second or two."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

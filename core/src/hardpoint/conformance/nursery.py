@@ -27,7 +27,6 @@ from pkgutil import iter_modules
 # Checks would otherwise import these in each process again. The last is read by metadata of distributions.
 import covertable  # type: ignore[import-untyped]  # noqa: F401  # it ships no types
 import importlib_metadata._adapters  # noqa: F401
-import torch.profiler  # noqa: F401
 
 from hardpoint.conformance import families, worker
 from hardpoint.plugin_host import discover

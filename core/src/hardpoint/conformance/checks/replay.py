@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd.profiler import profile
 
 from hardpoint.conformance.memory import equal_bits, poison
 from hardpoint.conformance.probe import Chained, Probe, refill, run
@@ -146,10 +147,9 @@ def allocation(probe: Probe, seed: int) -> Finding:
 
 def _taken(call: Call, calls: int, site: Site) -> int:
     """Bytes that are held after ``calls`` and were not before, by torch's profiler, and by the device's own count."""
-    from torch.profiler import ProfilerActivity, profile
-
     before = _held(site)
-    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    # Not torch.profiler, whose start imports torch's compiler: that takes two seconds.
+    with torch.inference_mode(), profile(use_kineto=True, profile_memory=True) as profiled:
         for _ in range(calls):
             call.plan()
             outputs = call.run()
@@ -157,8 +157,8 @@ def _taken(call: Call, calls: int, site: Site) -> int:
         site.platform.synchronize()  # what a copy under way reads from is held until then
         gc.collect(1)  # what a call leaves in cycles is young; a full collection would cost more than the check
     # The raw events: building the profiler's own tables of them takes seconds where a kernel calls many operators.
-    raw: Any = profiled.profiler
-    profiled_bytes = sum(event.nbytes() for event in raw.kineto_results.events() if event.name() == "[memory]")
+    raw: Any = profiled.kineto_results
+    profiled_bytes = sum(event.nbytes() for event in raw.events() if event.name() == "[memory]")
     return max(int(profiled_bytes), _held(site) - before)
 
 
