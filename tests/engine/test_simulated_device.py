@@ -26,24 +26,29 @@ def test_the_device_and_its_kernels(site: Path, tmp_path: Path) -> None:
     check(site, tmp_path, "tests/simulated_device")
 
 
+PARTS = ("generation", "sampler", "sleep", "states")
 OF_THE_DEVICE = (
-    "preempt or how_the_engine_is_set_up or step_that_fails or after_sleep or waking_up or other_weights "
-    "or left_behind or memory_that_is_gone or lives_of_slots or edge_of_a_block or prefixes_chunks"
+    "(do_not_depend and (async_scheduling or eager or block_size)) or preempt or step_that_fails or after_sleep or waking_up "
+    "or other_weights or left_behind or memory_that_is_gone or lives_of_slots or edge_of_a_block or prefixes_chunks"
 )
 """In names of tests: memory, copies, events and lengths of the device. Others hardly depend on it."""
 
 
-@pytest.mark.parametrize("chosen", [OF_THE_DEVICE, pytest.param("", marks=pytest.mark.nightly)], ids=["part", "whole"])
-def test_engines_run_on_it(site: Path, tmp_path: Path, chosen: str) -> None:
+def test_engines_run_on_it(site: Path, tmp_path: Path) -> None:
+    """The tests of ``OF_THE_DEVICE``, and of speculation, drafts that are verified before they are known.
+
+    One child process: each imports Transformers' models and torch's compiler for some seconds.
+    """
+    latents = "tests/engine/test_latent_attention.py::test_prefixes_chunks_and_preemption[dense-True]"
+    files = (f"tests/engine/test_{part}.py" for part in (*PARTS, "speculation"))
+    chosen = f"(({OF_THE_DEVICE}) and not test_speculation) or (test_speculation and reads)"
+    check(site, tmp_path, "-k", chosen, latents, *files)
+
+
+@pytest.mark.nightly
+def test_whole_engines_run_on_it(site: Path, tmp_path: Path) -> None:
     latents = "tests/engine/test_latent_attention.py::test_prefixes_chunks_and_preemption"
-    if chosen:
-        latents += "[dense-True]"
-    parts = ("generation", "sampler", "sleep", "states")
-    check(site, tmp_path, "-k", chosen, latents, *(f"tests/engine/test_{part}.py" for part in parts))
-
-
-def test_drafts_are_verified_on_it_before_they_are_known(site: Path, tmp_path: Path) -> None:
-    check(site, tmp_path, "tests/engine/test_speculation.py", "-k", "reads")
+    check(site, tmp_path, latents, *(f"tests/engine/test_{part}.py" for part in PARTS))
 
 
 @pytest.mark.nightly
@@ -51,21 +56,16 @@ def test_adapters_are_served_on_it(site: Path, tmp_path: Path) -> None:
     check(site, tmp_path, "tests/engine/test_lora.py", "-k", "replayed or ahead or sleep or quantized")
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        "greedy and ahead and graphs",
-        pytest.param("greedy", marks=pytest.mark.nightly),
-    ],
-    ids=["part", "whole"],
-)
-def test_no_step_waits_but_for_tokens(site: Path, tmp_path: Path, chosen: str) -> None:
+def test_no_step_waits_but_for_tokens_and_replays_are_compared(site: Path, tmp_path: Path) -> None:
     """Greedily: the reference that draws looks at the settings of requests, which are on the device."""
-    check(site, tmp_path, "-m", "accelerator", "-k", chosen, "tests/engine/test_waiting.py")
+    files = ("tests/engine/test_waiting.py", "tests/engine/test_replay_on_device.py")
+    chosen = "test_replay_on_device or (greedy and ahead and graphs)"
+    check(site, tmp_path, "-m", "accelerator", "-k", chosen, *files)
 
 
-def test_replays_are_compared_on_it(site: Path, tmp_path: Path) -> None:
-    check(site, tmp_path, "-m", "accelerator", "tests/engine/test_replay_on_device.py")
+@pytest.mark.nightly
+def test_no_greedy_step_waits_but_for_tokens(site: Path, tmp_path: Path) -> None:
+    check(site, tmp_path, "-m", "accelerator", "-k", "greedy", "tests/engine/test_waiting.py")
 
 
 @pytest.mark.nightly
