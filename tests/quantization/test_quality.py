@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from hardpoint.bench import quality as quality_bench
 from hardpoint.bench.quality import quality
+from hardpoint.checkpoint.source import demo_model
 from hardpoint.cli.main import run
 from hardpoint.config import EngineConfig
+from tests.support.checkpoints import write_checkpoint
 
 
 def test_goals_on_a_part_of_the_text() -> None:
@@ -27,9 +30,26 @@ def test_goals_on_a_part_of_the_text() -> None:
     assert rows["bfloat16"].note == "1,022 tokens scored"
 
 
+def test_a_checkpoint_is_measured_on_the_tokens_of_the_model(tmp_path: Path) -> None:
+    """It needs no tokenizer of its own."""
+    model, copy = tmp_path / "model", tmp_path / "copy"
+    write_checkpoint(model, "qwen3", vocab_size=4096, max_position_embeddings=1024)
+    shutil.copytree(model, copy)
+    shutil.copy(demo_model() / "tokenizer.json", model)
+    settings = {"text": None, "dtype": "float32", "platform": "cpu", "cache_dtypes": ()}
+    result = quality(str(model), (), tokens=512, checkpoints=(str(copy),), **settings)  # type: ignore[arg-type]  # click's own options
+    rows = {row.name: row for row in result.rows}
+    assert rows["copy"].value == rows["float32"].value == rows["copy"].peer
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--method", "bogus"], "bogus"), (["--kv-cache-dtype", "bogus"], "bogus"), (["--method", "int8:x=1"], "x")],
+    [
+        (["--method", "bogus"], "bogus"),
+        (["--checkpoint", "missing/model"], "missing/model"),
+        (["--kv-cache-dtype", "bogus"], "bogus"),
+        (["--method", "int8:x=1"], "x"),
+    ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_asked_wrongly_is_refused_before_anything_is_measured(

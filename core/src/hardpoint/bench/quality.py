@@ -8,7 +8,7 @@ import click
 
 from hardpoint import LLM, SamplingParams
 from hardpoint.bench.registry import BenchResult, BenchRow, benchmark
-from hardpoint.checkpoint.source import demo_model
+from hardpoint.checkpoint.source import demo_model, resolve_model
 from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import draw
 from hardpoint_plugin_api import ConfigError
@@ -45,6 +45,13 @@ _WINDOW = 512
     help="Data type of a KV cache to measure too; repeatable.",
 )
 @click.option(
+    "--checkpoint",
+    "checkpoints",
+    multiple=True,
+    metavar="MODEL",
+    help="Checkpoint of the same model that is quantized already, to measure too; repeatable. Its tokens are MODEL's.",
+)
+@click.option(
     "--text",
     type=click.Path(path_type=Path, dir_okay=False),
     help="File of UTF-8 text to predict. Default: the demo model's held-out text.",
@@ -71,8 +78,10 @@ def quality(
     tokens: int,
     dtype: str,
     platform: str | None,
+    checkpoints: tuple[str, ...] = (),
 ) -> BenchResult:
-    """Measure the mean loss of MODEL, in nats per token, when it is quantized while loading by each METHOD.
+    """Measure the mean loss of MODEL, in nats per token, when it is quantized while loading by each METHOD, and of
+    each checkpoint of the same model that is quantized already.
 
     The text is cut into windows of 512 tokens; a token is predicted from those before it in its window. The peer is the
     loss of the same model on the same tokens, unquantized.
@@ -85,6 +94,9 @@ def quality(
         changes[method] = {"quantization": name, "quantization_options": options}
     changes |= {f"cache {cache}": {"kv_cache_dtype": cache} for cache in cache_dtypes}
     configs = {name: EngineConfig.create(model=model, **common, **change) for name, change in changes.items()}
+    tokenizer = str(resolve_model(model)) if checkpoints else ""
+    for checkpoint in checkpoints:
+        configs[Path(checkpoint).name] = EngineConfig.create(model=checkpoint, tokenizer=tokenizer, **common)
     for config in configs.values():
         draw(config)  # refuses what is asked wrongly, before the first is measured
     losses = {name: _loss(config, words, tokens) for name, config in configs.items()}
