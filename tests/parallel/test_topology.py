@@ -65,6 +65,18 @@ def test_places() -> None:
     assert (place.members("ep"), place.members("expert_tp")) == ((4, 6), (6, 7))
 
 
+def test_places_of_ranks_that_share_experts_with_other_replicas() -> None:
+    """Experts are divided among the ranks of a stage in all replicas; the other groups are within a replica."""
+    topology = Topology(tensor=2, expert=4, pipeline=2, data=2, replica=1)
+    assert (topology.size, topology.world, topology.shares_experts) == (4, 8, True)
+    place = topology.on_this_host(2)
+    assert (place.stage, place.answers, place.world_rank, place.local_rank) == (1, True, 6, 6)
+    assert (place.members("tp"), place.members("pp")) == ((6, 7), (4, 6))
+    assert (place.members("ep"), place.members("expert_tp")) == ((2, 3, 6, 7), (6,))
+    apart = Topology(tensor=2, expert=2, pipeline=2, data=2, replica=1)
+    assert (apart.world, apart.on_this_host(2).members("ep")) == (4, (2, 3))
+
+
 def test_places_of_processes_that_torchrun_started() -> None:
     told = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "there"}
     topology = Topology(tensor=2, pipeline=2)

@@ -72,11 +72,13 @@ def check_equal(control: ControlGroup, own: Choices, topology: Topology, expecte
     """
     everyone = control.exchange(own)
     title, wanted = ("rank 0", everyone[0]) if expected is None else ("the engine's own process", expected)
+    of_stages = {0: (title, wanted)}
     for rank, found in enumerate(everyone):
-        if rank and rank in topology.first_ranks:
-            wanted = replace(found, plugins=wanted.plugins)
-            if found == wanted:
-                title = f"rank {rank}"
+        stage = topology.stage_of(rank)
+        if stage not in of_stages:
+            first = replace(found, plugins=wanted.plugins)
+            of_stages[stage] = f"rank {rank}" if found == first else title, first
+        title, wanted = of_stages[stage]
         if found != wanted:
             raise HardpointError(
                 f"rank {rank} does not agree with {title}; every rank must have the same plugins in the same versions, "

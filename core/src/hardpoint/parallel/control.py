@@ -22,7 +22,10 @@ class RankLostError(EngineError):
 
 
 class ControlGroup:
-    """All ranks of one engine, or of one pipeline stage. Every rank makes the same calls in the same order."""
+    """All ranks that collectives connect, or those of one pipeline stage.
+
+    Every rank makes the same calls in the same order.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """``group`` has all ranks; without one this rank is alone."""
@@ -36,11 +39,12 @@ class ControlGroup:
         return cls(process_group("gloo", own, rank, world, timeout, on_one_host=on_one_host))
 
     def of_stage(self, place: Coordinates, store: Store, timeout: float) -> ControlGroup:
-        """Join the group of the ranks of this rank's pipeline stage: this group where there is one stage."""
-        if place.topology.pipeline == 1:
+        """Join the group of the ranks of this rank's replica and pipeline stage: this group where that has all."""
+        ranks = place.members("tp")
+        if len(ranks) == self.world:
             return self
-        own, ranks = PrefixStore(f"stage/{place.stage}", store), place.members("tp")
-        return self.join(own, ranks.index(place.rank), len(ranks), timeout, on_one_host=place.on_one_host)
+        own = PrefixStore(f"stage/{ranks[0]}", store)
+        return self.join(own, ranks.index(place.world_rank), len(ranks), timeout, on_one_host=place.on_one_host)
 
     def exchange(self, value: T) -> list[T]:
         """The value of every rank, in their order. Raises RankLostError where one is gone."""

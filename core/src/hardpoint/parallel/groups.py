@@ -198,7 +198,7 @@ class Groups:
     @classmethod
     def at(cls, place: Coordinates) -> Self:
         """The groups of the rank at ``place``."""
-        return cls(*(Group(name, place.members(name), place.rank) for name in GROUPS))
+        return cls(*(Group(name, place.members(name), place.world_rank) for name in GROUPS))
 
     def parallel(self, backend: str, place: Coordinates, timeout: float) -> Parallel:
         """The groups that layers are constructed with; ``timeout`` is that of a step, in seconds."""

@@ -21,7 +21,8 @@ class Topology:
     is divided. ``expert`` divides ``tensor``. The ranks of a stage have consecutive numbers.
 
     ``data`` replicas on this host have so many ranks each, and this is the topology of the one of number ``replica``.
-    Nothing but their places on the host connects the ranks of two replicas.
+    Nothing but their places on the host connects the ranks of two replicas, unless ``expert`` is ``data`` x ``tensor``:
+    then the ranks of all replicas share the experts of a stage, and are numbered through.
     """
 
     tensor: int = 1
@@ -39,6 +40,20 @@ class Topology:
     def local_size(self) -> int:
         """The number of ranks of all replicas on this host."""
         return self.data * self.size
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether replicas share experts, so that they run every step together."""
+        return self.expert > self.tensor
+
+    @property
+    def world(self) -> int:
+        """The number of ranks that collectives connect: of a replica, or of all that share experts."""
+        return self.local_size if self.shares_experts else self.size
+
+    def stage_of(self, rank: int) -> int:
+        """The pipeline stage of ``rank``, one of the world's."""
+        return rank % self.size // self.tensor
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
@@ -82,7 +97,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The place of one rank: its number in the engine, and on its host, as ``local_rank`` of ``local_ranks``."""
+    """The place of one rank: its number in the replica, and on its host, as ``local_rank`` of ``local_ranks``."""
 
     topology: Topology = Topology()
     rank: int = 0
@@ -93,21 +108,35 @@ class Coordinates:
     @property
     def stage(self) -> int:
         """The pipeline stage."""
-        return self.rank // self.topology.tensor
+        return self.topology.stage_of(self.rank)
+
+    @property
+    def world_rank(self) -> int:
+        """Its number among all ranks that collectives connect."""
+        return self._first + self.rank
+
+    @property
+    def _first(self) -> int:
+        """The replica's first rank in the world."""
+        return self.topology.replica * self.topology.size if self.topology.shares_experts else 0
 
     @property
     def answers(self) -> bool:
-        """Whether this rank answers for the engine: the first of the last stage."""
+        """Whether this rank answers for the replica: the first of the last stage."""
         return self.rank == self.topology.first_ranks[-1]
 
     def members(self, group: GroupName) -> tuple[int, ...]:
-        """The ranks of this rank's group of that name, ascending. Neighbours share the slices of the same experts."""
-        tensor, slices = self.topology.tensor, self.topology.tensor // self.topology.expert
-        stage = range(self.stage * tensor, (self.stage + 1) * tensor)
+        """The ranks of this rank's group of that name, by their numbers in the world, ascending.
+
+        Neighbours share the slices of the same experts.
+        """
+        topology, own = self.topology, range(self._first, self._first + self.topology.size)
         if group == "pp":
-            return tuple(range(self.rank % tensor, self.topology.size, tensor))
+            return tuple(own[self.rank % topology.tensor :: topology.tensor])
+        if group == "tp":
+            return tuple(rank for rank in own if topology.stage_of(rank) == self.stage)
+        sharing = [rank for rank in range(topology.world) if topology.stage_of(rank) == self.stage]
+        slices, rank = len(sharing) // topology.expert, self.world_rank
         if group == "ep":
-            return tuple(rank for rank in stage if rank % slices == self.rank % slices)
-        if group == "expert_tp":
-            return tuple(rank for rank in stage if rank // slices == self.rank // slices)
-        return tuple(stage)
+            return tuple(other for other in sharing if other % slices == rank % slices)
+        return tuple(other for other in sharing if other // slices == rank // slices)
