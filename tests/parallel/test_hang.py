@@ -15,6 +15,10 @@ WAITS = (
     '  File "/site/hardpoint/layers/linear.py", line 88 in forward\n' + RANK
 )
 COMPUTES = 'Thread 0x1 (most recent call first):\n  File "/site/acme/kernel.py", line 3 in apply\n' + RANK
+LISTENS = (
+    'Thread 0x3 (most recent call first):\n  File "/lib/selectors.py", line 415 in select\n'
+    '  File "/site/hardpoint/engine/execution/ranks/rank_process.py", line 179 in listen\n\n'
+)
 IDLE = 'Current thread 0x1 (most recent call first):\n  File "/lib/threading.py", line 331 in wait\n'
 
 
@@ -23,10 +27,11 @@ IDLE = 'Current thread 0x1 (most recent call first):\n  File "/lib/threading.py"
     [
         (WAITS, "waits in all_reduce, called in forward (hardpoint/layers/linear.py:88)"),
         (COMPUTES, "is in apply (kernel.py:3)"),
+        (LISTENS + COMPUTES, "is in apply (kernel.py:3)"),
         (IDLE, "is in no step"),
         ("", "does not react"),
     ],
-    ids=["waits", "computes", "idle", "stopped"],
+    ids=["waits", "computes", "computes beside a listener", "idle", "stopped"],
 )
 def test_it_is_told(stack: str, said: str) -> None:
     assert describe(stack) == said

@@ -23,8 +23,13 @@ def describe(stack: str) -> str:
             if frame["file"].endswith(_GROUPS) and frame["function"] in _COLLECTIVES:
                 caller = next((each for each in frames[number:] if not each["file"].endswith(_GROUPS)), frame)
                 return f"waits in {frame['function']}, called in {_place(caller)}"
-    working = [frames for frames in threads if any(frame["file"].endswith(_RANK) for frame in frames)]
+    working = [frames for frames in threads if any(map(_serves, frames))]
     return f"is in {_place(working[0][0])}" if working else "is in no step"
+
+
+def _serves(frame: dict[str, str]) -> bool:
+    """Whether a frame is of the thread that loads and runs steps; another one listens."""
+    return frame["file"].endswith(_RANK) and frame["function"] != "listen"
 
 
 def _place(frame: dict[str, str]) -> str:
