@@ -89,11 +89,12 @@ class RankGroup(Collectives, Protocol):
 class Parallel:
     """The groups that this rank is in.
 
-    ``tp``: all ranks of a pipeline stage; they share every layer of it. ``ep``: ranks with different experts.
-    ``expert_tp``: ranks with slices of the same experts; the size of ``tp`` is the product of these two. ``pp``: one
-    rank of each pipeline stage, in stage order. ``backend``: the backend of torch.distributed that the platform
-    prefers. ``on_one_host``: all ranks are on this machine. ``timeout``: seconds after which a collective counts as
-    failed.
+    ``tp``: all ranks of a replica's pipeline stage; they share every layer of it. ``ep``: ranks with different experts.
+    ``expert_tp``: ranks with slices of the same experts; the size of ``tp`` is the product of these two. Where replicas
+    share experts, ``ep`` has the ranks of all of them, replica by replica, and ``expert_tp`` has this rank alone.
+    ``pp``: one rank of each pipeline stage, in stage order. ``backend``: the backend of torch.distributed that the
+    platform prefers. ``on_one_host``: all ranks are on this machine. ``timeout``: seconds after which a collective
+    counts as failed.
     """
 
     tp: RankGroup

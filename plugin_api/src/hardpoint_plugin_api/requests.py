@@ -29,6 +29,8 @@ class Feature(StrEnum):
     SEVERAL_HOSTS, communicators, all-to-alls and ops of all ranks: ranks are on more than one machine. EXPERT_BIAS,
     experts: experts have biases; see ``experts``. PIPELINE_STAGES, model and ``decoder_stack``: ranks divide the
     model's blocks. INDEX_LISTS, latent attention: each query reads the positions of a list, see LatentCall.
+    SEVERAL_REPLICAS, all-to-alls: ranks of several replicas share the experts; each has tokens of its own, and any
+    number of them up to a step's most.
     """
 
     SLIDING_WINDOW = "sliding_window"
@@ -43,6 +45,7 @@ class Feature(StrEnum):
     EXPERT_BIAS = "expert_bias"
     PIPELINE_STAGES = "pipeline_stages"
     INDEX_LISTS = "index_lists"
+    SEVERAL_REPLICAS = "several_replicas"
 
 
 FEATURE_SINCE: dict[Feature, ApiVersion] = dict.fromkeys(Feature, ApiVersion(0, 2))

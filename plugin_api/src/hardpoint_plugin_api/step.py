@@ -20,7 +20,8 @@ class ForwardStep:
     for rotary embedding, equal to ``positions`` unless the model counts otherwise ([3, T] where each token has three).
     ``caches``: the cache views of each cache user. ``metadata``: the attention metadata of each user's group; users of
     one group share the object. ``adapters`` int32 [T]: the slot of each token's LoRA adapter, -1 for none; None where
-    no token of the step has one.
+    no token of the step has one. ``replica_tokens``: how many tokens, padding included, each replica has in this step,
+    where replicas share experts; empty where all have as many.
     """
 
     positions: torch.Tensor
@@ -28,6 +29,7 @@ class ForwardStep:
     caches: Sequence[dict[str, torch.Tensor]]
     metadata: Sequence[AttentionMetadata]
     adapters: torch.Tensor | None = None
+    replica_tokens: Sequence[int] = ()
 
     @classmethod
     def empty(cls, device: torch.device) -> ForwardStep:

@@ -1,9 +1,9 @@
 """The feed-forward of a block that is a mixture of experts: router, experts, and what every token goes through.
 
-Axes: T tokens, H hidden, E experts, K experts per token. All ranks have the same tokens. The output of a rank's
-experts, or of its slices of experts, is a partial sum. An all2all that is not ``replicated`` wants tokens of each
-rank's own: there, each routes its share, the all2all brings them to their experts, and ranks gather what became of
-them.
+Axes: T tokens, H hidden, E experts, K experts per token. All ranks of a replica have the same tokens. The output of a
+rank's experts, or of its slices of experts, is a partial sum. An all2all that is not ``replicated`` wants tokens of
+each rank's own: there, each routes its share, the all2all brings them to their experts, and ranks of the replica gather
+the results. Replicas that share experts need such an all2all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MoE(PluggableLayer, name="moe"):
     def __init__(self, ctx: Context, args: MoEArgs) -> None:
         super().__init__(ctx)
         self.args, hidden = args, args.hidden_size
-        self._ep, self._tp, self._returns_partial_sums = ctx.parallel.ep, ctx.parallel.tp, False
+        self._sharing, self._tp, self._returns_partial_sums = sharing_group(ctx), ctx.parallel.tp, False
         self._slices = slicing_group(ctx)
         self.router = Linear(
             ctx.child("router"),
@@ -99,18 +99,18 @@ class MoE(PluggableLayer, name="moe"):
 
     def _gathered(self, x: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """The output of all ranks' experts for x [T, H], of which each rank routes a share."""
-        shares = _shares(x.shape[0], self._ep.size)
-        start = sum(shares[: self._ep.rank])
-        y = self._routed(x[start : start + shares[self._ep.rank]], step, shares)
+        shares = _shares(x.shape[0], self._sharing.size)
+        start = sum(shares[: self._sharing.rank])
+        y = self._routed(x[start : start + shares[self._sharing.rank]], step, shares)
         if y.shape[0]:  # the same on all ranks that have slices of one expert
             y = self._slices.all_reduce(y)
-        return self._ep.all_gather(y, shares)
+        return self._sharing.all_gather(y, shares)
 
     def _routed(self, x: torch.Tensor, step: ForwardStep, shares: Sequence[int]) -> torch.Tensor:
-        """Run this rank's experts on x [t, H], its share of the tokens of ``step``; ``shares`` are all ranks'."""
+        """Run this rank's experts on x [t, H], its share of the tokens of ``step``; ``shares`` are the replica's."""
         ids, weights = self._route(self.router(x, step), self.weights.get("correction_bias"), **self._routing)
         for record in self._records:
-            record.store(self._ep.all_gather(ids, shares) if len(shares) > 1 else ids, step)
+            record.store(self._sharing.all_gather(ids, shares) if len(shares) > 1 else ids, step)
         y: torch.Tensor = self.experts(x, ids, weights, step)
         return y
 
@@ -126,7 +126,7 @@ class Experts(PluggableLayer):
         super().__init__(ctx)
         self.dtype, self._resources, self._has_bias = dtype_name(ctx.dtype), ctx.resources, args.bias
         self._total, ep = args.router.num_experts, ctx.parallel.ep
-        self._num_ranks = ep.size
+        self._num_ranks, self._num_replicas = ep.size, ep.size // sharing_group(ctx).size
         placement = Placement.even(self._total, ep.size, ctx.config.num_redundant_experts)
         count, self._rank = placement.num_slots, ep.rank
         slices = slicing_group(ctx)
@@ -151,7 +151,7 @@ class Experts(PluggableLayer):
             num_experts=ep.size * count,
             top_k=args.router.top_k,
             hidden_size=args.hidden_size,
-            features=ctx.group_features if ep.size > 1 else frozenset(),
+            features=_features(ctx) if ep.size > 1 else frozenset(),
         )
         self._all2all = _all2all(ctx, exchange)
         self.replicated = ep.size == 1 or self._all2all.replicated
@@ -179,7 +179,7 @@ class Experts(PluggableLayer):
         self._limits = [entry.range.max for entry in plan.entries]
         self._around = [PrepareFinalize(ctx, self._all2all, kernel) for kernel in self.kernels]
         self._most_tokens = ctx.config.max_num_batched_tokens
-        most = self._all2all.most_rows(max(self._of_ranks(self._most_tokens)))
+        most = self._all2all.most_rows(max(self._of_ranks([self._most_tokens] * self._num_replicas)))
         self._scratch = []
         for entry, kernel in zip(plan.entries, self.kernels, strict=True):
             with blame(entry.offer):
@@ -228,14 +228,14 @@ class Experts(PluggableLayer):
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """x [t, H], ids int32 and weights float32 [t, K] -> [t, H], for this rank's t of the step's tokens.
 
-        Kernels are chosen by the number of the step's tokens, which ranks have in common. Where each expert is
-        divided, the sum over ranks is still to be taken.
+        Kernels are chosen by the number of the step's tokens on all replicas, which ranks have in common. Where each
+        expert is divided, the sum over ranks is still to be taken.
         """
-        tokens, ids = step.num_tokens, self._placed.physical(ids)
-        place = next(i for i, most in enumerate(self._limits) if most is None or tokens <= most)
+        replicas, ids = step.replica_tokens or [step.num_tokens] * self._num_replicas, self._placed.physical(ids)
+        place = next(i for i, most in enumerate(self._limits) if most is None or sum(replicas) <= most)
         workspace = self._resources.get(_WORKSPACE)[: self._scratch[place]]
         run, w = self._around[place].run, self.weights
-        parts, shares = -(-tokens // self._most_tokens), self._of_ranks(tokens)
+        parts, shares = -(-max(replicas) // self._most_tokens), self._of_ranks(replicas)
         if parts <= 1:
             self._all2all.expect(shares)
             return run(x, ids, weights, w, workspace)
@@ -247,9 +247,23 @@ class Experts(PluggableLayer):
             done.append(run(*piece, w, workspace))
         return torch.cat(done)
 
-    def _of_ranks(self, tokens: int) -> Sequence[int]:
-        """How many of a step's tokens each rank dispatches."""
-        return [tokens] * self._num_ranks if self.replicated else _shares(tokens, self._num_ranks)
+    def _of_ranks(self, replicas: Sequence[int]) -> Sequence[int]:
+        """How many of a step's tokens each rank dispatches; ``replicas`` says how many each replica has."""
+        if self.replicated:
+            return [*replicas] * self._num_ranks
+        ranks = self._num_ranks // self._num_replicas
+        return [share for tokens in replicas for share in _shares(tokens, ranks)]
+
+
+def sharing_group(ctx: Context) -> RankGroup:
+    """The ranks that share the tokens of a replica among them, to route a part each."""
+    parallel = ctx.parallel
+    return parallel.tp if parallel.ep.size > parallel.tp.size else parallel.ep
+
+
+def _features(ctx: Context) -> frozenset[Feature]:
+    several = ctx.parallel.ep.size > ctx.parallel.tp.size
+    return ctx.group_features | ({Feature.SEVERAL_REPLICAS} if several else frozenset())
 
 
 def slicing_group(ctx: Context) -> RankGroup:

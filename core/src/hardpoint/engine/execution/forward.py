@@ -115,9 +115,11 @@ class Forward:
         positions: torch.Tensor,
         metadata: Sequence[AttentionMetadata],
         adapters: torch.Tensor | None = None,
+        replica_tokens: Sequence[int] = (),
     ) -> torch.Tensor:
-        """Run the model, see Model.hidden; positions int64 [T], adapters as in ForwardStep. Writes the caches."""
-        return self.model.hidden(inputs, ForwardStep(positions, positions, self.caches, metadata, adapters))
+        """Run the model, see Model.hidden; positions int64 [T], the others as in ForwardStep. Writes the caches."""
+        step = ForwardStep(positions, positions, self.caches, metadata, adapters, replica_tokens)
+        return self.model.hidden(inputs, step)
 
     def piecewise(
         self,

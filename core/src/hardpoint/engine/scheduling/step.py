@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class StepInput:
     """One step. Slots in ``freed`` are given up before those in ``new`` are taken. Decodes come first.
 
     ``page_copies`` are done before the model runs, in order of their groups. No page is the target of one and part of
-    another.
+    another. ``replica_tokens``: how many tokens each replica has in this step, where replicas share experts.
     """
 
     number: int
@@ -106,11 +106,20 @@ class StepInput:
     new: tuple[NewRequest, ...]
     scheduled: tuple[ScheduledRequest, ...]
     page_copies: tuple[PageCopy, ...] = ()
+    replica_tokens: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens in this step."""
         return sum(s.count for s in self.scheduled)
+
+    @classmethod
+    def empty(cls, slot: int, num_groups: int) -> Self:
+        """A step of one token of ``slot``, which no request has: its pages are null pages, and nothing is drawn.
+
+        ``num_groups`` is the number of cache groups.
+        """
+        return cls(-1, (), (), (ScheduledRequest(slot, 0, 1, ((),) * num_groups, samples=False),))
 
 
 @dataclass(frozen=True)

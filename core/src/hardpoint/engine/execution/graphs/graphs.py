@@ -213,7 +213,8 @@ class Graphs:
         """
         if shape.mode == "eager":
             self._eager.labels(self._why_eager(step)).inc()
-            return shape.end, self._forward.hidden(inputs, positions, metadata, adapters)
+            replicas = [bucketed(count, self._limits) for count in step.replica_tokens]
+            return shape.end, self._forward.hidden(inputs, positions, metadata, adapters, replicas)
         shape, captured = self._prepared(shape, metadata)
         if captured is None:
             self._eager.labels("unrecordable").inc()
