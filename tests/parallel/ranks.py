@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -15,14 +16,17 @@ from unittest.mock import patch
 from torch._C._distributed_c10d import HashStore
 
 from hardpoint import LLM
+from hardpoint.config import EngineConfig
 from hardpoint.engine.blueprint import Blueprint
 from hardpoint.engine.execution.ranks import multiprocess_executor
 from hardpoint.engine.execution.ranks.rank_process import RankSpec
 from hardpoint.engine.execution.ranks.ranks_executor import RanksExecutor
 from hardpoint.engine.execution.ranks.torchrun_executor import ThreadRank
+from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
+from hardpoint.engine.remote.sharing_replicas import SharingReplicas
 from hardpoint.parallel.choices import Choices
-from hardpoint.parallel.process_group import Store
-from tests.support.engines import small_llm
+from hardpoint.parallel.process_group import FileStore, Store
+from tests.support.engines import SMALL, small_llm
 
 T = TypeVar("T")
 
@@ -34,7 +38,7 @@ class ThreadsExecutor(RanksExecutor):
         config, choices = blueprint.config, Choices.of(blueprint)
         topology = config.topology
         specs = [RankSpec(config, topology.on_this_host(rank), choices) for rank in range(topology.size)]
-        self.threads = start_threads(specs)
+        self.threads = start_threads(specs, FileStore(f"{config.meeting}/store", -1) if config.meeting else None)
         super().__init__(config, self.threads)
 
     @property
@@ -44,9 +48,9 @@ class ThreadsExecutor(RanksExecutor):
         return [blueprint for blueprint in found if blueprint is not None]
 
 
-def start_threads(specs: Sequence[RankSpec]) -> list[ThreadRank]:
-    """Ranks that meet each other."""
-    store = HashStore()
+def start_threads(specs: Sequence[RankSpec], store: Store | None = None) -> list[ThreadRank]:
+    """Ranks that meet each other, and those of other calls that are given the same store."""
+    store = store or HashStore()
     return [ThreadRank(spec, store) for spec in specs]
 
 
@@ -58,6 +62,19 @@ def ranks_in_threads(folder: Path | str, ranks: int, **settings: Any) -> Iterato
         small_llm(folder, tensor_parallel_size=ranks, **settings) as llm,  # type: ignore[arg-type]  # demo has no folder
     ):
         yield llm
+
+
+@contextmanager
+def sharing_replicas(folder: Path | str, replicas: int = 2, **settings: Any) -> Iterator[SharingReplicas]:
+    """Replicas that share experts, with cores and ranks in threads."""
+    given = SMALL | {"data_parallel_size": replicas, "enable_expert_parallel": True} | settings
+    with patch.object(multiprocess_executor, "MultiprocessExecutor", ThreadsExecutor):
+        core = SharingReplicas(partial(RemoteCore, ThreadLink), EngineConfig.create(model=str(folder), **given))
+        core.wait_until_ready()
+        try:
+            yield core
+        finally:
+            core.close()
 
 
 def on_each(world: int, run: Callable[[int, Store], T]) -> list[T]:

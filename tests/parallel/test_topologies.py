@@ -37,7 +37,9 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "tp2-pp2": {TENSORS: 2, STAGES: 2},
     "ep2-pp2": {TENSORS: 2, STAGES: 2} | WHOLE_EXPERTS,
     "pp2-dp2": {STAGES: 2, REPLICAS: 2},
-    "ep2-dp2": {TENSORS: 2, REPLICAS: 2} | WHOLE_EXPERTS,
+    "ep2-dp2": {TENSORS: 2, REPLICAS: 2, "expert_parallel_size": 2} | WHOLE_EXPERTS,
+    "ep4-dp2": {TENSORS: 2, REPLICAS: 2} | WHOLE_EXPERTS,
+    "ep2-pp2-dp2": {STAGES: 2, REPLICAS: 2} | WHOLE_EXPERTS,
 }
 CASES = [
     (topology, family)

@@ -27,6 +27,8 @@ class EngineConfig(EngineSettings):
     _explicit: frozenset[str] = PrivateAttr(default=frozenset())
     _replica: int = PrivateAttr(default=0)
     """The place of the engine's core among the replicas of this server."""
+    _meeting: str = PrivateAttr(default="")
+    """The folder where replicas that share experts meet."""
 
     def model_post_init(self, context: object, /) -> None:
         """Note which keys the user gave, a plugin's as ``"acme.key"``."""
@@ -93,22 +95,34 @@ class EngineConfig(EngineSettings):
         if self.enable_expert_parallel and groups is not None and groups == 1:
             wanted = written("expert_parallel_size", groups, origins)
             raise ConfigError(f"{wanted} contradicts --enable-expert-parallel; leave one of them out")
-        if self.enable_expert_parallel and self.data_parallel_size > 1 and self.tensor_parallel_size == 1:
-            replicas = written("data_parallel_size", self.data_parallel_size, origins)
-            raise ConfigError(
-                "--enable-expert-parallel divides the experts of each replica among its ranks, and "
-                f"{replicas} x {size} gives each of the {self.data_parallel_size} replicas 1; replicas share no "
-                "experts: raise --tensor-parallel-size, or leave --enable-expert-parallel out"
-            )
+        self._check_shared_experts(origins)
         self._check_balancing(origins)
         if self.executor == "torchrun" and self.core_process:
             process = written("core_process", self.core_process, origins)
             raise ConfigError(f"{process} contradicts --executor torchrun, whose processes are the ranks; leave it out")
-        if self.executor == "inproc" and self.topology.size > 1:
+        if self.executor == "inproc" and self.topology.world > 1:
             wanted = written("executor", self.executor, origins)
             raise ConfigError(
                 f"{wanted} runs one rank, and {self.topology} asks for several; use --executor mp, ray or torchrun"
             )
+
+    def _check_shared_experts(self, origins: Mapping[str, str]) -> None:
+        """Raise ConfigError where the replicas of one server cannot share experts as asked."""
+        if not self.enable_expert_parallel or self.expert_parallel_size or self.data_parallel_size == 1:
+            return
+        shared = "--enable-expert-parallel divides the experts among the ranks of all replicas"
+        own = "leave it out, or divide them among the ranks of each replica by --expert-parallel-size"
+        if len(self.local_replicas) < self.data_parallel_size:
+            replicas = written("data_parallel_size", self.data_parallel_size, origins)
+            here = f"{len(self.local_replicas)} of {replicas}"
+            raise ConfigError(f"{shared}, and this server has {here}; {own}")
+        unfit = {
+            "executor": self.executor not in (None, "mp"),
+            "enable_eplb": self.enable_eplb,
+            "on_engine_failure": self.restarts_engine,
+        }
+        for key in (key for key, is_unfit in unfit.items() if is_unfit):
+            raise ConfigError(f"{shared}, and {written(key, getattr(self, key), origins)} does not serve that; {own}")
 
     def _check_balancing(self, origins: Mapping[str, str]) -> None:
         """Raise ConfigError where experts cannot be balanced as asked."""
@@ -249,8 +263,9 @@ class EngineConfig(EngineSettings):
     def topology(self) -> Topology:
         """How many ranks there are, and how they are divided: no other code reads the sizes that decide it."""
         tensor = self.tensor_parallel_size
-        expert = self.expert_parallel_size or (tensor if self.enable_expert_parallel else 1)
-        return Topology(tensor, expert, self.pipeline_parallel_size, len(self.local_replicas), self._replica)
+        replicas = len(self.local_replicas)
+        expert = self.expert_parallel_size or (tensor * replicas if self.enable_expert_parallel else 1)
+        return Topology(tensor, expert, self.pipeline_parallel_size, replicas, self._replica)
 
     @property
     def local_replicas(self) -> range:
@@ -267,6 +282,17 @@ class EngineConfig(EngineSettings):
         config._replica = self.local_replicas.index(number)
         return config
 
+    def meeting_in(self, folder: str) -> Self:
+        """The config of a replica that shares experts with others, which it meets in ``folder``."""
+        config = self._changed({})
+        config._meeting = folder
+        return config
+
+    @property
+    def meeting(self) -> str:
+        """The folder where replicas that share experts meet; empty where they share none."""
+        return self._meeting
+
     def check_data_parallel_rank(self, rank: int | None) -> None:
         """Raise RequestError for a request that asks for a replica of another server; None asks for any."""
         local = self.local_replicas
@@ -282,7 +308,7 @@ class EngineConfig(EngineSettings):
     @property
     def executor_kind(self) -> ExecutorKind:
         """The name of the executor, which decides where ranks run."""
-        return self.executor or ("mp" if self.topology.size > 1 else "inproc")
+        return self.executor or ("mp" if self.topology.world > 1 else "inproc")
 
     @property
     def explicit(self) -> frozenset[str]:

@@ -198,7 +198,7 @@ class EngineSettings(BaseModel):
         Group.PARALLELISM,
         1,
         "Number of replicas: each has the whole model, a KV cache and devices of its own, and serves a part of the "
-        "requests.",
+        "requests. With --enable-expert-parallel they share the experts.",
     )
     data_parallel_size_local: Count | None = setting(
         Group.PARALLELISM,
@@ -215,12 +215,16 @@ class EngineSettings(BaseModel):
         "1.",
     )
     enable_expert_parallel: bool = setting(
-        Group.PARALLELISM, False, "Give each rank whole experts of a mixture, instead of a slice of every expert."
+        Group.PARALLELISM,
+        False,
+        "Give each rank whole experts of a mixture, instead of a slice of every expert. The ranks of all replicas "
+        "share the experts.",
     )
     expert_parallel_size: Count | None = setting(
         Group.PARALLELISM,
         None,
-        "Divide the ranks into this many groups, each with its own experts. Ranks of a group hold slices of them.",
+        "Divide the ranks of a replica into this many groups, each with its own experts. Ranks of a group hold slices "
+        "of them. Replicas then share no experts.",
     )
     enable_eplb: bool = setting(
         Group.PARALLELISM,

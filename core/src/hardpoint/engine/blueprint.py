@@ -145,7 +145,7 @@ def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, r
         load=lambda offer: load_target(plugins, offer),
         refuses=_refusals(config, plugins, choice),
         asked=config.plugins or (),
-        postpones=preset is None and not config.wait_for_kernels,
+        postpones=preset is None and not (config.wait_for_kernels or config.topology.shares_experts),
     )
     chosen = choose_model(
         checkpoint,
@@ -157,7 +157,7 @@ def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, r
     facts = chosen.args.facts
     dtype = _dtype(config, checkpoint, platform)
     metrics = EngineMetrics()
-    runs_here = preset is None and (place is not None or config.topology.size == 1)
+    runs_here = preset is None and (place is not None or config.topology.world == 1)
     if preset is None:
         _check_devices(config, platform)
     here = place or config.topology.on_this_host(rank)

@@ -70,6 +70,11 @@ class Verb(Generic[R_co]):
 
 
 @dataclass(frozen=True)
+class CheckIdle(Verb[None]):
+    """Wait for steps on their way. Raises EngineError while requests are under way."""
+
+
+@dataclass(frozen=True)
 class Sleep(Verb[frozenset[MemoryTag]]):
     """Give back the memory of ``tags`` and return all that sleep. With kv, weights or adapters go all cached prefixes.
 

@@ -258,8 +258,8 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """True where a step would do nothing: none is submitted, and no request needs one."""
-        return not (self.scheduler.has_unfinished or self._submitted)
+        """True where a step would do nothing: none is submitted, and no request or other replica needs one."""
+        return not (self.scheduler.has_unfinished or self._submitted or self.executor.is_awaited)
 
     def step(self) -> list[Request]:
         """Submit what fits ahead, wait for the oldest step, and return the requests that got a token or ended.
@@ -286,6 +286,8 @@ class EngineCore:
             if (step := self.scheduler.schedule()) is None:
                 break
             self._submitted.append((step, self.executor.submit(step)))
+        if self.executor.is_awaited and not self._submitted:
+            self.executor.keep_up()
         self.scheduler.hash_prompts()
         advanced = expired + (self._collect(began) if self._submitted else [])
         ended = [request for request in advanced if request.finish_reason is not None]
@@ -433,7 +435,11 @@ def start_executor(blueprint: Blueprint, model: Model | None = None) -> Executor
     if kind == "mp":  # one rank needs neither of these modules
         from hardpoint.engine.execution.ranks.multiprocess_executor import MultiprocessExecutor
 
-        return MultiprocessExecutor(blueprint)
+        if not blueprint.config.topology.shares_experts:
+            return MultiprocessExecutor(blueprint)
+        from hardpoint.engine.execution.ranks.lock_step import LockStepExecutor
+
+        return LockStepExecutor(blueprint.config, MultiprocessExecutor(blueprint))
     if kind == "ray":
         from hardpoint.engine.execution.ranks.ray_executor import RayExecutor
 

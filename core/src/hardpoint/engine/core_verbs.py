@@ -6,6 +6,7 @@ from functools import singledispatch
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.engine.control import (
+    CheckIdle,
     LoadAdapter,
     MemoryReport,
     ReadMetrics,
@@ -37,6 +38,12 @@ _PREFIXES_NEED: frozenset[MemoryTag] = frozenset({"kv", "weights", "adapters"})
 def on_core(verb: Verb[Any], core: EngineCore) -> Any:
     """Do ``verb`` and return its answer. Raises NotImplementedError for a verb without a handler."""
     raise NotImplementedError(f"the core has no handler of the verb {type(verb).__name__}")
+
+
+@on_core.register(CheckIdle)
+def check_idle(verb: CheckIdle, core: EngineCore) -> None:
+    """Ask the scheduler."""
+    core.check_idle("put to sleep, or given other weights,")
 
 
 @on_core.register(Sleep)

@@ -36,8 +36,17 @@ class Executor(Protocol):
         """Facts about the ranks that the scheduler needs."""
         ...
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether other replicas, which share experts with this one, wait for its next step."""
+        ...
+
     def submit(self, step: StepInput) -> Pending:
         """Start ``step``; it may still run when this returns."""
+        ...
+
+    def keep_up(self) -> None:
+        """Start an empty step, for the replicas that wait for one."""
         ...
 
     def control(self, verb: Verb[R]) -> list[R]:
@@ -49,7 +58,8 @@ class Executor(Protocol):
         ...
 
     def when_lost(self, notify: Callable[[], None]) -> None:
-        """Call ``notify``, from another thread, when the ranks are lost; they may be lost already."""
+        """Call ``notify``, from another thread, when the ranks are lost, and when this replica is awaited; both may
+        have come about already."""
         ...
 
     def shutdown(self, deadline: float) -> None:
@@ -59,6 +69,8 @@ class Executor(Protocol):
 
 class InProcessExecutor:
     """One rank in this process. Its device is made current for whichever thread calls."""
+
+    is_awaited = False
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -75,6 +87,9 @@ class InProcessExecutor:
         assert self._runner is not None, "submit after shutdown"
         with self._current():
             return _Submitted(self._current, self._runner, self._runner.submit(step))
+
+    def keep_up(self) -> None:
+        """Nothing is shared with other replicas."""
 
     def control(self, verb: Verb[R]) -> list[R]:
         """Run a verb on the worker."""

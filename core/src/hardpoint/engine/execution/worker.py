@@ -33,6 +33,7 @@ from hardpoint.layers.routed_experts import recorders
 from hardpoint.parallel.control import ControlGroup
 from hardpoint.startup_times import mark
 from hardpoint_plugin_api import (
+    All2AllWorkload,
     CapacityError,
     ConfigError,
     Drafter,
@@ -218,7 +219,9 @@ class Worker:
 def flags_without_experts(ctx: Context) -> frozenset[str]:
     """The flags for mixtures of experts that are set, where no layer of this rank is one."""
     config = ctx.config
+    has_experts = any(isinstance(plan.workload, All2AllWorkload) for plan in ctx.selector.plans)
     asked = {
+        "--enable-expert-parallel": config.topology.shares_experts and not has_experts,
         "--enable-return-routed-experts": config.enable_return_routed_experts and not recorders(ctx.cache_users.users),
         "--enable-eplb": config.enable_eplb and not balanced_experts(ctx),
     }

@@ -175,6 +175,10 @@ def start_core(config: EngineConfig, *, own_process: bool) -> OwnedCore:
     from hardpoint.engine.remote.core_process import ProcessLink  # a core that its callers step needs none of these
     from hardpoint.engine.remote.remote_core import RemoteCore, ThreadLink
 
+    if config.topology.shares_experts:
+        from hardpoint.engine.remote.sharing_replicas import SharingReplicas
+
+        return SharingReplicas(partial(RemoteCore, ProcessLink), config)
     if len(config.local_replicas) > 1:
         from hardpoint.engine.remote.replicas import Replicas
 

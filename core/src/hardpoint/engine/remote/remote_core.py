@@ -111,7 +111,7 @@ class RemoteCore(RemoteControl):
         Must be called once, before everything but ``close``.
         """
         try:
-            more = _RANKS_FIRST_SECONDS if self._recovery.config.topology.size > 1 else 0.0
+            more = _RANKS_FIRST_SECONDS if self._recovery.config.topology.world > 1 else 0.0
             report = self._link.reports.get(timeout=None if timeout is None else timeout + more)
         except Empty:
             self._link.give_up(
@@ -274,7 +274,7 @@ class RemoteCore(RemoteControl):
         config = self._recovery.config
         if self._restarting is not None or self._link.answers.are_due:
             return float(config.core_start_timeout), "--core-start-timeout"
-        extra = _RANKS_FIRST_SECONDS if config.topology.size > 1 else 0.0
+        extra = _RANKS_FIRST_SECONDS if config.topology.world > 1 else 0.0
         return config.step_timeout + extra, "--step-timeout"
 
     def _take(self, report: Report) -> list[RequestProgress]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, fields, replace
 from queue import SimpleQueue
 from typing import Unpack
@@ -26,7 +25,7 @@ from hardpoint_plugin_api import EngineDeadError, EngineError, MemoryTag
 
 logger = logging.getLogger(__name__)
 
-_Asked = Callable[[RemoteCore], RequestProgress]
+Asked = Callable[[RemoteCore], RequestProgress]
 
 
 @dataclass
@@ -78,14 +77,15 @@ class Replicas:
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every replica is loaded; see OwnedCore. Raises EngineError where replicas chose other kernels."""
-        until = None if timeout is None else time.monotonic() + timeout
-        try:
-            for core in self._cores:
-                core.wait_until_ready(None if until is None else max(0.0, until - time.monotonic()))
-            _check_equal(self._numbers, [core.facts for core in self._cores])
-        except BaseException:
-            self.close()
-            raise
+        with ThreadPoolExecutor(len(self._cores), "hardpoint-replica-starts") as pool:
+            waiting = [pool.submit(core.wait_until_ready, timeout) for core in self._cores]
+            try:
+                for ready in as_completed(waiting):
+                    ready.result()
+                _check_equal(self._numbers, [core.facts for core in self._cores])
+            except BaseException:
+                self.close()
+                raise
         caches = [core.facts.config.enable_prefix_caching * core.stats.num_pages for core in self._cores]
         block_sizes = [core.facts.config.block_size or _BLOCK_SIZE for core in self._cores]
         self._router = Router([pages * size for pages, size in zip(caches, block_sizes, strict=True)])
@@ -171,8 +171,10 @@ class Replicas:
         key = asked.cache_salt, asked.adapter_name
         return self._place(asked.prompt_token_ids, key, asked.data_parallel_rank, lambda core: core.adopt(asked))
 
-    def _place(self, prompt: Sequence[int], key: object, rank: int | None, ask: _Asked) -> RequestProgress:
+    def _place(self, prompt: Sequence[int], key: object, rank: int | None, ask: Asked) -> RequestProgress:
         """Have ``ask`` queue a request on the replica ``rank``, or on the one that the router chooses."""
+        if self._ended is not None:
+            raise EngineDeadError(str(self._ended))
         states = [core.recovery for core in self._cores]
         with self._placing:
             for index, state in enumerate(states):
@@ -184,9 +186,11 @@ class Replicas:
             place = self._router.place(prompt, key, running or among)
             try:
                 request = ask(self._cores[place.replica])
-            except BaseException:
+            except BaseException as error:
                 self._router.begun(place)
                 self._router.ended(place)
+                if isinstance(error, EngineDeadError):
+                    raise self._verdict(place.replica, error) from None
                 raise
             self._served[request] = _Served(place)
             return request
@@ -238,16 +242,19 @@ class Replicas:
                     self._router.ended(served.place)
                     del self._served[request]
                 if isinstance(request.error, EngineDeadError):
-                    own = f"replica {self._numbers[served.place.replica]}: {request.error}"
-                    request.error = EngineDeadError(own if self._ended is None else str(self._ended))
+                    own = self._ended or self._verdict(served.place.replica, request.error)
+                    request.error = EngineDeadError(str(own))
 
     def _note_end(self, index: int, error: EngineDeadError) -> None:
         """End the other replicas, as one has ended for good; their open requests end with the reports that follow."""
         self._alive.discard(index)
         if self._ended is None:
-            is_closed = str(error) == CLOSED
-            self._ended = error if is_closed else EngineDeadError(f"replica {self._numbers[index]}: {error}")
+            self._ended = self._verdict(index, error)
             _close(self._cores)
+
+    def _verdict(self, index: int, error: EngineDeadError) -> EngineDeadError:
+        """The reason that all are given, as a replica has ended with ``error``."""
+        return error if str(error) == CLOSED else EngineDeadError(f"replica {self._numbers[index]}: {error}")
 
     def control(self, verb: Verb[R]) -> R:
         """Have every replica do ``verb`` and return their answers as one; see CoreControl and Verb.merged.
@@ -277,8 +284,11 @@ class Replicas:
         """Raise EngineDeadError if a replica is gone for good."""
         if self._ended is not None:
             raise EngineDeadError(str(self._ended))
-        for core in self._cores:
-            core.check()
+        for index, core in enumerate(self._cores):
+            try:
+                core.check()
+            except EngineDeadError as error:
+                raise self._verdict(index, error) from None
 
     def close(self) -> None:
         """End every replica and free what they hold. Closing twice is once."""

@@ -32,25 +32,33 @@ class MultiprocessExecutor(RanksExecutor):
         config, choices = blueprint.config, Choices.of(blueprint)
         # A file, and no port that others reach: and torch's TCP store asks the name server about each connection.
         # Kept while the ranks live, since some collective libraries go back to it whenever two ranks first talk.
-        self._folder = TemporaryDirectory(prefix="hardpoint-ranks-", ignore_cleanup_errors=True)
+        self._folder: TemporaryDirectory[str] | None = None
+        if not (folder := config.meeting):
+            self._folder = TemporaryDirectory(prefix="hardpoint-ranks-", ignore_cleanup_errors=True)
+            folder = self._folder.name
         self.processes: list[ProcessRank] = []
         try:
             for number in range(config.topology.size):
                 place = config.topology.on_this_host(number)
-                spec = RankSpec(config, place, choices, str(Path(self._folder.name) / "store"))
+                spec = RankSpec(config, place, choices, str(Path(folder) / "store"))
                 self.processes.append(ProcessRank.start(spec))
         except BaseException:
             for rank in self.processes:
                 rank.end()
-            self._folder.cleanup()
+            self._clean_up()
             raise
         super().__init__(config, self.processes)
 
     def give_up(self, reason: str) -> EngineDeadError:
         """See RanksExecutor."""
         lost = super().give_up(reason)
-        self._folder.cleanup()
+        self._clean_up()
         return lost
+
+    def _clean_up(self) -> None:
+        """Remove the folder, unless it is that of several replicas."""
+        if self._folder is not None:
+            self._folder.cleanup()
 
     @property
     def pids(self) -> Sequence[int]:

@@ -122,8 +122,8 @@ class Rank:
         from hardpoint.parallel.control import ControlGroup
 
         config, place, wanted = self.spec.config, self.spec.place, self.spec.choices
-        world, patience = place.topology.size, float(config.core_start_timeout)
-        control = ControlGroup.join(store, place.rank, world, patience, on_one_host=place.on_one_host)
+        world, patience = place.topology.world, float(config.core_start_timeout)
+        control = ControlGroup.join(store, place.world_rank, world, patience, on_one_host=place.on_one_host)
         if wanted is None:
             check_same_config(control, config)
         with control.together():

@@ -39,6 +39,10 @@ _GRACE = 0.5
 """Seconds for the other ranks to say why, when one has ended; the first that ends need not be the one at fault."""
 
 
+_OTHERS_GRACE = 2.0
+"""The same where the rank at fault may be another replica's, which ends all when it has said why."""
+
+
 class RankLink(ABC):
     """One rank, and the thread that writes to it: a rank that does not read must keep nobody waiting."""
 
@@ -101,9 +105,12 @@ class RankLink(ABC):
 class RanksExecutor:
     """An Executor over ``ranks``, which whoever constructs it has started. For one thread at a time."""
 
+    is_awaited = False
+
     def __init__(self, config: EngineConfig, ranks: Sequence[RankLink]) -> None:
         """Listen to the ranks, and wait until they are loaded. Raises what the first of them raises."""
         self.config, self._ranks = config, ranks
+        self._grace = _OTHERS_GRACE if config.topology.shares_experts else _GRACE
         self._steps: deque[Future[StepOutput]] = deque()
         self._ready: SimpleQueue[WorkerFacts | Exception] = SimpleQueue()
         self._loaded = set[int]()  # the ranks that are
@@ -147,6 +154,9 @@ class RanksExecutor:
             self._steps.append(future)
         self._send_all(pickle.dumps(step))
         return _PendingStep(self, future)
+
+    def keep_up(self) -> None:
+        """These ranks share nothing with other replicas."""
 
     def control(self, verb: Verb[R]) -> list[R]:
         """See Executor. Waits for as long as loading may take: no verb takes longer."""
@@ -261,7 +271,7 @@ class RanksExecutor:
                 else:
                     self._take(listening[each], report)
             if until is None and (gone or told):
-                until = time.monotonic() + _GRACE
+                until = time.monotonic() + (_GRACE if gone else self._grace)
         for rank in gone:
             if rank.number not in told:
                 rank.join(_GRACE)

@@ -1,0 +1,167 @@
+"""Rounds: before each step the cores of replicas that share experts tell each other how many tokens it has.
+
+A core that has a step begins a round, and each other core answers with its own step, or an empty one. No core begins
+another round before all have answered. So ranks of all replicas run the same number of steps in the same order, and
+nobody runs or waits busily where no replica has requests.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Self
+
+from hardpoint.engine.execution.ranks.sockets import shut
+from hardpoint_plugin_api import EngineDeadError, EngineError
+
+CLOSED = "the engine is closed"
+"""The reason where another replica was closed first."""
+
+_GRACE = 0.5
+"""Seconds for a replica that is gone to be missed where all are watched, and its end be told with its reason."""
+_RETRY_SECONDS = 0.01
+_TOKENS = struct.Struct("<q")
+_LEAVES = -1
+"""In place of a number of tokens: the replica is being closed."""
+
+
+class Rounds:
+    """One replica's part in the rounds. One thread calls ``agree``; a thread of its own listens to the others."""
+
+    def __init__(self, replica: int, others: dict[int, Connection], seconds: float) -> None:
+        """``others``: a connection to each other replica, by its number. A round waits for them ``seconds``."""
+        self._replica, self._others, self._seconds = replica, others, seconds
+        self._counts: dict[int, deque[int]] = {number: deque() for number in others}
+        self._changed = threading.Condition()
+        self._lost: str | None = None
+        self._is_closed = self._has_left = False
+        self._notify: Callable[[], None] = lambda: None
+        self._reader = threading.Thread(target=self._read, name="hardpoint-rounds", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def join(cls, replica: int, replicas: int, folder: Path, patience: float, seconds: float) -> Self:
+        """Meet the other replicas in ``folder``, which no other user may enter.
+
+        Raises EngineDeadError where one does not come within ``patience`` seconds.
+        """
+        others: dict[int, Connection] = {}
+        address = str(folder / f"core-{replica}")
+        try:
+            listener = Listener(address, "AF_UNIX", backlog=replicas)
+        except OSError as error:
+            raise EngineError(
+                f"replicas that share experts cannot meet at {address}: {error}; set TMPDIR to a folder with "
+                "a short name"
+            ) from error
+        with listener:
+            for number in range(replica):
+                others[number] = _connected(folder / f"core-{number}", number, patience)
+                others[number].send_bytes(_TOKENS.pack(replica))
+            for _ in range(replica + 1, replicas):
+                connection = listener.accept()
+                others[_TOKENS.unpack(connection.recv_bytes())[0]] = connection
+        return cls(replica, others, seconds)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether another replica waits for this one's step."""
+        return any(self._counts.values())
+
+    def agree(self, tokens: int) -> tuple[int, ...]:
+        """Tell the other replicas that this one's step has ``tokens``; returns the number of each, in their order.
+
+        Waits for the others. Raises EngineDeadError where one is gone or does not answer.
+        """
+        for connection in self._others.values():
+            with suppress(OSError):  # it is gone: the reader says so
+                connection.send_bytes(_TOKENS.pack(tokens))
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or all(self._counts.values()), self._seconds)
+            if all(self._counts.values()):
+                counts = {number: each.popleft() for number, each in self._counts.items()} | {self._replica: tokens}
+                return tuple(counts[number] for number in sorted(counts))
+            silent = ", ".join(str(number) for number, each in self._counts.items() if not each)
+        raise EngineDeadError(
+            self._ended or f"replica {silent} did not take part in a step within {self._seconds:g} seconds"
+        )
+
+    def check(self) -> None:
+        """Raise EngineDeadError if a replica is gone, unless it was closed."""
+        if self._lost is not None:
+            raise EngineDeadError(self._lost)
+
+    def when_begun(self, notify: Callable[[], None]) -> None:
+        """Call ``notify``, from another thread, when a round begins or a replica is gone; that may have happened."""
+        self._notify = notify
+        if self.has_begun or self._lost is not None:
+            notify()
+
+    def leave(self, *, is_lost: bool = False) -> None:
+        """Tell the others that this replica is being closed, unless ``is_lost``, and listen no more. Twice is once."""
+        with self._changed:
+            has_left, self._has_left, self._is_closed = self._has_left, True, True
+            self._changed.notify_all()
+        if has_left:
+            return
+        for connection in self._others.values():
+            if not is_lost:
+                with suppress(OSError):
+                    connection.send_bytes(_TOKENS.pack(_LEAVES))
+            shut(connection)
+        self._reader.join()
+        for connection in self._others.values():
+            connection.close()
+
+    @property
+    def _ended(self) -> str | None:
+        return self._lost or (CLOSED if self._is_closed else None)
+
+    def _read(self) -> None:
+        listening: dict[object, int] = {connection: number for number, connection in self._others.items()}
+        while listening:
+            for each in wait(list(listening)):  # type: ignore[arg-type]  # connections
+                tokens = _received(self._others[listening[each]])
+                if tokens is None and not self._is_closed:
+                    time.sleep(_GRACE)
+                with self._changed:
+                    number = listening[each]
+                    if tokens is None or tokens == _LEAVES:
+                        del listening[each]
+                        self._is_closed |= tokens == _LEAVES
+                        if not self._is_closed:
+                            self._lost = f"replica {number} is gone, with which this one shares experts"
+                    else:
+                        self._counts[number].append(tokens)
+                    self._changed.notify_all()
+                self._notify()
+
+
+def _received(connection: Connection) -> int | None:
+    """The number of a replica, None where it is gone."""
+    try:
+        tokens: int = _TOKENS.unpack(connection.recv_bytes())[0]
+    except (EOFError, OSError):
+        return None
+    return tokens
+
+
+def _connected(address: Path, number: int, patience: float) -> Connection:
+    """A connection to the core that listens at ``address``, or will."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return Client(str(address), "AF_UNIX")
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > deadline:
+                raise EngineDeadError(
+                    f"replica {number}, with which this one shares experts, did not come within {patience:g} seconds "
+                    "(--core-start-timeout)"
+                ) from None
+            time.sleep(_RETRY_SECONDS)
