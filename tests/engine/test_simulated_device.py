@@ -29,7 +29,8 @@ def test_the_device_and_its_kernels(site: Path, tmp_path: Path) -> None:
 PARTS = ("generation", "sampler", "sleep", "states")
 OF_THE_DEVICE = (
     "(do_not_depend and (async_scheduling or eager or block_size)) or preempt or step_that_fails or after_sleep "
-    "or waking_up or other_weights or left_behind or memory_that_is_gone or lives_of_slots or edge_of_a_block or prefixes_chunks"
+    "or waking_up or other_weights or left_behind or memory_that_is_gone or lives_of_slots or edge_of_a_block "
+    "or prefixes_chunks"
 )
 """In names of tests: memory, copies, events and lengths of the device. Others hardly depend on it."""
 
