@@ -361,11 +361,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "index_scores": INDEX_KEYS,
     "linear_recurrence_chunks": RECURRENCE,
     "linear_recurrence_step": RECURRENCE,
+    "merge_attention": {},
     "recurrence_gates": {},
     "store_index_keys": INDEX_KEYS,
     "topk_positions": {"dtype": "float32", "scalars": {"top_k": 4}},
+    "varlen_attention": {"head_size": 16, "scalars": {"scale": 0.25, "causal": True}},
 }
-"""Ops that no implementation offers in batch-invariant mode, which sparse attention and states lack, and what binds
+"""Ops that no implementation offers in batch-invariant mode, which latent attention and states lack, and what binds
 them."""
 
 

@@ -37,6 +37,7 @@ _HOMES = {
     "linear_recurrence_chunks": "linear_recurrence",
     "linear_recurrence_step": "linear_recurrence",
     "mask_tokens": "mask_tokens",
+    "merge_attention": "varlen_attention",
     "moe_permute": "moe_permute",
     "moe_unpermute": "moe_unpermute",
     "philox_uniform": "sampling",
@@ -55,6 +56,7 @@ _HOMES = {
     "topk_positions": "topk_positions",
     "topk_sigmoid": "topk_sigmoid",
     "topk_softmax": "topk_softmax",
+    "varlen_attention": "varlen_attention",
     "verify_drafts": "verify_drafts",
 }
 
