@@ -96,6 +96,10 @@ DEEPSEEK_V2: dict[str, Any] = {
 }
 """Config keys of a tiny DeepSeek-V2."""
 
+LARGE_LATENT: dict[str, Any] = {"kv_lora_rank": 64, "qk_nope_head_dim": 6, "v_head_dim": 5}
+"""Sizes beside which keys and values of a token cost little: from 8 queries on, prompts over any context take the
+unabsorbed form."""
+
 DEEPSEEK_V3: dict[str, Any] = DEEPSEEK_V2 | {
     "head_dim": 8,  # of the part that rotates
     "n_shared_experts": 1,

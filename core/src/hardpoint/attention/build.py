@@ -9,7 +9,7 @@ from hardpoint.attention.phases import PhasedBackend, PhasedLatentBackend
 from hardpoint.context import Context
 from hardpoint.plugin_host.blame import construct
 from hardpoint.selection import Plan, StepRange
-from hardpoint_plugin_api import AttentionBackend, AttentionSpec, CacheUser, LatentBackend, LatentSpec
+from hardpoint_plugin_api import AttentionBackend, AttentionSpec, CacheUser, LatentBackend, LatentSpec, StepPlanner
 
 _Spec = TypeVar("_Spec", bound=Hashable)
 _Backend = TypeVar("_Backend", AttentionBackend, LatentBackend)
@@ -26,12 +26,15 @@ def attention_backend(ctx: Context, spec: AttentionSpec) -> tuple[int, Attention
     return number, backend, plan.layout
 
 
-def latent_backend(ctx: Context, spec: LatentSpec) -> tuple[int, LatentBackend]:
+def latent_backend(
+    ctx: Context, spec: LatentSpec, planner: Callable[[LatentBackend], StepPlanner] | None = None
+) -> tuple[int, LatentBackend]:
     """Select and build the backend of the layer of latent attention at ``ctx.path``.
 
-    Returns the layer's number among the cache users, and the backend.
+    ``planner`` makes what plans its steps of the backend, which plans them itself by default. Returns the layer's
+    number among the cache users, and the backend.
     """
-    return _built(ctx, spec, ctx.select(spec.workload()), LatentBackend, PhasedLatentBackend)
+    return _built(ctx, spec, ctx.select(spec.workload()), LatentBackend, PhasedLatentBackend, planner)
 
 
 def _built(
@@ -40,6 +43,7 @@ def _built(
     plan: Plan,
     kind: Callable[..., _Backend],
     joining: Callable[[Context, _Spec, Sequence[tuple[StepRange, _Backend]]], _Backend],
+    planner: Callable[[_Backend], StepPlanner] | None = None,
 ) -> tuple[int, _Backend]:
     """The backend of ``plan``, several of them behind one by ``joining``, and its number among the cache users."""
     entries = _entries(ctx, spec, plan, kind)
@@ -50,7 +54,8 @@ def _built(
         ctx.switches.add(plan.workload, lambda other: joined.switch(_entries(ctx, spec, other, kind)))
     elif len({id(one) for _, one in entries}) > 1:
         backend = joining(ctx, spec, entries)
-    user = CacheUser(ctx.path, backend.cache_spec, backend.layout, backend, (spec, type(backend)))
+    plans = backend if planner is None else planner(backend)
+    user = CacheUser(ctx.path, backend.cache_spec, backend.layout, plans, (spec, type(backend)))
     return ctx.cache_users.add(user), backend
 
 

@@ -1,8 +1,11 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): one cached latent per token, shared by all heads.
 
-Keys and values of every head are products of the latent with a matrix. The layer never makes them: it multiplies the
-keys' matrix into the queries, attends to the latents, and multiplies the values' matrix onto the result. In sparse
-attention, an indexer chooses the positions that each query reads.
+Keys and values of every head are products of the latent with a matrix. In the absorbed form the layer does not make
+them. It multiplies the keys' matrix into the queries, attends to the latents, and multiplies the values' matrix onto
+the result. Decodes take this form. Prompts take the unabsorbed form where that costs fewer multiplications
+(``latent_prompts.py``). There the layer makes keys and values of the step's tokens, and of cached tokens in chunks, and
+merges the results. In sparse attention, an indexer chooses the positions that each query reads, and every token takes
+the absorbed form.
 
 Axes: T tokens, H query heads on this rank, L latent size, R rope size, N size of a head's other part, V value size. A
 group of ranks divides the heads; each has every latent, and sums what all made.
@@ -11,6 +14,7 @@ group of ranks divides the heads; each has every latent, and sums what all made.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,14 +22,17 @@ from hardpoint.attention.build import latent_backend
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
+from hardpoint.layers.key_value_up import KeyValueUp
+from hardpoint.layers.latent_prompts import FormsMetadata, LatentForms, Prompts
 from hardpoint.layers.linear import Linear
 from hardpoint.layers.sparse_indexer import SparseIndexer
 from hardpoint.ops.rms_norm import rms_norm
 from hardpoint.ops.rope_table import rope_table
 from hardpoint.ops.rotary_embedding import rotary_embedding
+from hardpoint.ops.varlen_attention import merge_attention, varlen_attention
 from hardpoint.parallel.shards import HeadShards, widened
-from hardpoint.quantization.merging import collapse_parts
 from hardpoint_plugin_api import (
+    AttentionMetadata,
     ConfigError,
     ForwardStep,
     LatentCall,
@@ -35,8 +42,6 @@ from hardpoint_plugin_api import (
     MLAArgs,
     Quantized,
     WeightSlot,
-    dequantize,
-    weight_slots,
 )
 
 
@@ -65,7 +70,7 @@ class MLA(PluggableLayer, name="mla"):
                 row_shards=(widened(heads.query, size),) if heads.query else (),
             ),
         )
-        self.kv_up = KeyValueUp(ctx.child("kv_up"), args, heads)
+        self.kv_up = KeyValueUp(ctx.child("kv_up"), args, heads, unabsorbed=args.top_k is None)
         width = args.num_heads * args.value_size
         self.out = Linear(
             ctx.child("out"),
@@ -88,7 +93,17 @@ class MLA(PluggableLayer, name="mla"):
             block_size=ctx.block_size,
             top_k=top_k,
         )
-        self.index, self.backend = latent_backend(ctx, spec)
+        itemsize = ctx.dtype.itemsize
+        forms = partial(
+            LatentForms, args=args, num_heads=heads.num_heads, most_tokens=ctx.limits.max_tokens, itemsize=itemsize
+        )
+        self.index, self.backend = latent_backend(ctx, spec, forms if top_k is None else None)
+        if top_k is None:
+            self._attend_new, self._attend_cached = (
+                varlen_attention.bind(ctx, scalars={"scale": args.scale, "causal": causal}, head_size=size)
+                for causal in (True, False)
+            )
+            self._merge = merge_attention.bind(ctx)
         self._rms_norm = rms_norm.bind(ctx, scalars={"eps": args.norm_eps})
         if args.rope is not None:
             turns = {"interleaved": args.rope.interleaved}
@@ -128,7 +143,7 @@ class MLA(PluggableLayer, name="mla"):
         """[T, hidden] -> [T, hidden]. Writes this step's latents and rotated keys to the layer's cache."""
         args, eps = self.args, self.args.norm_eps
         down: torch.Tensor = self.down(x, step)
-        lists, hidden = self._lists and self._lists.of_step(down.shape[0]), x
+        lists, hidden = None if self._lists is None else self._lists.of_step(down.shape[0]), x
         latent, rope_key = down[:, -args.latent_size - args.rope_size :].split([args.latent_size, args.rope_size], -1)
         latent = self._rms_norm(latent, self.weights["latent_norm"], eps=eps)
         if args.query_rank:
@@ -140,19 +155,81 @@ class MLA(PluggableLayer, name="mla"):
         q_rope, rope_key = self._rotated(q_rope, rope_key, step)
         slots = step.metadata[self.index].batch.slot_mapping
         self.backend.store(LatentStoreCall(latent, rope_key, step.caches[self.index], slots))
-        q_latent = torch.bmm(q_nope.transpose(0, 1), self.kv_up.weights["keys"]).transpose(0, 1)
-        attended = torch.empty_like(q_latent)
-        attend = self.backend.forward
-        step.interrupt(
-            self.index,
-            lambda cache, plan, q, q_rope, latent, key, out, *lists: attend(
-                LatentCall(q, q_rope, latent, key, cache, plan, out, *lists)
-            ),
-            *(q_latent, q_rope, latent, rope_key, attended, *(() if lists is None else (lists,))),
-        )
-        values = torch.bmm(attended.transpose(0, 1), self.kv_up.weights["values"])
-        y: torch.Tensor = self.out(values.transpose(0, 1).reshape(down.shape[0], -1), step)
+        if lists is None:
+            values = q_nope.new_empty(down.shape[0], self._num_heads, args.value_size)
+            step.interrupt(self.index, self._by_forms, q_nope, q_rope, latent, rope_key, values)
+        else:
+            q_latent = self.kv_up.into_queries(q_nope)
+            attended, attend = torch.empty_like(q_latent), self.backend.forward
+            step.interrupt(
+                self.index,
+                lambda cache, plan, q, q_rope, latent, key, out, lists: attend(
+                    LatentCall(q, q_rope, latent, key, cache, plan, out, lists)
+                ),
+                *(q_latent, q_rope, latent, rope_key, attended, lists),
+            )
+            values = self.kv_up.onto_results(attended)
+        y: torch.Tensor = self.out(values.reshape(down.shape[0], -1), step)
         return y if self._returns_partial_sums else self._group.all_reduce(y)
+
+    def _by_forms(
+        self,
+        cache: dict[str, torch.Tensor],
+        metadata: AttentionMetadata,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        rope_key: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Write the results of all heads, ``values`` [T, H, V]. ``metadata`` is LatentForms'."""
+        assert isinstance(metadata, FormsMetadata)
+        absorbed = metadata.absorbed if metadata.whole is None else [(slice(None), metadata.whole)]
+        for rows, plan in absorbed:
+            q_latent = self.kv_up.into_queries(q_nope[rows])
+            attended = torch.empty_like(q_latent)
+            self.backend.forward(
+                LatentCall(q_latent, q_rope[rows], latent[rows], rope_key[rows], cache, plan, attended)
+            )
+            values[rows] = self.kv_up.onto_results(attended)
+        for prompts in metadata.prompts:
+            q = torch.cat([q_nope[prompts.rows], q_rope[prompts.rows]], dim=-1)
+            values[prompts.rows] = self._unabsorbed(q, latent[prompts.rows], rope_key[prompts.rows], cache, prompts)
+
+    def _unabsorbed(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        rope_key: torch.Tensor,
+        cache: dict[str, torch.Tensor],
+        prompts: Prompts,
+    ) -> torch.Tensor:
+        """Results [T, H, V] of the queries of some requests, q [T, H, N + R], whose newest tokens are given."""
+        new, scale = prompts.tokens, self.args.scale
+        out, sums = self._attend_new(
+            q,
+            *self.kv_up.keys_values(latent, rope_key),
+            new.start,
+            new.start,
+            query_starts=new.starts,
+            key_starts=new.starts,
+            scale=scale,
+            causal=True,
+        )
+        for chunk in prompts.context:
+            cached = chunk.read(self.backend.layout, cache, q.dtype)
+            part = self._attend_cached(
+                q[chunk.rows],
+                *self.kv_up.keys_values(*cached),
+                chunk.queries.start,
+                chunk.keys.start,
+                query_starts=chunk.queries.starts,
+                key_starts=chunk.keys.starts,
+                scale=scale,
+                causal=False,
+            )
+            self._merge(out[chunk.rows], sums[chunk.rows], *part)
+        return out
 
 
 class IndexLists:
@@ -177,37 +254,3 @@ class IndexLists:
         """The lists of a step, int32 [T, K]."""
         memory = self._resources.get(self._key).view(torch.int32)
         return memory[: tokens * self._top_k].view(tokens, self._top_k)
-
-
-class KeyValueUp(PluggableLayer):
-    """The matrix that makes keys and values of latents, [heads * (N + V), L] in a checkpoint. No step multiplies by it.
-
-    Its slots are those of the scheme that the context's quantization gives it. From ``prepare`` on there are plain
-    ``keys`` [H, N, L] and ``values`` [H, L, V] in the activations' dtype.
-    """
-
-    def __init__(self, ctx: Context, args: MLAArgs, heads: HeadShards) -> None:
-        super().__init__(ctx)
-        self.args, self._num_heads, self._dtype = args, heads.num_heads, ctx.dtype
-        size = args.nope_size + args.value_size
-        self._linear = LinearArgs(
-            args.latent_size,
-            (("kv", args.num_heads * size),),
-            row_shards=(widened(heads.query, size),) if heads.query else (),
-        )
-        scheme = ctx.quantization.linear(ctx.path, self._linear, dtype_name(ctx.dtype))
-        assert scheme is not None, "a matrix of one part has one scheme"
-        self.scheme = scheme
-
-    def declare(self) -> dict[str, WeightSlot]:
-        linear = self._linear
-        slots = weight_slots(self.scheme, linear.own_parts, linear.own_in_features)
-        if not self.scheme.stored and linear.row_shards:
-            slots["weight"] = replace(slots["weight"], shard_axis=0, shards=linear.row_shards)
-        return slots
-
-    def prepare(self) -> None:
-        args, weights = self.args, collapse_parts(self.weights, self.path)
-        whole = dequantize(weights, self.scheme.weight, self._dtype).view(self._num_heads, -1, args.latent_size)
-        keys, values = whole.split([args.nope_size, args.value_size], dim=1)
-        self.weights = {"keys": keys.contiguous(), "values": values.transpose(1, 2).contiguous()}

@@ -239,6 +239,7 @@ KINDS: dict[str, LayerKind] = {
             "uncompressed-bias": replace(_MLA, query_rank=None, bias=True),
             "without-positions": replace(_MLA, rope=None),
             "odd": MLAArgs(33, 3, 20, 6, 5, 7, 0.3, rope=replace(_ROPE, rotary_dim=6), query_rank=9),
+            "large-latent": replace(_MLA, latent_size=64, nope_size=4, value_size=6),  # cheap to make keys of
             "sparse": replace(_MLA, top_k=6, indexer=_INDEXER),
         },
         _hidden,
