@@ -4,6 +4,8 @@ The expressions are those of the models' own ``tokenizer.json``; llama.cpp keeps
 own (``src/llama-vocab.cpp``).
 """
 
+# ruff: noqa: RUF001  # letters that look like Latin ones are meant
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -21,6 +23,28 @@ _WORDS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
 _LLAMA3, _QWEN2 = _WORDS + r"{1,3}" + _TAIL, _WORDS + _TAIL
 _GPT4O = _CASED.replace("{end}", _ENDINGS + "?").replace("{digits}", "{1,3}")
 _TEKKEN = _CASED.replace("{end}", "").replace("{digits}", "")
+_CASED_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ"
+    "-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-"
+    "ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ"
+    "-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲"
+    "𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_CASED_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    r"[一-龥ࠀ-一가-퟿]+",
+    r"\p{N}",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,9 @@ PRETOKENIZERS: Mapping[str, Pretokenizer] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
     **dict.fromkeys(("gpt-4o", "llama4"), Pretokenizer((_GPT4O,))),
     "tekken": Pretokenizer((_TEKKEN,), ignore_merges=True, bos=True),
+    "deepseek-llm": Pretokenizer(_DEEPSEEK_LLM),
+    "deepseek-coder": Pretokenizer(_DEEPSEEK_CODER),
+    "deepseek-v3": Pretokenizer(_DEEPSEEK_V3),
     "chatglm-bpe": Pretokenizer((_LLAMA3,)),
     "glm4": Pretokenizer((_LLAMA3,), ignore_merges=True),
 }
