@@ -104,10 +104,13 @@ def recurrence_kernel(
             values = here[:, None] & (row < V)[None, :]
             v = tl.load(v_ptr + place[:, None] * v_stride + row[None, :], mask=values, other=0.0).to(tl.float32)
             beta = tl.load(beta_ptr + place * H, mask=here, other=0.0)
-            sums = tl.cumsum(tl.load(decay_ptr + place * H, mask=here, other=0.0), 0)
+            decay = tl.load(decay_ptr + place * H, mask=here, other=0.0)
+            sums = tl.cumsum(decay, 0)
             total = tl.min(sums, 0)  # of all tokens: decays are at most 0
-            ratio = tl.exp(sums[:, None] - sums[None, :])
             earlier = token[:, None] > token[None, :]
+            # [i, j]: the sum of the decays after j up to i. A difference of two sums from the chunk's begin loses bits.
+            since = tl.cumsum(tl.where(earlier, decay[:, None], 0.0), 0)
+            ratio = tl.exp(since)
             from_state = tl.dot(k, tl.trans(state), input_precision=PRECISION) * tl.exp(sums)[:, None]
             u = beta[:, None] * v
             if DELTA_RULE:  # (1 + A) u = beta (v - S k), row by row
@@ -122,7 +125,7 @@ def recurrence_kernel(
             o = tl.dot(q, tl.trans(state), input_precision=PRECISION) * tl.exp(sums)[:, None]
             o += tl.dot(read, u, input_precision=PRECISION)
             tl.store(out_ptr + place[:, None] * (H * V) + row[None, :], o.to(out_ptr.dtype.element_ty), mask=values)
-            kept = k * tl.exp(total - sums)[:, None]
+            kept = k * tl.exp(tl.min(since, 0))[:, None]
             state = state * tl.exp(total) + tl.dot(tl.trans(u), kept, input_precision=PRECISION)
     else:
         for _ in range(count):
