@@ -374,12 +374,12 @@ class Graphs:
     def _prepare(self, graph: PlannedGraph, free_pages: int) -> None:
         """Capture ``graph``; see ``prepare_ahead``."""
         ctx, shape = self._ctx, graph.shape
-        pages = 0 if shape.mode == "piecewise" else free_pages
-        first = partial(self._try, shape, first_lengths(shape, ctx.max_model_len), pages)
+        first = partial(self._try, shape, first_lengths(shape, ctx.max_model_len), free_pages)
         further = further_lengths(shape, ctx.block_size, ctx.max_model_len)
-        trials = [first, *(partial(self._try, shape, lengths, pages) for lengths in further)][: graph.num_lengths]
+        trials = [first, *(partial(self._try, shape, lengths, free_pages) for lengths in further)][: graph.num_lengths]
         own, metadata = first()
-        self._prepared(shape, metadata, trials if own or not trials else None)
+        is_one = shape.mode == "piecewise" or not own  # pieces hold no attention, whose requests trials vary
+        self._prepared(shape, metadata, None if trials and is_one else trials)
 
     def _try(self, shape: StepShape, lengths: TrialLengths, free_pages: int) -> tuple[bool, list[AttentionMetadata]]:
         """Put a step into the buffers on which graphs of ``shape`` are compared with eager runs, and plan it.
