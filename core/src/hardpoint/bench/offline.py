@@ -13,7 +13,7 @@ from hardpoint.bench.lengths import SAMPLE_TEXT, Lengths, SyntheticRequest, synt
 from hardpoint.bench.load import percentile_rows, percentiles
 from hardpoint.bench.registry import BenchResult, BenchRow, Curve, benchmark
 from hardpoint.config import EngineConfig
-from hardpoint.layers.moe import MoE
+from hardpoint.layers import Embedding, Experts
 from hardpoint.terminal.progress import progress_bar
 from hardpoint_plugin_api import ConfigError
 
@@ -203,9 +203,11 @@ def bytes_read(llm: LLM, tokens: int) -> int:
     reads all. Of a layer's E experts, n tokens that each choose K at random read E (1 - (1 - K / E)^n) on the average.
     """
     model = llm.core.blueprint.model
-    nbytes = llm.memory_report().by_tag["weights"] - sum(weight.nbytes for weight in model.embedding.weights.values())
+    nbytes = llm.memory_report().by_tag["weights"]
     for layer in model.modules():
-        if isinstance(layer, MoE):
+        if isinstance(layer, Embedding):
+            nbytes -= sum(weight.nbytes for weight in layer.weights.values())
+        if isinstance(layer, Experts):
             unread = (1 - layer.args.router.top_k / layer.args.router.num_experts) ** tokens
-            nbytes -= int(unread * sum(weight.nbytes for weight in layer.experts.weights.values()))
+            nbytes -= int(unread * sum(weight.nbytes for weight in layer.weights.values()))
     return nbytes

@@ -124,6 +124,7 @@ class Experts(PluggableLayer):
 
     def __init__(self, ctx: Context, args: MoEArgs) -> None:
         super().__init__(ctx)
+        self.args = args
         self.dtype, self._resources, self._has_bias = dtype_name(ctx.dtype), ctx.resources, args.bias
         self._total, ep = args.router.num_experts, ctx.parallel.ep
         self._num_ranks, self._num_replicas = ep.size, ep.size // sharing_group(ctx).size
@@ -224,6 +225,9 @@ class Experts(PluggableLayer):
             packed = self.kernels[0].prepack(weights)
         self.weights = checked_weights(self._offer, packed)
         self._placed.check()
+
+    def allocate(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        return x.new_empty(x.shape)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """x [t, H], ids int32 and weights float32 [t, K] -> [t, H], for this rank's t of the step's tokens.
