@@ -21,6 +21,7 @@ ORDER = (
     ("context",),
     ("attention", "experts", "drafters"),
     ("layers", "structured", "kernels", "reference"),
+    ("compilation",),
     ("models", "parsers", "tokenizer", "platforms", "authoring"),
     ("conformance",),
     ("engine",),

@@ -22,6 +22,7 @@ from hardpoint.kernel_calls import KernelCalls
 from hardpoint.metrics import EngineMetrics, PluginMetrics
 from hardpoint.ops.call_names import CallNames
 from hardpoint.ops.shadow_check import ShadowCheck
+from hardpoint.ops.tracing import OpTracing
 from hardpoint.parallel.groups import Group, alone
 from hardpoint.plugin_host import Offer, PluginSet
 from hardpoint.plugin_host.record import CORE
@@ -69,6 +70,7 @@ class Context:
     profiler: Profiler = field(default_factory=Profiler)
     shadow: ShadowCheck | None = None
     call_names: CallNames | None = None
+    op_tracing: OpTracing | None = None
     kernel_calls: KernelCalls = field(default_factory=lambda: KernelCalls(is_on=False))
     parallel: Parallel = field(default_factory=alone)
     cache_users: ModelCaches = field(default_factory=ModelCaches)

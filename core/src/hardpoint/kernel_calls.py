@@ -25,9 +25,11 @@ from hardpoint.ops.error_model import ErrorModel
 from hardpoint.plugin_host import Offer
 from hardpoint.plugin_host.record import CORE
 from hardpoint_plugin_api import (
+    API_VERSION,
     AttentionCall,
     BatchedExpertsCall,
     CapturedGraph,
+    Contribution,
     EngineError,
     ExpertsCall,
     GraphEngine,
@@ -64,6 +66,11 @@ _WITH_OUT = (AttentionCall, ExpertsCall, BatchedExpertsCall)
 _NOT_READ = frozenset({"out", "workspace"})
 """Fields of call objects that a kernel writes to, whatever they hold before."""
 
+_COMPILED = Offer(
+    Contribution("op", "compiled", "torch._inductor:standalone_compile"), "torch.compile", API_VERSION, "torch", ""
+)
+"""Code that is made at a start, and that no plugin contributes."""
+
 _Arguments = tuple[Any, ...]
 _Keywords = Mapping[str, Any]
 _Written = Callable[[_Arguments, _Keywords, object], object]
@@ -81,7 +88,7 @@ for _kind in (*_CALLS, Quantized):  # so that a look for tensors among arguments
 class Kernel:
     """A function of a plugin's kernel. ``offer`` is whose; ``written`` finds the call's outputs among its arguments and
     its result, as far as they are tensors of the step. ``promise``, until the first result was compared with it, makes
-    outputs like those that a call must return."""
+    outputs like those that a call must return. ``is_watched``: whether results in a replay are compared with others."""
 
     offer: Offer
     name: str
@@ -91,6 +98,7 @@ class Kernel:
     errors: ErrorModel
     written: _Written
     promise: Promise | None = None
+    is_watched: bool = True
 
     def __call__(self, args: _Arguments, kwargs: _Keywords) -> Any:
         """Call the function. Raises PluginLoadError where its first result is not what its interface asks for."""
@@ -120,6 +128,7 @@ class KernelCalls:
     def __init__(self, home: str = CORE, is_on: bool = True) -> None:
         self._home, self._is_on = frozenset({CORE, home}), is_on
         self._kernels: list[Kernel] = []
+        self._compiled: list[Kernel] = []
         self._repeated: set[Offer] = set()
         self._stage: _Noting | _Recording | _Watching | None = None
 
@@ -145,6 +154,25 @@ class KernelCalls:
 
         name = offer.contribution.of or offer.contribution.name
         return self._seam(offer, (function, target), name, function, changed, errors, promise)
+
+    def wrap_compiled(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, which a compiler made of torch operators, and which writes to no argument.
+
+        It is taken for right, so that nothing that it returns is watched; an engine that records operators does not see
+        what it launches.
+        """
+        kernel = Kernel(
+            _COMPILED, name, function, True, False, _ERRORS, lambda args, kwargs, result: result, is_watched=False
+        )
+        if self._is_on:
+            self._compiled.append(kernel)
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            stage = self._stage
+            return function(*args) if stage is None else stage.call(kernel, args, {})
+
+        return call
 
     def attach(self, offer: Offer, kernel: object, promises: Mapping[str, Promise] = MappingProxyType({})) -> None:
         """Have what steps call of ``kernel``, an instance that ``offer`` made, pass through here.
@@ -178,7 +206,7 @@ class KernelCalls:
 
     def opaque(self, engine: GraphEngine) -> list[Kernel]:
         """The kernels whose calls ``engine`` does not record, and each run repeats."""
-        return [kernel for kernel in self._kernels if self._is_opaque(kernel, engine)]
+        return [kernel for kernel in (*self._kernels, *self._compiled) if self._is_opaque(kernel, engine)]
 
     def prepare(
         self,
@@ -343,14 +371,15 @@ class _Recording:
 
     def call(self, kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given: list[torch.Tensor] = []
-        if self.watched is not None:
+        watched = self.watched if kernel.is_watched else None
+        if watched is not None:
             self.engine.opaque(lambda *values: given.extend(_copies(values)), *_given(args, kwargs))
         if self.calls._is_opaque(kernel, self.engine):
             result = self._repeat(kernel, args, kwargs)
         else:
             result = kernel.function(*args, **kwargs)
-        if self.watched is not None:
-            done = functools.partial(_note, self.watched, kernel, given)
+        if watched is not None:
+            done = functools.partial(_note, watched, kernel, given)
             self.engine.opaque(done, *_tensors(kernel.written(args, kwargs, result)))
         return result
 
@@ -377,11 +406,13 @@ class _Watching:
     watched: list[WatchedCall]
 
     def call(self, kernel: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given = _copies(_given(args, kwargs))
+        given = _copies(_given(args, kwargs)) if kernel.is_watched else []
         if self.calls._is_opaque(kernel, self.engine):
             result = self.calls.plainly(kernel, args, kwargs)
         else:
             result = kernel(args, kwargs)
+        if not kernel.is_watched:
+            return result
         _note(self.watched, kernel, given, *_tensors(kernel.written(args, kwargs, result)))
         return result
 

@@ -260,6 +260,11 @@ class EngineConfig(EngineSettings):
         return self._changed({"blame_ops": True, "enforce_eager": True})
 
     @property
+    def compiles(self) -> bool:
+        """Whether models are compiled."""
+        return self.compile and not self.enforce_eager
+
+    @property
     def topology(self) -> Topology:
         """How many ranks there are, and how they are divided: no other code reads the sizes that decide it."""
         tensor = self.tensor_parallel_size

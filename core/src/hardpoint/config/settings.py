@@ -298,6 +298,17 @@ class EngineSettings(BaseModel):
         Group.KERNELS, False, "Make each output independent of the other requests in the batch, to the bit. Slower."
     )
     enforce_eager: bool = setting(Group.KERNELS, False, "Run without captured graphs and compilation. Slower.")
+    compile: bool = setting(
+        Group.KERNELS,
+        False,
+        "Compile the operators between a model's layers (minutes at the first start). For --model-impl transformers.",
+    )
+    compile_cache: Text | None = setting(
+        Group.KERNELS,
+        None,
+        "Folder of compiled code, which nobody else may write to. Default: ~/.cache/hardpoint/compiled.",
+        "FOLDER",
+    )
     wait_for_kernels: bool = setting(
         Group.KERNELS,
         False,

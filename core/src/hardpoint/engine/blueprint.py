@@ -32,6 +32,7 @@ from hardpoint.metrics import EngineMetrics
 from hardpoint.models.family import choose_model
 from hardpoint.ops.call_names import CallNames
 from hardpoint.ops.shadow_check import ShadowCheck
+from hardpoint.ops.tracing import OpTracing
 from hardpoint.parallel.groups import Groups
 from hardpoint.parallel.topology import Coordinates
 from hardpoint.plugin_host import LockFile, Offer, PluginSet, discover
@@ -178,6 +179,7 @@ def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, r
         shadow=ShadowCheck(config.shadow_check, config.seed, metrics) if config.shadow_check else None,
         kernel_calls=KernelCalls(choice.plan.offer.plugin, is_on=runs_here and not config.enforce_eager),
         call_names=CallNames(platform.synchronize) if config.blame_ops and runs_here else None,
+        op_tracing=OpTracing() if config.compiles and runs_here else None,
         parallel=groups.parallel(platform.collectives, here, config.step_timeout),
     )
     if config.num_drafts:

@@ -11,7 +11,7 @@ Life cycle: declare (weight slots), load, prepare (pack, fold, drop originals), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -66,6 +66,9 @@ class PluggableLayer(nn.Module, metaclass=_PluggableMeta):
     capturable: ClassVar[bool] = True
     traceable: ClassVar[bool] = False
     input_spec: QuantSpec | None = None
+    allocate: Callable[..., Any] | None = None
+    """Returns empty, contiguous tensors like the results of ``forward`` for the same arguments. A layer that has it is
+    one call of a compiled step; compilation sees through others, to the operators and layers that they call."""
     adapters: LinearAdapters | None = None
     """The slots of LoRA adapters that this layer adds to its result."""
 

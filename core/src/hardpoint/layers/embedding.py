@@ -64,6 +64,9 @@ class Embedding(PluggableLayer, name="embedding"):
         shards = (self._shard,) if self._shard else ()
         return {"weight": WeightSlot((rows, self.args.hidden_size), self.dtype, 0, shards=shards)}
 
+    def allocate(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.empty(ids.shape[0], self.args.hidden_size, dtype=getattr(torch, self.dtype), device=ids.device)
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden]."""
         if self._shard is None:

@@ -127,6 +127,11 @@ class Linear(PluggableLayer, name="linear"):
         super().release()
         self._bias = None
 
+    def allocate(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
+        rows = x.data if isinstance(x, Quantized) else x
+        features = sum(size for _, size in self.args.own_parts)
+        return torch.empty(rows.shape[0], features, dtype=getattr(torch, self.dtype), device=rows.device)
+
     def forward(self, x: torch.Tensor | Quantized, step: ForwardStep) -> torch.Tensor:
         """[T, in] -> [T, out], both as on this rank. Divided by columns, the sum over ranks is still to be taken.
 

@@ -73,7 +73,7 @@ def _allocate(x: torch.Tensor, *, activation: str) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
-@custom_op(cases=_cases, errors=ErrorModel(scale="row"), allocate=_allocate)
+@custom_op(cases=_cases, errors=ErrorModel(scale="row"), allocate=_allocate, fusible=True)
 def act_and_mul(x: torch.Tensor, *, activation: str) -> torch.Tensor:
     """x [T, 2I], gate first -> ``activation(gate) * up`` [T, I] (Shazeer 2020, arXiv:2002.05202).
 
@@ -91,7 +91,13 @@ def _allocate_quantized(x: torch.Tensor, *, activation: str, spec: QuantSpec) ->
     return allocate_rounded(x, x.shape[1] // 2, spec)
 
 
-@custom_op(cases=rounded_cases(_cases), errors=ROUNDED, allocate=_allocate_quantized, unrounded=act_and_mul.reference)
+@custom_op(
+    cases=rounded_cases(_cases),
+    errors=ROUNDED,
+    allocate=_allocate_quantized,
+    unrounded=act_and_mul.reference,
+    fusible=True,
+)
 def act_and_mul_quantized(x: torch.Tensor, *, activation: str, spec: QuantSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, 2I] -> ``act_and_mul`` in x's dtype, then ``quantize_rows``: elements [T, I] and scales."""
     return quantize_rows.reference(act_and_mul.reference(x, activation=activation), spec=spec)

@@ -86,7 +86,7 @@ def _allocate(x: torch.Tensor, *, activation: str) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-@custom_op(cases=_cases, errors=ErrorModel(scale="row"), allocate=_allocate)
+@custom_op(cases=_cases, errors=ErrorModel(scale="row"), allocate=_allocate, fusible=True)
 def activation(x: torch.Tensor, *, activation: str) -> torch.Tensor:
     """x [T, n] -> ``activation(x)`` [T, n]; raises UnknownNameError for a name that is not in ACTIVATIONS."""
     return activation_function(activation)(x)

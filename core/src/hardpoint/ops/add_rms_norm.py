@@ -44,7 +44,12 @@ def _allocate(
 
 
 @custom_op(
-    cases=_cases, errors=ErrorModel(scale="element"), allocate=_allocate, aliases=[(1, "residual")], static=["eps"]
+    cases=_cases,
+    errors=ErrorModel(scale="element"),
+    allocate=_allocate,
+    aliases=[(1, "residual")],
+    static=["eps"],
+    fusible=True,
 )
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float
@@ -86,6 +91,7 @@ def _allocate_quantized(
     aliases=[(2, "residual")],
     unrounded=add_rms_norm.reference,
     static=["eps"],
+    fusible=True,
 )
 def add_rms_norm_quantized(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float, spec: QuantSpec

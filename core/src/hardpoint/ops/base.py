@@ -63,6 +63,8 @@ class CustomOp(Generic[P, R]):
     ``static``: keyword arguments that have the same value in every call of a use. ``bind`` gets these values, and
     implementations may require some: ``requires = [{ scalar = { interleaved = false } }]``.
 
+    ``fusible``: the reference is a few torch operators without loops, which a compiler fuses with those around.
+
     ``sums``: the parameter that is first summed over the ranks of ``tp``. Each rank passes its own partial sum, which
     may be written to; the reference gets the sum. Such an op is bound where there are several ranks, and its
     implementations are factories, since they need the group. See GroupMember.
@@ -84,8 +86,10 @@ class CustomOp(Generic[P, R]):
         sums: str | None = None,
         has_rows: bool = True,
         static: Sequence[str] = (),
+        fusible: bool = False,
     ) -> None:
         self.name, self.unrounded, self.sums, self.has_rows = reference.__name__, unrounded, sums, has_rows
+        self.fusible = fusible
         self.static = tuple(static)
         scalars = {p.name for p in inspect.signature(reference).parameters.values() if p.kind is p.KEYWORD_ONLY}
         if unknown := set(static) - scalars:
@@ -129,7 +133,10 @@ class CustomOp(Generic[P, R]):
             ctx.kernel_calls.wrap(entry.offer, ctx.load(entry.offer), f, self.mutates, self.errors, self.allocate)
             for entry, f in zip(plan.entries, functions, strict=True)
         ]
-        return by_tokens([entry.range.max for entry in plan.entries], functions)
+        bound = by_tokens([entry.range.max for entry in plan.entries], functions)
+        if ctx.op_tracing is None:
+            return bound
+        return ctx.op_tracing.wrap(self.name, bound, self.reference, self.fusible)
 
     def scalars_of(self, values: Mapping[str, Any]) -> Scalars:
         """The field ``scalars`` of this op's workload for these values of static arguments; TypeError for others."""
@@ -195,6 +202,7 @@ def custom_op(
     sums: str | None = None,
     has_rows: bool = True,
     static: Sequence[str] = (),
+    fusible: bool = False,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """Turn a reference function into a CustomOp of the function's name."""
     return lambda reference: CustomOp(
@@ -208,6 +216,7 @@ def custom_op(
         sums=sums,
         has_rows=has_rows,
         static=static,
+        fusible=fusible,
     )
 
 

@@ -56,6 +56,7 @@ def _allocate(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, activation
     errors=ErrorModel(scale="element", finest=2.0**-20),
     allocate=_allocate,
     static=["eps", "gate_first"],
+    fusible=True,
 )
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, activation: str, gate_first: bool) -> Tensor:
     """x, gate [T, G, n], weight [G, n] or [1, n] -> [T, G, n] in x's dtype, each group of n normed by itself.

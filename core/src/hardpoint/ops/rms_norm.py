@@ -44,7 +44,7 @@ def _allocate(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Ten
     return x.new_empty(x.shape)
 
 
-@custom_op(cases=_cases, errors=ErrorModel(scale="element"), allocate=_allocate, static=["eps"])
+@custom_op(cases=_cases, errors=ErrorModel(scale="element"), allocate=_allocate, static=["eps"], fusible=True)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
     """x [..., n], weight [n] -> [..., n] in x's dtype: ``x / sqrt(mean(x^2) + eps) * weight``.
 
@@ -74,6 +74,7 @@ def _allocate_quantized(
     allocate=_allocate_quantized,
     unrounded=rms_norm.reference,
     static=["eps"],
+    fusible=True,
 )
 def rms_norm_quantized(
     x: torch.Tensor, weight: torch.Tensor, *, eps: float, spec: QuantSpec

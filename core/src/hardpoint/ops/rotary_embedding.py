@@ -51,6 +51,7 @@ def _allocate(
     allocate=_allocate,
     aliases=[(0, "q"), (1, "k")],
     static=["interleaved"],
+    fusible=True,
 )
 def rotary_embedding(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool = False

@@ -119,6 +119,8 @@ class Worker:
             with memory.pool("weights"):
                 weights.load()
             mark("weights")
+            if config.compiles and not blueprint.model.compile_pass():
+                logger.warning("--compile has no effect: this model runs by Hardpoint's own code, in fused kernels")
             adapters = AdapterWeights(blueprint.model, ctx)
             with memory.pool("adapters"):
                 adapters.allocate()

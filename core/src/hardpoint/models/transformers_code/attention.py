@@ -60,6 +60,9 @@ class Attend(PluggableLayer):
             slopes = alibi_slopes(own * self._group.size, self._device)[first : first + own]
         self.backend.set_head_constants(self.weights.get("sinks"), slopes)
 
+    def allocate(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        return q.new_empty(*q.shape[:2], self.seen.value_size)
+
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """q [T, H, D], k [T, K, D], v [T, K, E] -> [T, H, E]. Writes keys and values to the cache."""
         size, value = self.seen.head_size, self.seen.value_size

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class Current:
     """Of one model. ``step``: the one that runs. ``probe``: notes calls on the meta device instead; see Probe.
 
+    ``is_traced``: for compilation, which fuses operators better than it fuses layers.
     ``attention`` holds a layer for each call of attention in a step, in order; ``calls`` counts those made so far.
     ``tables``: for each tensor of cosines of the step, by identity, that tensor, the table for the rotary op, and its
     rows; see Rotation. ``products``: those of shared linear layers that are not asked for in full yet, and by how many
@@ -26,6 +27,7 @@ class Current:
 
     step: ForwardStep
     probe: Probe | None = None
+    is_traced: bool = False
     attention: list[Attend] = field(default_factory=list)
     calls: int = 0
     products: dict[object, tuple[torch.Tensor | None, int]] = field(default_factory=dict)

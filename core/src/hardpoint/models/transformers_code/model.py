@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hardpoint.checkpoint.hf_config import HFConfig
+from hardpoint.compilation.compiled import CompiledPass
 from hardpoint.context import Context
 from hardpoint.layers import CausalLM, ModelFacts
 from hardpoint.logs import log_once
@@ -92,12 +93,35 @@ class TransformersLM(CausalLM):
             for name, address in names.items()
             if address is not None and name.endswith(".weight")
         }
+        self.compiled = None
+        if ctx.op_tracing is not None:
+            identity = f"{args.architecture} {args.config.to_json_string()}"
+            self.compiled = CompiledPass(ctx.child("compiled"), self, self._traced, self._hidden, identity)
         self.notes = tuple(self.report.lines())
         for line in self.notes:
             log_once(logger, logging.INFO, ("transformers", args.folder, line), line, scope=ctx.plugins)
 
     def hidden(self, inputs: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         """ids int64 [T] -> hidden states [T, hidden]."""
+        if self.compiled is None:
+            return self._hidden(inputs, step)
+        hidden: torch.Tensor = self.compiled(inputs, step)
+        return hidden
+
+    def compile_pass(self) -> bool:
+        if self.compiled is not None:
+            self.compiled.compile_pass()
+        return True
+
+    def _traced(self, inputs: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        """As ``_hidden``, with the model's own code wherever it is torch operators."""
+        self._current.is_traced = True
+        try:
+            return self._hidden(inputs, step)
+        finally:
+            self._current.is_traced = False
+
+    def _hidden(self, inputs: torch.Tensor, step: ForwardStep) -> torch.Tensor:
         current = self._current
         current.step, current.calls = step, 0
         positions = step.rotary_positions[None]

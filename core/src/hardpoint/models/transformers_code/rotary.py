@@ -40,7 +40,7 @@ class Rotation:
         """Return q and k, rotated."""
         if self._current.probe is not None and not rest and not more and q.ndim == 4 and q.shape[3] == k.shape[3]:
             self.head_size = q.shape[3]
-        if self._op is None or rest or more:
+        if self._op is None or rest or more or self._current.is_traced:
             return self._own(q, k, cos, sin, *rest, **more)
         table = self._current.tables.get(id(cos))
         if table is None:

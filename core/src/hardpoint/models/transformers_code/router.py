@@ -47,6 +47,11 @@ class Router(PluggableLayer):
     def declare(self) -> dict[str, WeightSlot]:
         return {"correction_bias": WeightSlot((self.args.num_experts,), "float32")} if self.args.bias else {}
 
+    def allocate(self, x: torch.Tensor, step: ForwardStep) -> dict[str, torch.Tensor]:
+        weights = x.new_empty(x.shape[0], self.args.top_k, dtype=torch.float32)
+        logits = x.new_empty(x.shape[0], self.args.num_experts)
+        return {"logits": logits, "weights": weights, "ids": torch.empty_like(weights, dtype=torch.int32)}
+
     def forward(self, x: torch.Tensor, step: ForwardStep) -> dict[str, torch.Tensor]:
         """x [T, H] -> logits [T, E], weights float32 [T, K], ids int32 [T, K]."""
         logits = self.linear(x, step)

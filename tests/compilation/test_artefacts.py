@@ -1,0 +1,124 @@
+"""Compiled pieces in a folder: compiled once, loaded by others, compiled again where they cannot be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hardpoint.compilation.artefacts import Artefacts, check_private
+from hardpoint.compilation.division import Divided, divide
+from hardpoint.compilation.program import BoundProgram
+from hardpoint.compilation.tracing import trace
+from hardpoint.ops.tracing import CannotCompileError, OpTracing
+from hardpoint.parallel.groups import alone
+from hardpoint_plugin_api import ConfigError, ForwardStep
+
+Pass = Callable[[torch.Tensor, ForwardStep], torch.Tensor]
+CPU = torch.device("cpu")
+
+
+def scaled(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    """Operators on [T] and [T, 3]."""
+    wide = ids[:, None].float() * torch.arange(3) + step.rotary_positions[:, None]
+    return (wide.sin() + wide.shape[0]).view(-1, 3).transpose(0, 1).contiguous().t()
+
+
+def divided(hidden: Pass, num_tokens: int = 61) -> Divided:
+    return divide(trace(nn.Module(), hidden, OpTracing(), alone().tp, CPU, num_tokens))
+
+
+def test_a_piece_is_compiled_once_and_again_where_it_was_changed(tmp_path: Path) -> None:
+    found = divided(scaled)
+    (piece,) = found.pieces.values()
+    first = Artefacts(tmp_path, "here")
+    compiled = first.get(piece)
+    assert (first.num_compiled, first.num_loaded) == (1, 0)
+    second = Artefacts(tmp_path, "here")
+    loaded = second.get(piece)
+    assert (second.num_compiled, second.num_loaded) == (0, 1)
+    for function in (compiled, loaded):
+        bound = BoundProgram(found.program, found.constants, {piece.key: function}, lambda address: None)  # type: ignore[arg-type, return-value]  # no layer is called
+        for count in (2, 7, 300):
+            ids, positions = torch.arange(count), torch.arange(count) * 3
+            step = ForwardStep(positions, positions, [], [])
+            torch.testing.assert_close(bound.run(ids, step), scaled(ids, step))
+    changed = next(tmp_path.rglob("*.py"))
+    changed.write_text(changed.read_text() + "\nraise SystemExit('run from a changed file')\n")
+    assert Artefacts(tmp_path, "here").load(piece.key) is None
+    assert Artefacts(tmp_path, "another torch").load(piece.key) is None
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    Artefacts(folder, "here")
+    folder.chmod(0o770)
+    with pytest.raises(ConfigError, match=r"others can write to .*cache, .*chmod go-w"):
+        Artefacts(folder, "here")
+    folder.chmod(0o700)
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="others can write to"):
+        check_private(folder)
+    tmp_path.chmod(0o1777)  # as /tmp: only owners rename
+    check_private(folder)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--compile-cache .*file/cache: Not a directory"):
+        Artefacts(tmp_path / "file" / "cache", "here")
+
+
+def test_names_of_values_do_not_matter_and_numbers_do() -> None:
+    def renamed(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        return scaled(ids, step)
+
+    def other(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+        return scaled(ids, step) + 2.0
+
+    keys = [list(divided(each).pieces) for each in (scaled, renamed, other)]
+    assert keys[0] == keys[1] != keys[2]
+    assert keys[0] != list(divided(scaled, 1).pieces), "one token is a piece of its own"
+
+
+def in_place(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    return ids.add_(1).float()
+
+
+def by_values(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    return ids.nonzero().float()
+
+
+def at_random(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    return torch.rand(ids.shape[0])
+
+
+def by_number(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    return ids.float() if ids.shape[0] > 16 else ids.float() + 1
+
+
+def with_square(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    return torch.zeros(ids.shape[0] * ids.shape[0]) + 1
+
+
+def waiting(ids: torch.Tensor, step: ForwardStep) -> torch.Tensor:
+    return ids.float() if int(ids.sum()) else -ids.float()
+
+
+REFUSED: dict[Pass, str] = {
+    in_place: "writes to a tensor in place",
+    by_values: "asks for a tensor's values|cannot be traced",
+    at_random: "draws random numbers",
+    by_number: "takes another course for 2 tokens",
+    with_square: "of the number of tokens",
+    waiting: "cannot be traced",
+}
+
+
+@pytest.mark.parametrize("hidden", REFUSED, ids=lambda hidden: hidden.__name__)
+def test_code_that_cannot_be_compiled_is_refused_with_the_reason(hidden: Pass) -> None:
+    with pytest.raises(CannotCompileError, match=REFUSED[hidden]):
+        divided(hidden)
