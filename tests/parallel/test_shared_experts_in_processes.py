@@ -112,6 +112,23 @@ def test_a_rank_that_is_killed_while_it_loads(mixture: tuple[Path, PreTrainedMod
 
 
 @NIGHTLY
+def test_a_core_that_hangs(mixture: tuple[Path, PreTrainedModel]) -> None:
+    """It has no requests, so that nobody waits for it but the other replica."""
+    before = set(engine_processes(os.getpid()))
+    llm = sharing(mixture[0], step_timeout=2)
+    started = [pid for pid in engine_processes(os.getpid()) if pid not in before]
+    assert isinstance(llm.client, SharingReplicas)
+    stream = llm.stream([5], ENDLESS)  # of replica 0, as both have nothing to do
+    next(stream)
+    os.kill(llm.client._cores[1].facts.pid, signal.SIGSTOP)
+    said = r"replica 0: replica 1 did not take part in a step within 2 seconds \(--step-timeout\)"
+    with pytest.raises(EngineDeadError, match=said):
+        list(stream)
+    llm.close()
+    until(lambda: all(map(is_gone, started)))
+
+
+@NIGHTLY
 def test_replicas_that_are_closed_while_they_serve(mixture: tuple[Path, PreTrainedModel]) -> None:
     before = set(engine_processes(os.getpid()))
     llm = sharing(mixture[0])

@@ -28,7 +28,8 @@ class LockStepExecutor:
         # The slot behind all requests' is that of padding, see Runner.
         self._empty = StepInput.empty(ranks.facts.limits.max_requests, len(ranks.facts.geometry.retentions))
         try:
-            self._rounds = Rounds.join(topology.replica, topology.data, Path(config.meeting), patience, patience)
+            seconds = float(config.step_timeout)
+            self._rounds = Rounds.join(topology.replica, topology.data, Path(config.meeting), patience, seconds)
         except BaseException:
             ranks.shutdown(0)
             raise

@@ -89,7 +89,8 @@ class Rounds:
                 return tuple(counts[number] for number in sorted(counts))
             silent = ", ".join(str(number) for number, each in self._counts.items() if not each)
         raise EngineDeadError(
-            self._ended or f"replica {silent} did not take part in a step within {self._seconds:g} seconds"
+            self._ended
+            or f"replica {silent} did not take part in a step within {self._seconds:g} seconds (--step-timeout)"
         )
 
     def check(self) -> None:
