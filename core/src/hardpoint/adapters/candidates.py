@@ -24,6 +24,8 @@ class AdaptedOffer(Offer):
     inner: Offer
     multiple: int
 
+    __hash__ = Offer.__hash__
+
     def adapt(self, target: object) -> object:
         """Wrap the loaded target of ``inner``."""
         from hardpoint.adapters.padded_heads import pad_heads

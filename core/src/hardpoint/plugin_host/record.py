@@ -50,6 +50,11 @@ class Offer:
     distribution: str
     version: str
 
+    def __hash__(self) -> int:
+        """By name alone: selection looks offers up ten thousand times for an engine, and requirements are deep."""
+        contribution = self.contribution
+        return hash((self.plugin, contribution.family, contribution.of, contribution.name))
+
     @property
     def choice(self) -> str:
         """As --deny writes it: ``op.rms_norm=NAME``, ``linear=NAME``."""

@@ -87,7 +87,8 @@ class PluginSet:
         A contribution whose ``of`` is ANY is among those to each.
         """
         found = self._by_family.get(family, ())
-        return [o for record, o in found if record.is_usable and (of is None or o.contribution.of in (of, ANY))]
+        usable = {record for record in self.records if record.is_usable}
+        return [o for record, o in found if (of is None or o.contribution.of in (of, ANY)) and record in usable]
 
     def offers_of(self, record: PluginRecord) -> list[Offer]:
         """Return the contributions of one plugin, none where it is not usable."""

@@ -184,6 +184,8 @@ class Selector:
 
     def _preferences(self, offer: Offer, workload: Workload) -> tuple[Preference, ...]:
         """The preferences of ``offer`` that hold for ``workload`` in some steps."""
+        if not offer.contribution.preferred:
+            return ()
         context = CheckContext(Request(self.device, workload), offer.api)
         return tuple(p for p in offer.contribution.preferred if not any(self._unmet(r, context) for r in p.requires))
 
@@ -246,11 +248,13 @@ class _Contest:
     gaps: set[Offer] = field(default_factory=set)
     proven: set[Offer] = field(default_factory=set)
     preferences: dict[Offer, tuple[Preference, ...]] = field(default_factory=dict)
+    replacing: list[Offer] = field(init=False)
 
     def __post_init__(self) -> None:
         own = self._of_this_platform(self.selector._plugins.offers(self.workload.family, self.workload.of))
         self.offers = sorted([*own, *adapted_offers(own, self.workload)], key=lambda o: o.contribution.name)
         self.preferences = {o: self.selector._preferences(o, self.workload) for o in self.offers}
+        self.replacing = [o for o in self.offers if o.contribution.replaces]
 
     def _of_this_platform(self, offers: Sequence[Offer]) -> list[Offer]:
         """``offers`` without those that bear the name of one for this platform, and are for others."""
@@ -296,7 +300,7 @@ class _Contest:
         """
         original = offer.inner if isinstance(offer, AdaptedOffer) else offer
         name = original.contribution.name
-        by = next((o for o in self.offers if o.contribution.replaces == name and o not in self.rejected), None)
+        by = next((o for o in self.replacing if o.contribution.replaces == name and o not in self.rejected), None)
         replaced = [Reason("replaced", f"plugin {by.plugin} replaces it by {by.contribution.name}")] if by else []
         return self.rejected.get(offer, []) + replaced
 
