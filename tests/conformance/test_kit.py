@@ -32,7 +32,9 @@ from hardpoint.conformance.trials import Result
 from hardpoint.engine.explain import explain
 from hardpoint.plugin_host import Offer, PluginSet, discover
 from hardpoint_plugin_api import ConfigError, PluginLoadError, SelectionError, UnknownNameError
+from tests.support.forked import run_module
 
+NURSERY = "hardpoint.conformance.nursery"
 ONE_THREAD = {"cpu": {"threads": 1}}
 
 
@@ -468,7 +470,9 @@ def test_the_pytest_plugin_collects_a_test_for_each_case(tried_plugin: Path, tmp
     (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
 
     def pytest_run(*arguments: str) -> tuple[int, str]:
-        return run_python(tmp_path, ["-m", "pytest", "-p", "no:cacheprovider", "-rA", "--hardpoint-plugin", *arguments])
+        options = ["-p", "no:cacheprovider", "-rA", "--hardpoint-plugin"]
+        done = run_module("pytest", [*options, *arguments], tmp_path, 200, modules=[NURSERY])
+        return done.returncode, done.stdout
 
     code, out = pytest_run("tried", "--hardpoint-name", "tried_wrong", "-k", "own or random or empty or zeros")
     assert code == 1, out

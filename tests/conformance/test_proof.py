@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,6 +35,7 @@ from hardpoint_plugin_api import (
 )
 from hardpoint_plugin_api.families import FAMILIES
 from tests.out_of_tree.build import Dist, importable, install
+from tests.support.forked import run_module
 
 _LINEAR = """
 import torch
@@ -355,14 +354,7 @@ def test_a_certificate_counts_for_the_library_that_it_was_made_with(site_folder:
 
 def test_pytest_fails_for_what_is_not_proved(site_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--hardpoint-plugin", "proving"]
-    done = subprocess.run(
-        [*command, "--hardpoint-name", "never", "test_own.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+    options = ["-p", "no:cacheprovider", "--hardpoint-plugin", "proving", "--hardpoint-name", "never", "test_own.py"]
+    done = run_module("pytest", options, tmp_path, 200, modules=["hardpoint.conformance.nursery"])
+    assert done.returncode == 1, done.stdout
     assert "linear: never: not proved: it serves nothing today" in done.stdout

@@ -62,14 +62,20 @@ def _main(stderr: Connection, arguments: tuple[str, ...]) -> None:
 
 
 def run_module(
-    module: str, arguments: Sequence[str], folder: Path, seconds: float, variables: Mapping[str, str] | None = None
+    module: str,
+    arguments: Sequence[str],
+    folder: Path,
+    seconds: float,
+    variables: Mapping[str, str] | None = None,
+    modules: Sequence[str] = child_process.MODULES,
 ) -> CompletedProcess[str]:
     """Run ``python -m module`` in ``folder``, with one thread; its output has what it writes to stderr, too.
 
-    The folders of a PYTHONPATH among ``variables`` come first in its path. It is killed after ``seconds``.
+    The folders of a PYTHONPATH among ``variables`` come first in its path. It is killed after ``seconds``. It begins
+    with ``modules`` imported; processes that it starts with the same ones are forked from its own server.
     """
     given = (module, [module, *arguments], str(folder), {"OMP_NUM_THREADS": "1", **(variables or {})})
-    modules, brief = child_process.MODULES, brief_waits()
+    brief = brief_waits()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as printed:
         with Connection(os.dup(printed.fileno())) as output:
             process = fork_server.start(_run_module, (output, *given), module, modules, brief, imports_main=False)
