@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.support.forked import run_module
+from tests.support.simulated import CACHE
 
 TARGETS = ("sm_90", "sm_100", "gfx942", "gfx950")
 PAIRS_OF_TARGETS = [
@@ -82,13 +83,18 @@ class Compiled:
 def compile_kernels(jobs: Sequence[Job], seconds: float = 120.0) -> list[Compiled]:
     """Compile ``jobs`` one after the other in one child process, which is killed after ``seconds``.
 
-    Raises AssertionError with the compiler's own words where one does not compile, or where one that may be launched
-    early touches memory before it has waited.
+    Triton keeps its results, by the kernels' sources, options and compilers, in a folder that outlives sessions. Raises
+    AssertionError with the compiler's own words where one does not compile, or where one that may be launched early
+    touches memory before it has waited.
     """
-    with tempfile.TemporaryDirectory() as cache:
-        order = Path(cache) / "jobs.json"
+    with tempfile.TemporaryDirectory() as folder:
+        order = Path(folder) / "jobs.json"
         order.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
-        variables = {"TRITON_CACHE_DIR": cache, "TRITON_DISABLE_LINE_INFO": "1", "TRITON_INTERPRET": "0"}
+        variables = {
+            "TRITON_CACHE_DIR": str(CACHE / "triton"),
+            "TRITON_DISABLE_LINE_INFO": "1",
+            "TRITON_INTERPRET": "0",
+        }
         done = run_module("tests.kernels.compiling", [str(order)], _ROOT, seconds, variables)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(results) == len(jobs), f"{jobs[len(results)]}\n{done.stdout[-6000:]}"
