@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hardpoint import SamplingParams
 from hardpoint.config import EngineConfig
 from hardpoint.engine.control import ReadMetrics, Sleep, UpdateWeights, WakeUp
+from hardpoint.engine.explain import explain
 from hardpoint.engine.remote.replicas import Replicas
 from hardpoint.engine.requests import RequestProgress
 from hardpoint_plugin_api import ConfigError, EngineError, SelectionError
@@ -145,6 +146,19 @@ def test_verbs_that_need_all_idle(mixture: tuple[Path, PreTrainedModel]) -> None
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.create(model="demo", data_parallel_size=2, enable_expert_parallel=True, **settings)
+
+
+@pytest.mark.parametrize("device", [None, "h200"])
+def test_it_is_explained(device: str | None, mixture: tuple[Path, PreTrainedModel]) -> None:
+    """By the size of the group that the experts are divided among, and an all2all that serves it."""
+    config = EngineConfig.create(
+        model=str(mixture[0]), data_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=True
+    )
+    rows = {row.family: row for row in explain(config, device).rows}
+    assert "ranks=4" in rows["all2all"].workload
+    assert "features=several_replicas" in rows["all2all"].workload
+    assert rows["all2all"].chosen in ("cpu_shared_memory", "allgather_reducescatter")
+    assert "num_experts=2 " in rows["experts"].workload
 
 
 def test_replicas_that_share_no_experts() -> None:
