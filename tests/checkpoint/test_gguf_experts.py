@@ -16,11 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from hardpoint import SamplingParams
 from hardpoint.checkpoint.formats import open_files
 from hardpoint.checkpoint.gguf.container import Container
 from hardpoint.checkpoint.gguf.types import BLOCKS
 from hardpoint_plugin_api import CheckpointError
 from tests.checkpoint.gguf_writer import Blocks, write_gguf
+from tests.parallel.ranks import ranks_in_threads
 from tests.support.checkpoints import reference_logits
 from tests.support.engines import prompt_logits, small_llm
 
@@ -116,10 +118,7 @@ def test_experts_stay_in_their_blocks(tmp_path: Path, name: str, kind: str, spec
 )
 def test_matrices_of_unlike_types_become_numbers(tmp_path: Path, gate: str, up: str, down: str) -> None:
     """As Q4_K_M has them: in the first layer alone; the second one's stay in their blocks."""
-    metadata, _, _ = quantize("qwen3moe", {})
-    prefix = "qwen3moe"
-    metadata |= {f"{prefix}.embedding_length": 256, f"{prefix}.expert_feed_forward_length": 256}
-    stored, plain = widened(Container.read(FIXTURES / "qwen3moe.gguf"))
+    metadata, stored, plain = widened(Container.read(FIXTURES / "qwen3moe.gguf"))
     kinds = {f"blk.0.ffn_{x}_exps.weight": kind for x, kind in (("gate", gate), ("up", up), ("down", down))}
     kinds |= {f"blk.1.{name}.weight": down for name in EXPERTS}
     for seed, (name, kind) in enumerate(kinds.items()):
@@ -129,15 +128,35 @@ def test_matrices_of_unlike_types_become_numbers(tmp_path: Path, gate: str, up: 
     assert "@float16:1x256" in specs
 
 
-def widened(container: Container) -> tuple[Tensors, Tensors]:
-    """Random tensors in the shapes of a model of 256 in place of 32 columns, twice."""
-    generator = torch.Generator().manual_seed(3)
+def widened(container: Container) -> tuple[dict[str, Any], Tensors, Tensors]:
+    """A model of 256 in place of 32 columns, and 4 in place of 3 experts: metadata, and random tensors twice."""
+    generator, sizes = torch.Generator().manual_seed(3), {32: 256, 3: 4}
     tensors: Tensors = {}
     for name, content in container.tensors.items():
         heads = name.endswith(("attn_k.weight", "attn_v.weight"))
-        shape = [256 if size == 32 and not (heads and axis == 0) else size for axis, size in enumerate(content.shape)]
+        shape = [n if heads and axis == 0 else sizes.get(n, n) for axis, n in enumerate(content.shape)]
         tensors[name] = 0.1 * torch.randn(shape, generator=generator) + float(len(shape) == 1)
-    return dict(tensors), dict(tensors)
+    wide = {"embedding_length": 256, "expert_feed_forward_length": 256, "expert_count": 4}
+    metadata = dict(container.metadata) | {f"qwen3moe.{key}": value for key, value in wide.items()}
+    return metadata, dict(tensors), dict(tensors)
+
+
+@pytest.mark.parametrize("by_experts", [False, True])
+@pytest.mark.parametrize("down", ["Q8_0", "Q4_0"])
+def test_two_ranks_compute_what_one_does(tmp_path: Path, down: str, by_experts: bool) -> None:
+    """Each has whole experts, or a slice of all: of blocks, and of those that become numbers."""
+    metadata, stored, _ = widened(Container.read(FIXTURES / "qwen3moe.gguf"))
+    for seed, name in enumerate(n for n in list(stored) if n.split(".")[-2] in EXPERTS):
+        kind = down if "down" in name else "Q8_0"
+        stored[name], _ = drawn_blocks(kind, tuple(stored[name].shape), seed)
+    write_gguf(tmp_path / "m.gguf", metadata, stored)
+    settings = {"dtype": "float32", "skip_tokenizer_init": True}
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompt: Any = {"prompt_token_ids": PROMPT}
+    with small_llm(tmp_path / "m.gguf", **settings) as llm:
+        alone = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+    with ranks_in_threads(tmp_path / "m.gguf", 2, enable_expert_parallel=by_experts, **settings) as llm:
+        assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == alone
 
 
 def test_matrices_that_no_block_divides(tmp_path: Path) -> None:
