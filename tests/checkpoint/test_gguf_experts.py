@@ -28,7 +28,7 @@ from tests.support.engines import prompt_logits, small_llm
 
 FIXTURES = Path(__file__).parents[1] / "quantization" / "fixtures" / "gguf"
 MODEL_TYPES = {"qwen3moe": "qwen3_moe", "qwen2moe": "qwen2_moe", "deepseek2-lite": "deepseek_v2", "gpt-oss": "gpt_oss"}
-MODEL_TYPES |= {"deepseek2": "deepseek_v3", "mixtral": "mixtral"}
+MODEL_TYPES |= {"deepseek2": "deepseek_v3", "mixtral": "mixtral", "glm4moe": "glm4_moe"}
 PROMPT = torch.randint(3, 64, (30,), generator=torch.Generator().manual_seed(2)).tolist()
 Tensors = dict[str, Any]
 
@@ -105,6 +105,7 @@ EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
         ("qwen2moe", "Q4_0", "int4@float16:1x32"),
         ("deepseek2-lite", "Q5_1", "uint5@float16:1x32+min"),
         ("deepseek2", "IQ4_NL", "iq4_nl@float16:1x32"),
+        ("glm4moe", "Q5_0", "int5@float16:1x32"),
         ("gpt-oss", "MXFP4", "float4_e2m1@float8_e8m0fnu:1x32"),
     ],
 )
@@ -193,3 +194,12 @@ def test_one_of_two_tensors_of_latents_is_missing(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", metadata, stored)
     with pytest.raises(CheckpointError, match=r"tensors attn_k_b and attn_v_b of block 0 must both be there"):
         open_files(tmp_path / "m.gguf").tensors()
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """They stand behind the last one, which the number of blocks includes."""
+    metadata, stored, plain = quantize("glm4moe", {})
+    assert metadata["glm4moe.block_count"] == 3
+    for name, shape in (("nextn.eh_proj", (32, 64)), ("nextn.enorm", (32,)), ("attn_q", (64, 32))):
+        stored[f"blk.2.{name}.weight"] = torch.ones(shape)
+    compare(tmp_path, "glm4_moe", metadata, stored, plain)

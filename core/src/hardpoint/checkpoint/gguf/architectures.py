@@ -6,11 +6,11 @@ checkpoint: ``conversion/*.py`` there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hardpoint.checkpoint.gguf.derived import deepseek2, gpt_oss
+from hardpoint.checkpoint.gguf.derived import Derive, deepseek2, glm4_moe, gpt_oss
 from hardpoint_plugin_api import CheckpointError, UnknownNameError
 
 KEYS: Mapping[str, str] = {
@@ -61,8 +61,8 @@ _LATENT = {
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_output": "self_attn.o_proj",
 }
-_DEEPSEEK = _LATENT | _NORMS | _DENSE | _EXPERTS
-_DEEPSEEK |= {f"ffn_{x}_shexp": f"mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")}
+_SHARED_EXPERTS = {f"ffn_{x}_shexp": f"mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")}
+_DEEPSEEK = _LATENT | _NORMS | _DENSE | _EXPERTS | _SHARED_EXPERTS
 _DEEPSEEK_KEYS = {
     "attention.kv_lora_rank": "kv_lora_rank",
     "leading_dense_block_count": "first_k_dense_replace",
@@ -86,7 +86,8 @@ class Architecture:
     number of an expert, all of which GGUF has in one tensor. ``keys``: config keys beyond ``KEYS``. ``constants``: keys
     that GGUF does not hold. ``permuted``: rows of q and k are in the order of llama.cpp's rotary embedding, which
     pairs neighbours. ``norms_plus_one``: weights of norms have one added. ``wide_queries``: the number of layers at
-    which attention divides by the root of hidden size / heads and not of the head size, for Gemma.
+    which attention divides by the root of hidden size / heads and not of the head size, for Gemma. ``bare``: modules
+    that are one tensor in Hugging Face's checkpoint, without a name behind the module's. ``derive``: see derived.py.
     """
 
     hf_class: str
@@ -97,7 +98,7 @@ class Architecture:
     norms_plus_one: bool = False
     wide_queries: int | None = None
     bare: frozenset[str] = frozenset()
-    derive: Callable[[Mapping[str, Any], dict[str, Any]], None] | None = None
+    derive: Derive | None = None
 
 
 _LLAMA = _ATTENTION | _NORMS | _DENSE
@@ -140,6 +141,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _DEEPSEEK_KEYS,
         bare=frozenset({"exp_probs_b"}),
         derive=deepseek2,
+    ),
+    "glm4moe, experts by sigmoid": Architecture(
+        "Glm4MoeForCausalLM",
+        _ATTENTION
+        | _HEAD_NORMS
+        | _DENSE
+        | _EXPERTS
+        | _SHARED_EXPERTS
+        | {
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b": "mlp.gate.e_score_correction_bias",
+        },
+        _DEEPSEEK_KEYS,
+        bare=frozenset({"exp_probs_b"}),
+        derive=glm4_moe,
     ),
     "gpt-oss, experts": Architecture(
         "GptOssForCausalLM",

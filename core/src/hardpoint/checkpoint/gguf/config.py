@@ -41,7 +41,7 @@ def make_config(container: Container, architecture: Architecture) -> dict[str, A
     config["attention_bias"] = "blk.0.attn_output.bias" in tensors
     config |= _head_size(config, given, architecture) | _rope(container, given)
     if architecture.derive is not None:
-        architecture.derive(given, config)
+        architecture.derive(given, tensors, config)
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = metadata.get(f"tokenizer.ggml.{key}_token_id")
     return config | _dtypes(container)

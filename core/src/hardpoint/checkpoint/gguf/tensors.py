@@ -28,6 +28,10 @@ _UP_KEYS, _UP_VALUES, _UP = "attn_k_b", "attn_v_b", "self_attn.kv_b_proj.weight"
 """The projections of latents to keys and to values: GGUF has a tensor for each, Hugging Face one for both."""
 
 
+_FURTHER = "nextn."
+"""Begins modules of layers that predict further tokens."""
+
+
 class _Source(Protocol):
     """Where a tensor comes from."""
 
@@ -132,6 +136,9 @@ class GgufTensors(TensorFiles):
         gguf_module, _, last = stored.name.rpartition(".")
         block, _, inner = gguf_module.removeprefix("blk.").partition(".")
         in_block = gguf_module.startswith("blk.") and block.isdecimal()
+        if in_block and inner.startswith(_FURTHER):
+            yield f"model.layers.{block}.{inner}.{last}", _Stored(stored)
+            return
         if in_block and inner in (_UP_KEYS, _UP_VALUES):
             yield from self._latent_up(block, inner)
             return
