@@ -3,6 +3,7 @@ should."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 from hardpoint.conformance.families.layers import LayerTrials
 from hardpoint.conformance.site import Site
 from hardpoint.context import Context
+from hardpoint.layers.latent_prompts import Prompts
 from hardpoint.layers.mla import MLA
 from hardpoint_plugin_api import MLAArgs
 from tests.conformance.trying import Caught, first_failure, subject
 
 Tensor = torch.Tensor
+LN_2 = math.log(2)
 
 
 class Healthy(MLA):
@@ -93,6 +96,32 @@ class CachesLatentsWithoutTheirNorm(Healthy):
         return x if weight is self.weights["latent_norm"] else super().norm(x, weight, eps=eps)
 
 
+class DropsCachedTokens(Healthy):
+    """Chunks of a prompt attend to the step's own tokens alone."""
+
+    def _unabsorbed(
+        self, q: Tensor, latent: Tensor, rope_key: Tensor, cache: dict[str, Tensor], prompts: Prompts
+    ) -> Tensor:
+        return super()._unabsorbed(q, latent, rope_key, cache, replace(prompts, context=()))
+
+
+class CountsCachedTokensTwice(Healthy):
+    def _unabsorbed(
+        self, q: Tensor, latent: Tensor, rope_key: Tensor, cache: dict[str, Tensor], prompts: Prompts
+    ) -> Tensor:
+        return super()._unabsorbed(q, latent, rope_key, cache, replace(prompts, context=prompts.context * 2))
+
+
+class MergesByBase2(Healthy):
+    """Takes sums of exponentials for powers of two."""
+
+    def __init__(self, ctx: Context, args: MLAArgs) -> None:
+        super().__init__(ctx, args)
+        if args.top_k is None:
+            merge = self._merge
+            self._merge = lambda out, sums, other, other_sums: merge(out, sums * LN_2, other, other_sums * LN_2)
+
+
 PLANTED = {
     "absorption transposed": AbsorbsTheTransposed,
     "values of another head": SwapsKeysAndValuesOfHeads,
@@ -101,6 +130,9 @@ PLANTED = {
     "keys rotated in other pairs": RotatesTheOtherWay,
     "scale without YaRN's": ScaleOfTheHead,
     "latents without their norm": CachesLatentsWithoutTheirNorm,
+    "cached tokens dropped": DropsCachedTokens,
+    "cached tokens counted twice": CountsCachedTokensTwice,
+    "merged by base 2": MergesByBase2,
 }
 
 
