@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hardpoint.layers.latent_prompts import ContextChunk, LatentForms, Prompts
+from hardpoint.layers.latent_prompts import ContextChunk, FormsMetadata, LatentForms, Prompts
 from hardpoint.layers.mla import MLA
+from hardpoint_cpu.native_latent_attention import NativeLatentAttention
+from hardpoint_plugin_api import AttentionBatch, AttentionMetadata, LatentCall
 from tests.engine.test_latent_attention import GREEDY
 from tests.support.checkpoints import (
     DEEPSEEK_V2,
@@ -106,16 +108,37 @@ def several(checkpoint: tuple[Path, PreTrainedModel]) -> Iterator[tuple[Any, lis
 
 
 def test_decodes_short_chunks_and_prompts_share_steps(
-    several: tuple[Any, list[list[int]], PreTrainedModel], made: list[Prompts]
+    several: tuple[Any, list[list[int]], PreTrainedModel], made: list[Prompts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend gets the rows between, and chunks of context reach from one request into the next."""
+    """The backend gets all rows between in one plan, and chunks of context reach from one request into the next."""
     llm, prompts, model = several
+    planned: list[AttentionMetadata] = []
+    rows: list[slice | torch.Tensor] = []
+    plan, attend, by_forms = NativeLatentAttention.plan, NativeLatentAttention.forward, MLA._by_forms
+
+    def noted(self: NativeLatentAttention, batch: AttentionBatch) -> AttentionMetadata:
+        planned.append(plan(self, batch))
+        return planned[-1]
+
+    def newest(self: NativeLatentAttention, call: LatentCall) -> None:
+        assert call.metadata is planned[-1], "valid until the next plan of its group"
+        attend(self, call)
+
+    def divided(self: MLA, cache: Any, metadata: FormsMetadata, *tensors: torch.Tensor) -> None:
+        rows.append(metadata.rows)
+        by_forms(self, cache, metadata, *tensors)
+
+    monkeypatch.setattr(NativeLatentAttention, "plan", noted)
+    monkeypatch.setattr(NativeLatentAttention, "forward", newest)
+    monkeypatch.setattr(MLA, "_by_forms", divided)
+    monkeypatch.setattr(LatentForms, "is_unabsorbed", lambda self, queries, total: queries % 2 == 0)
     for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
         check_tokens_equal(model, prompt, output.outputs[0].token_ids)
     chunks: list[ContextChunk] = [chunk for one in made for chunk in one.context]
     assert llm.stats.cached_tokens > 0
     assert any(one.rows.start > 0 for one in made)
     assert any(chunk.rows.start > 0 for chunk in chunks)
+    assert any(isinstance(one, torch.Tensor) for one in rows)
 
 
 def in_base_2(layer: MLA) -> None:

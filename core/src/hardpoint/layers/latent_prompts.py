@@ -10,7 +10,7 @@ Axes: T tokens, N requests, H query heads, L latent size, R rope size, S tokens 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 
 import torch
@@ -84,13 +84,10 @@ class Prompts:
 
 @dataclass
 class FormsMetadata(AttentionMetadata):
-    """A step by forms: rows in the absorbed form with the backend's metadata, and prompts in the unabsorbed form.
+    """A step by forms: the backend's metadata of the absorbed ``rows``, or None, and prompts in the unabsorbed form."""
 
-    ``whole``: the backend's metadata of the whole step, where all of it is absorbed.
-    """
-
-    whole: AttentionMetadata | None = None
-    absorbed: Sequence[tuple[slice, AttentionMetadata]] = ()
+    absorbed: AttentionMetadata | None = None
+    rows: slice | torch.Tensor = field(default_factory=lambda: slice(None))
     prompts: Sequence[Prompts] = ()
 
 
@@ -145,15 +142,17 @@ class LatentForms(StepPlanner):
         if batch.graph_key is not None or True not in forms:
             whole = self.backend.plan(batch)
             return FormsMetadata(batch, whole.token, whole)
-        absorbed, prompts, end = [], [], 0
+        prompts, end = [], 0
         for unabsorbed, run in groupby(forms):
             begin, end = end, end + len(list(run))
-            rows = slice(starts[begin], starts[end])
             if unabsorbed:
-                prompts.append(self._prompts(batch, rows, begin, end))
-            elif rows.stop > rows.start:
-                absorbed.append((rows, self.backend.plan(sub_batch(batch, begin, end))))
-        return FormsMetadata(batch, None, None, absorbed, prompts)
+                prompts.append(self._prompts(batch, slice(starts[begin], starts[end]), begin, end))
+        absorbed = [i for i, unabsorbed in enumerate(forms) if not unabsorbed]
+        if not absorbed:
+            return FormsMetadata(batch, prompts=prompts)
+        rows, part = _selected(batch, absorbed)
+        # One plan for all of them: it is valid until the backend's next one.
+        return FormsMetadata(batch, None, self.backend.plan(part), rows, prompts)
 
     def _prompts(self, batch: AttentionBatch, rows: slice, first: int, last: int) -> Prompts:
         """Requests ``first`` to ``last`` (exclusive), whose tokens are ``rows``."""
@@ -183,6 +182,28 @@ class LatentForms(StepPlanner):
                 )
             )
         return Prompts(rows, tokens, tuple(chunks))
+
+
+def _selected(batch: AttentionBatch, requests: Sequence[int]) -> tuple[slice | torch.Tensor, AttentionBatch]:
+    """Some ``requests`` of an eager batch, all its decodes among them, as a batch of their own, and their rows.
+
+    Rows are int64 indices where these requests are not the batch's first.
+    """
+    starts, count, device = batch.query_start_host, len(requests), batch.query_start.device
+    if requests[-1] == count - 1:
+        return slice(0, starts[count]), sub_batch(batch, 0, count)
+    rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in requests]).to(device, non_blocking=True)
+    chosen = torch.tensor(requests).to(device, non_blocking=True)
+    tokens = Ragged.of([starts[i + 1] - starts[i] for i in requests], device)
+    return rows, replace(
+        batch,
+        query_start=tokens.start,
+        seq_lens=batch.seq_lens[chosen],
+        block_table=batch.block_table[chosen],
+        slot_mapping=batch.slot_mapping[rows],
+        query_start_host=tokens.starts,
+        seq_lens_host=tuple(batch.seq_lens_host[i] for i in requests),
+    )
 
 
 def _chunks(earlier: Sequence[int], most: int, block: int) -> Iterator[list[tuple[int, int, int]]]:

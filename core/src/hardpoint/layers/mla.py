@@ -184,12 +184,12 @@ class MLA(PluggableLayer, name="mla"):
     ) -> None:
         """Write the results of all heads, ``values`` [T, H, V]. ``metadata`` is LatentForms'."""
         assert isinstance(metadata, FormsMetadata)
-        absorbed = metadata.absorbed if metadata.whole is None else [(slice(None), metadata.whole)]
-        for rows, plan in absorbed:
+        if metadata.absorbed is not None:
+            rows = metadata.rows
             q_latent = self.kv_up.into_queries(q_nope[rows])
             attended = torch.empty_like(q_latent)
             self.backend.forward(
-                LatentCall(q_latent, q_rope[rows], latent[rows], rope_key[rows], cache, plan, attended)
+                LatentCall(q_latent, q_rope[rows], latent[rows], rope_key[rows], cache, metadata.absorbed, attended)
             )
             values[rows] = self.kv_up.onto_results(attended)
         for prompts in metadata.prompts:
