@@ -1,6 +1,6 @@
 """Hub ids, with the real ``huggingface_hub`` and a stand-in of the hub.
 
-The library reads its settings when it is imported, so each case is a child process. ``resolve_model`` needs no torch.
+The library reads its settings when it is imported, so each case is a child process.
 """
 
 from __future__ import annotations
@@ -8,25 +8,18 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.support.checkpoints import write_checkpoint
+from tests.support.forked import run_module
 from tests.support.hub import Hub, Repository, running
 
 OLD, NEW = "a" * 40, "b" * 40
-RESOLVE = """
-import sys
-from hardpoint.checkpoint.source import resolve_model
-from hardpoint_plugin_api import CheckpointError
-try:
-    print(resolve_model(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None))
-except CheckpointError as error:
-    sys.exit(str(error))
-"""
+ROOT = Path(__file__).resolve().parents[2]
+RESOLVING = "tests.checkpoint.resolving"
 
 
 @pytest.fixture(scope="module")
@@ -44,43 +37,38 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         "acme/tokenizer": Repository({NEW: {"tokenizer.json": b"{}"}}, {"main": NEW}),
         "acme/holed": Repository(both, branches, listed=("model-00002-of-00002.safetensors",)),
     }
-    with running(Hub(repositories)) as hub:
+    with running(Hub(repositories)) as hub, pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.upper().startswith("HF_") or name.upper().endswith("_PROXY")]:
+            patch.delenv(name)  # a child finds the rest
         yield hub
 
 
-def run(hub: Hub, cache: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.upper().startswith("HF_") and not k.upper().endswith("_PROXY")}
-    given = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
+def run(hub: Hub, cache: Path, module: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a module in a forked process, whose server has not imported the hub's library; all output is one text."""
+    given = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
     hub.requests.clear()
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**kept, **given, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_module(module, arguments, ROOT, 120, {**given, **variables})
 
 
 def resolved(hub: Hub, cache: Path, *arguments: str, **variables: str) -> Path:
-    done = run(hub, cache, "-c", RESOLVE, *arguments, **variables)
-    assert done.returncode == 0, done.stderr
-    return Path(done.stdout.strip())
+    done = run(hub, cache, RESOLVING, *arguments, **variables)
+    assert done.returncode == 0, done.stdout
+    return Path(done.stdout.splitlines()[-1])  # behind what tells of downloads
 
 
 def refused(hub: Hub, cache: Path, *arguments: str, variables: Mapping[str, str] | None = None) -> str:
     """The error, of one line."""
-    done = run(hub, cache, "-c", RESOLVE, *arguments, **(variables or {}))
+    done = run(hub, cache, RESOLVING, *arguments, **(variables or {}))
     assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("model ")]
+    assert "Traceback" not in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("model ")]
     return line
 
 
 def test_a_model_of_the_hub_generates(hub: Hub, tmp_path: Path) -> None:
-    command = ["-m", "hardpoint.cli", "generate", "acme/tiny", "--prompt", "Hi", "--max-tokens", "4"]
-    done = run(hub, tmp_path, *command, "--platform", "cpu", "--kv-cache-memory", "16MiB")
-    assert done.returncode == 0, done.stderr
+    command = ["generate", "acme/tiny", "--prompt", "Hi", "--max-tokens", "4"]
+    done = run(hub, tmp_path, "hardpoint.cli", *command, "--platform", "cpu", "--kv-cache-memory", "16MiB")
+    assert done.returncode == 0, done.stdout
     assert f"GET /acme/tiny/resolve/{NEW}/model.safetensors" in hub.requests
     assert not [line for line in hub.requests if line.endswith(("README.md", "pytorch_model.bin"))]
 
@@ -133,6 +121,6 @@ def test_an_error_names_the_remedy(
 
 
 def test_a_repository_without_a_config_is_no_model(hub: Hub, tmp_path: Path) -> None:
-    done = run(hub, tmp_path, "-c", RESOLVE, "acme/tokenizer")
+    done = run(hub, tmp_path, RESOLVING, "acme/tokenizer")
     assert done.returncode == 1
-    assert "holds no config.json; give the folder of a Hugging Face checkpoint" in done.stderr
+    assert "holds no config.json; give the folder of a Hugging Face checkpoint" in done.stdout
