@@ -16,6 +16,7 @@ from hardpoint.conformance.certify import certify
 from hardpoint.conformance.kit import Order, Shard
 from hardpoint.plugin_host import discover
 from tests.support import simulated
+from tests.support.forked import run_module
 
 ONE_THREAD = {"cpu": {"threads": 1}}
 _SECONDS = 120.0
@@ -84,23 +85,16 @@ def test_the_kit_itself_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True)
 
 
-def test_an_interrupt_is_one_line_and_leaves_nothing_running(marks: Path) -> None:
-    run, started = hanging(marks)
+def test_an_interrupt_is_one_line_tells_what_was_found_and_leaves_nothing_running(marks: Path) -> None:
+    run, started = hanging(marks, "*/[or]*")
     assert len(started) >= 5  # the nursery, a guardian, the trials, and what the kernel has started, one in a session
     run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=_SECONDS)
+    out, errors = run.communicate(timeout=_SECONDS)
     assert run.returncode == 130
     assert errors.strip() == "hardpoint: interrupted; nothing is certified"
-    until(lambda: ended(started))
-
-
-def test_an_interrupt_tells_what_was_found(marks: Path) -> None:
-    run, _ = hanging(marks, "*/[or]*")
-    run.send_signal(signal.SIGINT)
-    out, _ = run.communicate(timeout=_SECONDS)
-    assert run.returncode == 130
     assert "tried, up to the interrupt" in out
     assert "tried_hangs" in out
+    until(lambda: ended(started))
 
 
 def test_a_killed_run_leaves_nothing_running(marks: Path) -> None:
@@ -159,22 +153,22 @@ def test_contributions_at_once_find_what_they_find_one_by_one(tried_plugin: Path
     assert len({each.case_list for each in found}) == 1
 
 
-@pytest.mark.parametrize(("platform", "threads"), [("sim", 1), ("cpu", 2)])
-def test_beside_a_device_processes_share_the_hosts_threads(platform: str, threads: int) -> None:
-    """On the host itself threads are the platform's, which kernels are tried with."""
-    code = f"""
+ASKED = """
 import os, sys, torch
 from hardpoint.conformance.worker import serve
 torch.set_num_threads(2)
 (questions, asked), answers = os.pipe(), os.open(os.devnull, os.O_WRONLY)
 os.close(asked)
-order = {{"plugin": "core", "family": "op", "of": "rms_norm", "name": "reference", "platforms": ["{platform}"]}}
-order |= {{"level": "quick", "seed": 0, "settings": {{"cpu": {{"threads": 2}}}}, "threads": 1, "arrays": {{}}}}
-serve({{**order, "questions": questions, "answers": answers}})
+order = {"plugin": "core", "family": "op", "of": "rms_norm", "name": "reference", "platforms": [sys.argv[1]]}
+order |= {"level": "quick", "seed": 0, "settings": {"cpu": {"threads": 2}}, "threads": 1, "arrays": {}}
+serve({**order, "questions": questions, "answers": answers})
 print(torch.get_num_threads())
 """
-    environment = simulated.environment(simulated.installed())
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=_SECONDS
-    )
-    assert done.stdout.split() == [str(threads)], done.stderr
+
+
+@pytest.mark.parametrize(("platform", "threads"), [("sim", 1), ("cpu", 2)])
+def test_beside_a_device_processes_share_the_hosts_threads(tmp_path: Path, platform: str, threads: int) -> None:
+    """On the host itself threads are the platform's, which kernels are tried with."""
+    (tmp_path / "asked.py").write_text(ASKED, encoding="utf-8")
+    done = run_module("asked", [platform], tmp_path, _SECONDS, simulated.environment(simulated.installed()))
+    assert done.stdout.split() == [str(threads)], done.stdout
