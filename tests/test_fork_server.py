@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -17,10 +15,8 @@ import pytest
 
 from hardpoint import fork_server
 from tests.support.engines import until
+from tests.support.fork_targets import MODULES, leave, register, say, start_another, wait_for_a_word
 from tests.support.processes import is_gone
-
-MODULES = ("colorsys",)
-"""Something that nothing else here imports, and that is imported at once."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned")
 
@@ -33,41 +29,6 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[fork_server._Key, 
     yield found
     for server in found.values():
         server.stop()
-
-
-def say(answers: Connection) -> None:
-    """The surroundings that a child finds."""
-    answers.send(
-        {
-            "parent": os.getppid(),
-            "imported": "colorsys" in sys.modules,
-            "variable": os.environ.get("HP_VARIABLE"),
-            "late": os.environ.get("COLUMNS"),
-            "default": os.environ.get("HP_DEFAULT"),
-            "folder": os.getcwd(),
-            "path": sys.path,
-            "held": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-            "interrupt": signal.getsignal(signal.SIGINT),
-        }
-    )
-    print("printed by the child")
-    sys.stdout.flush()
-
-
-def leave(code: int) -> None:
-    if code < 0:
-        os.kill(os.getpid(), -code)
-    raise SystemExit(code)
-
-
-def wait_for_a_word(words: Connection) -> None:
-    words.recv()
-
-
-def start_another(answers: Connection) -> None:
-    """A child's own child."""
-    process = fork_server.start(say, (answers,), "another", MODULES)
-    process.join()
 
 
 def told(target: object, *defaults: tuple[str, str]) -> dict[str, object]:
@@ -151,11 +112,6 @@ def test_a_server_that_was_killed_is_replaced(servers: dict[fork_server._Key, fo
     os.kill(first, signal.SIGKILL)
     until(lambda: is_gone(first))
     assert told(say)["parent"] not in (first, os.getpid())
-
-
-def register(answers: Connection) -> None:
-    atexit.register(answers.send, "at exit")
-    raise SystemExit(4)
 
 
 def test_a_child_runs_its_exit_handlers() -> None:
