@@ -69,7 +69,9 @@ class _Form:
             return cls(str(workload.dtype))
         weight, activation = workload.spec
         rows, group = (max(size, 0) for size in weight.scales[0].block)
-        short = group if len(weight.scales) == 2 else 0
+        is_power_of_two = weight.element == "float4_e2m1" and weight.scales[0].format == "float8_e8m0fnu"
+        in_place = group == 32 and is_power_of_two and activation.is_plain and workload.dtype != "float16"
+        short = group if len(weight.scales) == 2 or in_place else 0
         return cls(
             weight.element,
             rows,

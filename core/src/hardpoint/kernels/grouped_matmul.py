@@ -318,7 +318,7 @@ def _multiply(
         outer_at = outer + expert.to(tl.int64) * height + row
         total = total * tl.load(outer_at)[None, :]
         up = up * tl.load(outer_at + columns)[None, :] if GATED else up
-    elif weight_scale is not None and GROUP == 0 and not BY_ROUND:
+    elif weight_scale is not None and GROUP == 0 and SHORT == 0 and not BY_ROUND:
         total = total.to(tl.float32) * _scale(weight_scale + scale_at)[None, :]
         up = up.to(tl.float32) * _scale(weight_scale + up_scale_at)[None, :] if GATED else up
     if IS_ROUNDED and X_GROUP == 0:
@@ -394,8 +394,9 @@ def _e2m1(codes, dtype: tl.constexpr):
 
 @triton.jit
 def _in_short_groups(numbers, ptrs, there, SHORT: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """Numbers [COLUMNS, DEPTH] times the scales of e4m3 at ``ptrs`` [COLUMNS, DEPTH / SHORT]: exact for e2m1."""
-    scales = byte_scale(tl.load(ptrs, mask=there, other=0), False).to(numbers.dtype)
+    """Numbers [COLUMNS, DEPTH] times the scales at ``ptrs`` [COLUMNS, DEPTH / SHORT], exact for e2m1: those of 32 columns
+    are of e8m0, others of e4m3."""
+    scales = byte_scale(tl.load(ptrs, mask=there, other=0), SHORT == 32).to(numbers.dtype)
     apart = numbers.reshape(COLUMNS, DEPTH // SHORT, SHORT) * tl.expand_dims(scales, 2)
     return apart.reshape(COLUMNS, DEPTH)
 
