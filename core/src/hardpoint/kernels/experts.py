@@ -45,7 +45,7 @@ _LEAST_HALVED = 128
 """Rows of tiles of which half as many are still worth the whole width of a matrix unit."""
 _ALIGNMENT = 256
 _DEPTH_OF_SHORT_GROUPS = 64
-"""Columns of a round whose groups are scaled one by one: of 128, the compiler for sm_90 spilled registers."""
+"""Columns of a round whose groups of 16 are scaled one by one: of 128, the compiler for sm_90 spilled registers."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Form:
 
     def depth(self, wanted: int) -> int:
         """How far one round goes, which a group's end must end, too."""
-        short = _DEPTH_OF_SHORT_GROUPS if self.short else wanted
+        short = _DEPTH_OF_SHORT_GROUPS if self.short == 16 else wanted
         return min(wanted, self.group or wanted, self.x_group or wanted, short)
 
 
