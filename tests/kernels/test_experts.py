@@ -171,6 +171,22 @@ def test_every_way_to_bring_pairs_together(site: Site, rows: int, dtype: torch.d
     assert not layer.faults(Tiling(rows, shape(64, 32), shape(16, 16)))
 
 
+@pytest.mark.parametrize("garbage", [-7, -(2**30), 2**30])
+def test_a_list_that_nobody_made_is_not_followed(site: Site, garbage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where kernels are compiled ahead, and the launches that make the list are left out."""
+    layer = Layer(site, 100, 4, 2)
+    kernel = TritonGroupedExperts(layer.ctx, layer.workload)
+    monkeypatch.setattr(kernel, "_list", lambda ids, listed, size, rows: listed.fill_(garbage))
+    scratch = torch.full((kernel.workspace_bytes(100),), 5, dtype=torch.uint8)
+    before = scratch.clone()
+    kernel.run(
+        experts_tiling.of_height(32, 200, kernel.shape),
+        ExpertsCall(layer.x, layer.ids, layer.weights, layer.w, torch.empty_like(layer.x), scratch),
+    )
+    results = 200 * (32 + 48) * 4
+    assert torch.equal(scratch[:results], before[:results]), "rows were written, or read, at places out of any list"
+
+
 @pytest.mark.parametrize("activation", ["silu_and_mul", "relu2"])
 def test_weights_read_through_descriptors(site: Site, activation: str) -> None:
     """Blocks do not divide columns or depth."""

@@ -130,10 +130,10 @@ def expert_tiles(
     last tile is half as high where that is enough: at two tiles an expert, whole ones would waste a quarter.
 
     Pointers to scales, zero points and biases are None where there are none. A scale of weights is for SCALE_ROWS rows
-    and GROUP columns, one of x for a row and X_GROUP columns; 0 is all of them. Scales in bytes are e8m0; with
-    ``SHORT`` they are e4m3 for as many columns, and ``outer`` has a factor for each row beside them. ``NIBBLES``:
-    two columns are in a byte, as codes of e2m1 with ``E2M1``, else of integers of which FLIP is the bit that is a sign,
-    if any. A bias is [E, rows of weight], added before the activation.
+    and GROUP columns, one of x for a row and X_GROUP columns; 0 is all of them. Scales in bytes are e8m0. With
+    ``SHORT`` they are for as many columns, e4m3 for 16 and e8m0 for 32; ``outer`` has a factor for each row beside
+    them. ``NIBBLES``: two columns are in a byte, as codes of e2m1 with ``E2M1``, else of integers of which FLIP is the
+    bit that is a sign, if any. A bias is [E, rows of weight], added before the activation.
 
     With ``DESCRIBED`` weight is a tensor descriptor, of blocks of COLUMNS of all experts' rows. Such blocks may reach
     into the next expert's rows, and nothing of that is stored.
@@ -158,10 +158,14 @@ def expert_tiles(
     else:
         mine = listed + tile.to(tl.int64) * ROWS
         first = tl.load(mine)
-        if first >= num_pairs:
+        # While kernels are compiled ahead, the launch that makes the list may be left out: anything stands there then.
+        if (first < 0) | (first >= num_pairs):
             return
         expert = tl.load(ids + first)
+        if expert < 0:
+            return
         pairs = tl.load(mine + rows)
+        pairs = tl.where(pairs < 0, num_pairs, pairs)
         if HALF_ROWS:
             is_half = tl.load(mine + ROWS // 2) >= num_pairs
     if HALF_ROWS and is_half:
@@ -394,8 +398,8 @@ def _e2m1(codes, dtype: tl.constexpr):
 
 @triton.jit
 def _in_short_groups(numbers, ptrs, there, SHORT: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """Numbers [COLUMNS, DEPTH] times the scales at ``ptrs`` [COLUMNS, DEPTH / SHORT], exact for e2m1: those of 32 columns
-    are of e8m0, others of e4m3."""
+    """Numbers [COLUMNS, DEPTH] times the scales at ``ptrs`` [COLUMNS, DEPTH / SHORT], exact for e2m1: scales of 32
+    columns are of e8m0, others of e4m3."""
     scales = byte_scale(tl.load(ptrs, mask=there, other=0), SHORT == 32).to(numbers.dtype)
     apart = numbers.reshape(COLUMNS, DEPTH // SHORT, SHORT) * tl.expand_dims(scales, 2)
     return apart.reshape(COLUMNS, DEPTH)
