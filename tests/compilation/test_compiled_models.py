@@ -120,6 +120,19 @@ def test_new_weights_are_taken(tmp_path: Path) -> None:
         check(llm, model)
 
 
+@pytest.mark.usefixtures("graphs_alone")
+def test_a_stored_program_of_another_model_is_not_taken(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=1)
+    with compiled_llm(tmp_path / "llama", tmp_path / "cache") as llm:
+        compiled = compiled_pass(llm)
+        program = compiled._made[False][0]
+        text = json.dumps(program.as_json())
+        assert compiled._fitting(json.loads(text)) == program
+        for name in ("self_attn.q_proj", "input_layernorm", '"kind"'):
+            assert name in text
+            assert compiled._fitting(json.loads(text.replace(name, f"{name[:-1]}x{name[-1]}"))) is None
+
+
 def test_own_code_says_that_it_is_not_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_checkpoint(tmp_path / "llama", "llama")
     with caplog.at_level(logging.WARNING), compiled_llm(tmp_path / "llama", tmp_path / "cache", model_impl="auto"):

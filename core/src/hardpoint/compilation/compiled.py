@@ -19,7 +19,7 @@ from torch import nn
 
 from hardpoint.compilation.artefacts import Artefacts, default_folder
 from hardpoint.compilation.division import Divided, PieceGraph, divide
-from hardpoint.compilation.program import BoundProgram, PieceFunction, Program
+from hardpoint.compilation.program import BoundProgram, Call, PieceFunction, Program
 from hardpoint.compilation.tracing import TOKENS, trace
 from hardpoint.context import Context
 from hardpoint.layers.base import PluggableLayer
@@ -32,6 +32,12 @@ logger = logging.getLogger(__name__)
 Hidden = Callable[[torch.Tensor, ForwardStep], torch.Tensor]
 
 _DISTRIBUTIONS = ("hardpoint-core", "torch", "transformers", "triton", "numpy")
+_FORMAT = 1
+"""Of programs and pieces; another number where older ones cannot be read, or are wrong."""
+
+_MOST_CONSTANT = 64
+"""Elements: a tensor that code makes of numbers is part of the program up to this size."""
+
 _NUMBERS = (1, TOKENS)
 """Numbers of tokens that a pass is traced with: tensors of one row are handled otherwise than those of several."""
 
@@ -104,18 +110,27 @@ class CompiledPass(PluggableLayer):
         text = f"{self._identity} {number} {ranks.rank}/{ranks.size} {self._ctx.dtype} {self._selection}"
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
         if (stored := artefacts.program(key)) is not None:
-            try:
-                program = Program.of_json(stored)
-                loaded = {key: artefacts.load(key) for key in program.keys}
-            except (ValueError, KeyError, TypeError):
-                loaded = {"": None}
+            program = self._fitting(stored)
+            loaded = {key: artefacts.load(key) for key in program.keys} if program else {}
             pieces = {key: piece for key, piece in loaded.items() if piece is not None}
-            if len(pieces) == len(loaded):
+            if program is not None and len(pieces) == len(loaded):
                 return program, pieces
         divided = self._divided(number)
         pieces = {key: _get(artefacts, piece) for key, piece in divided.pieces.items()}
         artefacts.keep_program(key, divided.program.as_json())
         return divided.program, pieces
+
+    def _fitting(self, stored: Any) -> Program | None:
+        """The program that was ``stored``; None where it is none, or of a model with other layers or tensors."""
+        try:
+            program = Program.of_json(stored)
+        except (ValueError, KeyError, TypeError):
+            return None
+        layers, tensors = dict(self._root[0].named_modules()), dict(_tensors(self._root[0]))
+        called = {step.address for step in program.steps if isinstance(step, Call)}
+        named = {name for name in program.constants.values() if isinstance(name, str)}
+        is_known = all(address in layers or address.startswith("tp.") for address in called)
+        return program if is_known and named <= tensors.keys() else None
 
     def _divided(self, number: int) -> Divided:
         ctx = self._ctx
@@ -164,7 +179,7 @@ def _place(x: torch.Tensor) -> tuple[Any, ...]:
 
 def _numbers(x: torch.Tensor) -> list[Any]:
     """A tensor that the code made of numbers, as JSON has it."""
-    if x.numel() > 64:
+    if x.numel() > _MOST_CONSTANT:
         raise CannotCompileError(f"its code uses a tensor {list(x.shape)} that is none of the model's")
     return [str(x.dtype).removeprefix("torch."), list(x.shape), x.flatten().tolist()]
 
@@ -185,7 +200,7 @@ def _environment(ctx: Context) -> str:
     variables.pop("TORCHINDUCTOR_CACHE_DIR", None)
     device = [ctx.device.platform, ctx.device.name, ctx.device.arch, ctx.device.driver]
     host = [sys.version, platform.machine(), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()]
-    return json.dumps([versions, variables, host, str(ctx.torch_device), device], sort_keys=True)
+    return json.dumps([_FORMAT, versions, variables, host, str(ctx.torch_device), device], sort_keys=True)
 
 
 def _version(name: str) -> str:

@@ -24,9 +24,6 @@ _VIEWS_IN_ALL_BUT_NAME = frozenset({torch.ops.aten._unsafe_view.default})
 _SIZES = (2, 3, 5, 16, 61, 1000, 8191)
 """Numbers of tokens at which the conditions that tracing noted are evaluated."""
 
-_MOST_CONSTANT = 64
-"""Elements: a tensor that code makes of numbers is part of the program up to this size."""
-
 
 @dataclass
 class PieceGraph:
