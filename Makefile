@@ -36,6 +36,7 @@ lint: $(STAMPS)/test  ## style, format and types; container files
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/hadolint containers/*.Dockerfile
 	$(VENV)/bin/mypy
+	$(PY) -m pytest -q -m nightly tests/plugins/test_new.py -k test_it_is_typed
 
 docs: $(STAMPS)/docs  ## the documentation as a site, in build/site; a link that leads nowhere fails
 	$(VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going --conf-dir docs . build/site

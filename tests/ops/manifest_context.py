@@ -48,6 +48,7 @@ class ManifestContext:
     dtype = torch.float32
     shadow = None
     call_names = None
+    op_tracing = None
     kernel_calls = KernelCalls(is_on=False)
 
     def __init__(self, *extra: Contribution, targets: dict[str, Any] | None = None) -> None:

@@ -227,6 +227,7 @@ def test_what_is_no_kernel_conforms(environment: Environment, plain: Path) -> No
     conform(environment, plain, "plain", dict.fromkeys(families, "*"))
 
 
+@pytest.mark.nightly  # and a part of ``make lint``: mypy reads torch and core for it, which takes a minute
 def test_it_is_typed(tmp_path: Path) -> None:
     """mypy --strict, of all families in each language; nothing has to be compiled or run for that."""
     cache = CACHE / "mypy"  # outlives sessions: reading torch and core takes half a minute
