@@ -116,6 +116,8 @@ class CompiledPass(PluggableLayer):
             if program is not None and len(pieces) == len(loaded):
                 return program, pieces
         divided = self._divided(number)
+        tokens = "one token" if number == 1 else "several tokens"
+        logger.info("compiling %d pieces for steps of %s, some seconds each", len(divided.pieces), tokens)
         pieces = {key: _get(artefacts, piece) for key, piece in divided.pieces.items()}
         artefacts.keep_program(key, divided.program.as_json())
         return divided.program, pieces
