@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,9 +67,19 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     check_private(folder)
 
 
+def test_folders_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o002)  # of users who have a group of their own
+    try:
+        Artefacts(tmp_path / "cache" / "hardpoint" / "compiled", "here")
+    finally:
+        os.umask(before)
+    for place in ("cache", "cache/hardpoint", "cache/hardpoint/compiled"):
+        assert (tmp_path / place).stat().st_mode & 0o777 == 0o700
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--compile-cache .*file/cache: Not a directory"):
+    with pytest.raises(ConfigError, match=r"--compile-cache .*file/cache: File exists"):
         Artefacts(tmp_path / "file" / "cache", "here")
 
 

@@ -45,7 +45,8 @@ class Artefacts:
     def __init__(self, folder: Path, environment: str) -> None:
         """Raises ConfigError for a folder that others can write to, or that cannot be made."""
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for place in reversed((folder, *folder.parents)):  # the mode of mkdir is not that of the parents it makes
+                place.mkdir(exist_ok=True, mode=0o700)
         except OSError as error:
             raise ConfigError(f"--compile-cache {folder}: {error.strerror}; name another folder") from error
         self._folder = folder.resolve() / hashlib.sha256(environment.encode()).hexdigest()[:16]
@@ -61,8 +62,11 @@ class Artefacts:
             return None
 
     def keep_program(self, key: str, data: Any) -> None:
-        """Store ``data`` as ``key``."""
-        _write(self._folder / f"{key}.json", json.dumps(data).encode())
+        """Store ``data`` as ``key``, where the disk takes it."""
+        try:
+            _write(self._folder / f"{key}.json", json.dumps(data).encode())
+        except OSError as error:
+            logger.warning("%s: %s; the next start traces the model again", self._folder, error.strerror)
 
     def load(self, key: str) -> PieceFunction | None:
         """The piece of this key; None where it is not there, or not as it was written."""
@@ -134,7 +138,7 @@ def check_private(folder: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the files of a piece are those that were written."""
+    """Whether every file of a piece has the hash that was noted when the piece was compiled."""
     try:
         noted: Mapping[str, str] = json.loads((folder / _NOTE).read_text())
         return noted.items() <= _hashes(folder / _PIECE).items()
