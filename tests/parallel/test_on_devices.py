@@ -21,6 +21,7 @@ pytestmark = pytest.mark.accelerator
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 MIXTURE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+PEER_MEMORY: dict[str, Any] = {"enable_expert_parallel": True, "all2all_backend": "cuda_peer_memory"}
 
 
 @pytest.mark.parametrize(
@@ -30,11 +31,14 @@ MIXTURE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_inte
         ("qwen3", {"num_key_value_heads": 1}, {"communicator": "gather_and_sum"}),
         ("qwen3_moe", MIXTURE, {"enable_expert_parallel": True}),
         ("qwen3_moe", MIXTURE, {"enable_expert_parallel": True, "all2all_backend": "all_to_all"}),
+        ("qwen3_moe", MIXTURE, PEER_MEMORY),
     ],
 )
 def test_two_devices(family: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
     if torch.accelerator.device_count() < 2:
         pytest.skip("needs two devices")
+    if settings is PEER_MEMORY and torch.version.cuda is None:
+        pytest.skip("needs NVIDIA's devices")
     model = write_checkpoint(tmp_path, family, **changes)
     prompts = random_prompts(8, 40, seed=1)
     with LLM(str(tmp_path), tensor_parallel_size=2, kv_cache_memory="64MiB", max_num_seqs=16, **settings) as llm:
@@ -67,8 +71,9 @@ EVERY_EXPERT: dict[str, Any] = WIDE | {"num_experts": 8, "num_experts_per_tok": 
         ("qwen3", WIDE, {}),
         ("qwen3_moe", EVERY_EXPERT, {"enable_expert_parallel": True}),
         ("qwen3_moe", EVERY_EXPERT, {"enable_expert_parallel": True, "all2all_backend": "all_to_all"}),
+        ("qwen3_moe", EVERY_EXPERT, PEER_MEMORY),
     ],
-    ids=["tp2", "ep2", "ep2-all_to_all"],
+    ids=["tp2", "ep2", "ep2-all_to_all", "ep2-peer_memory"],
 )
 def test_logits_of_two_devices_are_those_of_one(
     family: str, changes: dict[str, Any], settings: dict[str, Any], kernel: str, tmp_path: Path
@@ -76,6 +81,8 @@ def test_logits_of_two_devices_are_those_of_one(
     """Teacher-forced, in bfloat16; both replay captured steps, but where tokens go to the ranks of their experts."""
     if torch.accelerator.device_count() < 2:
         pytest.skip("needs two devices")
+    if settings is PEER_MEMORY and torch.version.cuda is None:
+        pytest.skip("needs NVIDIA's devices")
     if kernel != "composed" and importlib.util.find_spec("flashinfer") is None:
         pytest.skip("FlashInfer is not installed")
     model = write_checkpoint(tmp_path, family, **changes)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _LAZY_PEER_ACCESS = 1
 _PEER_ACCESS_IS_ON = 704
+_COMPOSED = "--use op.allreduce_add_rms_norm=composed"
 
 
 class _Handle(ctypes.Structure):
@@ -35,16 +36,20 @@ class _Handle(ctypes.Structure):
 class PeerMemory:
     """``pointers`` are the addresses of every rank's memory, as this rank's GPU reaches them, in the ranks' order."""
 
-    def __init__(self, own: torch.Tensor, store: Store, rank: int, world: int, seconds: float) -> None:
+    def __init__(
+        self, own: torch.Tensor, store: Store, rank: int, world: int, seconds: float, instead: str = _COMPOSED
+    ) -> None:
         """Meet the other ranks: each gives ``own``, equally much, filled and in place. Waits for them ``seconds``.
 
-        Raises PlatformError where a GPU cannot reach another's memory.
+        Raises PlatformError where a GPU cannot reach another's memory; ``instead`` are the options of an engine that
+        does without.
         """
         self._device, self._store, self._rank, self._world = own.device, store, rank, world
         self._timeout, self._opened = timedelta(seconds=seconds), list[int]()
         with torch.cuda.device(own.device):
             torch.cuda.synchronize()
             self._driver = _Driver()
+            self._driver.instead = instead
             base, handle = self._driver.exported(own.data_ptr())
             place = f"{socket.gethostname()}/{os.getpid()}"
             store.set(f"memory/{rank}", json.dumps([place, handle, own.data_ptr(), base, own.device.index]))
@@ -76,6 +81,9 @@ class PeerMemory:
 
 class _Driver:
     """Calls of CUDA's driver, in the calling thread's current context."""
+
+    instead = _COMPOSED
+    """Options of an engine that does without."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -111,5 +119,5 @@ class _Driver:
             raise PlatformError(
                 f"GPUs cannot share memory: {name} fails with {(text.value or b'?').decode()} ({code}); it needs GPUs "
                 "that reach each other (nvidia-smi topo -p2p r), and PYTORCH_CUDA_ALLOC_CONF without "
-                "expandable_segments. To do without: --use op.allreduce_add_rms_norm=composed"
+                f"expandable_segments. To do without: {self.instead}"
             )

@@ -1,0 +1,1 @@
+"""Kernels in Triton that NVIDIA GPUs alone have."""
