@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from hardpoint.experts.library_all2all import ExchangeLibrary, LibraryAll2All
+from hardpoint.experts.library_all2all import LibraryAll2All
 from hardpoint.parallel.store_comm import StoreComm
+from hardpoint.plugin_host.recorded_library import RecordedLibrary
 from hardpoint_plugin_api import ActivationFormat, All2AllWorkload, DeviceInfo, Dispatched, DispatchHandle, Reason
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-DEEPEP = ExchangeLibrary(
+DEEPEP = RecordedLibrary(
     "DeepEP",
     "deepep",
     "install DeepEP 1.2.1 (github.com/deepseek-ai/DeepEP), built for this PyTorch",

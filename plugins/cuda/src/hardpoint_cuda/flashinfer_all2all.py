@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hardpoint.experts.library_all2all import ExchangeLibrary, LibraryAll2All
+from hardpoint.experts.library_all2all import LibraryAll2All
 from hardpoint.parallel.store_comm import StoreComm
+from hardpoint.plugin_host.recorded_library import RecordedLibrary
 from hardpoint_plugin_api import All2AllWorkload, DeviceInfo, Dispatched, DispatchHandle, Reason
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _EXCHANGE = "flashinfer.comm.trtllm_moe_alltoall:MoeAlltoAll"
 _MAPPING = "flashinfer.comm.mapping:Mapping"
 _CONFIG = "flashinfer.comm.mnnvl:MnnvlConfig"
-FLASHINFER = ExchangeLibrary(
+FLASHINFER = RecordedLibrary(
     "FlashInfer",
     "flashinfer",
     "pip install 'flashinfer-python>=0.6.18,<0.7'",

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from hardpoint.experts.library_all2all import ExchangeLibrary, LibraryAll2All
+from hardpoint.experts.library_all2all import LibraryAll2All
 from hardpoint.parallel.store_comm import StoreComm
+from hardpoint.plugin_host.recorded_library import RecordedLibrary
 from hardpoint_plugin_api import All2AllWorkload, DeviceInfo, Dispatched, DispatchHandle, PlatformError, Reason
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-MORI = ExchangeLibrary(
+MORI = RecordedLibrary(
     "MORI",
     "mori",
     "install MORI (github.com/ROCm/mori) for this ROCm and PyTorch",
