@@ -7,7 +7,6 @@ Axes: T tokens, N requests, H query heads, L latent size, R rope size, B tokens 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -15,57 +14,22 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad
 
+from hardpoint.attention.latent_rows import LatentRows, tokens_in_place
 from hardpoint.attention.phases import sub_batch
-from hardpoint.dtypes import dtype_of
 from hardpoint_plugin_api import (
     AttentionBatch,
     AttentionMetadata,
     CacheLayout,
-    CacheSpec,
     DeviceInfo,
     LatentBackend,
     LatentCall,
     LatentStoreCall,
     LatentWorkload,
     Reason,
-    Region,
 )
 from hardpoint_rocm.aiter_library import function, reasons_against
 
 _HEADS = (16, 128)
-
-
-class MergedLatentLayout(CacheLayout):
-    """A page is ``rows`` [B, L + R]: each token's latent, then its rotated key. ``latent`` and ``rope_key`` are views
-    of its columns.
-    """
-
-    name = "aiter_latent"
-
-    def regions(self, spec: CacheSpec, block_size: int) -> tuple[Region, ...]:
-        """See CacheLayout."""
-        (latent, rope), dtype = (spec[name].numel for name in ("latent", "rope_key")), spec["latent"].dtype
-        shape = block_size, latent + rope
-        return (Region("rows", 0, shape[0] * shape[1] * dtype_of(dtype).itemsize, shape, dtype),)
-
-    def views(
-        self, buffer: torch.Tensor, pages: int, spec: CacheSpec, block_size: int, page_bytes: int | None = None
-    ) -> dict[str, torch.Tensor]:
-        """See CacheLayout; besides the region, both planes."""
-        rows = super().views(buffer, pages, spec, block_size, page_bytes)["rows"]
-        latent, rope_key = rows.split([spec["latent"].numel, spec["rope_key"].numel], dim=-1)
-        return {"rows": rows, "latent": latent, "rope_key": rope_key}
-
-    def to_logical(self, views: Mapping[str, torch.Tensor], pages: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See CacheLayout."""
-        return {name: views[name][pages] for name in ("latent", "rope_key")}
-
-    def from_logical(
-        self, views: Mapping[str, torch.Tensor], pages: torch.Tensor, planes: Mapping[str, torch.Tensor]
-    ) -> None:
-        """See CacheLayout."""
-        for name in ("latent", "rope_key"):
-            views[name][pages] = planes[name]
 
 
 @dataclass(frozen=True)
@@ -93,7 +57,7 @@ class LatentMetadata(AttentionMetadata):
 class AiterLatentAttention(LatentBackend):
     """Decodes by ``mla_decode_fwd``, which splits long contexts, all other requests by ``mla_prefill_fwd``."""
 
-    layout: ClassVar[CacheLayout] = MergedLatentLayout()
+    layout: ClassVar[CacheLayout] = LatentRows()
 
     @classmethod
     def supports(cls, workload: LatentWorkload, device: DeviceInfo) -> list[Reason]:
@@ -166,10 +130,9 @@ def _tokens_read(rows: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.T
     Where pages are padded, as those of layers are that share memory with larger pages, no number of tokens may fit
     between two of them: then what is read is copied first.
     """
-    pages, block, size = rows.shape
-    if rows.stride(0) % size:
+    size = rows.shape[2]
+    if (found := tokens_in_place(rows)) is None:
         copied = rows[part.page.long(), part.offset.long()].view(-1, 1, 1, size)
         return copied, torch.arange(len(copied), dtype=torch.int32, device=rows.device)
-    per_page = rows.stride(0) // size
-    tokens = rows.as_strided(((pages - 1) * per_page + block, 1, 1, size), (size, size, size, 1))
-    return tokens, part.page * per_page + part.offset
+    tokens, between = found
+    return tokens.view(-1, 1, 1, size), part.page * between + part.offset
