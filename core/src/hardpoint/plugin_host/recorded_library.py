@@ -51,9 +51,12 @@ class RecordedLibrary:
         return found
 
 
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 def _other_parameters(function: Any, keywords: Sequence[str]) -> str | None:
     """The parameters of a function that cannot be called with these keywords alone; None where it can."""
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self" and p.kind not in _ANY]
     known, needed = {p.name for p in parameters}, {p.name for p in parameters if p.default is p.empty}
     if set(keywords) <= known and needed <= set(keywords):
         return None
