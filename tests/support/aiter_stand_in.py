@@ -15,6 +15,13 @@ from torch.nn.functional import linear
 
 from hardpoint.ops import add_rms_norm as added
 from hardpoint.ops import rms_norm as op
+from tests.support.aiter_allreduce_stand_in import (
+    init_custom_qr,
+    qr_all_reduce,
+    qr_destroy,
+    qr_get_handle,
+    qr_open_handles,
+)
 from tests.support.aiter_attention_stand_in import (
     flash_attn_varlen_func,
     mha_batch_prefill_func,
@@ -30,9 +37,14 @@ __all__ = [
     "flash_attn_varlen_func",
     "gemm_a8w8",
     "gemm_a8w8_blockscale",
+    "init_custom_qr",
     "mha_batch_prefill_func",
     "pa_fwd_asm",
     "paged_attention_v1",
+    "qr_all_reduce",
+    "qr_destroy",
+    "qr_get_handle",
+    "qr_open_handles",
     "rms_norm",
     "rmsnorm2d_fwd_with_add",
 ]

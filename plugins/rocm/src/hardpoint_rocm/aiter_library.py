@@ -53,6 +53,12 @@ SIGNATURES = {
         *("hidden_states", "w1", "w2", "topk_weight", "topk_ids", "activation", "quant_type", "w1_scale", "w2_scale"),
         "dtype",
     ),
+    # aiter/ops/quick_all_reduce.py, 4f5c2ba6229cfdb750fc68d9d19815b37ad5a06d
+    "init_custom_qr": ("rank", "world_size", "qr_max_size"),
+    "qr_get_handle": ("fa", "out_ptr"),
+    "qr_open_handles": ("fa", "handle_ptrs"),
+    "qr_all_reduce": ("fa", "inp", "out", "quant_level", "cast_bf2half"),
+    "qr_destroy": ("fa",),
     # aiter/ops/shuffle.py, b0b6945e7aff0b0c0860d225501440c81df1f361
     "ops.shuffle.shuffle_weight": ("x", "layout"),
 }
