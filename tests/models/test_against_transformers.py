@@ -22,6 +22,7 @@ from tests.support.checkpoints import (
     GLM4_MOE,
     GRANITE_HYBRID,
     KIMI_LINEAR,
+    LLAMA4,
     NEMOTRON_H,
     check_tokens_equal,
     random_prompts,
@@ -83,6 +84,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-head80": ("llama", {"head_dim": 80}),
     "llama-head128": ("llama", {"head_dim": 128}),
     "llama-gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama4": ("llama4", LLAMA4),
+    "llama4-interleaved-biases": (
+        "llama4",
+        LLAMA4
+        | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attn_temperature_tuning": False}
+        | {"no_rope_layer_interval": 2, "attention_bias": True, "rope_parameters": ROPES["llama3"]},
+    ),
+    "llama4-other-layers-tied": (
+        "llama4",
+        LLAMA4
+        | {"layer_types": ["full_attention", "chunked_attention", "chunked_attention", "full_attention"]}
+        | {"no_rope_layers": [1, 0, 1, 0], "moe_layers": [1, 2], "tie_word_embeddings": True},
+    ),
     "mistral-window": ("mistral", {"sliding_window": 13}),
     "mistral-full": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),

@@ -22,7 +22,7 @@ LinearArgs LinearAttentionArgs LinearCall LinearKernel LinearWorkload MANIFEST_N
 Mamba2Args Manifest ManifestError Memory MemorySnapshot MemoryTag MethodRequest Metrics MoEArgs ModelWorkload Module
 NO_DEVICE NO_DRAFT NULL_PAGE Namesake NormArgs NumaNode KernelBuild OpWorkload Parallel ParserArgs ParserEvent Phase
 PlainLayout Plane Platform PlatformError PlatformWorkload PluginConflictError PluginError PluginLoadError Preference
-QuantSpec QuantizationMethod QuantizationWorkload Quantized RankGroup Reason ReasoningDelta ReasoningParser
+QuantSpec QuantizationMethod QuantizationWorkload Quantized QueryScalingArgs RankGroup Reason ReasoningDelta ReasoningParser
 ReasoningParserWorkload Region Request RequestError Requirement Resources Retention RopeArgs RouterArgs ScalarValue
 Scale ScaledLayout Scaling Scheme Scope SelectionError ShardPlan ShardSlice Span SparseIndexerArgs SpecPattern Stability
 StackArgs StepLimits StepPlanner StoreCall StoredTensor StructureKind StructuredOutput TableElement TensorInfo

@@ -22,6 +22,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -63,6 +64,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "granitemoehybrid": GraniteMoeHybridConfig,
     "kimi_linear": KimiLinearConfig,
     "llama": LlamaConfig,
+    "llama4": Llama4TextConfig,
     "ministral": MinistralConfig,
     "mistral": MistralConfig,
     "nemotron_h": NemotronHConfig,
@@ -189,6 +191,17 @@ GLM4_MOE: dict[str, Any] = {
     "use_qk_norm": True,
 }
 """Config keys of a tiny GLM-4-MoE."""
+
+
+LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "attention_chunk_size": 13,
+    "floor_scale": 11,
+    "attn_scale": 0.4,
+    "num_local_experts": 6,
+    "intermediate_size_mlp": 80,
+}
+"""The same of Llama 4: chunks and steps of its queries' growth are shorter than prompts."""
 
 
 _FEW: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
+from hardpoint_plugin_api.errors import ConfigError
 from hardpoint_plugin_api.quant import QuantSpec
 from hardpoint_plugin_api.requests import Feature
 from hardpoint_plugin_api.sharding import ShardPlan, joined
@@ -41,6 +42,17 @@ class RopeArgs:
     kind: RopeKind = "default"
     interleaved: bool = False
     scaling: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class QueryScalingArgs:
+    """Queries at position p are multiplied by ``1 + factor * ln(1 + floor((p + offset) / length))``, so that attention
+    to long contexts stays as sharp as to short ones (arXiv:2501.19399).
+    """
+
+    length: int
+    factor: float
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,8 @@ class AttentionArgs:
     of each head's result is multiplied by the sigmoid of a gate (arXiv:2505.06708). The projection of queries then has
     2 ``head_size`` rows for each head: its query, and its gate. ``qk_norm_across_heads``: the elements of all query
     heads are normed together, each with a weight of its own, and those of all keys (OLMo 2, arXiv:2501.00656).
+    Without ``qk_norm_weights`` the norm of q and k has no weight (Llama 4). ``query_scaling``: queries grow with their
+    position, after norm and rotation.
     """
 
     layer: ClassVar[str] = "attention"
@@ -136,6 +150,12 @@ class AttentionArgs:
     alibi: bool = False
     output_gate: bool = False
     qk_norm_across_heads: bool = False
+    qk_norm_weights: bool = True
+    query_scaling: QueryScalingArgs | None = None
+
+    def __post_init__(self) -> None:
+        if self.qk_norm_across_heads and not self.qk_norm_weights:
+            raise ConfigError("a norm across heads has weights: qk_norm_across_heads needs qk_norm_weights")
 
 
 @dataclass(frozen=True)
@@ -335,7 +355,8 @@ class MoEArgs:
     ``shared_size`` above 0: a gated feed-forward of that width serves every token as well (arXiv:2401.06066);
     ``shared_gate``: its result is multiplied by the sigmoid of one more linear output per token. ``swiglu_alpha`` and
     ``swiglu_limit`` are parameters of the activation ``swiglu_oai`` (arXiv:2508.10925): ``g * sigmoid(alpha * g) * (u +
-    1)``, with the gate g at most ``limit`` and u within ``limit`` of zero.
+    1)``, with the gate g at most ``limit`` and u within ``limit`` of zero. ``weights_on_input``: the router's weight
+    multiplies an expert's input, not its result (Llama 4); a token then has one expert.
     """
 
     layer: ClassVar[str] = "moe"
@@ -350,6 +371,11 @@ class MoEArgs:
     bias: bool = False
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
+    weights_on_input: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weights_on_input and self.router.top_k != 1:
+            raise ConfigError(f"weights_on_input needs a router with top_k 1, got {self.router.top_k}")
 
     @property
     def experts_activation(self) -> str:

@@ -15,6 +15,7 @@ from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.linear import Linear
 from hardpoint.layers.norm import NormAcrossHeads
+from hardpoint.layers.query_scaling import QueryScaling
 from hardpoint.ops.activation import activation
 from hardpoint.ops.qk_norm_rope_store import qk_norm_rope_store
 from hardpoint.ops.rope_table import rope_table
@@ -73,6 +74,7 @@ class Attention(PluggableLayer, name="attention"):
         self.index, self.backend, layout = attention_backend(ctx, spec)
         eps = args.qk_norm_eps or 0.0
         self._norm_across_heads = NormAcrossHeads(ctx, eps) if args.qk_norm_across_heads else None
+        self._query_scaling = QueryScaling(ctx, args.query_scaling) if args.query_scaling else None
         self._scalars: dict[str, Any] = {
             "eps": 0.0 if args.qk_norm_across_heads else eps,
             "interleaved": args.rope is not None and args.rope.interleaved,
@@ -87,6 +89,7 @@ class Attention(PluggableLayer, name="attention"):
         )
         self._shared = ctx.shared
         self._cos_sin: torch.Tensor | None = None
+        self._ones: torch.Tensor | None = None
 
     def declare(self) -> dict[str, WeightSlot]:
         slots: dict[str, WeightSlot] = {}
@@ -97,7 +100,7 @@ class Attention(PluggableLayer, name="attention"):
                 "q_norm": NormAcrossHeads.slot(heads.num_heads * size, self.dtype, rows[0]),
                 "k_norm": NormAcrossHeads.slot(heads.num_kv_heads * size, self.dtype, rows[1]),
             }
-        elif self.args.qk_norm_eps is not None:
+        elif self.args.qk_norm_eps is not None and self.args.qk_norm_weights:
             slots |= {name: WeightSlot((self.args.head_size,), self.dtype) for name in ("q_norm", "k_norm")}
         if self.args.sinks:
             query = self._heads.query
@@ -110,6 +113,10 @@ class Attention(PluggableLayer, name="attention"):
         rope = self.args.rope
         if rope is not None:
             self._cos_sin = self._shared(rope, lambda: rope_table(rope, self._num_positions, self._device))
+        if self.args.qk_norm_eps is not None and not self.args.qk_norm_weights:
+            self._ones = torch.ones(self.args.head_size, dtype=getattr(torch, self.dtype), device=self._device)
+        if self._query_scaling is not None:
+            self._query_scaling.bind()
         slopes = alibi_slopes(self.args.num_heads, self._device)[self._heads.own] if self.args.alibi else None
         self.backend.set_head_constants(self.weights.get("sinks"), slopes)
         if self._static_cache_scales:
@@ -132,7 +139,7 @@ class Attention(PluggableLayer, name="attention"):
         qkv = self.qkv(x, step).view(x.shape[0], -1, size)
         q, k, v = qkv.split(self._widths, dim=1)
         q, gate = self._ungated(q)
-        q_norm, k_norm = self.weights.get("q_norm"), self.weights.get("k_norm")
+        q_norm, k_norm = self.weights.get("q_norm", self._ones), self.weights.get("k_norm", self._ones)
         if self._norm_across_heads is not None:
             q, k = (
                 self._norm_across_heads(q, self.weights["q_norm"]),
@@ -151,6 +158,8 @@ class Attention(PluggableLayer, name="attention"):
             k_norm,
             **self._scalars,
         )
+        if self._query_scaling is not None:
+            q = self._query_scaling(q, step.positions)
         attended = torch.empty_like(q)
         attend = self.backend.forward
         step.interrupt(

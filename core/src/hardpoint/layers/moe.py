@@ -109,6 +109,8 @@ class MoE(PluggableLayer, name="moe"):
     def _routed(self, x: torch.Tensor, step: ForwardStep, shares: Sequence[int]) -> torch.Tensor:
         """Run this rank's experts on x [t, H], its share of the tokens of ``step``; ``shares`` are the replica's."""
         ids, weights = self._route(self.router(x, step), self.weights.get("correction_bias"), **self._routing)
+        if self.args.weights_on_input:
+            x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
         for record in self._records:
             record.store(self._sharing.all_gather(ids, shares) if len(shares) > 1 else ids, step)
         y: torch.Tensor = self.experts(x, ids, weights, step)

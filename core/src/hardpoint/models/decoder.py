@@ -23,6 +23,7 @@ from hardpoint_plugin_api import (
     LayerArgs,
     MLPArgs,
     NormArgs,
+    QueryScalingArgs,
 )
 
 _Args = TypeVar("_Args", covariant=True)
@@ -155,6 +156,9 @@ class AttentionVariations(TypedDict, total=False):
     sinks: bool
     soft_cap: float | None
     output_gate: bool
+    chunk: int | None
+    qk_norm_weights: bool
+    query_scaling: QueryScalingArgs | None
 
 
 def attention(
@@ -206,7 +210,7 @@ def attention(
         **linear_names({f"self_attn.{x}_proj": f"qkv[{x}]" for x in "qkv"}, bias=args.qkv_bias)
     }
     names |= linear_names({"self_attn.o_proj": "out"}, bias=args.out_bias)
-    if args.qk_norm_eps is not None:
+    if args.qk_norm_eps is not None and args.qk_norm_weights:
         names |= {"self_attn.q_norm.weight": "q_norm", "self_attn.k_norm.weight": "k_norm"}
     if args.sinks:
         names["self_attn.sinks"] = "sinks"
@@ -275,14 +279,31 @@ def windows(config: HFConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def rotating_layers(config: HFConfig) -> tuple[bool, ...]:
+    """Whether each layer rotates. ``no_rope_layers`` has 1 for those that do; without it, each fourth does not."""
+    layers, given = num_layers(config), config.get("no_rope_layers")
+    if not given:
+        every = config.integer("no_rope_layer_interval", 4)
+        return tuple((i + 1) % every != 0 for i in range(layers))
+    if not isinstance(given, list) or len(given) != layers or any(each not in (0, 1) for each in given):
+        raise CheckpointError(
+            f"{config.path}: 'no_rope_layers' must have 0 or 1 for each of {layers} layers, got {given}"
+        )
+    return tuple(bool(each) for each in given)
+
+
 def layer_types(config: HFConfig, default: Sequence[str]) -> tuple[str, ...]:
     """``full_attention`` or ``sliding_attention`` for each layer; ``default`` where the config leaves it out."""
-    layers, kinds = num_layers(config), config.get("layer_types")
-    if kinds is None:
+    if config.get("layer_types") is None:
         return tuple(default)
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _LAYER_TYPES for kind in kinds):
+    return layer_kinds(config, "layer_types", _LAYER_TYPES)
+
+
+def layer_kinds(config: HFConfig, key: str, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The list ``key``, which names one of ``kinds`` for each layer."""
+    found, count = config.get(key), num_layers(config)
+    if not isinstance(found, list) or len(found) != count or any(kind not in kinds for kind in found):
         raise CheckpointError(
-            f"{config.path}: 'layer_types' must name {layers} layers, each full_attention or sliding_attention; "
-            f"got {kinds}"
+            f"{config.path}: {key!r} must name {count} layers, each {' or '.join(kinds)}; got {found}"
         )
-    return tuple(kinds)
+    return tuple(found)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hardpoint.checkpoint.hf_config import HFConfig
-from hardpoint.models.decoder import Sublayer, linear_names, num_layers
+from hardpoint.models.decoder import Sublayer, layer_kinds, linear_names, num_layers
 from hardpoint.models.mixture import expert_names, moe_args, num_experts
 from hardpoint.ops.rope_table import rope_args, yarn_growth
 from hardpoint_plugin_api import CheckpointError, MLAArgs, MoEArgs, RouterArgs, SparseIndexerArgs
@@ -160,16 +160,6 @@ def layers_with_experts(config: HFConfig, default: int) -> tuple[bool, ...]:
             f"{config.path}: 'first_k_dense_replace' must be a whole number, 0 or more, got {first!r}"
         )
     return tuple(i >= first and i % frequency == 0 for i in range(num_layers(config)))
-
-
-def layer_kinds(config: HFConfig, key: str, kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """The list ``key``, which names one of ``kinds`` for each layer."""
-    found, count = config.get(key), num_layers(config)
-    if not isinstance(found, list) or len(found) != count or any(kind not in kinds for kind in found):
-        raise CheckpointError(
-            f"{config.path}: {key!r} must name {count} layers, each {' or '.join(kinds)}; got {found}"
-        )
-    return tuple(found)
 
 
 def multi_token_prediction(config: HFConfig) -> dict[str, None]:

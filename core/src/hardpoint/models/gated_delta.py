@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.checkpoint.reading import Address
-from hardpoint.models.decoder import Sublayer, attention, linear_names, norms, num_layers
-from hardpoint.models.deepseek import layer_kinds
+from hardpoint.models.decoder import Sublayer, attention, layer_kinds, linear_names, norms, num_layers
 from hardpoint.ops.activation import activation_of_hf
 from hardpoint_plugin_api import AttentionArgs, CheckpointError, GatedDeltaNetArgs
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.layers import CausalLMArgs
-from hardpoint.models.decoder import Block, Sublayer, decoder, mlp, norms, num_layers
+from hardpoint.models.decoder import Block, Sublayer, decoder, layer_kinds, mlp, norms, num_layers
 from hardpoint.models.deepseek import (
     bias_corrected_mixture,
-    layer_kinds,
     layers_with_experts,
     multi_token_prediction,
     sparse_latent_attention,

@@ -9,8 +9,8 @@ from typing import Any
 from hardpoint.checkpoint.hf_config import HFConfig
 from hardpoint.checkpoint.reading import Address
 from hardpoint.layers import CausalLMArgs
-from hardpoint.models.decoder import Block, Sublayer, decoder, linear_names, mlp, norms, num_layers
-from hardpoint.models.deepseek import bias_corrected_mixture, latent_attention, layer_kinds, layers_with_experts
+from hardpoint.models.decoder import Block, Sublayer, decoder, layer_kinds, linear_names, mlp, norms, num_layers
+from hardpoint.models.deepseek import bias_corrected_mixture, latent_attention, layers_with_experts
 from hardpoint.models.gated_delta import FULL, LINEAR
 from hardpoint.ops.activation import activation_of_hf
 from hardpoint_plugin_api import CheckpointError, KimiDeltaAttentionArgs, MLAArgs, MoEArgs

@@ -76,12 +76,17 @@ def expert_names(experts: int, folder: str, matrices: Mapping[str, str]) -> dict
     ``folder`` is where experts stand; ``matrices`` says what an expert calls gate, up and down. The second kind is what
     Transformers 5 has in memory, so what a program hands over that trains such a model.
     """
+    return names_of_each_expert(experts, folder, matrices) | {
+        "mlp.experts.gate_up_proj": "experts.w13.weight",
+        "mlp.experts.down_proj": "experts.w2.weight",
+    }
+
+
+def names_of_each_expert(experts: int, folder: str, matrices: Mapping[str, str] = MATRICES) -> dict[str, str]:
+    """Names of the experts' tensors within a layer, one for each expert; see expert_names."""
     names = {}
     for e in range(experts):
         names[f"{folder}.{e}.{matrices['gate']}.weight"] = f"experts.w13.weight[{e}.gate]"
         names[f"{folder}.{e}.{matrices['up']}.weight"] = f"experts.w13.weight[{e}.up]"
         names[f"{folder}.{e}.{matrices['down']}.weight"] = f"experts.w2.weight[{e}]"
-    return names | {
-        "mlp.experts.gate_up_proj": "experts.w13.weight",
-        "mlp.experts.down_proj": "experts.w2.weight",
-    }
+    return names
