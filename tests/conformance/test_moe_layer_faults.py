@@ -39,6 +39,11 @@ class Healthy(MoE):
         return route_topk.reference(logits, bias, **settings(self.args.router))
 
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.args.weights_on_input:
+            x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
+        return self.sum(x, ids, weights)
+
+    def sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         shares = (one_hot(ids, self.args.router.num_experts) * weights.float().unsqueeze(-1)).sum(1)
         gate, up = torch.einsum("th,eoh->teo", x, self.experts.weights["w13.weight"]).chunk(2, dim=-1)
         y = torch.einsum("tei,ehi->teh", silu(gate) * up, self.experts.weights["w2.weight"])
@@ -124,6 +129,13 @@ class WeighsInputs(Healthy):
         return torch.stack(parts).sum(0)
 
 
+class WeighsResults(Healthy):
+    """Multiplies what comes out of an expert, wherever the weight belongs."""
+
+    def mix(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.sum(x, ids, weights)
+
+
 def _by_rank(ids: Tensor, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(ids[:, [k]], weights[:, [k]].to(weights.dtype)) for k in range(ids.shape[1])]
 
@@ -163,6 +175,7 @@ PLANTED: dict[str, tuple[type[Healthy], str, str]] = {
     "weights swapped": (SwapsWeights, "values", "*/tokens-*"),
     "tokens over capacity dropped": (DropsWhatIsOverCapacity, "values", "*/tokens-*"),
     "inputs weighed": (WeighsInputs, "values", "*/tokens-*"),
+    "results weighed": (WeighsResults, "values", "*/weights-on-input/tokens-*"),
     "the shared expert forgotten": (ForgetsTheSharedExpert, "values", "*/tokens-*"),
     "the shared gate not squashed": (DoesNotSquashTheSharedGate, "values", "*/tokens-*"),
     "the first choice kept": (KeepsTheFirstChoice, "fresh", "*/plain/tokens-*"),

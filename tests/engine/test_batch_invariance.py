@@ -15,7 +15,7 @@ from hardpoint import LLM, SamplingParams
 from hardpoint.engine.outputs import RequestOutput
 from hardpoint.reference.batch_invariant_linear import BatchInvariantLinear
 from hardpoint_plugin_api import LinearCall
-from tests.support.checkpoints import random_prompts, write_checkpoint
+from tests.support.checkpoints import LLAMA4, random_prompts, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -23,6 +23,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {"sliding_window": 13}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "llama4": ("llama4", LLAMA4 | {"num_hidden_layers": 3, "no_rope_layer_interval": 3}),
 }
 PROMPTS = random_prompts(5, 60, seed=21, shortest=35)
 SAMPLING = [
@@ -133,7 +134,7 @@ def test_a_request_gives_the_same_bits_however_it_is_scheduled(
     ("shape", "dtype"), [*((s, "float32") for s in SHAPES), ("mistral-window", "bfloat16"), ("qwen3", "bfloat16")]
 )
 def test_preempted_requests_of_every_family(folders: dict[str, Path], expected: Any, shape: str, dtype: str) -> None:
-    pages = 12 if shape == "mistral-window" else 24  # a window gives pages back
+    pages = 12 if shape in ("mistral-window", "llama4") else 24  # windows and chunks give pages back
     small: dict[str, Any] = {
         "kv_cache_memory": pages * PAGE_ELEMENTS * getattr(torch, dtype).itemsize,
         "max_model_len": 96,

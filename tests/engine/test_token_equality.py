@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hardpoint import SamplingParams
-from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint
+from tests.support.checkpoints import LLAMA4, check_tokens_equal, random_prompts, write_checkpoint
 from tests.support.engines import small_llm
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,6 +30,10 @@ PAGE_BYTES = 2 * 16 * 2 * 16 * 4
 
 
 BY_NIGHT = {
+    "llama4": (
+        "llama4",
+        LLAMA4 | {"num_hidden_layers": 3, "no_rope_layer_interval": 3, "attention_chunk_size": 50},
+    ),
     "olmo3": (
         "olmo3",
         {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},

@@ -19,6 +19,7 @@ from tests.support.checkpoints import (
     GATED_DELTA_MOE,
     GLM4_MOE,
     KIMI_LINEAR,
+    LLAMA4,
     NEMOTRON_H,
     check_tokens_equal,
     random_prompts,
@@ -52,6 +53,7 @@ DENSE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qkv-in-one-tensor": ("phi3", 2, {}),
     "norms-across-heads": ("olmo2", 2, {}),
     "norms-across-shared-kv-heads": ("olmo2", 4, {"num_key_value_heads": 2}),
+    "chunks-and-growing-queries": ("llama4", 2, LLAMA4 | {"interleave_moe_layer_step": 2}),
     "multiplied": ("granite", 2, {"residual_multiplier": 0.3, "logits_scaling": 2.0, "embedding_multiplier": 3.0}),
     "windows-and-norms-of-results": ("gemma2", 2, {"sliding_window": 20, "vocab_size": 261}),
 }
@@ -65,6 +67,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
     },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "llama4": LLAMA4,
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -145,6 +148,14 @@ def test_biases_of_experts_are_added_once(layout: str, models: dict[str, tuple[P
     ranks, settings = LAYOUTS[layout]
     folder, model = models["gpt_oss"]
     with ranks_in_threads(folder, ranks, **settings) as llm:
+        check(llm, model, random_prompts(4, 30, seed=4))
+
+
+def test_weights_of_inputs(models: dict[str, tuple[Path, PreTrainedModel]]) -> None:
+    """The router's weight is applied where a token's hidden state is, before it goes to its expert's rank."""
+    ranks, settings = LAYOUTS["ep2"]
+    folder, model = models["llama4"]
+    with ranks_in_threads(folder, ranks, **settings, all2all_backend="all_to_all") as llm:
         check(llm, model, random_prompts(4, 30, seed=4))
 
 

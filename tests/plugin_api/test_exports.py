@@ -22,13 +22,13 @@ LinearArgs LinearAttentionArgs LinearCall LinearKernel LinearWorkload MANIFEST_N
 Mamba2Args Manifest ManifestError Memory MemorySnapshot MemoryTag MethodRequest Metrics MoEArgs ModelWorkload Module
 NO_DEVICE NO_DRAFT NULL_PAGE Namesake NormArgs NumaNode KernelBuild OpWorkload Parallel ParserArgs ParserEvent Phase
 PlainLayout Plane Platform PlatformError PlatformWorkload PluginConflictError PluginError PluginLoadError Preference
-QuantSpec QuantizationMethod QuantizationWorkload Quantized QueryScalingArgs RankGroup Reason ReasoningDelta ReasoningParser
-ReasoningParserWorkload Region Request RequestError Requirement Resources Retention RopeArgs RouterArgs ScalarValue
-Scale ScaledLayout Scaling Scheme Scope SelectionError ShardPlan ShardSlice Span SparseIndexerArgs SpecPattern Stability
-StackArgs StepLimits StepPlanner StoreCall StoredTensor StructureKind StructuredOutput TableElement TensorInfo
-TokensRequirement ToolCallDelta ToolCallEnd ToolCallStart ToolParser ToolParserWorkload UnknownNameError WeightSlot
-Workload check_api decode_elements dequantize expert_matrix hookimpl minimum_slot nearest parse_manifest
-parse_requirement read_manifest scale_slot weight_slots write_rounded
+QuantSpec QuantizationMethod QuantizationWorkload Quantized QueryScalingArgs RankGroup Reason ReasoningDelta
+ReasoningParser ReasoningParserWorkload Region Request RequestError Requirement Resources Retention RopeArgs RouterArgs
+ScalarValue Scale ScaledLayout Scaling Scheme Scope SelectionError ShardPlan ShardSlice Span SparseIndexerArgs
+SpecPattern Stability StackArgs StepLimits StepPlanner StoreCall StoredTensor StructureKind StructuredOutput
+TableElement TensorInfo TokensRequirement ToolCallDelta ToolCallEnd ToolCallStart ToolParser ToolParserWorkload
+UnknownNameError WeightSlot Workload check_api decode_elements dequantize expert_matrix hookimpl minimum_slot nearest
+parse_manifest parse_requirement read_manifest scale_slot weight_slots write_rounded
 """
 """A name that disappears from here breaks a plugin somewhere; one that is added stays for good."""
 

@@ -58,7 +58,7 @@ def llama4(config: HFConfig) -> CausalLMArgs:
 
 
 def _attention(config: HFConfig, *, rotates: bool, chunked: bool) -> Sublayer[AttentionArgs]:
-    """Transformers norms queries and keys after they rotate; a rotation changes no length, so neither does the order."""
+    """Transformers norms queries and keys after they rotate. As a rotation changes no length, either order will do."""
     bias, normed = config.flag("attention_bias", False), rotates and config.flag("use_qk_norm", True)
     mixer = attention(
         config,

@@ -30,6 +30,7 @@ from hardpoint_plugin_api import (
     MLPArgs,
     MoEArgs,
     NormArgs,
+    QueryScalingArgs,
     RopeArgs,
     RouterArgs,
     SparseIndexerArgs,
@@ -208,6 +209,9 @@ KINDS: dict[str, LayerKind] = {
             "sigmoid-bias": replace(_MOE, router=_BIASED, shared_size=80),
             "groups": replace(_MOE, router=replace(_BIASED, num_experts=16, num_groups=4, top_groups=2)),
             "softmax-groups": replace(_MOE, router=RouterArgs(16, 2, num_groups=4, top_groups=2, scaling=16.0)),
+            "weights-on-input": replace(
+                _MOE, router=RouterArgs(8, 1, "sigmoid"), shared_size=80, weights_on_input=True
+            ),
             "ungated-odd": MoEArgs(33, 17, RouterArgs(5, 1), activation="relu2", gated=False),
         },
         _routed,
@@ -227,6 +231,8 @@ KINDS: dict[str, LayerKind] = {
             "interleaved-partial": replace(_ATTENTION, rope=replace(_ROPE, rotary_dim=16, interleaved=True)),
             "gated-bias": replace(_ATTENTION, output_gate=True, qkv_bias=True),
             "normed-across-heads": replace(_ATTENTION, qk_norm_eps=1e-6, qk_norm_across_heads=True),
+            "normed-without-weights": replace(_ATTENTION, qk_norm_eps=1e-6, qk_norm_weights=False),
+            "growing-queries": replace(_ATTENTION, query_scaling=QueryScalingArgs(5, 0.7, offset=1)),
         },
         _hidden,
         step_by_step,
