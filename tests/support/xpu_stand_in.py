@@ -3,8 +3,8 @@
 They compute in torch, and refuse what the real ones would. Checks: csrc/xpu/onednn/onednn_matmul.cpp at 1fd7c92,
 fp8_gemm_w8a16.h at 26497a0, fp8_gemm_w8a8.h at dda91d1, int4_gemm_w4a16.h at 7671b1c,
 csrc/xpu/grouped_gemm/xe_2/grouped_gemm_xe2_interface.hpp at dac47bc, csrc/moe/remap_hidden_states.cpp and
-moe_gather.cpp at a96998c of github.com/vllm-project/vllm-xpu-kernels. Strides that kernels take for
-granted are checked, too.
+moe_gather.cpp at a96998c, csrc/layernorm.cpp at 0a292c3b and csrc/activation.cpp at 0fce58b6 of
+github.com/vllm-project/vllm-xpu-kernels. Strides that kernels take for granted are checked, too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from hardpoint.numerics import unpack_nibbles
+from hardpoint.ops import act_and_mul as gates
+from hardpoint.ops import rms_norm as norms
 from hardpoint_xpu.vllm_library import SCHEMAS
 
 CALLS: dict[str, int] = {}
@@ -49,6 +51,64 @@ def stands_for(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return function
 
     return define
+
+
+@stands_for("_C.rms_norm")
+def rms_norm(result: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    """Writes to ``result``."""
+    assert result.is_contiguous()
+    assert x.stride(-1) == 1
+    assert 2 <= x.dim() <= 4, "rows of two to four dimensions only"
+    assert x.numel(), "a grid of no groups"
+    assert result.shape == x.shape
+    assert result.dtype == x.dtype
+    result.copy_(norms.rms_norm.reference(x, _checked(weight, x), eps=epsilon))
+
+
+@stands_for("_C.fused_add_rms_norm")
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    """Writes the sum to ``residual`` and the norm to ``x``."""
+    assert x.numel(), "a grid of no groups"
+    assert residual.is_contiguous()
+    assert residual.shape == x.shape
+    assert residual.dtype == x.dtype
+    residual.copy_(x + residual)
+    x.copy_(norms.rms_norm.reference(residual, _checked(weight, x), eps=epsilon))
+
+
+def _checked(weight: Tensor | None, x: Tensor) -> Tensor:
+    """A norm's weight for rows ``x``."""
+    assert weight is not None
+    assert weight.is_contiguous()
+    assert weight.dtype == x.dtype, "rms_norm: weight dtype must match input dtype"
+    assert weight.shape == x.shape[-1:], "rms_norm: 1D weight size must match hidden_size"
+    return weight
+
+
+@stands_for("_C.silu_and_mul")
+def silu_and_mul(result: Tensor, x: Tensor) -> None:
+    """Writes to ``result``."""
+    _gate(result, x, "silu")
+
+
+@stands_for("_C.gelu_and_mul")
+def gelu_and_mul(out: Tensor, x: Tensor) -> None:
+    """Writes to ``out``."""
+    _gate(out, x, "gelu")
+
+
+@stands_for("_C.gelu_tanh_and_mul")
+def gelu_tanh_and_mul(out: Tensor, x: Tensor) -> None:
+    """Writes to ``out``."""
+    _gate(out, x, "gelu_tanh")
+
+
+def _gate(out: Tensor, x: Tensor, activation: str) -> None:
+    assert x.is_contiguous(), "its kernels read by the address alone"
+    assert out.is_contiguous()
+    assert out.dtype == x.dtype
+    assert out.shape == (*x.shape[:-1], x.shape[-1] // 2)
+    out.copy_(gates.act_and_mul.reference(x, activation=activation))
 
 
 @stands_for("_xpu_C.fp8_gemm_w8a16")

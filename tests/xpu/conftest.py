@@ -28,8 +28,8 @@ def xpu_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     (package / "__init__.py").write_text("from .flash_attn_interface import flash_attn_varlen_func\n")
     source = Path(xpu_flash_stand_in.__file__).read_text()
     (package / "flash_attn_interface.py").write_text(source)
-    for module in ("_xpu_C", "_moe_C"):
-        schemas = "\n".join(text for name, text in vllm_library.SCHEMAS.items() if name.startswith(module))
+    for module in ("_C", "_xpu_C", "_moe_C"):
+        schemas = "\n".join(text for name, text in vllm_library.SCHEMAS.items() if name.startswith(f"{module}."))
         (package / f"{module}.py").write_text(f'"""{schemas}"""\n\nimport tests.support.xpu_stand_in\n')
     info = folder / "vllm_xpu_kernels-0.1.16.2.dist-info"
     info.mkdir()

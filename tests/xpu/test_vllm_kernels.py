@@ -12,12 +12,16 @@ import pytest
 import torch
 
 from hardpoint import LLM, SamplingParams
+from hardpoint.conformance.families.ops import verdicts
+from hardpoint.conformance.site import op_of
+from hardpoint.plugin_host import discover
 from hardpoint_plugin_api import (
     AttentionSpec,
     BuildContext,
     ExpertsWorkload,
     LinearKernel,
     LinearWorkload,
+    OpWorkload,
     PlatformError,
     QuantSpec,
     Scale,
@@ -28,6 +32,7 @@ from hardpoint_xpu.vllm_attention import XpuFlashAttention
 from hardpoint_xpu.vllm_experts import XpuGroupedExperts
 from hardpoint_xpu.vllm_library import FLASH, SCHEMAS, operator, reasons_against
 from hardpoint_xpu.vllm_linear import XpuFp8WeightLinear, XpuInt4Linear
+from hardpoint_xpu.vllm_ops import XpuActAndMul, XpuAddRmsNorm, XpuRmsNorm
 from tests.support.attention import MIXED, Piece, brute_force, run_backend
 from tests.support.checkpoints import random_prompts, write_checkpoint
 from tests.support.engines import SMALL, prompt_logits, small_llm
@@ -36,15 +41,46 @@ from tests.support.xpu_stand_in import CALLS
 from tests.xpu.conftest import B580
 
 SPEC = AttentionSpec(4, 2, 64, 64**-0.5, "float16", "float16", 16)
+CONTEXT: Any = None
+"""Ops of the library ask nothing of it."""
+
 PROMPT = list(b"It was a bright cold day, and the clocks")
-OWN = {"xpu_flash", "xpu_fp8", "xpu_fp8_weight", "xpu_int4", "xpu_grouped"}
+OWN = {"xpu_kernels", "xpu_flash", "xpu_fp8", "xpu_fp8_weight", "xpu_int4", "xpu_grouped"}
 OFF = (
+    "op.rms_norm=xpu_kernels",
+    "op.add_rms_norm=xpu_kernels",
+    "op.act_and_mul=xpu_kernels",
     "attention.causal=xpu_flash",
     "linear=xpu_fp8",
     "linear=xpu_fp8_weight",
     "linear=xpu_int4",
     "experts=xpu_grouped",
 )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+def test_norms(xpu_kernels: Path, name: str, dtype: torch.dtype) -> None:
+    kinds: dict[str, Any] = {"rms_norm": XpuRmsNorm, "add_rms_norm": XpuAddRmsNorm}
+    kind = kinds[name]
+    workload = OpWorkload(of=name)
+    assert not kind.supports(workload, B580)
+    found = verdicts(op_of(discover(), name), kind(CONTEXT, workload, {}), dtype)
+    assert found
+    assert not [fault for verdict in found for fault in verdict.faults]
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gated_activations(xpu_kernels: Path, activation: str) -> None:
+    workload = OpWorkload(of="act_and_mul", activation=activation)
+    assert not XpuActAndMul.supports(workload, B580)
+    op, made = op_of(discover(), "act_and_mul"), XpuActAndMul(CONTEXT, workload, {})
+    cases = list(op.cases(torch.Generator().manual_seed(0), torch.bfloat16, torch.device("cpu")))
+    tried = [case for case in cases if case.kwargs["activation"] == activation]
+    assert tried
+    for case in tried:
+        wanted = op.reference(*case.args, **case.kwargs)
+        torch.testing.assert_close(made(*case.args, **case.kwargs), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("pieces", [MIXED, (Piece(4, 4), Piece(4, 9)), (Piece(1, 3),)])
@@ -81,8 +117,8 @@ def test_an_engine(xpu_kernels: Path, b580: None, options: dict[str, Any], kerne
             return list(output.outputs[0].token_ids), prompt_logits(llm, PROMPT), {row.chosen for row in llm.table.rows}
 
     tokens, logits, chosen = run()
-    assert {kernel, "xpu_flash"} <= chosen
-    assert call in CALLS
+    assert {kernel, "xpu_flash", "xpu_kernels"} <= chosen
+    assert {call, "rms_norm", "fused_add_rms_norm", "silu_and_mul"} <= CALLS.keys()
     calls = dict(CALLS)
     expected_tokens, expected, chosen = run(deny=(*without_triton("xpu")["deny"], *OFF))
     assert not chosen & OWN

@@ -25,6 +25,13 @@ from hardpoint_plugin_api.distributions import locate_module
 DISTRIBUTION = "vllm-xpu-kernels"
 PACKAGE = "vllm_xpu_kernels"
 SCHEMAS = {
+    "_C.rms_norm": "rms_norm(Tensor! result, Tensor input, Tensor? weight, float epsilon) -> ()",
+    "_C.fused_add_rms_norm": (
+        "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, float epsilon) -> ()"
+    ),
+    "_C.silu_and_mul": "silu_and_mul(Tensor! result, Tensor input) -> ()",
+    "_C.gelu_and_mul": "gelu_and_mul(Tensor! out, Tensor input) -> ()",
+    "_C.gelu_tanh_and_mul": "gelu_tanh_and_mul(Tensor! out, Tensor input) -> ()",
     "_xpu_C.fp8_gemm_w8a16": "fp8_gemm_w8a16(Tensor A, Tensor B, Tensor? B_scale_, Tensor? bias_) -> Tensor",
     "_xpu_C.fp8_gemm": (
         "fp8_gemm(Tensor A, Tensor B, ScalarType? out_dtype, Tensor? A_scale_, Tensor? B_scale_, Tensor? bias_)"
