@@ -23,9 +23,10 @@ def aiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "site"
     (folder / "aiter").mkdir(parents=True)
     (folder / "aiter/__init__.py").write_text("from tests.support.aiter_stand_in import *\n")
-    for name in ("mla", "fused_moe", "ops/shuffle"):
-        stand_in = "latent" if name == "mla" else "experts"
-        (folder / f"aiter/{name}.py").parent.mkdir(exist_ok=True)
+    product = "ops/triton/gemm/basic/gemm_afp4wfp4"
+    parts = {"mla": "latent", "fused_moe": "experts", "ops/shuffle": "experts", product: "mxfp4"}
+    for name, stand_in in parts.items():
+        (folder / f"aiter/{name}.py").parent.mkdir(parents=True, exist_ok=True)
         (folder / f"aiter/{name}.py").write_text(f"from tests.support.aiter_{stand_in}_stand_in import *\n")
     info = folder / "amd_aiter-0.1.9.dist-info"
     info.mkdir()
@@ -45,7 +46,17 @@ def aiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def mi300x(monkeypatch: pytest.MonkeyPatch) -> None:
     """An MI300X whose tensors are on the host."""
-    described = describe_arch("AMD Instinct MI300X", "gfx942")
+    _detected(monkeypatch, "AMD Instinct MI300X", "gfx942")
+
+
+@pytest.fixture
+def mi355x(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of an MI355X."""
+    _detected(monkeypatch, "AMD Instinct MI355X", "gfx950")
+
+
+def _detected(monkeypatch: pytest.MonkeyPatch, name: str, arch: str) -> None:
+    described = describe_arch(name, arch)
     info: DeviceInfo = replace(
         described, torch_type="cpu", memory_bytes=2**30, features=described.features - {"pinned_memory"}
     )

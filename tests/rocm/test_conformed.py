@@ -26,3 +26,8 @@ def test_what_is_found_of_the_shuffled_layout(aiter: None, mi300x: None, every: 
 def test_nothing_is_found_of_experts(aiter: None, mi300x: None) -> None:
     """Few trials have sizes that AITER takes; this is a part of them."""
     assert not list(faults("rocm", "aiter_fused", 1, "*x[12]/tiled/here/*"))
+
+
+@SOME
+def test_nothing_is_found_of_mxfp4(aiter: None, mi355x: None, every: int) -> None:
+    assert not list(faults("rocm", "aiter_mxfp4", every))

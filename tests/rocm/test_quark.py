@@ -11,6 +11,7 @@ import torch
 
 from hardpoint_plugin_api import CheckpointError, HardpointError
 from tests.quantization.formats import Format, Stored, change_tensors, write_quantized
+from tests.support.aiter_calls import CALLS
 from tests.support.checkpoints import random_prompts, reference_logits
 from tests.support.engines import SMALL, prompt_logits, small_llm
 from tests.support.on_host_settings import without_triton
@@ -121,6 +122,26 @@ def test_what_is_slow_is_said_once(
         prompt_logits(llm, [1, 2, 3])
     (record,) = [record for record in caplog.records if record.name == "hardpoint_rocm.quark"]
     assert "OCP MX format, for whose products no kernel is here" in record.getMessage()
+
+
+def test_both_operands_in_mxfp4(aiter: None, mi355x: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """AITER's product serves, with core's tokens, and nothing is said to be slow."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    write_quantized(tmp_path, Format("mx", config(MX, MX | {"is_dynamic": True}), mxfp4), "llama", **sizes)
+    ids = random_prompts(1, 40, seed=5, shortest=24)[0]
+
+    def run(**more: Any) -> tuple[torch.Tensor, set[str]]:
+        with small_llm(tmp_path, **(without_triton("rocm", dtype="bfloat16") | more)) as llm:
+            return prompt_logits(llm, ids), {row.chosen for row in llm.table.rows if row.family == "linear"}
+
+    with caplog.at_level(logging.WARNING, "hardpoint_rocm.quark"):
+        got, chosen = run()
+    assert chosen == {"aiter_mxfp4", "torch"}, "torch's product is that of the head"
+    assert CALLS["gemm_afp4wfp4"] > 0
+    assert not [record for record in caplog.records if record.name == "hardpoint_rocm.quark"]
+    expected, chosen = run(deny=(*without_triton("rocm")["deny"], "linear=aiter_mxfp4"))
+    assert chosen == {"emulated", "torch"}
+    assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.999
 
 
 def test_it_is_of_one_platform(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ SIGNATURES = {
     "qr_open_handles": ("fa", "handle_ptrs"),
     "qr_all_reduce": ("fa", "inp", "out", "quant_level", "cast_bf2half"),
     "qr_destroy": ("fa",),
+    # aiter/ops/triton/gemm/basic/gemm_afp4wfp4.py, 01423766152c2cf08d7d7bdccae00a221f2da876
+    "ops.triton.gemm.basic.gemm_afp4wfp4.gemm_afp4wfp4": ("x", "w", "x_scales", "w_scales", "dtype"),
     # aiter/ops/shuffle.py, b0b6945e7aff0b0c0860d225501440c81df1f361
     "ops.shuffle.shuffle_weight": ("x", "layout"),
 }

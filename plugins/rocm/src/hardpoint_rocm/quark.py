@@ -37,6 +37,8 @@ from hardpoint_plugin_api import (
     Scheme,
     StoredTensor,
 )
+from hardpoint_rocm.aiter_library import reasons_against
+from hardpoint_rocm.aiter_mxfp4 import PRODUCT
 
 logger = logging.getLogger(__name__)
 
@@ -125,13 +127,22 @@ class Quark(QuantizationMethod):
         """Say once what is slow. Raises CheckpointError for elements that nothing here reads, whichever layer's."""
         numbers = [*self._patterns.values(), *([self._global] if self._global else [])]
         tables = [table for one in numbers for name in ("weight", "input_tensors") if (table := one.table(name))]
-        if any(_element(table) == _FP4 for table in tables):
+        if any(_element(table) == _FP4 for table in tables) and not self._has_product(numbers, request):
             logger.warning(
                 "%s: weights or activations are in an OCP MX format, for whose products no kernel is here; core's "
                 "emulated product serves, which makes numbers of them at every step: expect it to be slow on %s",
                 request.where,
                 request.device.name,
             )
+
+    @staticmethod
+    def _has_product(numbers: list[Settings], request: MethodRequest) -> bool:
+        """Whether AITER multiplies all that is in an OCP MX format: both operands are, on a device that has it."""
+        of_both = [
+            [_element(table) for name in ("weight", "input_tensors") if (table := one.table(name))] for one in numbers
+        ]
+        both = all(elements == [_FP4, _FP4] for elements in of_both if _FP4 in elements)
+        return both and "mxfp" in request.device.features and not reasons_against(PRODUCT)
 
 
 def _tables(settings: Settings) -> Iterator[tuple[str, Settings]]:
