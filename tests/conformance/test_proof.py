@@ -47,6 +47,8 @@ from hardpoint_plugin_api import LinearKernel, Reason
 class Right(LinearKernel):
     @classmethod
     def supports(cls, workload, device):
+        if max(workload.in_features or 0, workload.out_features or 0) > 256:
+            return [Reason("width", "narrow layers alone")]  # the kit is quick with them
         plain = workload.spec is None or workload.spec[0].is_plain
         return [] if plain else [Reason("spec", "plain weights alone")]
 
