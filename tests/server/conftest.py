@@ -11,7 +11,7 @@ from tests.support.serving import RunningServer, running_server
 
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[RunningServer]:
-    with running_server("--tool-parser", "hermes", "--log-requests", program=True) as server:
+    with running_server("--tool-parser", "hermes", "--log-requests") as server:
         yield server
 
 

@@ -18,15 +18,11 @@ from hardpoint.metrics import MetricsSnapshot
 from hardpoint.server.metrics import ServerMetrics
 from tests.server.test_lifecycle import Stream, failing
 from tests.support.engines import until
-from tests.support.processes import api_processes, is_gone, processes
+from tests.support.processes import is_gone, processes
 from tests.support.serving import RunningServer, open_stream, running_server
 
 SHORT: dict[str, Any] = {"prompt": "The whale", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
 KEY: dict[str, Any] = {"headers": {"authorization": "Bearer secret"}}
-
-
-def apis(server: RunningServer) -> list[int]:
-    return api_processes(server.process.pid)
 
 
 def num_connections(pid: int) -> int:
@@ -38,7 +34,7 @@ def num_connections(pid: int) -> int:
 def fleet() -> Iterator[RunningServer]:
     flags = ["--api-server-count", "2", "--max-concurrent-requests", "8", "--api-key", "secret"]
     flags += ["--api-server-timeout", "5"]
-    with running_server(*flags, "--allow-engine-control", "--shutdown-deadline", "60", program=True, **KEY) as server:
+    with running_server(*flags, "--allow-engine-control", "--shutdown-deadline", "60", **KEY) as server:
         yield server
 
 
@@ -50,9 +46,9 @@ class Breaking(Stream):
             super().run()
 
 
-def streams(server: RunningServer, count: int, **body: Any) -> list[Breaking]:
+def streams(server: RunningServer, count: int, max_tokens: int = 600, **body: Any) -> list[Breaking]:
     """Streams that have begun."""
-    opened = [Breaking(server, **body) for _ in range(count)]
+    opened = [Breaking(server, max_tokens=max_tokens, **body) for _ in range(count)]
     for stream in opened:
         stream.begun.wait()
     return opened
@@ -60,10 +56,10 @@ def streams(server: RunningServer, count: int, **body: Any) -> list[Breaking]:
 
 def test_each_process_answers_and_their_counts_are_one(fleet: RunningServer) -> None:
     before = fleet.sample("hardpoint_http_requests_total", path="/v1/completions")
-    bare = [num_connections(pid) for pid in apis(fleet)]
+    bare = [num_connections(pid) for pid in fleet.api_pids]
     alone = fleet.post("/v1/completions", SHORT).json()["choices"][0]["text"]
-    opened = streams(fleet, 8, max_tokens=600)
-    taken = [num_connections(pid) - idle for pid, idle in zip(apis(fleet), bare, strict=True)]
+    opened = streams(fleet, 8)
+    taken = [num_connections(pid) - idle for pid, idle in zip(fleet.api_pids, bare, strict=True)]
     assert sum(taken) == 8
     assert min(taken) > 0, "connections are shared"
     refused = fleet.post("/v1/completions", SHORT)
@@ -136,14 +132,14 @@ def test_a_process_that_is_killed(fleet: RunningServer) -> None:
     """Its streams break, its requests are aborted, and its counts stay; other streams go on; another takes its place,
     and its open responses have failed."""
     fleet.wait_until_idle()
-    doomed, other = apis(fleet)
+    doomed, other = fleet.api_pids
     opened = streams(fleet, 6)
-    long = {"input": "Sing.", "max_output_tokens": 1900, "background": True, "ignore_eos": True}
+    long = {"input": "Sing.", "max_output_tokens": 600, "background": True, "ignore_eos": True}
     kept = [fleet.post("/v1/responses", long).json()["id"] for _ in range(2)]
     before = fleet.sample("hardpoint_http_requests_total", path="/v1/responses")
     os.kill(doomed, signal.SIGKILL)
-    until(lambda: len(apis(fleet)) == 2 and doomed not in apis(fleet), 60)
-    assert other in apis(fleet)
+    until(lambda: len(fleet.api_pids) == 2 and doomed not in fleet.api_pids, 60)
+    assert other in fleet.api_pids
     for stream in opened:
         stream.join(60)
     complete = [bool(stream.events) and stream.events[-1] == "[DONE]" for stream in opened]
@@ -160,12 +156,12 @@ def test_a_process_that_is_killed(fleet: RunningServer) -> None:
 def test_a_process_that_hangs(fleet: RunningServer) -> None:
     """It is replaced like one that dies: its streams break, and no others."""
     fleet.wait_until_idle()
-    idle = {pid: num_connections(pid) for pid in apis(fleet)}
+    idle = {pid: num_connections(pid) for pid in fleet.api_pids}
     opened = streams(fleet, 6)
     taken = {pid: num_connections(pid) - count for pid, count in idle.items()}
     doomed = max(taken, key=taken.__getitem__)
     os.kill(doomed, signal.SIGSTOP)
-    until(lambda: len(apis(fleet)) == 2 and doomed not in apis(fleet), 60)
+    until(lambda: len(fleet.api_pids) == 2 and doomed not in fleet.api_pids, 60)
     for stream in opened:
         stream.join(60)
     assert [stream.events[-1] for stream in opened].count("[DONE]") == 6 - taken[doomed]
@@ -180,10 +176,10 @@ def test_a_process_that_hangs_while_it_loads() -> None:
     """It is replaced, too: the server gets ready within the time that is allowed, and not never."""
     flags = ("--api-server-count", "2", "--core-start-timeout", "20")
     with running_server(*flags, wait=False, program=True) as server:
-        until(lambda: len(apis(server)) == 2, 30)
-        doomed = apis(server)[0]
+        until(lambda: len(server.api_pids) == 2, 30)
+        doomed = server.api_pids[0]
         os.kill(doomed, signal.SIGSTOP)
-        until(lambda: doomed not in apis(server) and len(apis(server)) == 2, 90)
+        until(lambda: doomed not in server.api_pids and len(server.api_pids) == 2, 90)
         said = "was not ready 20 s after the engine (--core-start-timeout) and was killed: it may have been stopped"
         assert any(said in line and f"({doomed})" in line for line in server.log)
         until(lambda: server.get("/ready").status_code == 200, 60)
@@ -192,7 +188,7 @@ def test_a_process_that_hangs_while_it_loads() -> None:
 
 def test_an_engine_that_is_killed_is_built_again(fleet: RunningServer) -> None:
     """The streams of both processes go on, and both say so meanwhile."""
-    opened = streams(fleet, 4, max_tokens=800, seed=1)
+    opened = streams(fleet, 4, seed=1)
     (core,) = fleet.engine_pids
     os.kill(core, signal.SIGKILL)
     until(lambda: fleet.get("/health").status_code == 503, 20)
@@ -206,7 +202,7 @@ def test_an_engine_that_is_killed_is_built_again(fleet: RunningServer) -> None:
 
 def test_it_drains(fleet: RunningServer) -> None:
     """The last test: open streams of both processes end, new requests are refused, nothing stays."""
-    opened, pids = streams(fleet, 4, max_tokens=600), processes(fleet.process.pid)
+    opened, pids = streams(fleet, 4), [fleet.process.pid, *fleet.api_pids, *fleet.engine_pids]
     fleet.process.send_signal(signal.SIGTERM)
     until(lambda: fleet.post("/v1/completions", SHORT).status_code == 503)
     for stream in opened:

@@ -8,8 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -95,16 +93,13 @@ def test_it_answers_while_it_loads_and_ends_well() -> None:
 
 def test_a_log_that_nobody_reads_stops_nothing() -> None:
     """Its pipe is as small as they come, and full after some forty lines."""
-    reading, writing = os.pipe()
-    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "hardpoint.cli", "serve", "--port", str(port), "--access-log", *SMALL]
-    process = subprocess.Popen(command, stderr=writing, text=True)
-    os.close(writing)
+    process = ForkedProgram("serve", "--port", str(port), "--access-log", *SMALL)
+    fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
     server = RunningServer(process, f"http://127.0.0.1:{port}")
     try:
-        assert os.read(reading, 1)
+        assert os.read(process.stderr.fileno(), 1)
         until(lambda: is_ready(server), 120)
         for _ in range(100):
             assert server.get("/health").status_code == 200
@@ -112,7 +107,7 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
     finally:
         process.kill()
         process.wait()
-        os.close(reading)
+        process.stderr.close()
 
 
 def test_signals_end_a_server_that_was_started_in_the_background() -> None:
@@ -145,7 +140,7 @@ def is_ready(server: RunningServer) -> bool:
 
 @pytest.mark.parametrize("second", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), None])
 def test_what_is_cut_off_is_told_so(second: signal.Signals | None) -> None:
-    with running_server("--shutdown-deadline", "0.2" if second is None else "600", program=True) as server:
+    with running_server("--shutdown-deadline", "0.2" if second is None else "600") as server:
         stream, post = Stream(server), Post(server)
         stream.begun.wait()
         until(lambda: server.sample("hardpoint_running_requests") == 2)
@@ -160,7 +155,7 @@ def test_what_is_cut_off_is_told_so(second: signal.Signals | None) -> None:
 
 
 def test_an_engine_that_is_killed() -> None:
-    with running_server("--on-engine-failure", "fail", program=True) as server:
+    with running_server("--on-engine-failure", "fail") as server:
         stream, post = Stream(server), Post(server)
         stream.begun.wait()
         until(lambda: server.sample("hardpoint_running_requests") == 2)

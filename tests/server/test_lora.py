@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pr
 def server(models: dict[str, tuple[Path, PreTrainedModel]]) -> Iterator[RunningServer]:
     flags = ("--dtype", "float32", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
     modules = ("--lora-modules", f"first={models['first'][0]}")
-    with running_server(*flags, *modules, "--allow-lora-updating", program=True) as running:
+    with running_server(*flags, *modules, "--allow-lora-updating") as running:
         yield running
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from hardpoint import LLM
 from hardpoint.cli.main import cli
 from hardpoint.server.settings import ServerSettings, TlsSettings
 from hardpoint_plugin_api import ConfigError
+from tests.support.forked import ForkedProgram
 from tests.support.serving import RunningServer, running_server
 from tests.support.traces import trace_events
 
@@ -39,10 +38,11 @@ examples/observability/prometheus_grafana/grafana.json)."""
 
 def refusal(*flags: str) -> str:
     """The error of a server that does not start with ``flags``."""
-    command = [sys.executable, "-m", "hardpoint.cli", "serve", "demo", "--port", "0", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode != 0
-    return ended.stderr
+    program = ForkedProgram("serve", "demo", "--port", "0", *flags)
+    with program.stderr:
+        said = program.stderr.read()
+    assert program.wait(120)
+    return said
 
 
 @dataclass

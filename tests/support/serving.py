@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.engines import until
 from tests.support.forked import ForkedProgram
-from tests.support.processes import engine_processes
+from tests.support.processes import api_processes, engine_processes
 
 SMALL = ("--platform", "cpu", "--cpu.threads", "1", "--kv-cache-memory", "48MiB", "--max-num-seqs", "16")
 # Without ``verify=False`` each request reads the system's certificates, which takes 30 ms of processor time.
@@ -38,6 +38,8 @@ class RunningServer:
     log: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     """Of the client that asks it: certificates, another way to connect, headers."""
+    others: frozenset[int] = frozenset()
+    """The processes of engines and servers below this one that were there before the server."""
 
     @property
     def port(self) -> int:
@@ -62,7 +64,17 @@ class RunningServer:
     @property
     def engine_pids(self) -> list[int]:
         """Its engine's processes, in the order of their start."""
-        return engine_processes(self.process.pid)
+        return self._below(engine_processes)
+
+    @property
+    def api_pids(self) -> list[int]:
+        """Its processes that answer HTTP where it has several, in the order of their start."""
+        return self._below(api_processes)
+
+    def _below(self, of_a_kind: Callable[[int], list[int]]) -> list[int]:
+        """A forked server's children are forked from the same process as itself: all that are new below this one."""
+        above = os.getpid() if isinstance(self.process, ForkedProgram) else self.process.pid
+        return [pid for pid in of_a_kind(above) if pid not in self.others]
 
     def post(self, path: str, body: object, **options: object) -> httpx.Response:
         """Send JSON."""
@@ -114,9 +126,10 @@ class RunningServer:
 def running_server(*flags: str, wait: bool = True, program: bool = False, **options: Any) -> Iterator[RunningServer]:
     """A server with the demo model and ``flags``; ready, unless told not to wait. ``options`` are its clients'.
 
-    Forked with torch imported, unless a ``program`` of its own is asked for, which takes seconds more to start, and
-    below which its engine's processes are.
+    Forked with torch imported, unless a ``program`` of its own is asked for, which takes seven seconds of a processor
+    more to start and below which its engine's processes are.
     """
+    others = frozenset(engine_processes(os.getpid()) + api_processes(os.getpid()))
     command = ["serve", "--port", "0", *SMALL, *flags]
     process: subprocess.Popen[str] | ForkedProgram
     if program or os.environ.get("OMP_NUM_THREADS") != "1":
@@ -128,7 +141,7 @@ def running_server(*flags: str, wait: bool = True, program: bool = False, **opti
         )
     else:
         process = ForkedProgram(*command)
-    server = RunningServer(process, "", options=options)
+    server = RunningServer(process, "", options=options, others=others)
     listening = threading.Event()
 
     def read() -> None:
