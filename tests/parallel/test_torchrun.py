@@ -70,6 +70,7 @@ def test_rank_0_drives(tmp_path: Path) -> None:
         check_tokens_equal(model, prompt, found)
 
 
+@pytest.mark.nightly
 def test_stages_take_the_blocks_that_the_first_makes_as_large_as_states(tmp_path: Path) -> None:
     """The last one has a state alone, which no block is too small for."""
     for folder in ("site", "wheels"):
