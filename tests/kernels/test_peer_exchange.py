@@ -12,7 +12,7 @@ _COUNTS = ("num_tokens", "most", "words", "scale_words", "hidden", "top_k", "own
 _INTEGERS = dict.fromkeys([*_COUNTS, "flags_at", "meetings_at", "left_at", "ids_at", "weights_at"], "i32")
 _OFFSETS = {"rows_at": "i32", "scales_at": "i64", "sums_at": "i64"}
 _POINTERS = {"scales_ptr": "*fp32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "peers_ptr": "*i64"}
-_CONSTEXPRS = {"TOP_K": 8, "PROGRAMS": 128}
+_CONSTEXPRS = {"TOP_K": 8, "PROGRAMS": 432}
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,15 @@ def test_vectors_and_flags(target: str) -> None:
         Job(
             f"hardpoint_cuda.kernels.peer_exchange:{name}",
             known | dict.fromkeys(("x_ptr", "y_ptr", "out_ptr"), kind),
-            _CONSTEXPRS | {"VECTOR": vector, "BLOCK": 256 * vector},
+            _CONSTEXPRS | more | {"VECTOR": vector, "BLOCK": 256 * vector},
             target,
             num_warps=8,
             num_stages=1,
         )
-        for name, kind, vector in (("dispatch_kernel", "*i32", 4), ("combine_kernel", "*bf16", 8))
+        for name, kind, vector, more in (
+            ("dispatch_kernel", "*i32", 4, {}),
+            ("combine_kernel", "*bf16", 8, {"WORLD": 4}),
+        )
     ]
     for compiled in compile_kernels(jobs):
         assert compiled.count("st.global.v4.b32") >= 1

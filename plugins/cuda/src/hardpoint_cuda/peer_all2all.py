@@ -23,7 +23,7 @@ from hardpoint_plugin_api import All2All, All2AllWorkload, BuildContext, Dispatc
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-PROGRAMS = 128
+PROGRAMS = 4 * 108
 """The most programs of a launch. All must run at once: devices with NVLink have 108 multiprocessors and more, each of
 which takes at least four programs of WARPS warps and up to 64 registers."""
 
@@ -268,6 +268,7 @@ class PeerAll2All(GroupMember, All2All):
             at.left,
             at.ids,
             at.sums,
+            self._ranks,
             vector,
             self._places,
             PROGRAMS,

@@ -150,6 +150,7 @@ def combine_kernel(
     left_at,
     ids_at,
     sums_at,
+    WORLD: tl.constexpr,
     VECTOR: tl.constexpr,
     TOP_K: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -159,7 +160,7 @@ def combine_kernel(
     """Write results to the ranks of their tokens, wait for the other ranks', and sum them in the order of the ranks.
 
     y [N * most, hidden] in the rows that ``dispatch_kernel`` filled, out [num_tokens, hidden], ids int32 [num_tokens,
-    top_k] as they were dispatched. A token without experts becomes zeros. Without ranks nothing happens but that.
+    top_k] as they were dispatched. A token without experts becomes zeros. Without ranks nothing happens; WORLD is N.
     """
     if BEGIN is not None:
         BEGIN()
@@ -183,7 +184,7 @@ def combine_kernel(
             at = start + tl.arange(0, BLOCK)
             inside = tl.max_constancy(at < hidden, [VECTOR])
             total = tl.zeros([BLOCK], tl.float32)
-            for peer in range(world):
+            for peer in tl.static_range(WORLD):  # unrolled: all loads are under way at once
                 local = ids - peer * own
                 is_there = tl.max(((local >= 0) & (local < own)).to(tl.int32), 0) > 0
                 part = _row(sums, peer * most + token, hidden, VECTOR) + at
