@@ -186,6 +186,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "ministral",
         {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "ministral3": (
+        "ministral3",
+        {"rope_parameters": ROPES["yarn"] | {"original_max_position_embeddings": 24, "llama_4_scaling_beta": 0.4}},
+    ),
+    "ministral3-window-tied": (
+        "ministral3",
+        {"sliding_window": 13, "tie_word_embeddings": True}
+        | {"rope_parameters": ROPES["yarn"] | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     "olmo2": ("olmo2", {"attention_bias": True}),
     "olmo3": (
         "olmo3",

@@ -1,7 +1,5 @@
-"""A folder in Mistral AI's own format, params.json and consolidated.safetensors, as a Hugging Face checkpoint's files.
-
-Dense models alone: the keys of params.json that are read here are those of Mistral 7B and its successors.
-"""
+"""A folder in Mistral AI's own format, params.json and consolidated.safetensors, as the files of a Hugging Face
+checkpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardpoint.checkpoint.files import Folder
+from hardpoint.checkpoint.mistral_config import hugging_face_config
 from hardpoint.checkpoint.tensor_files import TensorFiles
-from hardpoint_plugin_api import CheckpointError, TensorInfo
+from hardpoint_plugin_api import TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -23,36 +22,7 @@ if TYPE_CHECKING:
 
 PARAMS, STEM = "params.json", "consolidated"
 
-_KEYS = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "head_dim": "head_dim",
-    "hidden_dim": "intermediate_size",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "norm_eps": "rms_norm_eps",
-    "vocab_size": "vocab_size",
-    "rope_theta": "rope_theta",
-    "sliding_window": "sliding_window",
-    "tied_embeddings": "tie_word_embeddings",
-    "max_seq_len": "max_position_embeddings",
-    "max_position_embeddings": "max_position_embeddings",
-}
-_CONFIG: dict[str, Any] = {
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "hidden_act": "silu",
-    "sliding_window": None,
-    "max_position_embeddings": 32768,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-"""The settings that params.json leaves out. Of positions it says nothing in most models."""
-_ENDS = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+_ENDS = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _MODULES = {
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -63,14 +33,27 @@ _MODULES = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.gate": "block_sparse_moe.gate",
 }
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
+_TENSORS = {"weight": "weight", "qscale_weight": "weight_scale", "qscale_act": "input_scale"}
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"feed_forward\.(experts\.\d+\.w[123])")
+_OTHER_PARTS = {
+    "vision_encoder.": "vision_tower.",
+    "vision_language_adapter.": "multi_modal_projector.",
+    "patch_merger.": "multi_modal_projector.patch_merger.",
+    "pre_mm_projector_norm.": "multi_modal_projector.norm.",
+}
 
 
 def is_mistral_folder(folder: Path) -> bool:
     """Whether ``folder`` holds Mistral's own files, and none of Hugging Face's."""
-    has_tensors = any(folder.glob(f"{STEM}*.safetensors"))
-    return not (folder / "config.json").is_file() and (folder / PARAMS).is_file() and has_tensors
+    return not (folder / "config.json").is_file() and has_mistral_files(folder)
+
+
+def has_mistral_files(folder: Path) -> bool:
+    """Whether ``folder`` holds Mistral's own files."""
+    return (folder / PARAMS).is_file() and any(folder.glob(f"{STEM}*.safetensors"))
 
 
 class MistralFiles(Folder):
@@ -79,13 +62,7 @@ class MistralFiles(Folder):
     @cached_property
     def config(self) -> dict[str, Any]:
         """The settings. Raises CheckpointError for keys that mean a model of another kind."""
-        params = Folder(self.location).read_json(PARAMS)
-        if unknown := sorted(key for key in set(params) - set(_KEYS) if params[key]):
-            raise CheckpointError(
-                f"{self.location / PARAMS}: {', '.join(unknown)} is not read from Mistral's own format; take the "
-                "checkpoint in Hugging Face's format"
-            )
-        return _CONFIG | {_KEYS[key]: value for key, value in params.items() if value is not None and key in _KEYS}
+        return hugging_face_config(Folder(self.location).read_json(PARAMS), self.location / PARAMS)
 
     def path(self, name: str) -> Path:
         return super().path(PARAMS if name == "config.json" else name)
@@ -94,8 +71,9 @@ class MistralFiles(Folder):
         return json.dumps(self.config | self._dtype()) if name == "config.json" else super().read_text(name)
 
     def tensors(self) -> TensorFiles:
-        heads = {"q_proj": self.config["num_attention_heads"], "k_proj": self.config["num_key_value_heads"]}
-        return MistralTensors(self._stored(), heads)
+        text: dict[str, Any] = self.config.get("text_config", self.config)
+        heads = {"q_proj": text["num_attention_heads"], "k_proj": text["num_key_value_heads"]}
+        return MistralTensors(self._stored(), heads, "language_model." if text is not self.config else "")
 
     def _dtype(self) -> dict[str, str]:
         return {"torch_dtype": self._stored().info("norm.weight").dtype}
@@ -109,12 +87,12 @@ class MistralFiles(Folder):
 class MistralTensors(TensorFiles):
     """``stored`` by Hugging Face's names. Rows of q and k, whose pairs rotate as neighbours, are put into halves.
 
-    ``heads``: how many of them the projections of these names have.
+    ``heads``: how many of them the projections of these names have. ``prefix``: of names of the language model.
     """
 
-    def __init__(self, stored: SafetensorsFiles, heads: dict[str, int]) -> None:
-        self._stored, self._heads = stored, heads
-        self._names = {_hugging_face(name): name for name in stored.names}
+    def __init__(self, stored: SafetensorsFiles, heads: dict[str, int], prefix: str = "") -> None:
+        self._stored, self._heads, self._prefix = stored, heads, prefix
+        self._names = {hugging_face_name(name, prefix): name for name in stored.names}
 
     @property
     def title(self) -> str:
@@ -126,7 +104,7 @@ class MistralTensors(TensorFiles):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._stored:
-            found = _hugging_face(name)
+            found = hugging_face_name(name, self._prefix)
             yield found, self._in_halves(found, tensor)
 
     def info(self, name: str) -> TensorInfo:
@@ -136,16 +114,27 @@ class MistralTensors(TensorFiles):
         return self._in_halves(name, self._stored.read(self._names[name]))
 
     def _in_halves(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        heads = self._heads.get(name.rpartition(".")[0].rpartition(".")[2])
-        if heads is None:
+        module, _, kind = name.rpartition(".")
+        heads = self._heads.get(module.rpartition(".")[2])
+        if heads is None or kind != "weight":
             return tensor
         rows, columns = tensor.shape
         return tensor.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def _hugging_face(name: str) -> str:
+def hugging_face_name(name: str, prefix: str = "") -> str:
     """Hugging Face's name of a tensor; one that is not known keeps its own, and is refused when it is read."""
-    layer = _LAYER.fullmatch(name)
-    if layer is not None and layer[2] in _MODULES:
-        return f"model.layers.{layer[1]}.{_MODULES[layer[2]]}.weight"
-    return _ENDS.get(name, name)
+    for ours, theirs in _OTHER_PARTS.items():
+        if name.startswith(ours):
+            return theirs + name.removeprefix(ours)
+    module, _, tensor = name.rpartition(".")
+    if tensor not in _TENSORS:
+        return name
+    if module in _ENDS:
+        return f"{prefix}{_ENDS[module]}.{_TENSORS[tensor]}"
+    layer = _LAYER.fullmatch(module)
+    if layer is None:
+        return name
+    expert = _EXPERT.fullmatch(layer[2])
+    inner = f"block_sparse_moe.{expert[1]}" if expert else _MODULES.get(layer[2])
+    return name if inner is None else f"{prefix}model.layers.{layer[1]}.{inner}.{_TENSORS[tensor]}"

@@ -117,6 +117,12 @@ def language_model(model: CausalLMArgs) -> CausalLMArgs:
     return replace(model, weight_names={**model.weight_names, "model.visual.*": None})
 
 
+def part_named(model: CausalLMArgs, name: str, *, other_parts: Sequence[str]) -> CausalLMArgs:
+    """``model`` as the part ``name`` of a checkpoint, its head included, whose ``other_parts`` are left out."""
+    model = renamed(model, {"model.": f"{name}.model.", "lm_head.": f"{name}.lm_head."})
+    return replace(model, weight_names={**model.weight_names, **{f"{part}.*": None for part in other_parts}})
+
+
 def facts(config: HFConfig) -> ModelFacts:
     """Positions by ``max_position_embeddings``. A larger ``max_model_len`` is accepted where YaRN was configured for
     it.

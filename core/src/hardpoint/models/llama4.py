@@ -19,7 +19,7 @@ from hardpoint.models.decoder import (
     mlp,
     norms,
     num_layers,
-    renamed,
+    part_named,
     rotating_layers,
 )
 from hardpoint.models.mixture import moe_args, names_of_each_expert
@@ -52,9 +52,7 @@ def llama4(config: HFConfig) -> CausalLMArgs:
     model = decoder(text, blocks)
     if text is config:
         return model
-    model = renamed(model, {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."})
-    left_out = {"vision_model.*": None, "multi_modal_projector.*": None}
-    return replace(model, weight_names={**model.weight_names, **left_out})
+    return part_named(model, "language_model", other_parts=("vision_model", "multi_modal_projector"))
 
 
 def _attention(config: HFConfig, *, rotates: bool, chunked: bool) -> Sublayer[AttentionArgs]:
