@@ -12,9 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hardpoint import SamplingParams
-from hardpoint_plugin_api import CheckpointError
+from hardpoint.config import EngineConfig
+from hardpoint.engine.model_check import check_model
+from hardpoint_plugin_api import CheckpointError, ConfigError
 from tests.support.checkpoints import check_tokens_equal, random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
+from tests.support.tekken import defined, write_tekken
 
 NAMES = {
     "self_attn.q_proj": "attention.wq",
@@ -39,7 +42,8 @@ def in_pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 def own_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The weights of a language model by Mistral's names."""
-    config, tensors = model.config.get_text_config(), {}
+    config = model.config.get_text_config()
+    tensors: dict[str, torch.Tensor] = {}
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     ends = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}
     for name, tensor in model.state_dict().items():
@@ -138,7 +142,7 @@ def test_yarn_as_its_paper_has_it(tmp_path: Path) -> None:
 
 
 def test_mixtures_of_experts(tmp_path: Path) -> None:
-    sizes = {"num_local_experts": 4, "head_dim": 16}
+    sizes: dict[str, Any] = {"num_local_experts": 4, "head_dim": 16}
     model = write_checkpoint(tmp_path / "hugging_face", "mixtral", sliding_window=None, **sizes)
     write_consolidated(tmp_path / "own", model, moe={"num_experts": 4, "num_experts_per_tok": 2})
     check(tmp_path / "own", model)
@@ -148,8 +152,9 @@ def test_mixtures_of_experts(tmp_path: Path) -> None:
 def test_windows(windows: Any, tmp_path: Path) -> None:
     """One for all layers, in some files as a text, or a pattern."""
     kinds = ["full_attention" if size is None else "sliding_attention" for size in windows]
-    pattern = {"layer_types": kinds} if isinstance(windows, list) else {"layer_types": ["sliding_attention"] * 3}
-    model = write_checkpoint(tmp_path / "hugging_face", "ministral", sliding_window=13, **pattern)
+    if isinstance(windows, str):
+        kinds = ["sliding_attention"] * 3
+    model = write_checkpoint(tmp_path / "hugging_face", "ministral", sliding_window=13, layer_types=kinds)
     write_consolidated(tmp_path / "own", model, sliding_window=windows)
     check(tmp_path / "own", model)
 
@@ -191,6 +196,66 @@ def test_weights_of_8_bits(scheme: str, vision: bool, tmp_path: Path) -> None:
             logits.append(prompt_logits(llm, prompt))
     assert torch.equal(*logits)
     assert (logits[1] - reference_logits(model, prompt)).abs().max() > 1e-4, "weights are meant to be rounded"
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel, PreTrainedModel]:
+    """A folder with a model in Hugging Face's format, another in Mistral's, and tokenizers of both."""
+    folder = tmp_path_factory.mktemp("both")
+    theirs = write_checkpoint(folder, "mistral", seed=1, sliding_window=None, vocab_size=330)
+    own = write_checkpoint(folder / "source", "mistral", seed=2, sliding_window=None, vocab_size=330)
+    write_consolidated(folder / "own", own)
+    for file in (folder / "own").iterdir():
+        file.rename(folder / file.name)
+    write_tekken(folder)
+    return folder, theirs, own
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_own"),
+    [
+        ({}, False),
+        ({"config_format": "hf"}, False),
+        ({"config_format": "mistral"}, True),
+        ({"load_format": "mistral"}, True),
+        ({"config_format": "mistral", "load_format": "mistral"}, True),
+    ],
+    ids=str,
+)
+def test_a_folder_with_both_formats(
+    both: tuple[Path, PreTrainedModel, PreTrainedModel], settings: dict[str, Any], is_own: bool
+) -> None:
+    folder, theirs, own = both
+    check(folder, own if is_own else theirs, **settings)
+
+
+@pytest.mark.parametrize("mode", ["auto", "hf", "mistral"])
+def test_a_folder_with_both_tokenizers(both: tuple[Path, PreTrainedModel, PreTrainedModel], mode: str) -> None:
+    folder, params = both[0], SamplingParams(temperature=0, max_tokens=4)
+    check_model(EngineConfig.create(model=str(folder), tokenizer_mode=mode))
+    for settings in ({}, {"config_format": "mistral"}):
+        with small_llm(folder, max_model_len=128, tokenizer_mode=mode, **settings) as llm:
+            (output,) = llm.generate(["the hat"], params, use_tqdm=False)
+        is_tekken = output.prompt_token_ids == defined("the hat", begins=True)
+        assert is_tekken == (mode == "mistral"), "single bytes are the other tokenizer's"
+
+
+def test_a_folder_with_mistrals_tokenizer_alone(
+    both: tuple[Path, PreTrainedModel, PreTrainedModel], tmp_path: Path
+) -> None:
+    for file in ("params.json", "consolidated.safetensors", "tekken.json"):
+        (tmp_path / file).write_bytes((both[0] / file).read_bytes())
+    check_model(EngineConfig.create(model=str(tmp_path)))
+    with small_llm(tmp_path, max_model_len=128) as llm:
+        (output,) = llm.generate(["the hat"], SamplingParams(max_tokens=4), use_tqdm=False)
+    assert output.prompt_token_ids == defined("the hat", begins=True)
+    with pytest.raises(CheckpointError, match=r"holds no config.json, which --config-format hf asks for"):
+        small_llm(tmp_path, config_format="hf")
+    (tmp_path / "tekken.json").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no tekken.json, which --tokenizer-mode mistral asks for"):
+        small_llm(tmp_path, tokenizer_mode="mistral")
+    with pytest.raises(ConfigError, match="name formats of one checkpoint; keep one"):
+        EngineConfig.create(model=str(tmp_path), config_format="hf", load_format="mistral")
 
 
 @pytest.mark.parametrize(

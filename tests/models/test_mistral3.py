@@ -27,7 +27,7 @@ def write_with_vision_tower(folder: Path, text: str, tied: bool = False, **chang
         tie_word_embeddings=tied,
     )
     torch.manual_seed(0)
-    model = Mistral3ForConditionalGeneration(config).eval()
+    model: PreTrainedModel = Mistral3ForConditionalGeneration(config).eval()
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return model

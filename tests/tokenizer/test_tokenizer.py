@@ -193,7 +193,7 @@ def test_without_tokenizer_json_transformers_converts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (None, "", r"tokenizer\.json is missing, and so are the older files \(tokenizer\.model"),
+        (None, "", r"tokenizer\.json is missing, and so are tekken.json and older files \(tokenizer\.model"),
         ("tokenizer.json", "{", "tokenizer.json is not a tokenizer"),
         ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json is not a tokenizer"),
         ("tokenizer_config.json", "[1]", r"tokenizer_config.json: must hold a JSON object"),
@@ -242,7 +242,7 @@ def test_null_counts_as_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        (None, "and so are the older files"),
+        (None, "and so are tekken.json and older files"),
         ("vocab.json", r"Transformers cannot make one of vocab\.json: [^\n]+$"),
         ("vocab.txt", r"cannot make one of vocab\.txt: its LlamaTokenizer reads tokenizer\.json, tokenizer\.model$"),
     ],

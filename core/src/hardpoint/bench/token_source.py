@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from hardpoint.checkpoint.source import resolve_model, resolve_tokenizer
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreFacts, EngineStats, OwnedCore
+from hardpoint.engine.locations import model_location, tokenizer_of
 from hardpoint.engine.processes.calls import Answer, Call, Failure, Stop
 from hardpoint.engine.remote.core_process import ProcessLink
 from hardpoint.engine.remote.messages import Abort, Add, Advanced, Command, Ready, Report, StartFailed
@@ -41,8 +41,7 @@ def serve_tokens(
     The token at position i of an output is that of the prompt, repeated.
     """
     try:
-        folder = resolve_tokenizer(config.tokenizer, config.download_dir) if config.tokenizer else None
-        tokenizer = Tokenizer.load(folder or resolve_model(config.model, config.hub_revision, config.download_dir))
+        tokenizer = Tokenizer.load(tokenizer_of(config, model_location(config)))
     except Exception as error:
         send(StartFailed(Failure.of(error)))
         return

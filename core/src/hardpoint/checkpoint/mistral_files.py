@@ -76,6 +76,9 @@ class MistralFiles(Folder):
         return MistralTensors(self._stored(), heads, "language_model." if text is not self.config else "")
 
     def _dtype(self) -> dict[str, str]:
+        """Nothing where the tensors were not downloaded."""
+        if not has_mistral_files(self.location):
+            return {}
         return {"torch_dtype": self._stored().info("norm.weight").dtype}
 
     def _stored(self) -> SafetensorsFiles:

@@ -11,6 +11,8 @@ from typing import Literal
 from hardpoint.checkpoint.checkpoint import OWN_FILE
 from hardpoint.checkpoint.formats import is_checkpoint_file, open_files
 from hardpoint.checkpoint.gguf.choice import choose_file, file_patterns, gguf_files
+from hardpoint.checkpoint.mistral_files import PARAMS, STEM
+from hardpoint.checkpoint.tekken import TEKKEN
 from hardpoint_plugin_api import CheckpointError
 
 DEMO = "demo"
@@ -18,8 +20,11 @@ DEMO = "demo"
 
 
 Kind = Literal["model", "tokenizer", "adapter"]
+Format = Literal["auto", "hf", "mistral"]
+"""Of a folder with the files of both: Hugging Face's, or Mistral AI's own. auto: Hugging Face's where it has them."""
 _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt")
 """Files to download of a repository, as patterns."""
+_MISTRAL_FILES = ("*.json", f"{STEM}*.safetensors", "*.jinja")
 
 _REMEDIES: dict[Kind, str] = {
     "model": "give the folder of a Hugging Face checkpoint, a GGUF file, or a hub id such as Qwen/Qwen3-0.6B",
@@ -34,23 +39,28 @@ def demo_model() -> Path:
     return Path(str(files("hardpoint"))) / "demo_model"
 
 
-def resolve_model(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+def resolve_model(
+    model: str, revision: str | None = None, download_dir: str | None = None, form: Format = "auto"
+) -> Path:
     """Return the local folder or file of ``model``: ``"demo"``, a folder with a config.json, a GGUF file, or a hub id
     (downloaded once).
 
     Of a folder, or a hub's repository, with several GGUF files ``FOLDER:Q4_K_M`` means the one with that in its name.
     ``download_dir`` is the folder for downloads, None for the hub's own cache. Raises CheckpointError for a path that
-    does not exist or holds no model, and for a hub id that cannot be had.
+    does not exist or holds no model of the format, and for a hub id that cannot be had.
     """
-    return _with_config(model, revision, download_dir, _FILES)
+    return _with_config(model, revision, download_dir, form, _MISTRAL_FILES if form == "mistral" else _FILES)
 
 
-def resolve_config(model: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+def resolve_config(
+    model: str, revision: str | None = None, download_dir: str | None = None, form: Format = "auto"
+) -> Path:
     """Return a folder with the config.json of ``model``, or its GGUF file; of a hub id only this file is downloaded.
 
     Raises what ``resolve_model`` does, which needs more of a hub id.
     """
-    return _with_config(model, revision, download_dir, ("config.json", OWN_FILE))
+    files = (PARAMS,) if form == "mistral" else ("config.json", OWN_FILE)
+    return _with_config(model, revision, download_dir, form, files)
 
 
 def is_hub_id(name: str) -> bool:
@@ -58,10 +68,16 @@ def is_hub_id(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not os.path.exists(name)
 
 
-def _with_config(model: str, revision: str | None, download_dir: str | None, files: Sequence[str]) -> Path:
+def _with_config(
+    model: str, revision: str | None, download_dir: str | None, form: Format, files: Sequence[str]
+) -> Path:
     name, quant = split_quant(model)
     files = file_patterns(quant) if quant else files
     found = demo_model() if model == DEMO else _resolve("model", name, revision, download_dir, files)
+    if form == "mistral":
+        return _file_of_mistral(found, PARAMS, "config-format")
+    if form == "hf" and found.is_dir() and not (found / "config.json").is_file():
+        raise CheckpointError(f"{found} holds no config.json, which --config-format hf asks for; leave it out")
     if found.is_dir() and (quant or not open_files(found).has("config.json")) and gguf_files(found):
         return choose_file(found, quant)
     if not open_files(found).has("config.json"):
@@ -85,6 +101,24 @@ def resolve_tokenizer(model: str, download_dir: str | None = None) -> Path:
     found = demo_model() if model == DEMO else _resolve("tokenizer", name, None, download_dir)
     others = gguf_files(found) if found.is_dir() and not any(found.glob("*token*")) else []
     return choose_file(found, None) if others else found
+
+
+def tokenizer_location(folder: Path, mode: Format) -> Path:
+    """The place of the tokenizer of a checkpoint, or of a folder with a tokenizer alone: ``folder`` itself, or the
+    tekken.json in it. Raises CheckpointError where ``mode`` asks for a file that is not there.
+    """
+    if mode == "mistral":
+        return _file_of_mistral(folder, TEKKEN, "tokenizer-mode")
+    base = folder.parent if folder.name == PARAMS else folder
+    is_needed = mode == "auto" and not (base / "tokenizer.json").is_file() and (base / TEKKEN).is_file()
+    return base / TEKKEN if is_needed else folder
+
+
+def _file_of_mistral(location: Path, name: str, flag: str) -> Path:
+    folder = location if location.is_dir() else location.parent
+    if not (folder / name).is_file():
+        raise CheckpointError(f"{location} holds no {name}, which --{flag} mistral asks for; leave that flag out")
+    return folder / name
 
 
 def resolve_adapter(name: str) -> Path:

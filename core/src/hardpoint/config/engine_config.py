@@ -11,7 +11,7 @@ from pydantic import PrivateAttr, ValidationError
 
 from hardpoint.config.errors import LISTED_BY, invalid_setting, setting_of, written
 from hardpoint.config.settings import EngineSettings
-from hardpoint.config.types import ExecutorKind
+from hardpoint.config.types import ExecutorKind, FileFormat
 from hardpoint.config.vllm_names import translate_settings
 from hardpoint.parallel.topology import Topology
 from hardpoint.plugin_host import LOCK_FILE_NAME
@@ -84,6 +84,9 @@ class EngineConfig(EngineSettings):
         config._check_restart(origins)
         config._check_speculation(origins)
         config._check_lora(origins)
+        if config.config_format not in ("auto", config.checkpoint_format):
+            form, other = (written(key, getattr(config, key), origins) for key in ("config_format", "load_format"))
+            raise ConfigError(f"{form} and {other} name formats of one checkpoint; keep one")
         return config
 
     def _check_ranks(self, origins: Mapping[str, str]) -> None:
@@ -263,6 +266,11 @@ class EngineConfig(EngineSettings):
     def compiles(self) -> bool:
         """Whether models are compiled."""
         return self.compile and not self.enforce_eager
+
+    @property
+    def checkpoint_format(self) -> FileFormat:
+        """The format of the checkpoint's files."""
+        return "mistral" if self.load_format == "mistral" else self.config_format
 
     @property
     def topology(self) -> Topology:

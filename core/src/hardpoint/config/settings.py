@@ -15,6 +15,7 @@ from hardpoint.config.types import (
     CustomOps,
     Deny,
     ExecutorKind,
+    FileFormat,
     Index,
     LoadFormat,
     LoraModules,
@@ -92,8 +93,20 @@ class EngineSettings(BaseModel):
     load_format: LoadFormat = setting(
         Group.MODEL,
         "auto",
-        "auto: load the checkpoint's weights. random: make random weights, to measure speed. fastsafetensors, "
-        "runai_streamer: load by that library, which must be installed.",
+        "auto: load the checkpoint's weights. random: make random weights, to measure speed. mistral: the same as "
+        "--config-format mistral. fastsafetensors, runai_streamer: load by that library, which must be installed.",
+    )
+    config_format: FileFormat = setting(
+        Group.MODEL,
+        "auto",
+        "Format of a checkpoint. hf: Hugging Face's. mistral: Mistral AI's own, params.json and "
+        "consolidated.safetensors. auto: Hugging Face's where a folder has both.",
+    )
+    tokenizer_mode: FileFormat = setting(
+        Group.MODEL,
+        "auto",
+        "Format of the tokenizer. hf: Hugging Face's. mistral: tekken.json, with chats rendered by mistral-common. "
+        "auto: Hugging Face's where a folder has both.",
     )
     model_impl: ModelImpl = setting(
         Group.MODEL,

@@ -156,7 +156,10 @@ def check_deny(denied: tuple[str, ...]) -> tuple[str, ...]:
 
 
 AnyDtype = Annotated[Dtype, BeforeValidator(_dtype)]
-LoadFormat = Annotated[Literal["auto", "random", "fastsafetensors", "runai_streamer"], BeforeValidator(_load_format)]
+FileFormat = Literal["auto", "hf", "mistral"]
+LoadFormat = Annotated[
+    Literal["auto", "random", "mistral", "fastsafetensors", "runai_streamer"], BeforeValidator(_load_format)
+]
 CacheDtype = Annotated[KVDtype, BeforeValidator(_cache_dtype)]
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
 PageSize = Annotated[Count, Field(le=2**16)]

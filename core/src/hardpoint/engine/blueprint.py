@@ -16,7 +16,6 @@ import torch
 
 from hardpoint.adapters.candidates import AdaptedOffer
 from hardpoint.checkpoint.checkpoint import Checkpoint
-from hardpoint.checkpoint.source import resolve_model
 from hardpoint.config import EngineConfig
 from hardpoint.config.removed import check_environment
 from hardpoint.conformance.certificate import Certificates
@@ -25,6 +24,7 @@ from hardpoint.dtypes import dtype_of
 from hardpoint.engine.absent_device import AbsentDeviceContext, AbsentDeviceSelector
 from hardpoint.engine.execution.graphs.shapes import shape_rows
 from hardpoint.engine.execution.runner import StepOps
+from hardpoint.engine.locations import model_location
 from hardpoint.engine.quantization_choice import choose_quantization, method_name
 from hardpoint.kernel_calls import KernelCalls
 from hardpoint.layers import CausalLM, ModelFacts
@@ -113,7 +113,7 @@ def draw(config: EngineConfig, preset: str | None = None, place: Coordinates | N
 
 
 def _draw(config: EngineConfig, preset: str | None, place: Coordinates | None, rank: int) -> Blueprint:
-    checkpoint = Checkpoint.read(resolve_model(config.model, config.hub_revision, config.download_dir))
+    checkpoint = Checkpoint.read(model_location(config))
     lock = LockFile.read(Path(config.plugins_lock_file)) if config.plugins_locked else None
     plugins = discover(config.plugins, lock)
     for warning in check_environment(os.environ, plugins.config_keys()):

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Unpack, cast
 
-from hardpoint.checkpoint.source import resolve_tokenizer
 from hardpoint.engine.blueprint import Blueprint, draw, suspects
 from hardpoint.engine.client import CoreFacts, EngineStats, RequestOptions
 from hardpoint.engine.control import LoadAdapter, R, ReportMemory, Verb
@@ -28,6 +27,7 @@ from hardpoint.engine.execution.worker import Worker, planners_of_exact_lengths
 from hardpoint.engine.expert_balancing import ExpertBalancing
 from hardpoint.engine.kernel_builds import KernelBuilds
 from hardpoint.engine.late_captures import LateCaptures
+from hardpoint.engine.locations import tokenizer_of
 from hardpoint.engine.lora import AdapterSlots
 from hardpoint.engine.requests import RequestProgress
 from hardpoint.engine.routed_experts import take_routed_experts
@@ -242,8 +242,7 @@ class EngineCore:
             config = self.blueprint.config
             if config.skip_tokenizer_init:
                 raise RequestError("structured output needs a tokenizer, and --skip-tokenizer-init loads none")
-            own = config.tokenizer
-            folder = resolve_tokenizer(own, config.download_dir) if own else self.blueprint.folder
+            folder = tokenizer_of(config, self.blueprint.folder)
             self._structures = Grammars.of(Tokenizer.load(folder), self.admission.vocab_size)
         return self._structures
 

@@ -248,7 +248,7 @@ def check_tokenizer_files(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder} holds no tokenizer; name a folder that has the model's: --tokenizer FOLDER")
     if not found:
         raise CheckpointError(
-            f"{folder}: tokenizer.json is missing, and so are the older files ({', '.join(_OLDER)}); "
+            f"{folder}: tokenizer.json is missing, and so are tekken.json and older files ({', '.join(_OLDER)}); "
             "add the files of the model's tokenizer, or name another folder with --tokenizer"
         )
     return found

@@ -7,17 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from hardpoint.checkpoint.source import resolve_model, resolve_tokenizer
 from hardpoint.config import EngineConfig
 from hardpoint.engine.client import CoreClient, OwnedCore, RequestOptions, StartCore
 from hardpoint.engine.frontend.conversation import Conversation
 from hardpoint.engine.frontend.generation_config import GenerationConfig
 from hardpoint.engine.frontend.prompts import Prompt, TokenizedPrompt
+from hardpoint.engine.locations import model_location, tokenizer_of
 from hardpoint.engine.sampling_params import SamplingParams
 from hardpoint.engine.scheduling.admission import ContextLengthError
 from hardpoint.parsers import Parsers, choose_parsers
 from hardpoint.structured import Trials
 from hardpoint.tokenizer import ChatTemplate, NoTokenizer, Tokenizer, read_tokenizer_config
+from hardpoint.tokenizer.mistral_chat import load_chat_template
 from hardpoint_plugin_api import RequestError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Frontend:
 
         Raises CheckpointError, and ConfigError for that template.
         """
-        tokenizer_folder = resolve_tokenizer(config.tokenizer, config.download_dir) if config.tokenizer else folder
+        tokenizer_folder = tokenizer_of(config, folder)
         tokenizer = NoTokenizer() if config.skip_tokenizer_init else Tokenizer.load(tokenizer_folder)
         own = config.chat_template
         template = None if own is None else ChatTemplate.of_file(Path(own).expanduser(), tokenizer.special_tokens)
@@ -81,7 +82,7 @@ class Frontend:
 
     def _template(self) -> ChatTemplate:
         if self._chat_template is None:
-            self._chat_template = ChatTemplate.load(self._folder, self.tokenizer.special_tokens)
+            self._chat_template = load_chat_template(self._folder, self.tokenizer.special_tokens)
         return self._chat_template
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
@@ -159,7 +160,7 @@ def connect(config: EngineConfig, *, own_process: bool, start: StartCore | None 
     the core has its own process.
     """
     serve_other_ranks(config)
-    folder = resolve_model(config.model, config.hub_revision, config.download_dir)
+    folder = model_location(config)
     core = (start or start_core)(config, own_process=own_process)
     try:
         frontend = Frontend.load(config, folder)
@@ -195,7 +196,7 @@ def connect_shared(config: EngineConfig, connection: Connection) -> tuple[Fronte
 
     core = SharedCore(connection)
     try:
-        frontend = Frontend.load(config, resolve_model(config.model, config.hub_revision, config.download_dir))
+        frontend = Frontend.load(config, model_location(config))
         core.wait_until_ready()
     except BaseException:
         core.close()
