@@ -136,17 +136,19 @@ def test_sleep_and_other_weights(checkpoint: tuple[Path, PreTrainedModel], tmp_p
 def test_choices_by_kind(checkpoint: tuple[Path, PreTrainedModel], caplog: pytest.LogCaptureFixture) -> None:
     """A name that is offered for causal attention alone decides nothing here, and is refused for this kind."""
     folder, _ = checkpoint
-    with small_llm(folder, attention_backend="reference_batch_invariant") as llm:
+    with small_llm(folder, attention_backend="cpu_native") as llm:
         (rule,) = {row.rule for row in llm.table.rows if row.family == "attention"}
         assert rule == "priority"
-    assert "--attention-backend reference_batch_invariant has no effect" in caplog.text
+    assert "--attention-backend cpu_native has no effect" in caplog.text
     with small_llm(folder, use={"attention.latent": "reference"}) as llm:
         (rule,) = {row.rule for row in llm.table.rows if row.family == "attention"}
         assert rule == "flag"
     with pytest.raises(UnknownNameError, match="attention latent implementation"):
-        small_llm(folder, use={"attention.latent": "reference_batch_invariant"})
+        small_llm(folder, use={"attention.latent": "cpu_native"})
+    kinds = ("reference", "cpu_native_latent")
+    names = tuple(f"attention.latent={kind}{mode}" for kind in kinds for mode in ("", "_batch_invariant"))
     with pytest.raises(SelectionError, match="nothing can serve attention latent"):
-        small_llm(folder, deny=("attention=reference", "attention=cpu_native_latent"))
+        small_llm(folder, deny=names)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, cast
 
 import pytest
@@ -15,7 +17,7 @@ from hardpoint.conformance.memory import Placement, place
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.kernels.attention_tuning import DecodeTuning, PrefillTuning, Tables, Tiles
-from hardpoint.kernels.latent_attention import TritonLatentAttention
+from hardpoint.kernels.latent_attention import TritonBatchInvariantLatentAttention, TritonLatentAttention
 from hardpoint.plugin_host import discover
 from hardpoint.reference.latent_attention import ReferenceLatentAttention
 from hardpoint_plugin_api import BuildContext, CaptureGrade, LatentBackend, LatentCall, LatentSpec, LatentStoreCall
@@ -68,6 +70,25 @@ def errors(
 def test_computes_what_the_reference_does(name: str, pieces: tuple[Piece, ...]) -> None:
     spec = SPECS[name]
     assert errors(spec, Latent, pieces).max() < TOLERANCE[spec.dtype]
+
+
+class Apart(TritonBatchInvariantLatentAttention):
+    tables = FEW
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_query_by_itself(name: str) -> None:
+    spec = SPECS[name]
+    assert errors(spec, Apart, MIXED).max() < TOLERANCE[spec.dtype]
+
+
+def test_bits_do_not_depend_on_the_batch() -> None:
+    """By the kit's check, which finds a backend that splits decodes."""
+    claims = [{"feature": ["index_lists", "batch_invariant"]}]
+    found = findings(Apart, claims, ("batch-invariant",), every=30)
+    assert found["passed"]
+    assert not found["failed"]
+    assert findings(Latent, claims[:1], ("batch-invariant",), every=25)["failed"]
 
 
 @pytest.mark.accelerator
@@ -141,7 +162,7 @@ def jobs(spec: LatentSpec, target: str) -> list[Job]:
         **{name: f"*{TYPES[dtype]}" for name, dtype in types.items()},
     }
     found = []
-    cuts = [("latent_listed:attend_listed_latents", backend.listed)]
+    cuts = [("latent_listed:attend_listed_latents", backend.one_by_one)]
     cuts += [("latent_decode:decode_latent_attention", backend.decodes[32])]
     cuts += [("latent_prefill:prefill_latent_attention", cut) for cut in backend.prefills]
     for kernel, cut in cuts:
@@ -173,22 +194,25 @@ class NotRecorded(Latent):
     capture = CaptureGrade.NEVER
 
 
+def findings(
+    kind: type[LatentBackend], more: list[dict[str, Any]], checks: Sequence[str], every: int
+) -> Mapping[str, list[str]]:
+    """The outcomes of some of the kit's checks, and what they say, in each ``every``-th trial."""
+    dtypes = ["float32", "float16", "bfloat16"]
+    site = Site.open(discover(), "cpu", {"cpu": {"threads": 1}})
+    requires = [{"dtype": dtypes}, {"kv_dtype": dtypes}, *more]
+    found = defaultdict[str, list[str]](list)
+    for trial in islice(
+        LatentTrials().trials(subject(site, kind, "attention", "latent", requires=requires), Plan()), 0, None, every
+    ):
+        for check in trial.checks:
+            if check.name in checks:
+                finding = check.run()
+                found[finding.outcome].append(f"{trial.case}: {finding.faults}")
+    return found
+
+
 @pytest.mark.nightly
 def test_conforms() -> None:
     """The values of every trial; the other checks are for devices."""
-    dtypes = ["float32", "float16", "bfloat16"]
-    tried = subject(
-        Site.open(discover(), "cpu", {"cpu": {"threads": 1}}),
-        NotRecorded,
-        "attention",
-        "latent",
-        requires=[{"dtype": dtypes}, {"kv_dtype": dtypes}],
-    )
-    faults = [
-        f"{trial.case}: {fault}"
-        for trial in LatentTrials().trials(tried, Plan())
-        for check in trial.checks
-        if check.name in ("values", "group")
-        for fault in check.run().faults
-    ]
-    assert not faults, "\n".join(faults)
+    assert not findings(NotRecorded, [], ("values", "group"), every=1)["failed"]

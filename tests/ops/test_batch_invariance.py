@@ -314,6 +314,45 @@ def use_moe_unpermute(i: Inputs) -> Use:
     return of_own_rows, (i.normal(i.count, 3, i.width), i.floats(i.count, 3))
 
 
+def use_multiply_heads(i: Inputs) -> Use:
+    op, weights = get("multiply_heads").bind(i.ctx), i.normal(3, i.width, 20)
+    return lambda x: op(x, weights), (i.normal(i.count, 3, i.width),)
+
+
+def use_store_index_keys(i: Inputs) -> Use:
+    op = get("store_index_keys").bind(i.ctx, layout="plain", head_size=16)
+
+    def stored(k: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        op(k, cache := {"index_key": torch.zeros(i.count + 1, BLOCK, 1, 16, dtype=i.ctx.dtype)}, slots)
+        return cache["index_key"].flatten(0, 1)[slots.long(), 0]
+
+    return stored, (i.normal(i.count, 16), i.slots())
+
+
+def use_index_scores(i: Inputs, name: str) -> Use:
+    """Decodes of requests that share pages; the table is as wide as the longest of those that are there."""
+    op, keys = get("index_scores").bind(i.ctx, layout="plain", head_size=16), i.normal(40, BLOCK, 1, 16)
+    if name == "row_by_row":
+        op = load_target("hardpoint.ops.index_scores:row_by_row")
+
+    def scores(q: torch.Tensor, weights: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        blocks = int(positions.max()) // BLOCK + 1
+        starts = torch.arange(len(q) + 1, dtype=torch.int32)
+        found = op(q, weights, {"index_key": keys}, table[:, :blocks].contiguous(), starts, positions)
+        return functional.pad(found, (0, 20 * BLOCK - found.shape[1]), value=-torch.inf)
+
+    table, positions = i.integers(0, 40, i.count, 20).int(), i.integers(0, 20 * BLOCK, i.count)
+    return scores, (i.normal(i.count, 5, 16), i.normal(i.count, 5).float(), table, positions)
+
+
+def use_topk_positions(i: Inputs) -> Use:
+    op = get("topk_positions").bind(i.ctx, dtype="float32", scalars={"top_k": 9})
+    return lambda scores, at: op(scores, at, top_k=9), (
+        i.normal(i.count, i.width).float(),
+        i.integers(0, i.width, i.count),
+    )
+
+
 USES: dict[str, Callable[[Inputs], Use]] = {
     **{f"act_and_mul {name}": partial(use_act_and_mul, name=name) for name in GATED},
     **{f"activation {name}": partial(use_activation, name=name) for name in ACTIVATIONS},
@@ -328,11 +367,13 @@ USES: dict[str, Callable[[Inputs], Use]] = {
     "decode_inputs": use_decode_inputs,
     "embedding_lookup": use_embedding_lookup,
     "grouped_topk": use_grouped_topk,
+    **{f"index_scores {name}": partial(use_index_scores, name=name) for name in ("selected", "row_by_row")},
     "keep_tokens": use_keep_tokens,
     "verify_drafts": use_verify_drafts,
     "mask_tokens": use_mask_tokens,
     "moe_permute": use_moe_permute,
     "moe_unpermute": use_moe_unpermute,
+    "multiply_heads": use_multiply_heads,
     "philox_uniform": use_philox_uniform,
     "qk_norm_rope_store": use_qk_norm_rope_store,
     "quantize_rows": use_quantize_rows,
@@ -343,14 +384,15 @@ USES: dict[str, Callable[[Inputs], Use]] = {
     **{f"route_topk {scoring}": partial(use_route_topk, scoring=scoring) for scoring in ("softmax", "sigmoid")},
     "sample_tokens": use_sample_tokens,
     "slot_mapping": use_slot_mapping,
+    "store_index_keys": use_store_index_keys,
     "store_kv": use_store_kv,
     "token_logprobs": use_token_logprobs,
+    "topk_positions": use_topk_positions,
     "topk_sigmoid": partial(use_topk, name="topk_sigmoid", top_k=4),
     "topk_softmax": partial(use_topk, name="topk_softmax", top_k=4),
 }
 """How each op is used, by its name and what else there is to say."""
 
-INDEX_KEYS: dict[str, Any] = {"layout": "plain", "head_size": 16}
 RECURRENCE: dict[str, Any] = {
     "head_size": 16,
     "scalars": {"scale": 0.25, "delta_rule": True, "normalize": True, "channel_decay": False},
@@ -358,16 +400,13 @@ RECURRENCE: dict[str, Any] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "causal_conv": {"activation": "silu"},
     "gated_rms_norm": {"activation": "silu", "scalars": {"eps": 1e-6, "gate_first": False}},
-    "index_scores": INDEX_KEYS,
     "linear_recurrence_chunks": RECURRENCE,
     "linear_recurrence_step": RECURRENCE,
     "merge_attention": {},
     "recurrence_gates": {},
-    "store_index_keys": INDEX_KEYS,
-    "topk_positions": {"dtype": "float32", "scalars": {"top_k": 4}},
     "varlen_attention": {"head_size": 16, "scalars": {"scale": 0.25, "causal": True}},
 }
-"""Ops that no implementation offers in batch-invariant mode, which latent attention and states lack, and what binds
+"""Ops that no implementation offers in batch-invariant mode, which the unabsorbed form and states lack, and what binds
 them."""
 
 

@@ -305,6 +305,11 @@ class MLAArgs:
     top_k: int | None = None
     indexer: SparseIndexerArgs | None = None
 
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The workload features that an implementation must claim."""
+        return frozenset() if self.top_k is None else frozenset({Feature.INDEX_LISTS})
+
 
 @dataclass(frozen=True)
 class MLPArgs:

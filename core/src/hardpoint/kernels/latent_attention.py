@@ -77,6 +77,8 @@ class TritonLatentAttention(LatentBackend):
     layout: ClassVar[CacheLayout] = PlainLayout()
     capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
     exact_lengths: ClassVar[bool] = False
+    apart: ClassVar[bool] = False
+    """Whether each query has a program of its own, also where it has no list."""
     tables: ClassVar[Tables | None] = None
     """Tables that take the place of the device's, for tests and benchmarks."""
 
@@ -127,17 +129,11 @@ class TritonLatentAttention(LatentBackend):
         self.decodes = {
             scan: _Cut.of(decode_latent_attention, tuning.tiles, {**constants, "SCAN": scan}) for scan in SCANNED
         }
-        self.listed = (
+        own = {name: x for name, x in constants.items() if name in attend_listed_latents.arg_names}
+        self.one_by_one = (
             None
-            if spec.top_k is None
-            else _Cut.of(
-                attend_listed_latents,
-                tuning.tiles,
-                {
-                    **{name: x for name, x in constants.items() if name in attend_listed_latents.arg_names},
-                    "TOP_K": spec.top_k,
-                },
-            )
+            if spec.top_k is None and not self.apart
+            else _Cut.of(attend_listed_latents, tuning.tiles, {**own, "TOP_K": spec.top_k})
         )
         self._rows_stored = max(1, _STORED // block)
         self._store = Launcher(store_latents)
@@ -209,11 +205,11 @@ class TritonLatentAttention(LatentBackend):
         alike = (q_latent, *strides[0], q_rope, *strides[1], out, *strides[2], *pages)
         alike = (*alike, batch.block_table, batch.block_table.stride(0), batch.seq_lens)
         key = (*strides, *pages[2:]) if aligned(q_latent, q_rope, out, *pages[:2]) else None
-        if self.listed is not None:
+        if self.one_by_one is not None:
             indices = call.indices
-            assert indices is not None, "a spec with top_k has lists"
-            lists = (batch.query_start, batch.num_requests, indices, indices.stride(0))
-            self._launch(self.listed, key, batch.num_tokens * self._head_blocks, alike, *lists)
+            assert (indices is None) == (self.spec.top_k is None), "a spec with top_k has lists"
+            lists = (batch.query_start, batch.num_requests, indices, 0 if indices is None else indices.stride(0))
+            self._launch(self.one_by_one, key, batch.num_tokens * self._head_blocks, alike, *lists)
             return
         if batch.num_decodes:
             cut, resources = self.decodes[scan_size(batch.num_decodes)], self.ctx.resources
@@ -236,6 +232,12 @@ class TritonLatentAttention(LatentBackend):
 
         device = alike[0].device
         in_stages_that_fit((self.spec, cut.launcher, cut.tiles, device), cut.tiles.num_stages, launch)
+
+
+class TritonBatchInvariantLatentAttention(TritonLatentAttention):
+    """Each query by itself, over its positions in order: what else is in the batch has no say in its result."""
+
+    apart: ClassVar[bool] = True
 
 
 def latent_tables(ctx: BuildContext) -> Tables:

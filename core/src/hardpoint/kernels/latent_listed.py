@@ -1,4 +1,4 @@
-"""Paged latent attention of queries that each read the positions of a list, as in sparse attention.
+"""Paged latent attention of queries one by one: over the positions of a list, as in sparse attention, or over all.
 
 A program takes one query, for a block of heads: all heads of a query have one list. Lists are not split, so a step of
 few queries leaves a large device with little to do.
@@ -55,14 +55,16 @@ def attend_listed_latents(
     STAGES: tl.constexpr,
     BEGIN: tl.constexpr,
 ):
-    """Grid: T x blocks of ``BLOCK_MERGE`` heads."""
+    """Grid: T x blocks of ``BLOCK_MERGE`` heads. TOP_K None: there are no lists."""
     if BEGIN is not None:
         BEGIN()
     BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_MERGE - 1) // BLOCK_MERGE
     query = tl.program_id(0) // BLOCKS
     request = request_of(query, query_start, num_requests)
     position = tl.load(seq_lens + request) - tl.load(query_start + request + 1) + query
-    count = tl.minimum(position + 1, TOP_K)
+    count = position + 1
+    if TOP_K is not None:
+        count = tl.minimum(count, TOP_K)
     block_row = block_table + request.to(tl.int64) * block_table_stride
     in_block = tl.arange(0, BLOCK_M)
     heads = tl.program_id(0) % BLOCKS * BLOCK_MERGE + in_block
@@ -82,8 +84,11 @@ def attend_listed_latents(
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for start in tl.range(0, count, BLOCK_N, num_stages=STAGES):
-        listed = indices + query.to(tl.int64) * index_stride + start + in_tile
-        keys_at = tl.load(listed, mask=start + in_tile < count, other=-1)
+        if TOP_K is None:
+            keys_at = tl.where(start + in_tile < count, start + in_tile, -1)
+        else:
+            listed = indices + query.to(tl.int64) * index_stride + start + in_tile
+            keys_at = tl.load(listed, mask=start + in_tile < count, other=-1)
         inside = keys_at >= 0
         page = tl.load(block_row + keys_at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         offset = tl.where(inside, keys_at % BLOCK_SIZE, 0)

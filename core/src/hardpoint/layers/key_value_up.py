@@ -13,6 +13,7 @@ from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer, checked_weights
 from hardpoint.ops.base import by_tokens
+from hardpoint.ops.multiply_heads import multiply_heads
 from hardpoint.parallel.shards import HeadShards, widened
 from hardpoint.plugin_host.blame import blame, construct
 from hardpoint.quantization.merging import collapse_parts
@@ -49,6 +50,7 @@ class KeyValueUp(PluggableLayer):
         scheme = ctx.quantization.linear(ctx.path, self._linear, dtype_name(ctx.dtype))
         assert scheme is not None, "a matrix of one part has one scheme"
         self.scheme = scheme
+        self._multiply = multiply_heads.bind(ctx)
         self._product = PlainProduct(ctx, args.latent_size, heads.num_heads * size) if unabsorbed else None
 
     def declare(self) -> dict[str, WeightSlot]:
@@ -73,11 +75,11 @@ class KeyValueUp(PluggableLayer):
 
     def into_queries(self, q_nope: torch.Tensor) -> torch.Tensor:
         """Queries of heads, [T, H, N], as queries of latents, [T, H, L]."""
-        return torch.bmm(q_nope.transpose(0, 1), self.weights["keys"]).transpose(0, 1)
+        return self._multiply(q_nope, self.weights["keys"])
 
     def onto_results(self, attended: torch.Tensor) -> torch.Tensor:
         """Sums of latents, [T, H, L], as sums of values, [T, H, V]."""
-        return torch.bmm(attended.transpose(0, 1), self.weights["values"]).transpose(0, 1)
+        return self._multiply(attended, self.weights["values"])
 
     def keys_values(self, latent: torch.Tensor, rope_key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [T, H, N + R] and values [T, H, V] of latents [T, L] and rotated keys [T, R]."""

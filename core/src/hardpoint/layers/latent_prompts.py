@@ -184,6 +184,13 @@ class LatentForms(StepPlanner):
         return Prompts(rows, tokens, tuple(chunks))
 
 
+class UnabsorbedForms(LatentForms):
+    """The unabsorbed form wherever it may be taken, whatever it costs."""
+
+    def is_unabsorbed(self, queries: int, total: int) -> bool:
+        return True
+
+
 def _selected(batch: AttentionBatch, requests: Sequence[int]) -> tuple[slice | torch.Tensor, AttentionBatch]:
     """Some ``requests`` of an eager batch, all its decodes among them, as a batch of their own, and their rows.
 

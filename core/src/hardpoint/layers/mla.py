@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -23,7 +24,7 @@ from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.key_value_up import KeyValueUp
-from hardpoint.layers.latent_prompts import FormsMetadata, LatentForms, Prompts
+from hardpoint.layers.latent_prompts import FormsMetadata, LatentForms, Prompts, UnabsorbedForms
 from hardpoint.layers.linear import Linear
 from hardpoint.layers.sparse_indexer import SparseIndexer
 from hardpoint.ops.rms_norm import rms_norm
@@ -50,8 +51,12 @@ class MLA(PluggableLayer, name="mla"):
     shared key (parts ``q`` and ``kv`` where it makes compressed queries, too), ``q`` the queries; ``kv_up`` holds the
     matrices of keys and values."""
 
+    forms: ClassVar[type[LatentForms] | None] = LatentForms
+    """The planner that divides a step among the forms; None: the absorbed form serves all tokens."""
+
     def __init__(self, ctx: Context, args: MLAArgs) -> None:
         super().__init__(ctx)
+        kind = self.forms if args.top_k is None else None
         self.args, self.dtype, self._device = args, dtype_name(ctx.dtype), ctx.torch_device
         self._num_positions, self._group, self._returns_partial_sums = ctx.max_model_len, ctx.parallel.tp, False
         heads = HeadShards.of(args.num_heads, args.num_heads, ctx.parallel.tp)
@@ -70,7 +75,7 @@ class MLA(PluggableLayer, name="mla"):
                 row_shards=(widened(heads.query, size),) if heads.query else (),
             ),
         )
-        self.kv_up = KeyValueUp(ctx.child("kv_up"), args, heads, unabsorbed=args.top_k is None)
+        self.kv_up = KeyValueUp(ctx.child("kv_up"), args, heads, unabsorbed=kind is not None)
         width = args.num_heads * args.value_size
         self.out = Linear(
             ctx.child("out"),
@@ -93,12 +98,16 @@ class MLA(PluggableLayer, name="mla"):
             block_size=ctx.block_size,
             top_k=top_k,
         )
-        itemsize = ctx.dtype.itemsize
-        forms = partial(
-            LatentForms, args=args, num_heads=heads.num_heads, most_tokens=ctx.limits.max_tokens, itemsize=itemsize
+        planner = kind and partial(
+            kind,
+            args=args,
+            num_heads=heads.num_heads,
+            most_tokens=ctx.limits.max_tokens,
+            itemsize=ctx.dtype.itemsize,
         )
-        self.index, self.backend = latent_backend(ctx, spec, forms if top_k is None else None)
-        if top_k is None:
+        self.index, self.backend = latent_backend(ctx, spec, planner)
+        self._divided = planner is not None
+        if planner is not None:
             self._attend_new, self._attend_cached = (
                 varlen_attention.bind(ctx, scalars={"scale": args.scale, "causal": causal}, head_size=size)
                 for causal in (True, False)
@@ -155,7 +164,7 @@ class MLA(PluggableLayer, name="mla"):
         q_rope, rope_key = self._rotated(q_rope, rope_key, step)
         slots = step.metadata[self.index].batch.slot_mapping
         self.backend.store(LatentStoreCall(latent, rope_key, step.caches[self.index], slots))
-        if lists is None:
+        if self._divided:
             values = q_nope.new_empty(down.shape[0], self._num_heads, args.value_size)
             step.interrupt(self.index, self._by_forms, q_nope, q_rope, latent, rope_key, values)
         else:
@@ -163,10 +172,11 @@ class MLA(PluggableLayer, name="mla"):
             attended, attend = torch.empty_like(q_latent), self.backend.forward
             step.interrupt(
                 self.index,
-                lambda cache, plan, q, q_rope, latent, key, out, lists: attend(
+                lambda cache, plan, q, q_rope, latent, key, out, lists=None: attend(
                     LatentCall(q, q_rope, latent, key, cache, plan, out, lists)
                 ),
-                *(q_latent, q_rope, latent, rope_key, attended, lists),
+                *(q_latent, q_rope, latent, rope_key, attended),
+                *(() if lists is None else (lists,)),
             )
             values = self.kv_up.onto_results(attended)
         y: torch.Tensor = self.out(values.reshape(down.shape[0], -1), step)
@@ -230,6 +240,18 @@ class MLA(PluggableLayer, name="mla"):
             )
             self._merge(out[chunk.rows], sums[chunk.rows], *part)
         return out
+
+
+class AbsorbedMLA(MLA):
+    """The absorbed form for all tokens. With ``batch_invariant`` functions, a token's result is its request's alone."""
+
+    forms = None
+
+
+class UnabsorbedMLA(MLA):
+    """The unabsorbed form for every request with several queries whose length is known."""
+
+    forms = UnabsorbedForms
 
 
 class IndexLists:

@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.functional import layer_norm, linear
+from torch.nn.functional import layer_norm
 
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.layers.base import PluggableLayer
 from hardpoint.layers.linear import Linear
 from hardpoint.ops.index_scores import index_scores
+from hardpoint.ops.multiply_heads import multiply_heads
 from hardpoint.ops.rope_table import rope_table
 from hardpoint.ops.rotary_embedding import rotary_embedding
 from hardpoint.ops.store_index_keys import index_key_spec, store_index_keys
@@ -68,6 +69,8 @@ class SparseIndexer(PluggableLayer, name="sparse_indexer"):
         use: dict[str, Any] = {"layout": layout.name, "head_size": args.head_size}
         self._store = store_index_keys.bind(ctx, **use)
         self._score = index_scores.bind(ctx, **use)
+        self._multiply = multiply_heads.bind(ctx)
+        self._weigh = multiply_heads.bind(ctx, dtype="float32")
         self._top_k = min(args.top_k, ctx.max_model_len)
         self._choose = topk_positions.bind(ctx, dtype="float32", scalars={"top_k": self._top_k})
         self._cos_sin: torch.Tensor | None = None
@@ -101,11 +104,11 @@ class SparseIndexer(PluggableLayer, name="sparse_indexer"):
         k = layer_norm(self.k(x, step), (args.head_size,), *key_norm, args.norm_eps).unsqueeze(1)
         q, k = self._rotary_embedding(q, k, step.rotary_positions, self._cos_sin, interleaved=args.rope.interleaved)
         if self._hadamard is not None:  # spreads what is large in a few elements, and leaves products as they are
-            q, k = q @ self._hadamard, k @ self._hadamard
+            q, k = (self._multiply(x.flatten(0, 1).unsqueeze(1), self._hadamard[None]).view(x.shape) for x in (q, k))
         self._store(k.squeeze(1), step.caches[self.index], step.metadata[self.index].batch.slot_mapping)
         factor = (args.num_heads * args.head_size) ** -0.5
         head_weights = self.weights["head_weights"]
-        weights = linear(x.to(head_weights.dtype), head_weights) * factor
+        weights = self._weigh(x.to(head_weights.dtype).unsqueeze(1), head_weights.T[None]).squeeze(1) * factor
         step.interrupt(
             self.index,
             lambda cache, plan, q, weights, positions, lists: self._list(

@@ -40,6 +40,7 @@ _HOMES = {
     "merge_attention": "varlen_attention",
     "moe_permute": "moe_permute",
     "moe_unpermute": "moe_unpermute",
+    "multiply_heads": "multiply_heads",
     "philox_uniform": "sampling",
     "qk_norm_rope_store": "qk_norm_rope_store",
     "quantize_rows": "quantize_rows",

@@ -18,6 +18,8 @@ from hardpoint_plugin_api import NULL_PAGE
 _ERRORS = ErrorModel(scale="row", finest=2.0**-18)
 """Heads with weights of both signs cancel, and a row may have one score: then nothing in it shows how large terms were.
 """
+_TILE_KEYS = 256
+"""Positions of a tile, of which all have one shape."""
 _MOST_GATHERED = 1 << 24
 """Elements of gathered keys that exist at a time."""
 
@@ -111,4 +113,34 @@ def index_scores(
         dots = torch.einsum("thd,tsd->ths", q[rows].to(wide), found.reshape(len(pages), -1, size))
         scores = torch.einsum("th,ths->ts", weights[rows], dots.relu())
         out[rows] = scores.masked_fill(at > positions[rows, None], float("-inf"))
+    return out
+
+
+def row_by_row(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: Cache,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """``index_scores``, each token alone, over tiles of positions that have one shape, whatever the table's width."""
+    keys, scales = cache["index_key"], cache.get("index_key_scale")
+    block, size, tokens = keys.shape[1], q.shape[-1], q.shape[0]
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    numbers = torch.arange(tokens, dtype=query_start.dtype, device=q.device)
+    requests = (torch.searchsorted(query_start, numbers, right=True) - 1).clamp(max=block_table.shape[0] - 1)
+    places = block_table.shape[1] * block
+    out = weights.new_empty(tokens, places, dtype=wide)
+    for token in range(tokens):
+        pages = block_table[requests[token : token + 1]][0].long()
+        query, own_weights = q[token].to(wide).contiguous(), weights[token].to(wide).contiguous()
+        for begin in range(0, places, _TILE_KEYS):
+            at = torch.arange(begin, begin + _TILE_KEYS, device=q.device)
+            where = pages[at.clamp(max=places - 1) // block], at % block
+            found = keys.view(torch.uint8)[where].view(keys.dtype) if keys.element_size() == 1 else keys[where]
+            found = found.to(wide) if scales is None else found.to(wide) * scales[where].unsqueeze(-1)
+            scores = (found.reshape(_TILE_KEYS, size) @ query.T).relu() @ own_weights
+            scores = scores.masked_fill(at > positions[token : token + 1], float("-inf"))
+            out[token, begin : begin + _TILE_KEYS] = scores[: places - begin]
     return out

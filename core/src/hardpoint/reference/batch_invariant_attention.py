@@ -15,7 +15,7 @@ import torch
 from hardpoint.reference.attention import ReferenceAttention, attend, read_blocks
 from hardpoint_plugin_api import AttentionCall
 
-_TILE_QUERIES = 16
+TILE_QUERIES = 16
 
 
 class BatchInvariantAttention(ReferenceAttention):
@@ -34,20 +34,20 @@ class BatchInvariantAttention(ReferenceAttention):
         end = start + keys.shape[0]
         begin = end - q.shape[0]
         results = []
-        for tile in range(begin - begin % _TILE_QUERIES, end, _TILE_QUERIES):
-            tile_end, oldest = tile + _TILE_QUERIES, self.spec.span.first(tile)
+        for tile in range(begin - begin % TILE_QUERIES, end, TILE_QUERIES):
+            tile_end, oldest = tile + TILE_QUERIES, self.spec.span.first(tile)
             low, high = max(tile, begin), min(tile_end, end)  # the positions of this tile whose queries are here
             read = self.spec.span.first(low)
-            queries = _placed(q[low - begin : high - begin], low - tile, _TILE_QUERIES)
+            queries = placed(q[low - begin : high - begin], low - tile, TILE_QUERIES)
             tile_keys, tile_values = (
-                _placed(x[read - start : high - start], read - oldest, tile_end - oldest) for x in (keys, values)
+                placed(x[read - start : high - start], read - oldest, tile_end - oldest) for x in (keys, values)
             )
             y = attend(queries, tile_keys, tile_values, self.spec, self.sinks, self.alibi_slopes, oldest)
             results.append(y[low - tile : high - tile])
         return torch.cat(results)
 
 
-def _placed(x: torch.Tensor, at: int, size: int) -> torch.Tensor:
+def placed(x: torch.Tensor, at: int, size: int) -> torch.Tensor:
     """Zeros [size, ...] with ``x`` from row ``at`` on."""
     rows = x.new_zeros(size, *x.shape[1:])
     rows[at : at + x.shape[0]] = x

@@ -10,6 +10,7 @@ Axes: T query tokens, H query heads, L latent size, R rope size.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -86,7 +87,11 @@ class NativeLatentAttention(LatentBackend):
 
     def forward(self, call: LatentCall) -> None:
         """See LatentBackend."""
-        batch, spec, threads = call.metadata.batch, self.spec, torch.get_num_threads()
+        self._run(call, call.metadata.batch, torch.get_num_threads(), None)
+
+    def _run(self, call: LatentCall, batch: AttentionBatch, threads: int, most_splits: int | None) -> None:
+        """Attend as over ``threads`` threads, with memory for ``most_splits``, or as many as these make."""
+        spec = self.spec
         sizes = (("q_latent", spec.latent_size), ("q_rope", spec.rope_size), ("out", spec.latent_size))
         for name, size in sizes:
             x = getattr(call, name)
@@ -97,7 +102,7 @@ class NativeLatentAttention(LatentBackend):
             if x.dtype != torch.int32 or (x.stride(-1) != 1 and x.shape[-1] > 1):
                 raise misfit("attention", name, x, torch.int32, ("...", "one by one"))
         q_latent, q_rope, result = (_rows_of_heads(x) for x in (call.q_latent, call.q_rope, call.out))
-        num_splits = batch.num_requests + native.SPLITS_PER_THREAD * threads
+        num_splits = most_splits or batch.num_requests + native.SPLITS_PER_THREAD * threads
         partial = torch.empty(num_splits, spec.num_heads, spec.latent_size + 2, dtype=torch.float32)
         arguments = (
             *_strided(q_latent),
@@ -123,6 +128,44 @@ class NativeLatentAttention(LatentBackend):
         native.run(self._merge, *arguments)
         if result is not call.out:
             call.out[: batch.num_tokens] = result[: batch.num_tokens]
+
+
+_MANY_THREADS = 1 << 20
+"""Among so many, a split has the fewest positions that one may have, which depends on the sizes of a row alone."""
+_LEAST_SPLIT_ELEMENTS = 32768
+"""kLeastLatentSplit of ``csrc/kernels/latent.h``, as elements: rows of a split are no fewer than these would fill."""
+
+
+class NativeBatchInvariantLatentAttention(NativeLatentAttention):
+    """Each query is given to the kernel as a request of its own, and all splits have one size."""
+
+    capture: ClassVar[CaptureGrade] = CaptureGrade.NEVER
+
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
+        """See AttentionBackend."""
+        counts = batch.query_start.diff()
+        requests = torch.arange(len(counts)).repeat_interleave(counts, output_size=batch.num_tokens)
+        tokens = torch.arange(batch.num_tokens, dtype=torch.int32)
+        ends = batch.seq_lens[requests] - batch.query_start[requests + 1] + tokens + 1
+        return AttentionMetadata(
+            replace(
+                batch,
+                query_start=torch.arange(batch.num_tokens + 1, dtype=torch.int32),
+                seq_lens=ends.to(torch.int32),
+                block_table=batch.block_table[requests].contiguous(),
+                query_start_host=tuple(range(batch.num_tokens + 1)),
+                seq_lens_host=(0,) * batch.num_tokens,  # read on the device alone
+                num_decodes=batch.num_tokens,
+            )
+        )
+
+    def forward(self, call: LatentCall) -> None:
+        """See LatentBackend."""
+        batch, spec = call.metadata.batch, self.spec
+        if not batch.num_tokens:
+            return
+        split = -(-_LEAST_SPLIT_ELEMENTS // (spec.latent_size + spec.rope_size))
+        self._run(call, batch, _MANY_THREADS, int((batch.seq_lens // split + 1).sum()))
 
 
 def _rows_of_heads(x: torch.Tensor) -> torch.Tensor:

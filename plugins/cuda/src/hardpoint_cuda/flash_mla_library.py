@@ -49,7 +49,7 @@ def tokens_per_call(heads: int) -> int:
 
 
 class Schedules:
-    """What the library keeps of a step's launches, which the first layer's has the device compute.
+    """Schedules of a step's launches. The device computes them in the first layer's calls; other layers reuse them.
 
     A layer that comes again begins another run of the step: the run that warms up before a capture must not leave the
     recorded one without its computation.
