@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from hardpoint.bench.rank_group import RankSettings
 from hardpoint.cli.main import run
+from hardpoint.config import EngineConfig
 from hardpoint_cpu import compiled
 
 NATIVE = pytest.mark.skipif(compiled.missing() is not None, reason="no compiled kernels")
@@ -45,6 +47,13 @@ def test_an_exchange_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
         ("5 tokens", "640 bytes"),
     ]
     assert all(row["value"] > 0 and row["peer"] > 0 for row in result["rows"])
+
+
+def test_there_is_room_for_the_tokens_that_are_measured() -> None:
+    """All-to-alls size their memory by the engine's largest step."""
+    assert RankSettings(4, "bfloat16", tokens=5000).config.max_num_batched_tokens == 20000
+    usual = EngineConfig.create(model="demo").max_num_batched_tokens
+    assert RankSettings(4, "bfloat16", tokens=1).config.max_num_batched_tokens == usual
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def all2all(
     counts = [int(part) for part in tokens.split(",") if part.isdigit()]
     if len(counts) != len(tokens.split(",")) or not all(counts):
         raise ConfigError(f"--tokens {tokens}: must be numbers above 0, such as 1,64,1024")
-    settings = RankSettings(ranks, dtype, platform, all2all=all2all_backend)
+    settings = RankSettings(ranks, dtype, platform, all2all=all2all_backend, tokens=max(counts))
     workload = All2AllWorkload(
         dtype=dtype, parallel="ep", ranks=ranks, num_experts=experts, top_k=top_k, hidden_size=hidden_size
     )

@@ -35,21 +35,23 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class RankSettings:
-    """The order to build each rank."""
+    """The order to build each rank. ``tokens``: the most of a rank at once, for which memory is to be there."""
 
     ranks: int
     dtype: str
     platform: str | None = None
     communicator: str | None = None
     all2all: str | None = None
+    tokens: int = 0
 
     @property
     def config(self) -> EngineConfig:
         """An engine's settings that choose so."""
         named = {"platform": self.platform, "communicator": self.communicator, "all2all_backend": self.all2all}
-        return EngineConfig.create(
-            model="demo", dtype=self.dtype, **{name: value for name, value in named.items() if value is not None}
-        )
+        given = {name: value for name, value in named.items() if value is not None}
+        config = EngineConfig.create(model="demo", dtype=self.dtype, **given)
+        most = max(config.max_num_batched_tokens, self.tokens * self.ranks)
+        return EngineConfig.create(model="demo", dtype=self.dtype, max_num_batched_tokens=most, **given)
 
 
 @dataclass(frozen=True)
