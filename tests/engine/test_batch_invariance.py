@@ -23,6 +23,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {"sliding_window": 13}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "olmo3": (
+        "olmo3",
+        {"sliding_window": 13, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "llama4": ("llama4", LLAMA4 | {"num_hidden_layers": 3, "no_rope_layer_interval": 3}),
 }
 PROMPTS = random_prompts(5, 60, seed=21, shortest=35)
@@ -134,7 +138,7 @@ def test_a_request_gives_the_same_bits_however_it_is_scheduled(
     ("shape", "dtype"), [*((s, "float32") for s in SHAPES), ("mistral-window", "bfloat16"), ("qwen3", "bfloat16")]
 )
 def test_preempted_requests_of_every_family(folders: dict[str, Path], expected: Any, shape: str, dtype: str) -> None:
-    pages = 12 if shape in ("mistral-window", "llama4") else 24  # windows and chunks give pages back
+    pages = 12 if shape in ("mistral-window", "olmo3", "llama4") else 24  # windows and chunks give pages back
     small: dict[str, Any] = {
         "kv_cache_memory": pages * PAGE_ELEMENTS * getattr(torch, dtype).itemsize,
         "max_model_len": 96,

@@ -107,8 +107,10 @@ def test_every_way_of_running_equals_merged_weights(llama: Adapted, way: str) ->
         assert "unrecordable" not in steps
 
 
-def test_layers_with_biases(tmp_path: Path) -> None:
-    other = adapted(tmp_path, "qwen2")
+@pytest.mark.parametrize(("family", "changes"), [("qwen2", {}), ("olmo3", {"sliding_window": 13})])
+def test_layers_of_other_families(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """With biases; with norms of results, and of heads together."""
+    other = adapted(tmp_path, family, **changes)
     with lora_llm(tmp_path) as llm:
         other.check(llm, mixed(4), random_prompts(4, 30, seed=6))
 

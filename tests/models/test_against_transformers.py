@@ -350,15 +350,22 @@ def test_yarn_beyond_max_position_embeddings(key: str, tmp_path: Path) -> None:
         small_llm(tmp_path, max_model_len=513)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu_paged"])
+@pytest.mark.parametrize(
+    ("family", "changes", "backend"),
+    [("qwen3", {}, "reference"), ("qwen3", {}, "cpu_paged"), ("olmo3", {}, "auto"), ("llama4", LLAMA4, "auto")],
+    ids=["reference", "cpu_paged", "olmo3", "llama4"],
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_lower_precision_stays_close(backend: str, dtype: str, tmp_path: Path) -> None:
+def test_lower_precision_stays_close(
+    family: str, changes: dict[str, Any], backend: str, dtype: str, tmp_path: Path
+) -> None:
     """Teacher-forced logits in 16 bits are as far from float32 as Transformers' own are, within a factor of three."""
-    model = write_checkpoint(tmp_path, "qwen3")
+    model = write_checkpoint(tmp_path, family, **changes)
     (prompt,) = random_prompts(1, 70, seed=3, shortest=70)
     exact = reference_logits(model, prompt)
     rounded = reference_logits(model.to(getattr(torch, dtype)), prompt).float()
-    with small_llm(tmp_path, dtype=dtype, attention_backend=backend) as llm:
+    chosen = {} if backend == "auto" else {"attention_backend": backend}
+    with small_llm(tmp_path, dtype=dtype, **chosen) as llm:
         ours = prompt_logits(llm, prompt)
     theirs = float((rounded - exact).square().mean().sqrt())
     error = float((ours - exact).square().mean().sqrt())

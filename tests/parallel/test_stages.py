@@ -71,8 +71,18 @@ def tokens(llm: LLM, params: list[SamplingParams] | SamplingParams | None = None
             marks=pytest.mark.nightly,
         ),
         ("deepseek_v2", DEEPSEEK_V2, 1, 2, {}),
+        ("olmo3", {"num_hidden_layers": 4, "sliding_window": 20}, 2, 2, {}),
     ],
-    ids=["untied", "tied-3-stages", "3-stages-ahead", "tied-tp2-pp2", "experts-ep2-pp2", "windows", "latents"],
+    ids=[
+        "untied",
+        "tied-3-stages",
+        "3-stages-ahead",
+        "tied-tp2-pp2",
+        "experts-ep2-pp2",
+        "windows",
+        "latents",
+        "norms-of-results",
+    ],
 )
 def test_stages_draw_the_tokens_of_one(
     family: str, changes: dict[str, Any], ranks: int, stages: int, settings: dict[str, Any], tmp_path: Path

@@ -204,15 +204,19 @@ def test_the_demo_model() -> None:
         assert [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)] == wanted
 
 
-@pytest.mark.parametrize("communicator", ["gather_and_sum", "cpu_shared_memory"])
-def test_batch_invariance(communicator: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "communicator"),
+    [("qwen3", "gather_and_sum"), ("qwen3", "cpu_shared_memory"), ("olmo2", "cpu_shared_memory")],
+)
+def test_batch_invariance(family: str, communicator: str, tmp_path: Path) -> None:
     """A request's tokens and their log-probabilities are the same to the bit, alone or among others."""
-    write_checkpoint(tmp_path, "qwen3")
+    model = write_checkpoint(tmp_path, family)
     prompts = random_prompts(5, 40, seed=7)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=8, logprobs=1, ignore_eos=True)
     with ranks_in_threads(tmp_path, 2, batch_invariant=True, communicator=communicator) as llm:
         assert {row.chosen for row in llm.table.rows if row.family == "communicator"} == {communicator}
         assert isinstance(llm.core.executor, ThreadsExecutor)
+        check(llm, model, prompts)
         together = llm.generate(prompts, params, use_tqdm=False)
         for prompt, among_others in zip(prompts, together, strict=True):
             (alone,) = llm.generate([prompt], params, use_tqdm=False)

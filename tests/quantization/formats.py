@@ -68,9 +68,11 @@ def round_weights(
     inputs: Callable[[torch.Tensor], torch.Tensor] | None,
     lm_head: bool = False,
 ) -> None:
-    """Replace the weights of linear modules by rounded ones (the head's where asked for), and round their inputs."""
+    """Replace the weights of linear modules by rounded ones, and round their inputs: all but routers, and but the head
+    unless it is asked for."""
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and (lm_head or name != "lm_head"):
+        is_left_out = name.endswith(".router") or (name == "lm_head" and not lm_head)
+        if isinstance(module, torch.nn.Linear) and not is_left_out:
             module.weight.data = weights(module.weight.data)
             _round_inputs(module, inputs)
 

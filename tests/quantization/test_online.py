@@ -127,16 +127,30 @@ def test_batch_invariance(tmp_path: Path) -> None:
         assert torch.equal(prompt_logits(llm, ids), prompt_logits(llm, ids, chunk=7))
 
 
+def test_norms_of_results_and_across_heads(tmp_path: Path) -> None:
+    """A projection before such a norm is rounded like any other."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 192, "sliding_window": 9}
+    model = write_checkpoint(tmp_path, "olmo3", **sizes)
+    round_weights(model, int8, int8_inputs)
+    ids = random_prompts(1, 40, seed=5, shortest=24)[0]
+    with small_llm(tmp_path, quantization="int8") as llm:
+        got, expected = prompt_logits(llm, ids), reference_logits(model, ids)
+    assert (got - expected).abs().median() < 2e-4
+    assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.995
+
+
 @pytest.mark.parametrize("method", ["int4", "nvfp4"])
-def test_experts_that_stand_in_one_tensor(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(("family", "top_k"), [("gpt_oss", 2), ("llama4", 1)])
+def test_experts_that_stand_in_one_tensor(tmp_path: Path, family: str, top_k: int, method: str) -> None:
     """Each expert's matrix is rounded by itself, gate and up as one, whatever the order of rows and columns."""
     sizes: dict[str, Any] = {
         "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": top_k,
         "hidden_size": 64,
         "intermediate_size": 64,
+        "sliding_window": 9,
     }
-    model = write_checkpoint(tmp_path, "gpt_oss", sliding_window=9, **sizes)
+    model = write_checkpoint(tmp_path, family, **sizes)
     rounded = {"int4": int4(32, False), "nvfp4": nvfp4}[method]
     round_weights(model, rounded, None)
     for name, stack in model.named_parameters():

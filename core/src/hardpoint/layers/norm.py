@@ -69,10 +69,14 @@ class ResidualSum(PluggableLayer):
 
 
 class NormAcrossHeads:
-    """The norm of each token's elements of all heads of the model, of which this rank has equally many as others."""
+    """The norm of each token's elements of all heads of the model, of which this rank has equally many as others.
+
+    Ranks sum their squares. Where results must not depend on the other tokens, which torch's sums may, each gathers the
+    heads of all ranks instead, and norms them by the selected op.
+    """
 
     def __init__(self, ctx: Context, eps: float) -> None:
-        self._eps, self._group = eps, ctx.parallel.tp
+        self._eps, self._group, self._gathers = eps, ctx.parallel.tp, ctx.config.batch_invariant
         self._rms_norm = rms_norm.bind(ctx, scalars={"eps": eps})
 
     @staticmethod
@@ -85,6 +89,15 @@ class NormAcrossHeads:
         flat = x.flatten(1)
         if self._group.size == 1:
             return self._rms_norm(flat, weight, eps=self._eps).view(x.shape)
+        if self._gathers:
+            return (weight * self._gathered(flat)).view(x.shape)
         wide = flat.to(torch.promote_types(x.dtype, torch.float32))
         mean = self._group.all_reduce(wide.square().mean(-1, keepdim=True)) / self._group.size
         return (weight * (wide * torch.rsqrt(mean + self._eps)).to(x.dtype)).view(x.shape)
+
+    def _gathered(self, flat: torch.Tensor) -> torch.Tensor:
+        """flat [T, n], this rank's elements -> like it, normed with those of all ranks."""
+        size, rank = self._group.size, self._group.rank
+        rows = self._group.all_gather(flat.contiguous()).unflatten(0, (size, -1)).transpose(0, 1).flatten(1)
+        whole: torch.Tensor = self._rms_norm(rows.contiguous(), rows.new_ones(rows.shape[1]), eps=self._eps)
+        return whole.chunk(size, dim=1)[rank]
