@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import pytest
 
+from hardpoint.config import EngineConfig
 from hardpoint.conformance.families.parser_samples import (
     REASONING_SAMPLES,
     TOOL_SAMPLES,
     ParserSample,
     SampleCall,
 )
+from hardpoint.parsers import choose_parsers
 from hardpoint_plugin_api import ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from tests.parsers.reading import joined, opened, parsers, read
 
@@ -265,6 +267,56 @@ def test_what_was_passed_on_stays(parser: str, text: str, arguments: str, conten
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     wanted = [("call", "weather", arguments), *([("content", content)] if content else [])]
     assert read(opened(parser), pieces) == wanted
+
+
+TEMPLATES = {
+    "GLM-5": (
+        "glm",
+        "{{ '<think>' + reasoning_content +  '</think>'}}\n"
+        "{{- '<tool_call>' ~ tc.name -}}\n"
+        "{% set _args = tc.arguments %}{% for k, v in _args.items() %}<arg_key>{{ k }}</arg_key>"
+        "<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>{% endfor %}</tool_call>",
+    ),
+    "DeepSeek-V3.2": (
+        "dsml",
+        '{%- set thinking_end_token = "</think>" -%}\n{%- set dsml_token = "｜DSML｜" -%}\n'
+        "<{{ dsml_token }}function_calls>\n"
+        '<{{ dsml_token }}invoke name="$FUNCTION_NAME">',
+    ),
+    "Kimi-K2-Thinking": (
+        "kimi",
+        "<|tool_calls_section_begin|>\n<|tool_call_begin|>{{ formatted_id }}<|tool_call_argument_begin|>\n"
+        "<think>{{rc}}</think>{{render_content(message)}}",
+    ),
+}
+"""Lines of chat templates that decide. That of GLM-5.3-Flash is as published on 2026-09-04; the other two are of
+llama.cpp's models/templates (DeepSeek-V3.2.jinja, moonshotai-Kimi-K2-Thinking.jinja)."""
+
+
+@pytest.mark.parametrize("model", TEMPLATES)
+def test_a_template_chooses_both_parsers(model: str) -> None:
+    tool, template = TEMPLATES[model]
+    found = choose_parsers(EngineConfig.create(model="demo"), chat_template=template)
+    assert found == parsers(tool, "think")
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_an_output_of_glm_5(size: int, thinks: bool) -> None:
+    """Its template ends a prompt with the opening tag, or without reasoning with the closing one."""
+    prompt = "<|user|>?<|assistant|>" + ("<think>" if thinks else "</think>")
+    output = (
+        ("I need the weather.</think>" if thinks else "")
+        + "I look.<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key>"
+        "<arg_value>2</arg_value></tool_call><tool_call>clock</tool_call>"
+    )
+    pieces = [output[i : i + size] for i in range(0, len(output), size)]
+    assert read(opened("glm", "think", prompt), pieces) == [
+        *([("reasoning", "I need the weather.")] if thinks else []),
+        ("content", "I look."),
+        ("call", "weather", '{"city": "Paris", "days": 2}'),
+        ("call", "clock", "{}"),
+    ]
 
 
 def test_glm_takes_the_types_of_values_from_the_tools() -> None:

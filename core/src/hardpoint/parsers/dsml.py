@@ -32,8 +32,9 @@ class DsmlToolParser(MarkedToolParser):
 
     @classmethod
     def recognizes(cls, workload: ToolParserWorkload) -> bool:
-        """The tag around calls."""
-        return _BEGIN in (workload.chat_template or "")
+        """The tag around calls, which a template may put together of its parts."""
+        template = workload.chat_template or ""
+        return "｜DSML｜" in template and "function_calls>" in template
 
     def block(self, opening: str) -> Block:
         mark = yield Literal(_CALL)

@@ -1,7 +1,8 @@
-"""Calls as GLM-4.5 to 4.7 write them.
+"""Calls as GLM-4.5 to 5.3 write them.
 
 ``<tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n...</tool_call>``, with or without the line
-breaks; texts stand as they are, other values as JSON (chat_template.jinja of zai-org/GLM-4.5).
+breaks; texts stand as they are, other values as JSON (chat_template.jinja of zai-org/GLM-4.5; those of GLM-4.7 and
+GLM-5 have no line breaks).
 """
 
 from __future__ import annotations
