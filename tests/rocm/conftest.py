@@ -25,6 +25,7 @@ def aiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (folder / "aiter/__init__.py").write_text("from tests.support.aiter_stand_in import *\n")
     product = "ops/triton/gemm/basic/gemm_afp4wfp4"
     parts = {"mla": "latent", "fused_moe": "experts", "ops/shuffle": "experts", product: "mxfp4"}
+    parts["utility/fp4_utils"] = "mxfp4"
     for name, stand_in in parts.items():
         (folder / f"aiter/{name}.py").parent.mkdir(parents=True, exist_ok=True)
         (folder / f"aiter/{name}.py").write_text(f"from tests.support.aiter_{stand_in}_stand_in import *\n")

@@ -1,7 +1,8 @@
 """AITER's experts as far as they are called: one expert after the other, refusing what the real function would.
 
 Parameters and defaults: aiter/fused_moe.py at d78f4797ba4e16927d83f5ede412767dd5430f5a and aiter/ops/shuffle.py at
-b0b6945e7aff0b0c0860d225501440c81df1f361 of github.com/ROCm/aiter, as are the checks.
+b0b6945e7aff0b0c0860d225501440c81df1f361 of github.com/ROCm/aiter, as are the checks. What ``QuantType.per_1x32`` takes:
+the same file at 000621842c1714b1e9162fc363003dc5936abf41.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.support.aiter_calls import count
+from tests.support.aiter_mxfp4_stand_in import numbers, rounded_up, scales_in_rows
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
@@ -31,6 +33,7 @@ class QuantType(enum.IntEnum):
     No = 0
     per_Tensor = 1  # noqa: N815
     per_Token = 2  # noqa: N815
+    per_1x32 = 3
 
 
 def shuffle_weight(
@@ -92,6 +95,8 @@ def fused_moe(
     assert topk_ids.dtype == torch.int32
     assert getattr(w1, "is_shuffled", False)
     assert getattr(w2, "is_shuffled", False)
+    if quant_type is QuantType.per_1x32:
+        return _of_mxfp4(hidden_states, w1, w2, topk_weight, topk_ids, activation, w1_scale, w2_scale)
     (experts, double, hidden), width = w1.shape, w2.shape[2]
     assert double == 2 * width, "Invalid MoE weight"
     assert w2.shape == (experts, hidden, width)
@@ -116,6 +121,40 @@ def fused_moe(
         y = functional.linear(_rounded(middle, w1.dtype) if rounds else middle, second)
         out.index_add_(0, tokens, y.float() * topk_weight[tokens, places, None])
     return out.to(dtype)
+
+
+def _of_mxfp4(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    activation: ActivationType,
+    w1_scale: Tensor | None,
+    w2_scale: Tensor | None,
+) -> Tensor:
+    """Two elements a byte; scales in tiles, one for 32 columns."""
+    (experts, double, bytes_), width = w1.shape, 2 * w2.shape[2]
+    assert w1.dtype == w2.dtype == torch.float4_e2m1fn_x2
+    assert double == 2 * width, "Invalid MoE weight"
+    assert w2.shape == (experts, 2 * bytes_, width // 2)
+    assert 0 <= int(ids.min()) <= int(ids.max()) < experts, "an expert's number is an index"
+    dense = []
+    for w, scale in ((w1, w1_scale), (w2, w2_scale)):
+        assert scale is not None
+        assert scale.dtype == torch.uint8
+        assert scale.shape == (*w.shape[:2], w.shape[2] // 16)
+        exponents = scales_in_rows(scale.flatten(0, 1))
+        dense.append(numbers(_rows(w.view(torch.uint8)).flatten(0, 1), exponents).view(*w.shape[:2], -1))
+    act = functional.silu if activation is ActivationType.Silu else functional.gelu
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in range(experts):
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        gate, up = functional.linear(rounded_up(x[tokens].float()), dense[0][expert]).chunk(2, dim=-1)
+        middle = (act(gate) * up).to(x.dtype)
+        y = functional.linear(rounded_up(middle.float()), dense[1][expert])
+        out.index_add_(0, tokens, y * weights[tokens, places, None])
+    return out.to(x.dtype)
 
 
 def _rows(tiles: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from hardpoint_rocm.aiter_library import constant, function, reasons_against
 
 _MULTIPLE = 128
 _TILE_ROWS, _TILE_COLUMNS, _PART_BYTES = 16, 32, 16
-_ACTIVATIONS = {"silu_and_mul": "Silu", "gelu_and_mul": "Gelu"}
+ACTIVATIONS = {"silu_and_mul": "Silu", "gelu_and_mul": "Gelu"}
 
 
 class AiterFusedExperts(ExpertsKernel):
@@ -27,27 +27,15 @@ class AiterFusedExperts(ExpertsKernel):
     @classmethod
     def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
         """Refuse sizes that are no whole tiles, and an AITER that has other functions."""
-        sizes = (("hidden-size", workload.hidden_size), ("intermediate-size", workload.intermediate_size))
-        supported = f"multiples of {_MULTIPLE}"
-        found = [
-            Reason(code, "AITER's experts take whole tiles", wanted=str(size), supported=supported)
-            for code, size in sizes
-            if size and size % _MULTIPLE
-        ]
-        return [*found, *reasons_against("fused_moe.fused_moe", "ops.shuffle.shuffle_weight")]
+        found = reasons_against("fused_moe.fused_moe", "ops.shuffle.shuffle_weight")
+        return [*not_multiples(workload, _MULTIPLE), *found]
 
     def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Weights in AITER's tiles of 16 rows and 32 columns; scales as they are."""
-        shuffle = function("ops.shuffle.shuffle_weight")
-        return {
-            key: shuffle(x=value.contiguous(), layout=(_TILE_ROWS, _TILE_COLUMNS // 2))
-            if key.endswith(".weight")
-            else value
-            for key, value in weights.items()
-        }
+        return {key: in_tiles(value) if key.endswith(".weight") else value for key, value in weights.items()}
 
     def unpack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        plain = {key: _in_rows(value) if key.endswith(".weight") else value for key, value in weights.items()}
+        plain = {key: in_rows(value) if key.endswith(".weight") else value for key, value in weights.items()}
         spec = self.workload.spec
         if spec is None or spec[0].is_plain:
             return {name: plain[f"{name}.weight"] for name in MATRICES}
@@ -65,11 +53,11 @@ class AiterFusedExperts(ExpertsKernel):
         call.out.copy_(
             function("fused_moe.fused_moe")(
                 hidden_states=call.x,
-                w1=_shuffled(call.w["w13.weight"]),
-                w2=_shuffled(call.w["w2.weight"]),
+                w1=shuffled(call.w["w13.weight"]),
+                w2=shuffled(call.w["w2.weight"]),
                 topk_weight=call.weights,
                 topk_ids=call.ids,
-                activation=getattr(constant("ActivationType"), _ACTIVATIONS[self.workload.activation]),
+                activation=getattr(constant("ActivationType"), ACTIVATIONS[self.workload.activation]),
                 quant_type=getattr(constant("QuantType"), "per_Token" if quantized else "No"),
                 w1_scale=call.w.get("w13.weight_scale"),
                 w2_scale=call.w.get("w2.weight_scale"),
@@ -78,7 +66,24 @@ class AiterFusedExperts(ExpertsKernel):
         )
 
 
-def _in_rows(tiles: torch.Tensor) -> torch.Tensor:
+def not_multiples(workload: ExpertsWorkload, of: int) -> list[Reason]:
+    """Reasons against sizes that are no multiples of ``of``."""
+    sizes = (("hidden-size", workload.hidden_size), ("intermediate-size", workload.intermediate_size))
+    return [
+        Reason(code, "AITER's experts take whole tiles", wanted=str(size), supported=f"multiples of {of}")
+        for code, size in sizes
+        if size and size % of
+    ]
+
+
+def in_tiles(weight: torch.Tensor) -> torch.Tensor:
+    """[E, rows, columns] in AITER's tiles of 16 rows and 32 columns; bytes of 4-bit elements count as columns."""
+    shuffle = function("ops.shuffle.shuffle_weight")
+    tiles: torch.Tensor = shuffle(x=weight.contiguous(), layout=(_TILE_ROWS, _TILE_COLUMNS // 2))
+    return tiles
+
+
+def in_rows(tiles: torch.Tensor) -> torch.Tensor:
     """The inverse of AITER's ``shuffle_weight``, of [E, rows, columns]."""
     _, rows, columns = tiles.shape
     part = _PART_BYTES // tiles.element_size()
@@ -86,7 +91,7 @@ def _in_rows(tiles: torch.Tensor) -> torch.Tensor:
     return parts.permute(0, 1, 4, 2, 3, 5).reshape(tiles.shape)
 
 
-def _shuffled(weight: torch.Tensor) -> torch.Tensor:
+def shuffled(weight: torch.Tensor) -> torch.Tensor:
     """``weight``, marked as AITER marks tiles: a tensor that was moved or updated has lost the mark."""
     weight.is_shuffled = True  # type: ignore[attr-defined]
     return weight

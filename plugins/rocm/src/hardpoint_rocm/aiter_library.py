@@ -63,6 +63,8 @@ SIGNATURES = {
     "ops.triton.gemm.basic.gemm_afp4wfp4.gemm_afp4wfp4": ("x", "w", "x_scales", "w_scales", "dtype"),
     # aiter/ops/shuffle.py, b0b6945e7aff0b0c0860d225501440c81df1f361
     "ops.shuffle.shuffle_weight": ("x", "layout"),
+    # aiter/utility/fp4_utils.py, 0b3d71613304c12fdc3e1a324d0f1a67a3875684
+    "utility.fp4_utils.e8m0_shuffle": ("scale",),
 }
 """The arguments that are passed to each function; all others have defaults. Names are below the module ``aiter``."""
 
