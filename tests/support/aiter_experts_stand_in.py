@@ -1,8 +1,8 @@
 """AITER's experts as far as they are called: one expert after the other, refusing what the real function would.
 
 Parameters and defaults: aiter/fused_moe.py at d78f4797ba4e16927d83f5ede412767dd5430f5a and aiter/ops/shuffle.py at
-b0b6945e7aff0b0c0860d225501440c81df1f361 of github.com/ROCm/aiter, as are the checks. What ``QuantType.per_1x32`` takes:
-the same file at 000621842c1714b1e9162fc363003dc5936abf41.
+b0b6945e7aff0b0c0860d225501440c81df1f361 of github.com/ROCm/aiter, as are the checks. Arguments with
+``QuantType.per_1x32``: the same file at 000621842c1714b1e9162fc363003dc5936abf41.
 """
 
 from __future__ import annotations
