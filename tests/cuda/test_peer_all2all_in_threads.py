@@ -32,6 +32,8 @@ PROMPTS = [[5], [6, 7, 8], [9, 3, 200, 17, 4, 4, 8, 1, 90]]
 
 @pytest.fixture
 def h100s(monkeypatch: pytest.MonkeyPatch) -> DeviceInfo:
+    if torch.accelerator.is_available():
+        pytest.skip("kernels are compiled on this machine, and this test interprets them on the host")
     interpret_in_threads(monkeypatch)
     return two_gpus(monkeypatch, CudaPlatform, describe_arch("NVIDIA H100 80GB HBM3", (9, 0)))
 
