@@ -63,7 +63,9 @@ class _Resources:
         self._nbytes = nbytes
 
     def get(self, key: str) -> torch.Tensor:
-        return _mapped(self._folder, self._rank, self._nbytes)
+        """As an engine's: memory of inference mode."""
+        with torch.inference_mode():
+            return _mapped(self._folder, self._rank, self._nbytes)
 
 
 @dataclass(frozen=True)
@@ -120,17 +122,19 @@ def _serve(link: Connection, rank: int, given: Given, folder: Path, act: Callabl
         )
         made = peer_all2all.PeerAll2All(ctx, given.workload)
         store, world = FileStore(str(folder / "store"), -1), given.workload.ranks or 1
-        made.init(store, rank, world, "ep")
+        with torch.inference_mode():
+            made.init(store, rank, world, "ep")
         if given.first_meeting:
             _begin_at(made, given, world)
             store.set(f"begun/{rank}", "yes")
             store.wait([f"begun/{other}" for other in range(world)])
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore"), torch.inference_mode():
             link.send(("", act(rank, made)))
     except BaseException:
         link.send((traceback.format_exc(), None))
 
 
+@torch.inference_mode()
 def _begin_at(made: Any, given: Given, world: int) -> None:
     """As after so many meetings of all programs."""
     at, programs = made.layout, given.programs
