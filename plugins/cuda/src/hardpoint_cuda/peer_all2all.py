@@ -135,12 +135,11 @@ class PeerAll2All(GroupMember, All2All):
         if self._peers is None:
             return
         left = self._memory[self.layout.left :][:_INTEGER].view(torch.int32)
-        with torch.inference_mode():  # whichever thread this is, the memory may be of that mode
-            if self._aside is None:
-                left.copy_(self._one)
-                return
-            with torch.cuda.device(left.device), torch.cuda.stream(self._aside):
-                left.copy_(self._one, non_blocking=True)
+        if self._aside is None:
+            left.copy_(self._one)
+            return
+        with torch.cuda.device(left.device), torch.cuda.stream(self._aside):
+            left.copy_(self._one, non_blocking=True)
 
     def most_rows(self, tokens: int) -> int:
         """Where nobody says what to expect, there are rows for the most."""
