@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 
 from hardpoint.compilation.artefacts import Artefacts, check_private
 from hardpoint.compilation.division import Divided, divide
@@ -32,7 +33,10 @@ def divided(hidden: Pass, num_tokens: int = 61) -> Divided:
     return divide(trace(nn.Module(), hidden, OpTracing(), alone().tp, CPU, num_tokens))
 
 
+@inductor.patch({"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False})
 def test_a_piece_is_compiled_once_and_again_where_it_was_changed(tmp_path: Path) -> None:
+    """Without what pays for many pieces alone: a trial of the compiler for each set of vector instructions, and torch's
+    headers compiled beforehand."""
     found = divided(scaled)
     (piece,) = found.pieces.values()
     first = Artefacts(tmp_path, "here")

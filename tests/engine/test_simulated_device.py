@@ -22,10 +22,6 @@ def check(site: Path, scratch: Path, *arguments: str) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
-def test_the_device_and_its_kernels(site: Path, tmp_path: Path) -> None:
-    check(site, tmp_path, "tests/simulated_device")
-
-
 PARTS = ("generation", "sampler", "sleep", "states")
 OF_THE_DEVICE = (
     "(do_not_depend and (async_scheduling or eager or block_size)) or preempt or step_that_fails or after_sleep "
@@ -35,15 +31,20 @@ OF_THE_DEVICE = (
 """In names of tests: memory, copies, events and lengths of the device. Others hardly depend on it."""
 
 
-def test_engines_run_on_it(site: Path, tmp_path: Path) -> None:
-    """The tests of ``OF_THE_DEVICE``, and of speculation, drafts that are verified before they are known.
+def test_the_device_and_engines_on_it(site: Path, tmp_path: Path) -> None:
+    """Its own tests, and of the engine's ``OF_THE_DEVICE``, speculation with drafts that are verified before they are
+    known, and greedy steps ahead, which wait for nothing but tokens and whose replays are compared. (Of drawn ones the
+    reference looks at the settings of requests, which are on the device.)
 
     One child process: each imports Transformers' models and torch's compiler for some seconds.
     """
     latents = "tests/engine/test_latent_attention.py::test_prefixes_chunks_and_preemption[dense-True]"
-    files = (f"tests/engine/test_{part}.py" for part in (*PARTS, "speculation"))
-    chosen = f"(({OF_THE_DEVICE}) and not test_speculation) or (test_speculation and reads)"
-    check(site, tmp_path, "-k", chosen, latents, *files)
+    files = (f"tests/engine/test_{part}.py" for part in (*PARTS, "speculation", "waiting", "replay_on_device"))
+    chosen = (
+        f"simulated_device or test_replay_on_device or (test_waiting and greedy and ahead and graphs) "
+        f"or (test_speculation and reads) or (({OF_THE_DEVICE}) and not test_speculation and not test_waiting)"
+    )
+    check(site, tmp_path, "-m", "not nightly", "-k", chosen, "tests/simulated_device", latents, *files)
 
 
 @pytest.mark.nightly
@@ -55,13 +56,6 @@ def test_whole_engines_run_on_it(site: Path, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_adapters_are_served_on_it(site: Path, tmp_path: Path) -> None:
     check(site, tmp_path, "tests/engine/test_lora.py", "-k", "replayed or ahead or sleep or quantized")
-
-
-def test_no_step_waits_but_for_tokens_and_replays_are_compared(site: Path, tmp_path: Path) -> None:
-    """Greedily: the reference that draws looks at the settings of requests, which are on the device."""
-    files = ("tests/engine/test_waiting.py", "tests/engine/test_replay_on_device.py")
-    chosen = "test_replay_on_device or (greedy and ahead and graphs)"
-    check(site, tmp_path, "-m", "accelerator", "-k", chosen, *files)
 
 
 @pytest.mark.nightly

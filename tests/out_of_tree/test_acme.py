@@ -45,6 +45,7 @@ from tests.parallel.ranks import ranks_in_threads
 from tests.support.attention import MIXED, brute_force, run_backend
 from tests.support.checkpoints import check_tokens_equal, random_prompts, write_checkpoint, write_tokenizer
 from tests.support.engines import small_llm
+from tests.support.forked import run_module
 
 ONE_THREAD = {"cpu": {"threads": 1}}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -158,10 +159,9 @@ def test_off_the_allowlist_it_does_not_exist(acme: Path, tmp_path: Path) -> None
 
 def test_explain_shows_it_with_reasons(acme: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama", head_dim=16)
-    command = [sys.executable, "-m", "hardpoint.cli", "explain", str(tmp_path), "--platform", "cpu", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(acme)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    options = ["explain", str(tmp_path), "--platform", "cpu", "--json"]
+    done = run_module("hardpoint.cli", options, tmp_path, 120, {"PYTHONPATH": str(acme)})
+    assert done.returncode == 0, done.stdout
     rows = json.loads(done.stdout)["rows"]
     (attention,) = [row for row in rows if row["family"] == "attention"]
     losers = {loser["name"]: [reason["code"] for reason in loser["reasons"]] for loser in attention["rejected"]}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from tests.out_of_tree.test_acme import served
 from tests.quantization.formats import Format, Stored, round_weights, write_quantized
 from tests.support.checkpoints import random_prompts, reference_logits, write_checkpoint
 from tests.support.engines import prompt_logits, small_llm
+from tests.support.forked import run_module
 
 IDS = random_prompts(1, 30, seed=2, shortest=30)[0]
 
@@ -88,11 +86,9 @@ def test_its_kernel_by_flag(acme: Path, tmp_path: Path) -> None:
 
 def test_explain_says_who_and_why(acme: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
-    command = [sys.executable, "-m", "hardpoint.cli", "explain", str(tmp_path), "--platform", "cpu", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(acme)}
-    done = subprocess.run(
-        [*command, "--quantization", "int8"], env=environment, capture_output=True, text=True, check=True
-    )
+    options = ["explain", str(tmp_path), "--platform", "cpu", "--json", "--quantization", "int8"]
+    done = run_module("hardpoint.cli", options, tmp_path, 120, {"PYTHONPATH": str(acme)})
+    assert done.returncode == 0, done.stdout
     assert "acme_int8_online" in done.stdout
     assert "plugin acme replaces it by acme_int8_online" in done.stdout
     json.loads(done.stdout)

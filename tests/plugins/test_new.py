@@ -256,15 +256,13 @@ def test_its_compiled_variant_serves_an_engine(environment: Environment, install
     assert len(said) == 2
 
 
-@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
-def test_its_compiled_kernels_are_replayed(environment: Environment, tmp_path: Path) -> None:
+def test_its_compiled_kernels_are_replayed(environment: Environment, installed: Installed) -> None:
     """On the CPU's own platform, which records decode steps, and knows nothing of kernels that a plugin compiled."""
-    project = install(environment, tmp_path, "replayed", "op,linear", "cpp")
-    assert "1 passed" in check(environment, project, "pytest -o addopts= -q")
+    project = installed("cpp")
     code = (
         "from hardpoint import LLM, SamplingParams\n"
-        "use = {'linear': 'replayed_linear', 'op.rms_norm': 'replayed_rms_norm'}\n"
-        "with LLM(platform='cpu', plugins='cpu,replayed', use=use) as llm:\n"
+        "use = {'linear': 'compiled_linear', 'op.rms_norm': 'compiled_rms_norm'}\n"
+        "with LLM(platform='cpu', plugins='cpu,compiled', use=use) as llm:\n"
         "    llm.generate('The whale', SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))\n"
         "    print(llm.config.deny, llm.metrics.value('hardpoint_graph_replays_total'))\n"
     )
