@@ -33,10 +33,13 @@ def divided(hidden: Pass, num_tokens: int = 61) -> Divided:
     return divide(trace(nn.Module(), hidden, OpTracing(), alone().tp, CPU, num_tokens))
 
 
-@inductor.patch({"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False})
-def test_a_piece_is_compiled_once_and_again_where_it_was_changed(tmp_path: Path) -> None:
+def test_a_piece_is_compiled_once_and_again_where_it_was_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without what pays for many pieces alone: a trial of the compiler for each set of vector instructions, and torch's
     headers compiled beforehand."""
+    monkeypatch.setattr(inductor.cpp, "vec_isa_ok", True)
+    monkeypatch.setattr(inductor, "cpp_cache_precompile_headers", False)
     found = divided(scaled)
     (piece,) = found.pieces.values()
     first = Artefacts(tmp_path, "here")

@@ -522,6 +522,7 @@ CASES = {
     "second tile of a prompt": "*/prompt/*",
     "third tile of a prompt": "*/prompt/*",
     "tile of one query": "*/prompt/*",
+    "scratch of the first call": "*/dozens/*",
     "small values": "*/many/*",
 }
 """Cases of level quick that show a fault. Before them come those of deep contexts, which take seconds."""

@@ -172,7 +172,7 @@ def test_a_healthy_model_passes(site: Site) -> None:
         assert caught is None, str(caught)
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.nightly)], ids=["part", "whole"])
+@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.nightly)], ids=["part", "whole"])
 def test_all_of_cores_models_pass_and_are_proved(site: Site, every: int) -> None:
     """In part: the values of one trial of each model, and all checks of that for one model in three.
 

@@ -36,7 +36,14 @@ def check(given: Given, steps: Sequence[Step], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype", "hidden"), [(2, "float32", 24), (3, "bfloat16", 24), (2, "float16", 7), (4, "float32", 2100)]
+    ("ranks", "dtype", "hidden"),
+    [
+        (3, "bfloat16", 24),
+        (2, "float16", 7),
+        (2, "float32", 2100),
+        pytest.param(2, "float32", 24, marks=pytest.mark.nightly),
+        pytest.param(4, "float32", 2100, marks=pytest.mark.nightly),
+    ],
 )
 def test_steps(ranks: int, dtype: str, hidden: int, tmp_path: Path) -> None:
     """Uneven, empty, more tokens than programs, and quantized ones; whether or not they are expected."""

@@ -372,7 +372,7 @@ class TestPrompts:
         recording.token_sizes, recording.max_graphs = (8, 48, 64), None
         return recording
 
-    @pytest.mark.parametrize("ahead", [False, True])
+    @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.nightly), True])
     def test_the_tokens_stay(
         self, checkpoint: tuple[Path, PreTrainedModel], any_shape: RecordedCalls, ahead: bool
     ) -> None:

@@ -79,7 +79,7 @@ def soak(num_requests: int, wave: int) -> None:
 
 
 def test_a_short_soak() -> None:
-    soak(200, 50)
+    soak(100, 25)
 
 
 @pytest.mark.nightly

@@ -42,6 +42,7 @@ from hardpoint_plugin_api import (
 from tests.conformance.trying import subject
 from tests.kernels.compiling import SHARED_KIB, TARGETS, Job, compile_in_stages_that_fit, compile_kernels
 from tests.kernels.test_launch import Variants
+from tests.support.alternating import alternating
 from tests.support.attention import MIXED, Piece, PluginConfigOnly, run_backend
 
 Tensor = torch.Tensor
@@ -127,10 +128,7 @@ def errors(
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "float16")) for name in SPECS]
-)
-@pytest.mark.parametrize("pieces", [MIXED, SPLIT], ids=["mixed", "split"])
+@pytest.mark.parametrize(("pieces", "name"), alternating({"mixed": MIXED, "split": SPLIT}, {n: n for n in SPECS}))
 def test_computes_what_the_reference_does(name: str, pieces: tuple[Piece, ...]) -> None:
     spec = SPECS[name]
     assert errors(spec, kinds(spec)[0], pieces).max() < TOLERANCE[spec.dtype]

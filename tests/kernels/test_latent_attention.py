@@ -25,6 +25,7 @@ from tests.conformance.trying import subject
 from tests.kernels.compiling import SHARED_KIB, TARGETS, Job, compile_kernels
 from tests.kernels.test_attention import SIGNATURE, SPLIT, TOLERANCE, TYPES
 from tests.kernels.test_launch import Variants
+from tests.support.alternating import alternating
 from tests.support.attention import MIXED, Piece, PluginConfigOnly
 from tests.support.latent import run_latent_backend
 
@@ -65,8 +66,7 @@ def errors(
     return found
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("pieces", [MIXED, SPLIT], ids=["mixed", "split"])
+@pytest.mark.parametrize(("pieces", "name"), alternating({"mixed": MIXED, "split": SPLIT}, {n: n for n in SPECS}))
 def test_computes_what_the_reference_does(name: str, pieces: tuple[Piece, ...]) -> None:
     spec = SPECS[name]
     assert errors(spec, Latent, pieces).max() < TOLERANCE[spec.dtype]

@@ -58,6 +58,15 @@ DENSE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "windows-and-norms-of-results": ("gemma2", 2, {"sliding_window": 20, "vocab_size": 261}),
 }
 
+BY_NIGHT = {
+    "tied-uneven-vocabulary",
+    "latents-queries-uncompressed",
+    "deepseek-v3",
+    "gated-delta-nets-shared-key-heads",
+    "norms-across-heads",
+}
+"""Of each of their features another case has one, too."""
+
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {
@@ -96,7 +105,9 @@ def check(llm: LLM, model: PreTrainedModel, prompts: list[list[int]]) -> None:
         check_tokens_equal(model, prompt, output.outputs[0].token_ids)
 
 
-@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case in BY_NIGHT)) for case in DENSE]
+)
 def test_dense_models(case: str, tmp_path: Path) -> None:
     family, ranks, changes = DENSE[case]
     model = write_checkpoint(tmp_path, family, **changes)
