@@ -15,7 +15,7 @@ from hardpoint.context import Context
 from hardpoint.layers.latent_prompts import Prompts
 from hardpoint.layers.mla import MLA
 from hardpoint_plugin_api import MLAArgs
-from tests.conformance.trying import Caught, first_failure, subject
+from tests.conformance.trying import FEWER, Caught, first_failure, subject
 
 Tensor = torch.Tensor
 LN_2 = math.log(2)
@@ -136,9 +136,9 @@ PLANTED = {
 }
 
 
-def tried(site: Site, layer: type[Healthy]) -> Caught | None:
-    claims = [{"dtype": ["float32"]}]
-    return first_failure(subject(site, layer, "layer", "mla", "default", requires=claims), LayerTrials(), "*/tokens-*")
+def tried(site: Site, layer: type[Healthy], every: int = 1) -> Caught | None:
+    made = subject(site, layer, "layer", "mla", "default", requires=[{"dtype": ["float32"]}])
+    return first_failure(made, LayerTrials(), "*/tokens-*", every=every)
 
 
 @pytest.mark.parametrize("title", PLANTED)
@@ -148,6 +148,7 @@ def test_a_planted_fault_is_caught_by_its_check(site: Site, title: str) -> None:
     assert caught.check == "values", str(caught)
 
 
-def test_a_healthy_layer_passes(site: Site) -> None:
-    caught = tried(site, Healthy)
+@FEWER
+def test_a_healthy_layer_passes(site: Site, every: int) -> None:
+    caught = tried(site, Healthy, every)
     assert caught is None, str(caught)

@@ -26,7 +26,7 @@ from hardpoint_plugin_api import (
     Scheme,
     StoredTensor,
 )
-from tests.conformance.trying import Caught, first_failure, subject
+from tests.conformance.trying import FEWER, Caught, first_failure, subject
 
 Tensor = torch.Tensor
 Change = Callable[[Scheme], Scheme]
@@ -227,8 +227,9 @@ PLANTED: dict[str, tuple[str, type[QuantizationMethod], str]] = {
 NAMES = {"compressed-tensors": "compressed_tensors"}
 
 
-def tried(site: Site, of: str, kind: type[QuantizationMethod]) -> Caught | None:
-    return first_failure(subject(site, kind, "quantization", of, NAMES.get(of, of)), QuantizationTrials())
+def tried(site: Site, of: str, kind: type[QuantizationMethod], every: int = 1) -> Caught | None:
+    made = subject(site, kind, "quantization", of, NAMES.get(of, of))
+    return first_failure(made, QuantizationTrials(), every=every)
 
 
 @pytest.mark.parametrize("title", PLANTED)
@@ -250,7 +251,8 @@ HEALTHY: dict[str, type[QuantizationMethod]] = {
 }
 
 
+@FEWER
 @pytest.mark.parametrize("of", HEALTHY)
-def test_a_healthy_method_passes(site: Site, of: str) -> None:
-    caught = tried(site, of, HEALTHY[of])
+def test_a_healthy_method_passes(site: Site, of: str, every: int) -> None:
+    caught = tried(site, of, HEALTHY[of], every)
     assert caught is None, str(caught)

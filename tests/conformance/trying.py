@@ -32,6 +32,8 @@ HEALTHY = pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mar
 """Of a healthy target's trials, the default suite runs each 23rd and ``make nightly`` all.
 
 Checks rotate by fours."""
+FEWER = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.nightly)], ids=["part", "whole"])
+"""The same of a target that has few trials: each fifth by day."""
 
 
 @dataclass(frozen=True)
