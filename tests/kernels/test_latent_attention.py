@@ -17,10 +17,16 @@ from hardpoint.conformance.memory import Placement, place
 from hardpoint.conformance.plan import Plan
 from hardpoint.conformance.site import Site
 from hardpoint.kernels.attention_tuning import DecodeTuning, PrefillTuning, Tables, Tiles
-from hardpoint.kernels.latent_attention import TritonBatchInvariantLatentAttention, TritonLatentAttention
+from hardpoint.kernels.latent_attention import (
+    TritonBatchInvariantLatentAttention,
+    TritonLatentAttention,
+    TritonQuantizedLatentAttention,
+)
 from hardpoint.plugin_host import discover
 from hardpoint.reference.latent_attention import ReferenceLatentAttention
+from hardpoint.reference.quantized_latent_attention import QuantizedLatentAttention
 from hardpoint_plugin_api import BuildContext, CaptureGrade, LatentBackend, LatentCall, LatentSpec, LatentStoreCall
+from hardpoint_plugin_api.elements import BUILT_IN
 from tests.conformance.trying import subject
 from tests.kernels.compiling import SHARED_KIB, TARGETS, Job, compile_kernels
 from tests.kernels.test_attention import SIGNATURE, SPLIT, TOLERANCE, TYPES
@@ -72,6 +78,21 @@ def test_computes_what_the_reference_does(name: str, pieces: tuple[Piece, ...]) 
     assert errors(spec, Latent, pieces).max() < TOLERANCE[spec.dtype]
 
 
+class Quantized(TritonQuantizedLatentAttention):
+    tables = FEW
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("name", ["plain", "float16", "odd sizes", "short lists, odd sizes"])
+def test_latents_of_8_bits(name: str, kv_dtype: str) -> None:
+    """Beside the reference over the same elements: both round latents alike."""
+    spec = replace(SPECS[name], kv_dtype=kv_dtype)
+    for pieces in (MIXED, SPLIT):
+        ours = run_latent_backend(Quantized, spec, pieces).double()
+        reference = run_latent_backend(QuantizedLatentAttention, spec, pieces).double()
+        assert ((ours - reference).norm(dim=-1) / reference.norm(dim=-1)).max() < TOLERANCE[spec.dtype]
+
+
 class Apart(TritonBatchInvariantLatentAttention):
     tables = FEW
 
@@ -101,12 +122,15 @@ def test_computes_what_the_reference_does_on_the_device(name: str) -> None:
     assert errors(spec, TritonLatentAttention, pieces, device).max() < TOLERANCE[spec.dtype]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
 def test_stores_what_the_reference_does(kv_dtype: str) -> None:
     spec = replace(PLAIN, dtype="float32", kv_dtype=kv_dtype, latent_size=33, rope_size=6)
     latent, rope_key = torch.randn(40, 50).split([44, 6], dim=-1)
     slots, buffers = torch.arange(16, 56, dtype=torch.int32), []
-    for kind in (Latent, ReferenceLatentAttention):
+    kinds: tuple[type[LatentBackend], ...] = (Latent, ReferenceLatentAttention)
+    if kv_dtype in BUILT_IN:
+        kinds = Quantized, QuantizedLatentAttention
+    for kind in kinds:
         backend = kind(cast(BuildContext, PluginConfigOnly({})), spec)
         buffer = torch.zeros(4 * backend.layout.page_bytes(backend.cache_spec, 16), dtype=torch.uint8)
         cache = backend.layout.views(buffer, 4, backend.cache_spec, 16)
@@ -147,16 +171,18 @@ def test_a_known_variant_is_the_right_one() -> None:
 
 def jobs(spec: LatentSpec, target: str) -> list[Job]:
     """As the backend would call them: for lists, for decodes, and for prompts with each of its tiles."""
-    kind: Any = TritonLatentAttention
+    scaled = TYPES[spec.kv_dtype] in ("i8", "fp8e4nv")
+    kind: Any = TritonQuantizedLatentAttention if scaled else TritonLatentAttention
     if not target.startswith("sm_"):
         kind = type(kind.__name__, (kind,), {"tables": SMALL})
     backend = kind(cast(BuildContext, PluginConfigOnly({})), replace(spec, top_k=2048))
     strides = (f"{name}_{axis}_stride" for name in ("q_latent", "q_rope", "out") for axis in ("token", "head"))
     types = {"q_latent": spec.dtype, "q_rope": spec.dtype, "out": spec.dtype}
-    types |= {"latents": spec.kv_dtype, "rope_keys": spec.kv_dtype}
+    types |= {"latents": spec.kv_dtype, "rope_keys": spec.dtype if scaled else spec.kv_dtype}
     signature = {
         **SIGNATURE,
         "indices": "*i32",
+        **({"scales": "*fp32"} if scaled else {}),
         "index_stride": "i32:16",
         **dict.fromkeys((*strides, "latent_page_stride", "rope_page_stride"), "i32:16"),
         **{name: f"*{TYPES[dtype]}" for name, dtype in types.items()},
@@ -166,15 +192,23 @@ def jobs(spec: LatentSpec, target: str) -> list[Job]:
     cuts += [("latent_decode:decode_latent_attention", backend.decodes[32])]
     cuts += [("latent_prefill:prefill_latent_attention", cut) for cut in backend.prefills]
     for kernel, cut in cuts:
-        constants = {**cut.constants, "STAGES": cut.tiles.num_stages}
+        constants = {**cut.constants, "STAGES": cut.tiles.num_stages, **({} if scaled else {"scales": None})}
         module = f"hardpoint.kernels.{kernel}"
         found.append(Job(module, signature, constants, target, cut.tiles.num_warps, cut.tiles.num_stages))
     return found
 
 
-@pytest.mark.parametrize("heads", [pytest.param(16, marks=pytest.mark.nightly), 128])
-def test_compiled_for_a_large_device(heads: int) -> None:
-    compiled = compile_kernels(jobs(replace(DEEPSEEK, num_heads=heads), "sm_90"), seconds=300)
+@pytest.mark.parametrize(
+    ("heads", "kv_dtype"),
+    [
+        pytest.param(16, "bfloat16", marks=pytest.mark.nightly),
+        (128, "bfloat16"),
+        pytest.param(16, "float8_e4m3fn", marks=pytest.mark.nightly),
+        pytest.param(128, "float8_e4m3fn", marks=pytest.mark.nightly),
+    ],
+)
+def test_compiled_for_a_large_device(heads: int, kv_dtype: str) -> None:
+    compiled = compile_kernels(jobs(replace(DEEPSEEK, num_heads=heads, kv_dtype=kv_dtype), "sm_90"), seconds=300)
     for one in compiled:
         assert one.spilled <= 144, one  # as much as the fastest tile for 128 heads, measured on an H100
         assert one.shared <= SHARED_KIB["sm_90"] << 10, one
@@ -195,12 +229,16 @@ class NotRecorded(Latent):
 
 
 def findings(
-    kind: type[LatentBackend], more: list[dict[str, Any]], checks: Sequence[str], every: int
+    kind: type[LatentBackend],
+    more: list[dict[str, Any]],
+    checks: Sequence[str],
+    every: int,
+    kv_dtypes: Sequence[str] = ("float32", "float16", "bfloat16"),
 ) -> Mapping[str, list[str]]:
     """The outcomes of some of the kit's checks, and what they say, in each ``every``-th trial."""
     dtypes = ["float32", "float16", "bfloat16"]
     site = Site.open(discover(), "cpu", {"cpu": {"threads": 1}})
-    requires = [{"dtype": dtypes}, {"kv_dtype": dtypes}, *more]
+    requires = [{"dtype": dtypes}, {"kv_dtype": list(kv_dtypes)}, *more]
     found = defaultdict[str, list[str]](list)
     for trial in islice(
         LatentTrials().trials(subject(site, kind, "attention", "latent", requires=requires), Plan()), 0, None, every
@@ -216,3 +254,16 @@ def findings(
 def test_conforms() -> None:
     """The values of every trial; the other checks are for devices."""
     assert not findings(NotRecorded, [], ("values", "group"), every=1)["failed"]
+
+
+class NotRecordedQuantized(Quantized):
+    capture = CaptureGrade.NEVER
+
+
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.nightly)], ids=["part", "whole"])
+def test_latents_of_8_bits_conform(every: int) -> None:
+    claims: list[dict[str, Any]] = [{"feature": ["index_lists"]}]
+    kv_dtypes = ("float8_e4m3fn", "float8_e5m2", "int8")
+    found = findings(NotRecordedQuantized, claims, ("values", "round-trip"), every, kv_dtypes)
+    assert found["passed"]
+    assert not found["failed"]

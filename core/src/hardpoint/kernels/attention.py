@@ -41,7 +41,7 @@ from hardpoint_plugin_api import (
 
 LOG2_E = 1.4426950408889634
 _MOST_HEAD_SIZE = 256
-_AMPLITUDES = {"int8": 2.0**6, "float8_e4m3fn": 2.0**8, "float8_e4m3fnuz": 2.0**7, "float8_e5m2": 2.0**15}
+AMPLITUDES = {"int8": 2.0**6, "float8_e4m3fn": 2.0**8, "float8_e4m3fnuz": 2.0**7, "float8_e5m2": 2.0**15}
 """Half the largest element or more: a token's scale times that is about as large as its values, and no larger."""
 MOST_MERGED = 128
 """Splits of one request: as many as a tile of their sums has rows."""
@@ -114,7 +114,7 @@ class TritonAttention(AttentionBackend):
             "CHUNK": spec.chunk,
             "CAPPED": capped,
             "SCALES": scales,
-            "AMPLITUDE": _AMPLITUDES.get(spec.kv_dtype, 1.0),
+            "AMPLITUDE": AMPLITUDES.get(spec.kv_dtype, 1.0),
             "WIDE": wide,
             "BLOCK_D": block_d,
         }

@@ -9,7 +9,7 @@ Axes: T tokens, N requests, H query heads, L latent size, R rope size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -17,7 +17,7 @@ import torch
 import triton
 
 from hardpoint.dtypes import dtype_of
-from hardpoint.kernels.attention import LOG2_E, MOST_MERGED, SCANNED, evenly_placed, in_order, scan_size
+from hardpoint.kernels.attention import AMPLITUDES, LOG2_E, MOST_MERGED, SCANNED, evenly_placed, in_order, scan_size
 from hardpoint.kernels.attention_tuning import DecodeTuning, PrefillTuning, Tables, Tiles
 from hardpoint.kernels.latent_decode import decode_latent_attention
 from hardpoint.kernels.latent_listed import attend_listed_latents
@@ -26,6 +26,7 @@ from hardpoint.kernels.latent_store import store_latents
 from hardpoint.kernels.latent_tuning import VARIANTS
 from hardpoint.kernels.launch import Launcher, aligned, in_stages_that_fit
 from hardpoint.kernels.tables import table_of
+from hardpoint.numerics import largest
 from hardpoint_plugin_api import (
     AttentionBatch,
     AttentionMetadata,
@@ -40,7 +41,9 @@ from hardpoint_plugin_api import (
     LatentWorkload,
     PlainLayout,
     Reason,
+    ScaledLayout,
 )
+from hardpoint_plugin_api.elements import BUILT_IN
 
 _FACTS: Mapping[str, type] = {"wide": bool, "heads": int}
 _MOST_LATENT_SIZE, _MOST_ROPE_SIZE = 512, 128
@@ -72,7 +75,7 @@ class _Cut:
 
 
 class TritonLatentAttention(LatentBackend):
-    """See the top of this file. The cache has elements of 16 or 32 bits."""
+    """See the top of this file."""
 
     layout: ClassVar[CacheLayout] = PlainLayout()
     capture: ClassVar[CaptureGrade] = CaptureGrade.ANY
@@ -86,7 +89,8 @@ class TritonLatentAttention(LatentBackend):
         super().__init__(ctx, spec)
         tables = self.tables or latent_tables(ctx)
         # Where one of two dtypes may not hold the other's numbers, products are in float32.
-        wide = spec.kv_dtype != spec.dtype
+        scaled = spec.kv_dtype in BUILT_IN
+        wide = spec.kv_dtype != spec.dtype and not scaled
         itemsize = 4 if wide else dtype_of(spec.dtype).itemsize
         sizes = {
             "LATENT_SIZE": spec.latent_size,
@@ -95,7 +99,8 @@ class TritonLatentAttention(LatentBackend):
             "BLOCK_L": (block := max(16, triton.next_power_of_2(spec.latent_size))),
             "BLOCK_R": max(16, triton.next_power_of_2(spec.rope_size)),
         }
-        alike = {**sizes, "NUM_HEADS": spec.num_heads, "WIDE": wide}
+        amplitude = AMPLITUDES.get(spec.kv_dtype, 1.0)
+        alike = {**sizes, "NUM_HEADS": spec.num_heads, "WIDE": wide, "AMPLITUDE": amplitude}
         facts = {"wide": itemsize == 4, "heads": spec.num_heads}
         self._factor = LOG2_E * spec.scale
         self._prefill_tuning = tables.prefill.find(**facts)
@@ -137,7 +142,10 @@ class TritonLatentAttention(LatentBackend):
         )
         self._rows_stored = max(1, _STORED // block)
         self._store = Launcher(store_latents)
-        self._store_arguments = in_order(store_latents, {**sizes, "ROWS": self._rows_stored})
+        self._store_arguments = in_order(
+            store_latents,
+            {**sizes, "LARGEST": float(largest(spec.kv_dtype)) if scaled else 0, "ROWS": self._rows_stored},
+        )
         size = f"{spec.num_heads}x{spec.latent_size}_{self._splits}_{self._head_blocks}"
         self._partial_key, self._counters_key = f"triton_latent_partial_{size}", f"triton_latent_counters_{size}"
         nbytes = 4 * self._splits * spec.num_heads * (spec.latent_size + 2)
@@ -169,7 +177,7 @@ class TritonLatentAttention(LatentBackend):
         latent, rope_key = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.latent, call.rope_key))
         strides, pages = (latent.stride(0), rope_key.stride(0)), _pages(call.cache)
         self._store(
-            (*strides, *pages[2:]) if aligned(latent, rope_key, *pages[:2]) else None,
+            (*strides, *pages[2:4], pages[5]) if aligned(latent, rope_key, *_alignable(pages)) else None,
             (-(-tokens // self._rows_stored), 1, 1),
             _STORE_WARPS,
             latent,
@@ -204,7 +212,7 @@ class TritonLatentAttention(LatentBackend):
         strides = [x.stride()[:2] for x in (q_latent, q_rope, out)]
         alike = (q_latent, *strides[0], q_rope, *strides[1], out, *strides[2], *pages)
         alike = (*alike, batch.block_table, batch.block_table.stride(0), batch.seq_lens)
-        key = (*strides, *pages[2:]) if aligned(q_latent, q_rope, out, *pages[:2]) else None
+        key = (*strides, *pages[2:4], pages[5]) if aligned(q_latent, q_rope, out, *_alignable(pages)) else None
         if self.one_by_one is not None:
             indices = call.indices
             assert (indices is None) == (self.spec.top_k is None), "a spec with top_k has lists"
@@ -234,6 +242,12 @@ class TritonLatentAttention(LatentBackend):
         in_stages_that_fit((self.spec, cut.launcher, cut.tiles, device), cut.tiles.num_stages, launch)
 
 
+class TritonQuantizedLatentAttention(TritonLatentAttention):
+    """The same over latents of 8 bits with a scale each, and rotated keys in the model's dtype."""
+
+    layout: ClassVar[CacheLayout] = ScaledLayout()
+
+
 class TritonBatchInvariantLatentAttention(TritonLatentAttention):
     """Each query by itself, over its positions in order: what else is in the batch has no say in its result."""
 
@@ -247,7 +261,12 @@ def latent_tables(ctx: BuildContext) -> Tables:
     )
 
 
-def _pages(cache: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Latents and rotated keys, and the strides of each from page to page."""
-    latents, rope_keys = cache["latent"], cache["rope_key"]
-    return latents, rope_keys, latents.stride(0), rope_keys.stride(0)
+def _pages(cache: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int, int, torch.Tensor | None, int]:
+    """Latents and rotated keys, the strides of each from page to page, and the same of scales, where there are some."""
+    latents, rope_keys, scales = cache["latent"], cache["rope_key"], cache.get("latent_scale")
+    return latents, rope_keys, latents.stride(0), rope_keys.stride(0), scales, 0 if scales is None else scales.stride(0)
+
+
+def _alignable(pages: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """The tensors of ``_pages``."""
+    return (x for x in pages if isinstance(x, torch.Tensor))

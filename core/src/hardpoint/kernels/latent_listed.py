@@ -33,6 +33,8 @@ def attend_listed_latents(
     rope_keys,
     latent_page_stride,
     rope_page_stride,
+    scales,
+    scale_page_stride,
     block_table,
     block_table_stride,
     seq_lens,
@@ -46,6 +48,7 @@ def attend_listed_latents(
     ROPE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDE: tl.constexpr,
+    AMPLITUDE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_MERGE: tl.constexpr,
@@ -99,17 +102,23 @@ def attend_listed_latents(
         there = inside[:, None] & (rope_columns[None, :] < ROPE_SIZE)
         rope_key = tl.load(rope_keys + rope_at, mask=there, other=0.0).to(rope_queries.dtype)
         scores = tl.dot(rope_queries, tl.trans(rope_key), input_precision="ieee")
-        scores = tl.dot(latent_queries, tl.trans(latent), scores, input_precision="ieee")
+        if scales is None:
+            scores = tl.dot(latent_queries, tl.trans(latent), scores, input_precision="ieee")
+        else:
+            scale = tl.load(scales + page * scale_page_stride + offset, mask=inside, other=0.0)
+            scores += tl.dot(latent_queries, tl.trans(latent), input_precision="ieee") * scale[None, :]
         scores = tl.where(inside[None, :], scores * score_factor, float("-inf"))
         # The first position of a list is always there, so a row has a highest score from the first tile on.
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_highest[:, None])
         decay = tl.exp2(highest - new_highest)
         total = total * decay + tl.sum(weights, 1)
+        if scales is not None:
+            weights *= (scale * AMPLITUDE)[None, :]
         accumulated = tl.dot(weights.to(latent.dtype), latent, accumulated * decay[:, None], input_precision="ieee")
         highest = new_highest
     tl.store(
         out + token[:, None] * out_token_stride + heads[:, None] * out_head_stride + latent_columns[None, :],
-        (accumulated / total[:, None]).to(out.dtype.element_ty),
+        (accumulated * (1.0 / AMPLITUDE) / total[:, None]).to(out.dtype.element_ty),
         mask=real[:, None] & (latent_columns[None, :] < LATENT_SIZE),
     )

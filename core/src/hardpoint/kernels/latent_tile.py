@@ -36,12 +36,15 @@ def attend_latent(
     rope_keys,
     latent_page_stride,
     rope_page_stride,
+    scales,
+    scale_page_stride,
     block_row,
     first_pages,
     score_factor,
     LATENT_SIZE: tl.constexpr,
     ROPE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    AMPLITUDE: tl.constexpr,
     MASK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -50,6 +53,7 @@ def attend_latent(
 ):
     """Take the positions from ``begin`` to ``end`` into ``accumulated`` [M, L], ``total`` and ``highest``, both [M].
 
+    ``scales``: of latents of 8 bits, float32, else None; ``accumulated`` is then ``AMPLITUDE`` times as large.
     ``first_pages`` are those of the first tile. Values behind ``end`` are never used: they may be NaN. ``MASK``: "none"
     (all queries read all of these positions, which fill whole tiles), "end" (all read all), "causal" (each reads those
     up to its own, ``queries_at``).
@@ -79,7 +83,15 @@ def attend_latent(
             rope_key = tl.load(rope_keys + rope_at, mask=rope_columns[None, :] < ROPE_SIZE, other=0.0)
         latent = latent.to(q_latent.dtype)
         scores = tl.dot(q_rope, tl.trans(rope_key.to(q_rope.dtype)), input_precision="ieee")
-        scores = tl.dot(q_latent, tl.trans(latent), scores, input_precision="ieee")
+        if scales is None:
+            scores = tl.dot(q_latent, tl.trans(latent), scores, input_precision="ieee")
+        else:  # elements are numbers of the queries' dtype as they are, and sums are scaled
+            scale_at = scales + page * scale_page_stride + offset
+            if MASK == "none":
+                scale = tl.load(scale_at)
+            else:
+                scale = tl.load(scale_at, mask=inside, other=0.0)
+            scores += tl.dot(q_latent, tl.trans(latent), input_precision="ieee") * scale[None, :]
         if MASK == "end":
             scores = tl.where(inside[None, :], scores, float("-inf"))
         if MASK == "causal":
@@ -91,6 +103,8 @@ def attend_latent(
         weights = tl.exp2(scores * score_factor - base[:, None])
         decay = tl.exp2(highest - base)
         total = total * decay + tl.sum(weights, 1)
+        if scales is not None:  # times the elements' range, or 16-bit weights lose their small scales
+            weights *= (scale * AMPLITUDE)[None, :]
         accumulated = tl.dot(weights.to(latent.dtype), latent, accumulated * decay[:, None], input_precision="ieee")
         highest = new_highest
     return accumulated, total, highest
