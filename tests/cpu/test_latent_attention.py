@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from hardpoint.reference.latent_attention import ReferenceLatentAttention
-from hardpoint_cpu.native_latent_attention import NativeLatentAttention
+from hardpoint.reference.quantized_latent_attention import QuantizedLatentAttention
+from hardpoint_cpu.native_latent_attention import NativeLatentAttention, NativeQuantizedLatentAttention
 from hardpoint_cpu.recorded_list import RecordedLists
-from hardpoint_plugin_api import AttentionBatch, LatentCall, LatentSpec, LatentStoreCall
+from hardpoint_plugin_api import AttentionBatch, LatentBackend, LatentCall, LatentSpec, LatentStoreCall
+from hardpoint_plugin_api.elements import BUILT_IN
 from tests.cpu.building import needs_kernels
 from tests.cpu.test_attention import SPLIT, TOLERANCE
 from tests.support.attention import MIXED, Piece
@@ -43,12 +45,28 @@ def test_every_level_computes_what_the_reference_does(level: str, name: str, pie
     assert errors.max() < TOLERANCE[spec.dtype]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if "other cache" not in name])
+def test_latents_of_8_bits(level: str, name: str, kv_dtype: str) -> None:
+    """Both round latents alike."""
+    spec = replace(SPECS[name], kv_dtype=kv_dtype)
+    for pieces in (MIXED, SPLIT):
+        ours, reference = (
+            run_latent_backend(kind, spec, pieces).double()
+            for kind in (NativeQuantizedLatentAttention, QuantizedLatentAttention)
+        )
+        assert ((ours - reference).norm(dim=-1) / reference.norm(dim=-1)).max() < TOLERANCE[spec.dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
 def test_stores_what_the_reference_does(level: str, kv_dtype: str) -> None:
     spec = replace(PLAIN, dtype="float32", kv_dtype=kv_dtype, latent_size=33, rope_size=6)
     latent, rope_key = torch.randn(40, 50).split([44, 6], dim=-1)
     slots, buffers = torch.arange(16, 56, dtype=torch.int32), []
-    for kind in (NativeLatentAttention, ReferenceLatentAttention):
+    kinds: tuple[type[LatentBackend], ...] = (NativeLatentAttention, ReferenceLatentAttention)
+    if kv_dtype in BUILT_IN:
+        kinds = NativeQuantizedLatentAttention, QuantizedLatentAttention
+    for kind in kinds:
         backend = kind(None, spec)  # type: ignore[arg-type]  # no backend here asks for a context
         buffer = torch.zeros(4 * backend.layout.page_bytes(backend.cache_spec, 16), dtype=torch.uint8)
         cache = backend.layout.views(buffer, 4, backend.cache_spec, 16)

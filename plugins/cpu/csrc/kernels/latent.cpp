@@ -5,7 +5,7 @@
 namespace hardpoint::HARDPOINT_LEVEL {
 
 static constexpr Kernel kernels[] = {
-    EACH_FLOAT("latent_attention", attention::LatentAttention),
+    EACH_ELEMENT("latent_attention", attention::LatentAttention),
     ::hardpoint::kernel<attention::MergeLatentSplits>("latent_merge_splits"),
     EACH_FLOAT("latent_store", attention::LatentStore),
 };

@@ -20,13 +20,14 @@ constexpr std::int64_t kLeastLatentSplit = 32768;
 
 // q_latent and out [tokens, heads, latent_size], q_rope [tokens, heads, rope_size], of dtype `dtype` (see Code), are
 // `*_token` and `*_head` elements apart. The cache's pages of latents [block, latent_size] and of rotated keys [block,
-// rope_size] are `*_page` elements apart. The rest is as in Attention.
+// rope_size] are `*_page` elements apart. Of 8-bit latents, `scales` are floats [block] in pages `scale_page` floats
+// apart, and rotated keys are of `dtype`; other caches have elements of one kind. The rest is as in Attention.
 //
 // With `indices` [tokens, top_k], `index_stride` elements from token to token, a query reads the positions that its row
 // lists. It then has places in its list where it else has positions: those up to its own, or top_k of them if that is
 // less, are filled.
 struct Latent {
-    static constexpr char signature[] = "piipiipiiipipipppiiiiiifpipii";
+    static constexpr char signature[] = "piipiipiiipipipipppiiiiiifpipii";
     const void* q_latent;
     std::int64_t q_latent_token, q_latent_head;
     const void* q_rope;
@@ -37,6 +38,8 @@ struct Latent {
     std::int64_t latent_page;
     const void* rope_keys;
     std::int64_t rope_page;
+    const float* scales;
+    std::int64_t scale_page;
     const std::int32_t* query_start;
     const std::int32_t* seq_lens;
     const std::int32_t* block_table;
@@ -191,10 +194,19 @@ class LatentPiece {
     void load_key(std::int64_t number, std::int64_t offset, std::int64_t i) {
         const std::int64_t page = a_.block_table[request_ * a_.table_stride + number];
         const auto* latent = static_cast<const Element*>(a_.latents) + page * a_.latent_page + offset * a_.latent_size;
-        const auto* rope = static_cast<const Element*>(a_.rope_keys) + page * a_.rope_page + offset * a_.rope_size;
         float* to = keys_ + i * width_;
         convert(latent, a_.latent_size, padded_, to);
-        convert(rope, a_.rope_size, width_ - padded_, to + padded_);
+        const auto load_rope = [&](auto type) {
+            const auto* rope = static_cast<const typename decltype(type)::type*>(a_.rope_keys);
+            convert(rope + page * a_.rope_page + offset * a_.rope_size, a_.rope_size, width_ - padded_, to + padded_);
+        };
+        if constexpr (kIsScaled<Element>) {
+            const Floats scale = broadcast(a_.scales[page * a_.scale_page + offset]);
+            for (std::int64_t d = 0; d < padded_; d += kLanes) store(to + d, load(to + d) * scale);
+            with_float(a_.dtype, load_rope);
+        } else {
+            load_rope(Type<Element>{});
+        }
     }
 
     // Dot products of all rows of queries with the keys, at `weights_`.
@@ -344,10 +356,10 @@ struct MergeLatentSplits : Latent {
 };
 
 // latent [tokens, latent_size] and rope_key [tokens, rope_size], `*_stride` elements from token to token, to the slots
-// int32 [tokens] of a cache of elements `element` (see Code).
+// int32 [tokens] of a cache of elements `element` (see Code), rotated keys of T beside elements of 8 bits.
 template <typename T>
 struct LatentStore {
-    static constexpr char signature[] = "pipipipiiiiiip";
+    static constexpr char signature[] = "pipipipipiiiiiip";
     const T* latent;
     std::int64_t latent_stride;
     const T* rope_key;
@@ -356,19 +368,22 @@ struct LatentStore {
     std::int64_t latent_page;
     void* rope_keys;
     std::int64_t rope_page;
+    float* scales;
+    std::int64_t scale_page;
     std::int64_t tokens, latent_size, rope_size, block_size, element;
     const std::int32_t* slots;
 
     std::int64_t chunks() const { return ceil_div(tokens, rows_per_chunk(latent_size + rope_size)); }
     void run(std::int64_t chunk) const {
         const Rows mine(chunk, rows_per_chunk(latent_size + rope_size), tokens);
-        with_float(element, [&](auto type) {
+        with_element(element, [&](auto type) {
             using Element = typename decltype(type)::type;
+            using Rope = std::conditional_t<kIsScaled<Element>, T, Element>;
             const CachePages<Element> to{
-                static_cast<Element*>(latents), latent_page, nullptr, 0, block_size, 1, latent_size
+                static_cast<Element*>(latents), latent_page, scales, scale_page, block_size, 1, latent_size
             };
-            const CachePages<Element> to_rope{
-                static_cast<Element*>(rope_keys), rope_page, nullptr, 0, block_size, 1, rope_size
+            const CachePages<Rope> to_rope{
+                static_cast<Rope*>(rope_keys), rope_page, nullptr, 0, block_size, 1, rope_size
             };
             for (auto token = mine.first; token < mine.last; ++token) {
                 store_token(latent + token * latent_stride, latent_size, to, slots[token]);

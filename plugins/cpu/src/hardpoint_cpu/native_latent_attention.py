@@ -1,4 +1,4 @@
-"""Latent attention on CPU in compiled kernels (``csrc/kernels/latent.h``), over core's plain cache layout.
+"""Latent attention on CPU in compiled kernels (``csrc/kernels/latent.h``), over core's cache layouts.
 
 A row of the cache is converted to float32 once for all query heads. Requests with one query are split by positions over
 the threads and merged by log-sum-exp; those with more are split by queries. Which is which the kernels find in the
@@ -32,6 +32,7 @@ from hardpoint_plugin_api import (
     LatentWorkload,
     PlainLayout,
     Reason,
+    ScaledLayout,
 )
 
 
@@ -130,6 +131,12 @@ class NativeLatentAttention(LatentBackend):
             call.out[: batch.num_tokens] = result[: batch.num_tokens]
 
 
+class NativeQuantizedLatentAttention(NativeLatentAttention):
+    """The same over latents of 8 bits with a scale each, and rotated keys in the model's dtype."""
+
+    layout: ClassVar[CacheLayout] = ScaledLayout()
+
+
 _MANY_THREADS = 1 << 20
 """Among so many, a split has the fewest positions that one may have, which depends on the sizes of a row alone."""
 _LEAST_SPLIT_ELEMENTS = 32768
@@ -187,7 +194,8 @@ def _listed(indices: torch.Tensor | None) -> tuple[int | None, int, int]:
     return indices.data_ptr(), indices.stride(0), indices.shape[1]
 
 
-def _pages(cache: dict[str, torch.Tensor]) -> tuple[int, int, int, int]:
-    """Addresses of latents and of rotated keys, each with its stride from page to page."""
-    latent, rope_key = cache["latent"], cache["rope_key"]
-    return latent.data_ptr(), latent.stride(0), rope_key.data_ptr(), rope_key.stride(0)
+def _pages(cache: dict[str, torch.Tensor]) -> tuple[int | None, ...]:
+    """Addresses of latents, rotated keys and scales, if there are some, each with its stride from page to page."""
+    latent, rope_key, scales = cache["latent"], cache["rope_key"], cache.get("latent_scale")
+    of_scales = (None, 0) if scales is None else (scales.data_ptr(), scales.stride(0))
+    return latent.data_ptr(), latent.stride(0), rope_key.data_ptr(), rope_key.stride(0), *of_scales

@@ -206,6 +206,11 @@ def _logical(shape: Sequence[int], plane: Plane, generator: torch.Generator) -> 
     return round_to(x * 30, plane.dtype).float() if plane.scaling == "static" else spread(x, plane, generator, WIDE)
 
 
+def _numbers(x: torch.Tensor, plane: Plane) -> torch.Tensor:
+    """Values of a plane in the dtype in which they are compared: those that have scales in float32."""
+    return x if plane.scaling == "none" else x.float()
+
+
 def _layout(subject: Subject) -> CacheLayout:
     return cast("type[AttentionBackend]", subject.target).layout
 
@@ -289,7 +294,7 @@ class StoreProbe:
         scaled = first.scaling != "none"
         if scaled:  # what stays is what was there, rounded
             held = layout.to_logical(views, pages.to(device))
-            old = {name: held[name].float().cpu() for name in names}
+            old = {plane.name: _numbers(held[plane.name], plane).cpu() for plane in planes}
         placed = {
             name: place_far(x, device, free) if far == name else place(x, device, placement)
             for name, x in zip(names, new, strict=True)
@@ -299,7 +304,7 @@ class StoreProbe:
 
         def state() -> Sequence[torch.Tensor]:
             content = self.backend.layout.to_logical(views, pages.to(device))
-            return [content[name].float() if scaled else content[name] for name in names]
+            return [_numbers(content[plane.name], plane) for plane in planes]
 
         def expect() -> Expected:
             wanted = []
