@@ -228,12 +228,11 @@ def test_the_rule_can_be_printed() -> None:
     )
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(4000, marks=pytest.mark.nightly)])
-def test_right_results_of_few_columns_raise_no_alarm(count: int) -> None:
+def test_right_results_of_few_columns_raise_no_alarm() -> None:
     """A row of a few elements has no mean to speak of: its floor is an element's."""
     generator = torch.Generator().manual_seed(0)
     model, alarms = ErrorModel(), 0
-    for number in range(count):
+    for number in range(4000):
         x = torch.rand(1 + number % 5, 24, generator=generator)
         weight = torch.rand(1 + number % 3, 24, generator=generator)
         truth, own = x.double() @ weight.double().T, x @ weight.T
