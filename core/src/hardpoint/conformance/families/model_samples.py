@@ -152,13 +152,16 @@ def transformers_samples(architecture: str) -> tuple[ModelSample, ...]:
     if not own:
         return ()
     config = configs[own[0]]
-    known = (config.text_config if has_images else config).to_dict().keys() | {"head_dim"}
+    own_keys = (config.text_config if has_images else config).to_dict()
+    known = own_keys.keys() | {"head_dim"}
+    # An architecture that chooses one expert for each token may have no other form.
+    choices = {k: 1 for k in ("num_experts_per_tok", "num_experts_per_token") if own_keys.get(k) == 1}
     samples = []
     for name, changes in _VARIATIONS.items():
         if not changes or next(iter(changes)) in known:
             latent = _LATENT if "kv_lora_rank" in known else {}
             hybrid = _HYBRID if known & {"linear_num_value_heads", "linear_num_heads", "mamba_n_heads"} else {}
-            keys = TINY | _MIXTURE | latent | hybrid | _MAMBA | dict(changes)
+            keys = TINY | _MIXTURE | choices | latent | hybrid | _MAMBA | dict(changes)
             keys = {k: v for k, v in keys.items() if k in known or k in TINY}
             if has_images:
                 vision = _VISION | {"out_hidden_size": TINY["hidden_size"]}
