@@ -63,8 +63,8 @@ class _Case:
         return replace(spec, scales=(Scale("float8_e4m3fn", (1, 16)), Scale("float32", (1, -1))))
 
     def check(self, x: torch.Tensor, bias: torch.Tensor | None, cut: Int4Configuration | None) -> None:
-        e2m1 = self.kernel.spec.element == "float4_e2m1"
-        got = int4_matmul(x, self.packed, bias, self.kernel.group, self.kernel.flip, cut, e2m1=e2m1)
+        e2m1 = self.kernel.tiles.is_e2m1
+        got = int4_matmul(x, self.packed, bias, self.kernel.tiles.group, self.kernel.tiles.flip, cut, e2m1=e2m1)
         wanted = x.double() @ self.plain.T + (0 if bias is None else bias.double())
         torch.testing.assert_close(got, wanted.to(self.dtype), rtol=0, atol=0, equal_nan=True)
 
@@ -118,7 +118,7 @@ def test_four_bit_floats(
 @_WEIGHTS
 def test_numbers(site: Site, n: int, k: int, group: int, element: str, zero_point: bool, dtype: str) -> None:
     case = _Case(site, dtype, n, k, group, element, zero_point)
-    got = int4_dequantize(case.packed, k, case.dtype, case.kernel.group, case.kernel.flip)
+    got = int4_dequantize(case.packed, k, case.dtype, case.kernel.tiles.group, case.kernel.tiles.flip)
     assert torch.equal(got.double(), case.plain)
 
 
@@ -151,7 +151,7 @@ def test_numbers_that_are_not_finite_stay_in_their_rows(site: Site, rows: int, z
     x[1, 7], x[2, 200], x[3, 0], x[3, 255] = torch.inf, torch.nan, torch.inf, -torch.inf
     infinite = x.isinf().any(1)
     case.check(x[~infinite], None, int4_configuration(rows, 32, 2))
-    got = int4_matmul(x, case.packed, None, case.kernel.group, case.kernel.flip)
+    got = int4_matmul(x, case.packed, None, case.kernel.tiles.group, case.kernel.tiles.flip)
     assert torch.equal(got.isfinite(), x.isfinite().all(1, keepdim=True).expand_as(got))
     case.check(x, None, None)
 
