@@ -23,7 +23,7 @@ from hardpoint.conformance.site import Site, Subject
 from hardpoint.context import Context
 from hardpoint.dtypes import dtype_name
 from hardpoint.experts.middle import names
-from hardpoint.kernels import experts_tiling, experts_tuning, grouped_matmul
+from hardpoint.kernels import experts_tiling, experts_tuning, grouped_matmul, pair_lists
 from hardpoint.kernels.experts import TritonGroupedExperts
 from hardpoint.kernels.experts_tiling import LayerShape, MatmulShape, Tiling, TilingTable
 from hardpoint.numerics import quantize_weight
@@ -176,7 +176,7 @@ def test_a_list_that_nobody_made_is_not_followed(site: Site, garbage: int, monke
     """As where kernels are compiled ahead, and the launches that make the list are left out."""
     layer = Layer(site, 100, 4, 2)
     kernel = TritonGroupedExperts(layer.ctx, layer.workload)
-    monkeypatch.setattr(kernel, "_list", lambda ids, listed, size, rows: listed.fill_(garbage))
+    monkeypatch.setattr(kernel._lists, "_write", lambda ids, listed, size, rows: listed.fill_(garbage))
     scratch = torch.full((kernel.workspace_bytes(100),), 5, dtype=torch.uint8)
     before = scratch.clone()
     kernel.run(
@@ -437,7 +437,7 @@ def test_compiles(target: str) -> None:
     described = Tiling(128, *(replace(shape, described=True) for shape in (many.w13, many.w2)))
     lists = {"ids": "*i32", "counts": "*i32", "listed": "*i32", "num_pairs": "i32", "size": "i32"}
     sizes = {"PAIRS": 256, "EXPERTS": 128}
-    module = grouped_matmul.__name__
+    module = pair_lists.__name__
     found = compile_kernels(
         [
             *(tile_job(target, few, gated=gated, lanes=8) for gated in (True, False)),

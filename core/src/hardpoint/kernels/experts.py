@@ -19,8 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hardpoint.experts.middle import is_gated, names
 from hardpoint.kernels.experts_tiling import LayerShape, Tiling, TilingTable
-from hardpoint.kernels.grouped_matmul import count_pairs, expert_tiles, place_pairs, sum_of_results
+from hardpoint.kernels.grouped_matmul import expert_tiles, sum_of_results
 from hardpoint.kernels.launch import begun, in_stages_that_fit
+from hardpoint.kernels.pair_lists import PairLists
 from hardpoint.kernels.quantize import quantize_rows
 from hardpoint_plugin_api import (
     BuildContext,
@@ -32,15 +33,6 @@ from hardpoint_plugin_api import (
     Reason,
 )
 
-_MOST_LISTED_IN_PLACE = 512
-"""Pairs that every program reads; more are listed once."""
-_ROWS_LISTED_IN_PLACE = 16
-_COUNTED_AT_ONCE = 256
-"""Pairs of one program of the two launches that list many."""
-_COMPARED_AT_ONCE = 32
-"""Of them, with all of a program's: more take more registers, fewer more rounds."""
-_COUNTS_AT_ONCE = 8192
-"""Of all programs and experts, that a program adds up in one round."""
 _LEAST_HALVED = 128
 """Rows of tiles of which half as many are still worth the whole width of a matrix unit."""
 _ALIGNMENT = 256
@@ -108,13 +100,13 @@ class TritonGroupedExperts(ExpertsKernel):
         assert workload.activation is not None
         assert workload.hidden_size is not None
         assert workload.intermediate_size is not None
-        self._experts, self._top_k = workload.num_experts, workload.top_k
+        self._top_k, self._lists = workload.top_k, PairLists(workload.num_experts)
         self._hidden, self._width = workload.hidden_size, workload.intermediate_size
         self._form = _Form.of(workload)
         self._activation, self._gated = workload.activation.removesuffix("_and_mul"), is_gated(workload.activation)
         form = self._form
         self.shape = LayerShape(
-            self._experts, self._width, self._hidden, ctx.dtype.itemsize, form.element, form.by_round
+            workload.num_experts, self._width, self._hidden, ctx.dtype.itemsize, form.element, form.by_round
         )
         self.rows_of_w13 = self._width * (2 if self._gated else 1)
         self._tilings = TilingTable.of(ctx, self.shape)
@@ -147,9 +139,8 @@ class TritonGroupedExperts(ExpertsKernel):
     def _sizes(self, pairs: int) -> tuple[int, int, int]:
         """Bytes of the first matmul's results, of the second's, and of lists (at their longest)."""
         itemsize = self.ctx.dtype.itemsize
-        listed = pairs + min(self._experts, pairs) * self._tilings.most_rows
-        counts = triton.cdiv(pairs, _COUNTED_AT_ONCE) * triton.next_power_of_2(self._experts)
-        return pairs * self._width * itemsize, pairs * self._hidden * itemsize, 4 * (listed + counts)
+        lists = self._lists.nbytes(pairs, self._tilings.most_rows)
+        return pairs * self._width * itemsize, pairs * self._hidden * itemsize, lists
 
     def apply(self, call: ExpertsCall) -> None:
         if pairs := call.ids.numel():
@@ -165,13 +156,7 @@ class TritonGroupedExperts(ExpertsKernel):
         middle = first.view(x.dtype)[: pairs * width]
         results = second.view(x.dtype)[: pairs * hidden]
         rows = tiling.rows
-        in_place = pairs <= _MOST_LISTED_IN_PLACE and rows <= _ROWS_LISTED_IN_PLACE
-        if in_place:
-            listed, tiles, listed_size = ids, pairs, triton.next_power_of_2(pairs)
-        else:
-            tiles, listed_size = (pairs + min(self._experts, pairs) * (rows - 1)) // rows, 0
-            listed = lists.view(torch.int32)
-            self._list(ids, listed, tiles * rows, rows)
+        pair_list = self._lists.of(ids, lists, rows)
         form = self._form
         for name, shape, source, divisor, target, columns, depth in (
             ("w13", tiling.w13, x, top_k, middle, width, hidden),
@@ -192,7 +177,7 @@ class TritonGroupedExperts(ExpertsKernel):
                 w.get(f"{name}.bias"),
                 target,
                 ids,
-                listed,
+                pair_list.listed,
                 pairs,
                 columns,
                 depth,
@@ -206,7 +191,7 @@ class TritonGroupedExperts(ExpertsKernel):
                 form.nibbles,
                 form.flip,
                 form.e2m1,
-                listed_size,
+                pair_list.lanes,
                 described,
                 depth % round_depth == 0,
                 rows >= _LEAST_HALVED,
@@ -215,7 +200,7 @@ class TritonGroupedExperts(ExpertsKernel):
                 round_depth,
             )
             kind = form, x.dtype, rows, shape, is_first, described, x.device
-            grid = (tiles * triton.cdiv(columns, shape.columns),)
+            grid = (pair_list.tiles * triton.cdiv(columns, shape.columns),)
             in_stages_that_fit(kind, shape.num_stages, partial(_launch, grid, shape.num_warps, x, arguments))
         block = min(triton.next_power_of_2(hidden), 1024 if tokens >= 64 else 256)
         sum_of_results[tokens, triton.cdiv(hidden, block)](
@@ -226,19 +211,6 @@ class TritonGroupedExperts(ExpertsKernel):
         """All experts' rows as one matrix, read in blocks. It is not kept, since it would keep the weight."""
         block = [columns, depth // 2 if self._form.nibbles else depth]
         return TensorDescriptor.from_tensor(weight.flatten(0, 1), block)
-
-    def _list(self, ids: torch.Tensor, listed: torch.Tensor, size: int, rows: int) -> None:
-        """Write ``size`` places of ``listed``: pairs by expert, each expert's rounded up to whole tiles; counts go
-        behind them."""
-        pairs, experts = ids.numel(), triton.next_power_of_2(self._experts)
-        programs = triton.cdiv(pairs, _COUNTED_AT_ONCE)
-        counts = listed[size:]
-        alike = _COUNTED_AT_ONCE, experts
-        count_pairs[programs,](ids, counts, listed, pairs, size, *alike, num_warps=4, **begun(ids))
-        counts_of = max(1, _COUNTS_AT_ONCE // experts)
-        place_pairs[programs,](
-            ids, counts, listed, pairs, rows, *alike, _COMPARED_AT_ONCE, counts_of, num_warps=8, **begun(ids)
-        )
 
 
 def _launch(grid: tuple[int], num_warps: int, x: torch.Tensor, arguments: tuple[Any, ...], num_stages: int) -> None:

@@ -4,10 +4,6 @@ Rows are never copied into order. A tile is a list of pairs of one expert; the f
 each result is stored where its pair stands, so that summing a token's results needs no list. Behind the first matmul
 the activation is applied to what is still in registers.
 
-Few pairs are listed by the programs that need them, with no launch of its own: the program of a pair does the work for
-all pairs of its expert, if it is the first of them. Many are listed by two launches, a count and a placement, into as
-many tiles as there could be; programs of tiles that are not there end at once.
-
 Axes: T tokens, K experts of a token, P = T * K pairs, E experts, H hidden, I width of an expert.
 """
 
@@ -17,76 +13,8 @@ import triton
 import triton.language as tl
 
 from hardpoint.kernels.activation import activate, gated
+from hardpoint.kernels.pair_lists import pairs_of_tile
 from hardpoint.kernels.weight_only_numbers import byte_scale
-
-
-@triton.jit(do_not_specialize=["num_pairs", "size"])
-def count_pairs(
-    ids,
-    counts,
-    listed,
-    num_pairs,
-    size,
-    PAIRS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BEGIN: tl.constexpr,
-):
-    """How many of a program's pairs each expert has; and its share of the places, as if no pair stood there."""
-    if BEGIN is not None:
-        BEGIN()
-    program = tl.program_id(0)
-    at = program * PAIRS + tl.arange(0, PAIRS)
-    experts = tl.load(ids + at, mask=at < num_pairs, other=-1)
-    found = tl.histogram(tl.maximum(experts, 0), EXPERTS, mask=experts >= 0)
-    tl.store(counts + program * EXPERTS + tl.arange(0, EXPERTS), found)
-    for start in range(program * PAIRS, size, tl.num_programs(0) * PAIRS):
-        places = start + tl.arange(0, PAIRS)
-        tl.store(listed + places, tl.zeros([PAIRS], tl.int32) + num_pairs, mask=places < size)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def place_pairs(
-    ids,
-    counts,
-    listed,
-    num_pairs,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    COMPARED: tl.constexpr,
-    COUNTS: tl.constexpr,
-    BEGIN: tl.constexpr,
-):
-    """Write a program's pairs to their places: by expert, then in the order of the pairs.
-
-    COMPARED pairs are compared with all of the program's at a time, and the counts of COUNTS programs read.
-    """
-    if BEGIN is not None:
-        BEGIN()
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    experts = tl.arange(0, EXPERTS)
-    everywhere, before = tl.zeros([EXPERTS], tl.int32), tl.zeros([EXPERTS], tl.int32)
-    for first in range(0, programs, COUNTS):
-        others = first + tl.arange(0, COUNTS)
-        found = tl.load(
-            counts + others[:, None] * EXPERTS + experts[None, :], mask=(others < programs)[:, None], other=0
-        )
-        everywhere += tl.sum(found, axis=0)
-        before += tl.sum(tl.where((others < program)[:, None], found, 0), axis=0)
-    in_tiles = tl.cdiv(everywhere, ROWS) * ROWS
-    starts = tl.cumsum(in_tiles, axis=0) - in_tiles + before
-    lanes = tl.arange(0, PAIRS)
-    at = program * PAIRS + lanes
-    mine = tl.load(ids + at, mask=at < num_pairs, other=-1)
-    rank = tl.zeros([PAIRS], tl.int32)
-    for first in range(0, PAIRS, COMPARED):
-        lane = first + tl.arange(0, COMPARED)
-        other = program * PAIRS + lane
-        theirs = tl.load(ids + other, mask=other < num_pairs, other=-1)
-        is_earlier = (theirs[None, :] == mine[:, None]) & (lane[None, :] < lanes[:, None])
-        rank += tl.sum(is_earlier.to(tl.int32), axis=1)
-    place = tl.gather(starts, tl.maximum(mine, 0), 0) + rank
-    tl.store(listed + place, at, mask=mine >= 0)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -142,32 +70,13 @@ def expert_tiles(
         BEGIN()
     blocks = tl.cdiv(columns, COLUMNS)
     tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    rows = tl.arange(0, ROWS)
+    expert, pairs = pairs_of_tile(ids, listed, tile, num_pairs, LISTED_IN_PLACE, ROWS)
+    if expert < 0:
+        return
+    mine = listed + tile.to(tl.int64) * ROWS
     is_half = False
-    if LISTED_IN_PLACE:
-        expert = tl.load(ids + tile)
-        if expert < 0:
-            return
-        lanes = tl.arange(0, LISTED_IN_PLACE)
-        is_alike = tl.load(ids + lanes, mask=lanes < num_pairs, other=-1) == expert
-        rank = tl.sum((is_alike & (lanes < tile)).to(tl.int32), axis=0)
-        if rank % ROWS != 0:
-            return
-        ranks = tl.where(is_alike, tl.cumsum(is_alike.to(tl.int32), axis=0) - 1 - rank, -1)
-        pairs = tl.min(tl.where(ranks[None, :] == rows[:, None], lanes[None, :], num_pairs), axis=1)
-    else:
-        mine = listed + tile.to(tl.int64) * ROWS
-        first = tl.load(mine)
-        # While kernels are compiled ahead, the launch that makes the list may be left out: anything stands there then.
-        if (first < 0) | (first >= num_pairs):
-            return
-        expert = tl.load(ids + first)
-        if expert < 0:
-            return
-        pairs = tl.load(mine + rows)
-        pairs = tl.where(pairs < 0, num_pairs, pairs)
-        if HALF_ROWS:
-            is_half = tl.load(mine + ROWS // 2) >= num_pairs
+    if HALF_ROWS:
+        is_half = tl.load(mine + ROWS // 2) >= num_pairs
     if HALF_ROWS and is_half:
         _multiply(
             x,

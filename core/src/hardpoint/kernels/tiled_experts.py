@@ -1,0 +1,304 @@
+"""Experts whose weights have 4 bits, laid out in tiles (four_bit_tiles.py) as those of linear layers.
+
+Codes go from memory to registers and become numbers there, for one pair of a token and an expert or for many
+(tile_product.py). A gate's rows and those of what it gates lie in turns, so that a program has both of them.
+
+Axes: T tokens, K experts of a token, P = T * K pairs, E experts, H hidden, I width of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from hardpoint.experts.middle import is_gated, names
+from hardpoint.kernels.activation import activate, gated
+from hardpoint.kernels.four_bit_tiles import STEP, TILE_ROWS, FourBitTiles, unsupported_groups
+from hardpoint.kernels.grouped_matmul import sum_of_results
+from hardpoint.kernels.launch import begun, in_stages_that_fit
+from hardpoint.kernels.pair_lists import PairList, PairLists, pairs_of_tile
+from hardpoint.kernels.tables import table_of
+from hardpoint.kernels.tile_product import tile_product
+from hardpoint_plugin_api import BuildContext, DeviceInfo, ExpertsCall, ExpertsKernel, ExpertsWorkload, Reason
+from hardpoint_plugin_api.experts import MATRICES, expert_matrix
+
+_MOST_ROWS = 128
+"""Of a tile."""
+_ALIGNMENT = 256
+_FACTS: Mapping[str, type] = {"rows": int, "pairs": int, "itemsize": int}
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """A tile of one expert's products, and how many blocks of columns are on their way at a time.
+
+    ``rows`` are pairs, ``columns`` rows of the weight. With ``split``, each of the warps has all of the tile and
+    columns of the sum of its own; see tile_product.py.
+    """
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    split: bool = False
+
+
+class TritonTiledExperts(ExpertsKernel):
+    """4-bit integers, or e2m1 with scales of a byte; activations as they are."""
+
+    layout = "triton_experts_int4_tiles"
+
+    def __init__(self, ctx: BuildContext, workload: ExpertsWorkload) -> None:
+        super().__init__(ctx, workload)
+        assert workload.spec is not None
+        assert workload.num_experts is not None
+        assert workload.top_k is not None
+        assert workload.activation is not None
+        assert workload.hidden_size is not None
+        assert workload.intermediate_size is not None
+        self._experts, self._top_k = workload.num_experts, workload.top_k
+        self._hidden, self._width = workload.hidden_size, workload.intermediate_size
+        spec, dtype = workload.spec[0], ctx.dtype
+        self._tiles = {"w13": FourBitTiles(spec, self._hidden, dtype), "w2": FourBitTiles(spec, self._width, dtype)}
+        self._activation, self._gated = workload.activation.removesuffix("_and_mul"), is_gated(workload.activation)
+        self._lists = PairLists(self._experts)
+        self._cuts = table_of(ctx, "experts_int4", ExpertTiles, _FACTS)
+
+    @classmethod
+    def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse activations that are not known, groups that tiles cannot have, and rows that tiles do not divide."""
+        if workload.activation is not None and workload.activation not in set(names()):
+            supported = ", ".join(names())
+            return [Reason("activation", "activation not supported", wanted=workload.activation, supported=supported)]
+        if workload.spec is None:
+            return []
+        reasons = []
+        for what, columns in (("hidden_size", workload.hidden_size), ("intermediate_size", workload.intermediate_size)):
+            if columns is not None:
+                reasons += unsupported_groups(workload.spec[0], columns)
+                least = TILE_ROWS // 2 if what == "intermediate_size" else TILE_ROWS
+                if columns % least:
+                    supported = f"multiples of {least}"
+                    reasons.append(Reason(what, "rows of a tile", wanted=str(columns), supported=supported))
+        return reasons[:1]
+
+    def workspace_bytes(self, rows: int) -> int:
+        """For both matmuls' results, and the list of pairs by expert."""
+        return sum(self._sizes(rows * self._top_k))
+
+    def _sizes(self, pairs: int) -> tuple[int, int, int]:
+        """Bytes of the first matmul's results, of the second's, and of lists (at their longest)."""
+        itemsize = self.ctx.dtype.itemsize
+        sizes = pairs * self._width * itemsize, pairs * self._hidden * itemsize, self._lists.nbytes(pairs, _MOST_ROWS)
+        first, second, lists = (math.ceil(size / _ALIGNMENT) * _ALIGNMENT for size in sizes)
+        return first, second, lists
+
+    def prepack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Each expert's matrix as ``FourBitTiles.packed`` has it; rows of a gate and of what it gates by turns."""
+        packed: dict[str, torch.Tensor] = {}
+        for name in MATRICES:
+            each = [self._packed(name, expert_matrix(weights, name, e)) for e in range(self._experts)]
+            packed |= {f"{name}.{slot}": torch.stack([one[slot] for one in each]) for slot in each[0]}
+        return packed
+
+    def _packed(self, name: str, slots: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One expert's matrix."""
+        if name == "w13" and self._gated:
+            slots = {slot: w.unflatten(0, (2, self._width)).transpose(0, 1).flatten(0, 1) for slot, w in slots.items()}
+        bias = {"bias": slots.pop("bias")} if "bias" in slots else {}
+        return self._tiles[name].packed(slots) | bias
+
+    def unpack(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name in MATRICES:
+            each = [expert_matrix(weights, name, number) for number in range(self._experts)]
+            found[name] = torch.stack([self._tiles[name].unpacked(slots) for slots in each])
+        if self._gated:
+            found["w13"] = found["w13"].unflatten(1, (self._width, 2)).transpose(1, 2).flatten(1, 2)
+        return found
+
+    def apply(self, call: ExpertsCall) -> None:
+        if pairs := call.ids.numel():
+            rows = -(-pairs // self._experts)
+            self.run(self._cuts.find(rows=rows, pairs=pairs, itemsize=call.x.element_size()), call)
+
+    def run(self, cut: ExpertTiles, call: ExpertsCall) -> None:
+        """``apply`` in the given tiles, of at least one token."""
+        x, ids = call.x, call.ids
+        tokens, top_k = ids.shape
+        pairs = tokens * top_k
+        sizes = self._sizes(pairs)
+        first, second, scratch = call.workspace[: sum(sizes)].split_with_sizes(sizes)
+        middle = first.view(x.dtype)[: pairs * self._width].view(pairs, self._width)
+        results = second.view(x.dtype)[: pairs * self._hidden].view(pairs, self._hidden)
+        pair_list = self._lists.of(ids, scratch, cut.rows)
+        self._multiply("w13", cut, x, middle, pair_list, call)
+        self._multiply("w2", cut, middle, results, pair_list, call)
+        block = min(triton.next_power_of_2(self._hidden), 1024 if tokens >= 64 else 256)
+        sum_of_results[tokens, triton.cdiv(self._hidden, block)](
+            results, ids, call.weights, call.out, self._hidden, top_k, block, num_warps=4, **begun(x)
+        )
+
+    def _multiply(
+        self,
+        name: str,
+        cut: ExpertTiles,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        pair_list: PairList,
+        call: ExpertsCall,
+    ) -> None:
+        """``out`` [P, columns]: rows of ``x`` [T or P, K] times the matrix ``name`` of their experts."""
+        kind = name, cut, self.workload, call.x.device
+        launch = partial(self._launch, name, cut, x, out, pair_list, call)
+        in_stages_that_fit(kind, cut.num_stages, launch)
+
+    def _launch(
+        self,
+        name: str,
+        cut: ExpertTiles,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        pair_list: PairList,
+        call: ExpertsCall,
+        num_stages: int,
+    ) -> None:
+        w, tiles, is_first = call.w, self._tiles[name], name == "w13"
+        n = out.shape[1] * (2 if is_first and self._gated else 1)
+        words, scales = w[f"{name}.weight"], w[f"{name}.weight_scale"]
+        split = cut.num_warps if cut.split else 1
+        multiply_tiles[(triton.cdiv(n, cut.columns) * pair_list.tiles,)](
+            x,
+            words,
+            scales,
+            w.get(f"{name}.weight_zero_point"),
+            w.get(f"{name}.weight_scale_2"),
+            w.get(f"{name}.bias"),
+            out,
+            call.ids,
+            pair_list.listed,
+            out.shape[0],
+            n,
+            x.shape[1],
+            words.shape[2],
+            words.stride(0),
+            scales.stride(0),
+            self._top_k if is_first else 1,
+            ACTIVATION=self._activation if is_first else None,
+            GATED=is_first and self._gated,
+            GROUP=tiles.group,
+            ZERO_POINT=tiles.flip,
+            STEP=1.0 if tiles.is_e2m1 else STEP[x.dtype],
+            E2M1=tiles.is_e2m1,
+            TILE=tiles.tile,
+            WHOLE=x.shape[1] % (tiles.tile * split) == 0,
+            EVEN=n % cut.columns == 0,
+            SPLIT=split,
+            LISTED_IN_PLACE=pair_list.lanes,
+            BLOCK_M=cut.rows,
+            BLOCK_N=cut.columns,
+            STAGES=num_stages,
+            num_warps=cut.num_warps,
+            num_stages=num_stages,
+            **begun(x),
+        )
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def multiply_tiles(
+    x,
+    words,
+    scales,
+    zero_points,
+    outer,
+    bias,
+    out,
+    ids,
+    listed,
+    num_pairs,
+    N,
+    K,
+    T,
+    words_stride,
+    scales_stride,
+    divisor,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    STEP: tl.constexpr,
+    E2M1: tl.constexpr,
+    TILE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    LISTED_IN_PLACE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    BEGIN: tl.constexpr,
+):
+    """Rows ``pair // divisor`` of x [., K] times the N rows of the pairs' expert -> rows ``pair`` of out.
+
+    With ``GATED`` rows of the weight are a gate's and what it gates by turns, and out has half as many columns. Strides
+    are those of experts. ``outer`` and ``bias`` are [E, N], or None; other parameters are those of ``tile_product``.
+    """
+    if BEGIN is not None:
+        BEGIN()
+    blocks = tl.cdiv(N, BLOCK_N)
+    tile, tile_n = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    expert, pairs = pairs_of_tile(ids, listed, tile, num_pairs, LISTED_IN_PLACE, BLOCK_M)
+    if expert < 0:
+        return
+    expert = expert.to(tl.int64)
+    source = tl.minimum(pairs, num_pairs - 1) // divisor  # where there is no pair, some row: nothing of it is stored
+    zero_points_of_expert = zero_points
+    if zero_points is not None:
+        zero_points_of_expert = zero_points + expert * T * N * 4
+    y = tile_product(
+        (x + source.to(tl.int64) * K)[None, :],
+        1,
+        words + expert * words_stride,
+        scales + expert * scales_stride,
+        zero_points_of_expert,
+        tile_n,
+        0,
+        T,
+        N,
+        K,
+        T,
+        GROUP,
+        ZERO_POINT,
+        STEP,
+        E2M1,
+        TILE,
+        WHOLE,
+        EVEN,
+        SPLIT,
+        BLOCK_M,
+        BLOCK_N,
+        STAGES,
+    )
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if outer is not None:
+        y = y * tl.load(outer + expert * N + n, mask=n < N, other=0.0)[:, None]
+    if bias is not None:
+        y = y + tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    dtype = out.dtype.element_ty
+    y = y.to(dtype)
+    if GATED:
+        gate, up = tl.split(y.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1))
+        y = gated(gate, up, ACTIVATION)
+        columns, at = N // 2, tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        if ACTIVATION is not None:
+            y = activate(y.to(tl.float32), ACTIVATION).to(dtype)
+        columns, at = N, n
+    targets = out + pairs.to(tl.int64)[None, :] * columns + at[:, None]
+    tl.store(targets, y, mask=(pairs < num_pairs)[None, :] & (at < columns)[:, None])
