@@ -150,8 +150,8 @@ def byte_scale(codes, E8M0: tl.constexpr):
     """Scales of e8m0, or of e4m3, in the low bytes of integers: float32."""
     bits = codes.to(tl.uint32) & 0xFF
     if E8M0:  # an exponent with 127 added, of which 0 is subnormal and 255 NaN
-        special = tl.where((bits == 0) | (bits == 255), 0x00400000, 0).to(tl.uint32)
-        scales = ((bits << 23) | special).to(tl.float32, bitcast=True)
+        number = tl.maximum(bits << 23, tl.full(bits.shape, 0x00400000, tl.uint32))
+        scales = (number | ((bits + 1) & 0x100)).to(tl.float32, bitcast=True)
     else:  # a number of 16 bits with the same exponent and mantissa is 2^-8 of it
         magnitude = bits & 0x7F
         half = (((bits & 0x80) << 8) | (magnitude << 7)).to(tl.uint16).to(tl.float16, bitcast=True)
