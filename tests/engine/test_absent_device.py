@@ -141,5 +141,5 @@ def test_platforms_without_kernels_of_their_own_have_cores_portable_ones(device:
     chosen = {str(row.of or row.family): str(row.chosen) for row in rows if row.plugin in ("rocm", "xpu")}
     assert any(serves(row, "triton_paged") for row in rows if row.of == "causal")
     assert chosen.pop("causal") in ("triton_paged", "aiter_paged", "xpu_flash")
-    kernels = {of for of, name in chosen.items() if name.startswith(("triton", "aiter"))}
+    kernels = {of for of, name in chosen.items() if name.startswith(("triton", "aiter", "xpu"))}
     assert kernels >= {"add_rms_norm", "act_and_mul", "qk_norm_rope_store", "sample_tokens", "decode_inputs", "linear"}

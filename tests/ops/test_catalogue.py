@@ -61,7 +61,7 @@ def test_every_op_has_its_reference_in_the_manifest_and_the_other_way_round() ->
 def test_every_composite_has_its_composition_in_the_manifest() -> None:
     composed = {c.of: c for c in OPS if c.name == "composed"}
     assert set(composed) == COMPOSITES
-    assert {c.name for c in OPS} == {"reference", "composed", "row_by_row"}
+    assert {c.name for c in OPS} == {"reference", "composed", "row_by_row", "in_tiles"}
     for contribution in composed.values():
         assert (contribution.priority, contribution.form) == (10, "factory")
         assert callable(load_target(contribution.target))

@@ -201,6 +201,8 @@ class FrozenAttention(AttentionBackend):
         batch, longest = call.metadata.batch, self.bound(call.metadata.batch)
         pages = batch.block_table[:, : -(-longest // self.spec.block_size)].long()
         keys, values = (call.cache[name][pages].flatten(1, 2)[:, :longest] for name in ("k", "v"))  # [N, S, K, D]
+        is_written = torch.arange(keys.shape[1]) < batch.seq_lens[:, None]  # anything stands elsewhere, NaN too
+        values = values.where(is_written[:, :, None, None], 0)
         request = torch.bucketize(torch.arange(len(call.q)), batch.query_start[1:].long(), right=True)
         behind = (batch.query_start[1:] - batch.seq_lens)[request]
         hidden = torch.arange(keys.shape[1]) > (torch.arange(len(call.q)) - behind)[:, None]  # [T, S]
