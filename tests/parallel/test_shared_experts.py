@@ -157,7 +157,9 @@ def test_it_is_explained(device: str | None, mixture: tuple[Path, PreTrainedMode
     rows = {row.family: row for row in explain(config, device).rows}
     assert "ranks=4" in rows["all2all"].workload
     assert "features=several_replicas" in rows["all2all"].workload
-    assert rows["all2all"].chosen in ("cpu_shared_memory", "allgather_reducescatter")
+    assert rows["all2all"].chosen in (
+        ("cuda_peer_memory",) if device else ("cpu_shared_memory", "allgather_reducescatter")
+    )
     assert "num_experts=2 " in rows["experts"].workload
 
 
