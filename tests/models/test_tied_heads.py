@@ -27,9 +27,7 @@ def test_a_head_of_its_own_is_refused_and_the_remedy_helps(tmp_path: Path) -> No
     path.write_text(json.dumps(config | {"tie_word_embeddings": True}))
     (prompt,) = random_prompts(1, 40, seed=1, shortest=40)
     expected = reference_logits(Mistral3ForConditionalGeneration.from_pretrained(tmp_path).eval(), prompt)
-    with pytest.raises(
-        CheckpointError, match=r'language_model\.lm_head\.weight.*"tie_word_embeddings": false'
-    ):
+    with pytest.raises(CheckpointError, match=r'language_model\.lm_head\.weight.*"tie_word_embeddings": false'):
         small_llm(tmp_path)
     path.write_text(json.dumps(config | {"tie_word_embeddings": False}))
     with small_llm(tmp_path) as llm:
