@@ -10,7 +10,7 @@ import torch
 
 from hardpoint.ops import act_and_mul as gated
 from hardpoint.ops import activation as plain
-from hardpoint_plugin_api import UnknownNameError
+from hardpoint_plugin_api import Reason, UnknownNameError
 
 if TYPE_CHECKING:
     from hardpoint.context import Context
@@ -36,6 +36,14 @@ def is_gated(name: str) -> bool:
     except UnknownNameError:
         raise UnknownNameError("activation of experts", name, names()) from None
     return True
+
+
+def unsupported_activation(name: str | None) -> list[Reason]:
+    """The reason of a kernel for all middles that there are, where ``name`` is another; None: it is not known yet."""
+    known = tuple(names())
+    if name is None or name in known:
+        return []
+    return [Reason("activation", "activation not supported", wanted=name, supported=", ".join(known))]
 
 
 def reference_middle(name: str) -> Middle:

@@ -17,7 +17,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hardpoint.experts.middle import is_gated, names
+from hardpoint.experts.middle import is_gated, unsupported_activation
 from hardpoint.kernels.experts_tiling import LayerShape, Tiling, TilingTable
 from hardpoint.kernels.grouped_matmul import expert_tiles, sum_of_results
 from hardpoint.kernels.launch import begun, in_stages_that_fit
@@ -114,9 +114,8 @@ class TritonGroupedExperts(ExpertsKernel):
     @classmethod
     def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
         """Refuse groups that rounds cannot end with, and 8-bit products for results that are more exact than those."""
-        if workload.activation is not None and workload.activation not in set(names()):
-            supported = ", ".join(names())
-            return [Reason("activation", "activation not supported", wanted=workload.activation, supported=supported)]
+        if reasons := unsupported_activation(workload.activation):
+            return reasons
         if workload.spec is None:
             return []
         groups = [scale.block[1] for spec in workload.spec for scale in spec.scales if len(spec.scales) == 1]

@@ -40,7 +40,7 @@ def unsupported_groups(spec: QuantSpec, columns: int) -> list[Reason]:
     short = (16,) if spec.element == "float4_e2m1" else ()
     groups = (*short, 32, 64, 128)
     fits = group == -1 or (columns % group == 0 and (group in groups or group % _LARGEST_TILE == 0))
-    supported = f"32, 64, 128 or multiples of {_LARGEST_TILE}, that divide the columns"
+    supported = f"{', '.join(map(str, groups))} or multiples of {_LARGEST_TILE}, that divide the columns"
     wanted = f"{group} of {columns}"
     return [] if fits else [Reason("group", "groups of columns", wanted=wanted, supported=supported)]
 

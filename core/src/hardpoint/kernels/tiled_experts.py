@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hardpoint.experts.middle import is_gated, names
+from hardpoint.experts.middle import is_gated, unsupported_activation
 from hardpoint.kernels.activation import activate, gated
 from hardpoint.kernels.four_bit_tiles import STEP, TILE_ROWS, FourBitTiles, unsupported_groups
 from hardpoint.kernels.grouped_matmul import sum_of_results
@@ -73,20 +73,18 @@ class TritonTiledExperts(ExpertsKernel):
     @classmethod
     def supports(cls, workload: ExpertsWorkload, device: DeviceInfo) -> list[Reason]:
         """Refuse activations that are not known, groups that tiles cannot have, and rows that tiles do not divide."""
-        if workload.activation is not None and workload.activation not in set(names()):
-            supported = ", ".join(names())
-            return [Reason("activation", "activation not supported", wanted=workload.activation, supported=supported)]
+        reasons = unsupported_activation(workload.activation)
         if workload.spec is None:
-            return []
-        reasons = []
-        for what, columns in (("hidden_size", workload.hidden_size), ("intermediate_size", workload.intermediate_size)):
+            return reasons
+        for name, columns, least in (
+            ("hidden_size", workload.hidden_size, TILE_ROWS),
+            ("intermediate_size", workload.intermediate_size, TILE_ROWS // 2),  # of a gate there are as many rows again
+        ):
             if columns is not None:
                 reasons += unsupported_groups(workload.spec[0], columns)
-                least = TILE_ROWS // 2 if what == "intermediate_size" else TILE_ROWS
-                if columns % least:
-                    supported = f"multiples of {least}"
-                    reasons.append(Reason(what, "rows of a tile", wanted=str(columns), supported=supported))
-        return reasons[:1]
+            if columns is not None and columns % least:
+                reasons.append(Reason(name, name, wanted=str(columns), supported=f"multiples of {least}"))
+        return reasons
 
     def workspace_bytes(self, rows: int) -> int:
         """For both matmuls' results, and the list of pairs by expert."""
