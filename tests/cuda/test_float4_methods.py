@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,11 +28,15 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> DeviceInfo:
 
 
 @pytest.mark.parametrize("name", ["modelopt-nvfp4", "ct-nvfp4"])
-def test_activations_stay_as_they_are(h100: DeviceInfo, tmp_path: Path, name: str) -> None:
+def test_activations_stay_as_they_are(
+    h100: DeviceInfo, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Logits are those of Transformers' model with the weights that are stored, and inputs that nobody rounded."""
     model = write_quantized(tmp_path, replace(BY_NAME[name], inputs=None))
-    with small_llm(tmp_path, **without_triton("cuda", dtype="float32")) as llm:
+    with caplog.at_level(logging.INFO), small_llm(tmp_path, **without_triton("cuda", dtype="float32")) as llm:
         got, expected = prompt_logits(llm, IDS), reference_logits(model, IDS)
+    (message,) = (text for text in caplog.messages if text.startswith("activations stay in float32"))
+    assert "--deny quantization." in message
     assert (got - expected).abs().max() < 1e-4
     with small_llm(tmp_path) as llm:
         by_core = prompt_logits(llm, IDS)
