@@ -14,6 +14,7 @@ import torch
 
 from hardpoint_cuda import peer_all2all
 from hardpoint_cuda.peer_all2all import Layout, PeerAll2All
+from hardpoint_cuda.platform import describe_arch
 from hardpoint_plugin_api import All2AllWorkload, DispatchHandle
 from tests.support.peer_ranks import Given, Step, draw, experts, on_ranks, take_steps, wait_for_nobody
 
@@ -109,3 +110,13 @@ def test_a_rank_that_has_left(alone: PeerAll2All) -> None:
         alone.combine(torch.zeros(2, 24), handle, torch.zeros(1, 24))
     with pytest.raises(RuntimeError, match="combined already"):
         alone.combine(torch.zeros(2, 24), handle, torch.zeros(1, 24))
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_cannot_be_shared_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another all-to-all then serves."""
+    device = describe_arch("NVIDIA H100 80GB HBM3", (9, 0))
+    assert not PeerAll2All.supports(WORKLOAD, device)
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+    (reason,) = PeerAll2All.supports(WORKLOAD, device)
+    assert name in str(reason)

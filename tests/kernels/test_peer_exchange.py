@@ -32,7 +32,8 @@ def test_vectors_and_flags(target: str) -> None:
         )
         for name, kind, vector, more in (
             ("dispatch_kernel", "*i32", 4, {}),
-            ("combine_kernel", "*bf16", 8, {"WORLD": 4}),
+            ("combine_kernel", "*bf16", 8, {"WORLD": 2}),
+            ("combine_kernel", "*bf16", 8, {"WORLD": 8}),
         )
     ]
     for compiled in compile_kernels(jobs):

@@ -17,15 +17,25 @@ import torch
 from hardpoint.dtypes import dtype_of
 from hardpoint.kernels.launch import Launcher, aligned
 from hardpoint_cuda.kernels.peer_exchange import combine_kernel, dispatch_kernel
-from hardpoint_cuda.peer_memory import PeerMemory
-from hardpoint_plugin_api import All2All, All2AllWorkload, BuildContext, Dispatched, DispatchHandle, GroupMember
+from hardpoint_cuda.peer_memory import PeerMemory, segments_expand
+from hardpoint_plugin_api import (
+    All2All,
+    All2AllWorkload,
+    BuildContext,
+    DeviceInfo,
+    Dispatched,
+    DispatchHandle,
+    GroupMember,
+    Reason,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 PROGRAMS = 4 * 108
-"""The most programs of a launch. All must run at once: devices with NVLink have 108 multiprocessors and more, each of
-which takes at least four programs of WARPS warps and up to 64 registers."""
+"""The most programs of a launch; see ``_PROGRAMS_OF_A_MULTIPROCESSOR``."""
+_PROGRAMS_OF_A_MULTIPROCESSOR = 4
+"""All programs must run at once: a multiprocessor takes at least so many of WARPS warps and up to 64 registers."""
 
 WARPS = 8
 _VECTOR = 16
@@ -82,6 +92,8 @@ class PeerAll2All(GroupMember, All2All):
     _expected: Sequence[int] | None = None
     _peers: PeerMemory | None = None
     _has_left = False
+    _programs = 1
+    """Of a launch, at most: as many as the smallest of the ranks' devices runs at once."""
 
     def __init__(self, ctx: BuildContext, workload: All2AllWorkload) -> None:
         super().__init__(ctx, workload)
@@ -100,6 +112,14 @@ class PeerAll2All(GroupMember, All2All):
         self._key = f"cuda.peer_all2all {workload.key()}"
         ctx.resources.declare(self._key, self.layout.size, scope="collective")
 
+    @classmethod
+    def supports(cls, workload: All2AllWorkload, device: DeviceInfo) -> list[Reason]:
+        """Refuse memory that torch's allocator keeps to its process."""
+        if not segments_expand():
+            return []
+        fix = "leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+        return [Reason("allocator", "memory of expandable segments has no handle for other processes", fix=fix)]
+
     def init(self, store: Store, rank: int, world: int, group: str) -> None:
         own = self.ctx.resources.get(self._key)
         own.zero_()
@@ -108,7 +128,9 @@ class PeerAll2All(GroupMember, All2All):
         self._aside = torch.cuda.Stream(own.device) if own.is_cuda else None
         self._table = torch.zeros(world, dtype=torch.int64, device=own.device)
         self._load()
+        store.set(f"programs/{rank}", str(_programs(own.device)))
         peers = PeerMemory(own, store, rank, world, self.ctx.parallel.timeout, "--deny all2all=cuda_peer_memory")
+        self._programs = min(int(store.get(f"programs/{other}")) for other in range(world))
         self._table.copy_(torch.tensor(peers.pointers, dtype=torch.int64))
         self._peers = peers
 
@@ -215,7 +237,7 @@ class PeerAll2All(GroupMember, All2All):
         key = (given.dtype, sizes.dtype, vector, scales_at >> 31, scale_words >> 31)
         self._dispatch(
             key if aligned(given, sizes, ids, weights) else None,
-            (min(most, PROGRAMS), 1, 1),
+            (min(most, self._programs), 1, 1),
             WARPS,
             given,
             sizes,
@@ -250,7 +272,7 @@ class PeerAll2All(GroupMember, All2All):
         vector, block = _widths(y.shape[1] * y.itemsize, y.itemsize)
         self._combine(
             (y.dtype, out.dtype, vector) if aligned(y, out, sent.ids) else None,
-            (min(sent.most, PROGRAMS), 1, 1),
+            (min(sent.most, self._programs), 1, 1),
             WARPS,
             y,
             out,
@@ -279,6 +301,13 @@ class PeerAll2All(GroupMember, All2All):
         """The part of this rank's memory that begins at ``start``: rows as those of ``like``, ``most`` of each rank."""
         shape = (self._ranks * most, *like.shape[1:])
         return self._memory[start:][: shape[0] * like.shape[1:].numel() * like.itemsize].view(like.dtype).view(shape)
+
+
+def _programs(device: torch.device) -> int:
+    """How many programs the device runs at once, at most PROGRAMS."""
+    if device.type != "cuda":
+        return PROGRAMS
+    return min(PROGRAMS, _PROGRAMS_OF_A_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _word(row_bytes: int) -> torch.dtype:

@@ -27,6 +27,15 @@ _PEER_ACCESS_IS_ON = 704
 _COMPOSED = "--use op.allreduce_add_rms_norm=composed"
 
 
+def segments_expand() -> bool:
+    """Whether torch's allocator is told to map its memory piece by piece, which has no interprocess handle.
+
+    By the variables of torch's documentation, "CUDA semantics", "Optimizing memory usage".
+    """
+    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
+
+
 class _Handle(ctypes.Structure):
     """CUipcMemHandle."""
 
