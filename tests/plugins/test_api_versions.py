@@ -9,9 +9,11 @@ from typing import Any, cast
 import pytest
 
 from hardpoint.authoring.api_diff import Change, compare
-from hardpoint.authoring.api_surface import Surface, describe_api, frozen, frozen_versions
+from hardpoint.authoring.api_surface import Surface, describe_api, frozen, frozen_versions, layer_classes
 from hardpoint.cli.main import run
+from hardpoint.layers.mla import MLA
 from hardpoint.plugin_host import discover, shims
+from hardpoint.plugin_host.record import CORE
 from hardpoint.plugin_host.shims import Shim
 from hardpoint_plugin_api import (
     API_VERSION,
@@ -63,6 +65,13 @@ def test_the_description_is_the_same_in_every_process() -> None:
     }
     assert entries["AttentionBackend.plan"]["abstract"]
     assert entries["layer norm"]["args"] == "NormArgs"
+
+
+def test_a_layer_with_several_implementations_is_described_by_its_default() -> None:
+    found = layer_classes()
+    assert found["mla"] is MLA
+    offers = [o for o in discover([]).offers("layer") if o.plugin == CORE]
+    assert found.keys() == {o.contribution.of for o in offers}, "each layer has a default"
 
 
 def surface(**entries: dict[str, Any]) -> Surface:

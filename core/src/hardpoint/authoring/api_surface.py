@@ -209,10 +209,10 @@ def _layers() -> Iterator[tuple[str, Entry]]:
 
 
 def layer_classes() -> dict[str, Any]:
-    """Core's pluggable layers by name."""
+    """Core's pluggable layers by name: the implementation ``default`` of each, which others stand in for."""
     from hardpoint.plugin_host.discovery import discover
     from hardpoint.plugin_host.record import CORE
 
     plugins = discover([])
-    offers = [o for o in plugins.offers("layer") if o.plugin == CORE]
+    offers = [o for o in plugins.offers("layer") if o.plugin == CORE and o.contribution.name == "default"]
     return {str(o.contribution.of): plugins.load(o) for o in sorted(offers, key=lambda o: str(o.contribution.of))}
