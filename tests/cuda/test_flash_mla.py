@@ -17,9 +17,20 @@ from hardpoint_cuda.flash_mla_cache import FlashMlaRows, token_bytes
 from hardpoint_cuda.flash_mla_library import FLASH_MLA, split_into_powers
 from hardpoint_cuda.flash_mla_sparse import FlashMlaSparse, FlashMlaSparse8Bit
 from hardpoint_cuda.platform import CudaPlatform, describe_arch
-from hardpoint_plugin_api import CacheLayout, DeviceInfo, EagerGraphEngine, LatentBackend, LatentSpec, LatentStoreCall
+from hardpoint_plugin_api import (
+    AttentionBatch,
+    BuildContext,
+    CacheLayout,
+    DeviceInfo,
+    EagerGraphEngine,
+    LatentBackend,
+    LatentCall,
+    LatentSpec,
+    LatentStoreCall,
+)
 from tests.support import flash_mla_stand_in as stand_in
-from tests.support.attention import MIXED, Piece
+from tests.support.allocations import LargestTensor
+from tests.support.attention import MIXED, Piece, PluginConfigOnly
 from tests.support.checkpoints import DEEPSEEK_V2, DEEPSEEK_V32, random_prompts, write_checkpoint
 from tests.support.conformed import faults
 from tests.support.engines import small_llm
@@ -86,6 +97,40 @@ def test_steps_over_8_bits(arch: str, top_k: int) -> None:
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
     assert CALLS["sparse_decode_fwd"]
     assert CALLS["sparse_prefill_fwd"]
+
+
+def test_a_context_is_widened_some_pages_at_a_time() -> None:
+    """Its numbers, however long it is; and no tensor is larger than 4,096 tokens in float32."""
+    spec = replace(SPARSE, kv_dtype="float8_e4m3fn")
+    ctx = PluginConfigOnly({})
+    backend = FlashMlaSparse8Bit(cast(BuildContext, ctx), spec)
+    ctx.resources.allocate(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for length in (40, 4096, 9000):
+        count = -(-length // spec.block_size)
+        buffer = torch.zeros((count + 1) * backend.layout.page_bytes(backend.cache_spec, 64), dtype=torch.uint8)
+        cache = backend.layout.views(buffer, count + 1, backend.cache_spec, 64)
+        latent, rope = torch.randn(count * 64, 576, generator=generator).bfloat16().split([512, 64], dim=-1)
+        table = (torch.randperm(count, generator=generator) + 1).int()[None]
+        tokens = torch.arange(count * 64)
+        slots = table[0, tokens // 64] * 64 + tokens % 64
+        backend.store(LatentStoreCall(latent, rope, cache, slots))
+        batch = AttentionBatch(
+            query_start=torch.tensor([0, length], dtype=torch.int32),
+            seq_lens=torch.tensor([length], dtype=torch.int32),
+            block_table=table,
+            slot_mapping=slots[:length],
+            query_start_host=(0, length),
+            seq_lens_host=(length,),
+            num_decodes=0,
+        )
+        planned, none = backend.plan(batch), torch.empty(0)
+        call = LatentCall(none, none, none, none, cache, planned, none)
+        with LargestTensor() as largest:
+            found = backend._widened(call, planned, 0, length)
+        expected = stand_in._widened(cache["rows"][table[0].long()].flatten(0, 1)[:length])
+        assert torch.equal(found, expected)
+        assert largest.nbytes <= 4096 * 512 * 4
 
 
 class ByReference(ReferenceLatentAttention):

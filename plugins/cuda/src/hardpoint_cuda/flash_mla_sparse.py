@@ -50,6 +50,8 @@ _PREFILL_LIST = 128
 """The same of the other kernel: twice B_TOPK of sm_90, and B_TOPK of sm_100."""
 _CONTEXT_TOKENS = 65536
 """Tokens of a context that there is room for in 16 bits: 75 MB."""
+_TOKENS_AT_ONCE = 4096
+"""Tokens of a context that are widened at a time: their float32 numbers take 8 MB, and as much again when scaled."""
 _CONTEXT = "flash_mla_context"
 
 
@@ -216,12 +218,15 @@ class FlashMlaSparse8Bit(FlashMlaSparse):
             call.out[part] = out[:, 0, : self.spec.num_heads]
 
     def _widened(self, call: LatentCall, planned: SparseMetadata, request: int, length: int) -> torch.Tensor:
-        """The context of a request in 16 bits [S, 576]."""
+        """The context of a request in 16 bits [S, 576], widened some pages at a time."""
         assert planned.context is not None
-        pages = planned.batch.block_table[request, : -(-length // self.spec.block_size)].long()
-        planes, context = self.layout.to_logical(call.cache, pages), planned.context[:length]
-        context[:, :LATENT_SIZE] = planes["latent"].flatten(0, 1)[:length]
-        context[:, LATENT_SIZE:] = planes["rope_key"].flatten(0, 1)[:length]
+        block, context = self.spec.block_size, planned.context[:length]
+        pages = planned.batch.block_table[request, : -(-length // block)].long()
+        at_once = _TOKENS_AT_ONCE // block
+        for some, rows in zip(pages.split(at_once), context.split(at_once * block), strict=True):
+            planes = self.layout.to_logical(call.cache, some)
+            rows[:, :LATENT_SIZE] = planes["latent"].flatten(0, 1)[: len(rows)]
+            rows[:, LATENT_SIZE:] = planes["rope_key"].flatten(0, 1)[: len(rows)]
         return context
 
 
