@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from hardpoint import SamplingParams
+from hardpoint.conformance.families.attention import ERRORS
+from hardpoint.ops.error_model import compare
 from hardpoint.reference.latent_attention import ReferenceLatentAttention
 from hardpoint_cuda.flash_mla import FlashMlaAttention
 from hardpoint_cuda.flash_mla_cache import FlashMlaRows, token_bytes
@@ -74,6 +76,24 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaPlatform, "graph_engine", lambda self: EagerGraphEngine())
 
 
+def check(
+    kind: type[LatentBackend], reference: type[ReferenceLatentAttention], spec: LatentSpec, pieces: tuple[Piece, ...]
+) -> None:
+    """By the kit's error model: ``kind`` errs as ``reference`` does in the step's dtype, truth being its float64."""
+    truth = []
+
+    class Noted(reference):  # type: ignore[misc, valid-type]  # a class that is given
+        def forward(self, call: LatentCall) -> None:
+            wide = replace(call, q_latent=call.q_latent.double(), q_rope=call.q_rope.double(), out=call.out.double())
+            super().forward(wide)
+            super().forward(call)
+            truth.append(wide.out)
+
+    found, own = (run_latent_backend(one, spec, pieces) for one in (kind, Noted))
+    (true,) = truth
+    assert not compare("out", found, own, true, ERRORS, torch.device("cpu")).faults
+
+
 @pytest.mark.parametrize(
     "pieces", [MIXED, MIXED[:4], (Piece(13, 200), Piece(70, 70))], ids=["mixed", "decodes", "long"]
 )
@@ -82,8 +102,7 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps(kind: type[LatentBackend], heads: int, pieces: tuple[Piece, ...]) -> None:
     spec = replace(SPARSE if kind is FlashMlaSparse else DENSE, num_heads=heads)
     assert not kind.supports(spec.workload(), describe_arch("H100", (9, 0)))
-    found, expected = (run_latent_backend(one, spec, pieces) for one in (kind, ReferenceLatentAttention))
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    check(kind, ReferenceLatentAttention, spec, pieces)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
@@ -93,8 +112,7 @@ def test_steps_over_8_bits(arch: str, top_k: int) -> None:
     ARCH[0] = arch
     spec = replace(SPARSE, kv_dtype="float8_e4m3fn", top_k=top_k)
     pieces = (*MIXED, Piece(2, 190), Piece(40, 150))
-    found, expected = (run_latent_backend(one, spec, pieces) for one in (FlashMlaSparse8Bit, ByReference))
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    check(FlashMlaSparse8Bit, ByReference, spec, pieces)
     assert CALLS["sparse_decode_fwd"]
     assert CALLS["sparse_prefill_fwd"]
 
