@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hardpoint_plugin_api import CheckpointError, HardpointError
+from hardpoint_plugin_api import CheckpointError, DeviceInfo, HardpointError, Module, QuantSpec, Scale, Scheme
+from hardpoint_rocm.mx_products import reason_against
+from hardpoint_rocm.platform import describe_arch
 from tests.quantization.formats import Format, Stored, change_tensors, write_quantized
 from tests.support.aiter_calls import CALLS
 from tests.support.checkpoints import random_prompts, reference_logits
@@ -116,11 +120,11 @@ def test_what_is_slow_is_said_once(
 ) -> None:
     write_quantized(tmp_path, Format("mx", config(MX, inputs), mxfp4), "llama")
     with (
-        caplog.at_level(logging.WARNING, "hardpoint_rocm.quark"),
+        caplog.at_level(logging.WARNING, "hardpoint_rocm.mx_products"),
         small_llm(tmp_path, **without_triton("rocm", dtype="float32")) as llm,
     ):
         prompt_logits(llm, [1, 2, 3])
-    (record,) = [record for record in caplog.records if record.name == "hardpoint_rocm.quark"]
+    (record,) = [record for record in caplog.records if record.name == "hardpoint_rocm.mx_products"]
     assert "OCP MX format, for whose products no kernel is here" in record.getMessage()
 
 
@@ -134,14 +138,52 @@ def test_both_operands_in_mxfp4(aiter: None, mi355x: None, tmp_path: Path, caplo
         with small_llm(tmp_path, **(without_triton("rocm", dtype="bfloat16") | more)) as llm:
             return prompt_logits(llm, ids), {row.chosen for row in llm.table.rows if row.family == "linear"}
 
-    with caplog.at_level(logging.WARNING, "hardpoint_rocm.quark"):
+    with caplog.at_level(logging.WARNING, "hardpoint_rocm.mx_products"):
         got, chosen = run()
     assert chosen == {"aiter_mxfp4", "torch"}, "torch's product is that of the head"
     assert CALLS["gemm_afp4wfp4"] > 0
-    assert not [record for record in caplog.records if record.name == "hardpoint_rocm.quark"]
+    assert not [record for record in caplog.records if record.name == "hardpoint_rocm.mx_products"]
     expected, chosen = run(deny=(*without_triton("rocm")["deny"], "linear=aiter_mxfp4"))
     assert chosen == {"emulated", "torch"}
     assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.999
+
+
+def test_a_size_that_aiter_refuses_is_said_to_be_slow(
+    aiter: None, mi355x: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with the matrix; the layers of other sizes are multiplied by AITER."""
+    sizes = {"hidden_size": 320, "intermediate_size": 256, "head_dim": 64}
+    write_quantized(tmp_path, Format("mx", config(MX, MX | {"is_dynamic": True}), mxfp4), "llama", **sizes)
+    with (
+        caplog.at_level(logging.WARNING, "hardpoint_rocm.mx_products"),
+        small_llm(tmp_path, **without_triton("rocm", dtype="bfloat16")) as llm,
+    ):
+        chosen = {row.chosen for row in llm.table.rows if row.family == "linear"}
+    assert chosen == {"aiter_mxfp4", "emulated", "torch"}
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "hardpoint_rocm.mx_products"]
+    assert re.search(r"_proj' \[\d+, 320\] is in an OCP MX format.*wanted 320, supported multiples of 128", message)
+
+
+@pytest.mark.parametrize(
+    ("expert", "rows", "columns", "dtype", "reason"),
+    [
+        (None, 384, 640, "bfloat16", None),
+        (None, 8, 640, "bfloat16", "wanted 8, supported multiples of 16"),
+        (None, 384, 640, "float32", "not float32"),
+        (0, 512, 768, "bfloat16", None),
+        (0, 384, 768, "bfloat16", "wanted 384, supported multiples of 256"),
+        (0, 512, 640, "bfloat16", "wanted 640, supported multiples of 256"),
+    ],
+)
+def test_reasons_are_those_of_the_kernels(
+    aiter: None, expert: int | None, rows: int, columns: int, dtype: str, reason: str | None
+) -> None:
+    """Experts are in larger tiles than linear layers."""
+    spec = QuantSpec("float4_e2m1", scales=(Scale("float8_e8m0fnu", (1, 32)),))
+    module = Module("m", rows, columns, expert=expert)
+    device: DeviceInfo = describe_arch("AMD Instinct MI355X", "gfx950")
+    found = reason_against(module, Scheme(spec, replace(spec, static=False)), dtype, device)
+    assert reason in found if reason and found else found is reason is None
 
 
 def test_it_is_of_one_platform(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ depend on the other tokens.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -37,10 +36,7 @@ from hardpoint_plugin_api import (
     Scheme,
     StoredTensor,
 )
-from hardpoint_rocm.aiter_library import reasons_against
-from hardpoint_rocm.aiter_mxfp4 import PRODUCT
-
-logger = logging.getLogger(__name__)
+from hardpoint_rocm.mx_products import MxProducts
 
 _FP8, _FP4 = "float8_e4m3fn", "float4_e2m1"
 _ELEMENTS = {"fp8_e4m3": _FP8, "fp4": _FP4}
@@ -65,9 +61,16 @@ class Quark(QuantizationMethod):
         self._patterns = dict(_tables(by_pattern)) if by_pattern else {}
         self._global = settings.table("global_quant_config")
         self._tensors, self._dtype = request.tensors, request.dtype
-        self._check_kernels(request)
+        self._products = MxProducts(request)
+        self._check_elements()
 
     def scheme(self, module: Module) -> Scheme | None:
+        scheme = self._scheme(module)
+        if scheme is not None:
+            self._products.ask(module, scheme)
+        return scheme
+
+    def _scheme(self, module: Module) -> Scheme | None:
         numbers = self._numbers_of(module)
         if numbers is None or (weight := numbers.table("weight")) is None:
             return None
@@ -123,26 +126,12 @@ class Quark(QuantizationMethod):
         scale = StoredTensor(name, dims, ("float32", "bfloat16", "float16"), (name,), lambda x: {name: column(x)})
         return QuantSpec(_FP8, scales=(Scale(info.dtype, block),)), (weight, scale)
 
-    def _check_kernels(self, request: MethodRequest) -> None:
-        """Say once what is slow. Raises CheckpointError for elements that nothing here reads, whichever layer's."""
-        numbers = [*self._patterns.values(), *([self._global] if self._global else [])]
-        tables = [table for one in numbers for name in ("weight", "input_tensors") if (table := one.table(name))]
-        if any(_element(table) == _FP4 for table in tables) and not self._has_product(numbers, request):
-            logger.warning(
-                "%s: weights or activations are in an OCP MX format, for whose products no kernel is here; core's "
-                "emulated product serves, which makes numbers of them at every step: expect it to be slow on %s",
-                request.where,
-                request.device.name,
-            )
-
-    @staticmethod
-    def _has_product(numbers: list[Settings], request: MethodRequest) -> bool:
-        """Whether AITER multiplies all that is in an OCP MX format: both operands are, on a device that has it."""
-        of_both = [
-            [_element(table) for name in ("weight", "input_tensors") if (table := one.table(name))] for one in numbers
-        ]
-        both = all(elements == [_FP4, _FP4] for elements in of_both if _FP4 in elements)
-        return both and "mxfp" in request.device.features and not reasons_against(PRODUCT)
+    def _check_elements(self) -> None:
+        """Raise CheckpointError for elements that nothing here reads, whichever layer's."""
+        for numbers in (*self._patterns.values(), *([self._global] if self._global else [])):
+            for name in ("weight", "input_tensors"):
+                if table := numbers.table(name):
+                    _element(table)
 
 
 def _tables(settings: Settings) -> Iterator[tuple[str, Settings]]:
